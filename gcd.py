@@ -1,0 +1,701 @@
+"""Cold start → GRPO with a self-judge (GCD) → evaluation, of a language-model agent in a text household.
+
+    python gcd.py                                   # everything, small model, generated rooms, CPU
+    torchrun --nproc-per-node 8 gcd.py --model DIR  # a Hugging Face Qwen2/Qwen2.5 folder on eight GPUs
+    python gcd.py --help                            # every flag, with its meaning and unit
+
+Read `main`, then `iteration`: one training step, named calls only. Each stage writes to --out as it goes: `checkpoint/`
+(a Hugging Face folder), `metrics.jsonl`, `episodes.jsonl`, `evaluation.json`, `stages.json`; `report.py` draws them.
+Left out: everything that no experiment here turns: other optimizers, schedules, loggers.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import algorithms
+import judge
+import model as qwen
+import parallel
+import rollout
+import update
+from envs import experts, household, make_env, rooms
+from parallel import generator, stream
+
+
+def opt(default, help, choices=None, low=-math.inf, high=math.inf):
+    """One flag: its default, and its meaning and unit."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting of a run; each field is a flag. The defaults are the small model's, tuned on `dev`."""
+
+    preset: str = opt("small", "small: these defaults; paper: the settings of arXiv:2509.23870 App. B", ("small", "paper"))
+    out: str = opt("runs/default", "folder that everything is written to")
+    resume: bool = opt(False, "continue the RL stage of --out where its checkpoint stopped")
+    seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks", low=0, high=99)
+    # the world
+    env: str = opt("household", "which environment", ("household",))
+    games: str = opt("", "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms")
+    train_types: str = opt("four", "task types of RL: four (cool and two objects are kept for L2) or six", ("four", "six"))
+    max_turns: int = opt(30, "turns in an episode", low=1)
+    # the model
+    model: str = opt("", "Hugging Face Qwen2 folder or checkpoint to start from; empty: the small model, fresh")
+    hidden_size: int = opt(96, "width of the fresh small model", low=16)
+    layers: int = opt(3, "layers of the fresh small model", low=1)
+    device: str = opt("auto", "auto | cpu | cuda", ("auto", "cpu", "cuda"))
+    dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
+    threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1)
+    context: int = opt(1024, "tokens an episode may have, prompt and response", low=32)
+    prompt: str = opt("auto", "plain: command only; think: <think>, <action> and admissible list; auto: by model",
+                      ("auto", "plain", "think"))
+    history: int = opt(0, "past exchanges shown in a prompt; 0: all, append-only", low=0)
+    # cold start
+    demonstrations: int = opt(1000, "expert episodes to imitate; 0: no cold start", low=0)
+    cold_start_types: str = opt("six", "task types it sees; six, or the small model could not know L2's words",
+                                ("four", "six"))
+    mistake_rate: float = opt(0.05, "share of injected mistakes in demonstrations (their recoveries are imitated)",
+                              low=0, high=0.5)
+    cold_start_epochs: int = opt(5, "epochs of policy imitation", low=0)
+    cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
+    cold_start_batch: int = opt(4, "episodes per step", low=1)
+    judge_demonstrations: int = opt(1000, "judge questions in the second stage; 0: policy only", low=0)
+    judge_epochs: int = opt(2, "epochs of the second stage: policy and judge together", low=0)
+    judge_cold_start_weight: float = opt(0.5, "weight of the judge's loss in it", low=0)
+    # rollouts
+    tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1)
+    group_size: int = opt(8, "episodes per task", low=1)
+    slots: int = opt(128, "episodes played at once on a rank", low=1)
+    temperature: float = opt(1.0, "of sampling in training", low=0.01)
+    max_response_tokens: int = opt(16, "tokens in a response", low=1)
+    on_truncation: str = opt("fail", "a response cut at its length ends the episode as failed, or is an invalid turn",
+                             ("fail", "invalid"))
+    # GRPO
+    iterations: int = opt(40, "RL iterations; 0: none", low=0)
+    minibatches: int = opt(4, "optimizer steps per iteration, cut by episodes", low=1)
+    lr: float = opt(6e-4, "learning rate", low=0)
+    lr_decay: bool = opt(True, "linear decay to 0 over the iterations")
+    clip_low: float = opt(0.2, "ratio clipped below at 1 - this", low=0, high=1)
+    clip_high: float = opt(0.28, "ratio clipped above at 1 + this", low=0)
+    baseline: str = opt("episode", "group mean (and std) over episodes, or over turns as verl-agent's code",
+                        ("episode", "turn"))
+    normalize_std: bool = opt(False, "divide the advantage by the group's std")
+    reduction: str = opt("token", "loss mean over tokens, over episodes, or Dr. GRPO's constant",
+                         ("token", "episode", "constant"))
+    kl: str = opt("none", "KL to the model RL started from: none, k3 in the loss, k1 in the reward (reverse KL)",
+                  ("none", "loss", "reward"))
+    kl_coef: float = opt(0.01, "its coefficient", low=0)
+    success_reward: float = opt(1.0, "reward of a won episode")
+    invalid_penalty: float = opt(0.1, "taken off for invalid turns", low=0)
+    invalid_unit: str = opt("share", "times the share of invalid turns, or for each such turn", ("share", "turn"))
+    dynamic_sampling: str = opt("drop", "groups with equal rewards: keep, drop, or drop and refill (up to 4 rounds)",
+                                ("keep", "drop", "refill"))
+    max_grad_norm: float = opt(1.0, "gradient clipping; 0: none", low=0)
+    microbatch_tokens: int = opt(16384, "tokens in one forward and backward, padding included", low=16)
+    logprob_gap_limit: float = opt(1e-4, "nats; a larger sampler-trainer difference stops a float32 run", low=0)
+    # GCD
+    gcd: bool = opt(True, "train the judge beside the policy")
+    judge_labels: str = opt("dense", "which turns are good and bad", judge.LABELS)
+    judge_turns: int = opt(32, "turns judged per iteration (over all ranks), half of them good", low=2)
+    judge_group_size: int = opt(8, "answers to each question", low=2)
+    judge_weight: float = opt(0.1, "lambda; 0: the judge runs and is logged, the policy is plain GRPO bit for bit", low=0)
+    judge_grad_cap: float = opt(0.0, "judge gradient norm at most this times the policy's; 0: no cap", low=0)
+    judge_response_tokens: int = opt(4, "tokens in an answer", low=2)
+    # evaluation and files
+    evaluate: str = opt("auto", "splits to evaluate, e.g. L0,L1 or dev; auto: all that the training leaves unseen; none")
+    checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
+    episodes_every: int = opt(5, "iterations between stored episodes (one group)", low=1)
+
+    def __post_init__(self):
+        for f in fields(self):
+            value, meta = getattr(self, f.name), f.metadata
+            flag = "--" + f.name.replace("_", "-")
+            if meta["choices"] and value not in meta["choices"]:
+                raise ValueError(f"{flag}={value}: expected one of {', '.join(meta['choices'])}")
+            if f.type in (int, float) and not meta["low"] <= value <= meta["high"]:
+                raise ValueError(f"{flag}={value}: expected {meta['low']:g} to {meta['high']:g}")
+        for split in self.splits:
+            if split not in ("dev", "L0", "L1", "L2"):
+                raise ValueError(f"--evaluate={self.evaluate}: no split {split!r} (dev, L0, L1, L2)")
+        if self.minibatches > self.tasks * self.group_size:
+            raise ValueError(f"--minibatches={self.minibatches}: more than the {self.tasks * self.group_size} episodes")
+        if self.max_response_tokens >= self.context:
+            raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not less than --context={self.context}")
+
+    @property
+    def splits(self):
+        if self.evaluate == "none":
+            return []
+        if self.evaluate != "auto":
+            return self.evaluate.split(",")
+        if self.train_types == "six":
+            return ["L0", "L1"]
+        return ["L2"] if self.games else ["L0", "L1", "L2"]
+
+
+# Hugging Face models on the paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per
+# batch; 16 x 8 episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
+PAPER = dict(
+    demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
+    cold_start_batch=16, judge_cold_start_weight=1.0, iterations=200, minibatches=8, lr=1e-6, lr_decay=False, clip_low=0.2,
+    clip_high=0.2, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0, invalid_penalty=0.1,
+    invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512, judge_response_tokens=512, context=16384,
+    dtype="bfloat16", on_truncation="invalid")
+
+
+def parse(argv=None):
+    """Command line → Config. Every field is a flag; an unknown flag or a value out of range is an error."""
+    parser = argparse.ArgumentParser(prog="gcd.py", allow_abbrev=False, description=__doc__.splitlines()[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in fields(Config):
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=f.metadata["help"], **kind)
+    if parser.parse_known_args(argv)[0].preset == "paper":
+        parser.set_defaults(**PAPER)
+    try:
+        return Config(**vars(parser.parse_args(argv)))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+# Tasks
+
+class Tasks:
+    """Which tasks there are to train on and to evaluate; real games are read once."""
+
+    games_split = {"train": "train", "dev": "valid_train", "L0": "valid_seen", "L1": "valid_unseen", "L2": "valid_unseen"}
+
+    def __init__(self, config):
+        self.config = config
+        self.types = {"four": rooms.TRAINED_TYPES, "six": rooms.ALL_TYPES}
+        self.games = {}
+
+    def of_games(self, split, types):
+        if (split, types) not in self.games:
+            self.games[split, types] = household.load_games(self.config.games, self.games_split[split], types)
+        return self.games[split, types]
+
+    def train(self, types, start, n):
+        """n training tasks from place `start` of an endless sequence that the seed fixes."""
+        if not self.config.games:
+            first = self.config.seed * 10_000_000 + start
+            return [rooms.task("train", first + i, self.types[types]) for i in range(n)]
+        games = self.of_games("train", self.types[types])
+        order = torch.randperm(len(games), generator=generator(self.config.seed, 1)).tolist()
+        return [games[order[(start + i) % len(games)]] for i in range(n)]
+
+    def split(self, name):
+        """Every task of a split, in a fixed order. L2 is the two types that --train-types four leaves out."""
+        if not self.config.games:
+            return rooms.tasks(name)
+        held_out = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
+        return self.of_games(name, held_out if name == "L2" else self.types["six"])
+
+
+FIRST_DEMONSTRATION = 5_000_000      # where the cold start's tasks begin in the endless sequence: RL never gets there
+
+
+# The run: what every stage needs, made once
+
+@dataclass(slots=True)
+class Run:
+    """The model and its optimizer, the chat, the environments, and where to write."""
+
+    config: Config
+    ranks: parallel.Ranks
+    tasks: Tasks
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    chat: rollout.Chat
+    envs: list
+    out: Path
+    asked_to_stop: list           # signals received; looked at between steps
+
+    def log(self, row):
+        """Append one object to metrics.jsonl, on disk before anything else happens."""
+        if self.ranks.rank == 0:
+            append(self.out / "metrics.jsonl", row)
+
+    def save(self, state):
+        parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state, qwen.save_pretrained,
+                                 self.chat.tokenizer.save_pretrained)
+
+    def sampling(self, **changes):
+        values = dict(temperature=self.config.temperature, max_response_tokens=self.config.max_response_tokens)
+        return rollout.Sampling(**values | changes)
+
+    def play(self, seats, sampling, name):
+        """Play the seats with the current weights (inside `gathered`), behind a progress bar."""
+        config = self.config
+        with tqdm(total=len(seats), desc=name, unit="episode", leave=False, disable=self.ranks.rank > 0) as bar:
+            return rollout.play(self.model, self.chat, self.envs, seats, sampling, config.max_turns, config.context,
+                                config.history, config.on_truncation, lambda episode: bar.update())
+
+
+def append(path, row):
+    """One JSON object, one line, flushed to the disk; what is not a number is null (NaN is no JSON)."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(clean, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def small_model_folder(config, folder):
+    """Write the small default model, freshly initialised, as a Hugging Face folder."""
+    vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
+    shape = qwen.ModelConfig(vocab_size=vocabulary, hidden_size=config.hidden_size, intermediate_size=config.hidden_size * 3,
+                             num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2,
+                             head_dim=config.hidden_size // 4, max_position_embeddings=max(config.context, 1024),
+                             tie_word_embeddings=True)
+    model = qwen.Model(shape)
+    qwen.init_weights(model, config.seed)
+    qwen.save_pretrained(model, folder)
+
+
+def prepare(config, ranks, asked_to_stop):
+    """Everything a run needs, made or loaded; mistakes of the user surface here, before any work."""
+    tasks, out = Tasks(config), Path(config.out)
+    if config.tasks % ranks.world:
+        raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (a group never straddles two)")
+    for split in config.splits:
+        tasks.split(split)
+    source = Path(config.model) if config.model else None
+    if config.resume:
+        source = parallel.find_checkpoint(out / "checkpoint")
+        if source is None:
+            raise ValueError(f"--resume: {out / 'checkpoint'} holds no checkpoint")
+    with tempfile.TemporaryDirectory() as fresh:
+        if source is None:
+            small_model_folder(config, fresh)
+        model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device)
+        tokenizer = qwen.load_tokenizer(source or fresh)
+    if config.context > model.config.max_position_embeddings:
+        raise ValueError(f"--context={config.context}: {source}/config.json allows {model.config.max_position_embeddings}")
+    style = config.prompt
+    if style == "auto":
+        style = "plain" if rollout.is_small(tokenizer) else "think"
+    model = parallel.shard(model, ranks, getattr(torch, config.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    out.mkdir(parents=True, exist_ok=True)
+    return Run(config, ranks, tasks, model, optimizer, rollout.Chat(tokenizer, style),
+               [make_env(config.env) for _ in range(config.slots)], out, asked_to_stop)
+
+
+def versions():
+    import transformers
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+
+
+def commit():
+    """The commit of the code, "+" if changed since; empty outside a git checkout."""
+    try:
+        git = ["git", "-C", str(Path(__file__).parent)]
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+# Stage 1: cold start
+
+def replay(chat, env, seat, commands, history):
+    """An expert's commands as an Episode, exactly as if the model had sampled them."""
+    talk = rollout.Conversation(seat, env, chat, history)
+    for command in commands:
+        talk.act(rollout.Response(chat.respond(command), [], False), len(commands), math.inf)
+    return talk.episode
+
+
+def demonstrate(run, first, n):
+    """n episodes of the search expert on training tasks, and per turn 1.0, or 0.0 where it was an injected mistake."""
+    config, env = run.config, run.envs[0]
+    prior = experts.learn_prior(run.tasks.train("six", first + n, 400))
+    episodes, advantages = [], []
+    bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False,
+               disable=run.ranks.rank > 0)
+    for i, task in enumerate(bar):
+        shown = experts.demonstrate(env, task, prior, stream(config.seed, 2, i), config.mistake_rate, config.max_turns)
+        if shown.won:
+            episodes.append(replay(run.chat, env, rollout.Seat(task, i, 0), shown.commands, config.history))
+            advantages.append([0.0 if mistake else 1.0 for mistake in shown.mistakes])
+    return episodes, advantages
+
+
+def cold_start(run):
+    """Imitate the search expert through `update()` itself: the policy first, then policy and judge together.
+
+    Jointly from scratch the judge learns and the policy starves, so the judge comes second.
+    """
+    config = run.config
+    episodes, advantages = demonstrate(run, FIRST_DEMONSTRATION, config.demonstrations)
+    policy = [s for i, (e, a) in enumerate(zip(episodes, advantages))
+              for s in update.demonstration(update.samples_of(e, a, i))]
+    places = judge.candidates(episodes, config.judge_labels, room=config.context - 32)
+    chosen = judge.choose(places, config.judge_labels, config.judge_demonstrations // 2, stream(config.seed, 3))
+    questions = judge.demonstrations(run.chat, judge.questions(run.chat, episodes, chosen))
+    imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy")
+    imitate(run, policy + questions, len(episodes), config.judge_epochs, "cold start: policy and judge")
+
+
+def imitate(run, samples, n_episodes, epochs, name):
+    """Epochs of cross-entropy on samples; judge questions are spread evenly over the steps."""
+    config, ranks = run.config, run.ranks
+    objective = update.Objective(judge_weight=config.judge_cold_start_weight, microbatch_tokens=config.microbatch_tokens,
+                                 max_grad_norm=config.max_grad_norm)
+    steps_per_epoch = max(1, n_episodes // config.cold_start_batch)
+    total = epochs * steps_per_epoch
+    for step in (bar := tqdm(range(total), desc=name, unit="step", disable=ranks.rank > 0)):
+        epoch, place = divmod(step, steps_per_epoch)
+        if place == 0:
+            batches = shuffled_batches(samples, steps_per_epoch, generator(config.seed, 4, epoch))
+        mine = [s for s in batches[place] if s.episode % ranks.world == ranks.rank]
+        metrics = update.update(run.model, run.optimizer, mine, objective, config.cold_start_lr * (1 - step / total))
+        if step % 20 == 0 or step == total - 1:
+            bar.set_postfix(loss=f"{metrics['policy/loss']:.3f}")
+            run.log({"phase": "cold_start", "stage": name, "step": step, "cold_start/loss": metrics["policy/loss"],
+                     "cold_start/judge_loss": metrics["judge/loss"], "cold_start/grad_norm": metrics["policy/grad_norm"]})
+        stop_if_asked(run, {"iteration": 0})
+
+
+def shuffled_batches(samples, n, rng):
+    """Samples in n batches, whole episodes (and whole judge pairs) each, in an order drawn from rng."""
+    batches = [[] for _ in range(n)]
+    for kind in ("policy", "judge"):
+        members = {}
+        for sample in samples:
+            if sample.kind == kind:
+                members.setdefault(sample.episode, []).append(sample)
+        keys = list(members)
+        for i, k in enumerate(torch.randperm(len(keys), generator=rng).tolist()):
+            batches[i % n] += members[keys[k]]
+    return batches
+
+
+# Stage 2: reinforcement learning
+
+def seats_of(run, iteration, round=0):
+    """This rank's episodes of an iteration: whole groups, every member on a random stream of its own."""
+    config, ranks = run.config, run.ranks
+    per_rank = config.tasks // ranks.world
+    first = ranks.rank * per_rank
+    start = (iteration * 4 + round if config.dynamic_sampling == "refill" else iteration) * config.tasks
+    tasks = run.tasks.train(config.train_types, start + first, per_rank)
+    return [rollout.Seat(task, first + i, stream(config.seed, 5, iteration, round, first + i, member))
+            for i, task in enumerate(tasks) for member in range(config.group_size)]
+
+
+def credit(episodes, config, penalty_E=0.0):
+    """Episodes → reward_E, advantage_E and which of them teach nothing (equal rewards in the group)."""
+    count = lambda f: torch.tensor([f(e) for e in episodes])
+    turns_E, group_E = count(lambda e: len(e.turns)), count(lambda e: e.group)
+    invalid_E = count(lambda e: sum(not turn.valid for turn in e.turns))
+    reward_E = algorithms.episode_reward(count(lambda e: e.won), invalid_E, turns_E, config.success_reward,
+                                         config.invalid_penalty, config.invalid_unit) - penalty_E
+    advantage_E = algorithms.group_relative_advantage(
+        reward_E, group_E, turns_E if config.baseline == "turn" else None, config.normalize_std)
+    return reward_E, advantage_E, algorithms.zero_variance(reward_E, group_E)
+
+
+def kl_penalty(run, reference, episodes):
+    """coef * sum_t (log pi_old - log pi_ref) of each episode: k1 in the reward, whose optimum is the reverse KL's."""
+    samples = [s for i, e in enumerate(episodes) for s in update.samples_of(e, [0.0] * len(e.turns), i)]
+    penalty_E = torch.zeros(len(episodes))
+    for sample, ref in zip(samples, update.score(reference, samples, objective_of(run.config))):
+        old, ref = torch.tensor(sample.logprob_old), torch.tensor(ref)
+        penalty_E[sample.episode] += run.config.kl_coef * float(algorithms.kl_k1(old, ref).sum())
+    return penalty_E
+
+
+def objective_of(config):
+    return update.Objective(
+        clip_low=config.clip_low, clip_high=config.clip_high, reduction=config.reduction,
+        longest=config.max_turns * config.max_response_tokens, kl_coef=config.kl_coef if config.kl == "loss" else 0.0,
+        judge_weight=config.judge_weight, judge_grad_cap=config.judge_grad_cap, temperature=config.temperature,
+        max_grad_norm=config.max_grad_norm, microbatch_tokens=config.microbatch_tokens)
+
+
+def collect(run, iteration):
+    """This rank's episodes of an iteration; with --dynamic-sampling refill, more rounds until enough groups differ."""
+    config = run.config
+    episodes = run.play(seats_of(run, iteration), run.sampling(), f"iteration {iteration}")
+    if config.dynamic_sampling != "refill":
+        return episodes
+    wanted, kept = config.tasks // run.ranks.world, {}
+    for round in range(4):
+        played = episodes if round == 0 else run.play(seats_of(run, iteration, round), run.sampling(), f"refill {round}")
+        equal_E = credit(played, config)[2]
+        for episode, equal in zip(played, equal_E.tolist()):
+            if not equal:
+                kept.setdefault((round, episode.group), []).append(episode)
+        if len(kept) >= wanted:
+            break
+    return [episode for group in list(kept.values())[:wanted] for episode in group] or episodes
+
+
+def judge_turns(run, iteration, episodes, first):
+    """GCD: turns of this iteration → labels → questions → answers. The choice is made over all ranks."""
+    config, seed = run.config, stream(run.config.seed, 6, iteration)
+    places = judge.candidates(episodes, config.judge_labels, config.context - config.judge_response_tokens - 64, first)
+    chosen = judge.choose([p for own in parallel.gather(places) for p in own], config.judge_labels, config.judge_turns // 2, seed)
+    judged = judge.questions(run.chat, episodes, chosen, first)
+    sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
+    judge.judge(run.model, run.chat, judged, config.judge_group_size, sampling, seed, config.slots)
+    return judged
+
+
+def iteration(run, i, reference):
+    """One iteration: play, give credit, judge, update. Returns its metrics."""
+    config, clock = run.config, Clock()
+    with parallel.gathered(run.model):
+        episodes = collect(run, i)
+        clock.lap("rollout")
+        first = run.ranks.rank * (config.tasks // run.ranks.world) * config.group_size
+        judged = judge_turns(run, i, episodes, first) if config.gcd else []
+        clock.lap("judge")
+    penalty_E = kl_penalty(run, reference, episodes) if config.kl == "reward" else 0.0
+    reward_E, advantage_E, equal_E = credit(episodes, config, penalty_E)
+    taught = [(e, advantage_E[k].item(), first + k) for k, e in enumerate(episodes)
+              if config.dynamic_sampling == "keep" or not equal_E[k]]
+    samples = [s for e, a, k in taught for s in update.samples_of(e, [a] * len(e.turns), k)]
+    if config.judge_weight:                                  # at 0 the update never sees the judge
+        samples += judge.samples(judged)
+    metrics = train(run, i, samples, reference)
+    clock.lap("update")
+    store(run, i, episodes, advantage_E, judged)
+    rows = [row for own in parallel.gather(judge.verdicts_of(judged, episodes)) for row in own]
+    return metrics | rollout_metrics(run, episodes, reward_E, equal_E) | (judge.metrics(rows) if config.gcd else {}) | clock.laps
+
+
+def train(run, i, samples, reference):
+    """The optimizer steps of an iteration; returns the mean of their metrics (the gap: of the first, on equal weights)."""
+    config, objective = run.config, objective_of(run.config)
+    if config.kl == "loss":
+        for sample, ref in zip(samples, update.score(reference, samples, objective)):
+            sample.logprob_ref = ref
+    if config.dtype != "float32":                            # the sampler's bf16 logprobs are 0.03 off: use the trainer's
+        gap = update.rescore(run.model, samples, objective)
+    rate = config.lr * (1 - i / config.iterations) if config.lr_decay else config.lr
+    steps = []
+    for part in update.minibatches(samples, config.minibatches):
+        if parallel.any_rank(bool(part)):
+            steps.append(guarded(run, part, objective, rate))
+            if len(steps) == 1 and config.dtype == "float32":
+                gap = {k: v for k, v in steps[0].items() if k.startswith("policy/logprob_gap")}
+                check_gap(steps[0]["policy/logprob_gap_max_nats"], config.logprob_gap_limit)
+    if not steps:
+        return {"policy/steps": 0}
+    mean = {key: sum(s.get(key, math.nan) for s in steps) / len(steps) for key in steps[0]}
+    return mean | gap | {"policy/steps": len(steps), "policy/lr": rate}
+
+
+def check_gap(gap, limit):
+    if gap > limit:
+        raise RuntimeError(f"sampler and trainer disagree by {gap:.2e} nats on equal weights, --logprob-gap-limit={limit:g}")
+
+
+def guarded(run, samples, objective, rate):
+    """update(), but a batch that is not finite is stored before every rank stops."""
+    try:
+        return update.update(run.model, run.optimizer, samples, objective, rate)
+    except update.NonFinite:
+        torch.save([asdict(s) for s in samples], run.out / f"nonfinite_batch_rank{run.ranks.rank}.pt")
+        raise
+
+
+def rollout_metrics(run, episodes, reward_E, equal_E):
+    """Shares over all ranks of what was played in an iteration."""
+    counts = parallel.all_sum(rollout.summary(episodes) | {"reward": float(reward_E.sum()), "equal": float(equal_E.sum())})
+    shares = rollout.success_rate(counts)
+    keys = ("success", "turns", "invalid_frac", "repeated_frac", "truncated_frac")
+    return {f"rollout/{key}": shares[key] for key in keys} | {
+        "rollout/reward": counts["reward"] / counts["episodes"], "rollout/response_tokens": counts["response_tokens"],
+        "rollout/zero_variance_frac": counts["equal"] / counts["episodes"], "rollout/episodes": counts["episodes"]}
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self):
+        self.laps, self.last = {}, time.perf_counter()
+
+    def lap(self, name):
+        now = time.perf_counter()
+        self.laps[f"time/{name}_s"], self.last = now - self.last, now
+
+
+def reinforce(run):
+    """The RL stage: iterations from where the checkpoint stopped (0, or with --resume later)."""
+    config, first = run.config, 0
+    if config.resume:
+        first = parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer)["iteration"]
+    else:
+        run.optimizer.state.clear()                          # the cold start's moments are of another objective
+    reference = frozen_copy(run) if config.kl != "none" and config.iterations else None
+    for i in (bar := tqdm(range(first, config.iterations), desc="RL", unit="iteration", initial=first,
+                          total=config.iterations, disable=run.ranks.rank > 0)):
+        metrics = iteration(run, i, reference)
+        run.log({"phase": "rl", "iteration": i} | metrics)
+        bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", gcd=f"{metrics.get('judge/balanced_accuracy', 0):.2f}")
+        stop_if_asked(run, {"iteration": i + 1})
+        if (i + 1) % config.checkpoint_every == 0:
+            run.save({"iteration": i + 1})
+
+
+def frozen_copy(run):
+    """The reference of the KL: the model as RL finds it (--resume: the checkpoint RL started from, which --model names)."""
+    if run.config.resume:
+        reference = qwen.load_pretrained(run.config.model, torch.float32, run.ranks.device)
+        return parallel.shard(reference, run.ranks, getattr(torch, run.config.dtype)).requires_grad_(False)
+    return copy.deepcopy(run.model).requires_grad_(False)
+
+
+# Stage 3: evaluation
+
+MODES = {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}
+
+
+def evaluation(run):
+    """Every task of each split once per mode; the headline is one sampled pass at temperature 1."""
+    started, splits = time.perf_counter(), {}
+    for name in run.config.splits:
+        tasks, splits[name] = run.tasks.split(name), {}
+        for m, (mode, temperature) in enumerate(MODES.items()):
+            seats = [rollout.Seat(task, g, stream(run.config.seed, 8, m, g)) for g, task in enumerate(tasks)]
+            mine = seats[run.ranks.rank::run.ranks.world]
+            with parallel.gathered(run.model):
+                episodes = run.play(mine, run.sampling(temperature=temperature), f"{name} {mode}") if mine else []
+            splits[name][mode] = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
+            if mode == "sampled":
+                store_episodes(run, episodes[:12], {"phase": "evaluation", "split": name})
+            stop_if_asked(run, None)
+    if run.ranks.rank == 0:
+        games = "real ALFWorld games" if run.config.games else "generated rooms"
+        write_json(run.out / "evaluation.json", {"splits": splits, "games": games, "seed": run.config.seed,
+                                                 "seconds": time.perf_counter() - started})
+    return splits
+
+
+def store(run, i, episodes, advantage_E, judged):
+    """Every few iterations, one group with what was thought of it, for the report."""
+    if i % run.config.episodes_every and i != run.config.iterations - 1:
+        return
+    of_turn = {(one.episode, one.turn): one for one in judged}
+    kept = max({e.group for e in episodes}, key=lambda g: sum((e.group == g) * abs(float(a))
+                                                              for e, a in zip(episodes, advantage_E)))
+    keep = [k for k, e in enumerate(episodes) if e.group == kept]
+    store_episodes(run, [episodes[k] for k in keep], {"phase": "rl", "iteration": i, "split": "train"},
+                   [float(advantage_E[k]) for k in keep],
+                   [{t: of_turn.get((k, t)) for t in range(len(episodes[k].turns))} for k in keep])
+
+
+def store_episodes(run, episodes, head, advantages=None, judged=None):
+    """Append episodes to episodes.jsonl: what was seen, said, meant and thought of it, turn by turn."""
+    if run.ranks.rank:
+        return
+    for k, episode in enumerate(episodes):
+        oracle, labels = judge.oracle_labels(episode), judge.labels_of(episode, run.config.judge_labels)
+        turns = []
+        for t, turn in enumerate(episode.turns):
+            one = judged[k][t] if judged else None
+            turns.append({"observation": turn.observation, "response": turn.response, "action": turn.action,
+                          "valid": turn.valid, "advantage": advantages[k] if advantages else None, "label": labels[t],
+                          "oracle": oracle[t], "verdicts": one.verdicts if one else [],
+                          "judge_reward": sum(one.rewards) / len(one.rewards) if one else None})
+        append(run.out / "episodes.jsonl", head | {
+            "task_id": episode.task.id, "task_type": episode.task.task_type, "group": episode.group, "won": episode.won,
+            "turns": turns, "final_observation": episode.final_observation})
+
+
+def write_json(path, value):
+    """Written beside and renamed: a reader sees the old file or the new one."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+# Stopping early
+
+class Interrupted(Exception):
+    """Ctrl-C (or SIGTERM) was pressed and what there was has been saved."""
+
+
+def listen():
+    """Catch Ctrl-C and SIGTERM: the first one is noted in the returned list, a second one stops at once."""
+    asked = []
+
+    def note(signum, frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signum)
+        print("\nstopping after this step (again: at once)", file=sys.stderr)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, note)
+    return asked
+
+
+def stop_if_asked(run, state):
+    """Between steps: if any rank was asked to stop, save a checkpoint (unless state is None) and stop on all."""
+    if not parallel.any_rank(bool(run.asked_to_stop)):
+        return
+    if state is not None:
+        run.save(state)
+    raise Interrupted(f"stopped; {run.out / 'checkpoint'} holds the model")
+
+
+def main(argv=None):
+    config = parse(argv)
+    asked_to_stop = listen()
+    ranks = parallel.setup(config.device)
+    torch.set_num_threads(config.threads)
+    try:
+        run = prepare(config, ranks, asked_to_stop)
+        run.log({"config": asdict(config), "versions": versions(), "commit": commit(),
+                 "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
+        stages = {"cold_start": cold_start if config.demonstrations and not config.resume else None,
+                  "rl": reinforce if config.iterations else None, "evaluation": evaluation if config.splits else None}
+        seconds = {}
+        for name, stage in stages.items():
+            if stage:
+                started = time.perf_counter()
+                result = stage(run)
+                if name != "evaluation":
+                    run.save({"iteration": config.iterations if name == "rl" else 0})
+                seconds[name] = time.perf_counter() - started
+        if ranks.rank == 0:
+            write_json(run.out / "stages.json", seconds)
+            for split in config.splits:
+                own = result[split]["sampled"]
+                print(f"{split}: success {own['success']:.1%} [{own['low']:.1%}, {own['high']:.1%}], n {own['n']}")
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+        print(f"gcd.py: error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        parallel.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""GCD: the actor judges its own actions. Turns → labels → judge prompts → answers → samples for the same update.
+
+A judged turn becomes a prompt that holds the episode up to and including the judged response (not the observation that
+followed, nothing of the outcome) and a question; the actor answers it several times; right answers are rewarded; the
+advantage is each answer's reward against the mean of that turn's answers. arXiv:2509.23870 §4.1, Eq. 3.
+The paper publishes neither its prompt nor its weight nor how many turns are judged: those here are ours.
+Left out: thoughts before the verdict in the small model (one word is the whole answer).
+"""
+
+import math
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import torch
+
+import rollout
+from algorithms import auc
+from envs import experts
+from parallel import generator, stream
+from update import Sample
+
+LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled")
+QUESTION = {
+    "plain": "Was that a good action? good or bad",
+    "think": "Before the game answers: given the task and all that has been seen, was your last command a good step? "
+             "Think briefly, then answer <judge>good</judge> or <judge>bad</judge>.",
+}
+VERDICT = {"plain": re.compile(r"\s*(good|bad)\s*"),
+           "think": re.compile(r"[^<]*(?:<think>.*</think>)?[^<]*<judge>\s*(good|bad)\s*</judge>\s*", re.DOTALL)}
+
+
+@dataclass(slots=True)
+class Judged:
+    """One judged turn and what came of it."""
+
+    index: int                    # place among all turns judged in this iteration, on all ranks
+    episode: int                  # position in this rank's list of episodes
+    turn: int
+    label: str                    # "good" or "bad": what was rewarded
+    oracle: str | None            # what the oracle says, for the log
+    prompt_ids: list[int]
+    answers: list[rollout.Response] = field(default_factory=list)
+    verdicts: list[str | None] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+
+
+# Labels: facts about a turn, never the sign of an advantage
+
+def observations(episode):
+    """Anchor before each turn, and after the last one: the observations that are not "Nothing happens."."""
+    last = episode.final_observation
+    anchors = [turn.anchor for turn in episode.turns]
+    return anchors + [anchors[-1] if last == rollout.NOTHING else last]
+
+
+def rule_labels(episode):
+    """The paper's rule (§4.1), one of "good", "bad", None per turn.
+
+        bad:  the observation that the turn acted on occurs again later in the episode: the turn led nowhere
+        good: the last turn of a won episode
+    """
+    seen = observations(episode)
+    labels = ["bad" if seen[t] in seen[t + 1:] else None for t in range(len(episode.turns))]
+    if episode.won:
+        labels[-1] = "good"
+    return labels
+
+
+def dense_labels(episode):
+    """The rule with more good turns, without an oracle. Ours: the paper's own labels have hardly any.
+
+        good: the last turn of a won episode, or a turn of one whose resulting observation is news and never recurs
+    """
+    seen, labels = observations(episode), rule_labels(episode)
+    count = Counter(seen)
+    if episode.won:
+        for t, turn in enumerate(episode.turns):
+            if labels[t] is None and turn.valid and count[seen[t + 1]] == 1:
+                labels[t] = "good"
+    return labels
+
+
+def oracle_labels(episode):
+    """What the prefix lets one know (envs/experts.py): "good", "bad" or None per turn."""
+    replies = [turn.observation for turn in episode.turns] + [episode.final_observation]
+    return experts.oracle_labels(replies, [turn.action or "" for turn in episode.turns])
+
+
+def rule_and_oracle_labels(episode):
+    """The rule's labels; turns it leaves open that the oracle calls good are added; turns where both speak and differ
+    are dropped. (The paper adds turns that a large model judges good; how the two must agree it does not say.)"""
+    labels = []
+    for rule, oracle in zip(rule_labels(episode), oracle_labels(episode)):
+        agreed = rule if oracle in (rule, None) else None
+        labels.append("good" if rule is None and oracle == "good" else agreed)
+    return labels
+
+
+def labels_of(episode, kind):
+    """One label per turn. "shuffled" picks the turns that "dense" labels; `choose` then tosses its coin."""
+    return {"rule": rule_labels, "dense": dense_labels, "shuffled": dense_labels, "oracle": oracle_labels,
+            "rule+oracle": rule_and_oracle_labels}[kind](episode)
+
+
+# Prompts and verdicts
+
+def prompt_ids(chat, turn):
+    """The episode up to and including the judged response, then the question: no observation, no outcome, no future."""
+    return turn.prompt_ids + turn.response_ids + chat.message(QUESTION[chat.style])
+
+
+def answer_ids(chat, label):
+    """The answer that a demonstration gives: the bare verdict, stop token included."""
+    text = label if chat.style == "plain" else f"<judge>{label}</judge>"
+    return chat.encode(text) + chat.encode("<|im_end|>")
+
+
+def parse_verdict(text, style):
+    """"good", "bad", or None where the answer is unreadable."""
+    match = VERDICT[style].fullmatch(text)
+    return match[1] if match else None
+
+
+def verdict_reward(verdict, label):
+    """1 right, 0 wrong, -0.1 unreadable (ours: the paper gives no magnitudes)."""
+    return -0.1 if verdict is None else float(verdict == label)
+
+
+# From episodes to samples
+
+def candidates(episodes, kind, room, first=0):
+    """Every labelled turn as (episode, turn, label), episodes numbered from `first` on.
+
+    `room`: a turn whose prompt and response are longer than this many tokens cannot be judged.
+    """
+    return [(first + e, t, label) for e, episode in enumerate(episodes)
+            for t, label in enumerate(labels_of(episode, kind))
+            if label and len(episode.turns[t].prompt_ids) + len(episode.turns[t].response_ids) < room]
+
+
+def choose(places, kind, per_class, seed):
+    """As many good as bad turns, at most per_class of each, drawn at random; none where a class is missing.
+
+    places: the candidates of all ranks; every rank makes the same choice. "shuffled" labels each by a fair coin.
+    Good and bad alternate in the list, so that any cut of it by pairs stays balanced.
+    """
+    rng = generator(seed, 0)
+    by_class = [[place for place in places if place[2] == label] for label in ("good", "bad")]
+    n = min(per_class, *map(len, by_class))
+    picked = [[own[i] for i in torch.randperm(len(own), generator=rng)[:n].tolist()] for own in by_class]
+    chosen = [place for pair in zip(*picked) for place in pair]
+    if kind != "shuffled":
+        return chosen
+    coins = torch.randint(2, (len(chosen),), generator=rng).tolist()
+    return [(e, t, ("good", "bad")[coin]) for (e, t, _), coin in zip(chosen, coins)]
+
+
+def questions(chat, episodes, chosen, first=0):
+    """The chosen turns that lie in these episodes, as judge prompts; `index` is the place in the choice."""
+    oracle, result = {}, []
+    for index, (e, t, label) in enumerate(chosen):
+        if first <= e < first + len(episodes):
+            episode = episodes[e - first]
+            oracle[e] = oracle.get(e) or oracle_labels(episode)
+            result.append(Judged(index, e - first, t, label, oracle[e][t], prompt_ids(chat, episode.turns[t])))
+    return result
+
+
+def judge(model, chat, judged, group_size, sampling, seed, n_slots):
+    """Let the actor answer each question group_size times; fills in answers, verdicts and rewards."""
+    streams = [[stream(seed, 1, one.index, i) for i in range(group_size)] for one in judged]
+    answers = rollout.answer(model, chat, [j.prompt_ids for j in judged], streams, sampling, n_slots)
+    for one, own in zip(judged, answers):
+        one.answers = own
+        one.verdicts = [None if a.truncated else parse_verdict(chat.decode(a.ids), chat.style) for a in own]
+        one.rewards = [verdict_reward(verdict, one.label) for verdict in one.verdicts]
+
+
+def samples(judged):
+    """Judged turns as samples: A = reward - mean over the turn's answers, no std. Only answer tokens are trained.
+
+    Equal answers to one question have equal tokens, rewards and gradients, so they are one sample with a count.
+    A good turn and the bad one beside it share an "episode" number, so they meet in one minibatch.
+    """
+    result = []
+    for one in judged:
+        mean = sum(one.rewards) / len(one.rewards)
+        if all(reward == one.rewards[0] for reward in one.rewards):
+            mean = one.rewards[0]          # exactly 0 below, whatever the mean's rounding
+        draws = defaultdict(list)
+        for answer, reward in zip(one.answers, one.rewards):
+            draws[tuple(answer.ids)].append((answer, reward))
+        for ids, equal in draws.items():
+            answer, reward = equal[0]
+            result.append(sample(one.prompt_ids, list(ids), reward - mean, answer.logprob, one.index // 2, len(equal)))
+    return result
+
+
+def sample(prompt, answer, advantage, logprob_old, index, count=1):
+    """One answer to one judge prompt."""
+    n, m = len(prompt), len(answer)
+    old = None if logprob_old is None else [0.0] * n + logprob_old
+    return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old, index, "judge", count)
+
+
+def demonstrations(chat, judged):
+    """The same turns as questions with their right answers, to be imitated in the cold start."""
+    return [sample(one.prompt_ids, answer_ids(chat, one.label), 1.0, None, one.index // 2) for one in judged]
+
+
+# What is logged
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What the log needs of one judged turn; small, so that ranks can exchange it."""
+
+    label: str
+    oracle: str | None
+    verb: str
+    verdicts: tuple[str | None, ...]
+    rewards: tuple[float, ...]
+
+    @property
+    def share_good(self):
+        """Share of the readable answers that say good; one half where none is readable."""
+        readable = [verdict for verdict in self.verdicts if verdict]
+        return readable.count("good") / len(readable) if readable else 0.5
+
+
+def verdicts_of(judged, episodes):
+    """The judged turns of this rank, stripped to what is logged."""
+    def verb(one):
+        return (episodes[one.episode].turns[one.turn].action or " ").split(" ")[0]
+    return [Verdicts(one.label, one.oracle, verb(one), tuple(one.verdicts), tuple(one.rewards)) for one in judged]
+
+
+def agreement(rows, truth):
+    """Share of right answers per class, their mean (balanced accuracy) and the AUC of share_good; nan without both."""
+    right = {label: [v == label for row, t in zip(rows, truth) if t == label for v in row.verdicts]
+             for label in ("good", "bad")}
+    frac = {label: sum(own) / len(own) if own else math.nan for label, own in right.items()}
+    known = [(row.share_good, t == "good") for row, t in zip(rows, truth) if t]
+    scores, positive = torch.tensor(known, dtype=torch.double).reshape(-1, 2).unbind(1)
+    return {"accuracy_good": frac["good"], "accuracy_bad": frac["bad"],
+            "balanced_accuracy": (frac["good"] + frac["bad"]) / 2, "auc": auc(scores, positive > 0)}
+
+
+def auc_within_verbs(rows):
+    """AUC against the oracle among turns of the same action verb, weighted by pairs.
+
+    Rule-good turns are mostly "move X to Y": without this, knowing the verb would look like judgement.
+    """
+    by_verb = defaultdict(list)
+    for row in rows:
+        if row.oracle:
+            by_verb[row.verb].append((row.share_good, row.oracle == "good"))
+    total = pairs = 0.0
+    for known in by_verb.values():
+        scores, positive = torch.tensor(known, dtype=torch.double).unbind(1)
+        weight = float((positive > 0).sum() * (positive == 0).sum())
+        if weight:
+            total, pairs = total + weight * auc(scores, positive > 0), pairs + weight
+    return total / pairs if pairs else math.nan
+
+
+def metrics(rows):
+    """What one iteration's judging came to, over all ranks; only the count where nothing was judged."""
+    result = {"judge/turns": len(rows)}
+    if not rows:
+        return result
+    verdicts = [verdict for row in rows for verdict in row.verdicts]
+    result |= {f"judge/{key}": value for key, value in agreement(rows, [row.label for row in rows]).items()}
+    result |= {f"judge/{key}_oracle": value for key, value in agreement(rows, [row.oracle for row in rows]).items()}
+    return result | {
+        "judge/auc_oracle_within_verbs": auc_within_verbs(rows),
+        "judge/unreadable_frac": verdicts.count(None) / len(verdicts),
+        "judge/variance_frac": sum(len(set(row.rewards)) > 1 for row in rows) / len(rows),
+        "judge/reward": sum(sum(row.rewards) for row in rows) / len(verdicts),
+    }

@@ -1,0 +1,412 @@
+"""Proves that model.py is the Qwen2 decoder: logits, files and chat format agree with transformers.
+
+    python -m pytest tests/test_model.py
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import model as m
+
+pytestmark = pytest.mark.fast
+PHRASES = [" drawer", " drawer 1", " drawer 12", " go to", "go to", "You arrive at", " the", " a", ". On the",
+           "\n> ", " mug"]
+
+
+def make_reference(tied=False, heads=4, kv_heads=2, seed=0):
+    """transformers' own model with random weights, biases and norms too (its init leaves them at 0 and 1)."""
+    torch.manual_seed(seed)
+    reference = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+        rope_parameters={"rope_theta": 5e4, "rope_type": "default"})).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return reference
+
+
+def load_both(folder, **kind):
+    reference = make_reference(**kind)
+    reference.save_pretrained(folder)
+    return reference, m.load_pretrained(folder)
+
+
+def small_config(**changes):
+    sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    return m.ModelConfig(**(sizes | changes))
+
+
+def random_ids(rows, length, vocabulary=31):
+    return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def make_model(seed=0, **changes):
+    model = m.Model(small_config(**changes))
+    m.init_weights(model, seed)
+    return model
+
+
+def append(model, cache, chunks, start, context=None):
+    """Append one list of ids per row, right-padded to the longest; returns the logits [B, T, V]."""
+    width = max(len(chunk) for chunk in chunks)
+    ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks])
+    n_valid = torch.tensor([len(chunk) for chunk in chunks])
+    start = torch.tensor(start)
+    with torch.no_grad():
+        return model(ids, cache.rows(len(chunks)), start, n_valid, context or int((start + n_valid).max()))
+
+
+KINDS = [dict(tied=False), dict(tied=True), dict(heads=4, kv_heads=4), dict(heads=4, kv_heads=1)]
+RAGGED, SINGLE = [[7, 3, 12], [5, 9, 1], [8, 0, 7]], [[1] * 20] * 3
+
+
+# Against transformers
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_full_forward_equals_transformers(tmp_path, kind):
+    reference, model = load_both(tmp_path, **kind)
+    ids = random_ids(3, 40, vocabulary=97)
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), reference(ids).logits, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("pieces", [RAGGED, SINGLE], ids=["ragged", "single"])
+def test_appends_to_the_cache_equal_transformers(tmp_path, kind, pieces):
+    """Row b gets pieces[b] in turn: ragged chunks (one of them empty) or single tokens."""
+    reference, model = load_both(tmp_path, **kind)
+    ids = random_ids(3, 40, vocabulary=97)
+    with torch.no_grad():
+        expected = reference(ids).logits
+    cache, start = m.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
+    for turn in zip(*pieces, strict=True):
+        chunks = [ids[b, start[b]:start[b] + n].tolist() for b, n in enumerate(turn)]
+        logits = append(model, cache, chunks, start)
+        for b, n in enumerate(turn):
+            torch.testing.assert_close(logits[b, :n], expected[b, start[b]:start[b] + n], atol=2e-5, rtol=0)
+            start[b] += n
+
+
+def test_gradients_equal_transformers(tmp_path):
+    reference, model = load_both(tmp_path, tied=True)
+    ids = random_ids(2, 15, vocabulary=97)
+    model(ids).logsumexp(-1).sum().backward()
+    reference(ids).logits.logsumexp(-1).sum().backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_head_dim_need_not_be_hidden_over_heads(tmp_path):
+    torch.manual_seed(0)
+    reference = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=12)).eval()
+    reference.save_pretrained(tmp_path)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(m.load_pretrained(tmp_path)(ids), reference(ids).logits, atol=2e-5, rtol=0)
+
+
+# The cache
+
+
+def test_padding_content_does_not_matter():
+    model = make_model()
+    ids = random_ids(2, 12)
+    other = ids.clone()
+    other[:, 8:] = 3
+    with torch.no_grad():
+        assert torch.equal(model(ids)[:, :8], model(other)[:, :8])
+
+
+def test_padding_never_reaches_a_live_slot():
+    model = make_model()
+    cache = m.KVCache(model.config, 2, 8, torch.float32, "cpu")
+    append(model, cache, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5]], [0, 0])
+    before = cache.k[:, :, :, :8].clone(), cache.v[:, :, :, :8].clone()
+    append(model, cache, [[], [9, 9, 9]], [0, 5])    # row 0 is full, and its start is not even right
+    assert torch.equal(cache.k[:, 0, :, :8], before[0][:, 0])
+    assert torch.equal(cache.v[:, 0, :, :8], before[1][:, 0])
+    assert torch.equal(cache.k[:, 1, :, :5], before[0][:, 1, :, :5])
+    assert not torch.equal(cache.k[:, 1, :, 5:8], before[0][:, 1, :, 5:])
+
+
+def test_reading_more_slots_than_are_filled_changes_nothing():
+    model = make_model()
+    caches = [m.KVCache(model.config, 1, 20, torch.float32, "cpu") for _ in range(2)]
+    for cache in caches:
+        cache.k.normal_()    # what an earlier, longer episode left in the row
+        cache.v.normal_()
+    tight = append(model, caches[0], [[4, 5, 6]], [0], context=3)
+    loose = append(model, caches[1], [[4, 5, 6]], [0], context=20)
+    torch.testing.assert_close(tight, loose, atol=1e-6, rtol=0)
+
+
+def test_a_copied_or_imported_prefix_continues_like_its_source():
+    model = make_model()
+    cache = m.KVCache(model.config, 4, 16, torch.float32, "cpu")
+    append(model, cache, [[1, 2, 3, 4]], [0])
+    cache.copy_row(0, 2, 4)
+    cache.import_row(3, cache.export_row(0, 4))
+    logits = append(model, cache, [[5, 6], [], [5, 6], [5, 6]], [4, 0, 4, 4])
+    with torch.no_grad():
+        expected = model(torch.tensor([[1, 2, 3, 4, 5, 6]]))[0, 4:]
+    for row in (0, 2, 3):
+        torch.testing.assert_close(logits[row], expected, atol=1e-6, rtol=0)
+
+
+def test_an_exported_row_is_a_copy():
+    cache = m.KVCache(small_config(), 2, 8, torch.float32, "cpu")
+    kv = cache.export_row(0, 3)
+    cache.k.fill_(1.0)
+    assert kv.shape == (2, 2, 2, 3, 4) and not kv.any()
+
+
+def test_rows_is_a_view():
+    cache = m.KVCache(small_config(), 4, 8, torch.float32, "cpu")
+    cache.rows(2).k.fill_(1.0)
+    assert cache.k[:, :2].all() and not cache.k[:, 2:].any()
+    cache.rows(4, start=3).v.fill_(1.0)
+    assert cache.v[:, 3:].all() and not cache.v[:, :3].any()
+
+
+def test_a_cached_forward_refuses_gradients_and_too_long_a_context():
+    model = make_model()
+    cache = m.KVCache(model.config, 1, 8, torch.float32, "cpu")
+    ids, start = torch.tensor([[1]]), torch.tensor([0])
+    with pytest.raises(AssertionError, match="no_grad"):
+        model(ids, cache, start, None, 1)
+    with torch.no_grad(), pytest.raises(AssertionError, match="context 9 of a cache of length 8"):
+        model(ids, cache, start, None, 9)
+
+
+def test_selected_positions_equal_the_full_logits():
+    model = make_model()
+    ids, rows, columns = random_ids(3, 9), torch.tensor([2, 0, 0]), torch.tensor([8, 0, 5])
+    full, some = model(ids), model(ids, select=(rows, columns))
+    assert some.shape == (3, 31)
+    torch.testing.assert_close(some, full[rows, columns], atol=1e-6, rtol=0)
+    cache = m.KVCache(model.config, 3, 9, torch.float32, "cpu")
+    start, end = torch.zeros(3, dtype=torch.long), (torch.arange(3), torch.full((3,), 8))
+    with torch.no_grad():
+        last = model(ids, cache, start, None, 9, select=end)
+    torch.testing.assert_close(last, full[:, 8], atol=1e-6, rtol=0)
+
+
+def test_bfloat16_cache_decodes_close_to_float32():
+    model = make_model()
+    cache = m.KVCache(model.config, 1, 8, torch.bfloat16, "cpu")
+    with torch.no_grad():
+        expected = model(torch.tensor([[1, 2, 3]]))
+    logits = append(model.to(torch.bfloat16), cache, [[1, 2, 3]], [0])
+    assert logits.dtype == torch.bfloat16
+    torch.testing.assert_close(logits.float(), expected, atol=0.01, rtol=0)
+
+
+# Weights and files
+
+
+def test_init_weights_are_fixed_by_the_seed():
+    one, same, other = make_model(seed=1), make_model(seed=1), make_model(seed=2)
+    for (name, a), b, c in zip(one.named_parameters(), same.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert ("norm" in name or "bias" in name) == torch.equal(a, c), name
+    assert abs(one.model.embed_tokens.weight.std() - 0.02) < 0.003
+    assert (one.model.norm.weight == 1).all() and not one.model.layers[0].self_attn.q_proj.bias.any()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_we_save_loads_in_transformers_and_here(tmp_path, tied):
+    model = make_model(tie_word_embeddings=tied, rope_theta=777.0, head_dim=6, eos_token_id=3)
+    m.save_pretrained(model, tmp_path)
+    assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
+    ids = random_ids(2, 11)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    again = m.load_pretrained(tmp_path)
+    assert reference.config.eos_token_id == 3 and again.config == model.config
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), reference(ids).logits, atol=2e-5, rtol=0)
+        assert torch.equal(model(ids), again(ids))
+
+
+def test_sharded_files_are_read(tmp_path):
+    reference = make_reference()
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    loaded = m.load_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == reference.state_dict().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in reference.state_dict().items())
+
+
+def test_dtype_is_converted_on_load_and_kept_on_save(tmp_path):
+    m.save_pretrained(make_model(), tmp_path)
+    half = m.load_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    m.save_pretrained(half, tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+
+
+def test_given_tensors_are_saved_in_place_of_the_models_own(tmp_path):
+    model = make_model()
+    m.save_pretrained(model, tmp_path, state={name: t + 1 for name, t in model.state_dict().items()})
+    assert (m.load_pretrained(tmp_path).model.norm.weight == 2).all()
+
+
+def test_a_tied_folder_may_hold_a_head(tmp_path):
+    model = make_model(tie_word_embeddings=True)
+    m.save_pretrained(model, tmp_path)
+    save_file({k: v.clone() for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    ids = torch.arange(5)[None]
+    assert torch.equal(m.load_pretrained(tmp_path)(ids), model(ids))
+
+
+def test_rope_theta_is_read_in_either_form(tmp_path):
+    small_config(rope_theta=5.0).save(tmp_path)
+    path = tmp_path / "config.json"
+    raw = json.loads(path.read_text())
+    for dropped in ("rope_theta", "rope_parameters"):
+        path.write_text(json.dumps({k: v for k, v in raw.items() if k != dropped}))
+        assert m.ModelConfig.load(tmp_path).rope_theta == 5.0
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "llama"}, "model_type='llama'"),
+    ({"use_sliding_window": True}, "use_sliding_window=True"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\]"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling.*yarn"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling.*linear"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"vocab_size": None}, "vocab_size"),
+])
+def test_configs_we_do_not_implement_are_refused(tmp_path, change, message):
+    small_config().save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        m.ModelConfig.load(tmp_path)
+
+
+def break_tensors(change):
+    def apply(folder):
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors")
+    return apply
+
+
+def write_index(folder, text):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda f: (f / "config.json").unlink(), "config.json: not found"),
+    (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
+    (lambda f: (f / "config.json").write_text("[]"), "config.json: expected a JSON object, found list"),
+    (lambda f: (f / "model.safetensors").unlink(), "no model.safetensors"),
+    (lambda f: (f / "model.safetensors").write_bytes(b"hello"), "model.safetensors: not a safetensors file"),
+    (lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:-40]),
+     "model.safetensors: not a safetensors file"),
+    (break_tensors(lambda state: state.pop("model.norm.weight")), "missing tensor model.norm.weight"),
+    (break_tensors(lambda state: state.update(extra=torch.zeros(1))),
+     "model.safetensors: unexpected tensor extra"),
+    (break_tensors(lambda state: state.update({"model.norm.weight": torch.zeros(3)})),
+     r"model.safetensors: model.norm.weight has shape \(3,\), config.json means \(16,\)"),
+    (lambda f: write_index(f, "{}"), "index.json: not an index"),
+    (lambda f: write_index(f, '{"weight_map": {"model.norm.weight": "part-1.safetensors"}}'),
+     "part-1.safetensors: listed in model.safetensors.index.json, not found"),
+])
+def test_damaged_folders_are_named(tmp_path, damage, message):
+    m.save_pretrained(make_model(), tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        m.load_pretrained(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere: no such folder"):
+        m.load_pretrained(tmp_path / "nowhere")
+
+
+# The small tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small")
+    small_config(vocab_size=m.save_small_tokenizer(PHRASES, folder)).save(folder)
+    return m.load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("text", [
+    "You arrive at drawer 1. On the drawer 1, you see a mug 3.", "  two  spaces ", "\n\n\ttabs\r\n",
+    "!?.,;:'\"()[]{}<>|", "it's we'll 1234",
+    "café naïve 日本語 🙂", "\x00\x7f", "<|user|>go<|im_end|>", " drawer 13", ""])
+def test_text_survives_encode_and_decode(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.backend_tokenizer.encode(text).ids == tokenizer.encode(text)
+
+
+def test_the_longest_phrase_wins(tokenizer):
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode("You arrive at drawer 12. On the drawer 13"))
+    assert tokens == ["You arrive at", " drawer 12", ". On the", " drawer 1", "3"]
+
+
+def test_autotokenizer_gives_the_ids_that_were_built(tokenizer):
+    built = m.small_tokenizer(PHRASES)
+    assert len(tokenizer) == built.get_vocab_size() == 256 + 4 + len(PHRASES)
+    text = "go to the drawer 1\n> café"
+    assert tokenizer.encode(text) == built.encode(text).ids
+    assert [built.token_to_id(token) for token in m.SPECIAL_TOKENS] == [256, 257, 258, 259]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_skip_special_tokens_keeps_the_phrases(tokenizer):
+    ids = tokenizer.encode("<|assistant|>go to the drawer 1<|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "go to the drawer 1"
+
+
+def test_the_chat_template(tokenizer):
+    chat = [{"role": "user", "content": "You see a mug."}, {"role": "assistant", "content": "go to drawer 1"},
+            {"role": "user", "content": "Nothing."}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|user|>You see a mug.<|assistant|>go to drawer 1<|im_end|><|user|>Nothing.<|assistant|>"
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == text.removesuffix("<|assistant|>")
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert ids == tokenizer.encode(text)
+    with pytest.raises(Exception, match="not system"):
+        tokenizer.apply_chat_template([{"role": "system", "content": "x"}], tokenize=False)
+
+
+@pytest.mark.parametrize("phrase", ["", "café", "<|im_end|>"])
+def test_phrases_that_cannot_round_trip_are_refused(phrase):
+    with pytest.raises(ValueError, match="phrase"):
+        m.small_tokenizer([" a", phrase])
+
+
+def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
+    """Words as the vocabulary, beside a qwen2 config: AutoTokenizer encodes all text to nothing, silently."""
+    words = Tokenizer(models.WordLevel({"drawer": 0, "go": 1}, unk_token="go"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    small_config().save(tmp_path)
+    with pytest.raises(ValueError, match="loses text"):
+        m.load_tokenizer(tmp_path)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match="tokenizer.json: not found"):
+        m.load_tokenizer(tmp_path)
