@@ -1,9 +1,10 @@
 """What can be known from the text of a household game, and who plays well on that alone.
 
-`Belief` is the state of knowledge after a prefix of an episode. `plan` says which commands the goal needs next on
-facts already observed; `SearchExpert` follows it, and searches where training rooms usually keep things when it is
-empty. `demonstrate` records the expert with a few injected mistakes; `oracle_labels` calls turns good or bad from
-what the prefix lets one know, never from the hidden state. ALFWorld's texts only; slicing is not understood.
+`Belief` is the state of knowledge after a prefix of an episode. `plan` says which commands the goal needs
+next on facts already observed; `SearchExpert` follows it, and searches where training rooms usually keep
+things when it is empty. `demonstrate` records the expert with a few injected mistakes; `oracle_labels`
+calls turns good or bad from what the prefix lets one know, never from the hidden state. ALFWorld's texts
+only; what has been sliced is not remembered, for no goal asks for it.
 
     python -m envs.experts          # the expert's win rate on generated rooms
 """
@@ -52,7 +53,7 @@ def kind(name):
 # ---- knowledge
 
 class Belief:
-    """What the texts so far say. Exact: what it holds is so in the game, what was never seen it does not hold.
+    """What the texts so far say. Exact: what it holds is so in the game; it holds nothing that was not seen.
 
     One exception: some pans of real rooms stand on two burners at once; `where` has the one seen last.
     """
@@ -63,7 +64,7 @@ class Belief:
         self.receptacles = NAME.findall(room)
         self.at = None                     # the receptacle last gone to
         self.beside = {name: {name} for name in self.receptacles}      # receptacles known to share a location
-        self.opened, self.closed = set(), set()      # receptacles seen open, seen closed; in neither: not seen, no door
+        self.opened, self.closed = set(), set()      # seen open, seen closed; neither: not seen, or no door
         self.searched = set()              # receptacles whose contents have been seen
         self.visited = set()
         self.where = {}                    # object -> the receptacle it was last seen in
@@ -101,7 +102,7 @@ class Belief:
                 self.beside[name] = together
 
     def _contents(self, receptacle, observation):
-        """Reads "The fridge 1 is closed." and "On the desk 1, you see a pen 1, and a cup 2." for one receptacle."""
+        """Reads "The fridge 1 is closed." and "On the desk 1, you see a pen 1, and a cup 2."."""
         if f"The {receptacle} is closed." in observation:
             self.closed.add(receptacle)
             self.opened.discard(receptacle)
@@ -168,7 +169,8 @@ class Belief:
 
     def _examined(self, name, observation):
         """Reads "This is a hot and clean apple 1." and "This desklamp 1 is on."."""
-        for word, state in (("clean", self.clean), ("hot", self.hot), ("cold", self.cool), ("cool", self.cool)):
+        states = (("clean", self.clean), ("hot", self.hot), ("cold", self.cool), ("cool", self.cool))
+        for word, state in states:
             if observation.startswith("This is a ") and f" {word} " in observation:
                 state.add(name)
         if observation == f"This {name} is on.":
@@ -178,10 +180,11 @@ class Belief:
 # ---- what the goal needs
 
 def wanted(belief):
-    """Objects of the goal's kind that were seen and are not yet where they have to be, nearest and readiest first."""
+    """Objects of the goal's kind, seen and not yet where they have to be: the nearest first."""
     placed = {name for name, place in belief.where.items() if _is_placed(belief, name, place)}
     names = [name for name in belief.where if kind(name) == belief.goal.object and name not in placed]
-    return sorted(names, key=lambda name: (not belief.is_near(belief.where[name]), not is_treated(belief, name)))
+    return sorted(names, key=lambda name: (not belief.is_near(belief.where[name]),
+                                           not is_treated(belief, name)))
 
 
 def is_treated(belief, name):
@@ -224,12 +227,13 @@ def plan(belief):
         return [(place, f"use {lamp}") for lamp, place in belief.where.items() if kind(lamp) == goal.toggle]
     if not is_treated(belief, held):
         verb, appliance = APPLIANCES[goal.task_type]
-        return [(name, f"{verb} {held} with {name}") for name in belief.receptacles if kind(name) == appliance]
+        return [(name, f"{verb} {held} with {name}") for name in belief.receptacles
+                if kind(name) == appliance]
     return [(name, f"move {held} to {name}") for name in targets(belief)]
 
 
 def steps_now(belief):
-    """The plan's pairs for where one stands, or all of it: with one target at hand, another is no progress."""
+    """The plan's pairs for where one stands, else all: with one target at hand, another is no progress."""
     steps = plan(belief)
     return [step for step in steps if belief.is_near(step[0])] or steps
 
@@ -248,7 +252,8 @@ def missing(belief):
     """The kind of thing to search for now, or None when the plan says what to do."""
     if plan(belief):
         return None
-    return belief.goal.toggle if belief.held and kind(belief.held) == belief.goal.object else belief.goal.object
+    has_object = belief.held and kind(belief.held) == belief.goal.object
+    return belief.goal.toggle if has_object else belief.goal.object
 
 
 # ---- the expert
@@ -260,11 +265,12 @@ def learn_prior(tasks):
         for thing in task.problem.things:
             if thing.receptacle:
                 counts[kind(thing.name)][kind(thing.receptacle)] += 1
-    return {name: {place: n / places.total() for place, n in places.items()} for name, places in counts.items()}
+    return {name: {place: n / places.total() for place, n in places.items()}
+            for name, places in counts.items()}
 
 
 class SearchExpert:
-    """Follows the plan; without one, looks first where the missing thing is likeliest per turn that a look costs."""
+    """Follows the plan; without one, looks first where the missing thing is likeliest per turn spent."""
 
     UNHEARD = 1e-3       # chance of a place where the prior has never seen the thing
 
@@ -286,14 +292,15 @@ class SearchExpert:
     def _put_down(self, belief):
         """Frees the hand: here, if such things are kept here, or where the thing came from."""
         usual = self.prior.get(kind(belief.held), {})
-        here = belief.at if belief.at and kind(belief.at) in usual and belief.at not in belief.closed else None
-        place = here or belief.origin
+        stay = kind(belief.at) in usual and belief.at not in belief.closed
+        place = belief.at if stay else belief.origin
         return next_command(belief, place, f"move {belief.held} to {place}")
 
     def _search(self, belief):
         unsearched = [name for name in belief.receptacles if name not in belief.searched]
         if not unsearched:            # it has been moved out of sight: look into everything again
-            return f"go to {self.rng.choice([name for name in belief.receptacles if not belief.is_near(name)])}"
+            far = [name for name in belief.receptacles if not belief.is_near(name)]
+            return f"go to {self.rng.choice(far)}"
         place = max(unsearched, key=lambda name: (self._chance(belief, name), self.rng.random()))
         if not belief.is_near(place):
             return f"go to {place}"
@@ -340,7 +347,7 @@ def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
 
 
 def mistake(belief, admissible, rng):
-    """A command that a careless player could give: any admissible one, an absent object, a place already searched."""
+    """A careless player's command: any admissible one, taking what is not here, going back to a searched place."""
     absent = f"take {belief.goal.object} 1 from {belief.at or belief.receptacles[0]}"
     searched = sorted(name for name in belief.searched if not belief.is_near(name))
     choices = [rng.choice([command for command in admissible if command != "help"])]
@@ -354,11 +361,11 @@ def mistake(belief, admissible, rng):
 # ---- labels
 
 def oracle_labels(observations, commands):
-    """Each turn's label: "good", "bad" or None, from the prefix alone (and whether the turn itself was refused).
+    """Each turn's label, "good", "bad" or None, from the prefix alone and whether the turn was refused.
 
     good: a step that the goal needs on facts already observed, or the first visit or opening of an unsearched
-    receptacle while the needed object is unseen. bad: refused, undoes progress, or goes back without news. None: the
-    rest. A search that later proves vain stays good, and no label changes when the future does.
+    receptacle while the needed object is unseen. bad: refused, undoes progress, or goes back without news.
+    None: the rest. A search that proves vain stays good: no label changes when the future does.
     """
     belief, labels = Belief(observations[0]), []
     for command, observation in zip(commands, observations[1:], strict=True):
@@ -370,7 +377,8 @@ def oracle_labels(observations, commands):
 def _label(belief, command, refused):
     if refused:
         return "bad"
-    if command in {next_command(belief, *step) for step in steps_now(belief)} or _is_search(belief, command):
+    needed = {next_command(belief, *step) for step in steps_now(belief)}
+    if command in needed or _is_search(belief, command):
         return "good"
     return "bad" if _undoes(belief, command) or _brings_no_news(belief, command) else None
 
@@ -384,7 +392,7 @@ def _is_search(belief, command):
 
 
 def _undoes(belief, command):
-    """Takes back a step that the goal needed: its object out of place, its state lost, the hand filled, a door shut."""
+    """Takes back a step that the goal needed: object out of place, state lost, hand filled, door shut."""
     verb, names = command.split(" ", 1)[0], NAME.findall(command)
     is_goals = bool(names) and kind(names[0]) == belief.goal.object
     if verb == "take":

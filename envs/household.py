@@ -1,17 +1,56 @@
-"""ALFWorld's text game in pure Python. (The engine is being written; the records below are the contract.)"""
+"""ALFWorld's text game in pure Python: a problem in, the game's exact texts and admissible commands out.
 
+It speaks as alfworld 0.4.2 does on the TextWorld engine ("move apple 1 to fridge 1"), word for word, with its quirks
+("look" in the middle of the room sees nothing; a lamp never switches off), and needs no planner and no compiler. It
+plays generated rooms and ALFWorld's own games. Left out: the expert, the planner, and goals outside ALFWorld's six types.
+
+    python -m envs.household --split L0 --seed 3          # play a generated room, one command a line
+    python -m envs.household --game game.tw-pddl --json   # play an ALFWorld game, one JSON reply a line
+"""
+
+import argparse
+import gzip
+import json
+import re
+import sys
+from bisect import insort
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from pathlib import Path
+
+from envs import Reply, Task
+
+HELP = """Available commands:
+  look:                             look around your current location
+  inventory:                        check your current inventory
+  go to (receptacle):               move to a receptacle
+  open (receptacle):                open a receptacle
+  close (receptacle):               close a receptacle
+  take (object) from (receptacle):  take an object from a receptacle
+  move (object) to (receptacle):  place an object in or on a receptacle
+  examine (something):              examine a receptacle or an object
+  use (object):                     use an object
+  heat (object) with (receptacle):  heat an object using a receptacle
+  clean (object) with (receptacle): clean an object using a receptacle
+  cool (object) with (receptacle):  cool an object using a receptacle
+  slice (object) with (object):     slice an object using a sharp object
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Receptacle:
-    """A place: "cabinet 2". Its type is its name without the number."""
+    """A place: "cabinet 2". Its type is its name without the number, unless `kind` says otherwise."""
 
     name: str
     location: int                  # receptacles that share a location are reached together
     openable: bool
     opened: bool                   # at the start
     accepts: frozenset[str]        # object types that may be put here (PDDL canContain)
+    kind: str = ""                 # in some bathrooms "bathtubbasin 1" is of type "sinkbasin"
+
+    @property
+    def type(self):
+        return self.kind or type_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +59,21 @@ class Thing:
 
     name: str
     receptacle: str | None         # name of the receptacle it starts in, or None
-    location: int
+    location: int                  # where it is sliced; in real games not always its receptacle's. -1: nowhere
     pickupable: bool = True
     cleanable: bool = False
     heatable: bool = False
     coolable: bool = False
     toggleable: bool = False
     sliceable: bool = False
+    cool: bool = False             # at the start
+    holds_things: bool = False     # a bowl, a box: examined, it says what is in it
+    holding: tuple[str, ...] = ()  # names of the things in it; the engine never changes this
+    also_in: tuple[str, ...] = ()  # further receptacles it starts in: real games list some things twice
+
+    @property
+    def type(self):
+        return type_of(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +92,329 @@ class Problem:
 
     task_desc: str                 # "put a clean apple in fridge" (the intro adds the full stop as the stock engine does)
     receptacles: tuple[Receptacle, ...]    # in the order in which the intro names them
-    things: tuple[Thing, ...]
+    things: tuple[Thing, ...]      # in the order in which lists name them
     goal: Goal
+    start: int = -1                # the location where the player starts; -1: where no receptacle is
+
+
+@dataclass(frozen=True, slots=True)
+class PddlText:
+    """A game not yet parsed: thousands are loaded in seconds, each is parsed when it is played."""
+
+    source: str                    # where it came from, for errors
+    task_desc: str
+    pddl: str
+
+
+def type_of(name):
+    """The type in a name: "apple" of "apple 1"."""
+    return name.rpartition(" ")[0]
+
+
+def listing(names, article="a "):
+    """As the game lists things: "a cup 1, a pan 2, and a mug 1"; "nothing" for none."""
+    *first, last = [article + name for name in names] or ["nothing"]
+    return f"{', '.join(first)}, and {last}" if first else last
+
+
+class Household:
+    """The game's state and rules. Things and receptacles are known by their index in the problem."""
+
+    def reset(self, task: Task, seed: int = 0) -> Reply:
+        """Start the task's game. The game has no chance in it: `seed` changes nothing."""
+        self.problem = problem_of(task)
+        self.receptacles, self.things = self.problem.receptacles, self.problem.things
+        self._index_places()
+        self._index_goal()
+        self._place_things()
+        self.here = self.problem.start
+        self.held = None
+        self.opened = {r for r, place in enumerate(self.receptacles) if place.openable and place.opened}
+        self.cool = {o for o, thing in enumerate(self.things) if thing.cool}
+        self.clean, self.hot, self.sliced, self.toggled = set(), set(), set(), set()
+        around = self._look_around() if not self.reachable[self.here] else self._look()
+        return self._reply(f"-= Welcome to TextWorld, ALFRED! =-\n\n{around}\n\n"
+                           f"Your task is to: {self.problem.task_desc}.")
+
+    def step(self, command: str) -> Reply:
+        """Do a command; one that is not admissible changes nothing. Case matters, spaces around it do not."""
+        command = command.strip()
+        act = self.commands.get(command) or self.ways[self.here].get(command)
+        if act is None:
+            return self._reply("Nothing happens.")
+        do, *arguments = act
+        return self._reply(do(*arguments))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    # What does not change during a game
+
+    def _index_places(self):
+        """Which receptacles are at a location, and the "go to" commands there: to anything that is elsewhere."""
+        self.reachable = defaultdict(list)
+        for r, place in enumerate(self.receptacles):
+            self.reachable[place.location].append(r)
+        self.ways = {here: {f"go to {place.name}": (self._go, r) for r, place in enumerate(self.receptacles)
+                            if place.location != here}
+                     for here in {*self.reachable, self.problem.start}}
+
+    def _index_goal(self):
+        """The receptacles and things that can win: only a cleanable thing counts as cleaned, and so on."""
+        goal = self.problem.goal
+        self.goal_receptacles = [r for r, place in enumerate(self.receptacles) if place.type == goal.receptacle]
+        needed = {"pick_clean_then_place_in_recep": "cleanable", "pick_heat_then_place_in_recep": "heatable",
+                  "pick_cool_then_place_in_recep": "coolable"}.get(goal.task_type)
+        self.goal_things = {o for o, thing in enumerate(self.things)
+                            if thing.type == goal.object and (needed is None or getattr(thing, needed))}
+        self.lamps = {o for o, thing in enumerate(self.things) if thing.type == goal.toggle and thing.toggleable}
+        self.sliceable = [o for o, thing in enumerate(self.things) if thing.sliceable]
+
+    # What does
+
+    def _place_things(self):
+        """Put everything where it starts; `at` is PDDL's objectAtLocation, which follows a thing only when handled."""
+        numbers = {place.name: r for r, place in enumerate(self.receptacles)}
+        self.contents = [[] for _ in self.receptacles]
+        for o, thing in enumerate(self.things):
+            for name in filter(None, (thing.receptacle, *thing.also_in)):
+                if name not in numbers:
+                    raise ValueError(f"{thing.name} starts in {name}, which the problem does not have")
+                self.contents[numbers[name]].append(o)
+        self.at = [{thing.location} - {-1} for thing in self.things]
+        self.taken_from = [set() for _ in self.things]     # and not put back
+
+    def _reply(self, observation):
+        """The reply after the state has changed: what can be done now, and whether the goal holds."""
+        self.commands = self._local_commands()
+        won = self._won()
+        return Reply(observation, sorted([*self.ways[self.here], *self.commands]), won, won)
+
+    def _local_commands(self):
+        """Everything but "go to" that would do something here: command -> (method, its arguments...)."""
+        commands = {"help": (self._help,), "inventory": (self._inventory,), "look": (self._look,)}
+        for r in self.reachable[self.here]:
+            self._add_receptacle_commands(commands, r)
+        if self.held is not None:
+            self._add_held_commands(commands)
+        return commands
+
+    def _add_receptacle_commands(self, commands, r):
+        place = self.receptacles[r]
+        commands[f"examine {place.name}"] = (self._examine_receptacle, r)
+        if place.openable:
+            verb = "close" if r in self.opened else "open"
+            commands[f"{verb} {place.name}"] = (self._close if r in self.opened else self._open, r)
+        open_now = not place.openable or r in self.opened
+        for o in self.contents[r]:
+            thing = self.things[o]
+            if thing.toggleable:                           # even in a closed receptacle, as the stock engine
+                commands[f"use {thing.name}"] = (self._use, o)
+            if open_now:
+                commands[f"examine {thing.name}"] = (self._examine_thing, o)
+                if thing.pickupable and self.held is None:
+                    commands[f"take {thing.name} from {place.name}"] = (self._take, o, r)
+        if open_now and self.held is not None and self.things[self.held].type in place.accepts:
+            commands[f"move {self.things[self.held].name} to {place.name}"] = (self._put, r)
+
+    def _add_held_commands(self, commands):
+        held = self.things[self.held]
+        commands[f"examine {held.name}"] = (self._examine_thing, self.held)
+        for r in self.reachable[self.here]:
+            place = self.receptacles[r]
+            if held.cleanable and place.type == "sinkbasin":
+                commands[f"clean {held.name} with {place.name}"] = (self._clean, r)
+            if held.heatable and place.type == "microwave":
+                commands[f"heat {held.name} with {place.name}"] = (self._heat, r)
+            if held.coolable and place.type == "fridge":
+                commands[f"cool {held.name} with {place.name}"] = (self._cool, r)
+        if held.type in ("knife", "butterknife"):
+            for o in self.sliceable:
+                if self.here in self.at[o]:
+                    commands[f"slice {self.things[o].name} with {held.name}"] = (self._slice, o)
+
+    def _won(self):
+        goal = self.problem.goal
+        if goal.task_type == "look_at_obj_in_light":
+            lit = any(o in self.lamps and o in self.toggled
+                      for r in self.reachable[self.here] for o in self.contents[r])
+            return lit and self.held in self.goal_things
+        treated = {"pick_clean_then_place_in_recep": self.clean, "pick_heat_then_place_in_recep": self.hot,
+                   "pick_cool_then_place_in_recep": self.cool}.get(goal.task_type, self.goal_things)
+        needed = 2 if goal.task_type == "pick_two_obj_and_place" else 1
+        return any(sum(o in self.goal_things and o in treated for o in self.contents[r]) >= needed
+                   for r in self.goal_receptacles)
+
+    # The commands: each changes the state and returns the observation
+
+    def _help(self):
+        return HELP
+
+    def _inventory(self):
+        if self.held is None:
+            return "You are not carrying anything."
+        return f"You are carrying: {listing([self.things[self.held].name])}."
+
+    def _look_around(self):
+        names = [place.name for place in self.receptacles]
+        return f"You are in the middle of a room. Looking quickly around you, you see {listing(names)}."
+
+    def _look(self):
+        """At a receptacle: it, and what was taken from it and then put down beside it."""
+        reachable = self.reachable[self.here]
+        if not reachable:          # the engine asks for receptacles at this very spot, and there are none
+            return "You are in the middle of a room. Looking quickly around you, you see nothing."
+        facing = listing([self.receptacles[r].name for r in reachable], article="")
+        beside = [thing.name for o, thing in enumerate(self.things) if self.here in self.at[o]
+                  for r in reachable if r in self.taken_from[o]]
+        return f"You are facing the {facing}. Next to it, you see {listing(beside)}."
+
+    def _go(self, r):
+        self.here = self.receptacles[r].location
+        return f"You arrive at {self.receptacles[r].name}. {self._examine_receptacle(r)}"
+
+    def _open(self, r):
+        self.opened.add(r)
+        return f"You open the {self.receptacles[r].name}. {self._examine_receptacle(r)}"
+
+    def _close(self, r):
+        self.opened.remove(r)
+        return f"You close the {self.receptacles[r].name}."
+
+    def _take(self, o, r):
+        self.contents[r].remove(o)
+        self.taken_from[o].add(r)
+        self.at[o].discard(self.here)
+        self.held = o
+        return f"You pick up the {self.things[o].name} from the {self.receptacles[r].name}."
+
+    def _put(self, r):
+        o, self.held = self.held, None
+        if o not in self.contents[r]:      # a thing listed in two receptacles may be held and still be in one
+            insort(self.contents[r], o)
+        self.taken_from[o].discard(r)
+        self.at[o].add(self.here)
+        return f"You move the {self.things[o].name} to the {self.receptacles[r].name}."
+
+    def _use(self, o):
+        self.toggled.add(o)
+        return f"You turn on the {self.things[o].name}."
+
+    def _clean(self, r):
+        self.clean.add(self.held)
+        return f"You clean the {self.things[self.held].name} using the {self.receptacles[r].name}."
+
+    def _heat(self, r):
+        self.hot.add(self.held)
+        self.cool.discard(self.held)
+        return f"You heat the {self.things[self.held].name} using the {self.receptacles[r].name}."
+
+    def _cool(self, r):
+        self.cool.add(self.held)
+        self.hot.discard(self.held)
+        return f"You cool the {self.things[self.held].name} using the {self.receptacles[r].name}."
+
+    def _slice(self, o):
+        self.sliced.add(o)
+        return f"You sliced the {self.things[o].name} with the {self.things[self.held].name}."
+
+    def _examine_receptacle(self, r):
+        place = self.receptacles[r]
+        if place.openable and r not in self.opened:
+            return f"The {place.name} is closed."
+        seen = listing([self.things[o].name for o in self.contents[r]])
+        if place.openable:
+            return f"The {place.name} is open. In it, you see {seen}."
+        return f"On the {place.name}, you see {seen}."
+
+    def _examine_thing(self, o):
+        thing = self.things[o]
+        if thing.holds_things:
+            return f"This is a normal {thing.name}. In it, you see {listing(thing.holding)}."
+        warmth = "hot" if o in self.hot else "cool" if o in self.cool else ""
+        words = " and ".join(filter(None, (warmth, "clean" if o in self.clean else "")))
+        if words:
+            sliced = " sliced" if o in self.sliced else ""
+            words = "cold" if words == "cool" and not sliced else words
+            return f"This is a {words}{sliced} {thing.name}."
+        if o in self.toggled:
+            return f"This {thing.name} is on."
+        if o in self.sliced:
+            return f"This is a sliced {thing.name}."
+        return f"There's nothing special about {thing.name}."
+
+
+# Real games: PDDL in, Problem out
+
+GOALS = {
+    "pick_and_place_simple":
+        "(exists (?r - receptacle) (exists (?o - object) (and"
+        " (inreceptacle ?o ?r) (objecttype ?o OBJECT) (receptacletype ?r RECEPTACLE))))",
+    "look_at_obj_in_light":
+        "(exists (?ot - object ?r - receptacle ?a - agent ?l - location) (and"
+        " (objecttype ?ot TOGGLE) (toggleable ?ot) (istoggled ?ot) (receptacleatlocation ?r ?l)"
+        " (atlocation ?a ?l) (inreceptacle ?ot ?r)))"
+        " (exists (?o - object ?a - agent) (and (objecttype ?o OBJECT) (holds ?a ?o)))",
+    "pick_clean_then_place_in_recep":
+        "(exists (?r - receptacle) (exists (?o - object) (and (cleanable ?o)"
+        " (objecttype ?o OBJECT) (receptacletype ?r RECEPTACLE) (isclean ?o) (inreceptacle ?o ?r))))",
+    "pick_heat_then_place_in_recep":
+        "(exists (?r - receptacle) (exists (?o - object) (and (heatable ?o)"
+        " (objecttype ?o OBJECT) (receptacletype ?r RECEPTACLE) (ishot ?o) (inreceptacle ?o ?r))))",
+    "pick_cool_then_place_in_recep":
+        "(exists (?r - receptacle) (exists (?o - object) (and (coolable ?o)"
+        " (objecttype ?o OBJECT) (receptacletype ?r RECEPTACLE) (iscool ?o) (inreceptacle ?o ?r))))",
+    "pick_two_obj_and_place":
+        "(exists (?r - receptacle) (exists (?o1 - object) (and"
+        " (objecttype ?o1 OBJECT) (receptacletype ?r RECEPTACLE) (inreceptacle ?o1 ?r)"
+        " (exists (?o2 - object) (and (not (= ?o1 ?o2))"
+        " (objecttype ?o2 OBJECT) (receptacletype ?r RECEPTACLE) (inreceptacle ?o2 ?r))))))",
+}
+NOT_AT_START = ("holds", "holdsany", "isclean", "ishot", "issliced", "istoggled")   # no game starts so
+
+
+def problem_of(task: Task) -> Problem:
+    """The task's problem, parsed if it has not been. Raises ValueError naming the game when its PDDL is broken."""
+    if isinstance(task.problem, Problem):
+        return task.problem
+    try:
+        return problem_from_pddl(task.problem.pddl, task.problem.task_desc)
+    except ValueError as error:
+        raise ValueError(f"{task.problem.source}: {error}") from error
+
+
+def problem_from_pddl(pddl_problem: str, task_desc: str) -> Problem:
+    """ALFWorld's PDDL problem as a Problem. Raises ValueError for text that is not one, or whose goal is not known."""
+    sections = read_sections(pddl_problem)
+    facts = read_facts(sections["init"])
+    names = demangled({word for rows in facts.values() for row in rows for word in row})
+    places = dict(facts["receptacleatlocation"])
+    locations = {location: i for i, location in enumerate(sorted({*places.values(), *dict(facts["objectatlocation"]).values()}))}
+    start = dict(facts["atlocation"])
+    if len(start) != 1:
+        raise ValueError(f"expected one (atLocation agent location) in :init, found {len(start)}")
+    return Problem(task_desc, read_receptacles(facts, names, locations), read_things(facts, names, locations),
+                   read_goal(sections["goal"]), locations.get(*start.values(), -1))
+
+
+def read_sections(text):
+    """":init" and ":goal" of a PDDL problem, as nested lists of lower-case words (PDDL knows no case)."""
+    stack = [[]]
+    for word in re.findall(r"[()]|[^\s()]+", re.sub(";.*", "", text.lower())):
+        if word == "(":
+            stack.append([])
+        elif word != ")":
+            stack[-1].append(word)
+        elif len(stack) > 1:
+            done = stack.pop()
+            stack[-1].append(done)
+        else:
+            raise ValueError("bad PDDL: a ')' too many")
+    if len(stack) != 1:
+        raise ValueError(f"bad PDDL: {len(stack) - 1} '(' not closed")
+    define = next((form for form in stack[0] if form[:1] == ["define"]), [])
+    sections = {form[0][1:]: form[1:] for form in define if isinstance(form, list) and form and str(form[0])[:1] == ":"}
+    for name in ("init", "goal"):
+        if name not in sections:
+            raise ValueError(f"bad PDDL: no (:{name} ...) in (define ...)")
+    return sections

@@ -1,10 +1,11 @@
 """Generated household games: small rooms with ALFWorld's words, affordances and all six of its task types.
 
-A *room* is a layout: which receptacles, how many of each. Every room type has 20 training rooms and 8 other rooms;
-a task puts things into one of them and asks for something. The splits follow RLVMR's: L0 = training rooms, L1 = other
-rooms, L2 = other rooms and the task types that RL never trains on. Where a kind of thing is kept is weighted (KEPT),
-so a searcher who knows training rooms is faster than a blind one. What is left out: knives and slicing, receptacles
-that share a location, and the size of real rooms (22 receptacles, 43 objects).
+A *room* is a layout: which receptacles, how many of each. Every room type has 20 training rooms and 8 other
+rooms; a task puts things into one of them and asks for something. The splits follow RLVMR's: L0 = training
+rooms, L1 = other rooms, L2 = other rooms and the task types that RL never trains on. Where a kind of thing
+is kept is weighted (KEPT), so a searcher who knows training rooms is faster than a blind one. What is left
+out: knives and slicing, receptacles that share a location, and the size of real rooms (22 receptacles, 43
+objects).
 
     python -m envs.rooms            # print one task of each split
 """
@@ -26,12 +27,14 @@ TRAIN_ROOMS, OTHER_ROOMS = 20, 8   # per room type
 THINGS = (7, 11)                # objects in a room, fewest and most
 SECOND = 0.2                    # chance that a further object is a second one of a kind already there
 
-# room type: receptacles that every such room has; further ones with the most there may be; how many further ones
+# room type: receptacles that every such room has; further ones with the most there may be; how many of these
 LAYOUT = {
     "kitchen": (("countertop", "fridge", "microwave", "sinkbasin"),
-                {"cabinet": 3, "countertop": 1, "diningtable": 1, "drawer": 2, "garbagecan": 1, "shelf": 1}, (3, 5)),
+                {"cabinet": 3, "countertop": 1, "diningtable": 1, "drawer": 2, "garbagecan": 1, "shelf": 1},
+                (3, 5)),
     "living room": (("sidetable", "sofa"),
-                    {"coffeetable": 1, "desk": 1, "drawer": 3, "garbagecan": 1, "safe": 1, "shelf": 2}, (4, 6)),
+                    {"coffeetable": 1, "desk": 1, "drawer": 3, "garbagecan": 1, "safe": 1, "shelf": 2},
+                    (4, 6)),
     "bedroom": (("bed", "desk"),
                 {"drawer": 3, "garbagecan": 1, "safe": 1, "shelf": 2, "sidetable": 2}, (4, 6)),
     "bathroom": (("countertop", "sinkbasin", "toilet"),
@@ -94,24 +97,24 @@ ACCEPTS = {place: frozenset(names.split()) for place, names in {
     "cabinet": "book bowl candle cd cloth cup mug plate saltshaker soapbar spraybottle toiletpaper",
     "coffeetable": TABLE,
     "countertop": TABLE,
-    "desk": "alarmclock book bowl candle cd cellphone cloth creditcard cup keychain laptop mug pen plate remotecontrol "
-            "spraybottle toiletpaper watch",
+    "desk": "alarmclock book bowl candle cd cellphone cloth creditcard cup keychain laptop mug pen plate "
+            "remotecontrol spraybottle toiletpaper watch",
     "diningtable": TABLE,
-    "drawer": "book candle cd cellphone cloth creditcard keychain pen remotecontrol saltshaker soapbar spoon spraybottle "
-              "toiletpaper watch",
+    "drawer": "book candle cd cellphone cloth creditcard keychain pen remotecontrol saltshaker soapbar spoon "
+              "spraybottle toiletpaper watch",
     "fridge": "apple bowl bread cup egg lettuce mug plate potato tomato",
     "garbagecan": "apple bread cd cloth egg lettuce pen potato soapbar spraybottle toiletpaper tomato",
     "microwave": "apple bowl bread cup egg mug plate potato tomato",
     "safe": "cd cellphone creditcard keychain watch",
-    "shelf": "alarmclock book bowl candle cd cellphone cloth creditcard cup keychain mug pen plate remotecontrol saltshaker "
-             "soapbar spraybottle toiletpaper watch",
+    "shelf": "alarmclock book bowl candle cd cellphone cloth creditcard cup keychain mug pen plate "
+             "remotecontrol saltshaker soapbar spraybottle toiletpaper watch",
     "sidetable": TABLE,
     "sinkbasin": "apple bowl cloth cup egg lettuce mug plate potato soapbar spoon tomato",
     "sofa": "book cellphone cloth creditcard keychain laptop pillow remotecontrol",
     "toilet": "candle cloth soapbar spraybottle toiletpaper",
 }.items()}
-CLEANABLE = frozenset(("apple", "bowl", "cloth", "cup", "egg", "lettuce", "mug", "plate", "potato", "soapbar", "spoon",
-                       "tomato"))
+CLEANABLE = frozenset(("apple", "bowl", "cloth", "cup", "egg", "lettuce", "mug", "plate", "potato", "soapbar",
+                       "spoon", "tomato"))
 HEATABLE = frozenset(("apple", "bread", "cup", "egg", "mug", "plate", "potato", "tomato"))
 COOLABLE = HEATABLE | {"bowl", "lettuce"}
 SLICEABLE = frozenset(("apple", "bread", "egg", "lettuce", "potato", "tomato"))
@@ -140,7 +143,7 @@ DESCRIPTIONS = {       # ALFWorld's two phrasings of each task type
 
 @lru_cache
 def layouts(room_type):
-    """The rooms of one type, {receptacle type: how many} as sorted pairs: the training rooms first, then the others."""
+    """The rooms of one type, each (receptacle type, how many) pairs: training rooms first, then others."""
     rng = random.Random(f"layouts/{room_type}")
     found = []
     while len(found) < TRAIN_ROOMS + OTHER_ROOMS:
@@ -173,8 +176,8 @@ def _types_of(split):
 def task(split, index, types=None):
     """Task number `index` of a split; (split, index, types) fixes it.
 
-    types: the task types to take in turn; by default the four that RL trains on, or L2's two. Raises ValueError for
-    an unknown split, an index past the end of a fixed split, or a type that is not in the split.
+    types: the task types to take in turn; by default the four that RL trains on, or L2's two.
+    Raises ValueError for an unknown split, an index past a fixed split's end, a type that the split lacks.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
@@ -216,7 +219,7 @@ def _splits_of(problem):
 
 
 def _goals(task_type, room_type, layout):
-    """Every goal of this type that the room allows: the object has a usual place there other than the target."""
+    """Every goal of this type that the room allows: the object has a usual place other than the target."""
     goals = []
     for kind in KEPT[room_type]:
         places = _kept(room_type, layout, kind).keys()
@@ -272,39 +275,45 @@ def _kinds(room_type, layout, goal, rng):
 
 
 def _thing(kind, number, spot):
-    return Thing(name=f"{kind} {number}", receptacle=spot.name, location=spot.location, pickupable=kind != LAMP,
-                 cleanable=kind in CLEANABLE, heatable=kind in HEATABLE, coolable=kind in COOLABLE,
-                 toggleable=kind == LAMP, sliceable=kind in SLICEABLE)
+    return Thing(name=f"{kind} {number}", receptacle=spot.name, location=spot.location,
+                 pickupable=kind != LAMP, toggleable=kind == LAMP, cleanable=kind in CLEANABLE,
+                 heatable=kind in HEATABLE, coolable=kind in COOLABLE, sliceable=kind in SLICEABLE)
 
 
 # ---- the words, for the small model's tokenizer
 
-NAMES = re.findall(r"\w+", """alarmclock apple armchair baseballbat basketball bathtub bathtubbasin bed blinds book boots bowl box bread
-    butterknife cabinet candle cart cd cellphone chair cloth coffeemachine coffeetable countertop creditcard cup curtains
-    desk desklamp diningtable dishsponge drawer dresser egg floorlamp footstool fork fridge garbagecan glassbottle
-    handtowel handtowelholder houseplant kettle keychain knife ladle laptop laundryhamper laundryhamperlid lettuce
-    lightswitch microwave mirror mug newspaper ottoman painting paintinghanger pan papertowel papertowelroll pen pencil
-    peppershaker pillow plate plunger poster pot potato remotecontrol safe saltshaker scrubbrush shelf showerdoor
-    showerglass sidetable sink sinkbasin soapbar soapbottle sofa spatula spoon spraybottle statue stoveburner stoveknob
-    teddybear television tennisracket tissuebox toaster toilet toiletpaper toiletpaperhanger toiletpaperroll tomato towel
-    towelholder tvstand vase watch wateringcan window winebottle""")
+NAMES = re.findall(r"\w+", """
+    alarmclock apple armchair baseballbat basketball bathtub bathtubbasin bed blinds book boots bowl box
+    bread butterknife cabinet candle cart cd cellphone chair cloth coffeemachine coffeetable countertop
+    creditcard cup curtains desk desklamp diningtable dishsponge drawer dresser egg floorlamp footstool
+    fork fridge garbagecan glassbottle handtowel handtowelholder houseplant kettle keychain knife ladle
+    laptop laundryhamper laundryhamperlid lettuce lightswitch microwave mirror mug newspaper ottoman
+    painting paintinghanger pan papertowel papertowelroll pen pencil peppershaker pillow plate plunger
+    poster pot potato remotecontrol safe saltshaker scrubbrush shelf showerdoor showerglass sidetable sink
+    sinkbasin soapbar soapbottle sofa spatula spoon spraybottle statue stoveburner stoveknob teddybear
+    television tennisracket tissuebox toaster toilet toiletpaper toiletpaperhanger toiletpaperroll tomato
+    towel towelholder tvstand vase watch wateringcan window winebottle
+""")
 
 WELCOME = ("-= Welcome to TextWorld, ALFRED! =-\n\n"
            "You are in the middle of a room. Looking quickly around you, you see")
-TEXTS = (WELCOME, "You are in the middle of a room. Looking quickly around you, you see", "\n\nYour task is to:",
-         "Your task is to:", " a", ", a", ", and a", ",", ".", ", and", " nothing.", " nothing", "Nothing happens.",
-         "You arrive at", ". On the", "On the", ". The", "The", " is closed.", " is open. In it, you see", ", you see",
-         "You open the", "You close the", "You pick up the", " from the", "You move the", " to the", "You clean the",
-         "You heat the", "You cool the", " using the", "You turn on the", "You sliced the", " with the",
-         "You are carrying:", "You are not carrying anything.", "You are facing the", ". Next to it, you see",
-         "There's nothing special about", "This is a normal", ". In it, you see", "This is a clean", "This is a hot",
-         "This is a cold", "This is a cool", "This is a hot and clean", "This is a cool and clean", "This is a sliced",
-         " sliced", "This", " is on.", " is off.",
-         " put a", " put some", " put a clean", " put a hot", " put a cool", " put two", " find two",
-         " and put them in", " clean some", " heat some", " cool some", " and put it in", " look at", " under the",
-         " examine the", " in", " on")
-VERBS = ("go to", "take", "move", "open", "close", "use", "examine", "clean", "heat", "cool", "slice", "look", "inventory",
-         "help")
+TEXTS = (
+    WELCOME, "You are in the middle of a room. Looking quickly around you, you see",
+    "\n\nYour task is to:", "Your task is to:", " a", ", a", ", and a", ",", ".", ", and", " nothing.",
+    " nothing", "Nothing happens.", "You arrive at", ". On the", "On the", ". The", "The", " is closed.",
+    " is open. In it, you see", ", you see", "You open the", "You close the", "You pick up the",
+    " from the", "You move the", " to the", "You clean the", "You heat the", "You cool the", " using the",
+    "You turn on the", "You sliced the", " with the", "You are carrying:",
+    "You are not carrying anything.", "You are facing the", ". Next to it, you see",
+    "There's nothing special about", "This is a normal", ". In it, you see", "This is a clean",
+    "This is a hot", "This is a cold", "This is a cool", "This is a hot and clean",
+    "This is a cool and clean", "This is a sliced", " sliced", "This", " is on.", " is off.", " put a",
+    " put some", " put a clean", " put a hot", " put a cool", " put two", " find two", " and put them in",
+    " clean some", " heat some", " cool some", " and put it in", " look at", " under the", " examine the",
+    " in", " on",
+)
+VERBS = ("go to", "take", "move", "open", "close", "use", "examine", "clean", "heat", "cool", "slice", "look",
+         "inventory", "help")
 
 
 def phrases(numbered=True):

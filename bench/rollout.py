@@ -1,0 +1,108 @@
+"""New tokens per second of multi-turn episodes: our slot engine against transformers' generate, re-prompted every turn.
+
+Same weights, same episodes, same numbers of turns and new tokens, one run. The observations are those of expert episodes
+in generated rooms, whatever the (random) model answers, so prompts grow as they do in training.
+
+    python -m bench.rollout [--episodes 64] [--turns 20] [--threads 1] [--hidden-size 96]
+"""
+
+import argparse
+import json
+import tempfile
+import time
+
+import torch
+import transformers
+
+import model as qwen
+import rollout
+from envs import Reply, experts, rooms
+from envs.household import Household
+from parallel import stream
+
+RESPONSE_TOKENS = 6      # about what a command and its stop token take
+
+
+class Recorded:
+    """An environment that answers with a recorded episode's observations, whatever it is told."""
+
+    def __init__(self, observations):
+        self.observations = observations
+
+    def reset(self, task, seed=0):
+        self.turn = 0
+        return Reply(self.observations[0], [], False, False)
+
+    def step(self, command):
+        self.turn += 1
+        return Reply(self.observations[self.turn % len(self.observations)], [], False, False)
+
+
+def recorded(n):
+    """Observations of n expert episodes and their tasks."""
+    tasks = rooms.tasks("dev")[:n]
+    prior = experts.learn_prior([rooms.task("train", i) for i in range(100)])
+    shown = [experts.demonstrate(Household(), task, prior, seed=i) for i, task in enumerate(tasks)]
+    return tasks, [demonstration.observations for demonstration in shown]
+
+
+def ours(model, chat, tasks, observations, turns):
+    """Seconds and new tokens of one play() of all episodes."""
+    seats = [rollout.Seat(task, i, stream(0, i)) for i, task in enumerate(tasks)]
+    sampling = rollout.Sampling(max_response_tokens=RESPONSE_TOKENS)
+    envs = [Recorded(o) for o in observations]
+    started = time.perf_counter()
+    episodes = rollout.play(model, chat, envs, seats, sampling, turns, 2048, on_truncation="invalid")
+    return time.perf_counter() - started, rollout.summary(episodes)["response_tokens"]
+
+
+@torch.no_grad()
+def theirs(model, chat, observations, turns):
+    """The same with transformers: each turn, generate from the whole conversation, left-padded."""
+    pad, new = chat.tokenizer.pad_token_id, 0
+    prompts = [chat.message(o[0], first=True) for o in observations]
+    started = time.perf_counter()
+    for turn in range(1, turns + 1):
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, pad_token_id=pad,
+                             max_new_tokens=RESPONSE_TOKENS, eos_token_id=list(chat.stop_ids))
+        for i, row in enumerate(out[:, width:].tolist()):
+            response = rollout.cut(row, [0.0] * len(row), chat.stop_ids).ids
+            new += len(response)
+            prompts[i] = prompts[i] + response + chat.message(observations[i][turn % len(observations[i])])
+    return time.perf_counter() - started, new
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--hidden-size", type=int, default=96)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
+        shape = qwen.ModelConfig(vocabulary, args.hidden_size, 3 * args.hidden_size, 3, 4, 2, args.hidden_size // 4,
+                                 max_position_embeddings=2048, tie_word_embeddings=True)
+        model = qwen.Model(shape)
+        qwen.init_weights(model, 0)
+        qwen.save_pretrained(model, folder)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        chat = rollout.Chat(qwen.load_tokenizer(folder), "plain")
+    tasks, observations = recorded(args.episodes)
+    ours(model, chat, tasks[:4], observations[:4], 2)          # warm up both
+    theirs(peer, chat, observations[:4], 2)
+    our_s, our_tokens = ours(model, chat, tasks, observations, args.turns)
+    their_s, their_tokens = theirs(peer, chat, observations, args.turns)
+    print(json.dumps({
+        "what": "new tokens/s, multi-turn episodes", "ours": round(our_tokens / our_s), "transformers": round(their_tokens / their_s),
+        "ratio": round(our_tokens / our_s / (their_tokens / their_s), 2), "episodes": args.episodes, "turns": args.turns,
+        "hidden_size": args.hidden_size, "threads": args.threads, "torch": torch.__version__,
+        "transformers_version": transformers.__version__}))
+
+
+if __name__ == "__main__":
+    main()
