@@ -82,8 +82,9 @@ def dense_labels(episode):
 
 
 def oracle_labels(episode):
-    """What the prefix lets one know (envs/experts.py): "good", "bad" or None per turn."""
-    replies = [turn.observation for turn in episode.turns] + [episode.final_observation]
+    """What the prefix lets one know (envs/experts.py): "good", "bad" or None per turn. A cut response is a refused turn."""
+    last = rollout.NOTHING if episode.truncated else episode.final_observation
+    replies = [turn.observation for turn in episode.turns] + [last]
     return experts.oracle_labels(replies, [turn.action or "" for turn in episode.turns])
 
 

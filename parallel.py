@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 
 MASK64 = (1 << 64) - 1
 TRAINER_FILE = "trainer.pt"
+FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)    # on rank 0; empty elsewhere
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,9 @@ def shard(model, ranks, compute_dtype=torch.float32):
 
     Every rank gets rank 0's weights. compute_dtype is that of forward and backward. Gradients are reduced in
     fp32 and summed, not averaged: divide the loss by a count over all ranks. From then on ranks make equal
-    numbers of forwards and backwards, except inside `gathered`. Make the optimizer afterwards. The whole model
-    passes through each rank's memory once. One process in fp32 is left unwrapped (the wrap costs it time and
-    gives nothing); in bf16 it is wrapped too, for FSDP keeps the fp32 masters beside the bf16 weights.
+    numbers of forwards and backwards, except inside `gathered`. Make the optimizer afterwards. The model
+    passes through each rank's memory whole, once. One process in fp32 is left unwrapped (the wrap costs time
+    and gives nothing); in bf16 it is wrapped too, for FSDP keeps the fp32 masters beside the bf16 weights.
     """
     model.to(device=ranks.device, dtype=torch.float32)
     if ranks.world == 1 and compute_dtype == torch.float32:
@@ -136,6 +137,14 @@ def gathered(model):
         for unit in units:
             unit.set_reshard_after_forward(unit is not model, recurse=False)
             unit.reshard()
+
+
+def full_weights(model):
+    """The whole fp32 weights by name, on the CPU of rank 0; an empty dict on the others. All ranks call it.
+
+    A sharded model has no deepcopy: load these into a new one on rank 0; `shard` gives each rank its part.
+    """
+    return get_model_state_dict(model, options=FULL_ON_CPU)
 
 
 # Numbers over ranks
@@ -260,23 +269,22 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     """Replace the checkpoint in `folder` by the present model, optimizer and `state`; all ranks call it.
 
     state: rank 0's plain values and tensors, which `load_trainer` returns.
-    save_model(model, folder, state=tensors) writes the full weights; extra_files(folder) may add files (a tokenizer). All is written and synced beside
-    the old checkpoint, then takes its name: a failure at any moment leaves the old one or the new. Raises
-    OSError naming the folder, on every rank. Costs fp32 weights and optimizer state in rank 0's CPU memory.
+    save_model(model, folder, state=weights) writes the full weights, extra_files(folder) a tokenizer, say.
+    All is written and synced beside the old checkpoint, then takes its name: a failure at any moment leaves
+    the old one or the new. Raises OSError naming the folder, on every rank. Meanwhile rank 0 holds the full
+    fp32 weights and optimizer state in CPU memory.
     """
     folder = Path(folder).resolve()
-    on_main(lambda: repair(folder))
-    on_main(lambda: refuse_other_folder(folder))
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    tensors = get_model_state_dict(model, options=options)
-    trainer = {"optimizer": get_optimizer_state_dict(model, optimizer, options=options), "state": state}
+    on_main(lambda: repair(folder) or refuse_other_folder(folder))
+    weights = full_weights(model)
+    trainer = {"optimizer": get_optimizer_state_dict(model, optimizer, options=FULL_ON_CPU), "state": state}
 
     def write():
         written, _ = siblings(folder)
         try:
             shutil.rmtree(written, ignore_errors=True)
             written.mkdir(parents=True)
-            save_model(model, written, state=tensors)
+            save_model(model, written, state=weights)
             torch.save(trainer, written / TRAINER_FILE)
             if extra_files is not None:
                 extra_files(written)
@@ -345,10 +353,8 @@ def repair(folder):
 
 
 def refuse_other_folder(folder):
-    """A checkpoint replaces the whole folder: ValueError if that would delete something else."""
-    if (folder / TRAINER_FILE).is_file() or not folder.exists():
-        return
-    if folder.is_file() or any(folder.iterdir()):
+    """A checkpoint replaces the whole folder: ValueError if one that is no checkpoint would be lost."""
+    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{folder}: holds something that is not a checkpoint; saving would delete it")
 
 

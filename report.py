@@ -70,8 +70,8 @@ PANELS = (
     Panel("Logprob gap", "nats", "Sampler against trainer on the same tokens. Should be about 0.",
           (("policy/logprob_gap_nats", "gap"),)),
     Panel("Judge: balanced accuracy", "%", "Right verdicts, mean over both classes. Guessing gives 50.",
-          (("judge/balanced_accuracy", "against labels"), ("judge/balanced_accuracy_oracle", "against oracle")),
-          mark=50),
+          (("judge/balanced_accuracy", "against labels"),
+           ("judge/balanced_accuracy_oracle", "against oracle")), mark=50),
     Panel("Judge: AUC", "", "Does a good turn get more good verdicts than a bad one? Guessing gives 0.5.",
           (("judge/auc", "against labels"), ("judge/auc_oracle", "against oracle")), mark=0.5),
     Panel("Judge: groups with spread", "%", "Judge prompts whose verdicts differ; only these teach.",
@@ -88,7 +88,7 @@ PANELS = (
 def read_lines(path):
     """The JSON objects of a .jsonl file (none if it is absent), and notes on lines that are cut short.
 
-    A killed run leaves a broken last line, or one in the middle if it was resumed: left out and said, no error.
+    A killed run leaves a broken last line, or one in the middle if it was resumed: left out and said.
     """
     if not path.exists():
         return [], []
@@ -223,10 +223,10 @@ def smooth(values):
 
 
 def ticks(low, high, count=4):
-    """Round numbers (1, 2 or 5 times a power of ten) that enclose low..high, in about `count` steps."""
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) that enclose low..high, in about `count` steps."""
     raw = ((high - low) or abs(high) or 1.0) / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * (1 - 1e-9))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, max(last, first + 1) + 1)]
 
@@ -302,7 +302,7 @@ def panel_series(panel, runs, colours):
     scale, series = 100 if panel.unit == "%" else 1, []
     for (key, words), dash in zip(panel.curves, DASHES):
         for run in runs:
-            points = {x: None if y is None else float(f"{scale * y:.5g}")
+            points = {x: None if y is None else float(f"{scale * y:.4g}")
                       for x, y in sorted(curve(run, key).items())}
             name = run.name if len(panel.curves) == 1 else f"{run.name}, {words}"
             if any(y is not None for y in points.values()):
@@ -314,8 +314,9 @@ def key_legend(panel):
     """What the dashes mean, where a panel has more than one curve."""
     if len(panel.curves) == 1:
         return ""
-    keys = [f'<span><svg class="key" viewBox="0 0 24 6"><path class="line" stroke="#444" stroke-dasharray="{dash}" '
-            f'd="M0 3H24"/></svg>{escape(words)}</span>' for (_, words), dash in zip(panel.curves, DASHES)]
+    keys = [f'<span><svg class="key" viewBox="0 0 24 6"><path class="line" stroke="#444" d="M0 3H24" '
+            f'stroke-dasharray="{dash}"/></svg>{escape(words)}</span>'
+            for (_, words), dash in zip(panel.curves, DASHES)]
     return f'<p class="keys">{"".join(keys)}</p>'
 
 
@@ -337,8 +338,10 @@ def panel_chart(panel, runs, colours, charts):
     for _, colour, dash, points in series:
         line = line_path(axes, points, smooth(list(points.values())))
         svg.append(f'<path class="line" stroke="{colour}" stroke-dasharray="{dash}" d="{line}"/>')
-    hover = hover_data(axes, x_name, panel.unit, [(name, colour, points) for name, colour, _, points in series])
-    return card(panel.title, panel.unit, panel.help, key_legend(panel), "".join(svg), hover, charts)
+    shown = [(name, colour, points) for name, colour, _, points in series]
+    hover = hover_data(axes, x_name, panel.unit, shown)
+    return card(title=panel.title, unit=panel.unit, help_text=panel.help, legend=key_legend(panel),
+                svg="".join(svg), hover=hover, charts=charts)
 
 
 def stage_series(run):
@@ -364,8 +367,9 @@ def stages_chart(run, stages, top_s, charts):
         legend += f'<span><i style="background:{colour}"></i>{escape(stage)}</span>'
         series.append((stage, colour, {x: float(f"{points[x]:.4g}") for x in xs}))
         floor = roof
-    return card(run.name, "s", "Seconds of each iteration by stage, stacked.", f'<p class="keys">{legend}</p>',
-                "".join(svg) + axes.svg("iteration"), hover_data(axes, "iteration", "s", series), charts)
+    return card(title=run.name, unit="s", help_text="Seconds of each iteration by stage, stacked.",
+                legend=f'<p class="keys">{legend}</p>', svg="".join(svg) + axes.svg("iteration"),
+                hover=hover_data(axes, "iteration", "s", series), charts=charts)
 
 
 def time_charts(runs, charts):
@@ -378,8 +382,8 @@ def time_charts(runs, charts):
 def rest_panels(runs):
     """A panel for every logged number that no other chart shows."""
     shown = {key for panel in PANELS for key, _ in panel.curves}
-    keys = {key for run in runs for line in run.lines for key in line} - shown
-    return [Panel(key, "", "", ((key, key),)) for key in sorted(keys) if "/" in key and not key.startswith("time/")]
+    keys = {key for run in runs for line in run.lines for key in line if "/" in key}
+    return [Panel(key, "", "", ((key, key),)) for key in sorted(keys - shown) if not key.startswith("time/")]
 
 
 def split_chart(split, summary, colours):
@@ -444,7 +448,7 @@ def cold_start_caption(runs):
     if not flags:
         return ""
     types = ", ".join(flags[0]) if isinstance(flags[0], list) else str(flags[0])
-    if types == "all":
+    if types in ("", "all"):
         return "The cold start sees all six task types, the two of L2 that RL never trains on included."
     return f"The cold start sees the task types {types}. RL never trains on those of L2."
 
@@ -483,7 +487,8 @@ def choose_episodes(runs, budget):
     for method, episode in [(run.name, episode) for run in runs for episode in run.episodes]:
         place = (method, *map(episode.get, ("phase", "iteration", "split")))
         spread = places.setdefault(place, len(places)) * 0.6180339887 % 1
-        queue.append((seen[place], episode.get("phase") == "rl", spread, len(queue), {"method": method} | episode))
+        rank = (seen[place], episode.get("phase") == "rl", spread)
+        queue.append((*rank, len(queue), {"method": method} | episode))
         seen[place] += 1
     chosen = []
     for *_, order, episode in sorted(queue, key=lambda entry: entry[:4]):
@@ -510,8 +515,9 @@ def facts(runs, summary):
             "Started": [header.get("started") for header in headers][:1],
             "Time": [f"{minutes:.1f} min"] if minutes else [], "Versions": versions,
             "Commit": [header.get("commit") for header in headers]}
-    said = {name: ", ".join(dict.fromkeys(str(word) for word in words if word)) for name, words in rows.items()}
-    return "".join(f"<div><dt>{name}</dt><dd>{escape(words)}</dd></div>" for name, words in said.items() if words)
+    said = {name: ", ".join(dict.fromkeys(str(w) for w in words if w)) for name, words in rows.items()}
+    return "".join(f"<div><dt>{name}</dt><dd>{escape(words)}</dd></div>"
+                   for name, words in said.items() if words)
 
 
 def warnings(runs):
@@ -528,24 +534,25 @@ def evaluation_section(runs, summary, colours):
         return "<section><h2>Evaluation</h2><p>No method has been evaluated yet.</p></section>"
     dots = "".join(split_chart(split, summary, colours) for split in splits)
     return f"""<section><h2>Evaluation</h2>
-<p>Success when sampling at temperature 1, with its 95 % interval and the number of episodes n. L0: training rooms,
-new tasks. L1: other rooms. L2: other rooms and task types that RL never trains on.
+<p>Success when sampling at temperature 1, with its 95 % interval and the number of episodes n.
+L0: training rooms, new tasks. L1: other rooms. L2: other rooms and task types that RL never trains on.
 {escape(cold_start_caption(runs))}</p><div class="cards">{dots}</div>{html_table(headline_rows(summary))}
-<h3>Decoding and behaviour</h3><p>Success by way of decoding; invalid and repeated actions and turns are those of
-the sampled episodes.</p>{html_table(detail_rows(runs))}</section>"""
+<h3>Decoding and behaviour</h3><p>Success by way of decoding; invalid and repeated actions and turns are those
+of the sampled episodes.</p>{html_table(detail_rows(runs))}</section>"""
 
 
 def curves_section(runs, colours, charts):
-    legend = "".join(f'<span><i style="background:{colours[run.name]}"></i>{escape(run.name)}</span>' for run in runs)
-    main = "".join(panel_chart(panel, runs, colours, charts) for panel in PANELS) or "<p>Nothing was logged.</p>"
+    legend = "".join(f'<span><i style="background:{colours[run.name]}"></i>{escape(run.name)}</span>'
+                     for run in runs)
+    main = "".join(panel_chart(panel, runs, colours, charts) for panel in PANELS)
     times = time_charts(runs, charts)
     times = times and f'<h2>Where the time goes</h2><div class="cards">{times}</div>'
     rest = "".join(panel_chart(panel, runs, colours, charts) for panel in rest_panels(runs))
-    rest = rest and (f'<details><summary>Everything else that was logged</summary><div class="cards">{rest}</div>'
-                     "</details>")
+    rest = rest and (f"<details><summary>Everything else that was logged</summary>"
+                     f'<div class="cards">{rest}</div></details>')
     return f"""<section><h2>Training curves</h2><p class="legend">{legend}</p>
 <p>Dots are iterations, lines a short moving mean. Point at a chart to read its values.</p>
-<div class="cards">{main}</div>{times}{rest}</section>"""
+<div class="cards">{main or "<p>Nothing was logged.</p>"}</div>{times}{rest}</section>"""
 
 
 def viewer_section(shown, stored):
@@ -553,11 +560,12 @@ def viewer_section(shown, stored):
         return "<section><h2>Episodes</h2><p>No episodes were stored.</p></section>"
     return f"""<section id="viewer"><h2>Episodes</h2>
 <p>{shown} of {stored} stored episodes, turn by turn. The background is the turn's advantage:
-<b class="plus">blue</b> makes its response likelier, <b class="minus">orange</b> less likely, as strong as the colour.
-Keys ← and → move; the address names the episode.</p>
+<b class="plus">blue</b> makes its response likelier, <b class="minus">orange</b> less likely,
+as strong as the colour. Keys ← and → move; the address names the episode.</p>
 <noscript><p class="warning">The episodes need JavaScript.</p></noscript>
-<div class="bar"><label>method <select id="method"></select></label><label>where <select id="where"></select></label>
-<label>episode <select id="episode"></select></label><button id="previous" aria-label="previous episode">←</button>
+<div class="bar"><label>method <select id="method"></select></label>
+<label>where <select id="where"></select></label><label>episode <select id="episode"></select></label>
+<button id="previous" aria-label="previous episode">←</button>
 <button id="next" aria-label="next episode">→</button><span id="position"></span></div>
 <div id="strip"></div><div id="turns"></div></section>"""
 
@@ -566,8 +574,8 @@ def setup_section(runs):
     commands = "".join(f"<h3>{escape(run.name)}</h3><pre>{escape(command(run))}</pre>" for run in runs)
     rows = difference_rows(runs)
     differences = f"<h3>Flags that differ</h3>{html_table(rows)}" if len(rows) > 1 else ""
-    return (f"<section><h2>Set-up</h2>{differences}<details><summary>Full commands</summary>{commands}</details>"
-            "</section>")
+    return (f"<section><h2>Set-up</h2>{differences}<details><summary>Full commands</summary>"
+            f"{commands}</details></section>")
 
 
 def page(runs, summary):
@@ -623,7 +631,8 @@ svg text{font-size:11px;fill:var(--soft)}
 .whisker{stroke-width:2.5;opacity:.55}
 .rule{stroke:#777;fill:none}
 #tip{position:fixed;display:none;pointer-events:none;z-index:5;background:#fff;border:1px solid #bbb;
- border-radius:6px;padding:5px 9px;font-size:12.5px;line-height:1.45;box-shadow:0 2px 8px #0002;max-width:260px}
+ border-radius:6px;padding:5px 9px;font-size:12.5px;line-height:1.45;
+ box-shadow:0 2px 8px #0002;max-width:260px}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;background:#fff;font-variant-numeric:tabular-nums;font-size:14px;margin:10px 0}
 th,td{padding:5px 12px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
@@ -718,7 +727,7 @@ function turnHead(turn, number) {
   if (turn.oracle) head.append(pill("oracle", turn.oracle));
   const verdicts = turn.verdicts || [];
   if (verdicts.length) say("verdicts");
-  for (const verdict of verdicts) head.append(element("span", `pill ${verdict || "none"}`, verdict || "unreadable"));
+  for (const word of verdicts) head.append(element("span", `pill ${word || "none"}`, word || "unreadable"));
   if (typeof turn.judge_reward === "number") say(`judge reward ${turn.judge_reward.toFixed(2)}`);
   return head;
 }

@@ -180,7 +180,7 @@ def stop_ids(tokenizer):
 # How tokens are sampled
 
 def uniform(stream_B, position):
-    """One number in (0, 1) per row, from a counter: splitmix64 of (stream, position), 53 bits, in int64 arithmetic.
+    """One number in (0, 1) per row, from a counter: splitmix64 of (stream, position), 52 bits, in int64 arithmetic.
 
     A row's draw depends on its own stream only, so an episode is the same in any slot, beside any other, on any rank.
     """
@@ -189,7 +189,7 @@ def uniform(stream_B, position):
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
-    return (((x >> 11) & 0x1FFFFFFFFFFFFF).double() + 0.5) / 2**53
+    return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) / 2**52       # with 53 bits the half would round up to 1
 
 
 def sample_tokens(logits_BV, uniform_B, temperature=1.0, top_p=1.0, top_k=0):

@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from envs.household import Goal
+from envs.household import Goal, problem_of, type_of
 
 REFUSED = "Nothing happens."
 APPLIANCES = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin"),
@@ -31,7 +31,7 @@ TASKS = [(re.compile(pattern), task_type) for pattern, task_type in (
     (r"cool some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_cool_then_place_in_recep"),
     (r"put (?:a|some) (?P<object>\w+) (?:in|on) (?P<receptacle>\w+)", "pick_and_place_simple"),
 )]
-DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # kinds that may be closed
+DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types that may be closed
 NAME = re.compile(r"[a-z]+ \d+")
 CONTENTS = re.compile(r"(?:On|In) (?:the ([a-z]+ \d+)|it), you see (.*)\.$")
 
@@ -43,11 +43,6 @@ def parse_goal(text):
         if match:
             return Goal(task_type, **match.groupdict())
     raise ValueError(f"task {text!r}: not one of ALFWorld's phrasings")
-
-
-def kind(name):
-    """"cabinet 2" -> "cabinet"."""
-    return name.rpartition(" ")[0]
 
 
 # ---- knowledge
@@ -180,9 +175,9 @@ class Belief:
 # ---- what the goal needs
 
 def wanted(belief):
-    """Objects of the goal's kind, seen and not yet where they have to be: the nearest first."""
+    """Objects of the goal's type, seen and not yet where they have to be: the nearest first."""
     placed = {name for name, place in belief.where.items() if _is_placed(belief, name, place)}
-    names = [name for name in belief.where if kind(name) == belief.goal.object and name not in placed]
+    names = [name for name in belief.where if type_of(name) == belief.goal.object and name not in placed]
     return sorted(names, key=lambda name: (not belief.is_near(belief.where[name]),
                                            not is_treated(belief, name)))
 
@@ -196,20 +191,20 @@ def is_treated(belief, name):
 
 def targets(belief):
     """Receptacles that the goal's object has to go to: with two of them, where one already is."""
-    names = [name for name in belief.receptacles if kind(name) == belief.goal.receptacle]
+    names = [name for name in belief.receptacles if type_of(name) == belief.goal.receptacle]
     if belief.goal.task_type != "pick_two_obj_and_place":
         return names
-    count = Counter(place for name, place in belief.where.items() if kind(name) == belief.goal.object)
+    count = Counter(place for name, place in belief.where.items() if type_of(name) == belief.goal.object)
     most = max((count[name] for name in names), default=0)
     return [name for name in names if count[name] == most]
 
 
 def _is_placed(belief, name, place):
-    if kind(name) != belief.goal.object or not belief.goal.receptacle:
+    if type_of(name) != belief.goal.object or not belief.goal.receptacle:
         return False
     if belief.goal.task_type == "pick_two_obj_and_place":
         return place == next(iter(targets(belief)), None)
-    return kind(place) == belief.goal.receptacle and is_treated(belief, name)
+    return type_of(place) == belief.goal.receptacle and is_treated(belief, name)
 
 
 def plan(belief):
@@ -220,15 +215,16 @@ def plan(belief):
     goal, held = belief.goal, belief.held
     if held is None:
         return [(belief.where[name], f"take {name} from {belief.where[name]}") for name in wanted(belief)]
-    if kind(held) != goal.object:
+    if type_of(held) != goal.object:
         places = {name for name in belief.beside[belief.at] if name not in belief.closed} | {belief.origin}
         return [(place, f"move {held} to {place}") for place in sorted(places)] if wanted(belief) else []
     if goal.toggle:
-        return [(place, f"use {lamp}") for lamp, place in belief.where.items() if kind(lamp) == goal.toggle]
+        return [(place, f"use {lamp}") for lamp, place in belief.where.items()
+                if type_of(lamp) == goal.toggle]
     if not is_treated(belief, held):
         verb, appliance = APPLIANCES[goal.task_type]
         return [(name, f"{verb} {held} with {name}") for name in belief.receptacles
-                if kind(name) == appliance]
+                if type_of(name) == appliance]
     return [(name, f"move {held} to {name}") for name in targets(belief)]
 
 
@@ -249,10 +245,10 @@ def next_command(belief, receptacle, command):
 
 
 def missing(belief):
-    """The kind of thing to search for now, or None when the plan says what to do."""
+    """The object type to search for now, or None when the plan says what to do."""
     if plan(belief):
         return None
-    has_object = belief.held and kind(belief.held) == belief.goal.object
+    has_object = belief.held and type_of(belief.held) == belief.goal.object
     return belief.goal.toggle if has_object else belief.goal.object
 
 
@@ -262,9 +258,9 @@ def learn_prior(tasks):
     """Where rooms keep things: {object type: {receptacle type: probability}}, counted over tasks' starts."""
     counts = defaultdict(Counter)
     for task in tasks:
-        for thing in task.problem.things:
+        for thing in problem_of(task).things:
             if thing.receptacle:
-                counts[kind(thing.name)][kind(thing.receptacle)] += 1
+                counts[thing.type][type_of(thing.receptacle)] += 1
     return {name: {place: n / places.total() for place, n in places.items()}
             for name, places in counts.items()}
 
@@ -279,20 +275,21 @@ class SearchExpert:
 
     def act(self, belief):
         """The next command, from what was observed and the prior alone."""
-        if belief.held and kind(belief.held) != belief.goal.object:
+        if belief.held and type_of(belief.held) != belief.goal.object:
             return self._put_down(belief)
         steps = steps_now(belief)
         if not steps:
             return self._search(belief)
         if not belief.held:
             return next_command(belief, *steps[0])
-        is_open = [step for step in steps if kind(step[0]) not in DOORS or step[0] in belief.opened]
+        seen_open = belief.searched - belief.closed
+        is_open = [step for step in steps if type_of(step[0]) not in DOORS or step[0] in seen_open]
         return next_command(belief, *self.rng.choice(is_open or steps))
 
     def _put_down(self, belief):
         """Frees the hand: here, if such things are kept here, or where the thing came from."""
-        usual = self.prior.get(kind(belief.held), {})
-        stay = kind(belief.at) in usual and belief.at not in belief.closed
+        usual = self.prior.get(type_of(belief.held), {})
+        stay = type_of(belief.at) in usual and belief.at not in belief.closed
         place = belief.at if stay else belief.origin
         return next_command(belief, place, f"move {belief.held} to {place}")
 
@@ -308,10 +305,10 @@ class SearchExpert:
 
     def _chance(self, belief, receptacle):
         """Chance per turn of finding the missing thing there."""
-        of_kind = sum(kind(name) == kind(receptacle) for name in belief.receptacles)
-        chance = self.prior.get(missing(belief), {}).get(kind(receptacle), self.UNHEARD) / of_kind
+        count = sum(type_of(name) == type_of(receptacle) for name in belief.receptacles)
+        chance = self.prior.get(missing(belief), {}).get(type_of(receptacle), self.UNHEARD) / count
         is_far = not belief.is_near(receptacle)
-        has_door = kind(receptacle) in DOORS and receptacle not in belief.opened
+        has_door = type_of(receptacle) in DOORS and receptacle not in belief.opened
         return chance / max(1, is_far + has_door)
 
 
@@ -347,7 +344,7 @@ def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
 
 
 def mistake(belief, admissible, rng):
-    """A careless player's command: any admissible one, taking what is not here, going back to a searched place."""
+    """A careless command: any admissible one, taking what is not here, going back to a searched place."""
     absent = f"take {belief.goal.object} 1 from {belief.at or belief.receptacles[0]}"
     searched = sorted(name for name in belief.searched if not belief.is_near(name))
     choices = [rng.choice([command for command in admissible if command != "help"])]
@@ -394,7 +391,7 @@ def _is_search(belief, command):
 def _undoes(belief, command):
     """Takes back a step that the goal needed: object out of place, state lost, hand filled, door shut."""
     verb, names = command.split(" ", 1)[0], NAME.findall(command)
-    is_goals = bool(names) and kind(names[0]) == belief.goal.object
+    is_goals = bool(names) and type_of(names[0]) == belief.goal.object
     if verb == "take":
         return _is_placed(belief, *names) if is_goals else bool(wanted(belief))
     if verb == "move":

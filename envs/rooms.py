@@ -243,10 +243,10 @@ def _furnish(room_type, layout, goal, rng):
         if kind == goal.object:
             kept.pop(goal.receptacle, None)
         place = rng.choices(list(kept), list(kept.values()))[0]
-        spot = rng.choice([r for r in receptacles if r.name.split()[0] == place])
+        spot = rng.choice([r for r in receptacles if r.type == place])
         things.append(_thing(kind, number[kind], spot))
     things.sort(key=lambda thing: thing.name, reverse=True)             # ALFWorld lists types by name,
-    things.sort(key=lambda thing: thing.name.split()[0])                # numbers downwards
+    things.sort(key=lambda thing: thing.type)                           # numbers downwards
     desc = rng.choice(DESCRIPTIONS[goal.task_type]).format(goal.object, goal.receptacle, goal.toggle)
     return Problem(desc, receptacles, tuple(things), goal)
 

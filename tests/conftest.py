@@ -1,0 +1,113 @@
+"""What several test files share: a tiny random model, a small tokenizer, a corridor to walk, a gradient recorder.
+
+The model is random, but three commands and the two stop tokens are made likely, so that within a few turns it gives
+valid, invalid, malformed and overlong responses: whatever the engine has to cope with.
+"""
+
+import pytest
+import torch
+
+import model as qwen
+import rollout
+from envs import Reply, Task
+
+COMMANDS = ("left", "right", "look")
+STOPS = ("<|im_end|>", "<|endoftext|>")
+PHRASES = [*COMMANDS, "jump", "good", "bad", "You are at ", "go to ", "open ", " cabinet 1", " drawer 1", " countertop 1"]
+
+
+class Corridor:
+    """Five places in a row; the task's problem is (start, goal). What is not admissible gets "Nothing happens."."""
+
+    def reset(self, task, seed=0):
+        self.place, self.goal = task.problem
+        return self.reply(f"Walk to {self.goal}. You are at {self.place}.")
+
+    def step(self, command):
+        if command not in self.admissible():
+            return self.reply(rollout.NOTHING)
+        self.place += {"left": -1, "right": 1, "look": 0}[command]
+        return self.reply(f"You are at {self.place}." + " Nothing new." * (command == "look"))
+
+    def admissible(self):
+        return [c for c in sorted(COMMANDS) if not (c == "left" and self.place == 0 or c == "right" and self.place == 4)]
+
+    def reply(self, observation):
+        won = self.place == self.goal
+        return Reply(observation, self.admissible(), won, won)
+
+    def close(self):
+        pass
+
+
+def make_seats(groups, size, first_stream=1000):
+    """Seats of `groups` corridor tasks with `size` members each; every seat has its own stream."""
+    tasks = [Task(f"corridor/{g}", "train", "walk", (g % 3 + 1, (g % 3 + 3) % 5)) for g in range(groups)]
+    return [rollout.Seat(tasks[i // size], i // size, first_stream + 7919 * i) for i in range(groups * size)]
+
+
+class Recorder:
+    """Stands where the optimizer does, keeps the gradient it is given and changes no weight."""
+
+    def __init__(self, model):
+        self.model, self.param_groups, self.gradient = model, [{"lr": None}], None
+
+    def step(self):
+        self.gradient = flat(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters())
+
+    def zero_grad(self, set_to_none):
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def assert_same(got, want, tolerance=2e-5):
+    """Equal up to `tolerance` of the gradient's norm, which has to be there at all."""
+    assert want.norm() > 1e-3
+    assert (got - want).norm() <= tolerance * want.norm(), ((got - want).norm(), want.norm())
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small_tokenizer")
+    vocabulary = qwen.save_small_tokenizer(PHRASES, folder)
+    config(vocabulary).save(folder)              # AutoTokenizer looks for the model's type beside it
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder):
+    return qwen.load_tokenizer(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def chat(tokenizer):
+    return rollout.Chat(tokenizer, "plain")
+
+
+def config(vocabulary):
+    return qwen.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=1024)
+
+
+@pytest.fixture
+def model(tokenizer):
+    """A fresh tiny model for each test, always with the same weights."""
+    model = qwen.Model(config(len(tokenizer)))
+    qwen.init_weights(model, seed=0)
+    words, stops = (tokenizer.convert_tokens_to_ids(list(names)) for names in ((*COMMANDS, "jump", "good", "bad"), STOPS))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(12.0)             # far enough from uniform for the context to matter
+        # hidden dimension 0 is always on, 1 after a word: their columns of the head are biases
+        model.model.embed_tokens.weight[:, :2] = torch.tensor([10.0, 0.0])
+        model.model.embed_tokens.weight[words, 1] = 10.0
+        model.lm_head.weight[:, :2] = 0.0
+        model.lm_head.weight[words, 0] = 2.1
+        model.lm_head.weight[stops, 0] = 1.2
+        model.lm_head.weight[stops, 1] = 1.7
+    return model

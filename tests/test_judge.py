@@ -1,0 +1,400 @@
+"""Proves what the judge is asked, what counts as good and bad, and what its answers are worth, by scripted episodes.
+
+    python -m pytest tests/test_judge.py
+"""
+
+import itertools
+import math
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Corridor, Recorder, assert_same, make_seats
+
+import judge
+import rollout
+import update
+from envs import Task
+from judge import Judged, Verdicts
+from rollout import NOTHING, Episode, Response, Sampling, Turn
+
+pytestmark = pytest.mark.fast
+
+INTRO = ("-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
+         "a cabinet 1, a countertop 1, and a drawer 1.\n\nYour task is to: put a mug in drawer.")
+CABINET = "You arrive at cabinet 1. The cabinet 1 is closed."
+COUNTER = "You arrive at countertop 1. On the countertop 1, you see a mug 1."
+# command, the answer to it; then the labels that follow by hand: rule, dense, oracle, rule+oracle
+SCRIPT = [
+    ("go to cabinet 1", CABINET, None, None, "good", "good"),
+    ("open cabinet 1", "You open the cabinet 1. The cabinet 1 is open. In it, you see a plate 1.",
+     "bad", "bad", "good", None),                                        # the cabinet is seen closed again: they differ
+    ("dance", NOTHING, "bad", "bad", "bad", "bad"),
+    ("close cabinet 1", "You close the cabinet 1.", None, "good", None, None),
+    ("go to countertop 1", COUNTER, None, None, "good", "good"),
+    ("go to cabinet 1", CABINET, "bad", "bad", "bad", "bad"),            # a revisit, away from the mug
+    ("go to countertop 1", COUNTER, None, None, "good", "good"),
+    ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1.", None, "good", "good", "good"),
+    ("go to drawer 1", "You arrive at drawer 1. The drawer 1 is closed.", None, "good", "good", "good"),
+    ("open drawer 1", "You open the drawer 1. The drawer 1 is open. In it, you see nothing.",
+     None, "good", "good", "good"),
+    ("move mug 1 to drawer 1", "You move the mug 1 to the drawer 1.", "good", "good", "good", "good"),
+]
+COLUMN = {"rule": 2, "dense": 3, "oracle": 4, "rule+oracle": 5}
+
+
+def scripted(chat, lines=SCRIPT, won=True, truncated=False):
+    """The episode of a script, as `play` would record it; a command None is a malformed response."""
+    episode = Episode(Task("room", "train", "pick_and_place_simple", None), 0, won=won, truncated=truncated)
+    prompt, observation, anchor = chat.message(INTRO, first=True), INTRO, INTRO
+    for command, answer, *_ in lines:
+        response = chat.encode(command or "") + chat.encode("<|im_end|>")
+        valid = command is not None and answer != NOTHING
+        episode.turns.append(Turn(observation, prompt, response, [-0.1] * len(response), command or "", command, valid,
+                                  anchor))
+        prompt, observation = prompt + response + chat.message(answer), answer
+        anchor = anchor if answer == NOTHING else answer
+    episode.final_observation = observation
+    return episode
+
+
+# Labels
+
+@pytest.mark.parametrize("kind", COLUMN)
+def test_labels_of_the_script(chat, kind):
+    assert judge.labels_of(scripted(chat), kind) == [line[COLUMN[kind]] for line in SCRIPT]
+
+
+def test_a_lost_episode_has_no_rule_good_turn(chat):
+    lost = scripted(chat, won=False)
+    for kind in ("rule", "dense"):
+        assert judge.labels_of(lost, kind) == ["bad" if line[2] == "bad" else None for line in SCRIPT]
+    assert judge.labels_of(lost, "oracle") == [line[4] for line in SCRIPT]
+
+
+def test_shuffled_picks_the_turns_that_dense_labels(chat):
+    episode = scripted(chat)
+    assert judge.labels_of(episode, "shuffled") == judge.labels_of(episode, "dense")
+
+
+def test_nothing_happens_is_not_a_state(chat):
+    """By raw text the second refusal would make the first one's *observation* recur and mark an innocent turn; by
+    anchors, the two turns that were refused are marked."""
+    lines = [("dance", NOTHING), ("go to cabinet 1", CABINET), ("dance", NOTHING),
+             ("go to drawer 1", "You arrive at drawer 1.")]
+    episode = scripted(chat, lines, won=False)
+    assert judge.observations(episode) == [INTRO, INTRO, CABINET, CABINET, "You arrive at drawer 1."]
+    assert judge.rule_labels(episode) == ["bad", None, "bad", None]
+
+
+def test_a_last_turn_without_effect_is_bad(chat):
+    assert judge.rule_labels(scripted(chat, [("go to cabinet 1", CABINET), (None, NOTHING)], won=False)) == [None, "bad"]
+
+
+@pytest.mark.parametrize("before", [[], [("go to cabinet 1", CABINET)], [("dance", NOTHING)]])
+def test_an_episode_that_was_cut_can_be_labelled(chat, before):
+    """The cut response's "observation" is the one before it again, which the oracle once took for an answer to ""."""
+    episode = scripted(chat, [*before, (None, "")], won=False, truncated=True)
+    episode.final_observation = episode.turns[-1].observation
+    for kind in judge.LABELS:
+        assert judge.labels_of(episode, kind)[-1] == "bad"
+
+
+def test_no_oracle_label_changes_when_the_future_does(chat):
+    whole = judge.oracle_labels(scripted(chat))
+    for t in range(1, len(SCRIPT)):
+        for tail in ([], [("dance", NOTHING)] * 3, SCRIPT[:2]):
+            assert judge.oracle_labels(scripted(chat, SCRIPT[:t] + tail, won=False))[:t] == whole[:t]
+
+
+# Prompts and verdicts
+
+def test_the_judge_prompt_is_this_text(chat):
+    episode = scripted(chat)
+    assert chat.tokenizer.decode(judge.prompt_ids(chat, episode.turns[1])) == (
+        f"<|user|>{INTRO}<|assistant|>go to cabinet 1<|im_end|><|user|>{CABINET}<|assistant|>open cabinet 1<|im_end|>"
+        "<|user|>Was that a good action? good or bad<|assistant|>")
+
+
+def test_the_think_style_asks_for_a_tagged_verdict(tokenizer):
+    chat = rollout.Chat(tokenizer, "think")
+    text = tokenizer.decode(judge.prompt_ids(chat, scripted(chat).turns[0]))
+    assert text.startswith(f"<|user|>{INTRO}<|assistant|>go to cabinet 1<|im_end|><|user|>Before the game answers:")
+    assert text.endswith("<judge>good</judge> or <judge>bad</judge>.<|assistant|>")
+
+
+def test_no_judge_prompt_changes_when_the_future_does(chat):
+    whole = scripted(chat)
+    for t in range(len(SCRIPT)):
+        command = SCRIPT[t][0]
+        other = scripted(chat, [*SCRIPT[:t], (command, "You won! Reward 1."), ("dance", NOTHING)], won=False)
+        assert judge.prompt_ids(chat, whole.turns[t]) == judge.prompt_ids(chat, other.turns[t])
+
+
+def test_nothing_of_the_outcome_is_in_a_judge_prompt(chat):
+    episode = scripted(chat)
+    seen = [INTRO] + [line[1] for line in SCRIPT]
+    for t, turn in enumerate(episode.turns):
+        text = chat.tokenizer.decode(judge.prompt_ids(chat, turn))
+        hidden = [observation for observation in seen[t + 1:] if observation not in seen[:t + 1]]
+        assert not any(observation in text for observation in hidden)
+        words = text.removesuffix("<|user|>Was that a good action? good or bad<|assistant|>")
+        assert not any(word in words for word in ("good", "bad", "won", "reward", "advantage", "success"))
+
+
+@pytest.mark.parametrize("style, text, verdict", [
+    ("plain", "good", "good"), ("plain", " bad\n", "bad"), ("plain", "", None), ("plain", "Good", None),
+    ("plain", "good bad", None), ("plain", "goodbad", None), ("plain", "not bad", None), ("plain", "good<|user|>", None),
+    ("think", "<judge>good</judge>", "good"), ("think", "<judge> bad </judge>\n", "bad"),
+    ("think", "It was in vain. <judge>bad</judge>", "bad"), ("think", "<think>a < b\n</think>\n<judge>good</judge>", "good"),
+    ("think", "good", None), ("think", "<judge>good", None), ("think", "<judge></judge>", None), ("think", "", None),
+    ("think", "<judge>good</judge><judge>bad</judge>", None), ("think", "<judge>good or bad</judge>", None),
+    ("think", "<judge>good</judge> it was", None), ("think", "<think>so <judge>bad</judge>", None)])
+def test_answers_to_verdicts(style, text, verdict):
+    assert judge.parse_verdict(text, style) == verdict
+
+
+def test_verdict_rewards():
+    assert [judge.verdict_reward(v, "good") for v in ("good", "bad", None)] == [1.0, 0.0, -0.1]
+    assert [judge.verdict_reward(v, "bad") for v in ("good", "bad", None)] == [0.0, 1.0, -0.1]
+
+
+@pytest.mark.parametrize("style", ["plain", "think"])
+def test_a_demonstrated_answer_parses_to_its_label(tokenizer, style):
+    chat = rollout.Chat(tokenizer, style)
+    for label in ("good", "bad"):
+        ids = judge.answer_ids(chat, label)
+        assert ids[-1] in chat.stop_ids and judge.parse_verdict(chat.decode(ids), style) == label
+
+
+# Which turns are judged
+
+def test_candidates_are_the_labelled_turns_that_fit(chat):
+    episodes = [scripted(chat), scripted(chat, won=False)]
+    places = judge.candidates(episodes, "rule", room=10_000, first=40)
+    assert places == [(40 + e, t, label) for e, episode in enumerate(episodes)
+                      for t, label in enumerate(judge.rule_labels(episode)) if label]
+    turn = episodes[0].turns[5]
+    length = len(turn.prompt_ids) + len(turn.response_ids)
+    assert {t for _, t, _ in judge.candidates(episodes, "rule", room=length + 1)} == {1, 2, 5}
+    assert {t for _, t, _ in judge.candidates(episodes, "rule", room=length)} == {1, 2}
+
+
+def places_of(n_good, n_bad, seed=0):
+    labels = ["good"] * n_good + ["bad"] * n_bad
+    random.Random(seed).shuffle(labels)
+    return [(i // 7, i % 7, label) for i, label in enumerate(labels)]
+
+
+@pytest.mark.parametrize("n_good, n_bad, each", [
+    (50, 300, 16), (5, 300, 5), (300, 3, 3), (16, 16, 16), (0, 9, 0), (9, 0, 0)])
+def test_good_and_bad_are_balanced_and_alternate(n_good, n_bad, each):
+    places = places_of(n_good, n_bad)
+    chosen = judge.choose(places, "dense", 16, seed=3)
+    assert [label for _, _, label in chosen] == ["good", "bad"] * each
+    assert len(set(chosen)) == len(chosen) and set(chosen) <= set(places)
+    assert chosen == judge.choose(places, "dense", 16, seed=3)
+
+
+def test_the_choice_is_random_and_reaches_every_place():
+    places = places_of(20, 20)
+    often = Counter(place for seed in range(400) for place in judge.choose(places, "rule", 5, seed))
+    assert len(often) == 40                      # each is drawn with probability 1/4: 100 +- 8.7
+    assert all(abs(n - 100) < 4.5 * 8.7 for n in often.values())
+
+
+def test_shuffled_labels_are_a_fair_coin_that_knows_nothing_of_the_true_label():
+    places = places_of(1500, 1500)
+    true = {place[:2]: place[2] for place in places}
+    chosen = judge.choose(places, "shuffled", 1000, seed=11)
+    assert len(chosen) == 2000 and Counter(true[c[:2]] for c in chosen) == {"good": 1000, "bad": 1000}
+    bound = 4 * math.sqrt(2000 / 4)
+    assert abs(sum(label == "good" for _, _, label in chosen) - 1000) < bound
+    assert abs(sum(label == true[e, t] for e, t, label in chosen) - 1000) < bound
+    assert [c[:2] for c in chosen] == [c[:2] for c in judge.choose(places, "dense", 1000, seed=11)]
+
+
+def test_questions_are_those_of_this_ranks_episodes(chat):
+    episodes = [scripted(chat), scripted(chat, won=False)]
+    chosen = [(8, 10, "good"), (9, 5, "bad"), (12, 0, "good"), (8, 1, "bad")]
+    asked = judge.questions(chat, episodes, chosen, first=8)
+    assert [(j.index, j.episode, j.turn, j.label, j.oracle) for j in asked] == [
+        (0, 0, 10, "good", "good"), (1, 1, 5, "bad", "bad"), (3, 0, 1, "bad", "good")]
+    assert [j.prompt_ids for j in asked] == [judge.prompt_ids(chat, episodes[j.episode].turns[j.turn]) for j in asked]
+
+
+# Answers and samples
+
+def asked_by(chat, n=6):
+    turns = scripted(chat).turns
+    return [Judged(i, 0, i, ("good", "bad")[i % 2], None, judge.prompt_ids(chat, turns[i])) for i in range(n)]
+
+
+def test_answers_do_not_depend_on_slots_or_on_who_else_is_asked(model, chat):
+    """What makes two ranks judge as one: each answer's stream is named by the turn's place in the global choice."""
+    runs = []
+    for n_slots, kept in ((64, range(6)), (4, range(6)), (64, (1, 4))):
+        judged = [j for j in asked_by(chat) if j.index in kept]
+        judge.judge(model, chat, judged, 4, Sampling(max_response_tokens=3), seed=5, n_slots=n_slots)
+        runs.append({j.index: ([a.ids for a in j.answers], j.verdicts, j.rewards) for j in judged})
+    assert runs[0] == runs[1] and runs[2] == {i: runs[0][i] for i in (1, 4)}
+    ids = [tuple(a) for answers, _, _ in runs[0].values() for a in answers]
+    assert len(ids) == 24 and len(set(ids)) > 4
+    verdicts = [v for _, own, _ in runs[0].values() for v in own]
+    assert None in verdicts and {"good", "bad"} & set(verdicts)
+
+
+def test_verdicts_and_rewards_are_read_from_the_answers(model, chat, monkeypatch):
+    good, bad, junk, cut = ([*chat.encode(text), *chat.encode(stop)] for text, stop in (
+        ("good", "<|im_end|>"), ("bad", "<|endoftext|>"), ("jump", "<|im_end|>"), ("good", "")))
+    answers = [Response(ids, [-1.0] * len(ids), ids is cut) for ids in (good, bad, junk, cut)]
+    monkeypatch.setattr(rollout, "answer", lambda *args: [answers])
+    one, = judged = asked_by(chat, 1)
+    judge.judge(model, chat, judged, 4, Sampling(), seed=0, n_slots=8)
+    assert one.verdicts == ["good", "bad", None, None]           # cut off: unreadable, whatever it began to say
+    assert one.rewards == [1.0, 0.0, -0.1, -0.1]
+
+
+def answered(chat, texts, index=0, label="good"):
+    one = Judged(index, 0, 0, label, None, [5, 6, 7])
+    one.answers = [Response(chat.encode(t) + chat.encode("<|im_end|>"), [-0.5, -0.25], False) for t in texts]
+    one.verdicts = [judge.parse_verdict(t, "plain") for t in texts]
+    one.rewards = [judge.verdict_reward(v, label) for v in one.verdicts]
+    return one
+
+
+def test_samples_by_hand(chat):
+    """Rewards 1, 0, 1, -0.1: mean 0.475. Two equal answers are one sample that counts twice."""
+    made = judge.samples([answered(chat, ["good", "bad", "good", "jump"], index=7)])
+    end = chat.encode("<|im_end|>")
+    assert [s.ids for s in made] == [[5, 6, 7] + chat.encode(t) + end for t in ("good", "bad", "jump")]
+    assert [s.count for s in made] == [2, 1, 1]
+    assert [s.advantage[-1] for s in made] == pytest.approx([0.525, -0.475, -0.575])
+    for s in made:
+        assert s.sampled == [False] * 3 + [True] * 2 and s.advantage[:3] == [0.0] * 3 and s.advantage[3] == s.advantage[4]
+        assert s.logprob_old == [0.0] * 3 + [-0.5, -0.25] and (s.kind, s.episode) == ("judge", 3)
+    assert sum(s.count * s.advantage[-1] for s in made) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("texts", [["good"] * 8, ["bad"] * 8, ["jump"] * 7, ["jump", "left", "look"]])
+def test_equal_rewards_teach_exactly_nothing(chat, texts):
+    """Seven times -0.1 have a mean that is not -0.1 in floating point."""
+    assert all(s.silent for s in judge.samples([answered(chat, texts)]))
+
+
+def test_a_good_turn_and_the_bad_one_beside_it_share_a_minibatch(chat):
+    made = judge.samples([answered(chat, ["good", "bad"], index=i) for i in range(8)])
+    for part in update.minibatches(made, 4):
+        assert len({s.episode for s in part}) == 1 and len(part) == 4
+    assert [s.episode for s in made] == [i // 2 for i in range(8) for _ in range(2)]
+
+
+def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):
+    judged = asked_by(chat)
+    judge.judge(model, chat, judged, 8, Sampling(max_response_tokens=2), seed=1, n_slots=64)
+    apart = []
+    for one in judged:
+        mean = sum(one.rewards) / 8
+        apart += [judge.sample(one.prompt_ids, a.ids, r - mean, a.logprob, one.index // 2)
+                  for a, r in zip(one.answers, one.rewards)]
+    merged = judge.samples(judged)
+    assert len(merged) < len(apart) == 48 == sum(s.count for s in merged)
+    gradients, metrics = [], []
+    for samples in (merged, apart):
+        recorder = Recorder(model)
+        metrics.append(update.update(model, recorder, samples, update.Objective(max_grad_norm=0.0), lr=0.0))
+        gradients.append(recorder.gradient)
+    assert_same(*gradients)
+    assert metrics[0]["judge/tokens"] == metrics[1]["judge/tokens"]
+    assert metrics[0]["judge/loss"] == pytest.approx(metrics[1]["judge/loss"], abs=1e-6)
+    assert metrics[0]["judge/logprob_gap_max_nats"] < 1e-5        # what was sampled is what is trained
+
+
+def test_demonstrations_are_the_right_answers(chat):
+    judged = asked_by(chat, 3)
+    for one, sample in zip(judged, judge.demonstrations(chat, judged), strict=True):
+        answer = chat.encode(one.label) + chat.encode("<|im_end|>")
+        assert sample.ids == one.prompt_ids + answer
+        assert sample.advantage == [0.0] * len(one.prompt_ids) + [1.0] * len(answer)
+        assert sample.logprob_old is None and sample.kind == "judge" and not sample.silent
+
+
+def test_real_episodes_pass_through_every_step(model, chat):
+    """Played by the model, not by script: labels that need no ALFWorld text, questions, answers, samples, log."""
+    episodes = rollout.play(model, chat, [Corridor() for _ in range(8)], make_seats(4, 6), Sampling(max_response_tokens=3),
+                            6, 400, on_truncation="invalid")
+    places = judge.candidates(episodes, "dense", 400)
+    labels = Counter(label for _, _, label in places)
+    assert labels["good"] and labels["bad"]
+    for e, t, label in places:
+        assert label == "good" or episodes[e].turns[t].anchor in judge.observations(episodes[e])[t + 1:]
+        assert label == "bad" or (episodes[e].won and episodes[e].turns[t].valid)
+
+
+# What is logged
+
+def row(label, oracle, verb, verdicts):
+    return Verdicts(label, oracle, verb, tuple(verdicts), tuple(judge.verdict_reward(v, label) for v in verdicts))
+
+
+ROWS = [row("good", "good", "move", ["good", "good", "good", "good"]),       # share_good 1
+        row("good", None, "go", ["good", "bad", "bad", None]),               # 1/3
+        row("bad", "good", "go", ["bad", "bad", "good", "good"]),            # 1/2
+        row("bad", "bad", "go", ["bad", "bad", "bad", "bad"]),               # 0
+        row("bad", "bad", "go", [None, None, None, None]),                   # 1/2: none readable
+        row("good", "bad", "move", ["good", "good", "bad", "bad"])]          # 1/2
+
+
+def pairs_auc(pairs):
+    """Share of (positive, negative) pairs in order, ties half."""
+    wins = [1.0 if p > n else 0.5 if p == n else 0.0
+            for p, n in itertools.product([s for s, y in pairs if y], [s for s, y in pairs if not y])]
+    return sum(wins) / len(wins)
+
+
+def test_metrics_by_hand():
+    got = judge.metrics(ROWS)
+    assert [r.share_good for r in ROWS] == pytest.approx([1, 1 / 3, 1 / 2, 0, 1 / 2, 1 / 2])
+    assert got["judge/turns"] == 6
+    assert got["judge/accuracy_good"] == pytest.approx((4 + 1 + 2) / 12)
+    assert got["judge/accuracy_bad"] == pytest.approx((2 + 4 + 0) / 12)
+    assert got["judge/balanced_accuracy"] == pytest.approx((7 / 12 + 6 / 12) / 2)
+    assert got["judge/auc"] == pytest.approx(pairs_auc([(1, 1), (1 / 3, 1), (1 / 2, 0), (0, 0), (1 / 2, 0), (1 / 2, 1)]))
+    oracle = [(1, 1), (1 / 2, 1), (0, 0), (1 / 2, 0), (1 / 2, 0)]
+    assert got["judge/auc_oracle"] == pytest.approx(pairs_auc(oracle))
+    assert got["judge/accuracy_good_oracle"] == pytest.approx((4 + 2) / 8)
+    assert got["judge/accuracy_bad_oracle"] == pytest.approx((4 + 0 + 2) / 12)
+    assert got["judge/unreadable_frac"] == pytest.approx(5 / 24)
+    assert got["judge/variance_frac"] == pytest.approx(3 / 6)
+    assert got["judge/reward"] == pytest.approx((4 + (1 - 0.1) + 2 + 4 - 0.4 + 2) / 24)
+
+
+def test_auc_within_verbs_by_hand():
+    """move: 1 above 1/2, one pair. go: 1/2 above 0, and 1/2 against 1/2: 1.5 of two pairs."""
+    assert judge.auc_within_verbs(ROWS) == pytest.approx((1 + 1.5) / 3)
+
+
+def test_knowing_the_verb_is_not_judgement():
+    """A judge that calls every move good and every go bad: AUC 0.9 over all turns, one half within verbs."""
+    rows = [row("good", o, "move", ["good"] * 4) for o in ["good"] * 9 + ["bad"]]
+    rows += [row("bad", o, "go", ["bad"] * 4) for o in ["bad"] * 9 + ["good"]]
+    assert judge.metrics(rows)["judge/auc_oracle"] == pytest.approx(0.9)
+    assert judge.auc_within_verbs(rows) == 0.5
+
+
+def test_metrics_without_turns_or_without_a_class():
+    assert judge.metrics([]) == {"judge/turns": 0}
+    one_class = judge.metrics([replace(r, oracle=None) for r in ROWS if r.label == "bad"])
+    for key in ("accuracy_good", "balanced_accuracy", "auc", "auc_oracle", "auc_oracle_within_verbs"):
+        assert math.isnan(one_class[f"judge/{key}"])
+    assert one_class["judge/accuracy_bad"] == pytest.approx(0.5)
+
+
+def test_what_ranks_exchange_names_the_verb(chat):
+    episode = scripted(chat, [("take mug 1 from countertop 1", "x"), (None, NOTHING)], won=False)
+    judged = [replace(answered(chat, ["good", "jump"]), turn=t, oracle="bad") for t in (0, 1)]
+    rows = judge.verdicts_of(judged, [episode])
+    assert rows == [Verdicts("good", "bad", verb, ("good", None), (1.0, -0.1)) for verb in ("take", "")]
+    assert torch.tensor([r.share_good for r in rows]).tolist() == [1.0, 1.0]
