@@ -54,10 +54,10 @@ class Config:
     env: str = opt("household", "which environment", ("household",))
     games: str = opt("", "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms")
     train_types: str = opt("four", "task types of RL: four (cool and two objects are kept for L2) or six", ("four", "six"))
-    max_turns: int = opt(30, "turns in an episode", low=1)
+    max_turns: int = opt(20, "turns in an episode", low=1)
     # the model
     model: str = opt("", "Hugging Face Qwen2 folder or checkpoint to start from; empty: the small model, fresh")
-    hidden_size: int = opt(96, "width of the fresh small model", low=16)
+    hidden_size: int = opt(64, "width of the fresh small model", low=16)
     layers: int = opt(3, "layers of the fresh small model", low=1)
     device: str = opt("auto", "auto | cpu | cuda", ("auto", "cpu", "cuda"))
     dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
@@ -75,7 +75,7 @@ class Config:
     cold_start_epochs: int = opt(5, "epochs of policy imitation", low=0)
     cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
     cold_start_batch: int = opt(4, "episodes per step", low=1)
-    judge_demonstrations: int = opt(1000, "judge questions in the second stage; 0: policy only", low=0)
+    judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
     judge_epochs: int = opt(2, "epochs of the second stage: policy and judge together", low=0)
     judge_cold_start_weight: float = opt(0.5, "weight of the judge's loss in it", low=0)
     # rollouts
@@ -153,7 +153,7 @@ class Config:
 # batch; 16 x 8 episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
 PAPER = dict(
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
-    cold_start_batch=16, judge_cold_start_weight=1.0, iterations=200, minibatches=8, lr=1e-6, lr_decay=False, clip_low=0.2,
+    cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6, lr_decay=False, clip_low=0.2,
     clip_high=0.2, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0, invalid_penalty=0.1,
     invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512, judge_response_tokens=512, context=16384,
     dtype="bfloat16", on_truncation="invalid")
@@ -325,19 +325,30 @@ def replay(chat, env, seat, commands, history):
     return talk.episode
 
 
-def demonstrate(run, first, n):
+def demonstrate(run, first, n, mistake_rate):
     """n episodes of the search expert on training tasks, and per turn 1.0, or 0.0 where it was an injected mistake."""
     config, env = run.config, run.envs[0]
-    prior = experts.learn_prior(run.tasks.train("six", first + n, 400))
+    prior = experts.learn_prior(run.tasks.train("six", FIRST_DEMONSTRATION, 400))
     episodes, advantages = [], []
     bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False,
                disable=run.ranks.rank > 0)
     for i, task in enumerate(bar):
-        shown = experts.demonstrate(env, task, prior, stream(config.seed, 2, i), config.mistake_rate, config.max_turns)
+        shown = experts.demonstrate(env, task, prior, stream(config.seed, 2, first + i), mistake_rate, config.max_turns)
         if shown.won:
             episodes.append(replay(run.chat, env, rollout.Seat(task, i, 0), shown.commands, config.history))
             advantages.append([0.0 if mistake else 1.0 for mistake in shown.mistakes])
     return episodes, advantages
+
+
+def judge_questions(run):
+    """Turns with labels, as many good as bad, from demonstrations made with more mistakes, or few turns would be bad."""
+    config, n = run.config, run.config.judge_demonstrations
+    if not n:
+        return []
+    episodes, _ = demonstrate(run, FIRST_DEMONSTRATION + config.demonstrations, n, mistake_rate=0.25)
+    places = judge.candidates(episodes, config.judge_labels, room=config.context - 64)
+    chosen = judge.choose(places, config.judge_labels, n // 2, stream(config.seed, 3))
+    return judge.demonstrations(run.chat, judge.questions(run.chat, episodes, chosen))
 
 
 def cold_start(run):
@@ -346,14 +357,11 @@ def cold_start(run):
     Jointly from scratch the judge learns and the policy starves, so the judge comes second.
     """
     config = run.config
-    episodes, advantages = demonstrate(run, FIRST_DEMONSTRATION, config.demonstrations)
+    episodes, advantages = demonstrate(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate)
     policy = [s for i, (e, a) in enumerate(zip(episodes, advantages))
               for s in update.demonstration(update.samples_of(e, a, i))]
-    places = judge.candidates(episodes, config.judge_labels, room=config.context - 32)
-    chosen = judge.choose(places, config.judge_labels, config.judge_demonstrations // 2, stream(config.seed, 3))
-    questions = judge.demonstrations(run.chat, judge.questions(run.chat, episodes, chosen))
     imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy")
-    imitate(run, policy + questions, len(episodes), config.judge_epochs, "cold start: policy and judge")
+    imitate(run, policy + judge_questions(run), len(episodes), config.judge_epochs, "cold start: policy and judge")
 
 
 def imitate(run, samples, n_episodes, epochs, name):
@@ -370,9 +378,9 @@ def imitate(run, samples, n_episodes, epochs, name):
         mine = [s for s in batches[place] if s.episode % ranks.world == ranks.rank]
         metrics = update.update(run.model, run.optimizer, mine, objective, config.cold_start_lr * (1 - step / total))
         if step % 20 == 0 or step == total - 1:
-            bar.set_postfix(loss=f"{metrics['policy/loss']:.3f}")
-            run.log({"phase": "cold_start", "stage": name, "step": step, "cold_start/loss": metrics["policy/loss"],
-                     "cold_start/judge_loss": metrics["judge/loss"], "cold_start/grad_norm": metrics["policy/grad_norm"]})
+            bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
+            run.log({"phase": "cold_start", "stage": name, "step": step, "cold_start/loss": metrics["policy/nll_nats"],
+                     "cold_start/judge_loss": metrics["judge/nll_nats"], "cold_start/grad_norm": metrics["policy/grad_norm"]})
         stop_if_asked(run, {"iteration": 0})
 
 

@@ -204,6 +204,7 @@ def batch_loss(model, batch, weights, objective, sums, device):
         loss_N = loss_N + objective.kl_coef * kl_N
         sums["kl"] += float(kl_N.detach().sum())
     with torch.no_grad():
+        sums["nll"] -= float(now_N.sum())
         sums["entropy"] += float(entropy(logits_NV).sum())
         sums["clipped"] += float(clipped_N.sum())
         sums["scored"] += len(now_N)
@@ -215,7 +216,7 @@ def batch_loss(model, batch, weights, objective, sums, device):
 
 
 def new_sums():
-    return dict.fromkeys(("loss", "tokens", "scored", "entropy", "clipped", "kl", "gap", "gap_max"), 0.0)
+    return dict.fromkeys(("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max"), 0.0)
 
 
 def update(model, optimizer, samples, objective, lr):
@@ -275,7 +276,8 @@ def loss_metrics(sums):
         total = parallel.all_sum({key: value for key, value in own.items() if key != "gap_max"})
         scored = max(total["scored"], 1.0)
         metrics |= {f"{kind}/loss": total["loss"], f"{kind}/tokens": total["tokens"],
-                    f"{kind}/entropy_nats": total["entropy"] / scored, f"{kind}/clip_frac": total["clipped"] / scored,
+                    f"{kind}/nll_nats": total["nll"] / scored, f"{kind}/entropy_nats": total["entropy"] / scored,
+                    f"{kind}/clip_frac": total["clipped"] / scored, f"{kind}/kl_nats": total["kl"] / scored,
                     f"{kind}/logprob_gap_nats": total["gap"] / scored,
-                    f"{kind}/logprob_gap_max_nats": parallel.all_max(own["gap_max"]), f"{kind}/kl_nats": total["kl"] / scored}
+                    f"{kind}/logprob_gap_max_nats": parallel.all_max(own["gap_max"])}
     return metrics

@@ -207,6 +207,11 @@ def _is_placed(belief, name, place):
     return type_of(place) == belief.goal.receptacle and is_treated(belief, name)
 
 
+def holds_other(belief):
+    """Whether the hand is full of something that the goal does not ask for."""
+    return belief.held is not None and type_of(belief.held) != belief.goal.object
+
+
 def plan(belief):
     """(receptacle, command) pairs: be there, with its door open where need be, and give the command.
 
@@ -215,7 +220,7 @@ def plan(belief):
     goal, held = belief.goal, belief.held
     if held is None:
         return [(belief.where[name], f"take {name} from {belief.where[name]}") for name in wanted(belief)]
-    if type_of(held) != goal.object:
+    if holds_other(belief):
         places = {name for name in belief.beside[belief.at] if name not in belief.closed} | {belief.origin}
         return [(place, f"move {held} to {place}") for place in sorted(places)] if wanted(belief) else []
     if goal.toggle:
@@ -231,6 +236,8 @@ def plan(belief):
 def steps_now(belief):
     """The plan's pairs for where one stands, else all: with one target at hand, another is no progress."""
     steps = plan(belief)
+    if holds_other(belief):        # what is at hand may not take the thing; where it came from will
+        return steps
     return [step for step in steps if belief.is_near(step[0])] or steps
 
 
@@ -248,8 +255,7 @@ def missing(belief):
     """The object type to search for now, or None when the plan says what to do."""
     if plan(belief):
         return None
-    has_object = belief.held and type_of(belief.held) == belief.goal.object
-    return belief.goal.toggle if has_object else belief.goal.object
+    return belief.goal.object if belief.held is None or holds_other(belief) else belief.goal.toggle
 
 
 # ---- the expert
@@ -275,11 +281,11 @@ class SearchExpert:
 
     def act(self, belief):
         """The next command, from what was observed and the prior alone."""
-        if belief.held and type_of(belief.held) != belief.goal.object:
-            return self._put_down(belief)
         steps = steps_now(belief)
         if not steps:
             return self._search(belief)
+        if holds_other(belief):
+            return self._put_down(belief)
         if not belief.held:
             return next_command(belief, *steps[0])
         seen_open = belief.searched - belief.closed

@@ -1,9 +1,9 @@
 """ALFWorld's text game in pure Python: a problem in, the game's exact texts and admissible commands out.
 
 It speaks as alfworld 0.4.2 does on the TextWorld engine ("move apple 1 to fridge 1"), word for word and with
-its quirks ("look" in the middle of the room sees nothing; a lamp never switches off), and needs no planner and
-no compiler. It plays generated rooms and ALFWorld's own games. First come the records, then the game, then the
-reading of PDDL and of game files. Left out: experts, the planner, and goals outside ALFWorld's six types.
+its quirks ("look" in the middle of the room sees nothing; a lamp never switches off), and needs no planner
+and no compiler. It plays generated rooms and ALFWorld's own games. First come the records, then the game, then
+the reading of PDDL and of game files. Left out: experts, the planner, and goals outside ALFWorld's six types.
 
     python -m envs.household --split L0 --seed 3          # play a generated room, one command a line
     python -m envs.household --game game.tw-pddl --json   # play an ALFWorld game, one JSON reply a line
@@ -217,8 +217,8 @@ class Household:
             commands[f"move {self.things[self.held].name} to {place.name}"] = (self._put, r)
 
     def _add_held_commands(self, commands):
-        """What can be done with the thing in hand. Only it can be examined: the PDDL domain means things in sight
-        too, but a stray comma there ("?l - location, ?r") names a type of which there is nothing."""
+        """What can be done with the thing in hand. Only it can be examined: the PDDL domain means things in
+        sight too, but a stray comma there ("?l - location, ?r") names a type of which there is nothing."""
         held = self.things[self.held]
         commands[f"examine {held.name}"] = (self._examine_thing, self.held)
         for r in self.reachable[self.here]:
@@ -373,8 +373,8 @@ GOALS = {
 }
 ARGUMENTS = {                   # of the predicates that are read; the others change nothing
     "atlocation": 2, "cancontain": 2, "inreceptacle": 2, "inreceptacleobject": 2, "objectatlocation": 2,
-    "objecttype": 2, "receptacleatlocation": 2, "receptacletype": 2, "openable": 1, "opened": 1, "pickupable": 1,
-    "cleanable": 1, "heatable": 1, "coolable": 1, "toggleable": 1, "sliceable": 1, "iscool": 1,
+    "objecttype": 2, "receptacleatlocation": 2, "receptacletype": 2, "openable": 1, "opened": 1,
+    "pickupable": 1, "cleanable": 1, "heatable": 1, "coolable": 1, "toggleable": 1, "sliceable": 1, "iscool": 1,
     "isreceptacleobject": 1,
 }
 NOT_AT_START = ("holds", "holdsany", "isclean", "ishot", "issliced", "istoggled")   # no game starts so

@@ -89,6 +89,22 @@ def test_belief_equals_the_engines_state_on_random_play():
     assert min(handled[verb] for verb in verbs) > 5
 
 
+@pytest.mark.fast
+def test_receptacles_at_one_location_are_learnt_to_be_together():
+    places = [Receptacle(name, location, True, False, frozenset(("pen",)))
+              for name, location in (("drawer 3", 1), ("drawer 2", 1), ("drawer 1", 1), ("safe 1", 2))]
+    problem = Problem("put a pen in safe", tuple(places), (Thing("pen 1", "drawer 1", 1),),
+                      parse_goal("put a pen in safe"))
+    env = make_env("household")
+    belief = Belief(env.reset(Task("t", "train", problem.goal.task_type, problem)).observation)
+    for command, known in (("go to drawer 3", {"drawer 3"}), ("go to drawer 2", {"drawer 3", "drawer 2"}),
+                           ("open drawer 1", {"drawer 3", "drawer 2", "drawer 1"})):
+        belief.update(command, env.step(command).observation)
+        assert belief.beside[belief.at] == known
+    assert belief.beside["drawer 1"] == known and belief.beside["safe 1"] == {"safe 1"}
+    assert belief.where == {"pen 1": "drawer 1"}
+
+
 @needs_data
 def test_belief_agrees_with_the_admissible_commands_of_recorded_games():
     """On the stock engine's records: what may be taken is where it was last seen, doors are as believed."""
@@ -262,6 +278,15 @@ SCRIPTS = {
         go to countertop 1: bad
         take cup 1 from countertop 1: bad
         move cup 1 to countertop 1: good"""),
+    "carrying the wrong thing": ("put a hot apple in countertop", """
+        go to cabinet 1: good
+        open cabinet 1: good
+        go to countertop 1: None
+        take saltshaker 1 from countertop 1: bad
+        go to sinkbasin 1: None
+        move saltshaker 1 to sinkbasin 1: bad
+        go to countertop 1: good
+        go to sinkbasin 1: bad"""),
     "shutting a door that is needed": ("put a hot apple in countertop", """
         go to fridge 1: good
         open fridge 1: good
@@ -278,7 +303,9 @@ SCRIPTS = {
         go to drawer 2: None
         look: None
         look: bad
-        inventory: None"""),
+        inventory: None
+        open drawer 2: good
+        look: None"""),
     "two of them, in the sink": ("put two apple in sinkbasin", """
         go to cabinet 1: good
         open cabinet 1: good

@@ -1,6 +1,6 @@
-"""The household game equals the stock ALFWorld engine, word for word: recorded transcripts, and the engine itself, live.
+"""The household game equals the stock ALFWorld engine word for word: its recorded transcripts, and the engine itself.
 
-    python -m pytest tests/test_household.py            # 1.5 minutes with alfworld installed, seconds without
+    python -m pytest tests/test_household.py            # 2 minutes with alfworld installed, 10 seconds without
 """
 
 import gzip
@@ -26,7 +26,8 @@ GRAMMAR = 'grammar :: """{"task": [{"rhs": "Your task is to: put a hot apple in 
 
 # A kitchen with what real games seldom show: a thing in two receptacles, receptacles that share a location, a bathtub
 # basin that is a sink, an egg that is cold from the start and has no type, a bowl that holds things, two knives
-IDS = {"fridge": "Fridge_bar_1", "micro": "Microwave_bar_1", "sink": "Sink_bar_1_bar_SinkBasin", "tub": "Bathtub_bar_bathtubbasin",
+IDS = {"fridge": "Fridge_bar_1", "micro": "Microwave_bar_1", "sink": "Sink_bar_1_bar_SinkBasin",
+       "tub": "Bathtub_bar_bathtubbasin",
        "top1": "CounterTop_bar_1", "top2": "CounterTop_bar_2", "desk": "Desk_bar_1", "apple1": "Apple_bar_1",
        "apple2": "Apple_bar_2", "egg": "Egg_bar_1", "knife": "Knife_bar_1", "butter": "ButterKnife_bar_1",
        "lamp": "DeskLamp_bar_1", "bowl": "Bowl_bar_1", "stove": "StoveKnob_bar_1"}
@@ -172,7 +173,7 @@ def test_real_games_equal_the_live_engine_under_random_commands(engine):
     games.append(next(r for r in solvable if "(isCool" in r["pddl_problem"]))
     games.append(next(r for r in solvable if re.search(r"\(receptacleType Bathtub\w+ SinkBasinType", r["pddl_problem"])))
     for row in games:
-        play_both(engine, row["pddl_problem"], row["task_desc"], 14, rng)
+        play_both(engine, row["pddl_problem"], row["task_desc"], 10, rng)
 
 
 @pytest.mark.parametrize("task_type", sorted(GOALS))

@@ -416,10 +416,12 @@ def test_the_turn_limit_ends_an_episode(chat):
     assert not talk.episode.won and not talk.episode.overflowed
 
 
-def test_a_prompt_that_outgrows_the_context_ends_its_episode_only(model, chat):
+@pytest.mark.parametrize("spare", [0, -1, 7])
+def test_a_prompt_that_outgrows_the_context_ends_its_episode_only(model, chat, spare):
+    """At spare 0 one episode's third prompt fits to the last token; at -1 it does not."""
     seats = make_seats(3, 3)
     whole = fast_play(model, chat, seats, max_turns=8, on_truncation="invalid")
-    context = len(whole[0].turns[0].prompt_ids) + LIMIT + 60
+    context = len(next(e for e in whole if len(e.turns) > 4).turns[2].prompt_ids) + LIMIT + spare
     tight = rollout.play(model, chat, [Corridor() for _ in range(4)], seats, Sampling(max_response_tokens=LIMIT), 8, context,
                          on_truncation="invalid")
     assert any(e.overflowed for e in tight) and not all(e.overflowed for e in tight)
