@@ -96,13 +96,12 @@ def config(vocabulary):
 @pytest.fixture
 def model(tokenizer):
     """A fresh tiny model for each test, always with the same weights."""
-    model = qwen.Model(config(len(tokenizer)))
-    qwen.init_weights(model, seed=0)
+    model, generator = qwen.Model(config(len(tokenizer))), torch.Generator().manual_seed(0)
     words, stops = (tokenizer.convert_tokens_to_ids(list(names)) for names in ((*COMMANDS, "jump", "good", "bad"), STOPS))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(12.0)             # far enough from uniform for the context to matter
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:               # far enough from 0 for the context to matter
+                parameter.normal_(0.0, 0.24, generator=generator)
         # hidden dimension 0 is always on, 1 after a word: their columns of the head are biases
         model.model.embed_tokens.weight[:, :2] = torch.tensor([10.0, 0.0])
         model.model.embed_tokens.weight[words, 1] = 10.0

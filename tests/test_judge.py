@@ -74,6 +74,22 @@ def test_a_lost_episode_has_no_rule_good_turn(chat):
     assert judge.labels_of(lost, "oracle") == [line[4] for line in SCRIPT]
 
 
+def test_the_oracle_adds_good_turns_to_the_rules_not_bad_ones(chat):
+    lines = [("go to countertop 1", COUNTER),
+             ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1."),
+             ("move mug 1 to countertop 1", "You move the mug 1 to the countertop 1.")]
+    episode = scripted(chat, lines, won=False)
+    assert judge.labels_of(episode, "oracle") == ["good", "good", "bad"]
+    assert judge.labels_of(episode, "rule+oracle") == ["good", "good", None]
+
+
+def test_a_command_that_was_not_admissible_is_never_dense_good(chat):
+    """Real games take some commands that they do not list."""
+    episode = scripted(chat)
+    episode.turns[7].valid = False
+    assert judge.dense_labels(episode) == [None if t == 7 else line[3] for t, line in enumerate(SCRIPT)]
+
+
 def test_shuffled_picks_the_turns_that_dense_labels(chat):
     episode = scripted(chat)
     assert judge.labels_of(episode, "shuffled") == judge.labels_of(episode, "dense")
@@ -321,9 +337,8 @@ def test_demonstrations_are_the_right_answers(chat):
         assert sample.logprob_old is None and sample.kind == "judge" and not sample.silent
 
 
-def test_real_episodes_pass_through_every_step(model, chat):
-    """Played by the model, not by script: labels that need no ALFWorld text, questions, answers, samples, log."""
-    episodes = rollout.play(model, chat, [Corridor() for _ in range(8)], make_seats(4, 6), Sampling(max_response_tokens=3),
+def test_labels_of_episodes_that_the_model_played(model, chat):
+    episodes = rollout.play(model, chat, [Corridor() for _ in range(8)], make_seats(8, 6), Sampling(max_response_tokens=3),
                             6, 400, on_truncation="invalid")
     places = judge.candidates(episodes, "dense", 400)
     labels = Counter(label for _, _, label in places)

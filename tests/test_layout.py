@@ -41,6 +41,7 @@ def imports(path):
     return found
 
 
+@pytest.mark.fast
 def test_the_top_level_is_the_table():
     assert {path.stem for path in TOP} == {*LAYER, "report"} - {"envs"}
 
