@@ -10,7 +10,6 @@ Left out: everything that no experiment here turns: other optimizers, schedules,
 """
 
 import argparse
-import copy
 import json
 import math
 import os
@@ -135,6 +134,8 @@ class Config:
                 raise ValueError(f"--evaluate={self.evaluate}: no split {split!r} (dev, L0, L1, L2)")
         if self.minibatches > self.tasks * self.group_size:
             raise ValueError(f"--minibatches={self.minibatches}: more than the {self.tasks * self.group_size} episodes")
+        if self.resume and self.kl != "none" and not self.model:
+            raise ValueError(f"--kl={self.kl}: with --resume, --model must name the checkpoint RL began from")
         if self.max_response_tokens >= self.context:
             raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not less than --context={self.context}")
 
@@ -569,11 +570,14 @@ def reinforce(run):
 
 
 def frozen_copy(run):
-    """The reference of the KL: the model as RL finds it (--resume: the checkpoint RL started from, which --model names)."""
+    """The KL's reference: the model as RL finds it, or, with --resume, what --model named when RL began."""
     if run.config.resume:
         reference = qwen.load_pretrained(run.config.model, torch.float32, run.ranks.device)
-        return parallel.shard(reference, run.ranks, getattr(torch, run.config.dtype)).requires_grad_(False)
-    return copy.deepcopy(run.model).requires_grad_(False)
+    else:
+        reference = qwen.Model(run.model.config)
+        if weights := parallel.full_weights(run.model):      # on rank 0, whose weights `shard` gives to all
+            reference.load_state_dict(weights)
+    return parallel.shard(reference, run.ranks, getattr(torch, run.config.dtype)).requires_grad_(False)
 
 
 # Stage 3: evaluation

@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import shutil
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,6 +72,8 @@ def setup(device="auto", timeout_s=600):
 def shutdown():
     """Leave the process group, if there is one."""
     if dist.is_initialized():
+        # a gloo thread that frees its last tensor while Python exits aborts the process: let it come first
+        time.sleep(0.2)
         dist.destroy_process_group()
 
 
