@@ -32,7 +32,7 @@ import model as qwen
 import parallel
 import rollout
 import update
-from envs import experts, household, make_env, rooms
+from envs import experts, games, make_env, rooms
 from parallel import generator, stream
 
 
@@ -66,16 +66,16 @@ class Config:
                       ("auto", "plain", "think"))
     history: int = opt(0, "past exchanges shown in a prompt; 0: all, append-only", low=0)
     # cold start
-    demonstrations: int = opt(1000, "expert episodes to imitate; 0: no cold start", low=0)
+    demonstrations: int = opt(3500, "expert episodes to imitate; 0: no cold start", low=0)
     cold_start_types: str = opt("six", "task types it sees; six, or the small model could not know L2's words",
                                 ("four", "six"))
     mistake_rate: float = opt(0.05, "share of injected mistakes in demonstrations (their recoveries are imitated)",
                               low=0, high=0.5)
-    cold_start_epochs: int = opt(5, "epochs of policy imitation", low=0)
+    cold_start_epochs: int = opt(1, "epochs of policy imitation", low=0)
     cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
     cold_start_batch: int = opt(4, "episodes per step", low=1)
     judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
-    judge_epochs: int = opt(2, "epochs of the second stage: policy and judge together", low=0)
+    judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0)
     judge_cold_start_weight: float = opt(0.5, "weight of the judge's loss in it", low=0)
     # rollouts
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1)
@@ -86,7 +86,7 @@ class Config:
     on_truncation: str = opt("fail", "a response cut at its length ends the episode as failed, or is an invalid turn",
                              ("fail", "invalid"))
     # GRPO
-    iterations: int = opt(40, "RL iterations; 0: none", low=0)
+    iterations: int = opt(80, "RL iterations; 0: none", low=0)
     minibatches: int = opt(4, "optimizer steps per iteration, cut by episodes", low=1)
     lr: float = opt(6e-4, "learning rate", low=0)
     lr_decay: bool = opt(True, "linear decay to 0 over the iterations")
@@ -189,7 +189,7 @@ class Tasks:
 
     def of_games(self, split, types):
         if (split, types) not in self.games:
-            self.games[split, types] = household.load_games(self.config.games, self.games_split[split], types)
+            self.games[split, types] = games.load_games(self.config.games, self.games_split[split], types)
         return self.games[split, types]
 
     def train(self, types, start, n):
@@ -260,7 +260,7 @@ def append(path, row):
 
 def small_model_folder(config, folder):
     """Write the small default model, freshly initialised, as a Hugging Face folder."""
-    vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
+    vocabulary = qwen.save_small_tokenizer([*rooms.phrases(), judge.QUESTION["plain"], *judge.ANSWERS], folder)
     shape = qwen.ModelConfig(vocab_size=vocabulary, hidden_size=config.hidden_size, intermediate_size=config.hidden_size * 3,
                              num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2,
                              head_dim=config.hidden_size // 4, max_position_embeddings=max(config.context, 1024),
@@ -293,7 +293,7 @@ def prepare(config, ranks, asked_to_stop):
     if style == "auto":
         style = "plain" if rollout.is_small(tokenizer) else "think"
     model = parallel.shard(model, ranks, getattr(torch, config.dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
     out.mkdir(parents=True, exist_ok=True)
     return Run(config, ranks, tasks, model, optimizer, rollout.Chat(tokenizer, style),
                [make_env(config.env) for _ in range(config.slots)], out, asked_to_stop)

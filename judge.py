@@ -26,6 +26,7 @@ QUESTION = {
     "think": "Before the game answers: given the task and all that has been seen, was your last command a good step? "
              "Think briefly, then answer <judge>good</judge> or <judge>bad</judge>.",
 }
+ANSWERS = ("good", "bad")
 VERDICT = {"plain": re.compile(r"\s*(good|bad)\s*"),
            "think": re.compile(r"[^<]*(?:<think>.*</think>)?[^<]*<judge>\s*(good|bad)\s*</judge>\s*", re.DOTALL)}
 
@@ -147,14 +148,14 @@ def choose(places, kind, per_class, seed):
     Good and bad alternate in the list, so that any cut of it by pairs stays balanced.
     """
     rng = generator(seed, 0)
-    by_class = [[place for place in places if place[2] == label] for label in ("good", "bad")]
+    by_class = [[place for place in places if place[2] == label] for label in ANSWERS]
     n = min(per_class, *map(len, by_class))
     picked = [[own[i] for i in torch.randperm(len(own), generator=rng)[:n].tolist()] for own in by_class]
     chosen = [place for pair in zip(*picked) for place in pair]
     if kind != "shuffled":
         return chosen
     coins = torch.randint(2, (len(chosen),), generator=rng).tolist()
-    return [(e, t, ("good", "bad")[coin]) for (e, t, _), coin in zip(chosen, coins)]
+    return [(e, t, ANSWERS[coin]) for (e, t, _), coin in zip(chosen, coins)]
 
 
 def questions(chat, episodes, chosen, first=0):

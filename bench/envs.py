@@ -16,7 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from envs.household import Household, load_games, problem_of
+from envs.games import load_games
+from envs.household import Household
 
 
 def main():
@@ -31,7 +32,7 @@ def main():
     random.Random(0).shuffle(tasks)
     started_s = time.perf_counter()
     for task in tasks:
-        problem_of(task)
+        task.problem.parse()
     parse_ms = 1000 * (time.perf_counter() - started_s) / len(tasks)
     household = turns_per_s(household_players(tasks), options.turns)
     stock = turns_per_s(stock_players(tasks), options.stock_turns) if installed("alfworld") else None

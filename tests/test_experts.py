@@ -10,7 +10,8 @@ import pytest
 
 from envs import Task, make_env, rooms
 from envs.experts import Belief, SearchExpert, demonstrate, learn_prior, oracle_labels, parse_goal
-from envs.household import Goal, PddlText, Problem, Receptacle, Thing
+from envs.games import PddlText
+from envs.household import Goal, Problem, Receptacle, Thing
 
 DATA = Path(__file__).parent.parent.parent / "shared" / "data" / "alfworld"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="needs ../shared/data/alfworld")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from envs import Task
-from envs.household import (GOALS, Goal, Household, PddlText, Problem, Receptacle, Thing, listing, load_game, load_games,
-                            problem_from_pddl, problem_of)
+from envs.games import GOALS, PddlText, load_game, load_games, problem_from_pddl
+from envs.household import Goal, Household, Problem, Receptacle, Thing, listing, problem_of
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared/data/alfworld"
