@@ -66,7 +66,7 @@ class Config:
                       ("auto", "plain", "think"))
     history: int = opt(0, "past exchanges shown in a prompt; 0: all, append-only", low=0)
     # cold start
-    demonstrations: int = opt(3500, "expert episodes to imitate; 0: no cold start", low=0)
+    demonstrations: int = opt(4500, "expert episodes to imitate; 0: no cold start", low=0)
     cold_start_types: str = opt("six", "task types it sees; six, or the small model could not know L2's words",
                                 ("four", "six"))
     mistake_rate: float = opt(0.05, "share of injected mistakes in demonstrations (their recoveries are imitated)",
@@ -154,10 +154,10 @@ class Config:
 # batch; 16 x 8 episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
 PAPER = dict(
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
-    cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6, lr_decay=False, clip_low=0.2,
-    clip_high=0.2, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0, invalid_penalty=0.1,
-    invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512, judge_response_tokens=512, context=16384,
-    dtype="bfloat16", on_truncation="invalid")
+    cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6,
+    lr_decay=False, clip_low=0.2, clip_high=0.2, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
+    invalid_penalty=0.1, invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512,
+    judge_response_tokens=512, context=16384, dtype="bfloat16", on_truncation="invalid")
 
 
 def parse(argv=None):
@@ -260,8 +260,10 @@ def append(path, row):
 
 def small_model_folder(config, folder):
     """Write the small default model, freshly initialised, as a Hugging Face folder."""
-    vocabulary = qwen.save_small_tokenizer([*rooms.phrases(), judge.QUESTION["plain"], *judge.ANSWERS], folder)
-    shape = qwen.ModelConfig(vocab_size=vocabulary, hidden_size=config.hidden_size, intermediate_size=config.hidden_size * 3,
+    words = [*rooms.phrases(), judge.QUESTION["plain"], *judge.ANSWERS]
+    vocabulary = qwen.save_small_tokenizer(words, folder)
+    shape = qwen.ModelConfig(vocab_size=vocabulary, hidden_size=config.hidden_size,
+                             intermediate_size=3 * config.hidden_size,
                              num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2,
                              head_dim=config.hidden_size // 4, max_position_embeddings=max(config.context, 1024),
                              tie_word_embeddings=True)
@@ -408,17 +410,19 @@ def seats_of(run, iteration, round=0):
     first = ranks.rank * per_rank
     start = (iteration * 4 + round if config.dynamic_sampling == "refill" else iteration) * config.tasks
     tasks = run.tasks.train(config.train_types, start + first, per_rank)
-    return [rollout.Seat(task, first + i, stream(config.seed, 5, iteration, round, first + i, member))
+    return [rollout.Seat(task, round * config.tasks + first + i,
+                         stream(config.seed, 5, iteration, round, first + i, member))
             for i, task in enumerate(tasks) for member in range(config.group_size)]
 
 
 def credit(episodes, config, penalty_E=0.0):
     """Episodes → reward_E, advantage_E and which of them teach nothing (equal rewards in the group)."""
-    count = lambda f: torch.tensor([f(e) for e in episodes])
-    turns_E, group_E = count(lambda e: len(e.turns)), count(lambda e: e.group)
-    invalid_E = count(lambda e: sum(not turn.valid for turn in e.turns))
-    reward_E = algorithms.episode_reward(count(lambda e: e.won), invalid_E, turns_E, config.success_reward,
-                                         config.invalid_penalty, config.invalid_unit) - penalty_E
+    turns_E = torch.tensor([len(e.turns) for e in episodes])
+    group_E = torch.tensor([e.group for e in episodes])
+    won_E = torch.tensor([e.won for e in episodes])
+    invalid_E = torch.tensor([sum(not turn.valid for turn in e.turns) for e in episodes])
+    reward_E = algorithms.episode_reward(won_E, invalid_E, turns_E, config.success_reward, config.invalid_penalty,
+                                         config.invalid_unit) - penalty_E
     advantage_E = algorithms.group_relative_advantage(
         reward_E, group_E, turns_E if config.baseline == "turn" else None, config.normalize_std)
     return reward_E, advantage_E, algorithms.zero_variance(reward_E, group_E)
