@@ -32,7 +32,8 @@ import model as qwen
 import parallel
 import rollout
 import update
-from envs import experts, games, make_env, rooms
+from envs import experts, make_env, rooms
+from envs.splits import Tasks
 from parallel import generator, stream
 
 
@@ -145,9 +146,7 @@ class Config:
             return []
         if self.evaluate != "auto":
             return self.evaluate.split(",")
-        if self.train_types == "six":
-            return ["L0", "L1"]
-        return ["L2"] if self.games else ["L0", "L1", "L2"]
+        return Tasks(self.games, self.train_types, self.seed).unseen()
 
 
 # Hugging Face models on the paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per
@@ -173,40 +172,6 @@ def parse(argv=None):
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
-
-
-# Tasks
-
-class Tasks:
-    """Which tasks there are to train on and to evaluate; real games are read once."""
-
-    games_split = {"train": "train", "dev": "valid_train", "L0": "valid_seen", "L1": "valid_unseen", "L2": "valid_unseen"}
-
-    def __init__(self, config):
-        self.config = config
-        self.types = {"four": rooms.TRAINED_TYPES, "six": rooms.ALL_TYPES}
-        self.games = {}
-
-    def of_games(self, split, types):
-        if (split, types) not in self.games:
-            self.games[split, types] = games.load_games(self.config.games, self.games_split[split], types)
-        return self.games[split, types]
-
-    def train(self, types, start, n):
-        """n training tasks from place `start` of an endless sequence that the seed fixes."""
-        if not self.config.games:
-            first = self.config.seed * 10_000_000 + start
-            return [rooms.task("train", first + i, self.types[types]) for i in range(n)]
-        games = self.of_games("train", self.types[types])
-        order = torch.randperm(len(games), generator=generator(self.config.seed, 1)).tolist()
-        return [games[order[(start + i) % len(games)]] for i in range(n)]
-
-    def split(self, name):
-        """Every task of a split, in a fixed order. L2 is the two types that --train-types four leaves out."""
-        if not self.config.games:
-            return rooms.tasks(name)
-        held_out = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
-        return self.of_games(name, held_out if name == "L2" else self.types["six"])
 
 
 FIRST_DEMONSTRATION = 5_000_000      # where the cold start's tasks begin in the endless sequence: RL never gets there
@@ -274,7 +239,7 @@ def small_model_folder(config, folder):
 
 def prepare(config, ranks, asked_to_stop):
     """Everything a run needs, made or loaded; mistakes of the user surface here, before any work."""
-    tasks, out = Tasks(config), Path(config.out)
+    tasks, out = Tasks(config.games, config.train_types, config.seed), Path(config.out)
     if config.tasks % ranks.world:
         raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (a group never straddles two)")
     for split in config.splits:

@@ -1,0 +1,413 @@
+"""Proves the entry point from end to end: what a run writes, that it repeats, resumes and learns, and how it fails.
+
+    python -m pytest tests/test_train.py            # about two minutes on one core
+    python -m pytest tests/test_train.py -m fast    # without the ones that learn, start ranks or load a big vocabulary
+
+Runs are `gcd.main` in this process where possible; two ranks and Ctrl-C need processes of their own. All begin from one
+small cold start (`start`). Labels are the oracle's, because so small a model wins nothing that the rule could label.
+"""
+
+import errno
+import gzip
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import gcd
+import model as qwen
+
+ROOT = Path(__file__).resolve().parent.parent
+GAMES = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.gz"
+QWEN_TOKENIZER = ROOT.parent / "shared" / "data" / "qwen2.5-tokenizer"
+TINY = ("--device cpu --hidden-size 32 --layers 2 --max-turns 8 --tasks 4 --group-size 4 --iterations 2 --minibatches 2 "
+        "--judge-labels oracle --judge-turns 8 --judge-group-size 4 --evaluate none").split()
+COLD = ("--demonstrations 200 --cold-start-epochs 3 --cold-start-lr 8e-3 --judge-demonstrations 60 --judge-epochs 1 "
+        "--max-turns 12").split()
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def signal_handlers():
+    """`main` listens for Ctrl-C; pytest gets its own handlers back."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A checkpoint that speaks mostly in commands and answers the judge's question."""
+    out = tmp_path_factory.mktemp("start")
+    assert train(out, *COLD, "--iterations", 0) == 0
+    return out / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def trained(start, tmp_path_factory):
+    """The folder of two iterations of GCD from `start`."""
+    out = tmp_path_factory.mktemp("trained")
+    assert train(out, *begin(start)) == 0
+    return out
+
+
+def begin(checkpoint):
+    return ["--model", checkpoint, "--demonstrations", 0]
+
+
+def train(out, *flags):
+    """Exit code of a tiny run."""
+    return gcd.main([*TINY, "--out", str(out), *map(str, flags)])
+
+
+def rows(out, phase="rl"):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("phase") == phase]
+
+
+def weights(out):
+    return load_file(out / "checkpoint" / "model.safetensors")
+
+
+def same(a, b):
+    """Equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# What a run writes
+
+@pytest.mark.fast
+def test_every_line_of_the_metrics_is_complete(trained):
+    first, *lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert first["config"]["judge_labels"] == "oracle" and first["versions"]["torch"] == torch.__version__
+    assert {"commit", "started"} <= first.keys()
+    assert [line["iteration"] for line in lines] == [0, 1]
+    for line in lines:
+        for key in ("rollout/truncated_frac", "rollout/invalid_frac", "rollout/zero_variance_frac", "policy/clip_frac"):
+            assert 0 <= line[key] <= 1, key
+        for key in ("policy/entropy_nats", "policy/grad_norm", "time/rollout_s", "time/judge_s", "time/update_s",
+                    "judge/turns", "judge/loss", "judge/tokens"):
+            assert math.isfinite(line[key]) and (line[key] > 0 or key == "judge/loss"), key
+        assert 0 < line["policy/logprob_gap_max_nats"] < 1e-4      # exactly 0 would mean that nothing was compared
+        assert line["rollout/episodes"] == 16 and line["policy/steps"] == 2
+    assert [line["policy/lr"] for line in lines] == [6e-4, 3e-4]
+
+
+@pytest.mark.fast
+def test_other_files(trained):
+    assert json.loads((trained / "stages.json").read_text())["rl"] > 0
+    episodes = [json.loads(line) for line in (trained / "episodes.jsonl").read_text().splitlines()]
+    assert {e["iteration"] for e in episodes} == {0, 1} and len(episodes) == 8        # one group of each
+    turns = [turn for e in episodes for turn in e["turns"]]
+    assert any(turn["advantage"] for turn in turns) and {turn["oracle"] for turn in turns} <= {"good", "bad", None}
+
+
+@pytest.mark.fast
+def test_the_checkpoint_loads_in_transformers(trained):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    assert_loads(trained / "checkpoint", AutoModelForCausalLM, AutoTokenizer, "go to cabinet 1")
+
+
+def assert_loads(folder, models, tokenizers, text):
+    """transformers computes from the folder what this project does."""
+    theirs, tokenizer = models.from_pretrained(folder), tokenizers.from_pretrained(folder)
+    ids_BT = torch.tensor([tokenizer.encode(text)])
+    assert tokenizer.decode(ids_BT[0]) == text
+    with torch.no_grad():
+        torch.testing.assert_close(qwen.load_pretrained(folder)(ids_BT), theirs(ids_BT).logits, rtol=1e-4, atol=1e-5)
+
+
+# What it computes
+
+@pytest.mark.fast
+def test_at_weight_0_the_judge_is_logged_and_the_policy_is_plain_grpo(start, trained, tmp_path):
+    assert train(tmp_path / "zero", *begin(start), "--judge-weight", 0) == 0
+    assert train(tmp_path / "off", *begin(start), "--no-gcd") == 0
+    assert same(weights(tmp_path / "zero"), weights(tmp_path / "off"))
+    assert not same(weights(trained), weights(tmp_path / "off"))
+    assert all(row["judge/turns"] > 0 for row in rows(tmp_path / "zero"))
+    assert not any("judge/turns" in row for row in rows(tmp_path / "off"))
+
+
+@pytest.mark.fast
+def test_a_seed_fixes_the_run(start, trained, tmp_path):
+    for name, seed in (("again", 0), ("other", 1)):
+        assert train(tmp_path / name, *begin(start), "--seed", seed) == 0
+    assert same(weights(trained), weights(tmp_path / "again"))
+    assert not same(weights(trained), weights(tmp_path / "other"))
+    assert [untimed(row) for row in rows(trained)] == [untimed(row) for row in rows(tmp_path / "again")]
+
+
+def untimed(row):
+    return {key: value for key, value in row.items() if not key.startswith("time/")}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", [[], ["--kl", "loss", "--kl-coef", 1]], ids=["plain", "kl"])
+def test_a_stopped_run_goes_on_as_if_it_had_not(start, tmp_path, monkeypatch, flags):
+    flags = [*begin(start), *flags]
+    assert train(tmp_path / "whole", *flags) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "iteration", interrupting(gcd.iteration, at=0))
+        assert train(tmp_path / "parts", *flags) == 130
+    assert len(rows(tmp_path / "parts")) == 1
+    assert train(tmp_path / "parts", *flags, "--resume") == 0
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert [untimed(row) for row in rows(tmp_path / "whole")] == [untimed(row) for row in rows(tmp_path / "parts")]
+
+
+def interrupting(iteration, at):
+    """`iteration` with Ctrl-C pressed in the middle of one."""
+    def pressed(run, i, reference):
+        if i == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return iteration(run, i, reference)
+    return pressed
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("crash_at", [0, 1])
+def test_a_crashed_run_goes_on_from_its_last_checkpoint(start, tmp_path, monkeypatch, crash_at):
+    """At 0 that is the cold start's: its Adam moments must not leak into RL, as they do not without a crash."""
+    flags = ["--model", start, "--demonstrations", 40, "--cold-start-epochs", 1, "--judge-demonstrations", 0,
+             "--judge-epochs", 0, "--checkpoint-every", 1]
+    assert train(tmp_path / "whole", *flags) == 0
+    iteration = gcd.iteration
+
+    def crash(run, i, reference):
+        if i == crash_at:
+            raise OSError("the power went")
+        return iteration(run, i, reference)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "iteration", crash)
+        assert train(tmp_path / "parts", *flags) == 1
+    assert train(tmp_path / "parts", *flags, "--resume") == 0
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", [
+    "--kl loss --kl-coef 1", "--kl reward --kl-coef 1", "--history 2", "--baseline turn --normalize-std",
+    "--reduction episode", "--reduction constant", "--invalid-unit turn", "--judge-grad-cap 0.1", "--judge-labels shuffled",
+    "--judge-labels rule+oracle", "--temperature 0.7", "--prompt think --max-response-tokens 40 --judge-response-tokens 8",
+    "--preset paper --context 1024 --max-turns 8 --max-response-tokens 16 --judge-response-tokens 4 --lr 1e-4"])
+def test_a_flag_runs_and_changes_the_result(start, trained, tmp_path, flags):
+    assert train(tmp_path, *begin(start), *flags.split()) == 0
+    assert [row["iteration"] for row in rows(tmp_path)] == [0, 1]
+    assert all(row["policy/steps"] == 2 and math.isfinite(row["policy/grad_norm"]) for row in rows(tmp_path))
+    assert not same(weights(trained), weights(tmp_path))
+
+
+@pytest.mark.fast
+def test_a_cut_response_fails_the_episode_or_is_an_invalid_turn(start, tmp_path):
+    for how in ("fail", "invalid"):
+        assert train(tmp_path / how, *begin(start), "--on-truncation", how, "--max-response-tokens", 2) == 0
+    fail, invalid = (rows(tmp_path / how)[0] for how in ("fail", "invalid"))
+    assert fail["rollout/truncated_frac"] > 0.5 and fail["rollout/turns"] < 8
+    assert invalid["rollout/truncated_frac"] == 0 and invalid["rollout/turns"] == 8
+
+
+@pytest.mark.fast
+def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
+    """Nothing is won and invalid turns cost nothing: every group is equal, so refilling tries all its rounds."""
+    flags = [*begin(start), "--invalid-penalty", 0, "--max-turns", 2, "--no-gcd"]
+    tokens, steps = {}, {}
+    for how in ("keep", "drop", "refill"):
+        assert train(tmp_path / how, *flags, "--dynamic-sampling", how) == 0
+        assert all(row["rollout/zero_variance_frac"] == 1 for row in rows(tmp_path / how))
+        steps[how] = [row["policy/steps"] for row in rows(tmp_path / how)]
+    assert steps == {"keep": [2, 2], "drop": [0, 0], "refill": [0, 0]}, tokens
+
+
+# Several ranks
+
+def test_two_ranks_log_what_one_does(start, tmp_path):
+    """The cold start's learning rate is 0, so that both begin RL at the same bits and sample the same episodes."""
+    flags = [*begin(start)[:2], "--demonstrations", 24, "--cold-start-lr", 0, "--cold-start-epochs", 1, "--judge-epochs", 1,
+             "--judge-demonstrations", 10, "--slots", 3, "--iterations", 1]
+    assert train(tmp_path / "one", *flags) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "gcd.py"]
+    done = subprocess.run([str(part) for part in (*command, *TINY, "--out", tmp_path / "two", *flags)], timeout=240,
+                          check=False, capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    one, two = (rows(tmp_path / name, "cold_start") for name in ("one", "two"))
+    assert len(one) == len(two) > 2
+    for a, b in zip(one, two):
+        assert a == pytest.approx(b, rel=1e-5)
+    a, b = (rows(tmp_path / name)[0] for name in ("one", "two"))
+    assert a["judge/turns"] > 0 and a["rollout/truncated_frac"] > 0          # some episodes end early: ranks are ragged
+    for key in a:
+        if key.startswith(("policy/", "judge/", "rollout/")) and "gap" not in key:
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-5), key
+    for name in weights(tmp_path / "one"):
+        torch.testing.assert_close(weights(tmp_path / "one")[name], weights(tmp_path / "two")[name], rtol=1e-4, atol=2e-5)
+
+
+# Learning
+
+def test_a_cold_start_teaches_to_win(tmp_path):
+    """400 demonstrations: from no valid command to won episodes."""
+    flags = ["--hidden-size", 64, "--max-turns", 20, "--demonstrations", 400, "--judge-demonstrations", 0,
+             "--judge-epochs", 0, "--cold-start-epochs", 4, "--tasks", 16, "--iterations", 1, "--lr", 0, "--no-gcd"]
+    assert train(tmp_path / "fresh", *flags, "--demonstrations", 0) == 0
+    assert train(tmp_path / "taught", *flags) == 0
+    (fresh,), (taught,) = (rows(tmp_path / name) for name in ("fresh", "taught"))
+    first, *_, last = (row["cold_start/loss"] for row in rows(tmp_path / "taught", "cold_start"))
+    print(fresh, taught, first, last)
+    assert first > 6 and last < 0.6
+    assert fresh["rollout/invalid_frac"] > 0.99 and taught["rollout/invalid_frac"] < 0.5
+    assert fresh["rollout/success"] == 0 and taught["rollout/success"] > 0.05
+
+
+# A Hugging Face model on real games
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory):
+    """A random Qwen2 of 5 million parameters, nearly all of them the real vocabulary's embedding."""
+    if not (GAMES.exists() and QWEN_TOKENIZER.exists()):
+        pytest.skip(f"no {GAMES.name} or no {QWEN_TOKENIZER.name} in ../shared/data")
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    shape = Qwen2Config(vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True)
+    Qwen2ForCausalLM(shape).save_pretrained(folder)
+    for path in QWEN_TOKENIZER.iterdir():
+        shutil.copy(path, folder)
+    return folder
+
+
+def test_a_hugging_face_model_trains_on_real_games(qwen_folder, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 8 "
+             "--judge-response-tokens 8 --context 4096 --on-truncation invalid --dynamic-sampling keep").split()
+    assert train(tmp_path, "--model", qwen_folder, "--games", GAMES, *flags) == 0
+    assert [(row["rollout/episodes"], row["rollout/turns"]) for row in rows(tmp_path)] == [(4, 2), (4, 2)]
+    assert all(row["policy/logprob_gap_max_nats"] < 1e-4 for row in rows(tmp_path))
+    assert_loads(tmp_path / "checkpoint", AutoModelForCausalLM, AutoTokenizer, "<think>a fridge 1</think>")
+
+
+# What goes wrong
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, message", [
+    ("--frobnicate 1", "unrecognized arguments: --frobnicate"), ("--group 3", "unrecognized arguments: --group 3"),
+    ("--seed x", "--seed: invalid int value: 'x'"), ("--clip-low 2", "--clip-low=2.0: expected 0 to 1"),
+    ("--lr nan", "--lr=nan"), ("--tasks 0", "--tasks=0: expected 1"), ("--judge-labels foo", "--judge-labels=foo"),
+    ("--evaluate L9", "--evaluate=L9"), ("--minibatches 17", "--minibatches=17"), ("--preset papr", "--preset=papr"),
+    ("--max-response-tokens 1024", "--max-response-tokens=1024"), ("--resume --kl loss", "--kl=loss")])
+def test_a_bad_flag_is_named(tmp_path, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        train(tmp_path / "out", *flags.split())
+    assert stopped.value.code == 2 and not (tmp_path / "out").exists()
+    assert_one_error(capsys, message)
+
+
+def assert_one_error(capsys, message):
+    """The last line of stderr is the error, and there is no traceback."""
+    error = capsys.readouterr().err
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("gcd.py: error: ") and message in last and "Traceback" not in error, error
+
+
+@pytest.mark.fast
+def test_a_bad_file_is_named(start, tmp_path, capsys):
+    (tmp_path / "games").mkdir()
+    (tmp_path / "text.jsonl.gz").write_text("not gzip")
+    row = {"split": "train", "solvable": True, "rel": "train/a/b", "task_type": "look_at_obj_in_light", "task_desc": "x",
+           "pddl_problem": "(define (:init"}
+    with gzip.open(tmp_path / "pddl.jsonl.gz", "wt") as file:
+        file.write(json.dumps(row))
+    (tmp_path / "file").write_text("")
+    for flags, message in ((["--model", tmp_path / "nowhere"], "nowhere: no such folder"),
+                           (["--resume"], "holds no checkpoint"),
+                           (["--games", tmp_path / "nothing"], "nothing: no such file or folder"),
+                           (["--games", tmp_path / "games"], "games: no solvable games of split train"),
+                           (["--games", tmp_path / "text.jsonl.gz"], "text.jsonl.gz: expected a folder of games"),
+                           (["--games", tmp_path / "pddl.jsonl.gz"], "pddl.jsonl.gz: train/a/b: bad PDDL"),
+                           (["--out", tmp_path / "file"], "file"),
+                           (["--context", 40], "--context=40: the first prompt of task train/"),
+                           (["--context", 5000], "--context=5000"),
+                           (["--device", "cuda"], "--device=cuda")):
+        if message == "--device=cuda" and torch.cuda.is_available():
+            continue
+        assert train(tmp_path / "out", *begin(start), *flags) == 1, flags
+        assert_one_error(capsys, message)
+
+
+@pytest.mark.fast
+def test_a_missing_tensor_is_named(start, tmp_path, capsys):
+    shutil.copytree(start, tmp_path / "broken")
+    tensors = load_file(start / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "broken" / "model.safetensors")
+    assert train(tmp_path / "out", *begin(tmp_path / "broken")) == 1
+    assert_one_error(capsys, "missing tensor model.layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.fast
+def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypatch):
+    assert train(tmp_path, *begin(start), "--iterations", 1) == 0
+    before = weights(tmp_path)
+
+    def full(model, folder, state):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(qwen, "save_pretrained", full)
+    assert train(tmp_path, *begin(start)) == 1
+    assert_one_error(capsys, "No space left on device")
+    assert same(before, weights(tmp_path))
+    qwen.load_pretrained(tmp_path / "checkpoint")
+
+
+@pytest.mark.fast
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_batch(start, tmp_path, capsys):
+    """The first step, infinitely long, breaks the weights; the second finds out."""
+    assert train(tmp_path, *begin(start), "--lr", "inf") == 1
+    assert_one_error(capsys, "nan")
+    batch = torch.load(tmp_path / "nonfinite_batch_rank0.pt", weights_only=True)
+    assert {"ids", "sampled", "advantage", "logprob_old", "kind"} <= batch[0].keys()
+    assert not (tmp_path / "checkpoint").exists()
+
+
+@pytest.mark.fast
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path, capsys):
+    assert train(tmp_path, *begin(start), "--logprob-gap-limit", 0) == 1
+    assert_one_error(capsys, "--logprob-gap-limit=0")
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_ctrl_c_saves_and_leaves(start, tmp_path):
+    command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *begin(start), "--iterations", 10_000,
+               "--checkpoint-every", 10_000]
+    with open(tmp_path / "stderr", "w") as stderr:
+        run = subprocess.Popen([str(part) for part in command], stderr=stderr, env=ENVIRONMENT)
+    try:
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) >= 2, run)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(timeout=60) == 130
+    finally:
+        run.kill()
+        run.wait()
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    state = torch.load(tmp_path / "checkpoint" / "trainer.pt", weights_only=True)["state"]
+    assert state == {"iteration": len(rows(tmp_path))}
+    assert not same(weights(tmp_path), load_file(start / "model.safetensors"))
+
+
+def wait_for(condition, run, limit_s=120):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert run.poll() is None and time.monotonic() < end, f"exit code {run.poll()}"
+        time.sleep(0.1)
