@@ -128,7 +128,7 @@ class Config:
             flag = "--" + f.name.replace("_", "-")
             if meta["choices"] and value not in meta["choices"]:
                 raise ValueError(f"{flag}={value}: expected one of {', '.join(meta['choices'])}")
-            if f.type in (int, float) and not meta["low"] <= value <= meta["high"]:
+            if f.type in (int, float) and not (math.isfinite(value) and meta["low"] <= value <= meta["high"]):
                 raise ValueError(f"{flag}={value}: expected {meta['low']:g} to {meta['high']:g}")
         for split in self.splits:
             if split not in ("dev", "L0", "L1", "L2"):
@@ -242,6 +242,7 @@ def prepare(config, ranks, asked_to_stop):
     tasks, out = Tasks(config.games, config.train_types, config.seed), Path(config.out)
     if config.tasks % ranks.world:
         raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (a group never straddles two)")
+    tasks.train(config.train_types, 0, 1)
     for split in config.splits:
         tasks.split(split)
     source = Path(config.model) if config.model else None
@@ -349,7 +350,7 @@ def imitate(run, samples, n_episodes, epochs, name):
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
             run.log({"phase": "cold_start", "stage": name, "step": step, "cold_start/loss": metrics["policy/nll_nats"],
                      "cold_start/judge_loss": metrics["judge/nll_nats"], "cold_start/grad_norm": metrics["policy/grad_norm"]})
-        stop_if_asked(run, {"iteration": 0})
+        stop_if_asked(run, {"iteration": None})      # nothing to resume from
 
 
 def shuffled_batches(samples, n, rng):
@@ -479,8 +480,9 @@ def train(run, i, samples, reference):
             if len(steps) == 1 and config.dtype == "float32":
                 gap = {k: v for k, v in steps[0].items() if k.startswith("policy/logprob_gap")}
                 check_gap(steps[0]["policy/logprob_gap_max_nats"], config.logprob_gap_limit)
-    if not steps:
-        return {"policy/steps": 0}
+    if not steps:                                            # every group's rewards were equal: nothing to learn
+        unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
+        return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
     mean = {key: sum(s.get(key, math.nan) for s in steps) / len(steps) for key in steps[0]}
     return mean | gap | {"policy/steps": len(steps), "policy/lr": rate}
 
@@ -525,7 +527,9 @@ def reinforce(run):
     config, first = run.config, 0
     if config.resume:
         first = parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer)["iteration"]
-    else:
+        if first is None:
+            raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
+    if first == 0:
         run.optimizer.state.clear()                          # the cold start's moments are of another objective
     reference = frozen_copy(run) if config.kl != "none" and config.iterations else None
     for i in (bar := tqdm(range(first, config.iterations), desc="RL", unit="iteration", initial=first,
@@ -646,9 +650,9 @@ def stop_if_asked(run, state):
 def main(argv=None):
     config = parse(argv)
     asked_to_stop = listen()
-    ranks = parallel.setup(config.device)
     torch.set_num_threads(config.threads)
     try:
+        ranks = parallel.setup(config.device)
         run = prepare(config, ranks, asked_to_stop)
         run.log({"config": asdict(config), "versions": versions(), "commit": commit(),
                  "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})

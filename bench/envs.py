@@ -2,7 +2,7 @@
 
 Every turn is a random admissible command, with the next admissible commands computed. Prints one JSON line.
 
-    python bench/envs.py --games ../shared/data/alfworld/games.jsonl.gz
+    python -m bench.envs --games ../shared/data/alfworld/games.jsonl.gz
 """
 
 import argparse
@@ -13,8 +13,6 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from envs.games import load_games
 from envs.household import Household
