@@ -119,6 +119,8 @@ class Config:
     judge_response_tokens: int = opt(4, "tokens in an answer", low=2)
     # evaluation and files
     evaluate: str = opt("auto", "splits to evaluate, e.g. L0,L1 or dev; auto: all that the training leaves unseen; none")
+    top_p: float = opt(1.0, "of evaluation at temperature 1 and 0.4; training takes the full distribution", low=0.01, high=1)
+    top_k: int = opt(0, "likewise; 0: all tokens", low=0)
     checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
     episodes_every: int = opt(5, "iterations between stored episodes (one group)", low=1)
 
@@ -135,6 +137,9 @@ class Config:
                 raise ValueError(f"--evaluate={self.evaluate}: no split {split!r} (dev, L0, L1, L2)")
         if self.minibatches > self.tasks * self.group_size:
             raise ValueError(f"--minibatches={self.minibatches}: more than the {self.tasks * self.group_size} episodes")
+        if self.iterations and (self.top_p < 1 or self.top_k):
+            raise ValueError(f"--top-p={self.top_p} --top-k={self.top_k}: for evaluation only (--iterations 0): the update "
+                             "scores the full distribution")
         if self.resume and self.kl != "none" and not self.model:
             raise ValueError(f"--kl={self.kl}: with --resume, --model must name the checkpoint RL began from")
         if self.max_response_tokens >= self.context:
@@ -566,8 +571,9 @@ def evaluation(run):
         for m, (mode, temperature) in enumerate(MODES.items()):
             seats = [rollout.Seat(task, g, stream(run.config.seed, 8, m, g)) for g, task in enumerate(tasks)]
             mine = seats[run.ranks.rank::run.ranks.world]
+            sampling = run.sampling(temperature=temperature, top_p=run.config.top_p, top_k=run.config.top_k)
             with parallel.gathered(run.model):
-                episodes = run.play(mine, run.sampling(temperature=temperature), f"{name} {mode}") if mine else []
+                episodes = run.play(mine, sampling, f"{name} {mode}") if mine else []
             splits[name][mode] = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
             if mode == "sampled":
                 store_episodes(run, episodes[:12], {"phase": "evaluation", "split": name})

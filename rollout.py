@@ -18,12 +18,9 @@ from dataclasses import dataclass, field
 import torch
 
 from algorithms import wilson
-from envs import Task
+from envs import NOTHING, Task
 from model import KVCache
 from parallel import stream
-
-NOTHING = "Nothing happens."      # ALFWorld's answer to a command that it does not take
-
 
 # What is recorded
 

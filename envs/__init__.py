@@ -7,6 +7,8 @@ An environment plays one task at a time through two verbs, `reset` and `step`, w
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+NOTHING = "Nothing happens."      # ALFWorld's answer to a command that it does not take
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

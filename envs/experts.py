@@ -14,9 +14,9 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from envs import NOTHING
 from envs.household import Goal, problem_of, type_of
 
-REFUSED = "Nothing happens."
 APPLIANCES = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin"),
               "pick_heat_then_place_in_recep": ("heat", "microwave"),
               "pick_cool_then_place_in_recep": ("cool", "fridge")}
@@ -71,7 +71,7 @@ class Belief:
     def update(self, command, observation):
         """Take in one turn. `command` is what was sent, `observation` the game's whole answer."""
         verb, names = command.split(" ", 1)[0], NAME.findall(command)
-        if observation == REFUSED:
+        if observation == NOTHING:
             self._refused(verb, names)
             return
         if verb in ("look", "inventory", "help", "examine"):
@@ -372,7 +372,7 @@ def oracle_labels(observations, commands):
     """
     belief, labels = Belief(observations[0]), []
     for command, observation in zip(commands, observations[1:], strict=True):
-        labels.append(_label(belief, command, observation == REFUSED))
+        labels.append(_label(belief, command, observation == NOTHING))
         belief.update(command, observation)
     return labels
 

@@ -17,7 +17,7 @@ from bisect import insort
 from collections import defaultdict
 from dataclasses import dataclass
 
-from envs import Reply, Task
+from envs import NOTHING, Reply, Task
 
 HELP = """Available commands:
   look:                             look around your current location
@@ -139,7 +139,7 @@ class Household:
         command = command.strip()
         act = self.commands.get(command) or self.ways[self.here].get(command)
         if act is None:
-            return self._reply("Nothing happens.")
+            return self._reply(NOTHING)
         do, *arguments = act
         return self._reply(do(*arguments))
 
