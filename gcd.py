@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 8 gcd.py --model DIR  # a Hugging Face Qwen2/Qwen2.5 folder on eight GPUs
     python gcd.py --help                            # every flag, with its meaning and unit
 
-Read `main`, then `iteration`: one training step, named calls only. Each stage writes to --out as it goes: `checkpoint/`
-(a Hugging Face folder), `metrics.jsonl`, `episodes.jsonl`, `evaluation.json`, `stages.json`; `report.py` draws them.
+Read `main`, then `iteration`: one training step, named calls only. Each stage writes to --out as it goes:
+`checkpoint/` (a Hugging Face folder), `metrics.jsonl`, `episodes.jsonl`, `evaluation.json` and, at the end,
+`stages.json`; `report.py` draws them.
 Left out: everything that no experiment here turns: other optimizers, schedules, loggers.
 """
 
@@ -46,14 +47,16 @@ def opt(default, help, choices=None, low=-math.inf, high=math.inf):
 class Config:
     """Every setting of a run; each field is a flag. The defaults are the small model's, tuned on `dev`."""
 
-    preset: str = opt("small", "small: these defaults; paper: the settings of arXiv:2509.23870 App. B", ("small", "paper"))
+    preset: str = opt("small", "small: these defaults; paper: the settings of arXiv:2509.23870 App. B",
+                      ("small", "paper"))
     out: str = opt("runs/default", "folder that everything is written to")
     resume: bool = opt(False, "continue the RL stage of --out where its checkpoint stopped")
     seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks", low=0, high=99)
     # the world
     env: str = opt("household", "which environment", ("household",))
     games: str = opt("", "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms")
-    train_types: str = opt("four", "task types of RL: four (cool and two objects are kept for L2) or six", ("four", "six"))
+    train_types: str = opt("four", "task types of RL: four (cool and two objects are kept for L2) or six",
+                           ("four", "six"))
     max_turns: int = opt(20, "turns in an episode", low=1)
     # the model
     model: str = opt("", "Hugging Face Qwen2 folder or checkpoint to start from; empty: the small model, fresh")
@@ -114,12 +117,12 @@ class Config:
     judge_labels: str = opt("dense", "which turns are good and bad", judge.LABELS)
     judge_turns: int = opt(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = opt(8, "answers to each question", low=2)
-    judge_weight: float = opt(0.1, "lambda; 0: the judge runs and is logged, the policy is plain GRPO bit for bit", low=0)
+    judge_weight: float = opt(0.1, "lambda; 0: the judge is logged only, the policy is plain GRPO bit for bit", low=0)
     judge_grad_cap: float = opt(0.0, "judge gradient norm at most this times the policy's; 0: no cap", low=0)
     judge_response_tokens: int = opt(4, "tokens in an answer", low=2)
     # evaluation and files
-    evaluate: str = opt("auto", "splits to evaluate, e.g. L0,L1 or dev; auto: all that the training leaves unseen; none")
-    top_p: float = opt(1.0, "of evaluation at temperature 1 and 0.4; training takes the full distribution", low=0.01, high=1)
+    evaluate: str = opt("auto", "splits, e.g. L0,L1 or dev; auto: all that the training leaves unseen; none")
+    top_p: float = opt(1.0, "of evaluation at temperature 1 and 0.4; rejected in training", low=0.01, high=1)
     top_k: int = opt(0, "likewise; 0: all tokens", low=0)
     checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
     episodes_every: int = opt(5, "iterations between stored episodes (one group)", low=1)
@@ -136,14 +139,14 @@ class Config:
             if split not in ("dev", "L0", "L1", "L2"):
                 raise ValueError(f"--evaluate={self.evaluate}: no split {split!r} (dev, L0, L1, L2)")
         if self.minibatches > self.tasks * self.group_size:
-            raise ValueError(f"--minibatches={self.minibatches}: more than the {self.tasks * self.group_size} episodes")
+            raise ValueError(f"--minibatches={self.minibatches}: more than {self.tasks * self.group_size} episodes")
         if self.iterations and (self.top_p < 1 or self.top_k):
-            raise ValueError(f"--top-p={self.top_p} --top-k={self.top_k}: for evaluation only (--iterations 0): the update "
-                             "scores the full distribution")
+            raise ValueError(f"--top-p={self.top_p} --top-k={self.top_k}: for evaluation only (--iterations 0), because "
+                             "the update scores the full distribution")
         if self.resume and self.kl != "none" and not self.model:
             raise ValueError(f"--kl={self.kl}: with --resume, --model must name the checkpoint RL began from")
         if self.max_response_tokens >= self.context:
-            raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not less than --context={self.context}")
+            raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
 
     @property
     def splits(self):
@@ -154,8 +157,8 @@ class Config:
         return Tasks(self.games, self.train_types, self.seed).unseen()
 
 
-# Hugging Face models on the paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per
-# batch; 16 x 8 episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
+# The paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per batch; 16 x 8
+# episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
 PAPER = dict(
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6,
@@ -179,7 +182,7 @@ def parse(argv=None):
         parser.error(str(error))
 
 
-FIRST_DEMONSTRATION = 5_000_000      # where the cold start's tasks begin in the endless sequence: RL never gets there
+FIRST_DEMONSTRATION = 5_000_000      # where the cold start's tasks begin in the endless sequence, far beyond RL's
 
 
 # The run: what every stage needs, made once
@@ -246,7 +249,7 @@ def prepare(config, ranks, asked_to_stop):
     """Everything a run needs, made or loaded; mistakes of the user surface here, before any work."""
     tasks, out = Tasks(config.games, config.train_types, config.seed), Path(config.out)
     if config.tasks % ranks.world:
-        raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (a group never straddles two)")
+        raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (no group straddles two)")
     tasks.train(config.train_types, 0, 1)
     for split in config.splits:
         tasks.split(split)
@@ -261,7 +264,8 @@ def prepare(config, ranks, asked_to_stop):
         model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device)
         tokenizer = qwen.load_tokenizer(source or fresh)
     if config.context > model.config.max_position_embeddings:
-        raise ValueError(f"--context={config.context}: {source}/config.json allows {model.config.max_position_embeddings}")
+        longest = model.config.max_position_embeddings
+        raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
     style = config.prompt
     if style == "auto":
         style = "plain" if rollout.is_small(tokenizer) else "think"
@@ -274,8 +278,8 @@ def prepare(config, ranks, asked_to_stop):
 
 def versions():
     import transformers
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__, "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
 
 
 def commit():
@@ -300,14 +304,15 @@ def replay(chat, env, seat, commands, history):
 
 
 def demonstrate(run, first, n, mistake_rate):
-    """n episodes of the search expert on training tasks, and per turn 1.0, or 0.0 where it was an injected mistake."""
+    """n episodes of the search expert on training tasks; per turn 1.0, or 0.0 where it was an injected mistake."""
     config, env = run.config, run.envs[0]
     prior = experts.learn_prior(run.tasks.train("six", FIRST_DEMONSTRATION, 400))
     episodes, advantages = [], []
     bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False,
                disable=run.ranks.rank > 0)
     for i, task in enumerate(bar):
-        shown = experts.demonstrate(env, task, prior, stream(config.seed, 2, first + i), mistake_rate, config.max_turns)
+        seed = stream(config.seed, 2, first + i)
+        shown = experts.demonstrate(env, task, prior, seed, mistake_rate, config.max_turns)
         if shown.won:
             episodes.append(replay(run.chat, env, rollout.Seat(task, i, 0), shown.commands, config.history))
             advantages.append([0.0 if mistake else 1.0 for mistake in shown.mistakes])
@@ -315,7 +320,7 @@ def demonstrate(run, first, n, mistake_rate):
 
 
 def judge_questions(run):
-    """Turns with labels, as many good as bad, from demonstrations made with more mistakes, or few turns would be bad."""
+    """Labelled turns, as many good as bad, of demonstrations with more mistakes: else few turns would be bad."""
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
@@ -339,10 +344,10 @@ def cold_start(run):
 
 
 def imitate(run, samples, n_episodes, epochs, name):
-    """Epochs of cross-entropy on samples; judge questions are spread evenly over the steps."""
+    """Epochs of cross-entropy on samples; judge questions come a good and a bad one a step, while there are any."""
     config, ranks = run.config, run.ranks
-    objective = update.Objective(judge_weight=config.judge_cold_start_weight, microbatch_tokens=config.microbatch_tokens,
-                                 max_grad_norm=config.max_grad_norm)
+    objective = update.Objective(judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
+                                 microbatch_tokens=config.microbatch_tokens)
     steps_per_epoch = max(1, n_episodes // config.cold_start_batch)
     total = epochs * steps_per_epoch
     for step in (bar := tqdm(range(total), desc=name, unit="step", disable=ranks.rank > 0)):
@@ -350,11 +355,13 @@ def imitate(run, samples, n_episodes, epochs, name):
         if place == 0:
             batches = shuffled_batches(samples, steps_per_epoch, generator(config.seed, 4, epoch))
         mine = [s for s in batches[place] if s.episode % ranks.world == ranks.rank]
-        metrics = update.update(run.model, run.optimizer, mine, objective, config.cold_start_lr * (1 - step / total))
+        rate = config.cold_start_lr * (1 - step / total)
+        metrics = update.update(run.model, run.optimizer, mine, objective, rate)
         if step % 20 == 0 or step == total - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
-            run.log({"phase": "cold_start", "stage": name, "step": step, "cold_start/loss": metrics["policy/nll_nats"],
-                     "cold_start/judge_loss": metrics["judge/nll_nats"], "cold_start/grad_norm": metrics["policy/grad_norm"]})
+            run.log({"phase": "cold_start", "stage": name, "step": step,
+                     "cold_start/loss": metrics["policy/nll_nats"], "cold_start/judge_loss": metrics["judge/nll_nats"],
+                     "cold_start/grad_norm": metrics["policy/grad_norm"]})
         stop_if_asked(run, {"iteration": None})      # nothing to resume from
 
 
@@ -400,7 +407,7 @@ def credit(episodes, config, penalty_E=0.0):
 
 
 def kl_penalty(run, reference, episodes):
-    """coef * sum_t (log pi_old - log pi_ref) of each episode: k1 in the reward, whose optimum is the reverse KL's."""
+    """coef * sum_t (log pi_old - log pi_ref) of each episode: k1 in the reward, that is the reverse KL."""
     samples = [s for i, e in enumerate(episodes) for s in update.samples_of(e, [0.0] * len(e.turns), i)]
     penalty_E = torch.zeros(len(episodes))
     for sample, ref in zip(samples, update.score(reference, samples, objective_of(run.config))):
@@ -410,22 +417,29 @@ def kl_penalty(run, reference, episodes):
 
 
 def objective_of(config):
+    """The flags that `update` needs, by its names for them."""
     return update.Objective(
         clip_low=config.clip_low, clip_high=config.clip_high, reduction=config.reduction,
-        longest=config.max_turns * config.max_response_tokens, kl_coef=config.kl_coef if config.kl == "loss" else 0.0,
+        longest=config.max_turns * config.max_response_tokens,
+        kl_coef=config.kl_coef if config.kl == "loss" else 0.0,
         judge_weight=config.judge_weight, judge_grad_cap=config.judge_grad_cap, temperature=config.temperature,
         max_grad_norm=config.max_grad_norm, microbatch_tokens=config.microbatch_tokens)
 
 
 def collect(run, iteration):
-    """This rank's episodes of an iteration; with --dynamic-sampling refill, more rounds until enough groups differ."""
+    """This rank's episodes of an iteration.
+
+    With --dynamic-sampling refill: the groups whose rewards differ, of up to 4 rounds, until there are enough.
+    """
     config = run.config
     episodes = run.play(seats_of(run, iteration), run.sampling(), f"iteration {iteration}")
     if config.dynamic_sampling != "refill":
         return episodes
     wanted, kept = config.tasks // run.ranks.world, {}
     for round in range(4):
-        played = episodes if round == 0 else run.play(seats_of(run, iteration, round), run.sampling(), f"refill {round}")
+        played = episodes
+        if round:
+            played = run.play(seats_of(run, iteration, round), run.sampling(), f"refill {round}")
         equal_E = credit(played, config)[2]
         for episode, equal in zip(played, equal_E.tolist()):
             if not equal:
@@ -438,8 +452,9 @@ def collect(run, iteration):
 def judge_turns(run, iteration, episodes, first):
     """GCD: turns of this iteration → labels → questions → answers. The choice is made over all ranks."""
     config, seed = run.config, stream(run.config.seed, 6, iteration)
-    places = judge.candidates(episodes, config.judge_labels, config.context - config.judge_response_tokens - 64, first)
-    chosen = judge.choose([p for own in parallel.gather(places) for p in own], config.judge_labels, config.judge_turns // 2, seed)
+    room = config.context - config.judge_response_tokens - 64             # the question's tokens, amply
+    places = parallel.gather(judge.candidates(episodes, config.judge_labels, room, first))
+    chosen = judge.choose(sum(places, []), config.judge_labels, config.judge_turns // 2, seed)
     judged = judge.questions(run.chat, episodes, chosen, first)
     sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
     judge.judge(run.model, run.chat, judged, config.judge_group_size, sampling, seed, config.slots)
@@ -465,17 +480,19 @@ def iteration(run, i, reference):
     metrics = train(run, i, samples, reference)
     clock.lap("update")
     store(run, i, episodes, advantage_E, judged)
-    rows = [row for own in parallel.gather(judge.verdicts_of(judged, episodes)) for row in own]
-    return metrics | rollout_metrics(run, episodes, reward_E, equal_E) | (judge.metrics(rows) if config.gcd else {}) | clock.laps
+    if config.gcd:
+        metrics |= judge.metrics(sum(parallel.gather(judge.verdicts_of(judged, episodes)), []))
+    return metrics | rollout_metrics(run, episodes, reward_E, equal_E) | clock.laps
 
 
 def train(run, i, samples, reference):
-    """The optimizer steps of an iteration; returns the mean of their metrics (the gap: of the first, on equal weights)."""
+    """The optimizer steps of an iteration. Returns the mean of their metrics; the gap is the first step's, because
+    only there have sampler and trainer the same weights."""
     config, objective = run.config, objective_of(run.config)
     if config.kl == "loss":
         for sample, ref in zip(samples, update.score(reference, samples, objective)):
             sample.logprob_ref = ref
-    if config.dtype != "float32":                            # the sampler's bf16 logprobs are 0.03 off: use the trainer's
+    if config.dtype != "float32":                            # the sampler's are 0.03 nats off in bf16
         gap = update.rescore(run.model, samples, objective)
     rate = config.lr * (1 - i / config.iterations) if config.lr_decay else config.lr
     steps = []
@@ -494,7 +511,7 @@ def train(run, i, samples, reference):
 
 def check_gap(gap, limit):
     if gap > limit:
-        raise RuntimeError(f"sampler and trainer disagree by {gap:.2e} nats on equal weights, --logprob-gap-limit={limit:g}")
+        raise RuntimeError(f"--logprob-gap-limit={limit:g}: sampler and trainer differ by {gap:.2e} nats on equal weights")
 
 
 def guarded(run, samples, objective, rate):
@@ -508,12 +525,14 @@ def guarded(run, samples, objective, rate):
 
 def rollout_metrics(run, episodes, reward_E, equal_E):
     """Shares over all ranks of what was played in an iteration."""
-    counts = parallel.all_sum(rollout.summary(episodes) | {"reward": float(reward_E.sum()), "equal": float(equal_E.sum())})
+    own = rollout.summary(episodes) | {"reward": float(reward_E.sum()), "equal": float(equal_E.sum())}
+    counts = parallel.all_sum(own)
     shares = rollout.success_rate(counts)
     keys = ("success", "turns", "invalid_frac", "repeated_frac", "truncated_frac")
     return {f"rollout/{key}": shares[key] for key in keys} | {
-        "rollout/reward": counts["reward"] / counts["episodes"], "rollout/response_tokens": counts["response_tokens"],
-        "rollout/zero_variance_frac": counts["equal"] / counts["episodes"], "rollout/episodes": counts["episodes"]}
+        "rollout/reward": counts["reward"] / counts["episodes"], "rollout/episodes": counts["episodes"],
+        "rollout/zero_variance_frac": counts["equal"] / counts["episodes"],
+        "rollout/response_tokens": counts["response_tokens"]}
 
 
 class Clock:
@@ -541,7 +560,7 @@ def reinforce(run):
                           total=config.iterations, disable=run.ranks.rank > 0)):
         metrics = iteration(run, i, reference)
         run.log({"phase": "rl", "iteration": i} | metrics)
-        bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", gcd=f"{metrics.get('judge/balanced_accuracy', 0):.2f}")
+        bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", turns=f"{metrics['rollout/turns']:.1f}")
         stop_if_asked(run, {"iteration": i + 1})
         if (i + 1) % config.checkpoint_every == 0:
             run.save({"iteration": i + 1})
@@ -608,12 +627,12 @@ def store_episodes(run, episodes, head, advantages=None, judged=None):
         for t, turn in enumerate(episode.turns):
             one = judged[k][t] if judged else None
             turns.append({"observation": turn.observation, "response": turn.response, "action": turn.action,
-                          "valid": turn.valid, "advantage": advantages[k] if advantages else None, "label": labels[t],
+                          "valid": turn.valid, "label": labels[t], "advantage": advantages[k] if advantages else None,
                           "oracle": oracle[t], "verdicts": one.verdicts if one else [],
                           "judge_reward": sum(one.rewards) / len(one.rewards) if one else None})
         append(run.out / "episodes.jsonl", head | {
-            "task_id": episode.task.id, "task_type": episode.task.task_type, "group": episode.group, "won": episode.won,
-            "turns": turns, "final_observation": episode.final_observation})
+            "task_id": episode.task.id, "task_type": episode.task.task_type, "group": episode.group,
+            "won": episode.won, "turns": turns, "final_observation": episode.final_observation})
 
 
 def write_json(path, value):
@@ -663,7 +682,8 @@ def main(argv=None):
         run.log({"config": asdict(config), "versions": versions(), "commit": commit(),
                  "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
         stages = {"cold_start": cold_start if config.demonstrations and not config.resume else None,
-                  "rl": reinforce if config.iterations else None, "evaluation": evaluation if config.splits else None}
+                  "rl": reinforce if config.iterations else None,
+                  "evaluation": evaluation if config.splits else None}
         seconds = {}
         for name, stage in stages.items():
             if stage:
