@@ -1,9 +1,9 @@
-"""The mathematics of the method, and nothing else: rewards, advantages, the clipped loss, KL estimators, intervals.
+"""The mathematics of the method, and nothing else: rewards, advantages, the clipped loss, KL, intervals.
 
-Pure functions of tensors: no model, no text, no rank, no randomness. Each cites the equation it transcribes; where
-papers and their released code differ, the docstring says which one is the default here.
+Pure functions of tensors: no model, no text, no rank, no randomness. Each cites the equation it transcribes;
+where papers and their released code differ, the docstring says which one is the default here.
 
-Shapes: E episodes, N sampled tokens (flat over everything).  logprobs are natural logs (nats).
+Shapes: E episodes, S samples, N sampled tokens (flat over everything), V vocabulary. Logprobs are in nats.
 """
 
 import math
@@ -31,11 +31,11 @@ def group_relative_advantage(reward_E, group_E, turns_E=None, normalize_std=Fals
         A_i =  R_i - mean_g R                             normalize_std=False: Dr. GRPO, arXiv:2503.20783
 
     reward_E float; group_E int, which task the episode played.  Returns advantage_E.
-    turns_E given: mean and std run over turns, each counting its episode's reward once, so that long episodes weigh
-    more: what verl-agent's code does by default (its paper says episodes). std is over the population (correction 0)
-    for episodes and unbiased for turns, as that code has it.
-    A group whose rewards are all equal gets exactly 0: rounding of the mean would otherwise be blown up by 1/eps
-    (eleven rewards of 0.7 in float32 came out as 0.107).
+    turns_E given: mean and std run over turns, each counting its episode's reward once, so that long episodes
+    weigh more: what verl-agent's code does by default (its paper says episodes). std is over the population
+    (correction 0) for episodes and unbiased for turns, as that code has it.
+    A group whose rewards are all equal gets exactly 0: rounding of the mean would otherwise be blown up by
+    1/eps (eleven rewards of 0.7 in float32 came out as 0.107).
     """
     advantage_E = torch.zeros_like(reward_E)
     for group in group_E.unique():
@@ -63,7 +63,8 @@ def clipped_policy_loss(logprob_N, logprob_old_N, advantage_N, clip_low=0.2, cli
     """The clipped surrogate, per token, and where the clip took the gradient away.
 
         L = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A),   ratio = pi / pi_old
-                                                          PPO, arXiv:1707.06347 Eq. 7; two-sided: DAPO, arXiv:2503.14476
+
+    PPO, arXiv:1707.06347 Eq. 7; with two different bounds: DAPO, arXiv:2503.14476.
 
     Returns loss_N and clipped_N (bool: the minimum is the clipped term, so this token has no gradient).
     """
@@ -85,7 +86,7 @@ def kl_k3(logprob_N, logprob_ref_N, limit=10.0):
 
 
 def kl_k1(logprob_N, logprob_ref_N):
-    """The k1 estimate log pi - log ref per token: subtracted from the reward it gives the reverse KL(pi || ref)."""
+    """The k1 estimate log pi - log ref per token: subtracted from the reward it penalises KL(pi || ref)."""
     return logprob_N - logprob_ref_N
 
 
@@ -96,8 +97,9 @@ def token_weight(tokens_S, episode_S, reduction="token", longest=1):
         episode:   1 / |episode|        divided by all episodes        (GRPO's 1/G sum 1/|o_i| sum_t)
         constant:  1 / longest          divided by all episodes        (Dr. GRPO: no length bias)
 
-    tokens_S: sampled tokens of each sample; episode_S: which episode it is part of (a sample is a whole episode or one
-    of its turns: the result does not depend on which).  Returns weight_S and units (float), the divisor.
+    tokens_S: sampled tokens of each sample; episode_S: its episode (a sample is a whole episode or one of its
+    turns: the result does not depend on which). longest: tokens, for "constant" only.
+    Returns weight_S and units (float), the divisor.
     """
     if reduction == "token":
         return torch.ones(len(tokens_S)), float(tokens_S.sum())
@@ -128,7 +130,7 @@ def wilson(successes, n, z=1.96):
 
 
 def auc(score_N, positive_N):
-    """Chance that a positive scores above a negative, ties counting half (Mann-Whitney). nan without both classes."""
+    """Chance that a positive scores above a negative, ties half (Mann-Whitney); nan without both classes."""
     positive, negative = score_N[positive_N], score_N[~positive_N]
     if len(positive) == 0 or len(negative) == 0:
         return math.nan

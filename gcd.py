@@ -272,6 +272,10 @@ def prepare(config, ranks, asked_to_stop):
     model = parallel.shard(model, ranks, getattr(torch, config.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
     out.mkdir(parents=True, exist_ok=True)
+    if ranks.rank == 0 and not config.resume:
+        for old in (out / "metrics.jsonl", out / "episodes.jsonl"):     # of an earlier run here: kept, not mixed in
+            if old.exists():
+                old.rename(f"{old}.old")
     return Run(config, ranks, tasks, model, optimizer, rollout.Chat(tokenizer, style),
                [make_env(config.env) for _ in range(config.slots)], out, asked_to_stop)
 

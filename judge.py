@@ -1,8 +1,9 @@
-"""GCD: the actor judges its own actions. Turns → labels → judge prompts → answers → samples for the same update.
+"""GCD: the actor judges its own actions. Turns → labels → judge prompts → answers → samples for the update.
 
-A judged turn becomes a prompt that holds the episode up to and including the judged response (not the observation that
-followed, nothing of the outcome) and a question; the actor answers it several times; right answers are rewarded; the
-advantage is each answer's reward against the mean of that turn's answers. arXiv:2509.23870 §4.1, Eq. 3.
+A judged turn becomes a prompt that holds the episode up to and including the judged response (not the
+observation that followed, nothing of the outcome) and a question. The actor answers it several times; right
+answers are rewarded; an answer's advantage is its reward minus the mean over that turn's answers.
+arXiv:2509.23870 §4.1, Eq. 3.
 The paper publishes neither its prompt nor its weight nor how many turns are judged: those here are ours.
 Left out: thoughts before the verdict in the small model (one word is the whole answer).
 """
@@ -23,12 +24,14 @@ from update import Sample
 LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled")
 QUESTION = {
     "plain": "Was that a good action? good or bad",
-    "think": "Before the game answers: given the task and all that has been seen, was your last command a good step? "
-             "Think briefly, then answer <judge>good</judge> or <judge>bad</judge>.",
+    "think": "Before the game answers: given the task and all that has been seen, was your last command "
+             "a good step? Think briefly, then answer <judge>good</judge> or <judge>bad</judge>.",
 }
 ANSWERS = ("good", "bad")
-VERDICT = {"plain": re.compile(r"\s*(good|bad)\s*"),
-           "think": re.compile(r"[^<]*(?:<think>.*</think>)?[^<]*<judge>\s*(good|bad)\s*</judge>\s*", re.DOTALL)}
+VERDICT = {
+    "plain": re.compile(r"\s*(good|bad)\s*"),
+    "think": re.compile(r"[^<]*(?:<think>.*</think>)?[^<]*<judge>\s*(good|bad)\s*</judge>\s*", re.DOTALL),
+}
 
 
 @dataclass(slots=True)
@@ -49,7 +52,7 @@ class Judged:
 # Labels: facts about a turn, never the sign of an advantage
 
 def observations(episode):
-    """Anchor before each turn, and after the last one: the observations that are not "Nothing happens."."""
+    """The anchor before each turn and after the last: what was last seen that is not "Nothing happens."."""
     last = episode.final_observation
     anchors = [turn.anchor for turn in episode.turns]
     return anchors + [anchors[-1] if last == rollout.NOTHING else last]
@@ -71,7 +74,8 @@ def rule_labels(episode):
 def dense_labels(episode):
     """The rule with more good turns, without an oracle. Ours: the paper's own labels have hardly any.
 
-        good: the last turn of a won episode, or a turn of one whose resulting observation is news and never recurs
+        bad:  as in the rule
+        good: in a won episode, the last turn and every valid one whose resulting observation occurs once
     """
     seen, labels = observations(episode), rule_labels(episode)
     count = Counter(seen)
@@ -83,15 +87,21 @@ def dense_labels(episode):
 
 
 def oracle_labels(episode):
-    """What the prefix lets one know (envs/experts.py): "good", "bad" or None per turn. A cut response is a refused turn."""
+    """What the prefix lets one know (envs/experts.py): "good", "bad" or None per turn.
+
+    The turn of a response cut at its length counts as refused.
+    """
     last = rollout.NOTHING if episode.truncated else episode.final_observation
     replies = [turn.observation for turn in episode.turns] + [last]
     return experts.oracle_labels(replies, [turn.action or "" for turn in episode.turns])
 
 
 def rule_and_oracle_labels(episode):
-    """The rule's labels; turns it leaves open that the oracle calls good are added; turns where both speak and differ
-    are dropped. (The paper adds turns that a large model judges good; how the two must agree it does not say.)"""
+    """The rule's labels, and "good" for turns that it leaves open and the oracle calls good.
+
+    Turns where the two contradict each other are dropped. (The paper adds turns that a large model judges
+    good; it does not say how the two must agree.)
+    """
     labels = []
     for rule, oracle in zip(rule_labels(episode), oracle_labels(episode)):
         agreed = rule if oracle in (rule, None) else None
@@ -108,7 +118,7 @@ def labels_of(episode, kind):
 # Prompts and verdicts
 
 def prompt_ids(chat, turn):
-    """The episode up to and including the judged response, then the question: no observation, no outcome, no future."""
+    """The episode up to and including the judged response, then the question: nothing of what came after."""
     return turn.prompt_ids + turn.response_ids + chat.message(QUESTION[chat.style])
 
 
@@ -134,7 +144,7 @@ def verdict_reward(verdict, label):
 def candidates(episodes, kind, room, first=0):
     """Every labelled turn as (episode, turn, label), episodes numbered from `first` on.
 
-    `room`: a turn whose prompt and response are longer than this many tokens cannot be judged.
+    room: a turn whose prompt and response take this many tokens or more cannot be judged.
     """
     return [(first + e, t, label) for e, episode in enumerate(episodes)
             for t, label in enumerate(labels_of(episode, kind))
@@ -144,8 +154,8 @@ def candidates(episodes, kind, room, first=0):
 def choose(places, kind, per_class, seed):
     """As many good as bad turns, at most per_class of each, drawn at random; none where a class is missing.
 
-    places: the candidates of all ranks; every rank makes the same choice. "shuffled" labels each by a fair coin.
-    Good and bad alternate in the list, so that any cut of it by pairs stays balanced.
+    places: the candidates of all ranks; every rank makes the same choice. Good and bad alternate in the list,
+    so that any cut of it by pairs stays balanced. "shuffled" then replaces each label by a fair coin's.
     """
     rng = generator(seed, 0)
     by_class = [[place for place in places if place[2] == label] for label in ANSWERS]
@@ -159,13 +169,14 @@ def choose(places, kind, per_class, seed):
 
 
 def questions(chat, episodes, chosen, first=0):
-    """The chosen turns that lie in these episodes, as judge prompts; `index` is the place in the choice."""
+    """The chosen turns that lie in these episodes (numbered from `first` on), as judge prompts."""
     oracle, result = {}, []
     for index, (e, t, label) in enumerate(chosen):
         if first <= e < first + len(episodes):
             episode = episodes[e - first]
             oracle[e] = oracle.get(e) or oracle_labels(episode)
-            result.append(Judged(index, e - first, t, label, oracle[e][t], prompt_ids(chat, episode.turns[t])))
+            prompt = prompt_ids(chat, episode.turns[t])
+            result.append(Judged(index, e - first, t, label, oracle[e][t], prompt))
     return result
 
 
@@ -180,9 +191,9 @@ def judge(model, chat, judged, group_size, sampling, seed, n_slots):
 
 
 def samples(judged):
-    """Judged turns as samples: A = reward - mean over the turn's answers, no std. Only answer tokens are trained.
+    """Judged turns as samples: A = reward - mean over the turn's answers, no std. Only answers are trained.
 
-    Equal answers to one question have equal tokens, rewards and gradients, so they are one sample with a count.
+    Equal answers to one question have equal tokens, rewards and gradients: they are one sample with a count.
     A good turn and the bad one beside it share an "episode" number, so they meet in one minibatch.
     """
     result = []
@@ -195,15 +206,17 @@ def samples(judged):
             draws[tuple(answer.ids)].append((answer, reward))
         for ids, equal in draws.items():
             answer, reward = equal[0]
-            result.append(sample(one.prompt_ids, list(ids), reward - mean, answer.logprob, one.index // 2, len(equal)))
+            result.append(sample(one.prompt_ids, list(ids), reward - mean, answer.logprob, one.index // 2,
+                                 len(equal)))
     return result
 
 
 def sample(prompt, answer, advantage, logprob_old, index, count=1):
-    """One answer to one judge prompt."""
+    """One answer to one judge prompt as a Sample; no old logprob where it is to be imitated."""
     n, m = len(prompt), len(answer)
+    sampled, advantages = [False] * n + [True] * m, [0.0] * n + [advantage] * m
     old = None if logprob_old is None else [0.0] * n + logprob_old
-    return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old, index, "judge", count)
+    return Sample(prompt + answer, sampled, advantages, old, index, "judge", count)
 
 
 def demonstrations(chat, judged):
@@ -234,13 +247,17 @@ def verdicts_of(judged, episodes):
     """The judged turns of this rank, stripped to what is logged."""
     def verb(one):
         return (episodes[one.episode].turns[one.turn].action or " ").split(" ")[0]
-    return [Verdicts(one.label, one.oracle, verb(one), tuple(one.verdicts), tuple(one.rewards)) for one in judged]
+    return [Verdicts(one.label, one.oracle, verb(one), tuple(one.verdicts), tuple(one.rewards))
+            for one in judged]
 
 
 def agreement(rows, truth):
-    """Share of right answers per class, their mean (balanced accuracy) and the AUC of share_good; nan without both."""
+    """Share of right answers per class, their mean (balanced accuracy), and the AUC of share_good.
+
+    truth: "good", "bad" or None per row; an unreadable answer is wrong. nan where a class is missing.
+    """
     right = {label: [v == label for row, t in zip(rows, truth) if t == label for v in row.verdicts]
-             for label in ("good", "bad")}
+             for label in ANSWERS}
     frac = {label: sum(own) / len(own) if own else math.nan for label, own in right.items()}
     known = [(row.share_good, t == "good") for row, t in zip(rows, truth) if t]
     scores, positive = torch.tensor(known, dtype=torch.double).reshape(-1, 2).unbind(1)
@@ -249,7 +266,7 @@ def agreement(rows, truth):
 
 
 def auc_within_verbs(rows):
-    """AUC against the oracle among turns of the same action verb, weighted by pairs.
+    """AUC against the oracle among turns of the same verb, weighted by their pairs of a good and a bad turn.
 
     Rule-good turns are mostly "move X to Y": without this, knowing the verb would look like judgement.
     """
@@ -272,8 +289,10 @@ def metrics(rows):
     if not rows:
         return result
     verdicts = [verdict for row in rows for verdict in row.verdicts]
-    result |= {f"judge/{key}": value for key, value in agreement(rows, [row.label for row in rows]).items()}
-    result |= {f"judge/{key}_oracle": value for key, value in agreement(rows, [row.oracle for row in rows]).items()}
+    with_label = agreement(rows, [row.label for row in rows])
+    with_oracle = agreement(rows, [row.oracle for row in rows])
+    result |= {f"judge/{key}": value for key, value in with_label.items()}
+    result |= {f"judge/{key}_oracle": value for key, value in with_oracle.items()}
     return result | {
         "judge/auc_oracle_within_verbs": auc_within_verbs(rows),
         "judge/unreadable_frac": verdicts.count(None) / len(verdicts),

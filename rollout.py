@@ -1,11 +1,12 @@
 """Episodes from a model and environments: the KV-cached slot engine, the chat that it speaks, and `play`.
 
-Read from the top: what is recorded (`Turn`, `Episode`), how text becomes tokens (`Chat`), how tokens are sampled
-(`generate` over `Slots`), how episodes are played (`play`), what they add up to (`summary`, `success_rate`).
+Read from the top: what is recorded (`Turn`, `Episode`), how text becomes tokens (`Chat`), how tokens are
+sampled (`generate` over `Slots`), how episodes are played (`play`), what they add up to (`summary`,
+`success_rate`).
 
-Every token is computed once. An episode keeps its slot, and of each new prompt only what the slot does not hold yet is
-run: with an append-only conversation that is the last observation. The members of a group start from one prefill.
-Token in, token out: what was sampled is what is trained on, no text is ever tokenised again.
+Every token is computed once. An episode keeps its slot, and of each new prompt only what the slot does not
+hold yet is run: with an append-only conversation that is the last observation. The members of a group start
+from one prefill. Token in, token out: what was sampled is what is trained on, no response is tokenised again.
 Left out on purpose: paged caches, and batching of rows that sit at different points of a response.
 
 Shapes: B slots in use, T tokens of a chunk, V vocabulary.
@@ -62,7 +63,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn. top_p and top_k are for evaluation: the trainer scores the full distribution."""
+    """How responses are drawn. top_p and top_k are for evaluation: training scores the full distribution."""
 
     temperature: float = 1.0      # 0 = greedy
     max_response_tokens: int = 16
@@ -91,11 +92,12 @@ class Template:
 
 
 SMALL = Template("", "<|user|>", "", "<|assistant|>", "")
-CHATML = Template("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
+CHATML = Template("<|im_start|>system\n"
+                  "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
                   "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "\n")
 
-RULES = """You live in a text game that is played in a house. Each turn you give one command and the game answers \
-with what you see.
+RULES = """You live in a text game that is played in a house. Each turn you give one command and the game \
+answers with what you see.
 
 {observation}
 
@@ -103,8 +105,8 @@ with what you see.
 ASK = """Commands that are possible now:
 {admissible}
 
-First reason about the next command inside <think> </think>, then give exactly one command, word for word from the \
-list, inside <action> </action>."""
+First reason about the next command inside <think> </think>, then give exactly one command, word for word \
+from the list, inside <action> </action>."""
 THOUGHT_ACTION = re.compile(r"\s*<think>.*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
 
 
@@ -131,7 +133,7 @@ class Chat:
         return self.memo[text]
 
     def decode(self, ids):
-        """Text of a response without its stop token; every other special token stays, so that it can be seen."""
+        """Text of a response without its stop token; other special tokens stay, so that they can be seen."""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def message(self, content, first=False):
@@ -148,10 +150,11 @@ class Chat:
         return self.message(content, first)
 
     def respond(self, command):
-        """Ids of the response that a demonstration gives: the command, with a templated thought where thoughts are due."""
+        """Ids of the response that a demonstration gives: the command, in "think" after a set thought."""
         text = command
         if self.style == "think":
-            text = f"<think>The next thing to do for the task is: {command}.</think><action>{command}</action>"
+            thought = f"The next thing to do for the task is: {command}."
+            text = f"<think>{thought}</think><action>{command}</action>"
         return self.encode(text) + self.encode("<|im_end|>")
 
     def parse_action(self, text):
@@ -177,23 +180,25 @@ def stop_ids(tokenizer):
 # How tokens are sampled
 
 def uniform(stream_B, position):
-    """One number in (0, 1) per row, from a counter: splitmix64 of (stream, position), 52 bits, in int64 arithmetic.
+    """One number in (0, 1) per row, from a counter: splitmix64 of (stream, position), 52 bits, in int64.
 
-    A row's draw depends on its own stream only, so an episode is the same in any slot, beside any other, on any rank.
+    A row's draw depends on its own stream and position only, so an episode draws the same numbers in any
+    slot, beside any other, on any rank.
     """
     step = (position + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
     x = stream_B + (step - 2**64 if step >= 2**63 else step)
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
-    return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) / 2**52       # with 53 bits the half would round up to 1
+    return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) / 2**52   # with 53 bits the half may round up to 1
 
 
 def sample_tokens(logits_BV, uniform_B, temperature=1.0, top_p=1.0, top_k=0):
-    """One token per row by inverse transform: the first whose cumulative probability reaches the row's number.
+    """One token per row by inverse transform: the first whose cumulative probability reaches uniform_B.
 
-    Stays on the device (no host sync).  Returns token_B and its logprob_B under log_softmax(logits / temperature), the
-    full distribution; greedy (temperature 0) reports the logprob at temperature 1.
+    Stays on the device (no host sync). Returns token_B and its logprob_B under
+    log_softmax(logits / temperature), the full distribution; greedy (temperature 0) reports the logprob at
+    temperature 1.
     """
     logprob_BV = (logits_BV.float() / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:
@@ -207,7 +212,7 @@ def sample_tokens(logits_BV, uniform_B, temperature=1.0, top_p=1.0, top_k=0):
 
 
 def keep_top(probs_BV, top_p, top_k):
-    """Zero what lies outside the top_k largest, and outside the smallest set of mass >= top_p (not renormalised)."""
+    """Zero what is outside the top_k largest or the smallest set of mass >= top_p; not renormalised."""
     if top_p >= 1 and top_k <= 0:
         return probs_BV
     sorted_BV, order_BV = probs_BV.sort(-1, descending=True)
@@ -229,13 +234,13 @@ class Slots:
         self.first_prompts = {}          # prompt -> (K/V, logits_V): what a group's later members start from
 
     def move(self, source, target):
-        """Let `target` hold what `source` holds: the hole that an ended episode leaves is filled from the back."""
+        """Let `target` hold what `source` holds: an ended episode's hole is filled from the back."""
         self.cache.copy_row(source, target, len(self.held[source]))
         self.held[target] = self.held[source]
 
 
 def bucket(n, size=64):
-    """n rounded up to a multiple of `size`: few distinct shapes, so kernels and allocations are used again."""
+    """n rounded up to a multiple of `size`: few distinct shapes, so kernels and allocations are reused."""
     return -(-n // size) * size
 
 
@@ -261,8 +266,9 @@ def run_chunks(model, cache, chunks, starts, context, max_tokens=16384):
     for a in range(0, len(chunks), block):
         b = min(a + block, len(chunks))
         last_B = (n_B[a:b] - 1).clamp(min=0).to(device)
-        logits.append(model(ids_BT[a:b].to(device), cache=cache.rows(b, start=a), start_B=start_B[a:b].to(device),
-                            n_valid_B=n_B[a:b].to(device), context=min(context, cache.length),
+        logits.append(model(ids_BT[a:b].to(device), cache=cache.rows(b, start=a),
+                            start_B=start_B[a:b].to(device), n_valid_B=n_B[a:b].to(device),
+                            context=min(context, cache.length),
                             select=(torch.arange(b - a, device=device), last_B)))
     return torch.cat(logits)
 
@@ -270,8 +276,8 @@ def run_chunks(model, cache, chunks, starts, context, max_tokens=16384):
 def prefill(model, slots, prompts, share):
     """Bring slot i to hold prompts[i] and return logits_BV after it, running only what is not there yet.
 
-    Prompts that start from nothing are run once each and copied (a group's members begin alike); with `share` they are
-    kept for members that start later.
+    Prompts that start from nothing are run once each and copied (a group's members begin alike); with `share`
+    they are kept for members that start later.
     """
     keep = [common_prefix(held, prompt) for held, prompt in zip(slots.held, prompts)]
     chunks = [prompt[k:] if k else [] for prompt, k in zip(prompts, keep)]
@@ -300,10 +306,10 @@ def prefill(model, slots, prompts, share):
 
 @torch.no_grad()
 def generate(model, slots, prompts, streams, stops, sampling, share=False):
-    """Sample one response to each prompt: prompts[i] in slot i, drawn from streams[i]. Returns list[Response].
+    """Sample one response to each prompt: prompts[i] in slot i, from streams[i]. Returns list[Response].
 
-    A row that has sampled a stop id waits for the others; the host is asked every 16 tokens whether all have (on the
-    CPU, where asking is free, at each).
+    A row that has sampled a stop id waits for the others. Whether all have is looked up every 16 tokens,
+    since that makes the host wait for the device (on the CPU, where it costs nothing, at every token).
     """
     device = next(model.parameters()).device
     n, longest = len(prompts), max(map(len, prompts))
@@ -316,8 +322,8 @@ def generate(model, slots, prompts, streams, stops, sampling, share=False):
     check = 1 if device.type == "cpu" else 16
     tokens, logprobs = [], []
     for t in range(sampling.max_response_tokens):
-        token_B, logprob_B = sample_tokens(logits_BV, uniform(stream_B, t), sampling.temperature, sampling.top_p,
-                                           sampling.top_k)
+        token_B, logprob_B = sample_tokens(logits_BV, uniform(stream_B, t), sampling.temperature,
+                                           sampling.top_p, sampling.top_k)
         tokens.append(token_B)
         logprobs.append(logprob_B)
         live_B = live_B & ~torch.isin(token_B, stop)
@@ -329,7 +335,7 @@ def generate(model, slots, prompts, streams, stops, sampling, share=False):
         length_B = length_B + live_B
     ids, logprob = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
     responses = [cut(i, p, stops) for i, p in zip(ids, logprob)]
-    for i, response in enumerate(responses):       # the last token was sampled, not run: it is not in the cache yet
+    for i, response in enumerate(responses):     # the last token was sampled, not run: it is not in the cache
         slots.held[i] = prompts[i] + response.ids[:-1]
     return responses
 
@@ -343,9 +349,9 @@ def cut(ids, logprob, stops):
 # How episodes are played
 
 class Conversation:
-    """An episode in progress: its environment, and its prompt as the first message and one piece per exchange.
+    """An episode in progress: its environment, its first message, and one piece of prompt per exchange.
 
-    A prompt is the first message and the last `history` exchanges (0: all of them, which makes it append-only).
+    A prompt is the first message and the last `history` exchanges (0: all of them, so it is append-only).
     """
 
     def __init__(self, seat, env, chat, history):
@@ -360,16 +366,17 @@ class Conversation:
         return stream(self.stream, len(self.episode.turns))
 
     def act(self, response, max_turns, room, on_truncation="fail"):
-        """Record the response as a turn, play its command, and prepare the next prompt. True when the episode ended.
+        """Record the response as a turn, play its command, make the next prompt; True at the episode's end.
 
-        A response cut at its length has no action; it ends the episode as failed, or ("invalid") is an invalid turn.
+        A response cut at its length has no action: it ends the episode as failed (on_truncation "fail") or is
+        one invalid turn ("invalid"). room: the most tokens that a prompt may have.
         """
         episode, before = self.episode, self.reply
         text = self.chat.decode(response.ids)
         action = None if response.truncated else self.chat.parse_action(text)
         valid = action in before.admissible
-        episode.turns.append(Turn(before.observation, self.prompt, response.ids, response.logprob, text, action, valid,
-                                  self.anchor))
+        episode.turns.append(Turn(before.observation, self.prompt, response.ids, response.logprob, text,
+                                  action, valid, self.anchor))
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
             return True
@@ -386,11 +393,13 @@ class Conversation:
         return ended or episode.overflowed
 
 
-def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail", on_end=None):
+def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail",
+         on_end=None):
     """Play every seat once and return its Episode, in the order of the seats.
 
-    One slot per environment; a slot whose episode has ended takes the next seat, and when none waits the last live
-    slot moves into the hole. `on_end(episode)` is called as each one ends (a progress bar).
+    One slot per environment; a slot whose episode has ended takes the next seat, and when none waits the last
+    live slot moves into the hole. `history` and `on_truncation` are explained at `Conversation`;
+    `on_end(episode)` is called as each one ends (a progress bar).
     Raises ValueError where a first prompt leaves no room for a response within `context` tokens.
     """
     slots = Slots(model, min(len(envs), len(seats)), context)
@@ -402,18 +411,22 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
         i = waiting.popleft()
         talk = Conversation(seats[i], env, chat, history)
         if len(talk.prompt) > room:
-            raise ValueError(f"--context={context}: the first prompt of task {seats[i].task.id} has {len(talk.prompt)} "
-                             f"tokens, and a response may need {sampling.max_response_tokens}")
-        first = first_prompt.setdefault(seats[i].group, (seats[i].task.id, talk.prompt))
-        assert first == (seats[i].task.id, talk.prompt), f"group {seats[i].group} does not start alike: {first[0]}"
+            raise ValueError(f"--context={context}: the first prompt of task {seats[i].task.id} has "
+                             f"{len(talk.prompt)} tokens, and a response may need "
+                             f"{sampling.max_response_tokens}")
+        start = (seats[i].task.id, talk.prompt)
+        first = first_prompt.setdefault(seats[i].group, start)
+        assert first == start, f"group {seats[i].group} does not start alike: {first[0]}, {start[0]}"
         return i, talk
 
     for env in envs[:len(slots.held)]:
         live.append(begin(env))
     while live:
-        responses = generate(model, slots, [talk.prompt for _, talk in live], [talk.next_stream() for _, talk in live],
-                             chat.stop_ids, sampling, share)
-        over = [row for row, (_, talk) in enumerate(live) if talk.act(responses[row], max_turns, room, on_truncation)]
+        prompts = [talk.prompt for _, talk in live]
+        streams = [talk.next_stream() for _, talk in live]
+        responses = generate(model, slots, prompts, streams, chat.stop_ids, sampling, share)
+        over = [row for row, (_, talk) in enumerate(live)
+                if talk.act(responses[row], max_turns, room, on_truncation)]
         for row in reversed(over):
             i, talk = live[row]
             ended[i] = talk.episode
@@ -432,9 +445,9 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
 
 
 def answer(model, chat, prompts, streams, sampling, n_slots):
-    """Several answers to each prompt: streams[i] holds one stream per answer to prompts[i]. Returns list of lists.
+    """Several answers to each prompt: streams[i] holds one stream per answer to prompts[i].
 
-    The prompt is prefilled once and copied to the slots of its answers.
+    A prompt is prefilled once and copied to the slots of its answers. Returns a list of Responses per prompt.
     """
     each = len(streams[0]) if streams else 1
     per_batch = max(1, n_slots // each)
@@ -451,7 +464,7 @@ def answer(model, chat, prompts, streams, sampling, n_slots):
 # What episodes add up to
 
 def repeated_turns(episode):
-    """How many turns gave a command that had been given before in the same state (anchor): meaningless repeats."""
+    """How many turns gave a command already given in the same state (anchor): meaningless repeats."""
     pairs = [(turn.anchor, turn.action) for turn in episode.turns]
     return len(pairs) - len(set(pairs))
 
@@ -471,7 +484,8 @@ def summary(episodes):
 
 
 def success_rate(counts):
-    """What `summary` counted, as shares: success with its 95 % Wilson interval, invalid and repeated turns, turns."""
+    """What `summary` counted, as shares: success with its 95 % Wilson interval, truncated episodes, invalid
+    and repeated turns. Also n, the number of episodes, and turns per episode."""
     low, high = wilson(counts["won"], counts["episodes"])
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
     return {"success": counts["won"] / n, "n": counts["episodes"], "low": low, "high": high,

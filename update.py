@@ -1,14 +1,15 @@
-"""Samples → one optimizer step. It knows no algorithm: a sample says per token what was sampled and its advantage.
+"""Samples → one optimizer step. It knows no algorithm: a sample gives, token by token, what was sampled and
+its advantage.
 
-A policy episode is a sample, a judge's answer is one, a cold-start demonstration is one (advantage 1, no old logprob: its
-gradient is cross-entropy's). The objective of one step:
+A policy episode is a sample (or several, see `samples_of`), a judge's answer is one, and so is a cold-start
+demonstration (advantage 1, no old logprob: its gradient is that of cross-entropy). The objective of one step:
 
     L = sum_policy / N_policy + weight * sum_judge / N_judge              GCD, arXiv:2509.23870 Eq. 3
 
 with both counts taken over all ranks, so that microbatches and ranks change nothing but the time it takes.
 Left out: gradient accumulation over steps, and any optimizer but AdamW.
 
-Shapes: B rows of a microbatch, T positions, N sampled tokens of it, S samples.
+Shapes: B rows of a microbatch, T positions, N sampled tokens of it, V vocabulary, S samples.
 """
 
 import math
@@ -30,7 +31,7 @@ class Sample:
     logprob_old: list[float] | None       # nats, 0 where not sampled; None = on-policy (ratio 1)
     episode: int                          # what it is a part of: reductions count episodes, not samples
     kind: str = "policy"                  # or "judge": its own denominator and weight
-    count: int = 1                        # equal draws (a judge's answers) are one sample that counts this often
+    count: int = 1                        # equal draws (judge answers) are one sample that counts this often
     logprob_ref: list[float] | None = None
 
     @property
@@ -41,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """How samples become a loss; every value is a flag of gcd.py."""
+    """How samples become a loss; gcd.py sets it from its flags."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -50,7 +51,7 @@ class Objective:
     kl_coef: float = 0.0                  # weight of k3 in the loss; needs logprob_ref
     judge_weight: float = 0.1             # lambda
     judge_grad_cap: float = 0.0           # judge gradient norm at most this times the policy's; 0 = no cap
-    temperature: float = 1.0              # of the sampler: the logprobs are those of the distribution drawn from
+    temperature: float = 1.0              # the sampler's: logprobs are of the distribution drawn from
     max_grad_norm: float = 1.0
     microbatch_tokens: int = 16384        # padding included
 
@@ -62,8 +63,9 @@ class NonFinite(FloatingPointError):
 def samples_of(episode, advantages, index):
     """An episode's turns as samples, given one advantage per turn.
 
-    A turn whose prompt extends the previous prompt and response joins its sample, so an append-only conversation is one
-    sample and a re-rendered one is a sample per turn; the token ids decide.
+    A turn whose prompt extends the previous prompt and response joins its sample, so an append-only
+    conversation is one sample and a re-rendered one is a sample per turn; the token ids decide.
+    index: the number that the samples carry as their `episode`.
     """
     samples = []
     for turn, advantage in zip(episode.turns, advantages, strict=True):
@@ -87,13 +89,14 @@ def demonstration(samples):
 def minibatches(samples, n):
     """Cut samples by episode into n lists, one optimizer step each; an episode is never split.
 
-    Dealt out by episode number, so that every list has members of every group, whatever ranks hold the others.
+    Dealt out by episode number, not by place in the list: the members of a group spread over the lists,
+    however the ranks share them out.
     """
     return [[sample for sample in samples if sample.episode % n == i] for i in range(n)]
 
 
 def microbatches(samples, max_tokens):
-    """Samples in lists of at most max_tokens (padding included), sorted by length so that little is padded."""
+    """Samples in lists of at most max_tokens, padding included; sorted by length so that little is padded."""
     batches = []
     for sample in sorted(samples, key=lambda sample: len(sample.ids)):
         if not batches or len(sample.ids) * (len(batches[-1]) + 1) > max_tokens:
@@ -109,7 +112,8 @@ def collate(samples, weights, device):
     """
     width = -(-max(len(sample.ids) for sample in samples) // 16) * 16
     ids_BT = torch.tensor([sample.ids + [0] * (width - len(sample.ids)) for sample in samples])
-    place = [(row, t) for row, sample in enumerate(samples) for t, sampled in enumerate(sample.sampled) if sampled]
+    place = [(row, t) for row, sample in enumerate(samples)
+             for t, sampled in enumerate(sample.sampled) if sampled]
     row_N, t_N = torch.tensor(place).reshape(-1, 2).unbind(1)
     assert (t_N > 0).all(), "a sample's first token cannot be sampled: nothing predicts it"
 
@@ -128,14 +132,15 @@ def collate(samples, weights, device):
 
 
 def token_logprobs(model, ids_BT, select, target_N, temperature):
-    """Logprob of each target under log_softmax(logits / temperature) at its position, and the logits (fp32)."""
+    """Logprob of each target under log_softmax(logits / temperature) at its position, and those scaled logits
+    (fp32)."""
     logits_NV = model(ids_BT, select=select).float() / temperature
     return logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0], logits_NV
 
 
 @torch.no_grad()
 def score(model, samples, objective):
-    """Each sample's logprobs under `model`, aligned with its ids: for a reference, or for old logprobs in bf16.
+    """Each sample's logprobs under `model`, aligned with its ids: for a reference, or old logprobs in bf16.
 
     Ranks may hold different numbers of samples: short ones run empty forwards.
     """
@@ -153,13 +158,17 @@ def score(model, samples, objective):
 
 
 def rescore(model, samples, objective):
-    """Replace old logprobs by the trainer's own (in bf16 the sampler's differ by up to 0.03); returns how far off they
-    were, mean and maximum over all ranks."""
+    """Replace old logprobs by the trainer's own (in bf16 the sampler's differ by up to 0.03).
+
+    Returns how far off they were, mean and maximum over all ranks.
+    """
     sums = {"gap": 0.0, "tokens": 0.0}
     worst = 0.0
     for sample, new in zip(samples, score(model, samples, objective)):
         gaps = [abs(a - b) for a, b, sampled in zip(sample.logprob_old, new, sample.sampled) if sampled]
-        sums["gap"], sums["tokens"], worst = sums["gap"] + sum(gaps), sums["tokens"] + len(gaps), max([worst, *gaps])
+        sums["gap"] += sum(gaps)
+        sums["tokens"] += len(gaps)
+        worst = max([worst, *gaps])
         sample.logprob_old = new
     total = parallel.all_sum(sums)
     return {"policy/logprob_gap_nats": total["gap"] / max(total["tokens"], 1.0),
@@ -167,18 +176,20 @@ def rescore(model, samples, objective):
 
 
 def padded(batches):
-    """The list, lengthened with empty microbatches to the longest rank's: FSDP ranks make equal numbers of forwards."""
+    """The list with empty microbatches up to the longest rank's: FSDP ranks make equally many forwards."""
     return batches + [[]] * (int(parallel.all_max(len(batches))) - len(batches))
 
 
 def accumulate(model, samples, objective, sums):
-    """Backward through all samples of one kind, leaving their summed gradient in .grad; adds its counts to `sums`."""
+    """Backward through all samples of one kind: their summed gradient stays in .grad, counts go to `sums`."""
     device = next(model.parameters()).device
     kind = samples[0].kind if samples else "policy"
     tokens_S = torch.tensor([sum(sample.sampled) * sample.count for sample in samples])
     episode_S = torch.tensor([sample.episode for sample in samples])
     reduction = objective.reduction if kind == "policy" else "token"
-    weight_S, units = token_weight(tokens_S, episode_S, reduction, objective.longest) if samples else ([], 0.0)
+    weight_S, units = [], 0.0
+    if samples:
+        weight_S, units = token_weight(tokens_S, episode_S, reduction, objective.longest)
     units = max(parallel.all_sum(units), 1.0)
     weights = {id(s): float(w) * s.count / units for s, w in zip(samples, weight_S)}
     loud = [s for s in samples if objective.kl_coef or not s.silent]
@@ -193,7 +204,7 @@ def accumulate(model, samples, objective, sums):
 
 
 def batch_loss(model, batch, weights, objective, sums, device):
-    """Weighted loss of one microbatch; adds entropy, clipped tokens, logprob gap and KL to `sums`."""
+    """Weighted loss of one microbatch; adds what `loss_metrics` reports to `sums`."""
     ids_BT, select, target_N, advantage_N, weight_N, old_N, ref_N = collate(batch, weights, device)
     logprob_N, logits_NV = token_logprobs(model, ids_BT, select, target_N, objective.temperature)
     now_N = logprob_N.detach()
@@ -216,7 +227,8 @@ def batch_loss(model, batch, weights, objective, sums, device):
 
 
 def new_sums():
-    return dict.fromkeys(("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max"), 0.0)
+    keys = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max")
+    return dict.fromkeys(keys, 0.0)
 
 
 def update(model, optimizer, samples, objective, lr):
@@ -226,7 +238,8 @@ def update(model, optimizer, samples, objective, lr):
 
         g = g_policy + weight * min(1, cap * |g_policy| / (weight * |g_judge|)) * g_judge
 
-    then clipped to max_grad_norm. Raises NonFinite on all ranks, before the step, if loss or gradient is not finite.
+    then clipped to max_grad_norm. Raises NonFinite on all ranks, before the step, if loss or gradient is not
+    finite.
     """
     of_kind = {kind: [s for s in samples if s.kind == kind] for kind in ("policy", "judge")}
     sums = {kind: new_sums() for kind in of_kind}
@@ -243,7 +256,8 @@ def update(model, optimizer, samples, objective, lr):
     metrics = gradient_metrics(grads, norms, weight) | loss_metrics(sums)
     total = metrics["policy/grad_norm"]
     if parallel.any_rank(not math.isfinite(total + metrics["policy/loss"] + metrics["judge/loss"])):
-        raise NonFinite(f"loss {metrics['policy/loss']}, judge loss {metrics['judge/loss']}, gradient norm {total}")
+        raise NonFinite(f"loss {metrics['policy/loss']}, judge loss {metrics['judge/loss']}, "
+                        f"gradient norm {total}")
     scale = min(1.0, objective.max_grad_norm / (total + 1e-6)) if objective.max_grad_norm else 1.0
     parallel.put_grads(model, [(scale * weight[kind], g) for kind, g in grads.items()])
     for group in optimizer.param_groups:
@@ -254,7 +268,8 @@ def update(model, optimizer, samples, objective, lr):
 
 
 def gradient_metrics(grads, norms, weight):
-    """The norm of the sum that is stepped on; the judge's norm over the policy's (unweighted) and their cosine."""
+    """The norm of the weighted sum, before clipping; with both kinds also the judge's norm over the policy's
+    (unweighted), their cosine, and the judge's weight after the cap."""
     policy, judge = norms.get("policy", 0.0), norms.get("judge", 0.0)
     metrics = {"policy/grad_norm": weight["policy"] * policy}
     if len(grads) == 2:
@@ -270,13 +285,15 @@ def gradient_metrics(grads, norms, weight):
 
 
 def loss_metrics(sums):
-    """Means over all ranks: loss (as minimised), entropy, clipped share, KL and the sampler-trainer gap."""
+    """Per kind, over all ranks: the loss before judge_weight, the number of tokens, and means over the tokens
+    that were run (silent samples are not, equal draws are once)."""
     metrics = {}
     for kind, own in sums.items():
         total = parallel.all_sum({key: value for key, value in own.items() if key != "gap_max"})
         scored = max(total["scored"], 1.0)
         metrics |= {f"{kind}/loss": total["loss"], f"{kind}/tokens": total["tokens"],
-                    f"{kind}/nll_nats": total["nll"] / scored, f"{kind}/entropy_nats": total["entropy"] / scored,
+                    f"{kind}/nll_nats": total["nll"] / scored,
+                    f"{kind}/entropy_nats": total["entropy"] / scored,
                     f"{kind}/clip_frac": total["clipped"] / scored, f"{kind}/kl_nats": total["kl"] / scored,
                     f"{kind}/logprob_gap_nats": total["gap"] / scored,
                     f"{kind}/logprob_gap_max_nats": parallel.all_max(own["gap_max"])}

@@ -1,9 +1,10 @@
-"""New tokens per second of multi-turn episodes: our slot engine against transformers' generate, re-prompted every turn.
+"""New tokens per second of multi-turn episodes: our slot engine against transformers' generate.
 
-Same weights, same episodes, same numbers of turns and new tokens, one run. The observations are those of expert episodes
-in generated rooms, whatever the (random) model answers, so prompts grow as they do in training.
+transformers is given the whole conversation anew each turn. Same weights, same episodes, same number of turns
+and the same limit on a response, one run; the model is untrained. The observations are those of expert
+episodes in generated rooms, whatever the model answers, so prompts grow as they do in training.
 
-    python -m bench.rollout [--episodes 64] [--turns 20] [--threads 1] [--hidden-size 96]
+    python -m bench.rollout [--episodes 64] [--turns 20] [--threads 1] [--hidden-size 64]
 """
 
 import argparse
@@ -66,8 +67,9 @@ def theirs(model, chat, observations, turns):
         width = max(map(len, prompts))
         ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, pad_token_id=pad,
-                             max_new_tokens=RESPONSE_TOKENS, eos_token_id=list(chat.stop_ids))
+        out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
+                             pad_token_id=pad, max_new_tokens=RESPONSE_TOKENS,
+                             eos_token_id=list(chat.stop_ids))
         for i, row in enumerate(out[:, width:].tolist()):
             response = rollout.cut(row, [0.0] * len(row), chat.stop_ids).ids
             new += len(response)
@@ -80,13 +82,14 @@ def main():
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--hidden-size", type=int, default=96)
+    parser.add_argument("--hidden-size", type=int, default=64)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
-        shape = qwen.ModelConfig(vocabulary, args.hidden_size, 3 * args.hidden_size, 3, 4, 2, args.hidden_size // 4,
-                                 max_position_embeddings=2048, tie_word_embeddings=True)
+        shape = qwen.ModelConfig(vocabulary, args.hidden_size, 3 * args.hidden_size, 3, 4, 2,
+                                 args.hidden_size // 4, max_position_embeddings=2048,
+                                 tie_word_embeddings=True)
         model = qwen.Model(shape)
         qwen.init_weights(model, 0)
         qwen.save_pretrained(model, folder)
@@ -98,8 +101,10 @@ def main():
     our_s, our_tokens = ours(model, chat, tasks, observations, args.turns)
     their_s, their_tokens = theirs(peer, chat, observations, args.turns)
     print(json.dumps({
-        "what": "new tokens/s, multi-turn episodes", "ours": round(our_tokens / our_s), "transformers": round(their_tokens / their_s),
-        "ratio": round(our_tokens / our_s / (their_tokens / their_s), 2), "episodes": args.episodes, "turns": args.turns,
+        "what": "new tokens/s, multi-turn episodes", "ours": round(our_tokens / our_s),
+        "transformers": round(their_tokens / their_s),
+        "ratio": round(our_tokens / our_s / (their_tokens / their_s), 2),
+        "episodes": args.episodes, "turns": args.turns,
         "hidden_size": args.hidden_size, "threads": args.threads, "torch": torch.__version__,
         "transformers_version": transformers.__version__}))
 

@@ -1,7 +1,8 @@
 """What an environment is: tasks in, text out.
 
-An environment plays one task at a time through two verbs, `reset` and `step`, which both answer with a `Reply`;
-`close` frees what it holds. The same task and seed give the same first observation, always: a GRPO group stands on it.
+An environment plays one task at a time through two verbs, `reset` and `step`, which both answer with a
+`Reply`; `close` frees what it holds. The same task and seed always give the same first observation: a GRPO
+group relies on it.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class Reply(NamedTuple):
     observation: str
     admissible: list[str]    # commands that would do something now, sorted
     won: bool
-    done: bool               # the game takes no more commands (the turn limit is the player's, not the environment's)
+    done: bool               # the game takes no more commands; the turn limit is the player's to keep
 
 
 class Env(Protocol):

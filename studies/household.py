@@ -1,8 +1,9 @@
 """Five seeds of cold start, GRPO, GRPO+GCD and its control on the generated rooms: results/household.json.
 
-Each seed is a cold start of its own, and the RL runs of a seed start from the same one, so differences are paired.
-A cell is one run of gcd.py with the flags of results/config.json; a finished cell is not run again, so this can be
-stopped and started at will. Two cells run at a time (--jobs), one CPU thread each.
+Each seed is a cold start of its own (and one without judge demonstrations), and the RL runs of a seed start
+from the same one, so differences are paired. A cell is one run of gcd.py with the flags of
+results/config.json; a finished cell is not run again, so this can be stopped and started at will. Two seeds
+run at a time (--jobs), each one cell after the other on one CPU thread.
 
     python -m studies.household                    # run what is missing, then write and print the table
     python -m studies.household --jobs 0           # only the table, from what is there
@@ -22,20 +23,22 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, RESULTS = ROOT / "runs" / "household", ROOT / "results"
 SPLITS = ("L0", "L1", "L2")
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}       # two-sided 95 % quantile of Student's t by number of seeds
-DIFFERENCES = (("grpo", "cold_start"), ("grpo+gcd", "cold_start"), ("grpo+gcd", "grpo"), ("grpo+shuffled", "grpo"),
-               ("grpo+gcd", "grpo+shuffled"), ("cold_start", "cold_start_plain"))
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}       # two-sided 95 % quantile of Student's t, by seeds
+DIFFERENCES = (("grpo", "cold_start"), ("grpo+gcd", "cold_start"), ("grpo+gcd", "grpo"),
+               ("grpo+shuffled", "grpo"), ("grpo+gcd", "grpo+shuffled"), ("cold_start", "cold_start_plain"))
 
 
 def command(config, method, seed):
     """The arguments of gcd.py for one cell."""
-    flags = [*config["common"], *config["methods"][method], "--seed", str(seed), "--out", str(cell(method, seed))]
+    flags = [*config["common"], *config["methods"][method]]
+    flags += ["--seed", str(seed), "--out", str(cell(method, seed))]
     if method.startswith("grpo"):
         flags += ["--demonstrations", "0", "--model", str(cell("cold_start", seed) / "checkpoint")]
     return [sys.executable, "gcd.py", *flags]
 
 
 def cell(method, seed):
+    """The output folder of one run."""
     return RUNS / f"seed{seed}" / method
 
 
@@ -67,12 +70,17 @@ def interval(values):
 
 
 def collect(config):
-    """Every finished seed's evaluations → means and paired differences. Only seeds with all their cells count."""
-    seeds = [s for s in config["seeds"] if all((cell(m, s) / "stages.json").exists() for m in config["methods"])]
-    success = {m: {split: [read(m, s)["splits"][split] for s in seeds] for split in SPLITS} for m in config["methods"]}
-    headline = {m: {split: [e["sampled"]["success"] for e in success[m][split]] for split in SPLITS} for m in success}
-    result = {"what": "success at temperature 1 on 256 tasks a split of generated rooms; mean over seeds, 95 % t interval",
-              "command": "python -m studies.household", "seeds": seeds, "games": "generated rooms, not ALFWorld's",
+    """Every finished seed's evaluations → means and paired differences; only seeds with all cells count."""
+    seeds = [s for s in config["seeds"]
+             if all((cell(m, s) / "stages.json").exists() for m in config["methods"])]
+    success = {m: {split: [read(m, s)["splits"][split] for s in seeds] for split in SPLITS}
+               for m in config["methods"]}
+    headline = {m: {split: [e["sampled"]["success"] for e in success[m][split]] for split in SPLITS}
+                for m in success}
+    result = {"what": "success at temperature 1 on 256 tasks a split of generated rooms; "
+                      "mean over seeds, 95 % t interval",
+              "command": "python -m studies.household", "seeds": seeds,
+              "games": "generated rooms, not ALFWorld's",
               "versions": first_line("cold_start", seeds[0])["versions"] if seeds else {},
               "commit": first_line("cold_start", seeds[0])["commit"] if seeds else "",
               "methods": {}, "differences": {}, "seconds": {}}
@@ -88,7 +96,8 @@ def collect(config):
     for a, b in DIFFERENCES if seeds else ():
         if a in headline and b in headline:
             result["differences"][f"{a} - {b}"] = {
-                split: interval([x - y for x, y in zip(headline[a][split], headline[b][split])]) for split in SPLITS}
+                split: interval([x - y for x, y in zip(headline[a][split], headline[b][split])])
+                for split in SPLITS}
     return result
 
 
@@ -97,6 +106,7 @@ def read(method, seed):
 
 
 def first_line(method, seed):
+    """The header of a run's log: versions, commit, settings."""
     with open(cell(method, seed) / "metrics.jsonl", encoding="utf-8") as file:
         return json.loads(file.readline())
 
@@ -106,8 +116,10 @@ def table(result):
     def show(x, sign=""):
         return f"{100 * x['mean']:{sign}.1f} [{100 * x['low']:{sign}.1f}, {100 * x['high']:{sign}.1f}]"
     lines = [f"| {len(result['seeds'])} seeds | L0 | L1 | L2 |", "|---|---|---|---|"]
-    lines += [f"| {m} | " + " | ".join(show(own[s]) for s in SPLITS) + " |" for m, own in result["methods"].items()]
-    lines += [f"| {d} | " + " | ".join(show(own[s], "+") for s in SPLITS) + " |" for d, own in result["differences"].items()]
+    lines += [f"| {m} | " + " | ".join(show(own[s]) for s in SPLITS) + " |"
+              for m, own in result["methods"].items()]
+    lines += [f"| {d} | " + " | ".join(show(own[s], "+") for s in SPLITS) + " |"
+              for d, own in result["differences"].items()]
     return "\n".join(lines)
 
 
