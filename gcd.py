@@ -83,7 +83,7 @@ class Config:
     judge_cold_start_weight: float = opt(0.5, "weight of the judge's loss in it", low=0)
     # rollouts
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1)
-    group_size: int = opt(8, "episodes per task", low=1)
+    group_size: int = opt(8, "episodes per task", low=2)
     slots: int = opt(128, "episodes played at once on a rank", low=1)
     temperature: float = opt(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = opt(16, "tokens in a response", low=1)
@@ -107,7 +107,8 @@ class Config:
     success_reward: float = opt(1.0, "reward of a won episode")
     invalid_penalty: float = opt(0.1, "taken off for invalid turns", low=0)
     invalid_unit: str = opt("share", "times the share of invalid turns, or for each such turn", ("share", "turn"))
-    dynamic_sampling: str = opt("drop", "groups with equal rewards: keep, drop, or drop and refill (up to 4 rounds)",
+    dynamic_sampling: str = opt("drop", "groups with equal rewards: keep, drop (not with --kl, which teaches there "
+                                "too), or drop and refill (up to 4 rounds)",
                                 ("keep", "drop", "refill"))
     max_grad_norm: float = opt(1.0, "gradient clipping; 0: none", low=0)
     microbatch_tokens: int = opt(16384, "tokens in one forward and backward, padding included", low=16)
@@ -143,8 +144,6 @@ class Config:
         if self.iterations and (self.top_p < 1 or self.top_k):
             raise ValueError(f"--top-p={self.top_p} --top-k={self.top_k}: for evaluation only (--iterations 0), because "
                              "the update scores the full distribution")
-        if self.resume and self.kl != "none" and not self.model:
-            raise ValueError(f"--kl={self.kl}: with --resume, --model must name the checkpoint RL began from")
         if self.max_response_tokens >= self.context:
             raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
 
@@ -164,7 +163,7 @@ PAPER = dict(
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6,
     lr_decay=False, clip_low=0.2, clip_high=0.2, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
     invalid_penalty=0.1, invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512,
-    judge_response_tokens=512, context=16384, dtype="bfloat16", on_truncation="invalid")
+    judge_response_tokens=512, judge_labels="rule+oracle", context=16384, dtype="bfloat16", on_truncation="invalid")
 
 
 def parse(argv=None):
@@ -225,10 +224,13 @@ class Run:
 def append(path, row):
     """One JSON object, one line, flushed to the disk; what is not a number is null (NaN is no JSON)."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(clean, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(clean, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:                                 # a full disk does not say which file it was
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def small_model_folder(config, folder):
@@ -250,12 +252,13 @@ def prepare(config, ranks, asked_to_stop):
     tasks, out = Tasks(config.games, config.train_types, config.seed), Path(config.out)
     if config.tasks % ranks.world:
         raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (no group straddles two)")
-    tasks.train(config.train_types, 0, 1)
-    for split in config.splits:
-        tasks.split(split)
+    first = tasks.train(config.train_types, 0, 1) if config.demonstrations or config.iterations else []
+    first += [tasks.split(split)[0] for split in config.splits]
+    if not (found := parallel.find_checkpoint(out / "checkpoint")):
+        parallel.refuse_other_folder(out / "checkpoint")
     source = Path(config.model) if config.model else None
     if config.resume:
-        source = parallel.find_checkpoint(out / "checkpoint")
+        source = found
         if source is None:
             raise ValueError(f"--resume: {out / 'checkpoint'} holds no checkpoint")
     with tempfile.TemporaryDirectory() as fresh:
@@ -271,13 +274,23 @@ def prepare(config, ranks, asked_to_stop):
         style = "plain" if rollout.is_small(tokenizer) else "think"
     model = parallel.shard(model, ranks, getattr(torch, config.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
+    chat, envs = rollout.Chat(tokenizer, style), [make_env(config.env) for _ in range(config.slots)]
+    for task in first:
+        seat = rollout.Seat(task, 0, 0)
+        prompt = rollout.Conversation(seat, envs[0], chat, config.history).prompt
+        rollout.check_room(task, prompt, config.max_response_tokens, config.context)
     out.mkdir(parents=True, exist_ok=True)
-    if ranks.rank == 0 and not config.resume:
-        for old in (out / "metrics.jsonl", out / "episodes.jsonl"):     # of an earlier run here: kept, not mixed in
-            if old.exists():
-                old.rename(f"{old}.old")
-    return Run(config, ranks, tasks, model, optimizer, rollout.Chat(tokenizer, style),
-               [make_env(config.env) for _ in range(config.slots)], out, asked_to_stop)
+    if ranks.rank == 0:
+        set_aside(out, ["stages.json"] if config.resume else
+                  ["stages.json", "evaluation.json", "metrics.jsonl", "episodes.jsonl"])
+    return Run(config, ranks, tasks, model, optimizer, chat, envs, out, asked_to_stop)
+
+
+def set_aside(folder, names):
+    """What an earlier run left under these names is kept beside, as NAME.old, and not mixed with what comes."""
+    for name in names:
+        if (folder / name).exists():
+            os.replace(folder / name, folder / f"{name}.old")
 
 
 def versions():
@@ -317,8 +330,10 @@ def demonstrate(run, first, n, mistake_rate):
     for i, task in enumerate(bar):
         seed = stream(config.seed, 2, first + i)
         shown = experts.demonstrate(env, task, prior, seed, mistake_rate, config.max_turns)
-        if shown.won:
-            episodes.append(replay(run.chat, env, rollout.Seat(task, i, 0), shown.commands, config.history))
+        episode = replay(run.chat, env, rollout.Seat(task, i, 0), shown.commands, config.history)
+        last = episode.turns[-1]
+        if shown.won and len(last.prompt_ids) + len(last.response_ids) <= config.context:
+            episodes.append(episode)
             advantages.append([0.0 if mistake else 1.0 for mistake in shown.mistakes])
     return episodes, advantages
 
@@ -360,7 +375,7 @@ def imitate(run, samples, n_episodes, epochs, name):
             batches = shuffled_batches(samples, steps_per_epoch, generator(config.seed, 4, epoch))
         mine = [s for s in batches[place] if s.episode % ranks.world == ranks.rank]
         rate = config.cold_start_lr * (1 - step / total)
-        metrics = update.update(run.model, run.optimizer, mine, objective, rate)
+        metrics = guarded(run, mine, objective, rate)
         if step % 20 == 0 or step == total - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
             run.log({"phase": "cold_start", "stage": name, "step": step,
@@ -397,27 +412,34 @@ def seats_of(run, iteration, round=0):
             for i, task in enumerate(tasks) for member in range(config.group_size)]
 
 
-def credit(episodes, config, penalty_E=0.0):
+def credit(episodes, config):
     """Episodes → reward_E, advantage_E and which of them teach nothing (equal rewards in the group)."""
     turns_E = torch.tensor([len(e.turns) for e in episodes])
     group_E = torch.tensor([e.group for e in episodes])
     won_E = torch.tensor([e.won for e in episodes])
     invalid_E = torch.tensor([sum(not turn.valid for turn in e.turns) for e in episodes])
     reward_E = algorithms.episode_reward(won_E, invalid_E, turns_E, config.success_reward, config.invalid_penalty,
-                                         config.invalid_unit) - penalty_E
+                                         config.invalid_unit)
     advantage_E = algorithms.group_relative_advantage(
         reward_E, group_E, turns_E if config.baseline == "turn" else None, config.normalize_std)
     return reward_E, advantage_E, algorithms.zero_variance(reward_E, group_E)
 
 
 def kl_penalty(run, reference, episodes):
-    """coef * sum_t (log pi_old - log pi_ref) of each episode: k1 in the reward, that is the reverse KL."""
+    """Each episode's sum_t (log pi_old - log pi_ref) times the coefficient: k1 in the reward, that is the reverse KL.
+
+    Returned centred within the group, to be taken off the advantage: the task's reward alone is scaled by its std, and
+    groups of equal reward keep their exact zeros there.
+    """
+    config, objective = run.config, objective_of(run.config)
     samples = [s for i, e in enumerate(episodes) for s in update.samples_of(e, [0.0] * len(e.turns), i)]
+    if config.dtype != "float32":
+        update.rescore(run.model, samples, objective)
     penalty_E = torch.zeros(len(episodes))
-    for sample, ref in zip(samples, update.score(reference, samples, objective_of(run.config))):
+    for sample, ref in zip(samples, update.score(reference, samples, objective)):
         old, ref = torch.tensor(sample.logprob_old), torch.tensor(ref)
-        penalty_E[sample.episode] += run.config.kl_coef * float(algorithms.kl_k1(old, ref).sum())
-    return penalty_E
+        penalty_E[sample.episode] += config.kl_coef * float(algorithms.kl_k1(old, ref).sum())
+    return algorithms.group_relative_advantage(penalty_E, torch.tensor([e.group for e in episodes]))
 
 
 def objective_of(config):
@@ -431,26 +453,23 @@ def objective_of(config):
 
 
 def collect(run, iteration):
-    """This rank's episodes of an iteration.
+    """This rank's episodes of an iteration: those to learn from, and all that were played.
 
-    With --dynamic-sampling refill: the groups whose rewards differ, of up to 4 rounds, until there are enough.
+    They differ with --dynamic-sampling refill: groups whose rewards differ, of up to 4 rounds, until there are enough
+    (each rank fills its own share).
     """
     config = run.config
-    episodes = run.play(seats_of(run, iteration), run.sampling(), f"iteration {iteration}")
+    played = run.play(seats_of(run, iteration), run.sampling(), f"iteration {iteration}")
     if config.dynamic_sampling != "refill":
-        return episodes
-    wanted, kept = config.tasks // run.ranks.world, {}
+        return played, played
+    wanted, kept = config.tasks // run.ranks.world * config.group_size, []
     for round in range(4):
-        played = episodes
-        if round:
-            played = run.play(seats_of(run, iteration, round), run.sampling(), f"refill {round}")
-        equal_E = credit(played, config)[2]
-        for episode, equal in zip(played, equal_E.tolist()):
-            if not equal:
-                kept.setdefault((round, episode.group), []).append(episode)
+        more = run.play(seats_of(run, iteration, round), run.sampling(), f"refill {round}") if round else played
+        played = played + more if round else played
+        kept += [episode for episode, equal in zip(more, credit(more, config)[2].tolist()) if not equal]
         if len(kept) >= wanted:
             break
-    return [episode for group in list(kept.values())[:wanted] for episode in group] or episodes
+    return kept[:wanted] or played, played
 
 
 def judge_turns(run, iteration, episodes, first):
@@ -469,15 +488,16 @@ def iteration(run, i, reference):
     """One iteration: play, give credit, judge, update. Returns its metrics."""
     config, clock = run.config, Clock()
     with parallel.gathered(run.model):
-        episodes = collect(run, i)
+        episodes, played = collect(run, i)
         clock.lap("rollout")
         first = run.ranks.rank * (config.tasks // run.ranks.world) * config.group_size
-        judged = judge_turns(run, i, episodes, first) if config.gcd else []
+        judged = judge_turns(run, i, episodes, first) if config.gcd else []     # here, while weights are whole
         clock.lap("judge")
-    penalty_E = kl_penalty(run, reference, episodes) if config.kl == "reward" else 0.0
-    reward_E, advantage_E, equal_E = credit(episodes, config, penalty_E)
-    taught = [(e, advantage_E[k].item(), first + k) for k, e in enumerate(episodes)
-              if config.dynamic_sampling == "keep" or not equal_E[k]]
+    _, advantage_E, equal_E = credit(episodes, config)
+    if config.kl == "reward":
+        advantage_E -= kl_penalty(run, reference, episodes)
+    drop = config.dynamic_sampling != "keep" and config.kl == "none"
+    taught = [(e, advantage_E[k].item(), first + k) for k, e in enumerate(episodes) if not (drop and equal_E[k])]
     samples = [s for e, a, k in taught for s in update.samples_of(e, [a] * len(e.turns), k)]
     if config.judge_weight:                                  # at 0 the update never sees the judge
         samples += judge.samples(judged)
@@ -486,7 +506,7 @@ def iteration(run, i, reference):
     store(run, i, episodes, advantage_E, judged)
     if config.gcd:
         metrics |= judge.metrics(sum(parallel.gather(judge.verdicts_of(judged, episodes)), []))
-    return metrics | rollout_metrics(run, episodes, reward_E, equal_E) | clock.laps
+    return metrics | rollout_metrics(run, played) | clock.laps
 
 
 def train(run, i, samples, reference):
@@ -509,8 +529,9 @@ def train(run, i, samples, reference):
     if not steps:                                            # every group's rewards were equal: nothing to learn
         unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
-    mean = {key: sum(s.get(key, math.nan) for s in steps) / len(steps) for key in steps[0]}
-    return mean | gap | {"policy/steps": len(steps), "policy/lr": rate}
+    keys = dict.fromkeys(key for step in steps for key in step)
+    known = {key: [step[key] for step in steps if key in step] for key in keys}
+    return {key: sum(values) / len(values) for key, values in known.items()} | gap | {"policy/steps": len(steps), "policy/lr": rate}
 
 
 def check_gap(gap, limit):
@@ -527,8 +548,9 @@ def guarded(run, samples, objective, rate):
         raise
 
 
-def rollout_metrics(run, episodes, reward_E, equal_E):
-    """Shares over all ranks of what was played in an iteration."""
+def rollout_metrics(run, episodes):
+    """Shares over all ranks of all that was played in an iteration."""
+    reward_E, _, equal_E = credit(episodes, run.config)
     own = rollout.summary(episodes) | {"reward": float(reward_E.sum()), "equal": float(equal_E.sum())}
     counts = parallel.all_sum(own)
     shares = rollout.success_rate(counts)
@@ -559,7 +581,7 @@ def reinforce(run):
             raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
     if first == 0:
         run.optimizer.state.clear()                          # the cold start's moments are of another objective
-    reference = frozen_copy(run) if config.kl != "none" and config.iterations else None
+    reference = frozen_copy(run, first) if config.kl != "none" else None
     for i in (bar := tqdm(range(first, config.iterations), desc="RL", unit="iteration", initial=first,
                           total=config.iterations, disable=run.ranks.rank > 0)):
         metrics = iteration(run, i, reference)
@@ -570,14 +592,14 @@ def reinforce(run):
             run.save({"iteration": i + 1})
 
 
-def frozen_copy(run):
-    """The KL's reference: the model as RL finds it, or, with --resume, what --model named when RL began."""
-    if run.config.resume:
-        reference = qwen.load_pretrained(run.config.model, torch.float32, run.ranks.device)
-    else:
-        reference = qwen.Model(run.model.config)
-        if weights := parallel.full_weights(run.model):      # on rank 0, whose weights `shard` gives to all
-            reference.load_state_dict(weights)
+def frozen_copy(run, first):
+    """The KL's reference: the model as RL found it, saved in --out when RL began, so that --resume has the same."""
+    folder = run.out / "reference"
+    if first == 0:
+        weights = parallel.full_weights(run.model)
+        folder.mkdir(exist_ok=True)
+        parallel.on_main(lambda: qwen.save_pretrained(run.model, folder, state=weights))
+    reference = qwen.load_pretrained(folder, torch.float32, run.ranks.device)
     return parallel.shard(reference, run.ranks, getattr(torch, run.config.dtype)).requires_grad_(False)
 
 

@@ -448,7 +448,7 @@ def cold_start_caption(runs):
     if not flags:
         return ""
     types = ", ".join(flags[0]) if isinstance(flags[0], list) else str(flags[0])
-    if types in ("", "all"):
+    if types == "six":
         return "The cold start sees all six task types, the two of L2 that RL never trains on included."
     return f"The cold start sees the task types {types}. RL never trains on those of L2."
 
@@ -837,6 +837,7 @@ def main(argv=None):
     except ValueError as error:
         sys.exit(f"report.py: {error}")
     print(table(summary))
+    print(cold_start_caption(read_runs(folder)))
     print(f"wrote {folder / 'report.html'} and {folder / 'summary.json'}")
 
 

@@ -37,6 +37,7 @@ class Turn:
     action: str | None            # the command parsed out of the response; None = malformed
     valid: bool                   # the command was admissible
     anchor: str                   # the state as far as it was seen: the last observation that is not NOTHING
+    cut: bool = False             # the response had no stop token within its length
 
 
 @dataclass(slots=True)
@@ -376,7 +377,7 @@ class Conversation:
         action = None if response.truncated else self.chat.parse_action(text)
         valid = action in before.admissible
         episode.turns.append(Turn(before.observation, self.prompt, response.ids, response.logprob, text,
-                                  action, valid, self.anchor))
+                                  action, valid, self.anchor, response.truncated))
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
             return True
@@ -391,6 +392,13 @@ class Conversation:
         ended = self.reply.done or len(episode.turns) >= max_turns
         episode.overflowed = not ended and len(self.prompt) > room
         return ended or episode.overflowed
+
+
+def check_room(task, prompt, max_response_tokens, context):
+    """ValueError where a first prompt leaves no room for a response."""
+    if len(prompt) + max_response_tokens > context:
+        raise ValueError(f"--context={context}: the first prompt of task {task.id} has {len(prompt)} tokens, and a "
+                         f"response may need {max_response_tokens}")
 
 
 def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail",
@@ -410,10 +418,7 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
     def begin(env):
         i = waiting.popleft()
         talk = Conversation(seats[i], env, chat, history)
-        if len(talk.prompt) > room:
-            raise ValueError(f"--context={context}: the first prompt of task {seats[i].task.id} has "
-                             f"{len(talk.prompt)} tokens, and a response may need "
-                             f"{sampling.max_response_tokens}")
+        check_room(seats[i].task, talk.prompt, sampling.max_response_tokens, context)
         start = (seats[i].task.id, talk.prompt)
         first = first_prompt.setdefault(seats[i].group, start)
         assert first == start, f"group {seats[i].group} does not start alike: {first[0]}, {start[0]}"
@@ -475,7 +480,7 @@ def summary(episodes):
     return {
         "episodes": len(episodes),
         "won": sum(e.won for e in episodes),
-        "truncated": sum(e.truncated or e.overflowed for e in episodes),
+        "truncated": sum(e.truncated or e.overflowed or any(t.cut for t in e.turns) for e in episodes),
         "turns": len(turns),
         "invalid": sum(not t.valid for t in turns),
         "repeated": sum(repeated_turns(e) for e in episodes),

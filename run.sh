@@ -1,38 +1,50 @@
 #!/usr/bin/env bash
 # The main job from nothing: cold start, then GRPO and GRPO+GCD side by side, then the table and the report.
 #
-#   bash run.sh          about 10 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler, no Java
-#   bash run.sh test     set up what the tests need, and run them all
+#   bash run.sh          about 7 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler, no Java
+#   bash run.sh test     set up what the tests need, and run them all (what follows "test" goes to pytest: -m fast)
 #
-# Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage whose output is there is not run again:
-# remove runs/main to start over. $OUT is where everything goes (runs/main), $SEED the seed (0).
+# Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run again, one
+# that was interrupted goes on from its checkpoint: remove runs/main to start over. $OUT is where everything goes
+# (runs/main), $SEED the seed (0; give another seed another $OUT).
 set -euo pipefail
 cd "$(dirname "$0")"
-OUT=${OUT:-runs/main} SEED=${SEED:-0}
+OUT=${OUT:-runs/main} SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
 
-[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
-install() { cmp -s "$1" ".venv/$1" || { .venv/bin/pip install -q -r "$1" && cp "$1" ".venv/$1"; }; }
-python() { .venv/bin/python "$@"; }
-gcd() { python gcd.py --seed "$SEED" "$@"; }
+install() {                                     # a requirements file, once
+    cmp -s "$1" ".venv/$1" && return
+    echo "installing $1 into .venv (the first time this takes minutes)"
+    .venv/bin/pip install -q -r "$1" && cp "$1" ".venv/$1"
+}
 
+if [ ! -x .venv/bin/pip ]; then
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
+        { echo "run.sh: $PYTHON is not Python 3.11 or 3.12; name one: PYTHON=python3.11 bash run.sh" >&2; exit 2; }
+    rm -rf .venv
+    "$PYTHON" -m venv .venv
+fi
 if [ "${1:-}" = test ]; then
+    install requirements.txt
     install requirements-test.txt
-    install requirements-alfworld.txt || echo "alfworld could not be installed (it needs g++ and make): its tests will be skipped"
-    shift
-    exec .venv/bin/python -m pytest "$@"
+    install requirements-alfworld.txt ||
+        echo "alfworld could not be installed (it needs g++ and make): the tests that play it will be skipped"
+    exec .venv/bin/python -m pytest "${@:2}"
 fi
 [ $# = 0 ] || { echo "run.sh: unknown argument $1 (nothing, or: test)" >&2; exit 2; }
 install requirements.txt
 
-if [ ! -e "$OUT/cold_start/stages.json" ]; then
-    gcd --out "$OUT/cold_start" --iterations 0
-fi
-start=(--model "$OUT/cold_start/checkpoint" --demonstrations 0)
-if [ ! -e "$OUT/grpo/stages.json" ]; then       # in the background, on the second core; its log is $OUT/grpo.log
-    gcd "${start[@]}" --out "$OUT/grpo" --no-gcd 2> "$OUT/grpo.log" & grpo=$!
-fi
-if [ ! -e "$OUT/grpo+gcd/stages.json" ]; then
-    gcd "${start[@]}" --out "$OUT/grpo+gcd"
-fi
-[ -z "${grpo:-}" ] || wait "$grpo" || { cat "$OUT/grpo.log" >&2; exit 1; }
-python report.py "$OUT"
+method() (                                      # one RL method from the cold start, or from where it was interrupted
+    from=(--model "$OUT/cold_start/checkpoint" --demonstrations 0)
+    [ ! -e "$OUT/$1/checkpoint/trainer.pt" ] || from+=(--resume)
+    [ -e "$OUT/$1/stages.json" ] ||
+        exec .venv/bin/python gcd.py --seed "$SEED" "${from[@]}" --out "$OUT/$1" "${@:2}"
+)
+
+[ -e "$OUT/cold_start/stages.json" ] ||
+    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0
+method grpo --no-gcd > "$OUT/grpo.log" 2>&1 &   # on the second core; its progress is in the log
+grpo=$!
+trap 'kill $grpo 2> /dev/null || true' EXIT     # never leave it behind: it saves a checkpoint and ends
+method grpo+gcd --gcd
+wait $grpo || { cat "$OUT/grpo.log" >&2; exit 1; }
+.venv/bin/python report.py "$OUT"

