@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNS, RESULTS = ROOT / "runs" / "household", ROOT / "results"
 SPLITS = ("L0", "L1", "L2")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}       # two-sided 95 % quantile of Student's t, by seeds
+JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
+         "variance_frac", "grad_ratio", "grad_cosine")      # reported as means over the last ten iterations
 DIFFERENCES = (("grpo", "cold_start"), ("grpo+gcd", "cold_start"), ("grpo+gcd", "grpo"),
                ("grpo+shuffled", "grpo"), ("grpo+gcd", "grpo+shuffled"), ("cold_start", "cold_start_plain"))
 
@@ -81,9 +83,9 @@ def collect(config):
                       "mean over seeds, 95 % t interval",
               "command": "python -m studies.household", "seeds": seeds,
               "games": "generated rooms, not ALFWorld's",
-              "versions": first_line("cold_start", seeds[0])["versions"] if seeds else {},
-              "commit": first_line("cold_start", seeds[0])["commit"] if seeds else "",
-              "methods": {}, "differences": {}, "seconds": {}}
+              "versions": log_of("cold_start", seeds[0])[0]["versions"] if seeds else {},
+              "commits": sorted({log_of(m, s)[0]["commit"] for m in config["methods"] for s in seeds}),
+              "methods": {}, "differences": {}, "judge": {}, "seconds": {}}
     for m in success if seeds else ():
         result["methods"][m] = {split: interval(headline[m][split]) | {
             "greedy": statistics.fmean(e["greedy"]["success"] for e in success[m][split]),
@@ -91,6 +93,8 @@ def collect(config):
             "invalid_frac": statistics.fmean(e["sampled"]["invalid_frac"] for e in success[m][split]),
             "repeated_frac": statistics.fmean(e["sampled"]["repeated_frac"] for e in success[m][split]),
             "turns": statistics.fmean(e["sampled"]["turns"] for e in success[m][split])} for split in SPLITS}
+        if judged := [row for s in seeds for row in log_of(m, s)[-10:] if "judge/auc" in row]:
+            result["judge"][m] = {key: mean_known(row["judge/" + key] for row in judged) for key in JUDGE}
         stages = [json.loads((cell(m, s) / "stages.json").read_text()) for s in seeds]
         result["seconds"][m] = {k: statistics.fmean(s[k] for s in stages) for k in stages[0]}
     for a, b in DIFFERENCES if seeds else ():
@@ -105,10 +109,16 @@ def read(method, seed):
     return json.loads((cell(method, seed) / "evaluation.json").read_text())
 
 
-def first_line(method, seed):
-    """The header of a run's log: versions, commit, settings."""
+def log_of(method, seed):
+    """The objects of a run's metrics.jsonl: first its versions, commit and settings."""
     with open(cell(method, seed) / "metrics.jsonl", encoding="utf-8") as file:
-        return json.loads(file.readline())
+        return [json.loads(line) for line in file]
+
+
+def mean_known(values):
+    """The mean of the values that are numbers; nan without any."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else math.nan
 
 
 def table(result):
