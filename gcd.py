@@ -358,12 +358,16 @@ def cold_start(run):
     episodes, advantages = demonstrate(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate)
     policy = [s for i, (e, a) in enumerate(zip(episodes, advantages))
               for s in update.demonstration(update.samples_of(e, a, i))]
-    imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy")
-    imitate(run, policy + judge_questions(run), len(episodes), config.judge_epochs, "cold start: policy and judge")
+    done = imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy", 0)
+    policy_and_judge = policy + judge_questions(run)
+    imitate(run, policy_and_judge, len(episodes), config.judge_epochs, "cold start: policy and judge", done)
 
 
-def imitate(run, samples, n_episodes, epochs, name):
-    """Epochs of cross-entropy on samples; judge questions come a good and a bad one a step, while there are any."""
+def imitate(run, samples, n_episodes, epochs, name, done):
+    """Epochs of cross-entropy on samples; judge questions come a good and a bad one a step, while there are any.
+
+    done: steps of earlier stages, so that the log counts on. Returns the number of this stage's.
+    """
     config, ranks = run.config, run.ranks
     objective = update.Objective(judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
                                  microbatch_tokens=config.microbatch_tokens)
@@ -378,10 +382,11 @@ def imitate(run, samples, n_episodes, epochs, name):
         metrics = guarded(run, mine, objective, rate)
         if step % 20 == 0 or step == total - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
-            run.log({"phase": "cold_start", "stage": name, "step": step,
+            run.log({"phase": "cold_start", "stage": name, "step": done + step,
                      "cold_start/loss": metrics["policy/nll_nats"], "cold_start/judge_loss": metrics["judge/nll_nats"],
                      "cold_start/grad_norm": metrics["policy/grad_norm"]})
         stop_if_asked(run, {"iteration": None})      # nothing to resume from
+    return total
 
 
 def shuffled_batches(samples, n, rng):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job from nothing: cold start, then GRPO and GRPO+GCD side by side, then the table and the report.
 #
-#   bash run.sh          about 7 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler, no Java
+#   bash run.sh          about 5 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler, no Java
 #   bash run.sh test     set up what the tests need, and run them all (what follows "test" goes to pytest: -m fast)
 #
 # Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run again, one
