@@ -541,7 +541,7 @@ def train(run, i, samples, reference):
 
 def check_gap(gap, limit):
     if gap > limit:
-        raise RuntimeError(f"--logprob-gap-limit={limit:g}: sampler and trainer differ by {gap:.2e} nats on equal weights")
+        raise ValueError(f"--logprob-gap-limit={limit:g}: sampler and trainer differ by {gap:.2e} nats on equal weights")
 
 
 def guarded(run, samples, objective, rate):
@@ -731,7 +731,7 @@ def main(argv=None):
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return 130
-    except (ValueError, OSError, RuntimeError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"gcd.py: error: {error}", file=sys.stderr)
         return 1
     finally:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 import gcd
 import model as qwen
+import parallel
 from envs import rooms
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -227,6 +228,29 @@ def test_a_flag_runs_and_changes_the_result(start, trained, tmp_path, flags):
     assert [row["iteration"] for row in rows(tmp_path)] == [0, 1]
     assert all(row["policy/steps"] == 2 and math.isfinite(row["policy/grad_norm"]) for row in rows(tmp_path))
     assert not same(weights(trained), weights(tmp_path))
+
+
+@pytest.mark.fast
+def test_the_kl_penalty_is_the_reverse_kl_centred_in_its_group(start, tmp_path):
+    """coef * sum over sampled tokens of log pi_old - log pi_ref, by an uncached forward per turn; 0 against itself."""
+    flags = [*TINY, "--out", tmp_path, *begin(start), "--kl", "reward", "--kl-coef", 0.5]
+    run = gcd.prepare(gcd.parse(list(map(str, flags))), parallel.setup("cpu"), [])
+    episodes = run.play(gcd.seats_of(run, 0), run.sampling(), "test")
+    other = qwen.Model(run.model.config)
+    qwen.init_weights(other, 5)
+    slow = torch.tensor([sum(turn_kl(other, turn) for turn in episode.turns) for episode in episodes])
+    groups = torch.tensor([episode.group for episode in episodes])
+    centred = torch.tensor([value - slow[groups == group].mean() for value, group in zip(slow, groups)])
+    assert centred.abs().max() > 0.1
+    torch.testing.assert_close(gcd.kl_penalty(run, other, episodes), 0.5 * centred, atol=2e-3, rtol=1e-4)
+    assert gcd.kl_penalty(run, run.model, episodes).abs().max() < 1e-3
+
+
+@torch.no_grad()
+def turn_kl(reference, turn):
+    ids, n = turn.prompt_ids + turn.response_ids, len(turn.response_ids)
+    logprob = reference(torch.tensor([ids]))[0, -n - 1:-1].log_softmax(-1)[range(n), turn.response_ids]
+    return sum(turn.logprob_old) - float(logprob.sum())
 
 
 @pytest.mark.fast
