@@ -536,7 +536,8 @@ def train(run, i, samples, reference):
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
     keys = dict.fromkeys(key for step in steps for key in step)
     known = {key: [step[key] for step in steps if key in step] for key in keys}
-    return {key: sum(values) / len(values) for key, values in known.items()} | gap | {"policy/steps": len(steps), "policy/lr": rate}
+    mean = {key: sum(values) / len(values) for key, values in known.items()}
+    return mean | gap | {"policy/steps": len(steps), "policy/lr": rate}
 
 
 def check_gap(gap, limit):
