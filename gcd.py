@@ -181,6 +181,8 @@ def parse(argv=None):
         parser.error(str(error))
 
 
+# What a random stream is for: the second number of its name, after the seed
+DEMONSTRATION, COLD_QUESTIONS, ORDER, ROLLOUT, JUDGE, EVALUATION = 2, 3, 4, 5, 6, 8
 FIRST_DEMONSTRATION = 5_000_000      # where the cold start's tasks begin in the endless sequence, far beyond RL's
 
 
@@ -328,7 +330,7 @@ def demonstrate(run, first, n, mistake_rate):
     bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False,
                disable=run.ranks.rank > 0)
     for i, task in enumerate(bar):
-        seed = stream(config.seed, 2, first + i)
+        seed = stream(config.seed, DEMONSTRATION, first + i)
         shown = experts.demonstrate(env, task, prior, seed, mistake_rate, config.max_turns)
         episode = replay(run.chat, env, rollout.Seat(task, i, 0), shown.commands, config.history)
         last = episode.turns[-1]
@@ -345,7 +347,7 @@ def judge_questions(run):
         return []
     episodes, _ = demonstrate(run, FIRST_DEMONSTRATION + config.demonstrations, n, mistake_rate=0.25)
     places = judge.candidates(episodes, config.judge_labels, room=config.context - 64)
-    chosen = judge.choose(places, config.judge_labels, n // 2, stream(config.seed, 3))
+    chosen = judge.choose(places, config.judge_labels, n // 2, stream(config.seed, COLD_QUESTIONS))
     return judge.demonstrations(run.chat, judge.questions(run.chat, episodes, chosen))
 
 
@@ -376,7 +378,7 @@ def imitate(run, samples, n_episodes, epochs, name, done):
     for step in (bar := tqdm(range(total), desc=name, unit="step", disable=ranks.rank > 0)):
         epoch, place = divmod(step, steps_per_epoch)
         if place == 0:
-            batches = shuffled_batches(samples, steps_per_epoch, generator(config.seed, 4, epoch))
+            batches = shuffled_batches(samples, steps_per_epoch, generator(config.seed, ORDER, epoch))
         mine = [s for s in batches[place] if s.episode % ranks.world == ranks.rank]
         rate = config.cold_start_lr * (1 - step / total)
         metrics = guarded(run, mine, objective, rate)
@@ -413,7 +415,7 @@ def seats_of(run, iteration, round=0):
     start = (iteration * 4 + round if config.dynamic_sampling == "refill" else iteration) * config.tasks
     tasks = run.tasks.train(config.train_types, start + first, per_rank)
     return [rollout.Seat(task, round * config.tasks + first + i,
-                         stream(config.seed, 5, iteration, round, first + i, member))
+                         stream(config.seed, ROLLOUT, iteration, round, first + i, member))
             for i, task in enumerate(tasks) for member in range(config.group_size)]
 
 
@@ -479,7 +481,7 @@ def collect(run, iteration):
 
 def judge_turns(run, iteration, episodes, first):
     """GCD: turns of this iteration → labels → questions → answers. The choice is made over all ranks."""
-    config, seed = run.config, stream(run.config.seed, 6, iteration)
+    config, seed = run.config, stream(run.config.seed, JUDGE, iteration)
     room = config.context - config.judge_response_tokens - 64             # the question's tokens, amply
     places = parallel.gather(judge.candidates(episodes, config.judge_labels, room, first))
     chosen = judge.choose(sum(places, []), config.judge_labels, config.judge_turns // 2, seed)
@@ -620,7 +622,7 @@ def evaluation(run):
     for name in run.config.splits:
         tasks, splits[name] = run.tasks.split(name), {}
         for m, (mode, temperature) in enumerate(MODES.items()):
-            seats = [rollout.Seat(task, g, stream(run.config.seed, 8, m, g)) for g, task in enumerate(tasks)]
+            seats = [rollout.Seat(task, g, stream(run.config.seed, EVALUATION, m, g)) for g, task in enumerate(tasks)]
             mine = seats[run.ranks.rank::run.ranks.world]
             sampling = run.sampling(temperature=temperature, top_p=run.config.top_p, top_k=run.config.top_k)
             with parallel.gathered(run.model):
