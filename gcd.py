@@ -728,9 +728,9 @@ def main(argv=None):
                 seconds[name] = time.perf_counter() - started
         if ranks.rank == 0:
             write_json(run.out / "stages.json", seconds)
-            for split in config.splits:
-                own = result[split]["sampled"]
-                print(f"{split}: success {own['success']:.1%} [{own['low']:.1%}, {own['high']:.1%}], n {own['n']}")
+        for split in config.splits:
+            own = result[split]["sampled"]
+            parallel.print0(f"{split}: success {own['success']:.1%} [{own['low']:.1%}, {own['high']:.1%}], n {own['n']}")
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return 130

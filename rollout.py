@@ -37,7 +37,7 @@ class Turn:
     action: str | None            # the command parsed out of the response; None = malformed
     valid: bool                   # the command was admissible
     anchor: str                   # the state as far as it was seen: the last observation that is not NOTHING
-    cut: bool = False             # the response had no stop token within its length
+    truncated: bool = False       # the response had no stop token within its length
 
 
 @dataclass(slots=True)
@@ -480,7 +480,7 @@ def summary(episodes):
     return {
         "episodes": len(episodes),
         "won": sum(e.won for e in episodes),
-        "truncated": sum(e.truncated or e.overflowed or any(t.cut for t in e.turns) for e in episodes),
+        "truncated": sum(e.truncated or e.overflowed or any(t.truncated for t in e.turns) for e in episodes),
         "turns": len(turns),
         "invalid": sum(not t.valid for t in turns),
         "repeated": sum(repeated_turns(e) for e in episodes),

@@ -192,7 +192,7 @@ def accumulate(model, samples, objective, sums):
         weight_S, units = token_weight(tokens_S, episode_S, reduction, objective.longest)
     units = max(parallel.all_sum(units), 1.0)
     weights = {id(s): float(w) * s.count / units for s, w in zip(samples, weight_S)}
-    loud = [s for s in samples if objective.kl_coef or not s.silent]
+    loud = [s for s in samples if not s.silent or (objective.kl_coef and kind == "policy")]
     for batch in padded(microbatches(loud, objective.microbatch_tokens)):
         if not batch:
             loss = model(torch.zeros(1, 16, dtype=torch.long, device=device), select=([0], [0])).sum() * 0.0

@@ -6,9 +6,10 @@ things when it is empty. `demonstrate` records the expert with a few injected mi
 calls turns good or bad from what the prefix lets one know, never from the hidden state. ALFWorld's texts
 only; what has been sliced is not remembered, for no goal asks for it.
 
-    python -m envs.experts          # the expert's win rate on generated rooms
+    python -m envs.experts [--games ../shared/data/alfworld/games.jsonl.gz]      # its win rate on every split
 """
 
+import argparse
 import random
 import re
 from collections import Counter, defaultdict
@@ -419,11 +420,19 @@ def _brings_no_news(belief, command):
     return command in belief.asked or (verb == "use" and names[0] in belief.lit)
 
 
-def main():
-    from envs import make_env, rooms
-    env, prior = make_env("household"), learn_prior(rooms.tasks("train", rooms.ALL_TYPES))
-    for split in rooms.SPLITS:
-        played = [demonstrate(env, task, prior, seed=0, mistake_rate=0.0) for task in rooms.tasks(split)]
+def main(argv=None):
+    """Print the expert's win rate on every split, with a prior from 256 training tasks."""
+    from envs import make_env
+    from envs.splits import Tasks
+    parser = argparse.ArgumentParser("python -m envs.experts", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("--games", default="", help="real ALFWorld games, folder or .jsonl.gz; empty: generated rooms")
+    options = parser.parse_args(argv)
+    tasks, env, max_turns = Tasks(options.games, "six", seed=0), make_env("household"), 50 if options.games else 30
+    training = tasks.train("six", 0, 256)
+    prior = learn_prior(training)
+    for split in ("train", "dev", "L0", "L1", "L2"):
+        own = training if split == "train" else tasks.split(split)
+        played = [demonstrate(env, task, prior, seed=0, mistake_rate=0.0, max_turns=max_turns) for task in own]
         turns = sum(len(demonstration.commands) for demonstration in played) / len(played)
         print(f"{split}: won {sum(d.won for d in played)} of {len(played)}, {turns:.1f} turns")
     env.close()
