@@ -1,6 +1,7 @@
-"""Cold start → GRPO with a self-judge (GCD) → evaluation, of a language-model agent in a text household.
+"""Cold start → reinforcement learning with a self-judge (GCD) → evaluation, of a language-model agent in a text world.
 
     python gcd.py                                   # everything, small model, generated rooms, CPU
+    python gcd.py --algo gigpo --no-gcd             # another algorithm, without the judge
     torchrun --nproc-per-node 8 gcd.py --model DIR  # a Hugging Face Qwen2/Qwen2.5 folder on eight GPUs
     python gcd.py --help                            # every flag, with its meaning and unit
 
@@ -15,6 +16,7 @@ import json
 import math
 import os
 import platform
+import random
 import signal
 import subprocess
 import sys
@@ -28,14 +30,16 @@ import torch
 from tqdm import tqdm
 
 import algorithms
+import cold_start
+import credit
 import judge
 import model as qwen
 import parallel
 import rollout
 import update
-from envs import experts, make_env, rooms
-from envs.splits import Tasks
-from parallel import generator, stream
+from envs import engine_versions, make_envs, rooms
+from envs.splits import games_hash, make_tasks
+from parallel import stream
 
 
 def opt(default, help, choices=None, low=-math.inf, high=math.inf):
@@ -53,10 +57,11 @@ class Config:
     resume: bool = opt(False, "continue the RL stage of --out where its checkpoint stopped")
     seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks", low=0, high=99)
     # the world
-    env: str = opt("household", "which environment", ("household",))
-    games: str = opt("", "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms")
-    train_types: str = opt("four", "task types of RL: four (cool and two objects are kept for L2) or six",
-                           ("four", "six"))
+    env: str = opt("household", "the built-in game, or a real engine", ("household", "alfworld", "scienceworld"))
+    games: str = opt("", "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms (or, in "
+                     "ScienceWorld, the computed splits, and else a folder with L0_idx.json and the like)")
+    task_ids: str = opt("", "ScienceWorld: only these tasks, e.g. 5,6,7; empty: all")
+    train_types: str = opt("part", "task types of RL: all, or the part that leaves those of L2 out", ("part", "all"))
     max_turns: int = opt(20, "turns in an episode", low=1)
     # the model
     model: str = opt("", "Hugging Face Qwen2 folder or checkpoint to start from; empty: the small model, fresh")
@@ -66,13 +71,17 @@ class Config:
     dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
     threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1)
     context: int = opt(1024, "tokens an episode may have, prompt and response", low=32)
-    prompt: str = opt("auto", "plain: command only; think: <think>, <action> and admissible list; auto: by model",
-                      ("auto", "plain", "think"))
+    prompt: str = opt("auto", "plain: command only; think: <think> and <action>; tags: RLVMR's; auto: by model and algo",
+                      ("auto", "plain", "think", "tags"))
+    show_admissible: bool = opt(True, "list what is possible in prompts (of think and tags, not in the small model's)")
     history: int = opt(0, "past exchanges shown in a prompt; 0: all, append-only", low=0)
     # cold start
     demonstrations: int = opt(4500, "expert episodes to imitate; 0: no cold start", low=0)
-    cold_start_types: str = opt("six", "task types it sees; six, or the small model could not know L2's words",
-                                ("four", "six"))
+    cold_start_types: str = opt("all", "task types it sees; all, or the small model could not know L2's words",
+                                ("part", "all"))
+    thoughts: str = opt("template", "thoughts in demonstrations (think, tags): a set sentence, or asked of --endpoint",
+                        ("template", "endpoint"))
+    instructions: bool = opt(False, "show instructions in a random half of the demonstrations, for --correction")
     mistake_rate: float = opt(0.05, "share of injected mistakes in demonstrations (their recoveries are imitated)",
                               low=0, high=0.5)
     cold_start_epochs: int = opt(1, "epochs of policy imitation", low=0)
@@ -83,13 +92,15 @@ class Config:
     judge_cold_start_weight: float = opt(0.5, "weight of the judge's loss in it", low=0)
     # rollouts
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1)
-    group_size: int = opt(8, "episodes per task", low=2)
+    group_size: int = opt(8, "episodes per task", low=1)
     slots: int = opt(128, "episodes played at once on a rank", low=1)
     temperature: float = opt(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = opt(16, "tokens in a response", low=1)
     on_truncation: str = opt("fail", "a response cut at its length ends the episode as failed, or is an invalid turn",
                              ("fail", "invalid"))
-    # GRPO
+    # RL
+    algo: str = opt("grpo", "advantages: grpo, gigpo, rlvmr or ppo; the last three set other defaults too (see ALGO)",
+                    ("grpo", "gigpo", "rlvmr", "ppo"))
     iterations: int = opt(80, "RL iterations; 0: none", low=0)
     minibatches: int = opt(4, "optimizer steps per iteration, cut by episodes", low=1)
     lr: float = opt(6e-4, "learning rate", low=0)
@@ -98,7 +109,20 @@ class Config:
     clip_high: float = opt(0.28, "ratio clipped above at 1 + this", low=0)
     baseline: str = opt("episode", "group mean (and std) over episodes, or over turns as verl-agent's code",
                         ("episode", "turn"))
-    normalize_std: bool = opt(False, "divide the advantage by the group's std")
+    normalize_std: bool = opt(False, "divide advantages by the group's std (GiGPO: on both levels)")
+    step_gamma: float = opt(0.95, "GiGPO: discount of a turn's return", low=0, high=1)
+    step_weight: float = opt(1.0, "GiGPO: omega; RLVMR: 1 - alpha (paper) or w (code)", low=0)
+    anchor: str = opt("state", "GiGPO: turns that share a state: the last observation with news, or the raw one",
+                      ("state", "raw"))
+    composition: str = opt("paper", "RLVMR: convex mix, tags over the batch (paper); sum, tags by task (code)",
+                           ("paper", "code"))
+    gae_lambda: float = opt(0.95, "PPO: lambda of GAE over turns", low=0, high=1)
+    critic_lr: float = opt(3e-3, "PPO: learning rate of the critic", low=0)
+    value_clip: float = opt(0.5, "PPO: a value moves at most this far in an iteration; 0: no clip", low=0)
+    ppo_form: str = opt("turn", "PPO: GAE over turns, or verl-agent's: each token against the episode's return",
+                        ("turn", "verl-agent"))
+    nthr: bool = opt(False, "weaken tokens of lost episodes that pull at won ones (NTHR, arXiv:2505.18830)")
+    nthr_beta: float = opt(1.0, "NTHR: threshold, times the smallest mean score of a won episode", low=0)
     reduction: str = opt("token", "loss mean over tokens, over episodes, or Dr. GRPO's constant",
                          ("token", "episode", "constant"))
     kl: str = opt("none", "KL to the model RL started from: none, k3 in the loss, k1 in the reward (reverse KL)",
@@ -115,14 +139,30 @@ class Config:
     logprob_gap_limit: float = opt(1e-4, "nats; a larger sampler-trainer difference stops a float32 run", low=0)
     # GCD
     gcd: bool = opt(True, "train the judge beside the policy")
+    judge_kind: str = opt("generative", "the judge answers in words, or a value head classifies (BCE)",
+                          ("generative", "value"))
     judge_labels: str = opt("dense", "which turns are good and bad", judge.LABELS)
+    label_agreement: str = opt("add-good", "rule+endpoint: how the two labels must agree", judge.AGREEMENTS)
     judge_turns: int = opt(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = opt(8, "answers to each question", low=2)
     judge_weight: float = opt(0.1, "lambda; 0: the judge is logged only, the policy is plain GRPO bit for bit", low=0)
     judge_grad_cap: float = opt(0.0, "judge gradient norm at most this times the policy's; 0: no cap", low=0)
     judge_response_tokens: int = opt(4, "tokens in an answer", low=2)
+    # prompt-based correction
+    correction: str = opt("off", "put an instruction before later tasks: from the mistakes that the judge found, or an "
+                          "irrelevant one of equal length (control)", ("off", "critiques", "irrelevant"))
+    correction_every: int = opt(10, "iterations between new instructions", low=1)
+    correction_at_evaluation: bool = opt(True, "keep the instruction at evaluation")
+    # a large model, asked over HTTP
+    endpoint: str = opt("", "base URL of an OpenAI-compatible server, e.g. https://api.deepseek.com/v1; empty: none")
+    endpoint_model: str = opt("deepseek-chat", "model that it is asked for")
+    endpoint_key_variable: str = opt("OPENAI_API_KEY", "environment variable that holds the key")
+    endpoint_cache: str = opt("runs/endpoint.jsonl", "answers, kept so that no question is paid twice")
+    endpoint_limit: int = opt(10000, "requests in this run at most", low=0)
     # evaluation and files
     evaluate: str = opt("auto", "splits, e.g. L0,L1 or dev; auto: all that the training leaves unseen; none")
+    protocol: str = opt("full", "full: every game once, at temperatures 1, 0.4 and 0; verl-agent, rlvmr: 128 games drawn "
+                        "with replacement, temperature 0.4, 50 or 30 turns", ("full", "verl-agent", "rlvmr"))
     top_p: float = opt(1.0, "of evaluation at temperature 1 and 0.4; rejected in training", low=0.01, high=1)
     top_k: int = opt(0, "likewise; 0: all tokens", low=0)
     checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
@@ -146,6 +186,27 @@ class Config:
                              "the update scores the full distribution")
         if self.max_response_tokens >= self.context:
             raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
+        self.check_methods()
+
+    def check_methods(self):
+        """Settings that contradict each other."""
+        def refuse(wrong, message):
+            if wrong:
+                raise ValueError(message)
+        asks = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
+                                      (f"--judge-labels={self.judge_labels}", "endpoint" in self.judge_labels)) if on]
+        refuse(asks and not self.endpoint, f"{' '.join(asks)}: needs --endpoint")
+        refuse(self.algo != "ppo" and self.iterations and self.group_size < 2,
+               f"--group-size={self.group_size}: {self.algo} compares the episodes of a group")
+        refuse(self.algo == "ppo" and self.kl == "reward", "--kl=reward: not with --algo ppo; --kl loss is")
+        refuse(self.algo == "ppo" and self.nthr, "--nthr: compares the episodes of a group; not with --algo ppo")
+        refuse(self.algo == "rlvmr" and self.prompt not in ("tags", "auto"), f"--prompt={self.prompt}: rlvmr needs tags")
+        refuse(self.algo == "rlvmr" and self.composition == "paper" and self.step_weight > 1,
+               f"--step-weight={self.step_weight}: 1 - alpha is at most 1")
+        refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
+               f"--correction={self.correction}: needs the generative judge (--gcd), whose verdicts it counts")
+        only = [number for number in self.task_ids.split(",") if number]
+        refuse(not all(number.strip().isdecimal() for number in only), f"--task-ids={self.task_ids}: expected e.g. 5,6,7")
 
     @property
     def splits(self):
@@ -153,7 +214,12 @@ class Config:
             return []
         if self.evaluate != "auto":
             return self.evaluate.split(",")
-        return Tasks(self.games, self.train_types, self.seed).unseen()
+        return self.world().unseen()
+
+    def world(self):
+        """The tasks to train on and to evaluate."""
+        only = tuple(int(number) for number in self.task_ids.split(",") if number)
+        return make_tasks(self.env, self.games, self.train_types, self.seed, only)
 
 
 # The paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per batch; 16 x 8
@@ -166,6 +232,12 @@ PAPER = dict(
     judge_response_tokens=512, judge_labels="rule+oracle", context=16384, dtype="bfloat16", on_truncation="invalid")
 
 
+# What an algorithm changes of the defaults. PPO: 128 tasks x 1 (no groups to compare). RLVMR: alpha = 0.5.
+ALGO = dict(
+    grpo={}, gigpo=dict(normalize_std=True), rlvmr=dict(normalize_std=True, step_weight=0.5),
+    ppo=dict(tasks=128, group_size=1, dynamic_sampling="keep"))
+
+
 def parse(argv=None):
     """Command line → Config. Every field is a flag; an unknown flag or a value out of range is an error."""
     parser = argparse.ArgumentParser(prog="gcd.py", allow_abbrev=False, description=__doc__.splitlines()[0],
@@ -173,17 +245,17 @@ def parse(argv=None):
     for f in fields(Config):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=f.metadata["help"], **kind)
-    if parser.parse_known_args(argv)[0].preset == "paper":
-        parser.set_defaults(**PAPER)
+    chosen = parser.parse_known_args(argv)[0]
+    parser.set_defaults(**PAPER if chosen.preset == "paper" else {}, **ALGO.get(chosen.algo, {}))
     try:
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
 
 
-# What a random stream is for: the second number of its name, after the seed
-DEMONSTRATION, COLD_QUESTIONS, ORDER, ROLLOUT, JUDGE, EVALUATION = 2, 3, 4, 5, 6, 8
-FIRST_DEMONSTRATION = 5_000_000      # where the cold start's tasks begin in the endless sequence, far beyond RL's
+# What a random stream is for: the second number of its name, after the seed (cold_start.py has 2, 3 and 4)
+ROLLOUT, JUDGE, EVALUATION, CORRECTION = 5, 6, 8, 9
+PROTOCOL = {"verl-agent": 50, "rlvmr": 30}      # turns of its evaluations, each of 128 games at temperature 0.4
 
 
 # The run: what every stage needs, made once
@@ -194,13 +266,16 @@ class Run:
 
     config: Config
     ranks: parallel.Ranks
-    tasks: Tasks
+    tasks: object                 # envs.splits.Tasks or its like
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     chat: rollout.Chat
     envs: list
     out: Path
     asked_to_stop: list           # signals received; looked at between steps
+    endpoint: object = None       # endpoint.Endpoint, where one is asked
+    critic: object = None         # credit.Critic, with PPO
+    instruction: judge.Instruction | None = None      # of prompt-based correction, once there is one
 
     def log(self, row):
         """Append one object to metrics.jsonl, on disk before anything else happens."""
@@ -208,19 +283,46 @@ class Run:
             append(self.out / "metrics.jsonl", row)
 
     def save(self, state):
-        parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state, qwen.save_pretrained,
-                                 self.chat.tokenizer.save_pretrained)
+        instruction = asdict(self.instruction) if self.instruction else None
+        critic = (self.critic.model, self.critic.optimizer) if self.critic else None
+        parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state | {"instruction": instruction},
+                                 qwen.save_pretrained, self.chat.tokenizer.save_pretrained, critic)
 
     def sampling(self, **changes):
         values = dict(temperature=self.config.temperature, max_response_tokens=self.config.max_response_tokens)
         return rollout.Sampling(**values | changes)
 
-    def play(self, seats, sampling, name):
+    def play(self, seats, sampling, name, max_turns=None):
         """Play the seats with the current weights (inside `gathered`), behind a progress bar."""
         config = self.config
         with tqdm(total=len(seats), desc=name, unit="episode", leave=False, disable=self.ranks.rank > 0) as bar:
-            return rollout.play(self.model, self.chat, self.envs, seats, sampling, config.max_turns, config.context,
-                                config.history, config.on_truncation, lambda episode: bar.update())
+            return rollout.play(self.model, self.chat, self.envs, seats, sampling, max_turns or config.max_turns,
+                                config.context, config.history, config.on_truncation, lambda episode: bar.update())
+
+    def step(self, samples, objective, rate):
+        """One optimizer step; a batch that is not finite is stored before every rank stops."""
+        try:
+            return update.update(self.model, self.optimizer, samples, objective, rate)
+        except update.NonFinite:
+            torch.save([asdict(s) for s in samples], self.out / f"nonfinite_batch_rank{self.ranks.rank}.pt")
+            raise
+
+    def endpoint_labels(self, episodes, n, seed):
+        """The large model's labels of at most n turns, counted in the log (rank 0's); None where no label needs it."""
+        if "endpoint" not in self.config.judge_labels:
+            return None
+        config = self.config
+        asked = judge.endpoint_labels(episodes, self.endpoint, n, seed, config.judge_labels, config.label_agreement)
+        self.log({"phase": "labels"} | judge.asked_counts(asked) | {f"endpoint/{k}": v for k, v in self.endpoint.counts.items()})
+        return asked
+
+    def stop_if_asked(self, state):
+        """Between steps: if any rank was asked to stop, save a checkpoint (unless state is None) and stop on all."""
+        if not parallel.any_rank(bool(self.asked_to_stop)):
+            return
+        if state is not None:
+            self.save(state)
+        raise Interrupted(f"stopped; {self.out / 'checkpoint'} holds the model")
 
 
 def append(path, row):
@@ -235,9 +337,22 @@ def append(path, row):
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
-def small_model_folder(config, folder):
+def small_model_words(config, tasks):
+    """The phrases that are one token each in the small model's vocabulary: the game's, and those of the methods."""
+    if config.env == "scienceworld":
+        from envs import scienceworld
+        words = scienceworld.words(tasks.train("all", 0, 60), 1500)
+    else:
+        words = rooms.phrases()
+    words = [*words, judge.QUESTION["plain"], *judge.ANSWERS]
+    if config.prompt == "tags" or config.algo == "rlvmr":
+        words += [f"<{tag}>" for tag in rollout.TAGS]
+    return words + judge.instruction_phrases() if config.instructions else words
+
+
+def small_model_folder(config, tasks, folder):
     """Write the small default model, freshly initialised, as a Hugging Face folder."""
-    words = [*rooms.phrases(), judge.QUESTION["plain"], *judge.ANSWERS]
+    words = small_model_words(config, tasks)
     vocabulary = qwen.save_small_tokenizer(words, folder)
     shape = qwen.ModelConfig(vocab_size=vocabulary, hidden_size=config.hidden_size,
                              intermediate_size=3 * config.hidden_size,
@@ -251,11 +366,12 @@ def small_model_folder(config, folder):
 
 def prepare(config, ranks, asked_to_stop):
     """Everything a run needs, made or loaded; mistakes of the user surface here, before any work."""
-    tasks, out = Tasks(config.games, config.train_types, config.seed), Path(config.out)
+    tasks, out = config.world(), Path(config.out)
     if config.tasks % ranks.world:
         raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (no group straddles two)")
     first = tasks.train(config.train_types, 0, 1) if config.demonstrations or config.iterations else []
     first += [tasks.split(split)[0] for split in config.splits]
+    endpoint = make_endpoint(config)
     if not (found := parallel.find_checkpoint(out / "checkpoint")):
         parallel.refuse_other_folder(out / "checkpoint")
     source = Path(config.model) if config.model else None
@@ -263,29 +379,54 @@ def prepare(config, ranks, asked_to_stop):
         source = found
         if source is None:
             raise ValueError(f"--resume: {out / 'checkpoint'} holds no checkpoint")
+    envs = make_envs(config.env, config.slots)
     with tempfile.TemporaryDirectory() as fresh:
         if source is None:
-            small_model_folder(config, fresh)
-        model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device)
+            small_model_folder(config, tasks, fresh)
+        head = True if config.judge_kind == "value" and config.gcd else None
+        model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
         tokenizer = qwen.load_tokenizer(source or fresh)
     if config.context > model.config.max_position_embeddings:
         longest = model.config.max_position_embeddings
         raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
-    style = config.prompt
-    if style == "auto":
-        style = "plain" if rollout.is_small(tokenizer) else "think"
+    chat = rollout.Chat(tokenizer, style_of(config, tokenizer), config.show_admissible)
+    if config.thoughts == "endpoint" and not chat.writes:
+        raise ValueError(f"--thoughts=endpoint: prompts of style {chat.style} hold no thoughts here")
+    if config.correction != "off" and not chat.writes and len(chat.encode(judge.instruction_phrases()[0])) > 1:
+        raise ValueError(f"--correction={config.correction}: this model's cold start had no --instructions, so it knows none")
     model = parallel.shard(model, ranks, getattr(torch, config.dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
-    chat, envs = rollout.Chat(tokenizer, style), [make_env(config.env) for _ in range(config.slots)]
     for task in first:
-        seat = rollout.Seat(task, 0, 0)
-        prompt = rollout.Conversation(seat, envs[0], chat, config.history).prompt
+        prompt = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin().prompt
         rollout.check_room(task, prompt, config.max_response_tokens, config.context)
     out.mkdir(parents=True, exist_ok=True)
     if ranks.rank == 0:
         set_aside(out, ["stages.json"] if config.resume else
                   ["stages.json", "evaluation.json", "metrics.jsonl", "episodes.jsonl"])
-    return Run(config, ranks, tasks, model, optimizer, chat, envs, out, asked_to_stop)
+    return Run(config, ranks, tasks, model, adam(model), chat, envs, out, asked_to_stop, endpoint)
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
+
+
+def style_of(config, tokenizer):
+    """The prompt style: RLVMR's tags where they are rewarded, else by what the model is."""
+    if config.prompt != "auto":
+        if config.prompt == "plain" and not rollout.is_small(tokenizer):
+            raise ValueError("--prompt=plain: the small model's style; expected think or tags")
+        return config.prompt
+    if config.algo == "rlvmr":
+        return "tags"
+    return "plain" if rollout.is_small(tokenizer) else "think"
+
+
+def make_endpoint(config):
+    """The client of the large model, if one is named; a missing package or key is an error here."""
+    if not config.endpoint:
+        return None
+    from endpoint import Endpoint
+    return Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable, config.endpoint_cache,
+                    config.endpoint_limit)
 
 
 def set_aside(folder, names):
@@ -295,10 +436,11 @@ def set_aside(folder, names):
             os.replace(folder / name, folder / f"{name}.old")
 
 
-def versions():
+def versions(env):
     import transformers
     return {"python": platform.python_version(), "torch": torch.__version__,
-            "transformers": transformers.__version__, "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+            "transformers": transformers.__version__, "machine": f"{platform.machine()}, {os.cpu_count()} cores"
+            } | engine_versions(env)
 
 
 def commit():
@@ -312,99 +454,6 @@ def commit():
         return ""
 
 
-# Stage 1: cold start
-
-def replay(chat, env, seat, commands, history):
-    """An expert's commands as an Episode, exactly as if the model had sampled them."""
-    talk = rollout.Conversation(seat, env, chat, history)
-    for command in commands:
-        talk.act(rollout.Response(chat.respond(command), [], False), len(commands), math.inf)
-    return talk.episode
-
-
-def demonstrate(run, first, n, mistake_rate):
-    """n episodes of the search expert on training tasks; per turn 1.0, or 0.0 where it was an injected mistake."""
-    config, env = run.config, run.envs[0]
-    prior = experts.learn_prior(run.tasks.train("six", FIRST_DEMONSTRATION, 400))
-    episodes, advantages = [], []
-    bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False,
-               disable=run.ranks.rank > 0)
-    for i, task in enumerate(bar):
-        seed = stream(config.seed, DEMONSTRATION, first + i)
-        shown = experts.demonstrate(env, task, prior, seed, mistake_rate, config.max_turns)
-        episode = replay(run.chat, env, rollout.Seat(task, i, 0), shown.commands, config.history)
-        last = episode.turns[-1]
-        if shown.won and len(last.prompt_ids) + len(last.response_ids) <= config.context:
-            episodes.append(episode)
-            advantages.append([0.0 if mistake else 1.0 for mistake in shown.mistakes])
-    return episodes, advantages
-
-
-def judge_questions(run):
-    """Labelled turns, as many good as bad, of demonstrations with more mistakes: else few turns would be bad."""
-    config, n = run.config, run.config.judge_demonstrations
-    if not n:
-        return []
-    episodes, _ = demonstrate(run, FIRST_DEMONSTRATION + config.demonstrations, n, mistake_rate=0.25)
-    places = judge.candidates(episodes, config.judge_labels, room=config.context - 64)
-    chosen = judge.choose(places, config.judge_labels, n // 2, stream(config.seed, COLD_QUESTIONS))
-    return judge.demonstrations(run.chat, judge.questions(run.chat, episodes, chosen))
-
-
-def cold_start(run):
-    """Imitate the search expert through `update()` itself: the policy first, then policy and judge together.
-
-    Jointly from scratch the judge learns and the policy starves, so the judge comes second.
-    """
-    config = run.config
-    episodes, advantages = demonstrate(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate)
-    policy = [s for i, (e, a) in enumerate(zip(episodes, advantages))
-              for s in update.demonstration(update.samples_of(e, a, i))]
-    done = imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy", 0)
-    policy_and_judge = policy + judge_questions(run)
-    imitate(run, policy_and_judge, len(episodes), config.judge_epochs, "cold start: policy and judge", done)
-
-
-def imitate(run, samples, n_episodes, epochs, name, done):
-    """Epochs of cross-entropy on samples; judge questions come a good and a bad one a step, while there are any.
-
-    done: steps of earlier stages, so that the log counts on. Returns the number of this stage's.
-    """
-    config, ranks = run.config, run.ranks
-    objective = update.Objective(judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
-                                 microbatch_tokens=config.microbatch_tokens)
-    steps_per_epoch = max(1, n_episodes // config.cold_start_batch)
-    total = epochs * steps_per_epoch
-    for step in (bar := tqdm(range(total), desc=name, unit="step", disable=ranks.rank > 0)):
-        epoch, place = divmod(step, steps_per_epoch)
-        if place == 0:
-            batches = shuffled_batches(samples, steps_per_epoch, generator(config.seed, ORDER, epoch))
-        mine = [s for s in batches[place] if s.episode % ranks.world == ranks.rank]
-        rate = config.cold_start_lr * (1 - step / total)
-        metrics = guarded(run, mine, objective, rate)
-        if step % 20 == 0 or step == total - 1:
-            bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
-            run.log({"phase": "cold_start", "stage": name, "step": done + step,
-                     "cold_start/loss": metrics["policy/nll_nats"], "cold_start/judge_loss": metrics["judge/nll_nats"],
-                     "cold_start/grad_norm": metrics["policy/grad_norm"]})
-        stop_if_asked(run, {"iteration": None})      # nothing to resume from
-    return total
-
-
-def shuffled_batches(samples, n, rng):
-    """Samples in n batches, whole episodes (and whole judge pairs) each, in an order drawn from rng."""
-    batches = [[] for _ in range(n)]
-    for kind in ("policy", "judge"):
-        members = {}
-        for sample in samples:
-            if sample.kind == kind:
-                members.setdefault(sample.episode, []).append(sample)
-        keys = list(members)
-        for i, k in enumerate(torch.randperm(len(keys), generator=rng).tolist()):
-            batches[i % n] += members[keys[k]]
-    return batches
-
-
 # Stage 2: reinforcement learning
 
 def seats_of(run, iteration, round=0):
@@ -414,22 +463,15 @@ def seats_of(run, iteration, round=0):
     first = ranks.rank * per_rank
     start = (iteration * 4 + round if config.dynamic_sampling == "refill" else iteration) * config.tasks
     tasks = run.tasks.train(config.train_types, start + first, per_rank)
+    instruction = run.instruction.text if run.instruction else ""
     return [rollout.Seat(task, round * config.tasks + first + i,
-                         stream(config.seed, ROLLOUT, iteration, round, first + i, member))
+                         stream(config.seed, ROLLOUT, iteration, round, first + i, member), instruction)
             for i, task in enumerate(tasks) for member in range(config.group_size)]
 
 
-def credit(episodes, config):
-    """Episodes → reward_E, advantage_E and which of them teach nothing (equal rewards in the group)."""
-    turns_E = torch.tensor([len(e.turns) for e in episodes])
-    group_E = torch.tensor([e.group for e in episodes])
-    won_E = torch.tensor([e.won for e in episodes])
-    invalid_E = torch.tensor([sum(not turn.valid for turn in e.turns) for e in episodes])
-    reward_E = algorithms.episode_reward(won_E, invalid_E, turns_E, config.success_reward, config.invalid_penalty,
-                                         config.invalid_unit)
-    advantage_E = algorithms.group_relative_advantage(
-        reward_E, group_E, turns_E if config.baseline == "turn" else None, config.normalize_std)
-    return reward_E, advantage_E, algorithms.zero_variance(reward_E, group_E)
+def estimator_of(config):
+    """The flags that `credit` needs."""
+    return credit.Estimator(**{f.name: getattr(config, f.name) for f in fields(credit.Estimator)})
 
 
 def kl_penalty(run, reference, episodes):
@@ -456,7 +498,7 @@ def objective_of(config):
         longest=config.max_turns * config.max_response_tokens,
         kl_coef=config.kl_coef if config.kl == "loss" else 0.0,
         judge_weight=config.judge_weight, judge_grad_cap=config.judge_grad_cap, temperature=config.temperature,
-        max_grad_norm=config.max_grad_norm, microbatch_tokens=config.microbatch_tokens)
+        max_grad_norm=config.max_grad_norm, microbatch_tokens=config.microbatch_tokens, value_clip=config.value_clip)
 
 
 def collect(run, iteration):
@@ -473,47 +515,111 @@ def collect(run, iteration):
     for round in range(4):
         more = run.play(seats_of(run, iteration, round), run.sampling(), f"refill {round}") if round else played
         played = played + more if round else played
-        kept += [episode for episode, equal in zip(more, credit(more, config)[2].tolist()) if not equal]
+        kept += [episode for episode, equal in zip(more, credit.rewards(more, estimator_of(config))[1].tolist()) if not equal]
         if len(kept) >= wanted:
             break
     return kept[:wanted] or played, played
 
 
 def judge_turns(run, iteration, episodes, first):
-    """GCD: turns of this iteration → labels → questions → answers. The choice is made over all ranks."""
+    """GCD: turns of this iteration → labels → questions → answers. The choice is made over all ranks.
+
+    Returns the judged turns (answered, with the generative judge) and their samples for the update.
+    """
     config, seed = run.config, stream(run.config.seed, JUDGE, iteration)
     room = config.context - config.judge_response_tokens - 64             # the question's tokens, amply
-    places = parallel.gather(judge.candidates(episodes, config.judge_labels, room, first))
+    asked = run.endpoint_labels(episodes, config.judge_turns // run.ranks.world, stream(seed, 2, run.ranks.rank))
+    places = parallel.gather(judge.candidates(episodes, config.judge_labels, room, first, asked, config.label_agreement))
     chosen = judge.choose(sum(places, []), config.judge_labels, config.judge_turns // 2, seed)
     judged = judge.questions(run.chat, episodes, chosen, first)
+    if config.judge_kind == "value":
+        return judged, judge.value_samples(run.chat, episodes, chosen, first)
     sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
     judge.judge(run.model, run.chat, judged, config.judge_group_size, sampling, seed, config.slots)
-    return judged
+    return judged, judge.samples(judged)
+
+
+def judge_metrics(run, judged, samples, episodes):
+    """What this iteration's judging came to, over all ranks."""
+    if run.config.judge_kind == "generative":
+        rows = judge.verdicts_of(judged, episodes)
+    else:
+        probabilities = update.judgements(run.model, samples, objective_of(run.config))
+        rows = judge.value_verdicts(judged, episodes, probabilities)
+    return judge.metrics(sum(parallel.gather(rows), []))
 
 
 def iteration(run, i, reference):
-    """One iteration: play, give credit, judge, update. Returns its metrics."""
+    """One iteration: play, judge, give credit, update. Returns its metrics."""
     config, clock = run.config, Clock()
+    judged, questions = [], []
     with parallel.gathered(run.model):
         episodes, played = collect(run, i)
         clock.lap("rollout")
         first = run.ranks.rank * (config.tasks // run.ranks.world) * config.group_size
-        judged = judge_turns(run, i, episodes, first) if config.gcd else []     # here, while weights are whole
+        if config.gcd:                                                    # here, while weights are whole
+            judged, questions = judge_turns(run, i, episodes, first)
+        correct(run, i, episodes, judged)
         clock.lap("judge")
-    _, advantage_E, equal_E = credit(episodes, config)
-    if config.kl == "reward":
-        advantage_E -= kl_penalty(run, reference, episodes)
-    drop = config.dynamic_sampling != "keep" and config.kl == "none"
-    taught = [(e, advantage_E[k].item(), first + k) for k, e in enumerate(episodes) if not (drop and equal_E[k])]
-    samples = [s for e, a, k in taught for s in update.samples_of(e, [a] * len(e.turns), k)]
+    metrics = judge_metrics(run, judged, questions, episodes) if config.gcd else {}
+    if run.critic:
+        samples, advantage_S, noted = with_critic(run, i, episodes, first)
+    else:
+        samples, advantage_S, noted = with_groups(run, episodes, first, reference)
     if config.judge_weight:                                  # at 0 the update never sees the judge
-        samples += judge.samples(judged)
-    metrics = train(run, i, samples, reference)
+        samples += questions
+    metrics |= noted | train(run, i, samples, reference)
     clock.lap("update")
-    store(run, i, episodes, advantage_E, judged)
-    if config.gcd:
-        metrics |= judge.metrics(sum(parallel.gather(judge.verdicts_of(judged, episodes)), []))
+    store(run, i, episodes, credit.by_episode(episodes, advantage_S), judged)
     return metrics | rollout_metrics(run, played) | clock.laps
+
+
+def with_groups(run, episodes, first, reference):
+    """Credit by comparison within groups: samples of the episodes that teach something, advantage_S, metrics."""
+    config = run.config
+    advantage_S, metrics = credit.advantages(episodes, estimator_of(config))
+    silent_E = credit.silent(episodes, advantage_S)
+    if config.kl == "reward":
+        turns_E = torch.tensor([len(e.turns) for e in episodes])
+        advantage_S = advantage_S - kl_penalty(run, reference, episodes).repeat_interleave(turns_E)
+    drop = config.dynamic_sampling != "keep" and config.kl == "none"
+    samples = [s for k, (e, own) in enumerate(zip(episodes, credit.by_episode(episodes, advantage_S)))
+               if not (drop and silent_E[k]) for s in update.samples_of(e, own, first + k)]
+    if config.nthr:
+        won = {first + k: e.won for k, e in enumerate(episodes)}
+        group = {first + k: e.group for k, e in enumerate(episodes)}
+        samples, weakened = update.nthr(run.model, samples, won, group, objective_of(config), config.nthr_beta)
+        metrics |= weakened
+    return samples, advantage_S, metrics
+
+
+def with_critic(run, i, episodes, first):
+    """PPO: samples with advantages against the critic's values, which then takes its own steps on the returns."""
+    config, objective = run.config, objective_of(run.config)
+    valued, advantage_S, metrics = credit.ppo_samples(run.critic, episodes, estimator_of(config), objective, first)
+    rate = config.critic_lr * (1 - i / config.iterations) if config.lr_decay else config.critic_lr
+    steps = []
+    for part in range(config.minibatches):
+        mine = [v for v in valued if v.sample.episode % config.minibatches == part]
+        if parallel.any_rank(bool(mine)):
+            samples, targets, old = [v.sample for v in mine], [v.target for v in mine], [v.value_old for v in mine]
+            steps.append(update.update_critic(run.critic.model, run.critic.optimizer, samples, targets, old, objective, rate))
+    metrics |= {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
+    return [v.sample for v in valued], advantage_S, metrics
+
+
+def correct(run, i, episodes, judged):
+    """Prompt-based correction: every few iterations, a new instruction from the turns that the judge found bad."""
+    config = run.config
+    if config.correction == "off" or (i + 1) % config.correction_every:
+        return
+    seed = stream(config.seed, CORRECTION, i)
+    bad = judge.found_bad(judged, episodes)
+    instruction = judge.new_instruction(run.model, run.chat, bad, i, config.correction == "irrelevant", run.endpoint,
+                                        run.sampling(max_response_tokens=config.max_response_tokens), seed, config.slots)
+    if instruction:
+        run.instruction = instruction
+        run.log({"phase": "correction"} | instruction.as_row())
 
 
 def train(run, i, samples, reference):
@@ -529,7 +635,7 @@ def train(run, i, samples, reference):
     steps = []
     for part in update.minibatches(samples, config.minibatches):
         if parallel.any_rank(bool(part)):
-            steps.append(guarded(run, part, objective, rate))
+            steps.append(run.step(part, objective, rate))
             if len(steps) == 1 and config.dtype == "float32":
                 gap = {k: v for k, v in steps[0].items() if k.startswith("policy/logprob_gap")}
                 check_gap(steps[0]["policy/logprob_gap_max_nats"], config.logprob_gap_limit)
@@ -547,18 +653,9 @@ def check_gap(gap, limit):
         raise ValueError(f"--logprob-gap-limit={limit:g}: sampler and trainer differ by {gap:.2e} nats on equal weights")
 
 
-def guarded(run, samples, objective, rate):
-    """update(), but a batch that is not finite is stored before every rank stops."""
-    try:
-        return update.update(run.model, run.optimizer, samples, objective, rate)
-    except update.NonFinite:
-        torch.save([asdict(s) for s in samples], run.out / f"nonfinite_batch_rank{run.ranks.rank}.pt")
-        raise
-
-
 def rollout_metrics(run, episodes):
     """Shares over all ranks of all that was played in an iteration."""
-    reward_E, _, equal_E = credit(episodes, run.config)
+    reward_E, equal_E = credit.rewards(episodes, estimator_of(run.config))
     own = rollout.summary(episodes) | {"reward": float(reward_E.sum()), "equal": float(equal_E.sum())}
     counts = parallel.all_sum(own)
     shares = rollout.success_rate(counts)
@@ -566,7 +663,8 @@ def rollout_metrics(run, episodes):
     return {f"rollout/{key}": shares[key] for key in keys} | {
         "rollout/reward": counts["reward"] / counts["episodes"], "rollout/episodes": counts["episodes"],
         "rollout/zero_variance_frac": counts["equal"] / counts["episodes"],
-        "rollout/response_tokens": counts["response_tokens"]}
+        "rollout/response_tokens": counts["response_tokens"], "rollout/restarts": counts["restarts"]} | (
+        {"rollout/score_100": shares["score_100"]} if "score_100" in shares else {})
 
 
 class Clock:
@@ -583,8 +681,13 @@ class Clock:
 def reinforce(run):
     """The RL stage: iterations from where the checkpoint stopped (0, or with --resume later)."""
     config, first = run.config, 0
+    if config.algo == "ppo":
+        run.critic = new_critic(run)
     if config.resume:
-        first = parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer)["iteration"]
+        critic = (run.critic.model, run.critic.optimizer) if run.critic else None
+        state = parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer, critic)
+        first, said = state["iteration"], state.get("instruction")
+        run.instruction = judge.Instruction(**said) if said else None
         if first is None:
             raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
     if first == 0:
@@ -595,9 +698,21 @@ def reinforce(run):
         metrics = iteration(run, i, reference)
         run.log({"phase": "rl", "iteration": i} | metrics)
         bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", turns=f"{metrics['rollout/turns']:.1f}")
-        stop_if_asked(run, {"iteration": i + 1})
+        run.stop_if_asked({"iteration": i + 1})
         if (i + 1) % config.checkpoint_every == 0:
             run.save({"iteration": i + 1})
+
+
+def new_critic(run):
+    """PPO's critic: the model that RL starts from with a head of zeros, so that its first values are 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights, rank = parallel.full_weights(run.model), run.ranks.rank
+        parallel.on_main(lambda: qwen.save_pretrained(run.model, folder, state=weights))
+        folder = parallel.gather(folder)[0] if rank else folder
+        model = qwen.load_pretrained(folder, torch.float32, run.ranks.device, value_head=True)
+        parallel.any_rank(True)                              # all have read it before rank 0's folder goes
+    model = parallel.shard(model, run.ranks, getattr(torch, run.config.dtype))
+    return credit.Critic(model, adam(model))
 
 
 def frozen_copy(run, first):
@@ -617,37 +732,56 @@ MODES = {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}
 
 
 def evaluation(run):
-    """Every task of each split once per mode; the headline is one sampled pass at temperature 1."""
-    started, splits = time.perf_counter(), {}
-    for name in run.config.splits:
-        tasks, splits[name] = run.tasks.split(name), {}
-        for m, (mode, temperature) in enumerate(MODES.items()):
-            seats = [rollout.Seat(task, g, stream(run.config.seed, EVALUATION, m, g)) for g, task in enumerate(tasks)]
+    """Each split once per mode; the headline is one sampled pass: temperature 1 over every game, or the protocol's."""
+    config, started, splits = run.config, time.perf_counter(), {}
+    modes = MODES if config.protocol == "full" else {"sampled": 0.4}
+    for name in config.splits:
+        tasks, splits[name] = evaluation_tasks(run, name), {}
+        for m, (mode, temperature) in enumerate(modes.items()):
+            instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
+            seats = [rollout.Seat(task, g, stream(config.seed, EVALUATION, m, g), instruction)
+                     for g, task in enumerate(tasks)]
             mine = seats[run.ranks.rank::run.ranks.world]
-            sampling = run.sampling(temperature=temperature, top_p=run.config.top_p, top_k=run.config.top_k)
+            sampling = run.sampling(temperature=temperature, top_p=config.top_p, top_k=config.top_k)
             with parallel.gathered(run.model):
-                episodes = run.play(mine, sampling, f"{name} {mode}") if mine else []
+                episodes = run.play(mine, sampling, f"{name} {mode}", PROTOCOL.get(config.protocol)) if mine else []
             splits[name][mode] = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
             if mode == "sampled":
                 store_episodes(run, episodes[:12], {"phase": "evaluation", "split": name})
-            stop_if_asked(run, None)
+            run.stop_if_asked(None)
     if run.ranks.rank == 0:
-        games = "real ALFWorld games" if run.config.games else "generated rooms"
-        write_json(run.out / "evaluation.json", {"splits": splits, "games": games, "seed": run.config.seed,
-                                                 "seconds": time.perf_counter() - started})
+        write_json(run.out / "evaluation.json", {
+            "splits": splits, "games": games_of(config), "games_hash": {s: games_hash(run.tasks.split(s)) for s in splits},
+            "protocol": config.protocol, "temperature": modes["sampled"], "seed": config.seed,
+            "instruction": instruction if splits else "", "seconds": time.perf_counter() - started})
     return splits
 
 
-def store(run, i, episodes, advantage_E, judged):
+def evaluation_tasks(run, split):
+    """Every game of a split once, or, as verl-agent and RLVMR evaluate, 128 drawn with replacement."""
+    tasks = run.tasks.split(split)
+    if run.config.protocol == "full":
+        return tasks
+    return random.Random(run.config.seed).choices(tasks, k=128)
+
+
+def games_of(config):
+    """What was played, in words: numbers on generated rooms are not ALFWorld scores."""
+    if config.env == "scienceworld":
+        return "ScienceWorld" + (f", tasks {config.task_ids}" if config.task_ids else "")
+    return f"real ALFWorld games, {config.env} engine" if config.games else "generated rooms"
+
+
+def store(run, i, episodes, advantages, judged):
     """Every few iterations, one group with what was thought of it, for the report."""
     if i % run.config.episodes_every and i != run.config.iterations - 1:
         return
     of_turn = {(one.episode, one.turn): one for one in judged}
-    kept = max({e.group for e in episodes}, key=lambda g: sum((e.group == g) * abs(float(a))
-                                                              for e, a in zip(episodes, advantage_E)))
+    kept = max({e.group for e in episodes},
+               key=lambda g: sum((e.group == g) * max(map(abs, own)) for e, own in zip(episodes, advantages)))
     keep = [k for k, e in enumerate(episodes) if e.group == kept]
     store_episodes(run, [episodes[k] for k in keep], {"phase": "rl", "iteration": i, "split": "train"},
-                   [float(advantage_E[k]) for k in keep],
+                   [advantages[k] for k in keep],
                    [{t: of_turn.get((k, t)) for t in range(len(episodes[k].turns))} for k in keep])
 
 
@@ -661,12 +795,14 @@ def store_episodes(run, episodes, head, advantages=None, judged=None):
         for t, turn in enumerate(episode.turns):
             one = judged[k][t] if judged else None
             turns.append({"observation": turn.observation, "response": turn.response, "action": turn.action,
-                          "valid": turn.valid, "label": labels[t], "advantage": advantages[k] if advantages else None,
+                          "valid": turn.valid, "label": labels[t], "tag": turn.tag,
+                          "advantage": advantages[k][t] if advantages else None,
                           "oracle": oracle[t], "verdicts": one.verdicts if one else [],
                           "judge_reward": sum(one.rewards) / len(one.rewards) if one else None})
         append(run.out / "episodes.jsonl", head | {
             "task_id": episode.task.id, "task_type": episode.task.task_type, "group": episode.group,
-            "won": episode.won, "turns": turns, "final_observation": episode.final_observation})
+            "won": episode.won, "score_100": episode.score_100, "restarts": episode.restarts, "turns": turns,
+            "final_observation": episode.final_observation})
 
 
 def write_json(path, value):
@@ -697,25 +833,18 @@ def listen():
     return asked
 
 
-def stop_if_asked(run, state):
-    """Between steps: if any rank was asked to stop, save a checkpoint (unless state is None) and stop on all."""
-    if not parallel.any_rank(bool(run.asked_to_stop)):
-        return
-    if state is not None:
-        run.save(state)
-    raise Interrupted(f"stopped; {run.out / 'checkpoint'} holds the model")
-
-
 def main(argv=None):
     config = parse(argv)
     asked_to_stop = listen()
     torch.set_num_threads(config.threads)
+    run = None
     try:
         ranks = parallel.setup(config.device)
         run = prepare(config, ranks, asked_to_stop)
-        run.log({"config": asdict(config), "versions": versions(), "commit": commit(),
+        run.log({"config": asdict(config), "versions": versions(config.env), "commit": commit(), "games": games_of(config),
+                 "parameters": sum(p.numel() for p in run.model.parameters()),
                  "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
-        stages = {"cold_start": cold_start if config.demonstrations and not config.resume else None,
+        stages = {"cold_start": cold_start.cold_start if config.demonstrations and not config.resume else None,
                   "rl": reinforce if config.iterations else None,
                   "evaluation": evaluation if config.splits else None}
         seconds = {}
@@ -738,6 +867,9 @@ def main(argv=None):
         print(f"gcd.py: error: {error}", file=sys.stderr)
         return 1
     finally:
+        if run:
+            for env in run.envs:
+                env.close()
         parallel.shutdown()
     return 0
 

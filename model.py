@@ -13,7 +13,7 @@ D head size, C hidden size, N selected positions.
 
 import copy
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -50,6 +50,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    value_head: bool = False    # ours: a second head with one output; transformers ignores it and its tensors
 
     @classmethod
     def load(cls, folder):
@@ -259,6 +260,8 @@ class Model(nn.Module):
         self.config = config
         self.model = Decoder(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.value_head:
+            self.value_head = nn.Linear(config.hidden_size, 1)
         self.tie_weights()
 
     def tie_weights(self):
@@ -266,8 +269,11 @@ class Model(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, ids_BT, cache=None, start_B=None, n_valid_B=None, context=None, select=None):
+    def forward(self, ids_BT, cache=None, start_B=None, n_valid_B=None, context=None, select=None, head="lm"):
         """Logits [B, T, V], or [N, V] at the positions that `select` = (row_N, column_N) names.
+
+        head: "lm", the logits; "value", what the value head says, fp32 [B, T] or [N]; "hidden", what both heads
+        read, [.., C]; "hidden+lm", the pair of hidden states and logits.
 
         Without a cache: each row causally from position 0; pad on the right with anything.
         With one (under no_grad): row b's first n_valid_B[b] ids (all T if None) are appended at slot
@@ -289,20 +295,31 @@ class Model(nn.Module):
             x_BTC = block(x_BTC, cos, sin, append)
         if select is not None:
             x_BTC = x_BTC[select]
-        return self.lm_head(self.model.norm(x_BTC))
+        return self.read(self.model.norm(x_BTC), head)
+
+    def read(self, hidden, head):
+        """Apply the head that `forward` was asked for to the final hidden states."""
+        if head == "value":    # in fp32: bf16 has three digits, and returns differ in the third
+            return hidden.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
+        if head == "hidden":
+            return hidden
+        assert head in ("lm", "hidden+lm"), f"no head {head!r}"
+        logits = self.lm_head(hidden)
+        return logits if head == "lm" else (hidden, logits)
 
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Fresh weights: normal with std 1 / sqrt(hidden size), biases 0, norms 1. The seed fixes them on any device.
+    """Fresh weights: normal with std 1 / sqrt(hidden size), biases and value head 0, norms 1.
 
+    The seed fixes them on any device; a value head changes no other weight.
     At Qwen2's widths that is about its own 0.02; at width 64 to 96, 0.02 is too small to learn to copy in good time.
     """
     generator, std = torch.Generator().manual_seed(seed), model.config.hidden_size ** -0.5
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(1.0)
-        elif name.endswith("bias"):
+        elif name.endswith("bias") or name.startswith("value_head"):
             parameter.zero_()
         else:
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
@@ -321,15 +338,23 @@ def save_pretrained(model, folder, state=None):
     save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_pretrained(folder, dtype=torch.float32, device="cpu"):
-    """The model in a Hugging Face folder. ValueError names the file or tensor that is not as expected."""
+def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
+    """The model in a Hugging Face folder. ValueError names the file or tensor that is not as expected.
+
+    value_head: True adds one of zeros where the folder has none; else there is one where the folder has one.
+    """
     if not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder")
+    config = ModelConfig.load(folder)
+    new_head = bool(value_head) and not config.value_head
     with torch.device("meta"):
-        model = Model(ModelConfig.load(folder))
+        model = Model(replace(config, value_head=config.value_head or new_head))
     model.to(dtype).to_empty(device=device)
     model.tie_weights()
-    copy_tensors(model.state_dict(), folder, tied=model.config.tie_word_embeddings)
+    state = model.state_dict()
+    for name in ("value_head.weight", "value_head.bias") if new_head else ():
+        state.pop(name).zero_()
+    copy_tensors(state, folder, tied=config.tie_word_embeddings)
     return model
 
 

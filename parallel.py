@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor
 MASK64 = (1 << 64) - 1
 TRAINER_FILE = "trainer.pt"
 FULL_ON_CPU = StateDictOptions(full_state_dict=True, cpu_offload=True)    # on rank 0; empty elsewhere
+FROM_FULL = StateDictOptions(full_state_dict=True, strict=False)    # each rank has it all, takes its part
 
 
 @dataclass(frozen=True)
@@ -268,11 +270,12 @@ def generator(seed, *path, device="cpu"):
 
 # Checkpoints: a Hugging Face folder with trainer.pt in it
 
-def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=None):
+def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=None, critic=None):
     """Replace the checkpoint in `folder` by the present model, optimizer and `state`; all ranks call it.
 
     state: rank 0's plain values and tensors, which `load_trainer` returns.
     save_model(model, folder, state=weights) writes the full weights, extra_files(folder) a tokenizer, say.
+    critic: a second (model, optimizer), kept whole in trainer.pt.
     All is written and synced beside the old checkpoint, then takes its name: a failure at any moment leaves
     the old one or the new. Raises OSError naming the folder, on every rank. Meanwhile rank 0 holds the full
     fp32 weights and optimizer state in CPU memory.
@@ -280,7 +283,9 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     folder = Path(folder).resolve()
     on_main(lambda: repair(folder) or refuse_other_folder(folder))
     weights = full_weights(model)
-    trainer = {"optimizer": get_optimizer_state_dict(model, optimizer, options=FULL_ON_CPU), "state": state}
+    trainer = {"optimizer": optimizer_state(model, optimizer), "state": state}
+    if critic is not None:
+        trainer["critic"] = {"weights": full_weights(critic[0]), "optimizer": optimizer_state(*critic)}
 
     def write():
         written, _ = siblings(folder)
@@ -301,11 +306,26 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     on_main(write)
 
 
-def load_trainer(folder, model, optimizer):
+def optimizer_state(model, optimizer):
+    """The whole optimizer state by parameter name, on the CPU of rank 0; an empty dict on the others.
+
+    Of an optimizer that has not stepped there is none, and there stays none: torch makes it step on zeros, and
+    its first real step would be corrected as a second one.
+    """
+    stepped = bool(optimizer.state)
+    saved = get_optimizer_state_dict(model, optimizer, options=FULL_ON_CPU)
+    if not stepped:
+        optimizer.state.clear()
+        saved.get("state", {}).clear()
+    return saved
+
+
+def load_trainer(folder, model, optimizer, critic=None):
     """Restore the optimizer from a checkpoint made at any number of ranks, and return its `state`.
 
     All ranks call it, with a model loaded from the same folder (see `find_checkpoint`) before `shard`.
-    Learning rate and the like become the saved ones.
+    Learning rate and the like become the saved ones. critic: a second (model, optimizer), whose weights are
+    restored too.
     """
     path = Path(folder) / TRAINER_FILE
     if not path.is_file():
@@ -315,11 +335,37 @@ def load_trainer(folder, model, optimizer):
         saved, state = trainer["optimizer"], trainer["state"]
     except Exception as error:    # torch names a broken file in half a dozen ways
         raise ValueError(f"{path}: not a trainer state: {type(error).__name__}: {error}") from error
-    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if missing := names - set(saved["state"]):
-        raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
-    set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(full_state_dict=True))
+    load_optimizer(path, model, optimizer, saved)
+    if critic is not None:
+        load_critic(path, *critic, trainer.get("critic"))
     return state
+
+
+def load_critic(path, model, optimizer, saved):
+    """Restore the weights and the optimizer of a second model; `path` is for messages only."""
+    if saved is None:
+        raise ValueError(f"{path}: no critic: saved by a run without one")
+    own = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    found = {name: tensor.shape for name, tensor in saved["weights"].items()}
+    if differing := sorted(name for name in own | found if own.get(name) != found.get(name)):
+        raise ValueError(f"{path}: the critic's {differing[0]} differs: saved from another model")
+    set_model_state_dict(model, saved["weights"], options=FROM_FULL)
+    load_optimizer(path, model, optimizer, saved["optimizer"])
+
+
+def load_optimizer(path, model, optimizer, saved):
+    """Restore an optimizer; `path` is for messages only.
+
+    A parameter that had no gradient yet (the value head before the first judgement) has no state, and again
+    gets none: torch would give it one with a step counted, as in `optimizer_state`.
+    """
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if missing := names - {name for group in saved["param_groups"] for name in group["params"]}:
+        raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
+    set_optimizer_state_dict(model, optimizer, saved, options=FROM_FULL)
+    for name, parameter in model.named_parameters():
+        if name not in saved["state"]:
+            optimizer.state.pop(parameter, None)
 
 
 def find_checkpoint(folder):

@@ -448,7 +448,7 @@ def cold_start_caption(runs):
     if not flags:
         return ""
     types = ", ".join(flags[0]) if isinstance(flags[0], list) else str(flags[0])
-    if types == "six":
+    if types == "all":
         return "The cold start sees all six task types, the two of L2 that RL never trains on included."
     return f"The cold start sees the task types {types}. RL never trains on those of L2."
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from algorithms import wilson
-from envs import NOTHING, Task
+from envs import NOTHING, EpisodeLost, Task
 from model import KVCache
 from parallel import stream
 
@@ -38,6 +38,7 @@ class Turn:
     valid: bool                   # the command was admissible
     anchor: str                   # the state as far as it was seen: the last observation that is not NOTHING
     truncated: bool = False       # the response had no stop token within its length
+    tag: str | None = None        # RLVMR's meta-reasoning tag; None = malformed, or a prompt without tags
 
 
 @dataclass(slots=True)
@@ -51,6 +52,8 @@ class Episode:
     truncated: bool = False       # a response was cut at its length, which ended the episode as failed
     overflowed: bool = False      # the next prompt would not have fitted the context: likewise
     final_observation: str = ""
+    score_100: float | None = None       # the game's own score at the end, where it has one
+    restarts: int = 0             # how often the engine died under it and it began again
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Seat:
     task: Task
     group: int
     stream: int
+    instruction: str = ""         # put before the first observation (prompt-based correction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,33 +101,57 @@ CHATML = Template("<|im_start|>system\n"
                   "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n",
                   "<|im_start|>user\n", "<|im_end|>\n", "<|im_start|>assistant\n", "\n")
 
-RULES = """You live in a text game that is played in a house. Each turn you give one command and the game \
-answers with what you see.
+RULES = """You play a text game. Each turn you give one command and the game answers with what you see.
 
 {observation}
 
 {ask}"""
-ASK = """Commands that are possible now:
+POSSIBLE = """Commands that are possible now:
 {admissible}
 
-First reason about the next command inside <think> </think>, then give exactly one command, word for word \
-from the list, inside <action> </action>."""
+"""
+OBJECTS = """OBJ stands for one of: {objects}
+
+"""
+ASK = {
+    "think": "First reason about the next command inside <think> </think>, then give exactly one command, word for word "
+             "from the list, inside <action> </action>.",
+    "tags": "First write one short sentence inside exactly one of these tags: <planning> a numbered plan, at the start or "
+            "when the plan changes; <explore> where else to look, when something is missing; <reflection> what went wrong "
+            "and what to do instead, after a command that failed; <monitor> how far the plan has come, otherwise. Close "
+            "the tag, then give exactly one command inside <action> </action>.",
+}
+ASK_HIDDEN = ASK | {"think": ASK["think"].replace(", word for word from the list,", "")}
+TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
 THOUGHT_ACTION = re.compile(r"\s*<think>.*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
+TAG_ACTION = re.compile(rf"\s*<({'|'.join(TAGS)})>\s*[^<>\s][^<>]*</\1>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
+SMALL_TAG_ACTION = re.compile(rf"<({'|'.join(TAGS)})>([^<>]*)", re.DOTALL)
+THOUGHT = "The next thing to do for the task is: {command}."
 
 
 class Chat:
-    """Text to tokens and back, in one of two styles.
+    """Text to tokens and back, in one of three styles.
 
-    plain: the observation in, the command out, no list of admissible commands      (the small model)
-    think: rules and admissible commands in, <think> and <action> out               (Hugging Face models)
+    plain: the observation in, the command out                                  (the small model)
+    think: rules and admissible commands in, <think> and <action> out           (Hugging Face models)
+    tags:  the same with one of RLVMR's tags for <think>; the small model gives the bare tag and the command
+
+    admissible: whether prompts list what is possible (never in the small model's own template).
     """
 
-    def __init__(self, tokenizer, style):
-        assert style in ("plain", "think"), style
-        self.tokenizer, self.style = tokenizer, style
-        self.template = SMALL if is_small(tokenizer) else CHATML
+    def __init__(self, tokenizer, style, admissible=True):
+        assert style in ("plain", "think", "tags"), style
+        self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
+        assert self.small or style != "plain", "plain is the small model's style"
+        self.template = SMALL if self.small else CHATML
         self.stop_ids = stop_ids(tokenizer)
-        self.memo = {}
+        self.bare = style == "plain" or self.small and style == "tags"     # rules and lists are wasted on a small model
+        self.admissible, self.memo = admissible and not self.bare, {}
+
+    @property
+    def writes(self):
+        """Whether the model is one that can write sentences: thoughts, critiques."""
+        return self.style != "plain" and not self.small
 
     def encode(self, text):
         """Token ids, remembered: observations repeat by the thousand."""
@@ -142,28 +170,42 @@ class Chat:
         t = self.template
         return self.encode((t.start if first else t.between) + t.user + content + t.user_end + t.assistant)
 
-    def observe(self, reply, first=False):
+    def observe(self, reply, first=False, instruction=""):
         """Ids of an environment's reply as the next user message."""
         content = reply.observation
-        if self.style == "think":
-            ask = ASK.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
+        if not self.bare:
+            ask = self.ask(reply)
             content = RULES.format(observation=content, ask=ask) if first else f"{content}\n\n{ask}"
-        return self.message(content, first)
+        return self.message(f"{instruction}\n\n{content}" if instruction else content, first)
 
-    def respond(self, command):
-        """Ids of the response that a demonstration gives: the command, in "think" after a set thought."""
-        text = command
+    def ask(self, reply):
+        """What is possible now, where that is shown, and how to answer."""
+        if not self.admissible:
+            return ASK_HIDDEN[self.style]
+        shown = POSSIBLE.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
+        if reply.objects:
+            shown += OBJECTS.format(objects=", ".join(reply.objects))
+        return shown + ASK[self.style]
+
+    def respond(self, command, tag="monitor", thought=None):
+        """Ids of the response that a demonstration gives: the command, with its thought (a set one, if None)."""
+        text, thought = command, thought or THOUGHT.format(command=command)
         if self.style == "think":
-            thought = f"The next thing to do for the task is: {command}."
             text = f"<think>{thought}</think><action>{command}</action>"
+        elif self.style == "tags":
+            text = f"<{tag}>{command}" if self.small else f"<{tag}>{thought}</{tag}><action>{command}</action>"
         return self.encode(text) + self.encode("<|im_end|>")
 
-    def parse_action(self, text):
-        """The command in a response, or None where it is malformed."""
+    def parse(self, text):
+        """(command, tag) of a response; (None, None) where it is malformed, tag None in styles without tags."""
         if self.style == "plain":
-            return text.strip() or None
-        match = THOUGHT_ACTION.fullmatch(text)
-        return (match[1].strip() or None) if match else None
+            return text.strip() or None, None
+        if self.style == "think":
+            match = THOUGHT_ACTION.fullmatch(text)
+            return (match[1].strip() or None) if match else None, None
+        match = (SMALL_TAG_ACTION if self.small else TAG_ACTION).fullmatch(text)
+        command = match[2].strip() if match else ""
+        return (command, match[1]) if command else (None, None)
 
 
 def is_small(tokenizer):
@@ -349,43 +391,84 @@ def cut(ids, logprob, stops):
 
 # How episodes are played
 
+class Local:
+    """An environment of this process, with the two verbs of one in another: send, then receive."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def send(self, verb, *arguments):
+        self.reply = getattr(self.env, verb)(*arguments)
+
+    def receive(self):
+        return self.reply
+
+
 class Conversation:
     """An episode in progress: its environment, its first message, and one piece of prompt per exchange.
 
     A prompt is the first message and the last `history` exchanges (0: all of them, so it is append-only).
+    Made, it has asked its environment for a reset; `begin` waits for the answer. Then come `say` and `hear`, or
+    `act` for both: many conversations say before one is heard, so that environments in other processes work at
+    once. `begin` and `hear` may raise EpisodeLost.
     """
 
     def __init__(self, seat, env, chat, history):
-        self.env, self.chat, self.history, self.stream = env, chat, history, seat.stream
-        self.reply = env.reset(seat.task, seed=0)
+        self.seat, self.chat, self.history, self.stream = seat, chat, history, seat.stream
+        self.env = env if hasattr(env, "send") else Local(env)
         self.episode = Episode(seat.task, seat.group)
-        self.head, self.exchanges = chat.observe(self.reply, first=True), []
+        self.env.send("reset", seat.task, 0)
+
+    def begin(self):
+        """Receive the first observation and make the first prompt; returns self."""
+        self.reply = self.env.receive()
+        self.head, self.exchanges = self.chat.observe(self.reply, True, self.seat.instruction), []
         self.anchor = self.reply.observation
         self.prompt = list(self.head)
+        return self
 
     def next_stream(self):
         return stream(self.stream, len(self.episode.turns))
 
     def act(self, response, max_turns, room, on_truncation="fail"):
-        """Record the response as a turn, play its command, make the next prompt; True at the episode's end.
+        """`say` the response and `hear` the answer; True at the episode's end."""
+        self.say(response, on_truncation)
+        return self.hear(max_turns, room)
+
+    def say(self, response, on_truncation="fail"):
+        """Record the response as a turn and send its command.
 
         A response cut at its length has no action: it ends the episode as failed (on_truncation "fail") or is
-        one invalid turn ("invalid"). room: the most tokens that a prompt may have.
+        one invalid turn ("invalid").
         """
         episode, before = self.episode, self.reply
         text = self.chat.decode(response.ids)
-        action = None if response.truncated else self.chat.parse_action(text)
+        action, tag = (None, None) if response.truncated else self.chat.parse(text)
         valid = action in before.admissible
         episode.turns.append(Turn(before.observation, self.prompt, response.ids, response.logprob, text,
-                                  action, valid, self.anchor, response.truncated))
+                                  action, valid, self.anchor, response.truncated, tag))
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
+        elif action is not None:
+            self.env.send("step", action)
+
+    def hear(self, max_turns, room):
+        """Receive the answer to what was said and make the next prompt; True at the episode's end.
+
+        room: the most tokens that a prompt may have.
+        """
+        episode = self.episode
+        turn = episode.turns[-1]
+        if episode.truncated:
             return True
-        self.reply = before._replace(observation=NOTHING) if action is None else self.env.step(action)
-        episode.won, episode.final_observation = self.reply.won, self.reply.observation
+        self.reply = self.reply._replace(observation=NOTHING) if turn.action is None else self.env.receive()
+        if turn.action is not None and self.reply.taken is not None:
+            turn.valid = self.reply.taken
+        episode.won, episode.score_100 = self.reply.won, self.reply.score_100
+        episode.final_observation = self.reply.observation
         if self.reply.observation != NOTHING:
             self.anchor = self.reply.observation
-        self.exchanges.append(response.ids + self.chat.observe(self.reply))
+        self.exchanges.append(turn.response_ids + self.chat.observe(self.reply))
         kept = self.exchanges[-self.history:] if self.history else self.exchanges[-1:]
         base = self.head if self.history else self.prompt
         self.prompt = base + [i for piece in kept for i in piece]
@@ -413,32 +496,41 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
     slots = Slots(model, min(len(envs), len(seats)), context)
     room = context - sampling.max_response_tokens
     share = len({seat.group for seat in seats}) < len(seats)
-    waiting, live, ended, first_prompt = deque(range(len(seats))), [], {}, {}
+    waiting, ended, first_prompt = deque(range(len(seats))), {}, {}
 
-    def begin(env):
-        i = waiting.popleft()
-        talk = Conversation(seats[i], env, chat, history)
+    def begin(i, talk):
+        """The talk of seat i once its environment has answered, anew where that died; checked against its group."""
+        talk = hold_on(talk, Conversation.begin)
         check_room(seats[i].task, talk.prompt, sampling.max_response_tokens, context)
         start = (seats[i].task.id, talk.prompt)
         first = first_prompt.setdefault(seats[i].group, start)
         assert first == start, f"group {seats[i].group} does not start alike: {first[0]}, {start[0]}"
         return i, talk
 
-    for env in envs[:len(slots.held)]:
-        live.append(begin(env))
+    sent = [(i, Conversation(seats[i], env, chat, history))
+            for env, i in zip(envs[:len(slots.held)], [waiting.popleft() for _ in slots.held])]
+    live = [begin(i, talk) for i, talk in sent]
     while live:
         prompts = [talk.prompt for _, talk in live]
         streams = [talk.next_stream() for _, talk in live]
         responses = generate(model, slots, prompts, streams, chat.stop_ids, sampling, share)
-        over = [row for row, (_, talk) in enumerate(live)
-                if talk.act(responses[row], max_turns, room, on_truncation)]
+        for (_, talk), response in zip(live, responses):
+            talk.say(response, on_truncation)
+        over = []
+        for row, (i, talk) in enumerate(live):
+            try:
+                if talk.hear(max_turns, room):
+                    over.append(row)
+            except EpisodeLost as loss:
+                live[row], slots.held[row] = begin(i, again(talk, loss)), []
         for row in reversed(over):
             i, talk = live[row]
             ended[i] = talk.episode
             if on_end:
                 on_end(talk.episode)
             if waiting:
-                live[row], slots.held[row] = begin(talk.env), []
+                i = waiting.popleft()
+                live[row], slots.held[row] = begin(i, Conversation(seats[i], talk.env, chat, history)), []
                 continue
             last = len(live) - 1
             if row != last:
@@ -447,6 +539,25 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
             slots.held[last] = []
             live.pop()
     return [ended[i] for i in range(len(seats))]
+
+
+def again(talk, loss, most=5):
+    """A conversation lost with its engine, begun anew; RuntimeError where that goes on and on."""
+    episode = talk.episode
+    if episode.restarts >= most:
+        raise RuntimeError(f"task {episode.task.id}: lost {episode.restarts + 1} times: {loss}") from loss
+    anew = Conversation(talk.seat, talk.env, talk.chat, talk.history)
+    anew.episode.restarts = episode.restarts + 1
+    return anew
+
+
+def hold_on(talk, verb):
+    """verb(talk), on a new conversation of the same seat wherever it is lost."""
+    while True:
+        try:
+            return verb(talk)
+        except EpisodeLost as loss:
+            talk = again(talk, loss)
 
 
 def answer(model, chat, prompts, streams, sampling, n_slots):
@@ -485,14 +596,20 @@ def summary(episodes):
         "invalid": sum(not t.valid for t in turns),
         "repeated": sum(repeated_turns(e) for e in episodes),
         "response_tokens": sum(len(t.response_ids) for t in turns),
+        "restarts": sum(e.restarts for e in episodes),
+        "scored": sum(e.score_100 is not None for e in episodes),
+        "score_100": sum(e.score_100 or 0.0 for e in episodes),
     }
 
 
 def success_rate(counts):
     """What `summary` counted, as shares: success with its 95 % Wilson interval, truncated episodes, invalid
-    and repeated turns. Also n, the number of episodes, and turns per episode."""
+    and repeated turns. Also n, the number of episodes, and turns per episode; the mean game score, where the game
+    has one; and how often an engine died under an episode."""
     low, high = wilson(counts["won"], counts["episodes"])
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
     return {"success": counts["won"] / n, "n": counts["episodes"], "low": low, "high": high,
             "turns": counts["turns"] / n, "invalid_frac": counts["invalid"] / turns,
-            "repeated_frac": counts["repeated"] / turns, "truncated_frac": counts["truncated"] / n}
+            "repeated_frac": counts["repeated"] / turns, "truncated_frac": counts["truncated"] / n,
+            "restarts": counts["restarts"]} | (
+                {"score_100": counts["score_100"] / counts["scored"]} if counts["scored"] else {})

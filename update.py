@@ -7,18 +7,31 @@ demonstration (advantage 1, no old logprob: its gradient is that of cross-entrop
     L = sum_policy / N_policy + weight * sum_judge / N_judge              GCD, arXiv:2509.23870 Eq. 3
 
 with both counts taken over all ranks, so that microbatches and ranks change nothing but the time it takes.
+Sections of their own at the end: the judge as a classifier, PPO's critic, NTHR's token weights.
 Left out: gradient accumulation over steps, and any optimizer but AdamW.
 
-Shapes: B rows of a microbatch, T positions, N sampled tokens of it, V vocabulary, S samples.
+Shapes: B rows of a microbatch, T positions, N sampled tokens of it, V vocabulary, S samples, E episodes of a
+group, d hidden size.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 import parallel
-from algorithms import clipped_policy_loss, entropy, kl_k3, token_weight
+from algorithms import (
+    clipped_policy_loss,
+    clipped_value_loss,
+    entropy,
+    explained_variance,
+    kl_k3,
+    nthr_weights,
+    prediction_error,
+    token_weight,
+)
 
 
 @dataclass(slots=True)
@@ -33,6 +46,7 @@ class Sample:
     kind: str = "policy"                  # or "judge": its own denominator and weight
     count: int = 1                        # equal draws (judge answers) are one sample that counts this often
     logprob_ref: list[float] | None = None
+    label: float | None = None            # a judged turn for the value head, 1 good, 0 bad; nothing is sampled
 
     @property
     def silent(self):
@@ -54,6 +68,7 @@ class Objective:
     temperature: float = 1.0              # the sampler's: logprobs are of the distribution drawn from
     max_grad_norm: float = 1.0
     microbatch_tokens: int = 16384        # padding included
+    value_clip: float = 0.5               # how far a value may move in the critic's loss; 0 = no limit
 
 
 class NonFinite(FloatingPointError):
@@ -105,29 +120,34 @@ def microbatches(samples, max_tokens):
     return batches
 
 
+def right_padded(samples):
+    """The samples' ids as rows of one tensor, ids_BT."""
+    width = -(-max(len(sample.ids) for sample in samples) // 16) * 16
+    return torch.tensor([sample.ids + [0] * (width - len(sample.ids)) for sample in samples])
+
+
 def collate(samples, weights, device):
     """A microbatch as tensors: ids_BT (right-padded) and, per sampled token, its place and its numbers.
 
     Masks come from what was recorded, never from token ids. Position t - 1 predicts token t.
     """
-    width = -(-max(len(sample.ids) for sample in samples) // 16) * 16
-    ids_BT = torch.tensor([sample.ids + [0] * (width - len(sample.ids)) for sample in samples])
+    ids_BT = right_padded(samples)
     place = [(row, t) for row, sample in enumerate(samples)
              for t, sampled in enumerate(sample.sampled) if sampled]
     row_N, t_N = torch.tensor(place).reshape(-1, 2).unbind(1)
     assert (t_N > 0).all(), "a sample's first token cannot be sampled: nothing predicts it"
 
-    def values(get):
+    def numbers(get):
         return torch.tensor([get(samples[row])[t] for row, t in place])
 
     def optional(name):
         known = [getattr(sample, name) is not None for sample in samples]
         assert all(known) or not any(known), f"{name} is known for some samples of a microbatch only"
-        return values(lambda sample: getattr(sample, name)).to(device) if known[0] else None
+        return numbers(lambda sample: getattr(sample, name)).to(device) if known[0] else None
 
     weight_N = torch.tensor([weights[id(samples[row])] for row, _ in place])
     return (ids_BT.to(device), (row_N.to(device), (t_N - 1).to(device)), ids_BT[row_N, t_N].to(device),
-            values(lambda sample: sample.advantage).to(device), weight_N.to(device), optional("logprob_old"),
+            numbers(lambda sample: sample.advantage).to(device), weight_N.to(device), optional("logprob_old"),
             optional("logprob_ref"))
 
 
@@ -138,23 +158,44 @@ def token_logprobs(model, ids_BT, select, target_N, temperature):
     return logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0], logits_NV
 
 
-@torch.no_grad()
 def score(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids: for a reference, or old logprobs in bf16.
 
+    Ranks may hold different numbers of samples, as in all that goes by `per_sample`.
+    """
+    def logprobs(batch):
+        ids_BT, select, target_N, *_ = collate(batch, dict.fromkeys(map(id, batch), 1.0), device_of(model))
+        logprob_N, _ = token_logprobs(model, ids_BT, select, target_N, objective.temperature)
+        return logprob_N.split([sum(sample.sampled) for sample in batch])
+
+    spoken = [sample for sample in samples if any(sample.sampled)]
+    scores = per_sample(model, spoken, objective, logprobs)
+    return [aligned(sample, scores.get(id(sample))) for sample in samples]
+
+
+@torch.no_grad()
+def per_sample(model, samples, objective, of_batch):
+    """{id(sample): result} from `of_batch`, which gives the results of a microbatch, one per sample.
+
     Ranks may hold different numbers of samples: short ones run empty forwards.
     """
-    device = next(model.parameters()).device
-    scores = {}
+    results = {}
     for batch in padded(microbatches(samples, objective.microbatch_tokens)):
-        if not batch:
-            model(torch.zeros(1, 16, dtype=torch.long, device=device), select=([0], [0]))
-            continue
-        ids_BT, select, target_N, *_ = collate(batch, dict.fromkeys(map(id, batch), 1.0), device)
-        values = iter(token_logprobs(model, ids_BT, select, target_N, objective.temperature)[0].tolist())
-        for sample in batch:
-            scores[id(sample)] = [next(values) if sampled else 0.0 for sampled in sample.sampled]
-    return [scores[id(sample)] for sample in samples]
+        if batch:
+            results.update(zip(map(id, batch), of_batch(batch), strict=True))
+        else:
+            empty_forward(model)
+    return results
+
+
+def aligned(sample, number_N):
+    """The numbers of a sample's sampled tokens as a list aligned with its ids, 0 elsewhere."""
+    numbers = iter(number_N.tolist() if any(sample.sampled) else ())
+    return [next(numbers) if sampled else 0.0 for sampled in sample.sampled]
+
+
+def device_of(model):
+    return next(model.parameters()).device
 
 
 def rescore(model, samples, objective):
@@ -180,9 +221,25 @@ def padded(batches):
     return batches + [[]] * (int(parallel.all_max(len(batches))) - len(batches))
 
 
+def empty_forward(model, head="lm"):
+    """A loss of 0 by a forward over padding, so that its backward touches what a real one touches."""
+    ids_BT = torch.zeros(1, 16, dtype=torch.long, device=device_of(model))
+    return model(ids_BT, select=([0], [0]), head=head).sum() * 0.0
+
+
+def backward(model, batches, head, loss_of):
+    """Backward through the microbatches, empty ones up to the longest rank's; returns the sum of the losses."""
+    total = 0.0
+    for batch in padded(batches):
+        loss = loss_of(batch) if batch else empty_forward(model, head)
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
 def accumulate(model, samples, objective, sums):
     """Backward through all samples of one kind: their summed gradient stays in .grad, counts go to `sums`."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     kind = samples[0].kind if samples else "policy"
     tokens_S = torch.tensor([sum(sample.sampled) * sample.count for sample in samples])
     episode_S = torch.tensor([sample.episode for sample in samples])
@@ -193,13 +250,8 @@ def accumulate(model, samples, objective, sums):
     units = max(parallel.all_sum(units), 1.0)
     weights = {id(s): float(w) * s.count / units for s, w in zip(samples, weight_S)}
     loud = [s for s in samples if not s.silent or (objective.kl_coef and kind == "policy")]
-    for batch in padded(microbatches(loud, objective.microbatch_tokens)):
-        if not batch:
-            loss = model(torch.zeros(1, 16, dtype=torch.long, device=device), select=([0], [0])).sum() * 0.0
-        else:
-            loss = batch_loss(model, batch, weights, objective, sums, device)
-        loss.backward()
-        sums["loss"] += float(loss.detach())
+    sums["loss"] += backward(model, microbatches(loud, objective.microbatch_tokens), "lm",
+                             lambda batch: batch_loss(model, batch, weights, objective, sums, device))
     sums["tokens"] += float(tokens_S.sum())
 
 
@@ -246,7 +298,9 @@ def update(model, optimizer, samples, objective, lr):
     grads = {}
     for kind, members in of_kind.items():
         if parallel.any_rank(bool(members)):
-            accumulate(model, members, objective, sums[kind])
+            labelled = parallel.any_rank(any(s.label is not None for s in members))
+            assert all((s.label is not None) == labelled for s in members), f"{kind} samples with and without a label"
+            (accumulate_labels if labelled else accumulate)(model, members, objective, sums[kind])
             grads[kind] = parallel.take_grads(model)
     norms = {kind: parallel.norm(g) for kind, g in grads.items()}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
@@ -258,13 +312,18 @@ def update(model, optimizer, samples, objective, lr):
     if parallel.any_rank(not math.isfinite(total + metrics["policy/loss"] + metrics["judge/loss"])):
         raise NonFinite(f"loss {metrics['policy/loss']}, judge loss {metrics['judge/loss']}, "
                         f"gradient norm {total}")
-    scale = min(1.0, objective.max_grad_norm / (total + 1e-6)) if objective.max_grad_norm else 1.0
-    parallel.put_grads(model, [(scale * weight[kind], g) for kind, g in grads.items()])
+    step(model, optimizer, [(weight[kind], g) for kind, g in grads.items()], total, objective.max_grad_norm, lr)
+    return metrics
+
+
+def step(model, optimizer, weighted, norm, max_norm, lr):
+    """Clip the sum of weight * gradient, which has this norm, to max_norm (0 = no limit), and step on it."""
+    scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+    parallel.put_grads(model, [(scale * weight, grads) for weight, grads in weighted])
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return metrics
 
 
 def gradient_metrics(grads, norms, weight):
@@ -286,7 +345,7 @@ def gradient_metrics(grads, norms, weight):
 
 def loss_metrics(sums):
     """Per kind, over all ranks: the loss before judge_weight, the number of tokens, and means over the tokens
-    that were run (silent samples are not, equal draws are once)."""
+    that were run (silent samples are not, equal draws are once). A labelled turn counts as one token."""
     metrics = {}
     for kind, own in sums.items():
         total = parallel.all_sum({key: value for key, value in own.items() if key != "gap_max"})
@@ -298,3 +357,158 @@ def loss_metrics(sums):
                     f"{kind}/logprob_gap_nats": total["gap"] / scored,
                     f"{kind}/logprob_gap_max_nats": parallel.all_max(own["gap_max"])}
     return metrics
+
+
+# The judge as a classifier: the value head at the last token of a judged turn, in place of a generated verdict
+
+def accumulate_labels(model, samples, objective, sums):
+    """`accumulate` for labelled samples: binary cross-entropy, mean over the judged turns of all ranks."""
+    units = max(parallel.all_sum(float(sum(sample.count for sample in samples))), 1.0)
+
+    def loss_of(batch):
+        logit_B = last_values(model, batch)
+        label_B = torch.tensor([float(sample.label) for sample in batch], device=logit_B.device)
+        count_B = torch.tensor([sample.count for sample in batch], device=logit_B.device)
+        loss_B = F.binary_cross_entropy_with_logits(logit_B, label_B, reduction="none")
+        now_B = logit_B.detach()
+        sums["nll"] += float(loss_B.detach().sum())
+        sums["entropy"] += float(F.binary_cross_entropy_with_logits(now_B, now_B.sigmoid(), reduction="sum"))
+        sums["scored"] += len(batch)
+        return (count_B * loss_B).sum() / units
+
+    sums["loss"] += backward(model, microbatches(samples, objective.microbatch_tokens), "value", loss_of)
+    sums["tokens"] += float(sum(sample.count for sample in samples))
+
+
+def judgements(model, samples, objective):
+    """The classifier's probability that each sample's turn is good."""
+    found = per_sample(model, samples, objective, lambda batch: last_values(model, batch).sigmoid().tolist())
+    return [found[id(sample)] for sample in samples]
+
+
+def last_values(model, batch):
+    """The value head's output, here a logit, at the last token of each sample of a microbatch."""
+    return values_at(model, batch, [[len(sample.ids) - 1] for sample in batch])
+
+
+def values_at(model, batch, positions):
+    """value_N in fp32 at the listed positions of each sample of a microbatch."""
+    row_N, t_N = torch.tensor([(row, t) for row, own in enumerate(positions) for t in own]).unbind(1)
+    device = device_of(model)
+    return model(right_padded(batch).to(device), select=(row_N.to(device), t_N.to(device)), head="value")
+
+
+# The critic (PPO): a second model, whose value head tells the return that is still to come
+
+def values(critic, samples, objective):
+    """V of the text before each sampled token, aligned with the samples' ids; 0 where nothing was sampled."""
+    def of_batch(batch):
+        positions = [[t - 1 for t, sampled in enumerate(sample.sampled) if sampled] for sample in batch]
+        return values_at(critic, batch, positions).split([len(own) for own in positions])
+
+    spoken = [sample for sample in samples if any(sample.sampled)]
+    found = per_sample(critic, spoken, objective, of_batch)
+    return [aligned(sample, found.get(id(sample))) for sample in samples]
+
+
+def update_critic(critic, optimizer, samples, returns, values_old, objective, lr):
+    """One optimizer step of the critic on the clipped value loss, mean over the targets of all ranks.
+
+    returns: per sample, aligned with its ids, the return that V before that token should tell; nan = no target.
+    values_old: `values` before the first step on these samples. Returns metrics, equal on every rank; raises
+    NonFinite on all, before the step.
+    """
+    targets = {id(sample): [(t, r, v) for t, (r, v) in enumerate(zip(own, old, strict=True)) if not math.isnan(r)]
+               for sample, own, old in zip(samples, returns, values_old, strict=True)}
+    for sample in samples:
+        assert all(sample.sampled[t] for t, *_ in targets[id(sample)]), "a target where nothing was sampled"
+    sums = {"targets": float(sum(map(len, targets.values()))), "clipped": 0.0, "value": 0.0}
+    units = max(parallel.all_sum(sums["targets"]), 1.0)
+
+    def loss_of(batch):
+        value_N = values_at(critic, batch, [[t - 1 for t, *_ in targets[id(sample)]] for sample in batch])
+        numbers = [(r, v) for sample in batch for _, r, v in targets[id(sample)]]
+        return_N, old_N = torch.tensor(numbers, device=value_N.device).unbind(1)
+        loss_N, clipped_N = clipped_value_loss(value_N, old_N, return_N, objective.value_clip)
+        sums["clipped"] += float(clipped_N.sum())
+        sums["value"] += float(value_N.detach().sum())
+        return loss_N.sum() / units
+
+    taught = [sample for sample in samples if targets[id(sample)]]
+    sums["loss"] = backward(critic, microbatches(taught, objective.microbatch_tokens), "value", loss_of)
+    grads, total = parallel.take_grads(critic), parallel.all_sum(sums)
+    norm = parallel.norm(grads)
+    if parallel.any_rank(not math.isfinite(total["loss"] + norm)):
+        raise NonFinite(f"critic loss {total['loss']}, gradient norm {norm}")
+    step(critic, optimizer, [(1.0, grads)], norm, objective.max_grad_norm, lr)
+    return {"critic/loss": total["loss"], "critic/clip_frac": total["clipped"] / units, "critic/grad_norm": norm,
+            "critic/value_mean": total["value"] / units}
+
+
+def value_fit(returns, values_old):
+    """How much of the returns' variance the critic's values explained, over the targets of all ranks."""
+    pairs = [(v, r) for own, old in zip(returns, values_old, strict=True)
+             for r, v in zip(own, old, strict=True) if not math.isnan(r)]
+    every = [pair for own in parallel.gather(pairs) for pair in own]
+    value_N, return_N = torch.tensor(every, dtype=torch.double).reshape(-1, 2).unbind(1)
+    return {"critic/explained_variance": explained_variance(value_N, return_N)}
+
+
+# NTHR: weaken the tokens of lost episodes that say what the won ones of their group say
+
+def nthr(model, samples, won, group, objective, beta=1.0):
+    """The samples with the advantages of lost episodes' tokens times `algorithms.nthr_weights`, and metrics.
+
+    won, group: by episode number. The response of arXiv:2505.18830 is here all that an episode sampled, its
+    label whether it won, its group the episodes of its task, whole on one rank; groups without both labels
+    stay as they are. Hidden states and probabilities are those of `model`: call it before the first step.
+    """
+    by_group = defaultdict(list)
+    for sample in samples:
+        by_group[int(group[sample.episode])].append(sample)
+    mixed = [own for own in by_group.values() if len({bool(won[sample.episode]) for sample in own}) == 2]
+    sums = {"groups": len(by_group), "mixed": len(mixed), "lost": 0, "weakened": 0}
+    weights = {}
+    for own in padded(mixed):                        # an empty group still makes its forwards
+        for sample, weight_N in zip(own, group_weights(model, own, won, objective, beta), strict=True):
+            weights[id(sample)] = aligned(sample, weight_N)
+            if not won[sample.episode]:
+                sums["lost"] += len(weight_N)
+                sums["weakened"] += int((weight_N < 1).sum())
+    total = parallel.all_sum(sums)
+    weakened = [replace(s, advantage=[a * w for a, w in zip(s.advantage, weights[id(s)])]) if id(s) in weights else s
+                for s in samples]
+    return weakened, {"nthr/mixed_frac": total["mixed"] / max(total["groups"], 1),
+                      "nthr/weakened_frac": total["weakened"] / max(total["lost"], 1)}
+
+
+def group_weights(model, samples, won, objective, beta):
+    """weight_N for each sample of one group."""
+    columns = sorted({token for sample in samples for token, sampled in zip(sample.ids, sample.sampled) if sampled})
+    read = hidden_and_error(model, samples, columns, objective)
+    if not samples:
+        return []
+    hidden_Nd, error_NV = (torch.cat(own) for own in zip(*read))
+    episodes = sorted({sample.episode for sample in samples})
+    counts = [sum(sample.sampled) for sample in samples]
+    episode_S = torch.tensor([episodes.index(sample.episode) for sample in samples])
+    episode_N = episode_S.repeat_interleave(torch.tensor(counts)).to(hidden_Nd.device)
+    won_E = torch.tensor([bool(won[episode]) for episode in episodes], device=hidden_Nd.device)
+    return nthr_weights(hidden_Nd, error_NV, episode_N, won_E, beta).split(counts)
+
+
+def hidden_and_error(model, samples, columns, objective):
+    """Per sample hidden_Nd, what lm_head read to predict each sampled token, and error_NV, `prediction_error` of
+    that token over the vocabulary `columns`; fp32."""
+    device = device_of(model)
+    column_V = torch.tensor(columns, dtype=torch.long, device=device)
+
+    def of_batch(batch):
+        ids_BT, select, target_N, *_ = collate(batch, dict.fromkeys(map(id, batch), 1.0), device)
+        hidden_Nd, logits_NV = model(ids_BT, select=select, head="hidden+lm")
+        error_NV = prediction_error(logits_NV.float() / objective.temperature, target_N, column_V)
+        counts = [sum(sample.sampled) for sample in batch]
+        return zip(hidden_Nd.float().split(counts), error_NV.split(counts))
+
+    found = per_sample(model, samples, objective, of_batch)
+    return [found[id(sample)] for sample in samples]

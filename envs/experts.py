@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from envs import NOTHING
+from envs import NOTHING, Reply
 from envs.household import Goal, problem_of, type_of
 
 APPLIANCES = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin"),
@@ -323,12 +323,19 @@ class SearchExpert:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """An expert's episode. observations[0] is the intro; observations[i + 1] answers commands[i]."""
+    """An expert's episode. replies[0] is the intro's; replies[i + 1] answers commands[i]."""
 
-    observations: list[str]
+    replies: list[Reply]
     commands: list[str]
     mistakes: list[bool]       # which commands were injected
-    won: bool
+
+    @property
+    def won(self):
+        return self.replies[-1].won
+
+    @property
+    def observations(self):
+        return [reply.observation for reply in self.replies]
 
 
 def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
@@ -336,7 +343,7 @@ def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
     rng = random.Random(f"{task.id}/{seed}")
     expert, reply = SearchExpert(prior, rng), env.reset(task, seed)
     belief = Belief(reply.observation)
-    observations, commands, mistakes = [reply.observation], [], []
+    replies, commands, mistakes = [reply], [], []
     while not reply.done and len(commands) < max_turns:
         command, erred = expert.act(belief), rng.random() < mistake_rate
         if erred:
@@ -346,8 +353,8 @@ def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
         belief.update(command, reply.observation)
         commands.append(command)
         mistakes.append(erred)
-        observations.append(reply.observation)
-    return Demonstration(observations, commands, mistakes, reply.won)
+        replies.append(reply)
+    return Demonstration(replies, commands, mistakes)
 
 
 def mistake(belief, admissible, rng):
@@ -422,13 +429,13 @@ def _brings_no_news(belief, command):
 
 def main(argv=None):
     """Print the expert's win rate on every split, with a prior from 256 training tasks."""
-    from envs import make_env
+    from envs import make_envs
     from envs.splits import Tasks
     parser = argparse.ArgumentParser("python -m envs.experts", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--games", default="", help="real ALFWorld games, folder or .jsonl.gz; empty: generated rooms")
     options = parser.parse_args(argv)
-    tasks, env, max_turns = Tasks(options.games, "six", seed=0), make_env("household"), 50 if options.games else 30
-    training = tasks.train("six", 0, 256)
+    tasks, env, max_turns = Tasks(options.games, "all", seed=0), make_envs("household", 1)[0], 50 if options.games else 30
+    training = tasks.train("all", 0, 256)
     prior = learn_prior(training)
     for split in ("train", "dev", "L0", "L1", "L2"):
         own = training if split == "train" else tasks.split(split)

@@ -211,7 +211,7 @@ def read_goal(section):
 # Games from disk
 
 def load_game(path) -> Task:
-    """The game in a game.tw-pddl file, parsed; traj_data.json beside it, if there, says its task type."""
+    """The game in a game.tw-pddl file, found to be sound; traj_data.json beside it, if there, says its task type."""
     path = Path(path)
     data = read_json(path)
     text = PddlText(str(path), task_desc_of(data, path), entry(data, "pddl_problem", path))
@@ -219,7 +219,7 @@ def load_game(path) -> Task:
     problem = text.parse()
     beside = path.with_name("traj_data.json")
     task_type = entry(read_json(beside), "task_type", beside) if beside.exists() else problem.goal.task_type
-    return Task(f"{split}/{kind}/{trial}", split, task_type, problem)
+    return Task(f"{split}/{kind}/{trial}", split, task_type, text)
 
 
 def load_games(source, split, types=None, limit=None) -> list[Task]:

@@ -351,8 +351,9 @@ def main(argv=None):
     parser.add_argument("--game", help="play this game.tw-pddl file instead of a generated room")
     parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
     options = parser.parse_args(argv)
+    sys.stdin.reconfigure(errors="surrogateescape")    # what is no text is no command, either
     try:
-        play(chosen_task(options), sys.stdin, as_json=options.json)
+        play(Household(), chosen_task(options), sys.stdin, as_json=options.json)
     except ValueError as error:
         parser.error(str(error))
 
@@ -364,9 +365,8 @@ def chosen_task(options):
     return rooms.task(options.split, options.seed)
 
 
-def play(task, commands, as_json):
+def play(env, task, commands, as_json):
     """Play the task with one command a line, until there are no more."""
-    env = Household()
     show(env.reset(task), as_json)
     for command in commands:
         show(env.step(command.rstrip("\n")), as_json)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envs import Task, make_env, rooms
+from envs import Task, make_envs, rooms
 from envs.experts import Belief, SearchExpert, demonstrate, learn_prior, oracle_labels, parse_goal
 from envs.games import PddlText
 from envs.household import Goal, Problem, Receptacle, Thing
@@ -72,7 +72,7 @@ def check_against_engine(belief, env):
 
 @pytest.mark.fast
 def test_belief_equals_the_engines_state_on_random_play():
-    env, rng, handled = make_env("household"), random.Random(0), Counter()
+    env, rng, handled = make_envs("household", 1)[0], random.Random(0), Counter()
     for task in rooms.tasks("train", rooms.ALL_TYPES)[:60]:
         reply = env.reset(task)
         belief = Belief(reply.observation)
@@ -96,7 +96,7 @@ def test_receptacles_at_one_location_are_learnt_to_be_together():
               for name, location in (("drawer 3", 1), ("drawer 2", 1), ("drawer 1", 1), ("safe 1", 2))]
     problem = Problem("put a pen in safe", tuple(places), (Thing("pen 1", "drawer 1", 1),),
                       parse_goal("put a pen in safe"))
-    env = make_env("household")
+    env = make_envs("household", 1)[0]
     belief = Belief(env.reset(Task("t", "train", problem.goal.task_type, problem)).observation)
     for command, known in (("go to drawer 3", {"drawer 3"}), ("go to drawer 2", {"drawer 3", "drawer 2"}),
                            ("open drawer 1", {"drawer 3", "drawer 2", "drawer 1"})):
@@ -148,7 +148,7 @@ def test_the_prior_is_a_count_over_training_tasks():
 @pytest.mark.fast
 @pytest.mark.parametrize("split", rooms.SPLITS)
 def test_every_generated_game_is_won_and_the_prior_saves_turns(split, prior):
-    env, tasks = make_env("household"), rooms.tasks(split)[::2]
+    env, tasks = make_envs("household", 1)[0], rooms.tasks(split)[::2]
     played = [demonstrate(env, task, prior, seed=0, mistake_rate=0.0) for task in tasks]
     blind = [demonstrate(env, task, {}, seed=0, mistake_rate=0.0) for task in tasks]
     assert all(demonstration.won for demonstration in played)
@@ -160,7 +160,7 @@ def test_every_generated_game_is_won_and_the_prior_saves_turns(split, prior):
 def test_the_expert_wins_real_games_within_50_turns():
     prior = learn_prior(real_tasks("train", 100))
     tasks = real_tasks("valid_seen", 20) + real_tasks("valid_unseen", 20)
-    env = make_env("household")
+    env = make_envs("household", 1)[0]
     played = [demonstrate(env, task, prior, seed=0, mistake_rate=0.0, max_turns=50) for task in tasks]
     assert len({task.task_type for task in tasks}) == 6
     assert len(played) == 40 and sum(demonstration.won for demonstration in played) >= 38
@@ -168,7 +168,7 @@ def test_the_expert_wins_real_games_within_50_turns():
 
 @pytest.mark.fast
 def test_demonstrations_repeat_with_their_seed_and_recover_from_their_mistakes(prior):
-    env, tasks = make_env("household"), rooms.tasks("train", rooms.ALL_TYPES)
+    env, tasks = make_envs("household", 1)[0], rooms.tasks("train", rooms.ALL_TYPES)
     played = [demonstrate(env, task, prior, seed=1) for task in tasks]
     assert played == [demonstrate(env, task, prior, seed=1) for task in tasks]
     assert played != [demonstrate(env, task, prior, seed=2) for task in tasks]
@@ -182,7 +182,7 @@ def test_demonstrations_repeat_with_their_seed_and_recover_from_their_mistakes(p
 
 @pytest.mark.fast
 def test_mistake_rate_zero_injects_none_and_the_turn_limit_holds(prior):
-    env = make_env("household")
+    env = make_envs("household", 1)[0]
     task = rooms.task("L2", 1)
     assert not any(demonstrate(env, task, prior, seed=0, mistake_rate=0.0).mistakes)
     cut = demonstrate(env, task, prior, seed=0, max_turns=2)
@@ -191,7 +191,7 @@ def test_mistake_rate_zero_injects_none_and_the_turn_limit_holds(prior):
 
 @pytest.mark.fast
 def test_the_expert_frees_its_hand_of_what_it_should_not_hold(prior):
-    env, expert = make_env("household"), SearchExpert(prior, random.Random(0))
+    env, expert = make_envs("household", 1)[0], SearchExpert(prior, random.Random(0))
     reply = env.reset(KITCHEN)
     belief = Belief(reply.observation)
     for command in ("go to countertop 1", "take cup 1 from countertop 1", "go to fridge 1"):
@@ -327,7 +327,7 @@ SCRIPTS = {
 
 def play(task, script):
     """The observations, commands and expected labels of a script."""
-    env = make_env("household")
+    env = make_envs("household", 1)[0]
     lines = [line.strip().rpartition(": ") for line in script.strip().splitlines()]
     observations = [env.reset(task).observation]
     commands = [command for command, _, _ in lines]
@@ -364,7 +364,7 @@ def test_lamps_are_used_once_and_with_the_object_in_hand():
 
 @pytest.mark.fast
 def test_no_label_changes_when_the_future_changes(prior):
-    env = make_env("household")
+    env = make_envs("household", 1)[0]
     for task in rooms.tasks("train", rooms.ALL_TYPES)[:60]:
         episode = demonstrate(env, task, prior, seed=3, mistake_rate=0.3)
         labels = oracle_labels(episode.observations, episode.commands)
@@ -376,7 +376,7 @@ def test_no_label_changes_when_the_future_changes(prior):
 
 @pytest.mark.fast
 def test_experts_turns_are_good_and_never_bad_while_careless_ones_often_are(prior):
-    env, by_source = make_env("household"), {True: Counter(), False: Counter()}
+    env, by_source = make_envs("household", 1)[0], {True: Counter(), False: Counter()}
     for task in rooms.tasks("train", rooms.ALL_TYPES):
         clean = demonstrate(env, task, prior, seed=4, mistake_rate=0.0)
         assert set(oracle_labels(clean.observations, clean.commands)) == {"good"}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from envs import Task
+from envs import Reply, Task
 from envs.games import GOALS, PddlText, load_game, load_games, problem_from_pddl
 from envs.household import Goal, Household, Problem, Receptacle, Thing, listing, problem_of
 
@@ -221,7 +221,7 @@ def test_the_texts_of_a_short_game():
         reply = env.step(command)
         assert (reply.observation, reply.won) == (observation, False)
     reply = env.step("move apple 1 to fridge 1")
-    assert reply == ("You move the apple 1 to the fridge 1.", reply.admissible, True, True)
+    assert reply == Reply("You move the apple 1 to the fridge 1.", reply.admissible, True, True)
 
 
 @pytest.mark.fast
@@ -373,17 +373,18 @@ def test_problem_of_gives_a_parsed_problem_back():
 
 def run(*flags, commands=""):
     return subprocess.run([sys.executable, "-m", "envs.household", *flags], input=commands, cwd=ROOT, text=True,
-                          capture_output=True, check=False)
+                          capture_output=True, check=False, errors="surrogateescape")
 
 
 @pytest.mark.fast
 def test_json_gives_one_line_before_the_first_command_and_one_after_each(tmp_path):
     path = write_game(tmp_path / "train/x/y")
-    commands = ["go to countertop 2", "take apple 1 from countertop 2", "fly", "inventory"]
+    commands = ["go to countertop 2", "take apple 1 from countertop 2", "fly", "\udcff", "inventory"]
     done = run("--game", str(path), "--json", commands="\n".join(commands))      # no line end after the last one
     env = Household()
     wanted = [env.reset(load_game(path)), *map(env.step, commands)]
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [reply._asdict() for reply in wanted]
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        json.loads(json.dumps(reply._asdict())) for reply in wanted]
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -1,4 +1,5 @@
-"""Proves what the judge is asked, what counts as good and bad, and what its answers are worth, by scripted episodes.
+"""Proves what the judge is asked, what counts as good and bad, what its answers are worth, and what instructions are
+made of its mistakes, by scripted episodes.
 
     python -m pytest tests/test_judge.py
 """
@@ -6,17 +7,21 @@
 import itertools
 import math
 import random
+import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import Corridor, Recorder, assert_same, make_seats
 
 import judge
+import model as qwen
+import parallel
 import rollout
 import update
-from envs import Task
+from envs import Task, rooms
 from judge import Judged, Verdicts
 from rollout import NOTHING, Episode, Response, Sampling, Turn
 
@@ -114,7 +119,7 @@ def test_an_episode_that_was_cut_can_be_labelled(chat, before):
     """The cut response's "observation" is the one before it again, which the oracle once took for an answer to ""."""
     episode = scripted(chat, [*before, (None, "")], won=False, truncated=True)
     episode.final_observation = episode.turns[-1].observation
-    for kind in judge.LABELS:
+    for kind in set(judge.LABELS) - {"endpoint"}:
         assert judge.labels_of(episode, kind)[-1] == "bad"
 
 
@@ -123,6 +128,117 @@ def test_no_oracle_label_changes_when_the_future_does(chat):
     for t in range(1, len(SCRIPT)):
         for tail in ([], [("dance", NOTHING)] * 3, SCRIPT[:2]):
             assert judge.oracle_labels(scripted(chat, SCRIPT[:t] + tail, won=False))[:t] == whole[:t]
+
+
+def test_of_games_that_are_not_alfworlds_the_oracle_knows_nothing(chat):
+    episode = scripted(chat, [("look around", "This room is called the hallway."), ("dance", NOTHING)], won=False)
+    episode.turns[0].observation = "Your task is to boil water. This room is called the kitchen."
+    assert judge.oracle_labels(episode) == [None, None]
+    assert judge.labels_of(episode, "rule+oracle") == judge.rule_labels(episode) == [None, "bad"]
+
+
+# Labels from a large model
+
+class Large:
+    """Stands where the endpoint does: gives set answers in turn and records what it was asked."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = itertools.cycle(answers or ["<judge>good</judge>"]), []
+
+    def ask(self, questions):
+        self.asked.append(questions)
+        return [next(self.answers) for _ in questions]
+
+
+@pytest.mark.parametrize("rule, large, add_good, both, endpoint_wins", [
+    ("good", "good", "good", "good", "good"),
+    ("good", "bad", "good", None, "bad"),
+    ("good", None, "good", None, "good"),
+    ("bad", "good", "bad", None, "good"),
+    ("bad", "bad", "bad", "bad", "bad"),
+    ("bad", None, "bad", None, "bad"),
+    (None, "good", "good", "good", "good"),
+    (None, "bad", None, "bad", "bad"),
+    (None, None, None, None, None)])
+def test_how_rule_and_large_model_agree(rule, large, add_good, both, endpoint_wins):
+    assert [judge.agreed(rule, large, agreement) for agreement in judge.AGREEMENTS] == [add_good, both, endpoint_wins]
+
+
+def test_labels_and_candidates_with_a_large_model(chat):
+    """The rule says bad of turns 1, 2, 5 and good of 10."""
+    asked = {0: "good", 1: "bad", 2: "good", 3: "bad", 4: None, 10: "bad"}
+    wanted = {("endpoint", "add-good"): {0: "good", 1: "bad", 2: "good", 3: "bad", 10: "bad"},
+              ("rule+endpoint", "add-good"): {0: "good", 1: "bad", 2: "bad", 5: "bad", 10: "good"},
+              ("rule+endpoint", "both"): {0: "good", 1: "bad", 3: "bad"},
+              ("rule+endpoint", "endpoint-wins"): {0: "good", 1: "bad", 2: "good", 3: "bad", 5: "bad", 10: "bad"}}
+    episodes = [scripted(chat, won=False), scripted(chat)]
+    for (kind, agreement), labels in wanted.items():
+        got = judge.labels_of(episodes[1], kind, asked, agreement)
+        assert got == [labels.get(t) for t in range(len(SCRIPT))]
+        places = judge.candidates(episodes, kind, 10_000, 40, {(1, t): label for t, label in asked.items()}, agreement)
+        assert {t: label for e, t, label in places if e == 41} == labels
+    assert judge.labels_of(episodes[1], "rule+endpoint") == judge.rule_labels(episodes[1])
+    assert judge.labels_of(episodes[1], "endpoint") == [None] * len(SCRIPT)
+
+
+@pytest.mark.parametrize("kind, agreement, n_places", [
+    ("rule+endpoint", "add-good", 7 + 8), ("rule+endpoint", "both", 22), ("rule+endpoint", "endpoint-wins", 22),
+    ("endpoint", "add-good", 22)])
+def test_which_turns_a_large_model_is_asked_about(chat, kind, agreement, n_places):
+    episodes = [scripted(chat), scripted(chat, won=False)]
+    rule = [judge.rule_labels(episode) for episode in episodes]
+    assert len(judge.endpoint_labels(episodes, Large(), 1000, 0, kind, agreement)) == n_places
+    often = Counter()
+    for seed in range(200):
+        large = Large("<judge>good</judge>", "<judge>bad</judge>", "Well.", None)
+        asked = judge.endpoint_labels(episodes, large, 6, seed, kind, agreement)
+        assert len(asked) == 6 and [len(questions) for questions in large.asked] == [6]
+        assert list(asked.values()) == ["good", "bad", None, None, "good", "bad"]
+        for (e, t), question in zip(asked, large.asked[0]):
+            assert f"> {SCRIPT[t][0]}\n\nThe game has not yet answered" in question
+        often.update(list(asked))
+    assert len(often) == n_places                # each is drawn with probability 6/n: more than 30 of 200 times
+    assert all(rule[e][t] is None for e, t in often) == (agreement == "add-good" and kind == "rule+endpoint")
+    assert judge.asked_counts(asked) == {"judge/asked": 6, "judge/asked_good": 2, "judge/asked_unreadable": 2}
+
+
+def test_a_large_model_with_nothing_to_be_asked(chat):
+    assert judge.endpoint_labels([], Large(), 6, 0) == {} == judge.endpoint_labels([scripted(chat)], Large(), 0, 0)
+
+
+def test_the_question_to_a_large_model_is_this_text(chat):
+    large = Large()
+    episode = scripted(chat, [SCRIPT[0], (None, NOTHING), SCRIPT[1]], won=False)
+    episode.turns[1].response = "Hm."
+    asked = judge.endpoint_labels([episode], large, 3, 0, "endpoint")
+    said = dict(zip([t for _, t in asked], large.asked[0]))
+    assert said[2] == (
+        'An agent plays a text game. This is what it has seen, and after each ">" the command that it gave:\n\n'
+        f"{INTRO}\n\n> go to cabinet 1\n\n{CABINET}\n\n> Hm.\n\n{NOTHING}\n\n> open cabinet 1\n\n"
+        "The game has not yet answered the last command. Given the task and all that has been seen, was that command a "
+        "good step? Think briefly, then end with <judge>good</judge> or <judge>bad</judge>.")
+
+
+def test_no_question_to_a_large_model_changes_when_the_future_does(chat):
+    def asked(episode):
+        large = Large()
+        places = judge.endpoint_labels([episode], large, 1000, 0, "endpoint")
+        return dict(zip([t for _, t in places], large.asked[0])), dict(enumerate(judge.thought_questions(episode)))
+
+    whole = asked(scripted(chat))
+    for t in range(1, len(SCRIPT)):
+        for tail in ([], [("dance", NOTHING)] * 3, SCRIPT[:2]):
+            other = asked(scripted(chat, SCRIPT[:t] + tail, won=False))
+            assert all(other[which][i] == whole[which][i] for which in (0, 1) for i in range(t))
+
+
+def test_thoughts_are_asked_for_on_what_was_seen_before(chat):
+    questions = judge.thought_questions(scripted(chat))
+    assert len(questions) == len(SCRIPT)
+    for t, (question, (command, answer, *_)) in enumerate(zip(questions, SCRIPT)):
+        assert question.index(f"> {command}\n\nWrite the thought with which the agent came to its last command") > 0
+        assert question.count("\n> ") == t + 1
+        assert answer in [line[1] for line in SCRIPT[:t]] or answer not in question
 
 
 # Prompts and verdicts
@@ -177,12 +293,16 @@ def test_verdict_rewards():
     assert [judge.verdict_reward(v, "bad") for v in ("good", "bad", None)] == [0.0, 1.0, -0.1]
 
 
-@pytest.mark.parametrize("style", ["plain", "think"])
-def test_a_demonstrated_answer_parses_to_its_label(tokenizer, style):
+@pytest.mark.parametrize("style, words", [("plain", "plain"), ("think", "think"), ("tags", "plain")])
+def test_a_demonstrated_answer_parses_to_its_label(tokenizer, style, words):
+    """A small model answers in one word, whether or not it plays with tags."""
     chat = rollout.Chat(tokenizer, style)
+    assert judge.wording(chat) == words
+    assert judge.prompt_ids(chat, scripted(chat).turns[0])[-len(chat.message(judge.QUESTION[words])):] == chat.message(
+        judge.QUESTION[words])
     for label in ("good", "bad"):
         ids = judge.answer_ids(chat, label)
-        assert ids[-1] in chat.stop_ids and judge.parse_verdict(chat.decode(ids), style) == label
+        assert ids[-1] in chat.stop_ids and judge.parse_verdict(chat.decode(ids), words) == label
 
 
 # Which turns are judged
@@ -346,6 +466,254 @@ def test_labels_of_episodes_that_the_model_played(model, chat):
     for e, t, label in places:
         assert label == "good" or episodes[e].turns[t].anchor in judge.observations(episodes[e])[t + 1:]
         assert label == "bad" or (episodes[e].won and episodes[e].turns[t].valid)
+
+
+# A value head in place of the generated verdict
+
+def test_value_samples_end_with_the_judged_response(chat):
+    episodes = [scripted(chat), scripted(chat, won=False)]
+    chosen = [(8, 10, "good"), (9, 5, "bad"), (12, 0, "good"), (8, 1, "bad")]
+    made = judge.value_samples(chat, episodes, chosen, first=8)
+    turns = [episodes[0].turns[10], episodes[1].turns[5], episodes[0].turns[1]]
+    assert [s.ids for s in made] == [turn.prompt_ids + turn.response_ids for turn in turns]
+    assert [(s.label, s.episode) for s in made] == [(1.0, 0), (0.0, 0), (0.0, 1)]
+    for s in made:
+        assert not any(s.sampled) and not any(s.advantage) and len(s.sampled) == len(s.advantage) == len(s.ids)
+        assert (s.kind, s.count, s.logprob_old) == ("judge", 1, None)
+
+
+def test_value_samples_are_in_the_order_of_the_judged_turns(chat):
+    """Else a probability would be logged as another turn's."""
+    episodes, chosen = [scripted(chat)], [(0, t, "bad") for t in (3, 0, 7, 1)]
+    judged, made = judge.questions(chat, episodes, chosen), judge.value_samples(chat, episodes, chosen)
+    assert [one.prompt_ids[:len(s.ids)] for one, s in zip(judged, made, strict=True)] == [s.ids for s in made]
+
+
+def test_a_value_heads_probabilities_are_logged_like_verdicts(chat):
+    """label, oracle, probability: good good .9, good good .4, bad good .6, bad bad .1."""
+    episode = scripted(chat)
+    judged = [Judged(i, 0, t, label, oracle, []) for i, (t, label, oracle) in enumerate(
+        [(7, "good", "good"), (4, "good", "good"), (0, "bad", "good"), (5, "bad", "bad")])]
+    rows = judge.value_verdicts(judged, [episode], [0.9, 0.4, 0.6, 0.1])
+    assert [(r.verb, r.share_good, r.verdicts) for r in rows] == [
+        ("take", 0.9, ("good",)), ("go", 0.4, ("bad",)), ("go", 0.6, ("good",)), ("go", 0.1, ("bad",))]
+    assert [one.rewards for one in judged] == [[1.0], [0.0], [0.0], [1.0]]
+    got = judge.metrics(rows)
+    assert (got["judge/accuracy_good"], got["judge/accuracy_bad"], got["judge/reward"]) == (0.5, 0.5, 0.5)
+    assert got["judge/auc"] == pytest.approx(pairs_auc([(0.9, 1), (0.4, 1), (0.6, 0), (0.1, 0)]))
+    assert got["judge/auc_oracle"] == got["judge/auc_oracle_within_verbs"] == 1.0
+    assert got["judge/unreadable_frac"] == got["judge/variance_frac"] == 0.0
+
+
+# Correction
+
+QWEN_TOKENIZER = Path("../shared/data/qwen2.5-tokenizer")
+needs_qwen = pytest.mark.skipif(not QWEN_TOKENIZER.is_dir(), reason=f"{QWEN_TOKENIZER} is not here")
+TABLE = "You arrive at table 1. On the table 1, you see nothing."
+# command, the answer to it, the kind of mistake
+MISTAKES = [
+    ("look", "You are in the middle of a room.", "other"),
+    ("go to table 1", TABLE, "undone"),                      # this view of the room comes back at turn 3
+    ("dance", NOTHING, "refused"),
+    ("look", "You are in the middle of a room.", "revisited"),
+    ("dance", NOTHING, "refused"),                           # refused comes first, repeated or not
+    ("go to table 1", TABLE, "repeated"),                    # and repeated before revisited
+    (None, NOTHING, "refused"),
+    ("open box 1", "You open the box 1.", "other"),
+]
+
+
+class Writer(rollout.Chat):
+    """A chat with a model that can write."""
+
+    writes = True
+
+
+def test_kinds_of_mistakes_on_a_script(chat):
+    episode = scripted(chat, MISTAKES, won=False)
+    assert [judge.kind_of(episode, t) for t in range(len(MISTAKES))] == [line[2] for line in MISTAKES]
+
+
+def test_the_first_refusal_is_no_return_to_the_same_state(chat):
+    """A command that the game lists, and answers with nothing: seen before."""
+    episode = scripted(chat, [("look", NOTHING), ("look", NOTHING)], won=False)
+    for turn in episode.turns:
+        turn.valid = True
+    assert [judge.kind_of(episode, t) for t in (0, 1)] == ["revisited", "repeated"]
+
+
+def test_turns_that_most_answers_call_bad_are_found(chat):
+    judged = [answered(chat, texts, index, label) for index, (texts, label) in enumerate([
+        (["bad", "bad", "good"], "good"), (["bad", "good"], "bad"), (["bad", "jump", "jump"], "bad"), (["good"], "bad"),
+        (["bad"], "bad")])]
+    episodes = [scripted(chat)]
+    assert judge.found_bad(judged, episodes) == [(0, episodes[0], 0), (4, episodes[0], 0)]
+
+
+@pytest.mark.parametrize("counts, kinds", [
+    ({"other": 9, "undone": 3, "refused": 5, "repeated": 4}, ["refused", "repeated"]),
+    ({"undone": 1}, ["undone"]), ({"revisited": 2, "repeated": 2, "undone": 2}, ["repeated", "revisited"]),
+    ({"other": 9}, []), ({}, [])])
+def test_the_most_frequent_kinds_are_named(counts, kinds):
+    assert judge.counted_instruction(counts) == " ".join(judge.KINDS[kind] for kind in kinds)
+
+
+def small_chat(folder):
+    vocabulary = qwen.save_small_tokenizer([*rooms.phrases(), *judge.instruction_phrases()], folder)
+    qwen.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, head_dim=8, max_position_embeddings=64).save(folder)
+    return rollout.Chat(qwen.load_tokenizer(folder), "plain")
+
+
+def test_sentences_are_single_tokens_of_the_small_model_and_so_is_their_control(tmp_path):
+    chat = small_chat(tmp_path)
+    for first, second in itertools.permutations(judge.KINDS, 2):
+        counted = judge.counted_instruction({first: 2, second: 2})
+        control = judge.irrelevant(counted, chat)
+        assert len(chat.encode(counted)) == len(chat.encode(control)) == 3      # two and the space between
+    assert judge.irrelevant(judge.counted_instruction({"undone": 1, "refused": 2}), chat) == (
+        "Sing only songs that are popular there. Do not say what you will have to sing.")
+    assert judge.KINDS.keys() == judge.IRRELEVANT.keys() and len(set(judge.instruction_phrases())) == 2 * len(judge.KINDS)
+
+
+@needs_qwen
+def test_the_control_adds_as_many_tokens_to_a_prompt_as_the_instruction():
+    """Counted in the whole message: a full stop and the line feeds after it are one token."""
+    chat = rollout.Chat(qwen.load_tokenizer(QWEN_TOKENIZER), "think")
+    rng = random.Random(0)
+    words = "never open the fridge twice unless its contents changed; long détours cost ~3 turns, don't!".split()
+    written = [" ".join(rng.choices(words, k=rng.randint(1, 60))) + rng.choice((".", "", "!", " ..."))
+               for _ in range(60)]
+    written += ["Stop.", "Stop", "No", "好", *judge.KINDS.values(), " ".join(judge.KINDS.values())]
+
+    def prompt_length(text):
+        return len(chat.message(f"{text}\n\nYou play a text game.", first=True))
+
+    for text in written:
+        control = judge.irrelevant(text, chat)
+        assert prompt_length(control) == prompt_length(text), (text, control)
+        assert not re.search(r"\b(fridge|twice unless|command|turns|never)\b", control)
+    assert judge.irrelevant("Read what the game answers before you go on.", chat) == (
+        "The rivers of the north freeze in winter and.")
+
+
+@needs_qwen
+def test_the_questions_fit_the_tokens_kept_for_them():
+    """gcd.py keeps 64 beside the answer's."""
+    chat = rollout.Chat(qwen.load_tokenizer(QWEN_TOKENIZER), "think")
+    assert len(chat.message(judge.CRITIQUE)) <= 64 and len(chat.message(judge.QUESTION["think"])) <= 64
+
+
+@pytest.mark.parametrize("text, plain", [
+    ("Look  first.\n\nThen go.", "Look first. Then go."), ("<think>a < b\n</think> Look.", "Look."),
+    ("<b>Look.</b><|im_end|>", "Look."), ("a <b", "a b"), ("<|im_<|x|>end|>", "|im_ end|"), ("", "")])
+def test_written_text_cannot_break_a_prompt(text, plain):
+    assert judge.plain_text(text) == plain
+
+
+def test_critiques_are_merged_by_the_large_model_or_else_by_the_actor():
+    texts, asked = ["I repeat myself.", "I open what is open."], []
+
+    def ask_actor(question):
+        asked.append(question)
+        return "Look before\nyou act."
+
+    question = ("An agent that plays text games said this of its own mistakes:\n\n- I repeat myself.\n- I open what is "
+                "open.\n\nMerge what they have in common into one coherent instruction to the agent, of at most 60 "
+                "words, that helps in other games too. Give the instruction alone.")
+    large = Large("<b>Do not</b> repeat.")
+    assert judge.merge_question(texts) == question
+    assert judge.written_instruction(texts, ask_actor, large) == "Do not repeat."
+    assert large.asked == [[question]] and asked == []
+    assert judge.written_instruction(texts, ask_actor) == "Look before you act." and asked == [question]
+    assert [judge.written_instruction(texts, ask_actor, Large(answer)) for answer in (None, "", " ... ")] == [""] * 3
+    long = judge.written_instruction(texts, ask_actor, Large("many words " * 100))
+    assert 480 < len(long) <= 500 and set(long.split()) == {"many", "words"}
+
+
+def bad_turns(chat):
+    """Turns of a script as `found_bad` gives them: refused three times, repeated once, other twice."""
+    episode = scripted(chat, MISTAKES, won=False)
+    return [(10 + t, episode, t) for t in (0, 2, 4, 5, 6, 7)]
+
+
+def test_a_small_models_instruction_counts_its_mistakes(chat):
+    made = judge.new_instruction(None, chat, bad_turns(chat), 7, False, None, Sampling(), 0, 4)
+    assert made.text == f"{judge.KINDS['refused']} {judge.KINDS['repeated']}"
+    assert (made.made_from, made.iteration, made.control) == ({"refused": 3, "other": 2, "repeated": 1}, 7, False)
+    control = judge.new_instruction(None, chat, bad_turns(chat), 7, True, None, Sampling(), 0, 4)
+    assert control == replace(made, control=True, text=f"{judge.IRRELEVANT['refused']} {judge.IRRELEVANT['repeated']}")
+    assert judge.Instruction(**asdict(made)) == made and made.as_row() == {
+        "instruction": made.text, "made_from": made.made_from, "iteration": 7, "control": False}
+    for nothing in ([], bad_turns(chat)[:1]):
+        assert judge.new_instruction(None, chat, nothing, 7, False, None, Sampling(), 0, 4) is None
+
+
+def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer, monkeypatch):
+    chat, prompts = Writer(tokenizer, "think"), []
+    bad = [(i, episode, t) for i, (_, episode, t) in enumerate(bad_turns(chat) * 4)][::-1]     # 24, 16 are criticised
+
+    def answer(model, chat, asked, streams, sampling, n_slots):
+        prompts.append(asked)
+        assert len({s for own in streams for s in own}) == len(asked) == len(streams)
+        said = [chat.encode(f"Mistake {i}." if i else "<x>") + chat.encode("<|im_end|>") for i in range(len(asked))]
+        return [[Response(ids, [0.0] * len(ids), i == 1)] for i, ids in enumerate(said)]
+
+    monkeypatch.setattr(rollout, "answer", answer)
+    large = Large("Do better.")
+    made = judge.new_instruction(None, chat, bad, 7, False, large, Sampling(), 0, 4)
+    kept = [(episode, t) for i, episode, t in bad if i < 16]
+    assert prompts == [[e.turns[t].prompt_ids + e.turns[t].response_ids + chat.message(judge.CRITIQUE)
+                        for e, t in kept]]
+    assert made.text == "Do better." and made.made_from == [f"Mistake {i}." for i in range(15, 1, -1)]
+    assert large.asked == [[judge.merge_question(made.made_from)]]
+    assert judge.new_instruction(None, chat, bad, 7, False, Large(None), Sampling(), 0, 4) is None
+    assert judge.new_instruction(None, chat, [], 7, False, large, Sampling(), 0, 4) is None
+
+
+def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer):
+    """The random model's words, but the real path: critiques, the merge asked of the actor, and a control."""
+    chat, sampling = Writer(tokenizer, "think"), Sampling(max_response_tokens=6)
+    bad = [(i, episode, t) for i, (_, episode, t) in enumerate(bad_turns(chat))]
+    runs = [judge.new_instruction(model, chat, bad, 3, False, None, sampling, seed, n_slots)
+            for seed in range(6) for n_slots in (1, 16)]
+    assert runs[::2] == runs[1::2]                            # what is said does not depend on the slots
+    assert any(runs) and len({one.text for one in runs if one}) > 1
+
+
+def test_every_ranks_mistakes_make_one_instruction(chat, monkeypatch):
+    """What the other rank would send is added to each gathering: counts are summed, critiques come in global order."""
+    def gather(value):
+        return [value, ["revisited"] * 5]
+
+    monkeypatch.setattr(parallel, "gather", gather)
+    made = judge.new_instruction(None, chat, bad_turns(chat), 0, False, None, Sampling(), 0, 4)
+    assert made.made_from == {"revisited": 5, "refused": 3, "other": 2, "repeated": 1}
+    assert made.text == f"{judge.KINDS['revisited']} {judge.KINDS['refused']}"
+
+
+# A cold start with instructions
+
+def test_random_instructions_are_empty_half_of_the_time_and_name_every_sentence():
+    rng = random.Random(0)
+    drawn = [judge.random_instruction(rng) for _ in range(4000)]
+    said = [re.findall(r"[^.]+\.", text) for text in drawn]
+    sizes = Counter(map(len, said))
+    assert abs(sizes[0] - 2000) < 4.5 * math.sqrt(1000) and abs(sizes[1] - sizes[2]) < 4.5 * math.sqrt(2000)
+    often = Counter(sentence.strip() for own in said for sentence in own)
+    assert set(often) == set(judge.instruction_phrases()) and len(often) == 8
+    assert max(often.values()) < 1.4 * min(often.values())
+    assert all(len(set(own)) == len(own) for own in said)
+    assert drawn[:50] == [judge.random_instruction(again) for again in [random.Random(0)] for _ in range(50)]
+
+
+def test_what_an_instruction_forbids(chat):
+    episode = scripted(chat, MISTAKES, won=False)
+    for kinds in itertools.chain(itertools.combinations(judge.KINDS, 1), itertools.permutations(judge.KINDS, 2)):
+        text = " ".join(judge.KINDS[kind] for kind in kinds)
+        assert judge.forbidden(text, episode) == [line[2] in kinds for line in MISTAKES]
+        assert not any(judge.forbidden(judge.irrelevant(text, chat), episode))
+    assert not any(judge.forbidden("", episode))
 
 
 # What is logged

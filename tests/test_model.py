@@ -344,6 +344,78 @@ def test_a_missing_folder_is_named(tmp_path):
         m.load_pretrained(tmp_path / "nowhere")
 
 
+# The value head
+
+
+def model_with_value_head(**changes):
+    model = make_model(value_head=True, **changes)
+    torch.nn.init.normal_(model.value_head.weight, generator=torch.Generator().manual_seed(3))
+    torch.nn.init.constant_(model.value_head.bias, 0.5)
+    return model
+
+
+def test_a_value_head_starts_at_zero_and_changes_no_other_weight():
+    plain, headed = make_model(seed=4).state_dict(), make_model(seed=4, value_head=True).state_dict()
+    assert headed.keys() - plain.keys() == {"value_head.weight", "value_head.bias"}
+    assert all(torch.equal(headed[name], tensor) for name, tensor in plain.items())
+    assert not headed["value_head.weight"].any() and not headed["value_head.bias"].any()
+
+
+def test_every_head_reads_the_same_hidden_states():
+    model, ids, select = model_with_value_head(), random_ids(3, 9), (torch.tensor([2, 0]), torch.tensor([8, 4]))
+    with torch.no_grad():
+        hidden, logits = model(ids, head="hidden"), model(ids)
+        value = hidden @ model.value_head.weight[0] + 0.5
+        torch.testing.assert_close(hidden @ model.lm_head.weight.T, logits)
+        torch.testing.assert_close(model(ids, head="value"), value)
+        assert value.shape == (3, 9) and value.std() > 0.1
+        torch.testing.assert_close(model(ids, select=select, head="value"), value[select])
+        torch.testing.assert_close(model(ids, select=select, head="hidden"), hidden[select])
+        both = model(ids, select=select, head="hidden+lm")
+    torch.testing.assert_close(both, (hidden[select], logits[select]))
+    with pytest.raises(AssertionError, match="no head 'logits'"):
+        model(ids, head="logits")
+
+
+def test_a_value_is_fp32_in_a_bf16_model():
+    """A product in bf16 would be off by up to 2^-9 of the value."""
+    model, ids = model_with_value_head().to(torch.bfloat16), random_ids(2, 9)
+    with torch.no_grad():
+        value, hidden = model(ids, head="value"), model(ids, head="hidden")
+    assert (value.dtype, hidden.dtype) == (torch.float32, torch.bfloat16)
+    torch.testing.assert_close(value, hidden.float() @ model.value_head.weight[0].float() + 0.5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_with_a_value_head_loads_here_and_in_transformers(tmp_path, tied):
+    model, ids = model_with_value_head(tie_word_embeddings=tied), random_ids(2, 11)
+    m.save_pretrained(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["value_head"] is True
+    again, reference = m.load_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config == model.config
+    with torch.no_grad():
+        assert torch.equal(again(ids, head="value"), model(ids, head="value"))
+        torch.testing.assert_close(reference(ids).logits, model(ids), atol=2e-5, rtol=0)
+    kept = m.load_pretrained(tmp_path, value_head=True)           # the folder's own, not a new one
+    assert torch.equal(kept.value_head.weight, model.value_head.weight)
+
+
+def test_a_folder_without_a_value_head_gets_one_of_zeros_if_asked(tmp_path):
+    model, ids = make_model(tie_word_embeddings=True), random_ids(2, 11)
+    m.save_pretrained(model, tmp_path)
+    assert not hasattr(m.load_pretrained(tmp_path), "value_head")
+    headed = m.load_pretrained(tmp_path, value_head=True)
+    assert headed.config.value_head and torch.equal(headed(ids), model(ids))
+    assert not headed(ids, head="value").any()
+
+
+def test_a_value_head_that_is_promised_and_not_there_is_named(tmp_path):
+    m.save_pretrained(make_model(), tmp_path)
+    small_config(value_head=True).save(tmp_path)
+    with pytest.raises(ValueError, match="missing tensor value_head.bias"):
+        m.load_pretrained(tmp_path, value_head=True)
+
+
 # The small tokenizer
 
 

@@ -10,7 +10,9 @@ import errno
 import json
 import os
 import subprocess
+import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ import torch.nn.functional as F
 
 import model as qwen
 import parallel
+import update
+from update import Objective, Sample
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = qwen.ModelConfig(vocab_size=67, hidden_size=32, intermediate_size=96, num_hidden_layers=2,
@@ -27,8 +31,8 @@ ALONE = parallel.Ranks(0, 1, torch.device("cpu"))
 JUDGE_SCALE = 0.25
 
 
-def new_model(seed=0):
-    model = qwen.Model(SHAPE)
+def new_model(seed=0, shape=SHAPE):
+    model = qwen.Model(shape)
     qwen.init_weights(model, seed)
     return model
 
@@ -124,12 +128,82 @@ def reductions_and_failure(ranks, out):
     (out / f"saw{ranks.rank}.json").write_text(json.dumps(saw))
 
 
+# With a value head: classifier, critic, NTHR. What they compute is tests/test_update.py's matter; here it is that
+# ranks agree, also where one of them holds next to nothing.
+
+HEADED = replace(SHAPE, tie_word_embeddings=False, value_head=True)    # the critic's lm_head never has a gradient
+OBJECTIVE = Objective(microbatch_tokens=40, judge_weight=0.5)
+WON = {episode: episode in (0, 2, 3) for episode in range(8)}
+GROUP = {episode: episode // 3 for episode in WON}    # two of three won, one of three, none of two
+
+
+def with_optimizer(model, ranks):
+    model = parallel.shard(model, ranks)
+    return model, new_optimizer(model)
+
+
+def random_samples(rng, episodes):
+    """A sample or two per episode, ids from a few words."""
+    samples = []
+    for episode in episodes:
+        for n in [rng.randint(6, 18) for _ in range(1 + episode % 2)]:
+            sampled = [False, False] + [rng.random() < 0.6 for _ in range(n - 3)] + [True]
+            samples.append(Sample([rng.randrange(9) for _ in range(n)], sampled,
+                                  [rng.gauss(0, 1) * s for s in sampled], None, episode))
+    return samples
+
+
+def labelled_turns(rng):
+    return [Sample([rng.randrange(9) for _ in range(n)], [False] * n, [0.0] * n, None, n, "judge", label=float(n % 2))
+            for n in range(4, 14)]
+
+
+def headed_step(actor, critic, ranks, name):
+    """One step of each. Rank 1 of two holds only the group without a winner.
+
+    Judged turns: in step 1 none, in step 2 all on rank 0, in step 3 one on rank 1.
+    """
+    rng = random.Random(name)
+    samples, turns = random_samples(rng, WON), labelled_turns(rng)
+    returns = [[rng.uniform(-1, 1) if x else float("nan") for x in sample.sampled] for sample in samples]
+    own = [i for i, s in enumerate(samples) if ranks.world == 1 or (GROUP[s.episode] == 2) == (ranks.rank == 1)]
+    samples, returns = [samples[i] for i in own], [returns[i] for i in own]
+    on_1 = {1: 0, 2: 0, 3: 1}[name] if ranks.world == 2 else 0
+    turns = [] if name == 1 else turns[:on_1] if ranks.rank == 1 else turns[on_1:]
+    values = update.values(critic[0], samples, OBJECTIVE)
+    taught, metrics = update.nthr(actor[0], samples, WON, GROUP, OBJECTIVE, beta=0.5)
+    metrics |= {"good": parallel.all_sum(sum(update.judgements(actor[0], turns, OBJECTIVE)))}
+    metrics |= update.value_fit(returns, values)
+    metrics |= update.update(*actor, taught + turns, OBJECTIVE, lr=1e-3)
+    return metrics | update.update_critic(*critic, samples, returns, values, OBJECTIVE, lr=1e-3)
+
+
+def save_headed(folder, actor, critic):
+    parallel.save_checkpoint(folder, *actor, {"step": 1}, qwen.save_pretrained, critic=critic)
+
+
+def train_with_value_heads(ranks, out):
+    """A step, a checkpoint, two more steps; these again from the checkpoint."""
+    actor, critic = (with_optimizer(new_model(seed, HEADED), ranks) for seed in (1, 2))
+    logged = [headed_step(actor, critic, ranks, name=1)]
+    save_headed(out / "headed_one", actor, critic)
+    logged += [headed_step(actor, critic, ranks, name) for name in (2, 3)]
+    save_headed(out / "headed_three", actor, critic)
+    actor = with_optimizer(qwen.load_pretrained(out / "headed_one"), ranks)
+    critic = with_optimizer(new_model(3, HEADED), ranks)    # the saved weights must win
+    assert parallel.load_trainer(out / "headed_one", *actor, critic=critic) == {"step": 1}
+    logged += [headed_step(actor, critic, ranks, name) for name in (2, 3)]
+    save_headed(out / "headed_three_resumed", actor, critic)
+    parallel.on_main(lambda: (out / "headed.json").write_text(json.dumps(logged)))
+
+
 def main(out, source):
     """What torchrun runs on each of two ranks."""
     torch.set_num_threads(1)
     ranks = parallel.setup("cpu", timeout_s=30)
     train_and_save(ranks, out)
     resume(ranks, source, out)
+    train_with_value_heads(ranks, out)
     reductions_and_failure(ranks, out)
     parallel.print0("done")
     parallel.shutdown()
@@ -140,6 +214,7 @@ def one(tmp_path_factory):
     """The folder of a run on one rank."""
     out = tmp_path_factory.mktemp("one")
     train_and_save(ALONE, out)
+    train_with_value_heads(ALONE, out)
     return out
 
 
@@ -234,6 +309,69 @@ def test_resuming_at_the_same_number_of_ranks_is_exact(one, tmp_path):
     resume(ALONE, one, tmp_path)
     assert_same_checkpoint(one / "two", tmp_path / "two_again")
     assert_same_checkpoint(one / "three", tmp_path / "three_resumed")
+
+
+def critic_of(folder):
+    """A checkpoint's critic: its weights, and the optimizer's moments by parameter name."""
+    critic = torch.load(folder / parallel.TRAINER_FILE, weights_only=True)["critic"]
+    return dict(critic["weights"]), critic["optimizer"]["state"]
+
+
+def test_two_ranks_with_value_heads_log_what_one_does(one, two):
+    """Classifier, critic, NTHR, where rank 1 has no or one judged turn and no mixed group."""
+    single, double = (json.loads((out / "headed.json").read_text()) for out in (one, two))
+    for a, b in zip(single, double, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert 0 < single[0]["nthr/weakened_frac"] < 1
+    assert [row["judge/tokens"] for row in single] == [0, 10, 10, 10, 10]
+
+
+def test_two_ranks_reach_the_critic_of_one(one, two):
+    torch.testing.assert_close(critic_of(one / "headed_three"), critic_of(two / "headed_three"), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(weights_of(one / "headed_three"), weights_of(two / "headed_three"), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("out", ["one", "two"])
+def test_resuming_with_a_critic_is_exact(out, request):
+    """To the bit; neither the value head before its first judged turn nor the critic's lm_head has moments."""
+    out = request.getfixturevalue(out)
+    logged = json.loads((out / "headed.json").read_text())
+    for straight, resumed in zip(logged[1:3], logged[3:], strict=True):
+        assert straight == pytest.approx(resumed, rel=0, abs=0, nan_ok=True)
+    done, again = out / "headed_three", out / "headed_three_resumed"
+    torch.testing.assert_close(critic_of(done), critic_of(again), rtol=0, atol=0)
+    torch.testing.assert_close(weights_of(done), weights_of(again), rtol=0, atol=0)
+    torch.testing.assert_close(trainer_of(done)[0], trainer_of(again)[0], rtol=0, atol=0)
+    assert "value_head.weight" not in trainer_of(out / "headed_one")[0]
+    assert "value_head.weight" in trainer_of(done)[0] and "lm_head.weight" not in critic_of(done)[1]
+
+
+@pytest.mark.fast
+def test_a_checkpoint_without_the_critic_asked_for_is_named(one):
+    plain, headed = (with_optimizer(new_model(0, shape), ALONE) for shape in (SHAPE, HEADED))
+    with pytest.raises(ValueError, match="trainer.pt: no critic: saved by a run without one"):
+        parallel.load_trainer(one / "two", *plain, critic=headed)
+    with pytest.raises(ValueError, match="the critic's value_head.bias differs: saved from another model"):
+        parallel.load_trainer(one / "headed_one", *headed, critic=plain)
+    assert parallel.load_trainer(one / "headed_one", *headed) == {"step": 1}    # a critic need not be asked for
+
+
+@pytest.mark.fast
+def test_saving_before_the_first_step_does_not_count_as_one(tmp_path):
+    """AdamW's second step is 0.74 of its first on the same gradient: torch's own saving used to make it that."""
+    straight, saved, loaded = (with_optimizer(new_model(), ALONE) for _ in range(3))
+    save(tmp_path / "fresh", *saved, {})
+    parallel.load_trainer(tmp_path / "fresh", *loaded)
+    for pair in (straight, saved, loaded):
+        train_step(*pair, ALONE, name=1)
+    for (name, weight), *others in zip(straight[0].named_parameters(), saved[0].parameters(), loaded[0].parameters()):
+        assert torch.equal(weight, others[0]) and torch.equal(weight, others[1]), name
+
+
+@pytest.mark.fast
+def test_an_optimizer_of_another_model_is_named(one):
+    with pytest.raises(ValueError, match="no optimizer state for lm_head.weight: saved from another model"):
+        parallel.load_trainer(one / "two", *with_optimizer(new_model(0, HEADED), ALONE))
 
 
 @pytest.mark.fast

@@ -17,7 +17,7 @@ from conftest import Corridor, make_seats
 import model as qwen
 import parallel
 import rollout
-from envs import Reply, Task
+from envs import EpisodeLost, Reply, Task
 from rollout import NOTHING, Episode, Response, Sampling, Turn
 
 pytestmark = pytest.mark.fast
@@ -347,8 +347,8 @@ def test_the_think_style_shows_rules_once_and_the_admissible_commands_always(tok
     ("think", "<think>a</think><action>look", None), ("think", "<think>a<action>look</action>", None),
     ("think", "<think>a</think><action>look</action> and more", None),
     ("think", "<think>a</think><action>look</action><action>left</action>", None)])
-def test_parse_action(tokenizer, style, text, action):
-    assert rollout.Chat(tokenizer, style).parse_action(text) == action
+def test_parse(tokenizer, style, text, action):
+    assert rollout.Chat(tokenizer, style).parse(text) == (action, None)
 
 
 @pytest.mark.parametrize("style", ["plain", "think"])
@@ -356,7 +356,51 @@ def test_a_demonstrated_response_parses_to_its_command(tokenizer, style):
     chat = rollout.Chat(tokenizer, style)
     ids = chat.respond("go to drawer 1")
     assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert chat.parse_action(chat.decode(ids)) == "go to drawer 1"
+    assert chat.parse(chat.decode(ids)) == ("go to drawer 1", None)
+
+
+TAG_CASES = [
+    ("<explore>look", "look", "explore"), ("<monitor> go left", "go left", "monitor"), ("look", None, None),
+    ("<explore>", None, None), ("<explore><monitor>look", None, None), ("<think>look", None, None)]
+LONG_TAG_CASES = [
+    ("<planning>First A.</planning><action>look</action>", "look", "planning"),
+    (" <reflection>\nB failed.\n</reflection>\n<action> go left </action> ", "go left", "reflection"),
+    ("<planning> </planning><action>look</action>", None, None), ("<planning>a</planning>look", None, None),
+    ("<planning>a</explore><action>look</action>", None, None), ("<action>look</action>", None, None),
+    ("<planning>a</planning><explore>b</explore><action>look</action>", None, None),
+    ("<planning>a</planning><action>look</action><action>left</action>", None, None)]
+
+
+@pytest.mark.parametrize("text, command, tag", TAG_CASES)
+def test_the_small_models_tag_comes_before_its_command(tokenizer, text, command, tag):
+    assert rollout.Chat(tokenizer, "tags").parse(text) == (command, tag)
+
+
+@pytest.mark.parametrize("text, command, tag", LONG_TAG_CASES)
+def test_exactly_one_filled_tag_comes_before_exactly_one_action(tokenizer, text, command, tag):
+    chat = rollout.Chat(tokenizer, "tags")
+    chat.small = False                           # the form that Hugging Face models are asked for
+    assert chat.parse(text) == (command, tag)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("tag", rollout.TAGS)
+def test_a_demonstrated_tag_parses_to_itself(tokenizer, small, tag):
+    chat = rollout.Chat(tokenizer, "tags")
+    chat.small = small
+    assert chat.parse(chat.decode(chat.respond("go to drawer 1", tag))) == ("go to drawer 1", tag)
+
+
+def test_what_is_possible_is_shown_with_its_objects_or_hidden(tokenizer):
+    reply = Reply("A room.", ["look", "open OBJ"], False, False, ("door", "jar"))
+    shown, hidden = (tokenizer.decode(rollout.Chat(tokenizer, "think", admissible).observe(reply)) for admissible in (True, False))
+    assert "look\nopen OBJ" in shown and "OBJ stands for one of: door, jar" in shown
+    assert "OBJ" not in hidden and "from the list" not in hidden and "<action>" in hidden
+
+
+def test_an_instruction_stands_before_the_first_observation(tokenizer, chat):
+    reply = Reply("A room.", [], False, False)
+    assert tokenizer.decode(chat.observe(reply, True, "Look around.")) == "<|user|>Look around.\n\nA room.<|assistant|>"
 
 
 def test_decode_drops_the_stop_token_only(tokenizer, chat):
@@ -369,7 +413,7 @@ def test_decode_drops_the_stop_token_only(tokenizer, chat):
 # What a turn records
 
 def talk_to_corridor(chat, problem=(2, 4)):
-    return rollout.Conversation(rollout.Seat(Task("c", "train", "walk", problem), 0, 1), Corridor(), chat, 0)
+    return rollout.Conversation(rollout.Seat(Task("c", "train", "walk", problem), 0, 1), Corridor(), chat, 0).begin()
 
 
 def say(chat, text, stop="<|im_end|>"):
@@ -399,14 +443,14 @@ def test_a_cut_response_ends_the_episode_as_failed(chat):
     assert talk.act(say(chat, "right", stop=""), 9, 400, "fail")
     episode = talk.episode
     assert episode.truncated and not episode.won and episode.turns[0].action is None
-    assert talk.env.place == 3                   # though its text was the winning command
+    assert talk.env.env.place == 3                   # though its text was the winning command
     assert episode.final_observation == episode.turns[0].observation
 
 
 def test_a_cut_response_may_be_an_invalid_turn_instead(chat):
     talk = talk_to_corridor(chat, (3, 4))
     assert not talk.act(say(chat, "right", stop=""), 9, 400, "invalid")
-    assert talk.env.place == 3 and talk.reply.observation == NOTHING and not talk.episode.truncated
+    assert talk.env.env.place == 3 and talk.reply.observation == NOTHING and not talk.episode.truncated
     assert talk.act(say(chat, "right"), 9, 400, "invalid") and talk.episode.won
 
 
@@ -414,6 +458,40 @@ def test_the_turn_limit_ends_an_episode(chat):
     talk = talk_to_corridor(chat)
     assert [talk.act(say(chat, "look"), 3, 400) for _ in range(3)] == [False, False, True]
     assert not talk.episode.won and not talk.episode.overflowed
+
+
+class Fragile(Corridor):
+    """Its engine dies at the calls whose numbers are in `deaths`; `calls` counts over all of them."""
+
+    calls, deaths = 0, ()
+
+    def send(self, verb, *arguments):
+        self.asked = verb, arguments
+
+    def receive(self):
+        type(self).calls += 1
+        if type(self).calls in self.deaths:
+            raise EpisodeLost("the engine died")
+        verb, arguments = self.asked
+        return getattr(Corridor, verb)(self, *arguments)
+
+
+@pytest.mark.parametrize("deaths", [(1,), (5,), (7, 8, 9), (12,)])
+def test_a_lost_episode_begins_again_and_comes_out_the_same(model, chat, deaths):
+    """Resets and turns are lost alike; the games here are deterministic, and so is each episode's stream."""
+    def played(envs):
+        return rollout.play(model, chat, envs, make_seats(2, 2), Sampling(max_response_tokens=4), 6, 400)
+    Fragile.calls, Fragile.deaths = 0, deaths
+    lost, whole = played([Fragile() for _ in range(2)]), played([Corridor() for _ in range(2)])
+    assert sum(e.restarts for e in lost) == len(deaths) == rollout.summary(lost)["restarts"]
+    for a, b in zip(lost, whole):
+        assert [t.response_ids for t in a.turns] == [t.response_ids for t in b.turns] and a.won == b.won
+
+
+def test_an_engine_that_keeps_dying_is_an_error(model, chat):
+    Fragile.calls, Fragile.deaths = 0, range(3, 99)
+    with pytest.raises(RuntimeError, match="corridor/0: lost"):
+        rollout.play(model, chat, [Fragile()], make_seats(1, 1), Sampling(max_response_tokens=4), 6, 400)
 
 
 @pytest.mark.parametrize("spare", [0, -1, 7])
@@ -470,7 +548,7 @@ def test_summary_and_success_rate_by_hand():
                 Episode(task, 1, [turn("x", "left")], overflowed=True), Episode(task, 1, [turn("x", "left")])]
     counts = rollout.summary(episodes)
     assert counts == {"episodes": 4, "won": 1, "truncated": 2, "turns": 9, "invalid": 2, "repeated": 3,
-                      "response_tokens": 5 * 2 + 5 + 1 + 2 * 2}
+                      "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "scored": 0, "score_100": 0.0}
     shares = rollout.success_rate(counts)
     assert (shares["success"], shares["n"], shares["turns"], shares["truncated_frac"]) == (0.25, 4, 2.25, 0.5)
     assert (shares["invalid_frac"], shares["repeated_frac"]) == (2 / 9, 3 / 9)

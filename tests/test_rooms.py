@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from envs import make_env, rooms
+from envs import make_envs, rooms
 from envs.experts import demonstrate, learn_prior
 
 pytestmark = pytest.mark.fast
@@ -128,7 +128,7 @@ def test_phrases_cut_whole_episodes_without_a_rest(numbered):
     found = rooms.phrases(numbered)
     assert len(set(found)) == len(found)
     cut = re.compile("|".join(re.escape(phrase) for phrase in sorted(found, key=len, reverse=True)))
-    env, prior = make_env("household"), learn_prior(rooms.tasks("train"))
+    env, prior = make_envs("household", 1)[0], learn_prior(rooms.tasks("train"))
     for task in rooms.tasks("train", rooms.ALL_TYPES)[:60]:
         episode = demonstrate(env, task, prior, seed=0)
         for text in [*episode.observations, *episode.commands]:

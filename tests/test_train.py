@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import cold_start
 import gcd
 import model as qwen
 import parallel
@@ -212,7 +213,7 @@ def test_a_crashed_run_goes_on_from_its_last_checkpoint(start, tmp_path, monkeyp
 def test_half_a_cold_start_is_not_taken_for_a_whole_one(tmp_path, monkeypatch, capsys):
     flags = ["--demonstrations", 8, "--judge-epochs", 0]
     with monkeypatch.context() as patch:
-        patch.setattr(gcd, "imitate", interrupting(gcd.imitate, "cold start: policy"))
+        patch.setattr(cold_start, "imitate", interrupting(cold_start.imitate, "cold start: policy"))
         assert train(tmp_path, *flags) == 130
     assert train(tmp_path, *flags, "--resume") == 1
     assert_one_error(capsys, "--resume: ")
@@ -471,7 +472,7 @@ def test_ctrl_c_saves_and_leaves(start, tmp_path):
         run.wait()
     assert "Traceback" not in (tmp_path / "stderr").read_text()
     state = torch.load(tmp_path / "checkpoint" / "trainer.pt", weights_only=True)["state"]
-    assert state == {"iteration": len(rows(tmp_path))}
+    assert state == {"iteration": len(rows(tmp_path)), "instruction": None}
     assert not same(weights(tmp_path), load_file(start / "model.safetensors"))
 
 

@@ -2,7 +2,8 @@
 
     python -m pytest tests/test_update.py
 
-The oracle is `plain_loss`: one sample at a time, a Python loop per token, autograd; no microbatch, no padding.
+The oracles (`plain_loss`, `plain_value_loss`, `nthr_by_loops`, ...) take one sample at a time, a Python loop per
+token, autograd; no microbatch, no padding.
 """
 
 import copy
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Corridor, Recorder, assert_same, flat, make_seats
 
+import model as qwen
 import rollout
 import update
 from envs import Task
@@ -354,6 +356,307 @@ def test_a_first_token_that_was_sampled_is_refused(model):
 def test_old_logprobs_of_some_samples_only_are_refused(model, samples):
     with pytest.raises(AssertionError, match="logprob_old is known for some"):
         update.update(model, Recorder(model), samples[:1] + update.demonstration(samples[1:]), PLAIN, lr=0.0)
+
+
+# The judge as a classifier
+
+@pytest.fixture
+def headed(model):
+    """The tiny model with a value head that says something."""
+    with_head = qwen.Model(replace(model.config, value_head=True))
+    with_head.load_state_dict(model.state_dict(), strict=False)
+    torch.nn.init.normal_(with_head.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        with_head.value_head.weight[:, 0] = 0.0                   # always on: see conftest
+        with_head.value_head.bias.fill_(0.2)
+    return with_head
+
+
+@pytest.fixture
+def turns():
+    """Seven judged turns: four good, three bad, the first of them counting twice."""
+    rng = random.Random(3)
+    ids = [[rng.randrange(256) for _ in range(rng.randint(3, 40))] for _ in range(7)]
+    return [Sample(own, [False] * len(own), [0.0] * len(own), None, i, "judge", count=2 if i == 0 else 1,
+                   label=float(i % 2 == 0)) for i, own in enumerate(ids)]
+
+
+def plain_cross_entropy(model, turns):
+    """Mean over the turns of -log of the label's probability, one turn at a time."""
+    total = 0.0
+    for turn in turns:
+        hidden = model(torch.tensor([turn.ids]), head="hidden")[0, -1]
+        good = torch.sigmoid(hidden @ model.value_head.weight[0] + model.value_head.bias[0])
+        total = total - turn.count * torch.log(good if turn.label else 1 - good)
+    return total / sum(turn.count for turn in turns)
+
+
+def gradient_of(model, loss):
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return flat(torch.zeros_like(p) if g is None else g for g, p in zip(grads, model.parameters()))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 100, 16384])
+def test_labels_train_the_value_head_by_cross_entropy(headed, turns, max_tokens):
+    objective = replace(PLAIN, judge_weight=0.5, microbatch_tokens=max_tokens)
+    got, metrics = gradient(headed, turns, objective)
+    loss = plain_cross_entropy(headed, turns)
+    assert_same(got, 0.5 * gradient_of(headed, loss))
+    assert metrics["judge/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["judge/tokens"] == 8 and metrics["policy/tokens"] == 0
+    good = torch.tensor(update.judgements(headed, turns, PLAIN), dtype=torch.double)
+    label = torch.tensor([turn.label for turn in turns], dtype=torch.double)
+    assert metrics["judge/nll_nats"] == pytest.approx(F.binary_cross_entropy(good, label).item(), rel=1e-5)
+    entropy = -(good * good.log() + (1 - good) * (1 - good).log()).mean()
+    assert metrics["judge/entropy_nats"] == pytest.approx(entropy.item(), rel=1e-5)
+
+
+def test_judgements_are_probabilities_at_the_last_token(headed, turns):
+    judged = update.judgements(headed, turns, replace(PLAIN, microbatch_tokens=100))
+    for turn, good in zip(turns, judged, strict=True):
+        with torch.no_grad():
+            value = headed(torch.tensor([turn.ids]), head="value")[0, -1].item()
+        assert good == pytest.approx(1 / (1 + math.exp(-value)), abs=1e-6)
+    assert max(judged) - min(judged) > 0.05
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.1])
+def test_policy_and_classifier_add_up_by_the_same_formula(headed, samples, turns, cap):
+    policy = gradient_of(headed, plain_loss(headed, samples))
+    judge = gradient_of(headed, plain_cross_entropy(headed, turns))
+    weight = 2.0 * min(1.0, cap * policy.norm() / (2.0 * judge.norm()) if cap else 1.0)
+    got, metrics = gradient(headed, samples + turns, replace(PLAIN, judge_weight=2.0, judge_grad_cap=cap))
+    assert_same(got, policy + weight * judge)
+    assert metrics["judge/grad_ratio"] == pytest.approx((judge.norm() / policy.norm()).item(), rel=1e-4)
+    assert metrics["judge/weight"] == pytest.approx(float(weight), rel=1e-4)
+    assert cap == 0 or weight < 2
+
+
+def test_a_value_head_that_nobody_asks_leaves_the_policys_gradient_bit_for_bit(model, headed, samples):
+    got, metrics = gradient(headed, samples)
+    want, same = gradient(model, samples)
+    assert torch.equal(got[:len(want)], want) and not got[len(want):].any() and metrics == same
+
+
+def test_labelled_turns_are_not_scored(model, samples, turns):
+    """gcd.py scores all samples at once, for a reference."""
+    scores = update.score(model, samples[:2] + turns + samples[2:], PLAIN)
+    assert scores[:2] + scores[9:] == update.score(model, samples, PLAIN)
+    assert not any(sum(scores[2:9], []))
+
+
+def test_answers_and_labels_do_not_mix(headed, turns, judgements):
+    with pytest.raises(AssertionError, match="with and without a label"):
+        update.update(headed, Recorder(headed), turns + judgements, PLAIN, lr=0.0)
+
+
+def test_a_label_that_is_not_finite_stops_the_step(headed, turns):
+    turns[2].label = math.nan
+    with pytest.raises(update.NonFinite, match="judge loss nan"):
+        update.update(headed, Recorder(headed), turns, PLAIN, lr=1.0)
+
+
+# The critic
+
+def first_of_turns(sample, rng):
+    """A return at the first token of each sampled span, nan elsewhere."""
+    before = [False] + sample.sampled[:-1]
+    return [rng.uniform(-1, 1) if now and not last else math.nan for now, last in zip(sample.sampled, before)]
+
+
+@pytest.fixture
+def critic_batch(headed, samples):
+    """Samples, returns (the last sample has none) and old values up to 0.4 off the critic's own."""
+    rng = random.Random(7)
+    returns = [first_of_turns(sample, rng) for sample in samples[:-1]] + [[math.nan] * len(samples[-1].ids)]
+    values = update.values(headed, samples, PLAIN)
+    old = [[(v + rng.uniform(-0.4, 0.4)) * s for v, s in zip(own, sample.sampled)]
+           for own, sample in zip(values, samples)]
+    return samples, returns, old
+
+
+def plain_value_loss(critic, samples, returns, values_old, clip):
+    """One target at a time; also the share of targets whose value moved too far to learn."""
+    losses, clipped, seen = [], 0, []
+    for sample, own, old in zip(samples, returns, values_old):
+        value = critic(torch.tensor([sample.ids]), head="value")[0]
+        for t, target in enumerate(own):
+            if not math.isnan(target):
+                v = value[t - 1]
+                near = old[t] + torch.clamp(v - old[t], -clip, clip) if clip else v
+                losses.append(0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2))
+                clipped += bool((near - target) ** 2 > (v - target) ** 2)
+                seen.append(v.item())
+    return sum(losses) / len(losses), clipped / len(losses), sum(seen) / len(seen)
+
+
+def critic_gradient(critic, batch, objective):
+    recorder = Recorder(critic)
+    metrics = update.update_critic(critic, recorder, *batch, objective, lr=0.5)
+    assert recorder.param_groups == [{"lr": 0.5}]
+    return recorder.gradient, metrics
+
+
+def test_values_are_read_where_the_sampled_token_is_predicted(headed, samples):
+    found = update.values(headed, samples, replace(PLAIN, microbatch_tokens=100))
+    for sample, values in zip(samples, found, strict=True):
+        with torch.no_grad():
+            value = headed(torch.tensor([sample.ids]), head="value")[0].tolist()
+        want = [value[t - 1] if sampled else 0.0 for t, sampled in enumerate(sample.sampled)]
+        assert values == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("max_tokens", [1, 100, 16384])
+def test_the_critics_gradient_is_that_of_the_value_loss_written_out(headed, critic_batch, clip, max_tokens):
+    loss, clip_frac, mean = plain_value_loss(headed, *critic_batch, clip)
+    got, metrics = critic_gradient(headed, critic_batch, replace(PLAIN, value_clip=clip, microbatch_tokens=max_tokens))
+    want = gradient_of(headed, loss)
+    assert_same(got, want)
+    assert metrics == pytest.approx({"critic/loss": loss.item(), "critic/clip_frac": clip_frac,
+                                     "critic/grad_norm": want.norm().item(), "critic/value_mean": mean}, rel=1e-4)
+    assert (clip == 0.1) == (clip_frac > 0.1)
+
+
+def test_a_target_at_every_sampled_token_is_learned(headed, samples):
+    """verl-agent's form; ten steps of AdamW bring the values to the returns; lm_head stays."""
+    returns = [[0.7 if sampled else math.nan for sampled in sample.sampled] for sample in samples]
+    head = headed.lm_head.weight.detach().clone()
+    optimizer, old = torch.optim.AdamW(headed.parameters(), weight_decay=0.0), update.values(headed, samples, PLAIN)
+    losses = [update.update_critic(headed, optimizer, samples, returns, old, replace(PLAIN, value_clip=0.0), 1e-2)
+              ["critic/loss"] for _ in range(10)]
+    assert losses[-1] < 0.2 * losses[0]
+    assert torch.equal(headed.lm_head.weight, head)
+
+
+def test_the_critics_gradient_is_clipped_to_its_norm(headed, critic_batch):
+    free, metrics = critic_gradient(headed, critic_batch, PLAIN)
+    limit = metrics["critic/grad_norm"] / 4
+    got, same = critic_gradient(headed, critic_batch, replace(PLAIN, max_grad_norm=limit))
+    assert_same(4 * got, free)
+    assert same == metrics
+
+
+def test_the_critics_inputs_are_not_changed(headed, critic_batch):
+    before = repr(critic_batch)                  # nan is not equal to itself
+    critic_gradient(headed, critic_batch, PLAIN)
+    assert repr(critic_batch) == before
+
+
+def test_a_return_that_is_not_finite_stops_the_critic(headed, critic_batch):
+    samples, returns, old = critic_batch
+    returns[2][samples[2].sampled.index(True)] = math.inf
+    before = flat(headed.parameters())
+    with pytest.raises(update.NonFinite, match="critic loss inf"):
+        update.update_critic(headed, torch.optim.AdamW(headed.parameters()), *critic_batch, PLAIN, lr=1.0)
+    assert torch.equal(flat(headed.parameters()), before)
+
+
+def test_a_target_where_nothing_was_sampled_is_refused(headed, critic_batch):
+    critic_batch[1][0][0] = 1.0
+    with pytest.raises(AssertionError, match="nothing was sampled"):
+        critic_gradient(headed, critic_batch, PLAIN)
+
+
+def test_the_explained_variance_is_over_targets_only(critic_batch):
+    _, returns, old = critic_batch
+    pairs = [(r, v) for own, values in zip(returns, old) for r, v in zip(own, values) if not math.isnan(r)]
+    mean = sum(r for r, _ in pairs) / len(pairs)
+    mean_error = sum(r - v for r, v in pairs) / len(pairs)
+    unexplained = sum((r - v - mean_error) ** 2 for r, v in pairs) / sum((r - mean) ** 2 for r, _ in pairs)
+    assert update.value_fit(returns, old) == pytest.approx({"critic/explained_variance": 1 - unexplained})
+
+
+# NTHR
+
+def token_terms(model, sample, columns, temperature):
+    """(hidden state, prediction error over `columns`) of each sampled token, from a whole forward."""
+    with torch.no_grad():
+        hidden, logits = model(torch.tensor([sample.ids]), head="hidden")[0], model(torch.tensor([sample.ids]))[0]
+    terms = []
+    for t in (t for t, sampled in enumerate(sample.sampled) if sampled):
+        probability = (logits[t - 1] / temperature).softmax(-1)
+        error = [(column == sample.ids[t]) - probability[column].item() for column in columns]
+        terms.append((hidden[t - 1].double(), torch.tensor(error, dtype=torch.double)))
+    return terms
+
+
+def nthr_by_loops(model, samples, won, group, beta, temperature):
+    """The advantages, pair of tokens by pair of tokens, as methods of arXiv:2505.18830 are written."""
+    advantages = [list(sample.advantage) for sample in samples]
+    for g in set(group.values()):
+        own = [i for i, sample in enumerate(samples) if group[sample.episode] == g]
+        episodes = {samples[i].episode for i in own}
+        good = {episode for episode in episodes if won[episode]}
+        if not 0 < len(good) < len(episodes):
+            continue
+        columns = sorted({id for i in own for id, sampled in zip(samples[i].ids, samples[i].sampled) if sampled})
+        terms = {i: token_terms(model, samples[i], columns, temperature) for i in own}
+        praised = [term for i in own if samples[i].episode in good for term in terms[i]]
+        score = {i: [sum(float(e @ e2) * float(h @ h2) for h2, e2 in praised) for h, e in terms[i]] for i in own}
+        means = []
+        for episode in good:
+            tokens = [s for i in own if samples[i].episode == episode for s in score[i]]
+            means.append(sum(tokens) / len(tokens))
+        eta = 2 * abs(0.5 - len(good) / len(episodes))
+        for i in (i for i in own if samples[i].episode not in good):
+            places = [t for t, sampled in enumerate(samples[i].sampled) if sampled]
+            for t, s in zip(places, score[i], strict=True):
+                if s > beta * min(means):
+                    advantages[i][t] *= eta
+    return advantages
+
+
+@pytest.fixture
+def groups():
+    """Nine samples of seven episodes in three groups: one won in three, one in two, and none in two."""
+    rng = random.Random(11)
+    samples = [make_sample(rng, episode, n=rng.randint(6, 14)) for episode in (10, 10, 11, 11, 12, 20, 21, 30, 31)]
+    for sample in samples:
+        sample.ids = [1 + id % 9 for id in sample.ids]           # few tokens: they resemble each other
+    won = {10: True, 11: False, 12: False, 20: False, 21: True, 30: False, 31: False}
+    return samples, won, {episode: episode // 10 for episode in won}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_hidden_states_and_errors_are_those_of_whole_forwards(model, groups, temperature):
+    samples, columns = groups[0], list(range(272))
+    objective = replace(PLAIN, temperature=temperature, microbatch_tokens=40)
+    read = update.hidden_and_error(model, samples, columns, objective)
+    for sample, (hidden, error) in zip(samples, read, strict=True):
+        want = token_terms(model, sample, columns, temperature)
+        torch.testing.assert_close(hidden.double(), torch.stack([h for h, _ in want]), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(error.double(), torch.stack([e for _, e in want]), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("beta, temperature", [(1.0, 1.0), (0.3, 0.7), (0.6, 1.0)])
+@pytest.mark.parametrize("max_tokens", [1, 16384])
+def test_nthr_is_the_double_loop_over_tokens(model, groups, beta, temperature, max_tokens):
+    samples, won, group = groups
+    objective = replace(PLAIN, temperature=temperature, microbatch_tokens=max_tokens)
+    got, metrics = update.nthr(model, samples, won, group, objective, beta)
+    want = nthr_by_loops(model, samples, won, group, beta, temperature)
+    for sample, advantage in zip(got, want, strict=True):
+        assert sample.advantage == pytest.approx(advantage, rel=1e-5)
+    lost = [i for i, s in enumerate(samples) if not won[s.episode] and group[s.episode] != 3]
+    changed = sum(a != b for i in lost for a, b in zip(want[i], samples[i].advantage))
+    assert metrics == pytest.approx({"nthr/mixed_frac": 2 / 3,
+                                     "nthr/weakened_frac": changed / sum(sum(samples[i].sampled) for i in lost)})
+    assert 0 < metrics["nthr/weakened_frac"] < 1
+
+
+def test_nthr_returns_new_samples(model, groups):
+    before = copy.deepcopy(groups[0])
+    got, _ = update.nthr(model, *groups, PLAIN)
+    assert groups[0] == before
+    assert [replace(new, advantage=old.advantage) for new, old in zip(got, before)] == before
+    assert got[-2:] == before[-2:] and got != before              # the group that never won is left alone
+
+
+def test_without_a_mixed_group_nthr_runs_nothing(groups):
+    samples, won, group = groups
+    got, metrics = update.nthr(None, samples, dict.fromkeys(won, True), group, PLAIN)
+    assert got == samples and metrics == {"nthr/mixed_frac": 0, "nthr/weakened_frac": 0}
 
 
 # Episodes to samples

