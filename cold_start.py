@@ -15,6 +15,7 @@ import random
 import torch
 from tqdm import tqdm
 
+import correction
 import judge
 import rollout
 import update
@@ -70,11 +71,11 @@ def demonstrate(run, first, n, mistake_rate):
         shown = expert.show(expert.env, task, expert.prior, seed, mistake_rate, config.max_turns)
         if not shown.won:
             continue
-        instruction = judge.random_instruction(random.Random(seed)) if config.instructions else ""
+        instruction = correction.random_instruction(random.Random(seed)) if config.instructions else ""
         episode = replay(run.chat, rollout.Seat(task, i, 0, instruction), shown, config.history)
         if config.thoughts == "endpoint":
             written = run.endpoint.ask(judge.thought_questions(episode))
-            thoughts = [judge.plain_text(text or "") for text in written]      # a tag in one would end the response
+            thoughts = [correction.plain_text(text or "") for text in written]      # a tag in one would end the response
             episode = replay(run.chat, rollout.Seat(task, i, 0, instruction), shown, config.history, thoughts)
         if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) <= config.context:
             episodes.append(episode)
@@ -89,7 +90,7 @@ def imitated(episode, mistakes, instruction):
     """
     if instruction is None:
         return [0.0 if mistake else 1.0 for mistake in mistakes]
-    named = judge.forbidden(instruction, episode)
+    named = correction.forbidden(instruction, episode)
     return [0.0 if mistake and wrong else 1.0 for mistake, wrong in zip(mistakes, named)]
 
 

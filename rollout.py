@@ -466,7 +466,7 @@ class Conversation:
             turn.valid = self.reply.taken
         episode.won, episode.score_100 = self.reply.won, self.reply.score_100
         episode.final_observation = self.reply.observation
-        if self.reply.observation != NOTHING:
+        if self.reply.observation != NOTHING and self.reply.taken is not False:
             self.anchor = self.reply.observation
         self.exchanges.append(turn.response_ids + self.chat.observe(self.reply))
         kept = self.exchanges[-self.history:] if self.history else self.exchanges[-1:]

@@ -26,6 +26,8 @@ fi
 if [ "${1:-}" = test ]; then
     install requirements.txt
     install requirements-test.txt
+    install requirements-endpoint.txt
+    install requirements-scienceworld.txt
     install requirements-alfworld.txt ||
         echo "alfworld could not be installed (it needs g++ and make): the tests that play it will be skipped"
     exec .venv/bin/python -m pytest "${@:2}"

@@ -1,4 +1,4 @@
-"""Turns a second of the household game on real games, and of the stock ALFWorld engine where it is installed.
+"""Turns a second of the household game on real games, of the stock ALFWorld engine and of our pool of it, if installed.
 
 Every turn is a random admissible command, with the next admissible commands computed. Prints one JSON line.
 
@@ -14,6 +14,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from envs import alfworld
 from envs.games import load_games
 from envs.household import Household
 
@@ -34,10 +35,11 @@ def main():
     parse_ms = 1000 * (time.perf_counter() - started_s) / len(tasks)
     household = turns_per_s(household_players(tasks), options.turns)
     stock = turns_per_s(stock_players(tasks), options.stock_turns) if installed("alfworld") else None
+    pool = alfworld_pool(tasks) if installed("alfworld") else {}
     print(json.dumps({
         "bench": "envs", "split": options.split, "games": len(tasks), "parse_ms": round(parse_ms, 2),
         "household_turns_per_s": round(household), "stock_turns_per_s": stock and round(stock, 1),
-        "ratio": stock and round(household / stock), "python": platform.python_version(),
+        "ratio": stock and round(household / stock), **pool, "python": platform.python_version(),
         "alfworld": installed("alfworld"), "textworld": installed("textworld")}))
 
 
@@ -75,6 +77,41 @@ def stock_players(tasks):
                   "pddl_problem": task.problem.pddl})
         sys.argv[:] = arguments
         yield env.reset()["admissible_commands"], lambda command: env.step(command)[0]["admissible_commands"]
+
+
+def alfworld_pool(tasks, n=128, group=8, turns=20, workers=2):
+    """n live games in groups on envs/alfworld.py: seconds to start them, turns a second, memory of the workers.
+
+    Every turn is a random admissible command for each game, all sent before one is waited for. Games are started
+    twice: the first start has the workers' own in it, the second does not.
+    """
+    envs, rng, start_s = alfworld.make(n, workers), random.Random(0), []
+    for games in (tasks[:n // group], tasks[n // group:2 * n // group]):
+        started_s = time.perf_counter()
+        replies = ask(envs, "reset", [games[i // group] for i in range(n)])
+        start_s.append(round(time.perf_counter() - started_s, 1))
+    started_s = time.perf_counter()
+    for _ in range(turns):
+        replies = ask(envs, "step", [rng.choice(reply.admissible) for reply in replies])
+    spent_s = time.perf_counter() - started_s
+    pss_mb = sum(pss_of(worker.process.pid) for worker in envs[0].pool.workers)
+    for env in envs:
+        env.close()
+    return {"alfworld_live": n, "alfworld_workers": workers, "alfworld_start_s": start_s,
+            "alfworld_turns_per_s": round(n * turns / spent_s), "alfworld_pss_mb": round(pss_mb)}
+
+
+def ask(envs, verb, arguments):
+    """The replies of all environments, none of which waits for another."""
+    for env, argument in zip(envs, arguments):
+        env.send(verb, argument)
+    return [env.receive() for env in envs]
+
+
+def pss_of(pid):
+    """A process's proportional set size in MB: shared pages are shared out."""
+    with open(f"/proc/{pid}/smaps_rollup") as lines:
+        return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def installed(package):

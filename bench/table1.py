@@ -39,7 +39,7 @@ RUNS, RESULTS = ROOT / "runs" / "table1", ROOT / "results"
 GCD = (sys.executable, "gcd.py")
 PAPER = {"household": "ALFWorld", "alfworld": "ALFWorld", "scienceworld": "ScienceWorld"}     # the paper's column
 NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold_starts", "rows", "differences"}
-OPTIONAL = {"env", "model", "games", "runs", "paper_of_cold_starts"}
+OPTIONAL = {"env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start"}
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)   # two-sided, by degrees of freedom from 1
 PLACES = ("out", "model", "resume", "evaluate")               # settings that say where, not what
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
@@ -117,12 +117,18 @@ def runs_of(config):
 
 
 def cells_of(config):
-    """Every cell: a row's seeds together, rows as listed, each cold start just before the first row that needs it."""
+    """Every cell: a row's seeds together, rows as listed, each cold start just before the first row that needs it.
+
+    With "one_cold_start" a benchmark's training runs begin from the same one (it sees all task types anyway).
+    """
     order = dict.fromkeys(name for row, own in config["rows"].items() for name in (own["start"], row) if name)
     cells, cold = [], {}
     for name in dict.fromkeys([*order, *config["cold_starts"]]):        # cold starts that no row needs: last
         for seed in config["seeds"]:
             for k, run in enumerate(runs_of(config)):
+                if k and name in config["cold_starts"] and config.get("one_cold_start"):
+                    cold[name, seed, k] = cold[name, seed, 0]
+                    continue
                 cell = make_cell(config, name, seed, run, k, cold)
                 cells.append(cell)
                 if name in config["cold_starts"]:
@@ -138,9 +144,10 @@ def make_cell(config, name, seed, run, k, cold):
     start = cold[row["start"], seed, k] if row["start"] else None
     games = ["--games", config["games"]] if config.get("games") else []
     world = ["--env", config.get("env", config["benchmark"]), *games, "--train-types", run["train_types"]]
-    flags = [*world, "--evaluate", ",".join(run["splits"]), *config["common"], *run.get("flags", ()), *row["flags"]]
+    splits = config["splits"] if is_cold and config.get("one_cold_start") else run["splits"]
+    flags = [*world, "--evaluate", ",".join(splits), *config["common"], *run.get("flags", ()), *row["flags"]]
     return Cell(benchmark=config["benchmark"], row=name, seed=seed, suffix=f"-{run['train_types']}" if k else "",
-                splits=tuple(run["splits"]), flags=tuple(flags), model=config.get("model", ""), start=start,
+                splits=tuple(splits), flags=tuple(flags), model=config.get("model", ""), start=start,
                 cold=is_cold)
 
 

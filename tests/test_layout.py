@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYER = {"gcd": 5, "cold_start": 4, "judge": 3, "credit": 3, "update": 2, "rollout": 1,
+LAYER = {"gcd": 6, "cold_start": 5, "config": 4, "correction": 4, "judge": 3, "credit": 3, "update": 2, "rollout": 1,
          "algorithms": 0, "model": 0, "parallel": 0, "endpoint": 0, "envs": 0}
 LEAVES = ("report", "bench", "studies")
 TOP = sorted(ROOT.glob("*.py"))

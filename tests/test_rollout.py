@@ -393,7 +393,8 @@ def test_a_demonstrated_tag_parses_to_itself(tokenizer, small, tag):
 
 def test_what_is_possible_is_shown_with_its_objects_or_hidden(tokenizer):
     reply = Reply("A room.", ["look", "open OBJ"], False, False, ("door", "jar"))
-    shown, hidden = (tokenizer.decode(rollout.Chat(tokenizer, "think", admissible).observe(reply)) for admissible in (True, False))
+    chats = [rollout.Chat(tokenizer, "think", admissible) for admissible in (True, False)]
+    shown, hidden = (tokenizer.decode(chat.observe(reply)) for chat in chats)
     assert "look\nopen OBJ" in shown and "OBJ stands for one of: door, jar" in shown
     assert "OBJ" not in hidden and "from the list" not in hidden and "<action>" in hidden
 

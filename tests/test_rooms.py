@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from envs import make_envs, rooms
 from envs.experts import demonstrate, learn_prior
+from envs.splits import games_hash
 
 pytestmark = pytest.mark.fast
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def layout_of(problem):
@@ -133,3 +136,12 @@ def test_phrases_cut_whole_episodes_without_a_rest(numbered):
         episode = demonstrate(env, task, prior, seed=0)
         for text in [*episode.observations, *episode.commands]:
             assert text.startswith("Available commands") or cut.sub("", text) == "", text
+
+
+def test_the_hash_of_games_is_the_same_in_every_process_and_knows_their_order():
+    """It once hashed the repr of sets, whose order differs from process to process."""
+    code = "from envs import rooms, splits; print(splits.games_hash(rooms.tasks('L0')[:5]))"
+    said = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, cwd=ROOT, text=True,
+                           capture_output=True, check=True).stdout.strip() for seed in "12"}
+    first = rooms.tasks("L0")[:5]
+    assert said == {games_hash(first)} and games_hash(first[::-1]) not in said and games_hash(first[:4]) not in said

@@ -237,6 +237,16 @@ def test_a_benchmark_of_two_runs_has_two_cells_a_row_each_with_its_cold_start(be
     assert bench.result()["rows"]["grpo"]["L2"]["seeds"] == {"1": 0.25}     # the stand-in's grpo-part is not its grpo
 
 
+def test_two_runs_may_begin_from_one_cold_start(bench):
+    runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
+    bench.write(CONFIG | {"runs": runs, "one_cold_start": True})
+    assert bench.main("--rows", "grpo", "--seeds", "1") == 0
+    assert bench.calls() == [("cold", 1), ("grpo", 1), ("grpo-part", 1)]
+    first, *rest = (bench.argv(i) for i in range(3))
+    assert first[first.index("--evaluate") + 1] == "L0,L2"
+    assert all(own[own.index("--model") + 1].endswith("seed1/cold/checkpoint") for own in rest)
+
+
 @pytest.mark.parametrize("change, said", [
     ({"benchmark": "chess"}, "'chess'"), ({"extra": 1}, "extra"), ({"seeds": list(range(12))}, "12 seeds"),
     ({"differences": [["grpo", "gone"]]}, "gone"), ({"rows": {"a": {"start": None}}}, "row a"),

