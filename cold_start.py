@@ -11,20 +11,24 @@ Read `cold_start`, then `demonstrate` and `imitate`.
 
 import math
 import random
+from collections import Counter
 
 import torch
 from tqdm import tqdm
 
 import correction
 import judge
+import parallel
 import rollout
 import update
-from envs import experts, make_envs
+from envs import EpisodeLost, experts, make_envs
 from envs.splits import make_tasks
 from parallel import generator, stream
 
 DEMONSTRATION, QUESTIONS, ORDER = 2, 3, 4      # what a random stream is for: the second number of its name
-FIRST = 5_000_000      # where demonstrations begin in the endless sequence of training tasks, far beyond RL's
+# Where demonstrations begin in the endless sequence of training tasks: generated rooms are then others than RL's; real
+# games and ScienceWorld's variations are few, and the two share them, as in the paper.
+FIRST = 5_000_000
 SEARCHES = ("go", "open", "examine", "look", "teleport")
 
 
@@ -34,7 +38,7 @@ def cold_start(run):
     Jointly from scratch the judge learns and the policy starves, so the judge comes second.
     """
     config = run.config
-    episodes, advantages = demonstrate(run, FIRST, config.demonstrations, config.mistake_rate)
+    episodes, advantages = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
     policy = [s for i, (e, a) in enumerate(zip(episodes, advantages))
               for s in update.demonstration(update.samples_of(e, a, i))]
     done = imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy", 0)
@@ -43,6 +47,11 @@ def cold_start(run):
 
 
 # Demonstrations
+
+def shown_to_all(run, first, n, mistake_rate):
+    """`demonstrate` on rank 0, for all: engines may die and endpoints fall silent on one rank and not on another."""
+    return parallel.on_main(lambda: demonstrate(run, first, n, mistake_rate))
+
 
 class Expert:
     """Who shows how it is done: the search expert where texts are ALFWorld's, gold paths in ScienceWorld."""
@@ -63,13 +72,18 @@ def demonstrate(run, first, n, mistake_rate):
     """n episodes of the expert on training tasks that it won and that fit; per turn 1.0, or 0.0 where the turn is a
     mistake that is not to be imitated."""
     config, expert = run.config, Expert(run)
-    episodes, advantages = [], []
-    bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False,
-               disable=run.ranks.rank > 0)
+    episodes, advantages, counts = [], [], Counter()
+    bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False)
     for i, task in enumerate(bar):
         seed = stream(config.seed, DEMONSTRATION, first + i)
-        shown = expert.show(expert.env, task, expert.prior, seed, mistake_rate, config.max_turns)
+        try:
+            shown = expert.show(expert.env, task, expert.prior, seed, mistake_rate, config.max_turns)
+        except EpisodeLost:
+            counts["lost"] += 1
+            continue
+        counts[f"tries {shown.tries}"] += 1
         if not shown.won:
+            counts["not won"] += 1
             continue
         instruction = correction.random_instruction(random.Random(seed)) if config.instructions else ""
         episode = replay(run.chat, rollout.Seat(task, i, 0, instruction), shown, config.history)
@@ -80,6 +94,12 @@ def demonstrate(run, first, n, mistake_rate):
         if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) <= config.context:
             episodes.append(episode)
             advantages.append(imitated(episode, shown.mistakes, instruction if config.instructions else None))
+        else:
+            counts["too long"] += 1
+    run.log({"phase": "demonstrations", "asked": n, "kept": len(episodes)} | counts)
+    if not episodes:
+        raise ValueError(f"--demonstrations={n}: none was won in --max-turns={config.max_turns} within "
+                         f"--context={config.context} tokens: {dict(counts)}")
     return episodes, advantages
 
 
@@ -136,9 +156,9 @@ def judge_questions(run):
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
-    episodes, _ = demonstrate(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
+    episodes, _ = shown_to_all(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
     seed = stream(config.seed, QUESTIONS)
-    asked = run.endpoint_labels(episodes, 2 * n, seed)
+    asked = parallel.gather(run.endpoint_labels(episodes, 2 * n, seed))[0]
     places = judge.candidates(episodes, config.judge_labels, config.context - 64, 0, asked, config.label_agreement)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if config.judge_kind == "value":

@@ -3,7 +3,7 @@
     python gcd.py --help                    # all of them
     python gcd.py --preset paper --algo ppo # the paper's settings, and what PPO changes of them
 
-Defaults come first from `Config` (the small model's, tuned on `dev`), then from `ALGO`, then from `PAPER`, then from the
+Defaults come first from `Config` (the small model's, tuned on `dev`), then from `PAPER`, then from `ALGO`, then from the
 command line. Mistakes are ValueErrors that name the flag, before anything is loaded.
 """
 
@@ -66,7 +66,7 @@ class Config:
     # rollouts
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1)
     group_size: int = opt(8, "episodes per task", low=1)
-    slots: int = opt(128, "episodes played at once on a rank", low=1)
+    slots: int = opt(128, "episodes played at once on a rank; in ScienceWorld each has a JVM of 0.2 GB, 16 by default", low=1)
     temperature: float = opt(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = opt(16, "tokens in a response", low=1)
     on_truncation: str = opt("fail", "a response cut at its length ends the episode as failed, or is an invalid turn",
@@ -104,8 +104,8 @@ class Config:
     success_reward: float = opt(1.0, "reward of a won episode")
     invalid_penalty: float = opt(0.1, "taken off for invalid turns", low=0)
     invalid_unit: str = opt("share", "times the share of invalid turns, or for each such turn", ("share", "turn"))
-    dynamic_sampling: str = opt("drop", "groups with equal rewards: keep, drop (not with --kl, which teaches there "
-                                "too), or drop and refill (up to 4 rounds)",
+    dynamic_sampling: str = opt("drop", "groups that teach nothing: keep, drop (not with --kl, which teaches there "
+                                "too), or drop and refill (GRPO; up to 4 rounds)",
                                 ("keep", "drop", "refill"))
     max_grad_norm: float = opt(1.0, "gradient clipping; 0: none", low=0)
     microbatch_tokens: int = opt(16384, "tokens in one forward and backward, padding included", low=16)
@@ -149,6 +149,7 @@ class Config:
                 raise ValueError(f"{flag}={value}: expected one of {', '.join(meta['choices'])}")
             if f.type in (int, float) and not (math.isfinite(value) and meta["low"] <= value <= meta["high"]):
                 raise ValueError(f"{flag}={value}: expected {meta['low']:g} to {meta['high']:g}")
+        self.check_methods()
         for split in self.splits:
             if split not in ("dev", "L0", "L1", "L2"):
                 raise ValueError(f"--evaluate={self.evaluate}: no split {split!r} (dev, L0, L1, L2)")
@@ -159,7 +160,6 @@ class Config:
                              "the update scores the full distribution")
         if self.max_response_tokens >= self.context:
             raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
-        self.check_methods()
 
     def check_methods(self):
         """Settings that contradict each other."""
@@ -173,6 +173,12 @@ class Config:
                f"--group-size={self.group_size}: {self.algo} compares the episodes of a group")
         refuse(self.algo == "ppo" and self.kl == "reward", "--kl=reward: not with --algo ppo; --kl loss is")
         refuse(self.algo == "ppo" and self.nthr, "--nthr: compares the episodes of a group; not with --algo ppo")
+        refuse(self.dynamic_sampling == "refill" and (self.algo != "grpo" or self.kl != "none"),
+               "--dynamic-sampling=refill: looks for groups of unequal rewards; with --algo grpo and --kl none only")
+        refuse(self.algo == "rlvmr" and self.baseline == "turn",
+               "--baseline=turn: RLVMR's episode statistics are its composition's; --composition code counts turns")
+        refuse(self.env == "scienceworld" and self.gcd and self.judge_labels in ("oracle", "rule+oracle"),
+               f"--judge-labels={self.judge_labels}: the oracle knows ALFWorld only; dense, rule or an endpoint's")
         refuse(self.algo == "rlvmr" and self.prompt not in ("tags", "auto"), f"--prompt={self.prompt}: rlvmr needs tags")
         refuse(self.algo == "rlvmr" and self.composition == "paper" and self.step_weight > 1,
                f"--step-weight={self.step_weight}: 1 - alpha is at most 1")
@@ -200,7 +206,7 @@ class Config:
 # episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
 PAPER = dict(
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
-    cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6,
+    cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6, critic_lr=1e-5,
     lr_decay=False, clip_low=0.2, clip_high=0.2, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
     invalid_penalty=0.1, invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512,
     judge_response_tokens=512, judge_labels="rule+oracle", context=16384, dtype="bfloat16", on_truncation="invalid")
@@ -220,7 +226,9 @@ def parse(argv=None):
         kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=f.metadata["help"], **kind)
     chosen = parser.parse_known_args(argv)[0]
-    parser.set_defaults(**PAPER if chosen.preset == "paper" else {}, **ALGO.get(chosen.algo, {}))
+    if chosen.env == "scienceworld":
+        parser.set_defaults(slots=16)
+    parser.set_defaults(**((PAPER if chosen.preset == "paper" else {}) | ALGO.get(chosen.algo, {})))
     try:
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:

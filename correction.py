@@ -57,11 +57,6 @@ class Instruction:
     iteration: int
     control: bool                 # an irrelevant one of the length of the one that was made
 
-    def as_row(self):
-        """For the log."""
-        return {"instruction": self.text, "made_from": self.made_from, "iteration": self.iteration,
-                "control": self.control}
-
 
 def kind_of(episode, t):
     """The kind of mistake that turn t would be, if it is one, by what was recorded; the first that fits.

@@ -38,7 +38,7 @@ import parallel
 import rollout
 import update
 from config import Config, parse
-from envs import engine_versions, games, make_envs, rooms
+from envs import EpisodeLost, engine_versions, games, make_envs, rooms
 from envs.splits import games_hash
 from parallel import stream
 
@@ -98,13 +98,21 @@ class Run:
             raise
 
     def endpoint_labels(self, episodes, n, seed):
-        """The large model's labels of at most n turns, counted in the log (rank 0's); None where no label needs it."""
+        """The large model's labels of at most n turns, counted in the log; None where no label needs it."""
         if "endpoint" not in self.config.judge_labels:
             return None
         config = self.config
-        asked = judge.endpoint_labels(episodes, self.endpoint, n, seed, config.judge_labels, config.label_agreement)
-        self.log({"phase": "labels"} | judge.asked_counts(asked) | {f"endpoint/{k}": v for k, v in self.endpoint.counts.items()})
+        asked = parallel.together(lambda: judge.endpoint_labels(episodes, self.endpoint, n, seed, config.judge_labels,
+                                                                config.label_agreement))
+        self.log({"phase": "labels"} | parallel.all_sum(judge.asked_counts(asked)))
+        self.log_endpoint()
         return asked
+
+    def log_endpoint(self):
+        """What came of all questions to the large model so far, over all ranks."""
+        if self.endpoint:
+            counts = parallel.all_sum(dict(self.endpoint.counts))
+            self.log({"phase": "endpoint"} | {f"endpoint/{key}": count for key, count in counts.items()})
 
     def stop_if_asked(self, state):
         """Between steps: if any rank was asked to stop, save a checkpoint (unless state is None) and stop on all."""
@@ -175,7 +183,7 @@ def prepare(config, ranks, asked_to_stop):
     with tempfile.TemporaryDirectory() as fresh:
         if source is None:
             small_model_folder(config, tasks, fresh)
-        head = True if config.judge_kind == "value" and config.gcd else None
+        head = True if config.judge_kind == "value" else None
         model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
         tokenizer = qwen.load_tokenizer(source or fresh)
     if config.context > model.config.max_position_embeddings:
@@ -194,7 +202,16 @@ def prepare(config, ranks, asked_to_stop):
     if ranks.rank == 0:
         set_aside(out, ["stages.json"] if config.resume else
                   ["stages.json", "evaluation.json", "metrics.jsonl", "episodes.jsonl"])
-    return Run(config, ranks, tasks, model, adam(model), chat, envs, out, asked_to_stop, endpoint)
+    return Run(config, ranks, tasks, model, adam(model), chat, envs, out, asked_to_stop, endpoint,
+               instruction=instruction_in(source))
+
+
+def instruction_in(source):
+    """The instruction that a checkpoint's model was last given, if it was trained with correction."""
+    path = Path(source or "") / parallel.TRAINER_FILE
+    said = source and path.is_file() and torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
+    said = said and said.get("instruction")
+    return correction.Instruction(**said) if said else None
 
 
 def adam(model):
@@ -310,7 +327,7 @@ def collect(run, iteration):
         kept += [episode for episode, equal in zip(more, credit.rewards(more, estimator_of(config))[1].tolist()) if not equal]
         if len(kept) >= wanted:
             break
-    return kept[:wanted] or played, played
+    return kept[:wanted] or played[:wanted], played
 
 
 def judge_turns(run, iteration, episodes, first):
@@ -408,10 +425,11 @@ def correct(run, i, episodes, judged):
     seed = stream(config.seed, CORRECTION, i)
     bad = correction.found_bad(judged, episodes)
     instruction = correction.new_instruction(run.model, run.chat, bad, i, config.correction == "irrelevant", run.endpoint,
-                                        run.sampling(max_response_tokens=config.max_response_tokens), seed, config.slots)
+                                             run.sampling(), seed, config.slots)
     if instruction:
         run.instruction = instruction
-        run.log({"phase": "correction"} | instruction.as_row())
+        run.log({"phase": "correction"} | asdict(instruction))
+        run.log_endpoint()
 
 
 def train(run, i, samples, reference):
@@ -476,12 +494,12 @@ def reinforce(run):
     if config.algo == "ppo":
         run.critic = new_critic(run)
     if config.resume:
-        critic = (run.critic.model, run.critic.optimizer) if run.critic else None
-        state = parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer, critic)
-        first, said = state["iteration"], state.get("instruction")
-        run.instruction = correction.Instruction(**said) if said else None
+        first = parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer)["iteration"]
         if first is None:
             raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
+        if first and run.critic:                             # one that RL has not touched yet is new on either side
+            parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer,
+                                  (run.critic.model, run.critic.optimizer))
     if first == 0:
         run.optimizer.state.clear()                          # the cold start's moments are of another objective
     reference = frozen_copy(run, first) if config.kl != "none" else None
@@ -498,10 +516,12 @@ def reinforce(run):
 def new_critic(run):
     """PPO's critic: the model that RL starts from with a head of zeros, so that its first values are 0."""
     with tempfile.TemporaryDirectory() as folder:
-        weights, rank = parallel.full_weights(run.model), run.ranks.rank
+        weights = parallel.full_weights(run.model)
         parallel.on_main(lambda: qwen.save_pretrained(run.model, folder, state=weights))
-        folder = parallel.gather(folder)[0] if rank else folder
+        folder = parallel.gather(folder)[0]
         model = qwen.load_pretrained(folder, torch.float32, run.ranks.device, value_head=True)
+        torch.nn.init.zeros_(model.value_head.weight)        # a judge's classifier may have been there
+        torch.nn.init.zeros_(model.value_head.bias)
         parallel.any_rank(True)                              # all have read it before rank 0's folder goes
     model = parallel.shard(model, run.ranks, getattr(torch, run.config.dtype))
     return credit.Critic(model, adam(model))
@@ -539,7 +559,7 @@ def evaluation(run):
                 episodes = run.play(mine, sampling, f"{name} {mode}", PROTOCOL.get(config.protocol)) if mine else []
             splits[name][mode] = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
             if mode == "sampled":
-                store_episodes(run, episodes[:12], {"phase": "evaluation", "split": name})
+                store_episodes(run, episodes[::max(1, len(episodes) // 12)][:12], {"phase": "evaluation", "split": name})
             run.stop_if_asked(None)
     if run.ranks.rank == 0:
         write_json(run.out / "evaluation.json", {
@@ -587,7 +607,7 @@ def store_episodes(run, episodes, head, advantages=None, judged=None):
         for t, turn in enumerate(episode.turns):
             one = judged[k][t] if judged else None
             turns.append({"observation": turn.observation, "response": turn.response, "action": turn.action,
-                          "valid": turn.valid, "label": labels[t], "tag": turn.tag,
+                          "valid": turn.valid, "label": one.label if one else labels[t], "tag": turn.tag,
                           "advantage": advantages[k][t] if advantages else None,
                           "oracle": oracle[t], "verdicts": one.verdicts if one else [],
                           "judge_reward": sum(one.rewards) / len(one.rewards) if one else None})
@@ -634,6 +654,7 @@ def main(argv=None):
         ranks = parallel.setup(config.device)
         run = prepare(config, ranks, asked_to_stop)
         run.log({"config": asdict(config), "versions": versions(config.env), "commit": commit(), "games": games_of(config),
+                 "games_hash": {split: games_hash(run.tasks.split(split)) for split in config.splits},
                  "parameters": sum(p.numel() for p in run.model.parameters()),
                  "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
         stages = {"cold_start": cold_start.cold_start if config.demonstrations and not config.resume else None,
@@ -655,7 +676,7 @@ def main(argv=None):
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, EpisodeLost) as error:
         print(f"gcd.py: error: {error}", file=sys.stderr)
         return 1
     finally:

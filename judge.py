@@ -57,9 +57,7 @@ class Judged:
 
 def observations(episode):
     """The anchor before each turn and after the last: what was last seen that is not "Nothing happens."."""
-    last = episode.final_observation
-    anchors = [turn.anchor for turn in episode.turns]
-    return anchors + [anchors[-1] if last == rollout.NOTHING else last]
+    return [turn.anchor for turn in episode.turns] + [episode.final_anchor]
 
 
 def rule_labels(episode):

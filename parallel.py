@@ -203,6 +203,19 @@ def on_main(action):
     return value
 
 
+def together(action):
+    """action() on every rank; if it fails on any, all raise: none is left waiting for the others."""
+    failure, value = None, None
+    try:
+        value = action()
+    except ValueError as error:
+        failure = error
+    said = next((text for text in gather(failure and str(failure)) if text), None)
+    if said is not None:
+        raise failure or ValueError(said)
+    return value
+
+
 # Gradients: a list with one tensor (or None) per parameter, in the order of model.parameters()
 
 def take_grads(model):

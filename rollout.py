@@ -52,6 +52,7 @@ class Episode:
     truncated: bool = False       # a response was cut at its length, which ended the episode as failed
     overflowed: bool = False      # the next prompt would not have fitted the context: likewise
     final_observation: str = ""
+    final_anchor: str = ""        # the state as far as it was seen at the end
     score_100: float | None = None       # the game's own score at the end, where it has one
     restarts: int = 0             # how often the engine died under it and it began again
 
@@ -391,6 +392,9 @@ def cut(ids, logprob, stops):
 
 # How episodes are played
 
+RESTART = 1 << 40                 # beside the turns' numbers in an episode's random stream
+
+
 class Local:
     """An environment of this process, with the two verbs of one in another: send, then receive."""
 
@@ -423,7 +427,8 @@ class Conversation:
         """Receive the first observation and make the first prompt; returns self."""
         self.reply = self.env.receive()
         self.head, self.exchanges = self.chat.observe(self.reply, True, self.seat.instruction), []
-        self.anchor = self.reply.observation
+        self.anchor = self.episode.final_anchor = self.reply.observation
+        self.episode.score_100 = self.reply.score_100
         self.prompt = list(self.head)
         return self
 
@@ -467,7 +472,7 @@ class Conversation:
         episode.won, episode.score_100 = self.reply.won, self.reply.score_100
         episode.final_observation = self.reply.observation
         if self.reply.observation != NOTHING and self.reply.taken is not False:
-            self.anchor = self.reply.observation
+            self.anchor = episode.final_anchor = self.reply.observation
         self.exchanges.append(turn.response_ids + self.chat.observe(self.reply))
         kept = self.exchanges[-self.history:] if self.history else self.exchanges[-1:]
         base = self.head if self.history else self.prompt
@@ -542,12 +547,15 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
 
 
 def again(talk, loss, most=5):
-    """A conversation lost with its engine, begun anew; RuntimeError where that goes on and on."""
-    episode = talk.episode
-    if episode.restarts >= most:
-        raise RuntimeError(f"task {episode.task.id}: lost {episode.restarts + 1} times: {loss}") from loss
+    """A conversation lost with its engine, begun anew, on other random draws: the same commands might kill it again.
+
+    EpisodeLost naming the task where that goes on and on.
+    """
+    episode, restarts = talk.episode, talk.episode.restarts + 1
+    if restarts > most:
+        raise EpisodeLost(f"task {episode.task.id}: lost {restarts} times: {loss}") from loss
     anew = Conversation(talk.seat, talk.env, talk.chat, talk.history)
-    anew.episode.restarts = episode.restarts + 1
+    anew.episode.restarts, anew.stream = restarts, stream(talk.seat.stream, RESTART, restarts)
     return anew
 
 

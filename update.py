@@ -203,6 +203,7 @@ def rescore(model, samples, objective):
 
     Returns how far off they were, mean and maximum over all ranks.
     """
+    samples = [sample for sample in samples if any(sample.sampled)]       # a classifier's have no old logprobs
     sums = {"gap": 0.0, "tokens": 0.0}
     worst = 0.0
     for sample, new in zip(samples, score(model, samples, objective)):

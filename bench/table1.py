@@ -254,7 +254,7 @@ def run_cell(cell, jobs, children):
 def run_all(cells, jobs, report):
     """Run cells in order, `jobs` at once; a failed one is reported and stops only those that begin from it.
 
-    report(cell, failure or None) is called as each ends. Interrupted, all are asked to stop and waited for.
+    report(failure or None) is called as each ends. Interrupted, all are asked to stop and waited for.
     """
     children, futures = Children(), {}
 

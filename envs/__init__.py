@@ -34,7 +34,7 @@ class Reply(NamedTuple):
 
 
 class EpisodeLost(RuntimeError):
-    """What ran the game died or hung. The environment has replaced it; the episode has to start again."""
+    """What ran the game died or hung. The next reset has another; the episode has to start again."""
 
 
 class Env(Protocol):

@@ -328,6 +328,7 @@ class Demonstration:
     replies: list[Reply]
     commands: list[str]
     mistakes: list[bool]       # which commands were injected
+    tries: int = 1             # how often it was played, where the game has chance or an engine that dies
 
     @property
     def won(self):

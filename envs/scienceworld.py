@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict, deque
+from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -52,7 +53,7 @@ SIMPLIFICATIONS = "easy"                   # teleport, open doors, flower pots t
 PATIENCE = 10                              # a start and a gold path may take so many times longer than the rest
 NO_ACTION = "No known action matches that input."
 AMBIGUOUS = "Ambiguous request: "
-REFUSALS = (NO_ACTION, AMBIGUOUS, "Unknown action. ")      # the last: to a question with numbers, no number
+REFUSALS = (NO_ACTION, "Unknown action. ")      # the second: to a question with numbers, no number
 CHOICE = re.compile(r"^(\d+):\t", re.MULTILINE)
 
 # Task ids are places in this table: name, first dev variation, first test variation, number of variations.
@@ -410,11 +411,11 @@ def is_dev(pair):
 
 def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
     """The gold path as a demonstration, with harmless mistakes; not won where it does not fit. `prior` is not used."""
-    return replay_gold(env, task, seed, mistake_rate, max_turns)[0]
+    return replay_gold(env, task, seed, mistake_rate, max_turns)
 
 
 def replay_gold(env, task, seed=0, mistake_rate=0.0, max_turns=math.inf):
-    """Play the gold path, at most TRIES times until it scores 100: (Demonstration, tries).
+    """Play the gold path, at most TRIES times until it scores 100; returns a Demonstration.
 
     A try whose JVM is lost counts as one; EpisodeLost where the last one is.
     """
@@ -429,15 +430,15 @@ def replay_gold(env, task, seed=0, mistake_rate=0.0, max_turns=math.inf):
             continue
         if shown.won or len(path) > max_turns:
             break
-    return shown, tries
+    return replace(shown, tries=tries)
 
 
 def follow(env, task, path, rng, mistake_rate, max_turns):
     """One episode along a path. Mistakes come before a command of the path, which then goes on."""
     path, replies, commands, mistakes = deque(path), [env.reset(task)], [], []
     while path and not replies[-1].done and len(commands) < max_turns:
-        # a refusal may be a question for a number, which the path answers next
-        erred = replies[-1].taken is not False and rng.random() < mistake_rate
+        asked = replies[-1].observation.startswith(AMBIGUOUS)              # for a number, which the path gives next
+        erred = not asked and rng.random() < mistake_rate
         commands.append(mistake(commands, path[0], rng) if erred else path.popleft())
         mistakes.append(erred)
         replies.append(env.step(commands[-1]))

@@ -7,6 +7,7 @@ That a model learns from it is tests/test_train.py's.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ import gcd
 import model as qwen
 import rollout
 from correction import IRRELEVANT, KINDS
-from envs import Reply, Task, experts, rooms
+from envs import EpisodeLost, Reply, Task, experts, rooms
 from envs.household import Household
 from envs.splits import make_tasks
 from rollout import NOTHING, Response, Seat
@@ -233,9 +234,27 @@ def test_with_a_window_every_turn_has_to_fit_not_only_the_last(chat, expert_of):
     shown = scripted(middle)
     lengths = [tokens(turn) for turn in cold_start.replay(chat, make_seat(), shown, 1).turns]
     assert max(lengths) > lengths[-1] + 100
-    for context, kept in ((max(lengths), 1), (max(lengths) - 1, 0)):
-        run = make_run(chat, "--context", context, "--history", 1)
-        assert len(cold_start.demonstrate(run, 0, expert_of([shown]), 0.05)[0]) == kept
+    run = make_run(chat, "--context", max(lengths), "--history", 1)
+    assert len(cold_start.demonstrate(run, 0, expert_of([shown]), 0.05)[0]) == 1
+    run = make_run(chat, "--context", max(lengths) - 1, "--history", 1)
+    with pytest.raises(ValueError, match=f"--demonstrations=1: .* --context={max(lengths) - 1} .*'too long': 1"):
+        cold_start.demonstrate(run, 0, expert_of([shown]), 0.05)
+
+
+def test_what_became_of_the_demonstrations_is_logged(chat, expert_of, monkeypatch):
+    """Kept, not won, and lost with their engine, which costs a demonstration and no more."""
+    shown = [scripted(start="a"), scripted(won=False), EpisodeLost("gone"), replace(scripted(start="b"), tries=2)]
+
+    def show(*arguments):
+        one = shown.pop(0)
+        if isinstance(one, EpisodeLost):
+            raise one
+        return one
+
+    monkeypatch.setattr(cold_start, "Expert", lambda run: SimpleNamespace(env=None, prior=None, show=show))
+    run = make_run(chat)
+    assert starts(cold_start.demonstrate(run, 0, 4, 0.05)[0]) == ["a", "b"]
+    assert run.rows == [{"phase": "demonstrations", "asked": 4, "kept": 2, "tries 1": 2, "not won": 1, "lost": 1, "tries 2": 1}]
 
 
 def test_the_experts_demonstrations_are_fixed_by_seed_and_place(chat):
@@ -382,7 +401,7 @@ def test_the_policy_comes_first_and_then_both(chat):
     steps = len(kinds) // 3
     assert kinds[:2 * steps] == [{"policy"}] * 2 * steps and set().union(*kinds[2 * steps:]) == {"policy", "judge"}
     assert all(sample.logprob_old is None for own, _ in run.steps for sample in own)
-    assert [row["step"] for row in run.rows] == [0, 2 * steps - 1, 2 * steps, 3 * steps - 1]
+    assert [row["step"] for row in run.rows if "step" in row] == [0, 2 * steps - 1, 2 * steps, 3 * steps - 1]
     policy = [s for own, _ in run.steps[:steps] for s in own]
     weights = {a for s in policy for a, sampled in zip(s.advantage, s.sampled) if sampled}
     assert weights <= {0.0, 1.0} and 1.0 in weights
@@ -392,4 +411,4 @@ def test_without_a_judge_there_is_one_kind(chat):
     run = make_run(chat, "--demonstrations", 4, "--judge-demonstrations", 0, "--judge-epochs", 0)
     cold_start.cold_start(run)
     assert {sample.kind for own, _ in run.steps for sample in own} == {"policy"}
-    assert {row["stage"] for row in run.rows} == {"cold start: policy"}
+    assert {row["stage"] for row in run.rows if "stage" in row} == {"cold start: policy"}

@@ -56,7 +56,7 @@ def scripted(chat, lines=SCRIPT, won=True, truncated=False):
                                   anchor))
         prompt, observation = prompt + response + chat.message(answer), answer
         anchor = anchor if answer == NOTHING else answer
-    episode.final_observation = observation
+    episode.final_observation, episode.final_anchor = observation, anchor
     return episode
 
 
@@ -113,7 +113,7 @@ def test_a_last_turn_without_effect_is_bad(chat):
 def test_an_episode_that_was_cut_can_be_labelled(chat, before):
     """The cut response's "observation" is the one before it again, which the oracle once took for an answer to ""."""
     episode = scripted(chat, [*before, (None, "")], won=False, truncated=True)
-    episode.final_observation = episode.turns[-1].observation
+    episode.final_observation, episode.final_anchor = episode.turns[-1].observation, episode.turns[-1].anchor
     for kind in set(judge.LABELS) - {"endpoint"}:
         assert judge.labels_of(episode, kind)[-1] == "bad"
 

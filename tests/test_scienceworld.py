@@ -309,7 +309,7 @@ def test_a_wrong_focus_ends_the_game_at_0(shared_env):
 def test_a_question_for_a_number(shared_env):
     asked, answered = transcript(shared_env, task_of("boil", 0), ["open door", " 1 "])[1:]
     assert asked.observation.startswith("Ambiguous request: ")
-    assert (asked.admissible, asked.objects, asked.taken) == (list("012345"), (), False)
+    assert (asked.admissible, asked.objects, asked.taken) == (list("012345"), (), True)
     assert (answered.observation, answered.taken) == ("The door is already open.", True)
     assert "open OBJ" in answered.admissible and "kitchen" in answered.objects
     withdrawn = transcript(shared_env, task_of("boil", 0), ["open door", "go to kitchen", "go to kitchen"])[2:]
@@ -464,8 +464,8 @@ def test_a_jvm_stays_small(env):
 @PLAYS
 @pytest.mark.parametrize("i", range(len(TASKS)))
 def test_gold_scores_100_on_a_train_variation_of_every_task(shared_env, i):
-    shown, tries = scienceworld.replay_gold(shared_env, task_of(TASKS[i][0], 0))
-    assert shown.won and shown.replies[-1].score_100 == 100 and tries <= 3, (tries, shown.replies[-1])
+    shown = scienceworld.replay_gold(shared_env, task_of(TASKS[i][0], 0))
+    assert shown.won and shown.replies[-1].score_100 == 100 and shown.tries <= 3, (shown.tries, shown.replies[-1])
     assert not any(shown.mistakes) and shown.commands == shared_env.gold(task_of(TASKS[i][0], 0))[:len(shown.commands)]
 
 
@@ -505,7 +505,8 @@ class Scripted:
     def step(self, command):
         if command == "end" and self.resets in self.lost:
             raise EpisodeLost("gone")
-        return self.reply(command, command != "which", command == "end" and self.resets >= self.tries)
+        said = "Ambiguous request: which?" if command == "which" else command
+        return self.reply(said, True, command == "end" and self.resets >= self.tries)
 
     def reply(self, observation, taken, won=False):
         return Reply(observation, [], won, won, (), 100.0 * won, taken)
@@ -515,9 +516,9 @@ class Scripted:
 def test_gold_is_tried_three_times():
     task = task_of("boil", 0)
     for tries, won in ((1, True), (2, True), (3, True), (4, False)):
-        shown, used = scienceworld.replay_gold(Scripted(tries), task)
-        assert (shown.won, used) == (won, min(tries, 3))
-    assert scienceworld.replay_gold(Scripted(1, lost=(1, 2)), task)[1] == 3
+        shown = scienceworld.replay_gold(Scripted(tries), task)
+        assert (shown.won, shown.tries) == (won, min(tries, 3))
+    assert scienceworld.replay_gold(Scripted(1, lost=(1, 2)), task).tries == 3
     with pytest.raises(EpisodeLost):
         scienceworld.replay_gold(Scripted(1, lost=(1, 2, 3)), task)
 
@@ -525,14 +526,14 @@ def test_gold_is_tried_three_times():
 @pytest.mark.fast
 def test_a_path_that_cannot_fit_is_tried_once():
     env = Scripted(1)
-    shown, tries = scienceworld.replay_gold(env, task_of("boil", 0), max_turns=3)
-    assert (shown.won, shown.commands, tries, env.resets) == (False, ["which", "0", "look at it"], 1, 1)
+    shown = scienceworld.replay_gold(env, task_of("boil", 0), max_turns=3)
+    assert (shown.won, shown.commands, shown.tries, env.resets) == (False, ["which", "0", "look at it"], 1, 1)
 
 
 @pytest.mark.fast
 def test_no_mistake_comes_between_a_question_and_its_number():
     for seed in range(50):
-        shown, _ = scienceworld.replay_gold(Scripted(1), task_of("boil", 0), seed, mistake_rate=0.5)
+        shown = scienceworld.replay_gold(Scripted(1), task_of("boil", 0), seed, mistake_rate=0.5)
         at = [c for c, wrong in zip(shown.commands, shown.mistakes) if not wrong]
         assert at == ["which", "0", "look at it", "end"]
         assert shown.commands[shown.commands.index("which") + 1] == "0"

@@ -289,11 +289,12 @@ def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
 
 # Several ranks
 
-def test_two_ranks_log_what_one_does(start, tmp_path):
+@pytest.mark.parametrize("method", [[], ["--algo", "ppo", "--tasks", 16, "--group-size", 1], ["--algo", "gigpo", "--nthr"]])
+def test_two_ranks_log_what_one_does(start, tmp_path, method):
     """The cold start's learning rate is 0, so that both begin RL at the same bits and sample the same episodes."""
     flags = [*begin(start)[:2], "--demonstrations", 24, "--cold-start-lr", 0, "--cold-start-epochs", 1, "--judge-epochs", 1,
              "--judge-demonstrations", 10, "--slots", 3, "--iterations", 1, "--microbatch-tokens", 600,
-             "--max-response-tokens", 4]
+             "--max-response-tokens", 4, *method]
     assert train(tmp_path / "one", *flags) == 0
     assert rows(tmp_path / "one")[0]["rollout/truncated_frac"] > 0             # ragged: some episodes end early
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", ROOT / "gcd.py"]
@@ -418,6 +419,22 @@ def test_a_large_model_writes_thoughts_and_labels(qwen_folder, tmp_path, monkeyp
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("algo", ["grpo", "gigpo", "rlvmr", "ppo"])
+def test_the_papers_preset_goes_with_every_algorithm(algo):
+    """PPO's 128 tasks x 1 and RLVMR's weight stand above the preset's; both once were one keyword too many."""
+    config = gcd.parse(["--preset", "paper", "--algo", algo, "--lr", "2e-6"])
+    assert (config.lr, config.demonstrations, config.critic_lr) == (2e-6, 300, 1e-5)
+    assert (config.tasks, config.group_size) == ((128, 1) if algo == "ppo" else (16, 8))
+    assert config.normalize_std and config.step_weight == (0.5 if algo == "rlvmr" else 1.0)
+
+
+@pytest.mark.parametrize("flags", ["--judge-kind value", "--algo ppo --tasks 4 --group-size 1 --judge-kind value", "--nthr"])
+def test_methods_compute_in_bf16(start, tmp_path, flags):
+    assert train(tmp_path, *begin(start), "--dtype", "bfloat16", "--dynamic-sampling", "keep", *flags.split()) == 0
+    assert all(row["policy/logprob_gap_nats"] < 0.1 for row in rows(tmp_path))
+
+
 # Methods on the small model
 
 @pytest.mark.parametrize("flags, key", [
@@ -461,10 +478,10 @@ def test_correction_says_what_it_was_made_from_and_stays_at_evaluation_if_asked(
             made = rows(out, "correction")
             assert made and all(row["made_from"] and row["control"] == (control == "irrelevant") for row in made)
             evaluated = json.loads((out / "evaluation.json").read_text())
-            assert evaluated["instruction"] == (made[-1]["instruction"] if stays == "--correction-at-evaluation" else "")
+            assert evaluated["instruction"] == (made[-1]["text"] if stays == "--correction-at-evaluation" else "")
             assert evaluated["splits"]["dev"]["sampled"]["n"] == 128 and evaluated["temperature"] == 0.4
             saved = torch.load(out / "checkpoint" / "trainer.pt", weights_only=True)["state"]["instruction"]
-            assert saved["text"] == made[-1]["instruction"]
+            assert saved["text"] == made[-1]["text"]
 
 
 # What goes wrong
