@@ -202,16 +202,15 @@ def prepare(config, ranks, asked_to_stop):
     if ranks.rank == 0:
         set_aside(out, ["stages.json"] if config.resume else
                   ["stages.json", "evaluation.json", "metrics.jsonl", "episodes.jsonl"])
+    kept = source and (config.correction != "off" or not config.iterations)      # RL without correction is without it
     return Run(config, ranks, tasks, model, adam(model), chat, envs, out, asked_to_stop, endpoint,
-               instruction=instruction_in(source))
+               instruction=instruction_in(source) if kept else None)
 
 
 def instruction_in(source):
     """The instruction that a checkpoint's model was last given, if it was trained with correction."""
-    path = Path(source or "") / parallel.TRAINER_FILE
-    said = source and path.is_file() and torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
-    said = said and said.get("instruction")
-    return correction.Instruction(**said) if said else None
+    state = parallel.read_trainer(source)["state"] if (source / parallel.TRAINER_FILE).is_file() else {}
+    return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
 
 
 def adam(model):

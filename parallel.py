@@ -340,18 +340,23 @@ def load_trainer(folder, model, optimizer, critic=None):
     Learning rate and the like become the saved ones. critic: a second (model, optimizer), whose weights are
     restored too.
     """
+    path, trainer = Path(folder) / TRAINER_FILE, read_trainer(folder)
+    load_optimizer(path, model, optimizer, trainer["optimizer"])
+    if critic is not None:
+        load_critic(path, *critic, trainer.get("critic"))
+    return trainer["state"]
+
+
+def read_trainer(folder):
+    """What a checkpoint holds beside the model: optimizer, state and, with PPO, critic. ValueError if it is broken."""
     path = Path(folder) / TRAINER_FILE
     if not path.is_file():
         raise ValueError(f"{path}: not found; is {folder} a checkpoint?")
     try:
         trainer = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        saved, state = trainer["optimizer"], trainer["state"]
+        return {"optimizer": trainer["optimizer"], "state": trainer["state"], "critic": trainer.get("critic")}
     except Exception as error:    # torch names a broken file in half a dozen ways
         raise ValueError(f"{path}: not a trainer state: {type(error).__name__}: {error}") from error
-    load_optimizer(path, model, optimizer, saved)
-    if critic is not None:
-        load_critic(path, *critic, trainer.get("critic"))
-    return state
 
 
 def load_critic(path, model, optimizer, saved):

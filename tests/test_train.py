@@ -482,6 +482,9 @@ def test_correction_says_what_it_was_made_from_and_stays_at_evaluation_if_asked(
             assert evaluated["splits"]["dev"]["sampled"]["n"] == 128 and evaluated["temperature"] == 0.4
             saved = torch.load(out / "checkpoint" / "trainer.pt", weights_only=True)["state"]["instruction"]
             assert saved["text"] == made[-1]["text"]
+    flags = ["--model", out / "checkpoint", "--demonstrations", 0, "--iterations", 0, "--evaluate", "dev", "--protocol", "rlvmr"]
+    assert train(tmp_path / "later", *flags) == 0            # what the model was last given belongs to it
+    assert json.loads((tmp_path / "later" / "evaluation.json").read_text())["instruction"] == made[-1]["text"]
 
 
 # What goes wrong
