@@ -86,11 +86,12 @@ def demonstrate(run, first, n, mistake_rate):
             counts["not won"] += 1
             continue
         instruction = correction.random_instruction(random.Random(seed)) if config.instructions else ""
-        episode = replay(run.chat, rollout.Seat(task, i, 0, instruction), shown, config.history)
+        seat = rollout.Seat(task, i, 0, instruction)
+        episode = replay(run.chat, seat, shown, config.history)
         if config.thoughts == "endpoint":
             written = run.endpoint.ask(judge.thought_questions(episode))
             thoughts = [correction.plain_text(text or "") for text in written]      # a tag in one would end the response
-            episode = replay(run.chat, rollout.Seat(task, i, 0, instruction), shown, config.history, thoughts)
+            episode = replay(run.chat, seat, shown, config.history, thoughts)
         if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) <= config.context:
             episodes.append(episode)
             advantages.append(imitated(episode, shown.mistakes, instruction if config.instructions else None))
@@ -117,7 +118,7 @@ def imitated(episode, mistakes, instruction):
 class Recorded:
     """A recorded episode as an environment: it answers as the one did in which the expert played.
 
-    Real engines are slow, and ScienceWorld's would not answer twice alike.
+    Real engines are slow, and to play a demonstration once is enough.
     """
 
     def __init__(self, shown):

@@ -493,12 +493,12 @@ def reinforce(run):
     if config.algo == "ppo":
         run.critic = new_critic(run)
     if config.resume:
-        first = parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer)["iteration"]
+        first = parallel.read_trainer(run.out / "checkpoint")["state"]["iteration"]
         if first is None:
             raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
-        if first and run.critic:                             # one that RL has not touched yet is new on either side
-            parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer,
-                                  (run.critic.model, run.critic.optimizer))
+        # a critic that RL has not touched yet is new on either side
+        critic = (run.critic.model, run.critic.optimizer) if first and run.critic else None
+        parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer, critic)
     if first == 0:
         run.optimizer.state.clear()                          # the cold start's moments are of another objective
     reference = frozen_copy(run, first) if config.kl != "none" else None

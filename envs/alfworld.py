@@ -29,7 +29,7 @@ from pathlib import Path
 
 from envs import NOTHING, EpisodeLost, Reply, Task
 from envs.games import PddlText, load_game, load_games, problem_from_pddl
-from envs.household import play
+from envs.household import play_in_terminal
 
 PACKAGES = {"alfworld": "alfworld", "textworld": "textworld", "fast_downward": "fast_downward_textworld"}
 LIMIT_S = 120          # a worker silent for so long hangs; a first load takes it 1 s at most, a turn some ms
@@ -303,13 +303,13 @@ class Engine:
 
     def __init__(self, logic):
         from fast_downward import load_lib
-        self.logic, self.library = logic, load_lib()
-        self.library.load_sas_replan = lambda sas: None              # the planner's
+        self.logic, self.downward = logic, load_lib()
+        self.downward.load_sas_replan = lambda sas: None              # the planner's
 
     def reset(self, text) -> Reply:
         from textworld.envs.pddl.logic import PddlState
         self.grammar = grammar_of(self.logic, text.task_desc)
-        self.state = PddlState(self.library, text.pddl, self.logic)
+        self.state = PddlState(self.downward, text.pddl, self.logic)
         self.entities = named_entities(self.state)
         self.names = {i: entity.name for i, entity in self.entities.items()}
         self.command_of = known_commands(text.pddl)
@@ -376,18 +376,7 @@ def main(argv=None):
     parser.add_argument("--games", help="play a game of this json_2.1.1 folder or .jsonl.gz file")
     parser.add_argument("--split", default="valid_seen", help="split of --games")
     parser.add_argument("--index", type=int, default=0, help="number of the game in its split")
-    parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
-    options = parser.parse_args(argv)
-    sys.stdin.reconfigure(errors="surrogateescape")                  # what is no text is no command, either
-    try:
-        task = chosen_task(options)
-        (env,) = make(1)
-        try:
-            play(env, task, sys.stdin, as_json=options.json)
-        finally:
-            env.close()
-    except (ValueError, EpisodeLost) as error:
-        parser.error(str(error))
+    play_in_terminal(parser, argv, chosen_task, make)
 
 
 def chosen_task(options):

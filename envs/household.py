@@ -17,7 +17,7 @@ from bisect import insort
 from collections import defaultdict
 from dataclasses import dataclass
 
-from envs import NOTHING, Reply, Task
+from envs import NOTHING, EpisodeLost, Reply, Task
 
 HELP = """Available commands:
   look:                             look around your current location
@@ -349,13 +349,7 @@ def main(argv=None):
     parser.add_argument("--split", default="L0", help="split of the generated room")
     parser.add_argument("--seed", type=int, default=0, help="number of the generated room in its split")
     parser.add_argument("--game", help="play this game.tw-pddl file instead of a generated room")
-    parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
-    options = parser.parse_args(argv)
-    sys.stdin.reconfigure(errors="surrogateescape")    # what is no text is no command, either
-    try:
-        play(Household(), chosen_task(options), sys.stdin, as_json=options.json)
-    except ValueError as error:
-        parser.error(str(error))
+    play_in_terminal(parser, argv, chosen_task, lambda n: [Household()])
 
 
 def chosen_task(options):
@@ -363,6 +357,22 @@ def chosen_task(options):
     if options.game is not None:
         return games.load_game(options.game)
     return rooms.task(options.split, options.seed)
+
+
+def play_in_terminal(parser, argv, task_of, make):
+    """What the three players share: the task of the options, one environment of make(1), and commands from stdin."""
+    parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
+    options = parser.parse_args(argv)
+    sys.stdin.reconfigure(errors="surrogateescape")    # what is no text is no command, either
+    try:
+        task = task_of(options)
+        (env,) = make(1)
+        try:
+            play(env, task, sys.stdin, as_json=options.json)
+        finally:
+            env.close()
+    except (ValueError, EpisodeLost) as error:
+        parser.error(str(error))
 
 
 def play(env, task, commands, as_json):

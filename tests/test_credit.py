@@ -13,10 +13,9 @@ from statistics import fmean, pstdev, pvariance, stdev
 
 import pytest
 import torch
-from conftest import Corridor, Recorder, make_seats
+from conftest import Corridor, Recorder, make_seats, with_value_head
 
 import credit
-import model as qwen
 import parallel
 import rollout
 import update
@@ -466,11 +465,7 @@ def test_two_ranks_give_the_credit_of_one(oracle_critic, monkeypatch, estimator)
 
 @pytest.fixture
 def tiny_critic(model):
-    critic = qwen.Model(replace(model.config, value_head=True))
-    critic.load_state_dict(model.state_dict(), strict=False)
-    torch.nn.init.normal_(critic.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        critic.value_head.weight[:, 0] = 0.0                           # always on: see conftest
+    critic = with_value_head(model)
     return Critic(critic, Recorder(critic))
 
 

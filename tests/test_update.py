@@ -14,9 +14,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Corridor, Recorder, assert_same, flat, make_seats
+from conftest import Corridor, Recorder, assert_same, flat, make_seats, with_value_head
 
-import model as qwen
 import rollout
 import update
 from envs import Task
@@ -362,14 +361,7 @@ def test_old_logprobs_of_some_samples_only_are_refused(model, samples):
 
 @pytest.fixture
 def headed(model):
-    """The tiny model with a value head that says something."""
-    with_head = qwen.Model(replace(model.config, value_head=True))
-    with_head.load_state_dict(model.state_dict(), strict=False)
-    torch.nn.init.normal_(with_head.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        with_head.value_head.weight[:, 0] = 0.0                   # always on: see conftest
-        with_head.value_head.bias.fill_(0.2)
-    return with_head
+    return with_value_head(model, bias=0.2)
 
 
 @pytest.fixture
