@@ -37,7 +37,7 @@ def turn_rewards(won_E, valid_S, turns_E, success_reward=1.0, invalid_penalty=0.
 
     Sums to episode_reward over each episode that has turns. Returns reward_S.
     verl-agent instead takes a turn's penalty off its own (already discounted) return, so that no earlier turn feels
-    it: discounted_returns of these rewards with invalid_penalty=0, minus invalid_penalty * invalid_S.
+    it: discounted_returns of these rewards without penalties, plus these rewards of lost episodes (--step-penalty own).
     """
     reward_S = -invalid_penalty * (~valid_S).float()
     if invalid_unit == "share":
@@ -250,19 +250,25 @@ def whitened(x_N, mean, std, eps=1e-8):
 
 # Losses
 
-def clipped_policy_loss(logprob_N, logprob_old_N, advantage_N, clip_low=0.2, clip_high=0.28):
+def clipped_policy_loss(logprob_N, logprob_old_N, advantage_N, clip_low=0.2, clip_high=0.28, dual_clip=0.0):
     """The clipped surrogate, per token, and where the clip took the gradient away.
 
         L = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A),   ratio = pi / pi_old
 
-    PPO, arXiv:1707.06347 Eq. 7; with two different bounds: DAPO, arXiv:2503.14476.
+    PPO, arXiv:1707.06347 Eq. 7; with two different bounds: DAPO, arXiv:2503.14476. With dual_clip = c > 1 the loss of a
+    token of negative advantage is at most -c * A, however far its ratio has run (Ye et al., arXiv:1912.09729 Eq. 5; verl's
+    c is 3); 0: no such bound.
 
-    Returns loss_N and clipped_N (bool: the minimum is the clipped term, so this token has no gradient).
+    Returns loss_N and clipped_N (bool: a bound is what counts, so this token has no gradient).
     """
     ratio_N = (logprob_N - logprob_old_N).exp()
     free_N = ratio_N * advantage_N
     bound_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantage_N
-    return -torch.minimum(free_N, bound_N), bound_N < free_N
+    loss_N, clipped_N = -torch.minimum(free_N, bound_N), bound_N < free_N
+    if dual_clip:
+        most_N = torch.where(advantage_N < 0, -dual_clip * advantage_N, math.inf)
+        loss_N, clipped_N = torch.minimum(loss_N, most_N), clipped_N | (most_N < loss_N)
+    return loss_N, clipped_N
 
 
 def clipped_value_loss(value_N, value_old_N, return_N, clip):

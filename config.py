@@ -80,10 +80,13 @@ class Config:
     lr_decay: bool = opt(True, "linear decay to 0 over the iterations")
     clip_low: float = opt(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     clip_high: float = opt(0.28, "ratio clipped above at 1 + this", low=0)
+    dual_clip: float = opt(0.0, "loss at most this times |A| where A < 0 (verl: 3); 0: no bound", low=0)
     baseline: str = opt("episode", "group mean (and std) over episodes, or over turns as verl-agent's code",
                         ("episode", "turn"))
     normalize_std: bool = opt(False, "divide advantages by the group's std (GiGPO: on both levels)")
     step_gamma: float = opt(0.95, "GiGPO: discount of a turn's return", low=0, high=1)
+    step_penalty: str = opt("discounted", "GiGPO: an invalid turn's penalty is felt by earlier turns, discounted, or by its "
+                            "own return alone (verl-agent's code)", ("discounted", "own"))
     step_weight: float = opt(1.0, "GiGPO: omega; RLVMR: 1 - alpha (paper) or w (code)", low=0)
     anchor: str = opt("state", "GiGPO: turns that share a state: the last observation with news, or the raw one",
                       ("state", "raw"))
@@ -173,6 +176,7 @@ class Config:
                f"--group-size={self.group_size}: {self.algo} compares the episodes of a group")
         refuse(self.algo == "ppo" and self.kl == "reward", "--kl=reward: not with --algo ppo; --kl loss is")
         refuse(self.algo == "ppo" and self.nthr, "--nthr: compares the episodes of a group; not with --algo ppo")
+        refuse(0 < self.dual_clip <= 1, f"--dual-clip={self.dual_clip:g}: expected 0 (none) or more than 1")
         refuse(self.dynamic_sampling == "refill" and (self.algo != "grpo" or self.kl != "none"),
                "--dynamic-sampling=refill: looks for groups of unequal rewards; with --algo grpo and --kl none only")
         refuse(self.algo == "rlvmr" and self.baseline == "turn",
@@ -207,7 +211,7 @@ class Config:
 PAPER = dict(
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6, critic_lr=1e-5,
-    lr_decay=False, clip_low=0.2, clip_high=0.2, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
+    lr_decay=False, clip_low=0.2, clip_high=0.2, dual_clip=3.0, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
     invalid_penalty=0.1, invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512,
     judge_response_tokens=512, judge_labels="rule+oracle", context=16384, dtype="bfloat16", on_truncation="invalid")
 

@@ -32,6 +32,7 @@ class Estimator:
     baseline: str
     normalize_std: bool
     step_gamma: float
+    step_penalty: str
     step_weight: float
     anchor: str
     composition: str
@@ -74,8 +75,11 @@ def advantages(episodes, estimator):
 def gigpo(episodes, advantage_E, estimator):
     """Episode advantage plus omega times the turn's return against the others of its anchor."""
     won_E, turns_E, _, valid_S = facts(episodes)
-    reward_S = algorithms.turn_rewards(won_E, valid_S, turns_E, *estimator.reward)
+    own = estimator.step_penalty == "own"
+    reward_S = algorithms.turn_rewards(won_E, valid_S | own, turns_E, *estimator.reward)
     return_S = algorithms.discounted_returns(reward_S, turns_E, estimator.step_gamma)
+    if own:                                                  # the penalties, after discounting
+        return_S = return_S + algorithms.turn_rewards(torch.zeros_like(won_E), valid_S, turns_E, *estimator.reward)
     anchor_S = anchors(episodes, estimator.anchor)
     step_S = algorithms.anchor_advantage(return_S, anchor_S, estimator.normalize_std)
     advantage_S = algorithms.gigpo_advantage(advantage_E, step_S, turns_E, estimator.step_weight)

@@ -302,8 +302,8 @@ def kl_penalty(run, reference, episodes):
 def objective_of(config):
     """The flags that `update` needs, by its names for them."""
     return update.Objective(
-        clip_low=config.clip_low, clip_high=config.clip_high, reduction=config.reduction,
-        longest=config.max_turns * config.max_response_tokens,
+        clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip,
+        reduction=config.reduction, longest=config.max_turns * config.max_response_tokens,
         kl_coef=config.kl_coef if config.kl == "loss" else 0.0,
         judge_weight=config.judge_weight, judge_grad_cap=config.judge_grad_cap, temperature=config.temperature,
         max_grad_norm=config.max_grad_norm, microbatch_tokens=config.microbatch_tokens, value_clip=config.value_clip)

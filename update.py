@@ -60,6 +60,7 @@ class Objective:
 
     clip_low: float = 0.2
     clip_high: float = 0.28
+    dual_clip: float = 0.0                # bound on the loss of negative advantages; 0 = none
     reduction: str = "token"              # token | episode | constant: see algorithms.token_weight
     longest: int = 1                      # tokens; the divisor of "constant"
     kl_coef: float = 0.0                  # weight of k3 in the loss; needs logprob_ref
@@ -262,7 +263,7 @@ def batch_loss(model, batch, weights, objective, sums, device):
     logprob_N, logits_NV = token_logprobs(model, ids_BT, select, target_N, objective.temperature)
     now_N = logprob_N.detach()
     loss_N, clipped_N = clipped_policy_loss(logprob_N, now_N if old_N is None else old_N, advantage_N,
-                                            objective.clip_low, objective.clip_high)
+                                            objective.clip_low, objective.clip_high, objective.dual_clip)
     if objective.kl_coef and batch[0].kind == "policy":
         kl_N = kl_k3(logprob_N, ref_N)
         loss_N = loss_N + objective.kl_coef * kl_N

@@ -120,6 +120,17 @@ def test_clip_bites_on_the_right_side(ratio, advantage, gradient):
     assert clipped.item() == (gradient == 0.0)
 
 
+@pytest.mark.parametrize("ratio, advantage, loss, gradient", [
+    (2.9, -2.0, 5.8, 5.8), (3.5, -2.0, 6.0, 0.0), (3.5, 2.0, -2.56, 0.0), (0.5, -2.0, 1.6, 0.0), (1.1, 2.0, -2.2, -2.2)])
+def test_dual_clip_bounds_the_loss_of_bad_tokens_alone(ratio, advantage, loss, gradient):
+    """c = 3: max(min(r A, clip(r) A), c A) where A < 0, as arXiv:1912.09729 writes what is maximised."""
+    logprob = torch.tensor([math.log(ratio)], requires_grad=True)
+    got, clipped = algorithms.clipped_policy_loss(logprob, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, 3.0)
+    got.sum().backward()
+    assert (got.item(), logprob.grad.item()) == pytest.approx((loss, gradient), abs=1e-5)
+    assert clipped.item() == (gradient == 0.0)
+
+
 def test_on_policy_gradient_is_the_score_function():
     """Two-token toy policy: the gradient is -A times the softmax's score, by hand."""
     logits = torch.tensor([0.3, -0.4], requires_grad=True)

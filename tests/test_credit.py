@@ -26,8 +26,8 @@ from rollout import NOTHING, Episode, Sampling, Turn
 pytestmark = pytest.mark.fast
 
 GRPO = Estimator(algo="grpo", success_reward=1.0, invalid_penalty=0.1, invalid_unit="share", baseline="episode",
-                 normalize_std=False, step_gamma=0.9, step_weight=0.7, anchor="state", composition="paper",
-                 gae_lambda=0.8, ppo_form="turn")
+                 normalize_std=False, step_gamma=0.9, step_penalty="discounted", step_weight=0.7, anchor="state",
+                 composition="paper", gae_lambda=0.8, ppo_form="turn")
 GIGPO, RLVMR, PPO = replace(GRPO, algo="gigpo"), replace(GRPO, algo="rlvmr"), replace(GRPO, algo="ppo")
 TENFOLD = dict(success_reward=10.0, invalid_unit="turn")
 TAGS = ("planning", "explore", "reflection", "monitor")
@@ -131,8 +131,11 @@ def test_rewards_and_groups_that_earned_alike():
 # GiGPO
 
 def step_returns(episode, estimator):
-    return [sum(estimator.step_gamma ** (k - t) * turn_reward(episode, k, estimator)
-                for k in range(t, len(episode.turns))) for t in range(len(episode.turns))]
+    def penalty(k):
+        return turn_reward(replace(episode, won=False), k, estimator) if estimator.step_penalty == "own" else 0.0
+
+    return [penalty(t) + sum(estimator.step_gamma ** (k - t) * (turn_reward(episode, k, estimator) - penalty(k))
+                             for k in range(t, len(episode.turns))) for t in range(len(episode.turns))]
 
 
 def gigpo_by_loops(episodes, estimator):
@@ -150,6 +153,7 @@ def gigpo_by_loops(episodes, estimator):
 
 
 @pytest.mark.parametrize("changes", [{}, {"normalize_std": True}, {"anchor": "raw"}, TENFOLD,
+                                     {"step_penalty": "own"}, {"step_penalty": "own"} | TENFOLD,
                                      {"baseline": "turn", "normalize_std": True, "anchor": "raw"}])
 @pytest.mark.parametrize("seed", [3, 4])
 def test_gigpo_is_its_equations_written_out(changes, seed):

@@ -369,7 +369,7 @@ def test_a_hugging_face_model_trains_on_real_games(qwen_folder, tmp_path):
 
 
 METHODS = {
-    "grpo+gcd": "", "gigpo": "--algo gigpo --no-gcd", "gigpo+gcd": "--algo gigpo --anchor raw",
+    "grpo+gcd": "", "gigpo": "--algo gigpo --no-gcd", "gigpo+gcd": "--algo gigpo --anchor raw --step-penalty own",
     "rlvmr": "--algo rlvmr --no-gcd", "rlvmr+gcd": "--algo rlvmr --composition code",
     "ppo": "--algo ppo --tasks 4 --group-size 1 --no-gcd", "ppo+gcd": "--algo ppo --tasks 4 --group-size 1 --ppo-form verl-agent",
     "nthr": "--nthr --no-gcd", "correction": "--correction critiques --correction-every 1",
@@ -426,6 +426,7 @@ def test_the_papers_preset_goes_with_every_algorithm(algo):
     config = gcd.parse(["--preset", "paper", "--algo", algo, "--lr", "2e-6"])
     assert (config.lr, config.demonstrations, config.critic_lr) == (2e-6, 300, 1e-5)
     assert (config.tasks, config.group_size) == ((128, 1) if algo == "ppo" else (16, 8))
+    assert (config.clip_high, config.dual_clip) == (0.2, 3.0)
     assert config.normalize_std and config.step_weight == (0.5 if algo == "rlvmr" else 1.0)
 
 
@@ -498,6 +499,7 @@ def test_correction_says_what_it_was_made_from_and_stays_at_evaluation_if_asked(
     ("--env alfworld", "--env=alfworld: needs --games"), ("--env foo", "--env=foo"), ("--protocol foo", "--protocol=foo"),
     ("--frobnicate 1", "unrecognized arguments: --frobnicate"), ("--group 3", "unrecognized arguments: --group 3"),
     ("--seed x", "--seed: invalid int value: 'x'"), ("--clip-low 2", "--clip-low=2.0: expected 0 to 1"),
+    ("--dual-clip 0.5", "--dual-clip=0.5: expected 0 (none)"), ("--step-penalty foo", "--step-penalty=foo"),
     ("--lr nan", "--lr=nan"),
     ("--lr inf", "--lr=inf"), ("--tasks 0", "--tasks=0: expected 1"), ("--judge-labels foo", "--judge-labels=foo"),
     ("--evaluate L9", "--evaluate=L9"), ("--minibatches 17", "--minibatches=17"), ("--preset papr", "--preset=papr"),

@@ -74,6 +74,8 @@ def plain_loss(model, samples, objective=PLAIN):
             ratio = (now - (now.detach() if sample.logprob_old is None else sample.logprob_old[t])).exp()
             bounded = torch.clamp(ratio, 1 - objective.clip_low, 1 + objective.clip_high)
             loss = -torch.minimum(ratio * sample.advantage[t], bounded * sample.advantage[t])
+            if objective.dual_clip and sample.advantage[t] < 0:
+                loss = torch.clamp(loss, max=-objective.dual_clip * sample.advantage[t])
             if objective.kl_coef and sample.kind == "policy":
                 d = sample.logprob_ref[t] - now
                 loss = loss + objective.kl_coef * (d.exp() - d - 1)
@@ -91,10 +93,10 @@ def plain_gradient(model, samples, objective=PLAIN):
 # The loss
 
 OBJECTIVES = [PLAIN, replace(PLAIN, reduction="episode"), replace(PLAIN, reduction="constant", longest=20),
-              replace(PLAIN, clip_low=0.05, clip_high=0.3), replace(PLAIN, temperature=0.7)]
+              replace(PLAIN, clip_low=0.05, clip_high=0.3), replace(PLAIN, temperature=0.7), replace(PLAIN, dual_clip=1.2)]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: f"{o.reduction}-{o.clip_low}-{o.temperature}")
+@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda o: f"{o.reduction}-{o.clip_low}-{o.temperature}-{o.dual_clip}")
 def test_the_gradient_is_that_of_the_loss_written_out(model, samples, objective):
     got, metrics = gradient(model, samples, objective)
     assert_same(got, plain_gradient(model, samples, objective))
