@@ -4,8 +4,8 @@ A config names the rows (flags of gcd.py), the cold starts they begin from, the 
 benchmark needs (real games need two: L2 is played by a model that never trained on its types). One cell is one run of
 gcd.py, row x seed x run, in runs/table1/BENCHMARK/seedK/ROW; when it ends, what matters of it goes to
 results/cells/BENCHMARK/ROW/seedK.json. A cell with such a file is not run again, an interrupted one resumes: stop and
-start at will. Then the table, paired differences and the paper's Table 4 form (time) go to CONFIG_result.json and
-CONFIG.md. Left out: choosing settings, and figures.
+start at will. Then the table and paired differences go to CONFIG_result.json and CONFIG.md. Left out: choosing settings,
+figures, and time (bench.table4).
 
     python -m bench.table1 --config results/table1_household.json                     # run what is missing, then print
     python -m bench.table1 --config results/table1_household.json --rows grpo,grpo+gcd --seeds 0,1 --jobs 1
@@ -44,7 +44,6 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)   # two-
 PLACES = ("out", "model", "resume", "evaluate")               # settings that say where, not what
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
-STAGES = ("rollout", "judge", "update")
 SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
 
 
@@ -297,7 +296,6 @@ def result_of(cell, folder):
         "protocol": evaluation.get("protocol"), "instruction": evaluation.get("instruction"),
         "evaluation": {split: evaluation["splits"][split] for split in cell.splits},
         "seconds": read_json(folder / "stages.json"), "iterations": len(rl),
-        "iteration_seconds": {stage: mean_known(row[f"time/{stage}_s"] for row in rl) for stage in STAGES},
         "judge": last_judge(rl[-10:]),
         "training": [[row["iteration"], row["rollout/success"]] for row in rl
                      if row["iteration"] % 10 == 0 or row is rl[-1]]}
@@ -368,7 +366,7 @@ def interval(values):
 
 
 def collect(config, cells):
-    """Every stored cell → the study's result: rows, differences, times, judges, and what ran."""
+    """Every stored cell → the study's result: rows, differences, judges, and what ran."""
     stored = [read_json(cell.result) for cell in cells if cell.result.exists()]
     rows = dict.fromkeys([*config["cold_starts"], *config["rows"]])
     paper = read_json(ROOT / "results" / "paper.json")
@@ -380,7 +378,7 @@ def collect(config, cells):
     return {key: config[key] for key in ("what", "benchmark", "seeds", "splits", "paper_model")} | {
         "ran": what_ran(config, stored), "rows": table,
         "differences": {f"{a} - {b}": difference(table, a, b, config["splits"]) for a, b in config["differences"]},
-        "time": times(config, stored, table, paper), "judge": judges(rows, stored)}
+        "judge": judges(rows, stored)}
 
 
 def summary(cells, split):
@@ -426,49 +424,6 @@ def what_ran(config, stored):
             "versions": [json.loads(v) for v in each("versions")],
             "adopted": sorted({f"{cell['row']} from {cell['adopted']}" for cell in stored if "adopted" in cell}),
             "differs": {key: then for cell in stored for key, then in cell.get("differs", {}).items()}}
-
-
-def base_of(row, rows):
-    """The row without GCD that a row with it is compared with, or None."""
-    base, plus, _ = row.partition("+gcd")
-    return base if plus and base in rows else None
-
-
-def times(config, stored, table, paper):
-    """The paper's Table 4 form: seconds per iteration by stage, against the row without GCD on the same seeds."""
-    seconds = {}
-    for cell in stored:
-        if cell["iterations"]:
-            seconds.setdefault(cell["row"], {}).setdefault(cell["seed"], []).append(cell)
-    compared = {row: base for row in seconds if (base := base_of(row, seconds))}
-    result = {}
-    for row in [row for row in config["rows"] if row in compared or row in compared.values()]:
-        base, own = compared.get(row), sum(seconds[row].values(), [])
-        result[row] = {stage: statistics.fmean(cell["iteration_seconds"][stage] for cell in own) for stage in STAGES}
-        result[row]["iterations"] = max(cell["iterations"] for cell in own)
-        result[row]["total"] = sum(result[row][stage] for stage in STAGES)
-        if base:
-            result[row] |= {"than": base, "ratio": ratio(seconds[row], seconds[base], lambda cell: 1),
-                            "ratio_all": ratio(seconds[row], seconds[base], lambda cell: cell["iterations"]),
-                            "paper_ratio": paper_ratio(paper, config["rows"][base]["paper"]),
-                            "success": difference(table, row, base, config["splits"])}
-    return result
-
-
-def ratio(cells, base, times_of):
-    """Time, as a multiple of the row without GCD; mean over common seeds. times_of(cell): how many iterations of it."""
-    def spent(own):
-        return sum(times_of(cell) * sum(cell["iteration_seconds"].values()) for cell in own)
-    return mean_known(spent(cells[seed]) / spent(base[seed]) for seed in cells if seed in base)
-
-
-def paper_ratio(paper, method):
-    """Table 4: GCD's time over vanilla's."""
-    table = paper["table4"]
-    if method not in table["columns"]:
-        return None
-    k = table["columns"].index(method)
-    return table["time"]["GCD"][k] / table["time"]["vanilla"][k]
 
 
 def judges(rows, stored):
@@ -518,25 +473,12 @@ def text(result):
     if ran["adopted"]:
         said = ", ".join(f"{key} {then} (here {now})" for key, (then, now) in ran["differs"].items())
         lines += [f"Taken over: {'; '.join(ran['adopted'])}. Settings that differ: {said or 'none'}.", ""]
-    return "\n".join(lines + time_text(result, splits, seeds) + score_text(result, splits) + judge_text(result))
+    return "\n".join(lines + score_text(result, splits) + judge_text(result))
 
 
 def count(n):
     """How many episodes; seeds with unequal numbers are a range."""
     return "–".join(map(str, n[:1] + n[1:][-1:])) or "–"
-
-
-def time_text(result, splits, seeds):
-    """The Table 4 block."""
-    rows = [[row, *(number(own[key], ".2f") for key in (*STAGES, "total")), str(own["iterations"]),
-             *(number(own.get(key), ".2f") for key in ("ratio", "ratio_all", "paper_ratio")),
-             *(percent(own["success"][s], seeds, "+") if "success" in own else "" for s in splits)]
-            for row, own in result["time"].items()]
-    if not rows:
-        return []
-    head = ["time", *STAGES, "total", "iterations", "×", "× all", "paper ×", *(f"Δ {s}" for s in splits)]
-    return ["Seconds per iteration, as multiples of the row without GCD (×), and of all iterations (× all), and the "
-            "difference in success, which with @75 is the one at about equal time:", "", *markdown(head, rows)]
 
 
 def score_text(result, splits):

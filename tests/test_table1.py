@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import table1
+from bench import table1, table4
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,10 +45,11 @@ rows = [{"config": {"lr": float(flag("--lr", "6e-4"))}, "versions": {"python": "
          "parameters": 1234, "started": "now"}]
 iterations = int(flag("--iterations", "0"))
 judge_s = 1.0 if "--gcd" in argv else 0.0
+slow = 10.0 if "seconds" in out.name else 0.0          # of a run for bench.table4 the first iteration does not count
 for i in range(iterations):
     rows.append({"phase": "rl", "iteration": i, "rollout/success": i / 100,
                  "judge/auc": i / 10 if "--gcd" in argv else None,
-                 "time/rollout_s": 2.0, "time/judge_s": judge_s, "time/update_s": 1.0})
+                 "time/rollout_s": 2.0 + slow * (i == 0), "time/judge_s": judge_s, "time/update_s": 1.0})
 with open(out / "metrics.jsonl", "a" if "--resume" in argv else "w") as log:
     log.writelines(json.dumps(row) + "\\n" for row in rows)
 if (here / "wait").exists():
@@ -64,6 +65,8 @@ if (here / "wait").exists():
 modes = lambda x: {m: {"success": x, "n": 20, "turns": 3.0, "invalid_frac": 0.1, "repeated_frac": 0.0} for m in
                    ("sampled", "greedy", "t0.4")}
 splits = {s: modes(rate) for s in flag("--evaluate").split(",")}
+if flag("--evaluate") == "none":
+    sys.exit()
 (out / "evaluation.json").write_text(json.dumps({"splits": splits, "games": "toy games"}))
 (out / "stages.json").write_text(json.dumps({"rl": 1.0}))
 '''
@@ -271,7 +274,6 @@ def test_a_cell_keeps_what_matters_and_no_path(bench):
     saved = (bench.folder / "results/cells/household/grpo+gcd/seed0.json").read_text()
     cell = json.loads(saved)
     assert cell["commits"] == ["abc"] and cell["parameters"] == 1234 and cell["start"] == "cold"
-    assert cell["iteration_seconds"] == {"rollout": 2.0, "judge": 1.0, "update": 1.0}
     assert cell["judge"] == {"auc": pytest.approx(sum(range(2, 12)) / 100)}             # iterations 2 to 11 of 12
     assert cell["training"] == [[0, 0.0], [10, 0.1], [11, 0.11]]
     assert set(cell["evaluation"]) == {"L0", "L2"} and set(cell["evaluation"]["L0"]) == {"sampled", "greedy", "t0.4"}
@@ -279,16 +281,16 @@ def test_a_cell_keeps_what_matters_and_no_path(bench):
 
 def test_an_iteration_logged_twice_counts_once_as_it_was_the_second_time(tmp_path):
     head = {"config": {"out": "/somewhere", "lr": 1.0}, "versions": {}, "commit": "a"}
-    rl = {"phase": "rl", "time/rollout_s": 1.0, "time/judge_s": 0.0, "time/update_s": 1.0}
+    rl = {"phase": "rl"}
     lines = [head, rl | {"iteration": 0, "rollout/success": 0.1}, rl | {"iteration": 1, "rollout/success": 0.2},
-             head | {"commit": "b"}, rl | {"iteration": 1, "rollout/success": 0.3, "time/rollout_s": 3.0}]
+             head | {"commit": "b"}, rl | {"iteration": 1, "rollout/success": 0.3}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "evaluation.json").write_text('{"splits": {"L0": {}}, "games": "toy"}')
     (tmp_path / "stages.json").write_text("{}")
     cell = table1.Cell("household", "grpo", 0, "", ("L0",), (), "", None, False)
     result = table1.result_of(cell, tmp_path)
     assert result["training"] == [[0, 0.1], [1, 0.3]] and result["iterations"] == 2
-    assert result["iteration_seconds"]["rollout"] == 2.0 and result["commits"] == ["a", "b"] and result["resumed"] == 1
+    assert result["commits"] == ["a", "b"] and result["resumed"] == 1
     assert result["config"] == {"lr": 1.0}
 
 
@@ -339,10 +341,6 @@ def test_the_table_by_hand(bench, capsys):
     assert "| grpo+gcd | 25.0 ± 0.0 | 25.0 ± 0.0 | 20/20 | 89.8 / 81.5 |" in printed
     assert "| grpo - grpo+gcd | +30.0 ± 63.5 | +30.0 ± 63.5 |" in printed
     assert "1,234 parameters; toy games; commit abc" in printed
-    # 2 + 0 + 1 seconds against 2 + 1 + 1; nine iterations against twelve: 36 / 36
-    assert "| grpo | 2.00 | 0.00 | 1.00 | 3.00 | 12 | – | – | – |  |  |" in printed
-    assert "| grpo+gcd | 2.00 | 1.00 | 1.00 | 4.00 | 12 | 1.33 | 1.33 | 1.29 | -30.0 ± 63.5 | -30.0 ±" in printed
-    assert "| grpo+gcd@75 | 2.00 | 1.00 | 1.00 | 4.00 | 9 | 1.33 | 1.00 | 1.29 |" in printed
 
 
 def test_what_is_missing_is_a_dash_with_the_number_of_seeds(bench, capsys):
@@ -360,6 +358,42 @@ def test_differences_are_paired_on_the_seeds_that_both_have():
     table = {"a": {"L0": {"seeds": {0: 0.5, 1: 0.7, 2: 0.9}}}, "b": {"L0": {"seeds": {1: 0.4, 2: 0.8, 3: 0.1}}}}
     own = table1.difference(table, "a", "b", ["L0"])["L0"]
     assert own["seeds"] == {1: pytest.approx(0.3), 2: pytest.approx(0.1)} and own["mean"] == pytest.approx(0.2)
+
+
+# Table 4
+
+def table4_of(bench, *flags):
+    return table4.main(["--config", str(bench.config_file), "--rows", "grpo", "--iterations", "4", *flags])
+
+
+def test_table_4_by_hand(bench, capsys):
+    """2 + 0 + 1 seconds against 2 + 1 + 1; nine iterations against twelve: 36 seconds against 36."""
+    pairs = [["grpo+gcd", "grpo"], ["grpo+gcd@75", "grpo"]]
+    bench.write(CONFIG | {"differences": pairs})
+    bench.main()
+    ran = len(bench.calls())
+    assert table4_of(bench, "--repeats", "2") == 0
+    assert bench.calls()[ran:] == 2 * [("seconds_grpo", 0), ("seconds_grpo+gcd", 0)]             # in turns
+    printed = capsys.readouterr().out
+    assert printed.endswith((bench.folder / "table4_household.md").read_text())
+    assert "| grpo | 2.00 | 0.00 | 1.00 | 3.00 |  |  |" in printed
+    assert "| grpo+gcd | 2.00 | 1.00 | 1.00 | 4.00 | 1.33 (1.33–1.33) | 1.29 |" in printed
+    assert "| grpo+gcd − grpo | 100% | 1.33 | -30.0 ± 63.5 | -30.0 ± 63.5 | 1.29 | – |" in printed
+    assert "| grpo+gcd − grpo | 75% | 1.00 | -30.0 ± 63.5 | -30.0 ± 63.5 | 0.97 | +2.8 |" in printed
+    assert "--evaluate" in bench.argv(-1) and bench.argv(-1)[-6:-2] == ["--iterations", "4", "--evaluate", "none"]
+    stored = json.loads((bench.folder / "table4_household.json").read_text())
+    assert stored["iterations"] == 4 and stored["seconds"]["grpo"][0] == {"rollout": 2.0, "judge": 0.0, "update": 1.0}
+    assert table4_of(bench, "--repeats", "0") == 0 and capsys.readouterr().out == printed[printed.index("Seconds"):]
+
+
+def test_table_4_needs_a_row_with_and_without_gcd_its_start_and_table_1(bench, capsys):
+    for flags, message in ((["--rows", "ppo"], "--rows=ppo"), ([], "run bench.table1 --rows cold --seeds 0 first"),
+                           (["--repeats", "0"], "nothing was measured yet")):
+        assert table4_of(bench, *flags) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        table4_of(bench, "--iterations", "1")
+    assert "--iterations=1" in capsys.readouterr().err and not bench.calls()
 
 
 # The paper's numbers
