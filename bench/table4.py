@@ -49,7 +49,7 @@ def measure(cell, iterations):
 
 def measured(cells, iterations, repeats, stored):
     """Every row `repeats` times, in turns: {"seconds": {row: [{stage: seconds}]}, and what they were taken on}."""
-    load, seconds = os.getloadavg()[0], {cell.row: [] for cell in cells}
+    seconds = {cell.row: [] for cell in cells}
     with tqdm(total=repeats * len(cells), unit="run") as bar:
         for _ in range(repeats):
             for cell in cells:
@@ -59,7 +59,7 @@ def measured(cells, iterations, repeats, stored):
     head = table1.read_lines(cells[0].folder.parent / f"seconds_{cells[0].row}" / "metrics.jsonl")[0]
     return {"command": shlex.join(["python", "-m", "bench.table4", *sys.argv[1:]]), "commit": head["commit"],
             "versions": head["versions"], "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "load_before": round(load, 2), "iterations": iterations, "seconds": stored.get("seconds", {}) | seconds}
+            "iterations": iterations, "seconds": stored.get("seconds", {}) | seconds}
 
 
 def table(config, seconds, result, paper):
