@@ -13,6 +13,7 @@ import re
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from envs import Task
@@ -59,6 +60,7 @@ class PddlText:
     task_desc: str
     pddl: str
 
+    @lru_cache(maxsize=256)            # the episodes of a group play one game
     def parse(self) -> Problem:
         """The problem of this text. Raises ValueError naming the source of broken PDDL."""
         try:
