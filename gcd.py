@@ -251,6 +251,13 @@ def versions(env):
             } | engine_versions(env)
 
 
+def hashes(config, tasks):
+    """Which games a run has: games_hash of each split that it evaluates and, as "train", of what RL plays, in order."""
+    played = config.iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1)
+    train = {"train": games_hash(tasks.train(config.train_types, 0, played))} if played else {}
+    return {split: games_hash(tasks.split(split)) for split in config.splits} | train
+
+
 def commit():
     """The commit of the code, "+" if changed since; empty outside a git checkout."""
     try:
@@ -653,8 +660,7 @@ def main(argv=None):
         ranks = parallel.setup(config.device)
         run = prepare(config, ranks, asked_to_stop)
         run.log({"config": asdict(config), "versions": versions(config.env), "commit": commit(), "games": games_of(config),
-                 "games_hash": {split: games_hash(run.tasks.split(split)) for split in config.splits},
-                 "parameters": sum(p.numel() for p in run.model.parameters()),
+                 "games_hash": hashes(config, run.tasks), "parameters": sum(p.numel() for p in run.model.parameters()),
                  "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
         stages = {"cold_start": cold_start.cold_start if config.demonstrations and not config.resume else None,
                   "rl": reinforce if config.iterations else None,

@@ -94,6 +94,10 @@ def test_every_line_of_the_metrics_is_complete(trained):
     first, *lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert first["config"]["judge_labels"] == "oracle" and first["versions"]["torch"] == torch.__version__
     assert {"commit", "started"} <= first.keys()
+    world = gcd.parse(TINY).world()
+    assert first["games_hash"] == {"train": gcd.games_hash(world.train("part", 0, 8))}       # 2 iterations of 4 tasks
+    config = gcd.parse([*TINY, "--iterations", "0", "--evaluate", "L0,L2"])
+    assert gcd.hashes(config, world) == {split: gcd.games_hash(world.split(split)) for split in ("L0", "L2")}
     assert [line["iteration"] for line in lines] == [0, 1]
     for line in lines:
         for key in ("rollout/truncated_frac", "rollout/invalid_frac", "rollout/zero_variance_frac", "policy/clip_frac"):
