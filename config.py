@@ -111,7 +111,8 @@ class Config:
                                 "too), or drop and refill (GRPO; up to 4 rounds)",
                                 ("keep", "drop", "refill"))
     max_grad_norm: float = opt(1.0, "gradient clipping; 0: none", low=0)
-    microbatch_tokens: int = opt(16384, "tokens in one forward and backward, padding included", low=16)
+    microbatch_tokens: int = opt(2048, "tokens in one forward and backward, padding included; small ones stay in a CPU's "
+                                 "cache", low=16)
     logprob_gap_limit: float = opt(1e-4, "nats; a larger sampler-trainer difference stops a float32 run", low=0)
     # GCD
     gcd: bool = opt(True, "train the judge beside the policy")
@@ -213,7 +214,8 @@ PAPER = dict(
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6, critic_lr=1e-5,
     lr_decay=False, clip_low=0.2, clip_high=0.2, dual_clip=3.0, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
     invalid_penalty=0.1, invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512,
-    judge_response_tokens=512, judge_labels="rule+oracle", context=16384, dtype="bfloat16", on_truncation="invalid")
+    judge_response_tokens=512, judge_labels="rule+oracle", context=16384, microbatch_tokens=16384, dtype="bfloat16",
+    on_truncation="invalid")
 
 
 # What an algorithm changes of the defaults. PPO: 128 tasks x 1 (no groups to compare). RLVMR: alpha = 0.5.

@@ -42,6 +42,7 @@ NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold
 OPTIONAL = {"env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start"}
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)   # two-sided, by degrees of freedom from 1
 PLACES = ("out", "model", "resume", "evaluate")               # settings that say where, not what
+SPEED = ("microbatch_tokens",)                                # settings that change rounding and time alone
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
 SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
@@ -162,7 +163,7 @@ def changed(settings, cell):
     """Where settings that a run was made with differ from those that its cell asks for now: {name: [then, now]}."""
     now = wanted(cell)
     return {key: [then, now[key]] for key, then in settings.items()
-            if key in now and key not in PLACES and then != now[key]}
+            if key in now and key not in PLACES + SPEED and then != now[key]}
 
 
 def check_results(cells):

@@ -223,6 +223,8 @@ def test_results_of_other_settings_are_refused(bench, capsys):
     bench.write(CONFIG | {"common": ["--lr", "1e-3", "--iterations", "12"]})
     assert bench.main() == 2
     assert "seed0.json: made with other settings: lr was 0.0006, is 0.001" in capsys.readouterr().err
+    cell = table1.cells_of(CONFIG)[0]
+    assert table1.changed({"lr": 6e-4, "microbatch_tokens": 1, "out": "elsewhere"}, cell) == {}        # nothing that counts
     assert len(bench.calls()) == 2
 
 
