@@ -11,6 +11,7 @@ B samples, N sampled tokens (flat over everything), V vocabulary, d hidden size.
 """
 
 import math
+import re
 
 import torch
 
@@ -22,6 +23,7 @@ def episode_reward(won_E, invalid_E, turns_E, success_reward=1.0, invalid_penalt
 
         share:  R = success_reward * won - invalid_penalty * invalid / turns      (the small model's default)
         turn:   R = success_reward * won - invalid_penalty * invalid              (verl-agent: 10 and 0.1)
+        own:    the same sum; but advantages are of row_rewards
 
     won_E bool, invalid_E and turns_E counts.  An episode without turns has no invalid share.
     """
@@ -36,8 +38,6 @@ def turn_rewards(won_E, valid_S, turns_E, success_reward=1.0, invalid_penalty=0.
         r_t = success_reward * won [t last] - invalid_penalty * invalid_t  (/ turns, if the unit is "share")
 
     Sums to episode_reward over each episode that has turns. Returns reward_S.
-    verl-agent instead takes a turn's penalty off its own (already discounted) return, so that no earlier turn feels
-    it: discounted_returns of these rewards without penalties, plus these rewards of lost episodes (--step-penalty own).
     """
     reward_S = -invalid_penalty * (~valid_S).float()
     if invalid_unit == "share":
@@ -46,6 +46,17 @@ def turn_rewards(won_E, valid_S, turns_E, success_reward=1.0, invalid_penalty=0.
     last_E = turns_E.cumsum(0) - 1
     reward_S[last_E[played_E]] += success_reward * won_E[played_E].float()
     return reward_S
+
+
+def row_rewards(won_E, valid_S, turns_E, success_reward=1.0, invalid_penalty=0.1):
+    """What verl-agent's code compares, where each turn is a training row: the episode's success on all of its rows, and
+    on a row its own penalty alone.
+
+        R_t = success_reward * won - invalid_penalty * invalid_t                          Returns reward_S.
+
+    GiGPO's returns there are discounted before the penalty comes off, so that no earlier turn feels it.
+    """
+    return success_reward * won_E.float().repeat_interleave(turns_E) - invalid_penalty * (~valid_S).float()
 
 
 def discounted_returns(reward_S, turns_E, gamma):
@@ -64,38 +75,47 @@ def discounted_returns(reward_S, turns_E, gamma):
     return torch.tensor(returns, dtype=reward_S.dtype, device=reward_S.device)
 
 
+SMALL_WORDS = {"around", "at", "from", "in", "into", "of", "off", "on", "onto", "the", "to", "up", "using", "with"}
 TAG_GROUPS = ("none", "planning", "explore", "reflection")     # RLVMR: what a turn is compared as; tag_S indexes it
 
 
-def tag_rewards(tags, actions, valid, formatted, won):
-    """RLVMR's reward of each turn's meta-reasoning tag, for one episode, as its released code gives it.
+def tag_rewards(tags, actions, valid, won, rule="paper"):
+    """RLVMR's reward of each turn's meta-reasoning tag, for one episode.
 
-        planning     1 if the episode was won
-        explore      1 unless an earlier well-formed turn had the same action
-        reflection   1 if the turn before was malformed or not admissible, and the action differs from that turn's;
-                     1 at the first turn
+                     paper (arXiv:2507.22844 §3)                       code (its released code)
+        planning     1 if the episode was won                          the same
+        explore      1 if the action names an object or location       1 unless an earlier turn had the same action
+                     that no earlier action named
+        reflection   1 if the turn before was malformed or not         1 if that turn was so, and the action differs from
+                     admissible, and this one is admissible            that turn's; 1 at the first turn
         monitor, or a malformed turn: 0, and compared as "none"
 
-    tags: "planning" | "explore" | "reflection" | "monitor" | None; actions: texts (None where there is none);
-    valid: admissible; formatted: well-formed.  Returns the rewards and the tags they are compared by (of TAG_GROUPS).
-    The paper (arXiv:2507.22844) leaves the magnitudes open and says "a new object or location" for explore; Algorithm
-    3 of its appendix compares whole transitions and discounts repeated planning.
+    tags: "planning" | "explore" | "reflection" | "monitor" | None; actions: texts, None where the turn was malformed;
+    valid: admissible.  Returns the rewards and the tags they are compared by (of TAG_GROUPS).
+    The paper gives no magnitudes; 1 is the code's. Algorithm 3 of its appendix differs from both: it compares whole
+    transitions and discounts repeated planning.
     """
     rewards, compared = [], []
     for t, tag in enumerate(tags):
-        tag = tag if formatted[t] and tag in TAG_GROUPS else "none"
+        tag = tag if actions[t] is not None and tag in TAG_GROUPS else "none"
+        before, failed = [action for action in actions[:t] if action is not None], t > 0 and not valid[t - 1]
         if tag == "planning":
             earned = won
         elif tag == "explore":
-            earned = actions[t] not in [actions[k] for k in range(t) if formatted[k]]
+            earned = (actions[t] not in before if rule == "code" else
+                      bool(names_in(actions[t]) - set().union(*map(names_in, before))))
         elif tag == "reflection":
-            failed = t == 0 or not (formatted[t - 1] and valid[t - 1])
-            earned = failed and (t == 0 or actions[t] != actions[t - 1])
+            earned = (t == 0 or failed and actions[t] != actions[t - 1]) if rule == "code" else failed and valid[t]
         else:
             earned = False
         rewards.append(float(earned))
         compared.append(tag)
     return rewards, compared
+
+
+def names_in(action):
+    """Objects and locations of a command: numbered names ("drawer 2"), or, without any, its words but the verb."""
+    return set(re.findall(r"[a-z]+ \d+", action)) or set(action.split()[1:]) - SMALL_WORDS
 
 
 # Advantages of episodes: GRPO
@@ -149,12 +169,12 @@ def anchor_advantage(return_S, anchor_S, normalize_std, eps=1e-6):
     return group_relative_advantage(return_S, anchor_S, torch.ones_like(anchor_S), normalize_std, eps)
 
 
-def gigpo_advantage(advantage_E, step_advantage_S, turns_E, omega):
+def gigpo_advantage(episode_advantage_S, step_advantage_S, omega):
     """A = A^E + omega * A^S, the first that of the turn's episode (GiGPO Eq. 8). Returns advantage_S.
 
     Where no state is met twice this is GRPO.
     """
-    return advantage_E.repeat_interleave(turns_E) + omega * step_advantage_S
+    return episode_advantage_S + omega * step_advantage_S
 
 
 def anchor_sizes(anchor_S):
@@ -189,11 +209,12 @@ def rlvmr_paper_advantage(reward_E, group_E, turns_E, tag_reward_S, tag_S, momen
     return alpha * trajectory_E.repeat_interleave(turns_E) + (1 - alpha) * tag_advantage_S
 
 
-def rlvmr_code_advantage(reward_E, group_E, turns_E, tag_reward_S, tag_S, w, normalize_std=True):
+def rlvmr_code_advantage(reward_S, group_S, tag_reward_S, tag_S, w, normalize_std=True):
     """RLVMR as its released code has it (and Algorithm 2 of its appendix): tags are compared within a task.
 
         A_t    = A_ep + w * A_step,   w = 0.5 in its settings file, 1.0 in its script
-        A_ep   = (R - mean_g R) / std over the *turns* of the group, each with its episode's reward
+        A_ep   = (R - mean_g R) / std over the *turns* of the group, each a row with its episode's reward (row_rewards,
+                 or the same for all turns of an episode)
         A_step = (r_t - mean r) / std r over the turns of the group with this tag
 
     std unbiased, or 1 (normalize_std=False: its "mean_norm").  Returns advantage_S. A turn that stands alone counts as
@@ -201,8 +222,7 @@ def rlvmr_code_advantage(reward_E, group_E, turns_E, tag_reward_S, tag_S, w, nor
     in its group if it has one turn only. Equal rewards of several turns give exactly 0.
     """
     assert (tag_S < len(TAG_GROUPS)).all(), f"tag {int(tag_S.max())} of {len(TAG_GROUPS)}"
-    group_S = group_E.repeat_interleave(turns_E)
-    episode_S = code_normalized(reward_E.repeat_interleave(turns_E), group_S, normalize_std)
+    episode_S = code_normalized(reward_S, group_S, normalize_std)
     return episode_S + w * code_normalized(tag_reward_S, group_S * len(TAG_GROUPS) + tag_S, normalize_std)
 
 

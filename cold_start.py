@@ -50,7 +50,10 @@ def cold_start(run):
 
 def shown_to_all(run, first, n, mistake_rate):
     """`demonstrate` on rank 0, for all: engines may die and endpoints fall silent on one rank and not on another."""
-    return parallel.on_main(lambda: demonstrate(run, first, n, mistake_rate))
+    shown = parallel.on_main(lambda: demonstrate(run, first, n, mistake_rate))
+    if run.config.thoughts == "endpoint":
+        run.log_endpoint()
+    return shown
 
 
 class Expert:
@@ -73,6 +76,7 @@ def demonstrate(run, first, n, mistake_rate):
     mistake that is not to be imitated."""
     config, expert = run.config, Expert(run)
     episodes, advantages, counts = [], [], Counter()
+    restarts = getattr(expert.env, "restarts", 0)           # of a real engine
     bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False)
     for i, task in enumerate(bar):
         seed = stream(config.seed, DEMONSTRATION, first + i)
@@ -91,12 +95,15 @@ def demonstrate(run, first, n, mistake_rate):
         if config.thoughts == "endpoint":
             written = run.endpoint.ask(judge.thought_questions(episode))
             thoughts = [correction.plain_text(text or "") for text in written]      # a tag in one would end the response
+            counts["thoughts not written"] += thoughts.count("")                    # these are the template's
             episode = replay(run.chat, seat, shown, config.history, thoughts)
         if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) <= config.context:
             episodes.append(episode)
             advantages.append(imitated(episode, shown.mistakes, instruction if config.instructions else None))
         else:
             counts["too long"] += 1
+    if restarts := getattr(expert.env, "restarts", 0) - restarts:
+        counts["restarts"] = restarts
     run.log({"phase": "demonstrations", "asked": n, "kept": len(episodes)} | counts)
     if not episodes:
         raise ValueError(f"--demonstrations={n}: none was won in --max-turns={config.max_turns} within "
@@ -159,7 +166,7 @@ def judge_questions(run):
         return []
     episodes, _ = shown_to_all(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
     seed = stream(config.seed, QUESTIONS)
-    asked = parallel.gather(run.endpoint_labels(episodes, 2 * n, seed))[0]
+    asked = parallel.gather(run.endpoint_labels(episodes if parallel.is_main() else [], 2 * n, seed))[0]
     places = judge.candidates(episodes, config.judge_labels, config.context - 64, 0, asked, config.label_agreement)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if config.judge_kind == "value":

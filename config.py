@@ -47,7 +47,7 @@ class Config:
     prompt: str = opt("auto", "plain: command only; think: <think> and <action>; tags: RLVMR's; auto: by model and algo",
                       ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts (of think and tags, not in the small model's)")
-    history: int = opt(0, "past exchanges shown in a prompt; 0: all, append-only", low=0)
+    history: int = opt(0, "past exchanges shown in a prompt; full (or 0): all, append-only", low=0)
     # cold start
     demonstrations: int = opt(4500, "expert episodes to imitate; 0: no cold start", low=0)
     cold_start_types: str = opt("all", "task types it sees; all, or the small model could not know L2's words",
@@ -85,13 +85,13 @@ class Config:
                         ("episode", "turn"))
     normalize_std: bool = opt(False, "divide advantages by the group's std (GiGPO: on both levels)")
     step_gamma: float = opt(0.95, "GiGPO: discount of a turn's return", low=0, high=1)
-    step_penalty: str = opt("discounted", "GiGPO: an invalid turn's penalty is felt by earlier turns, discounted, or by its "
-                            "own return alone (verl-agent's code)", ("discounted", "own"))
     step_weight: float = opt(1.0, "GiGPO: omega; RLVMR: 1 - alpha (paper) or w (code)", low=0)
     anchor: str = opt("state", "GiGPO: turns that share a state: the last observation with news, or the raw one",
                       ("state", "raw"))
     composition: str = opt("paper", "RLVMR: convex mix, tags over the batch (paper); sum, tags by task (code)",
                            ("paper", "code"))
+    tag_rewards: str = opt("paper", "RLVMR: explore names something new, reflection is followed by an admissible action "
+                           "(paper), or: an action not given before, another than the refused one (code)", ("paper", "code"))
     gae_lambda: float = opt(0.95, "PPO: lambda of GAE over turns", low=0, high=1)
     critic_lr: float = opt(3e-3, "PPO: learning rate of the critic", low=0)
     value_clip: float = opt(0.5, "PPO: a value moves at most this far in an iteration; 0: no clip", low=0)
@@ -105,8 +105,11 @@ class Config:
                   ("none", "loss", "reward"))
     kl_coef: float = opt(0.01, "its coefficient", low=0)
     success_reward: float = opt(1.0, "reward of a won episode")
+    invalid: str = opt("admissible", "invalid is a turn whose command is not admissible, or (verl-agent's code) without one",
+                       ("admissible", "format"))
     invalid_penalty: float = opt(0.1, "taken off for invalid turns", low=0)
-    invalid_unit: str = opt("share", "times the share of invalid turns, or for each such turn", ("share", "turn"))
+    invalid_unit: str = opt("share", "times the share of invalid turns; for each such turn; or from that turn's own row and "
+                            "return alone (verl-agent's code, with --baseline turn)", ("share", "turn", "own"))
     dynamic_sampling: str = opt("drop", "groups that teach nothing: keep, drop (not with --kl, which teaches there "
                                 "too), or drop and refill (GRPO; up to 4 rounds)",
                                 ("keep", "drop", "refill"))
@@ -180,6 +183,10 @@ class Config:
         refuse(0 < self.dual_clip <= 1, f"--dual-clip={self.dual_clip:g}: expected 0 (none) or more than 1")
         refuse(self.dynamic_sampling == "refill" and (self.algo != "grpo" or self.kl != "none"),
                "--dynamic-sampling=refill: looks for groups of unequal rewards; with --algo grpo and --kl none only")
+        rows = {"ppo": self.ppo_form == "verl-agent", "rlvmr": self.composition == "code"}.get(self.algo, self.baseline == "turn")
+        refuse(self.invalid_unit == "own" and not (rows and self.dynamic_sampling != "refill"),
+               "--invalid-unit=own: compares turns; with --baseline turn, --composition code (rlvmr) or --ppo-form verl-agent "
+               "(ppo), and not with --dynamic-sampling refill")
         refuse(self.algo == "rlvmr" and self.baseline == "turn",
                "--baseline=turn: RLVMR's episode statistics are its composition's; --composition code counts turns")
         refuse(self.env == "scienceworld" and self.gcd and self.judge_labels in ("oracle", "rule+oracle"),
@@ -210,10 +217,11 @@ class Config:
 # The paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per batch; 16 x 8
 # episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
 PAPER = dict(
+    # the paper's labels are the rule's and DeepSeek-V3's: rule+endpoint, where an endpoint is given
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6, critic_lr=1e-5,
     lr_decay=False, clip_low=0.2, clip_high=0.2, dual_clip=3.0, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
-    invalid_penalty=0.1, invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512,
+    invalid="format", invalid_penalty=0.1, invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512,
     judge_response_tokens=512, judge_labels="rule+oracle", context=16384, microbatch_tokens=16384, dtype="bfloat16",
     on_truncation="invalid")
 
@@ -224,17 +232,29 @@ ALGO = dict(
     ppo=dict(tasks=128, group_size=1, dynamic_sampling="keep"))
 
 
+def paper(chosen):
+    """PAPER with what depends on other flags: whose labels there are, and a cold start that leaves L2's types out too."""
+    labels = "rule" if chosen.env == "scienceworld" else PAPER["judge_labels"]
+    return PAPER | dict(judge_labels="rule+endpoint" if chosen.endpoint else labels, cold_start_types=chosen.train_types)
+
+
+def exchanges(text):
+    """--history's number; "full" is 0."""
+    return 0 if text == "full" else int(text)
+
+
 def parse(argv=None):
     """Command line → Config. Every field is a flag; an unknown flag or a value out of range is an error."""
     parser = argparse.ArgumentParser(prog="gcd.py", allow_abbrev=False, description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for f in fields(Config):
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type}
+        read = exchanges if f.name == "history" else f.type
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": read}
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=f.metadata["help"], **kind)
     chosen = parser.parse_known_args(argv)[0]
     if chosen.env == "scienceworld":
         parser.set_defaults(slots=16)
-    parser.set_defaults(**((PAPER if chosen.preset == "paper" else {}) | ALGO.get(chosen.algo, {})))
+    parser.set_defaults(**((paper(chosen) if chosen.preset == "paper" else {}) | ALGO.get(chosen.algo, {})))
     try:
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:

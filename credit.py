@@ -27,15 +27,16 @@ class Estimator:
 
     algo: str
     success_reward: float
+    invalid: str
     invalid_penalty: float
     invalid_unit: str
     baseline: str
     normalize_std: bool
     step_gamma: float
-    step_penalty: str
     step_weight: float
     anchor: str
     composition: str
+    tag_rewards: str
     gae_lambda: float
     ppo_form: str
 
@@ -44,45 +45,62 @@ class Estimator:
         return self.success_reward, self.invalid_penalty, self.invalid_unit
 
 
-def facts(episodes):
-    """What every algorithm needs: won_E, turns_E, group_E and, per turn, valid_S."""
+def facts(episodes, estimator):
+    """What every algorithm needs: won_E, turns_E, group_E and, per turn, whether no penalty is due (valid_S)."""
     return (torch.tensor([e.won for e in episodes]), torch.tensor([len(e.turns) for e in episodes]),
             torch.tensor([e.group for e in episodes]),
-            torch.tensor([turn.valid for e in episodes for turn in e.turns], dtype=torch.bool))
+            torch.tensor([is_valid(turn, estimator) for e in episodes for turn in e.turns], dtype=torch.bool))
+
+
+def is_valid(turn, estimator):
+    """Whether a turn has no penalty: its command was admissible, or, with "format", it had one."""
+    return turn.valid if estimator.invalid == "admissible" else turn.action is not None
 
 
 def rewards(episodes, estimator):
     """reward_E, and which episodes' groups have equal rewards (equal_E)."""
-    won_E, turns_E, group_E, _ = facts(episodes)
-    invalid_E = torch.tensor([sum(not turn.valid for turn in e.turns) for e in episodes])
+    won_E, turns_E, group_E, _ = facts(episodes, estimator)
+    invalid_E = torch.tensor([sum(not is_valid(turn, estimator) for turn in e.turns) for e in episodes])
     reward_E = algorithms.episode_reward(won_E, invalid_E, turns_E, *estimator.reward)
     return reward_E, algorithms.zero_variance(reward_E, group_E)
 
 
 def advantages(episodes, estimator):
     """advantage_S of grpo, gigpo or rlvmr, and what is to be logged of it. All ranks call it."""
-    _, turns_E, group_E, _ = facts(episodes)
-    reward_E, _ = rewards(episodes, estimator)
     if estimator.algo == "rlvmr":
-        return rlvmr(episodes, reward_E, estimator)
-    advantage_E = algorithms.group_relative_advantage(
-        reward_E, group_E, turns_E if estimator.baseline == "turn" else None, estimator.normalize_std)
-    if estimator.algo == "grpo":
-        return advantage_E.repeat_interleave(turns_E), {}
-    return gigpo(episodes, advantage_E, estimator)
+        return rlvmr(episodes, estimator)
+    _, turns_E, group_E, _ = facts(episodes, estimator)
+    if estimator.invalid_unit == "own":
+        group_S = group_E.repeat_interleave(turns_E)
+        advantage_S = algorithms.group_relative_advantage(rows(episodes, estimator), group_S, torch.ones_like(group_S),
+                                                          estimator.normalize_std)
+    else:
+        reward_E, _ = rewards(episodes, estimator)
+        advantage_S = algorithms.group_relative_advantage(
+            reward_E, group_E, turns_E if estimator.baseline == "turn" else None,
+            estimator.normalize_std).repeat_interleave(turns_E)
+    return gigpo(episodes, advantage_S, estimator) if estimator.algo == "gigpo" else (advantage_S, {})
 
 
-def gigpo(episodes, advantage_E, estimator):
-    """Episode advantage plus omega times the turn's return against the others of its anchor."""
-    won_E, turns_E, _, valid_S = facts(episodes)
-    own = estimator.step_penalty == "own"
+def rows(episodes, estimator):
+    """What each turn is compared by, where each is a row with its episode's reward: reward_S."""
+    won_E, turns_E, _, valid_S = facts(episodes, estimator)
+    if estimator.invalid_unit == "own":
+        return algorithms.row_rewards(won_E, valid_S, turns_E, estimator.success_reward, estimator.invalid_penalty)
+    return rewards(episodes, estimator)[0].repeat_interleave(turns_E)
+
+
+def gigpo(episodes, advantage_S, estimator):
+    """The episode's advantage plus omega times the turn's return against the others of its anchor."""
+    won_E, turns_E, _, valid_S = facts(episodes, estimator)
+    own = estimator.invalid_unit == "own"
     reward_S = algorithms.turn_rewards(won_E, valid_S | own, turns_E, *estimator.reward)
     return_S = algorithms.discounted_returns(reward_S, turns_E, estimator.step_gamma)
     if own:                                                  # the penalties, after discounting
         return_S = return_S + algorithms.turn_rewards(torch.zeros_like(won_E), valid_S, turns_E, *estimator.reward)
     anchor_S = anchors(episodes, estimator.anchor)
     step_S = algorithms.anchor_advantage(return_S, anchor_S, estimator.normalize_std)
-    advantage_S = algorithms.gigpo_advantage(advantage_E, step_S, turns_E, estimator.step_weight)
+    advantage_S = algorithms.gigpo_advantage(advantage_S, step_S, estimator.step_weight)
     sizes = parallel.all_sum({key: share * len(anchor_S) for key, share in algorithms.anchor_sizes(anchor_S).items()})
     turns = max(sum(sizes.values()), 1)
     return advantage_S, {f"gigpo/anchor_{key}_frac": count / turns for key, count in sizes.items()}
@@ -99,24 +117,24 @@ def anchors(episodes, kind):
     return torch.tensor([number[key] for key in keys], dtype=torch.long)
 
 
-def rlvmr(episodes, reward_E, estimator):
+def rlvmr(episodes, estimator):
     """Episode advantage and tag advantage, composed as the paper or as the code says."""
-    won_E, turns_E, group_E, _ = facts(episodes)
+    _, turns_E, group_E, _ = facts(episodes, estimator)
     rewards_S, tags_S = [], []
     for e in episodes:
-        reward, tags = algorithms.tag_rewards([t.tag for t in e.turns], [t.action for t in e.turns], [t.valid for t in e.turns],
-                                              [t.action is not None for t in e.turns], e.won)
+        reward, tags = algorithms.tag_rewards([t.tag for t in e.turns], [t.action for t in e.turns],
+                                              [t.valid for t in e.turns], e.won, estimator.tag_rewards)
         rewards_S += reward
         tags_S += tags
     tag_S = torch.tensor([algorithms.TAG_GROUPS.index(tag) for tag in tags_S], dtype=torch.long)
     tag_reward_S = torch.tensor(rewards_S)
     moments = parallel.all_sum(algorithms.tag_moments(tag_reward_S, tag_S))
     if estimator.composition == "code":
-        advantage_S = algorithms.rlvmr_code_advantage(reward_E, group_E, turns_E, tag_reward_S, tag_S, estimator.step_weight,
-                                                      estimator.normalize_std)
+        advantage_S = algorithms.rlvmr_code_advantage(rows(episodes, estimator), group_E.repeat_interleave(turns_E),
+                                                      tag_reward_S, tag_S, estimator.step_weight, estimator.normalize_std)
     else:
-        advantage_S = algorithms.rlvmr_paper_advantage(reward_E, group_E, turns_E, tag_reward_S, tag_S, moments,
-                                                       1 - estimator.step_weight)
+        advantage_S = algorithms.rlvmr_paper_advantage(rewards(episodes, estimator)[0], group_E, turns_E, tag_reward_S, tag_S,
+                                                       moments, 1 - estimator.step_weight)
     count, total, _ = moments
     metrics = {f"rlvmr/{name}_frac": float(n / count.sum()) for name, n in zip(algorithms.TAG_GROUPS, count)}
     return advantage_S, metrics | {"rlvmr/tag_reward": float(total.sum() / count.sum())}
@@ -170,7 +188,7 @@ def ppo_samples(critic, episodes, estimator, objective, first):
         offset.append(offset[-1] + len(e.turns))
     place = [(i, t, offset[s.episode - first] + int(s.advantage[t]) - 1)        # sample, position, turn
              for i, s in enumerate(marked) for t, sampled in enumerate(s.sampled) if sampled]
-    won_E, turns_E, _, valid_S = facts(episodes)
+    won_E, turns_E, _, valid_S = facts(episodes, estimator)
     if estimator.ppo_form == "turn":
         of_turn = {turn: (i, t) for i, t, turn in reversed(place)}              # the first token of each
         starts = [of_turn[turn] for turn in range(offset[-1])]
@@ -180,8 +198,7 @@ def ppo_samples(critic, episodes, estimator, objective, first):
         targets = {start: float(r) for start, r in zip(starts, return_S)}
         unit, row = advantage_S, [turn for _, _, turn in place]
     else:
-        penalty_S = estimator.invalid_penalty * (~valid_S).float()
-        return_S = estimator.success_reward * won_E.float().repeat_interleave(turns_E) - penalty_S
+        return_S = algorithms.row_rewards(won_E, valid_S, turns_E, estimator.success_reward, estimator.invalid_penalty)
         targets = {(i, t): float(return_S[turn]) for i, t, turn in place}
         unit = torch.tensor([target - values[i][t] for (i, t), target in targets.items()])
         row = range(len(place))

@@ -47,10 +47,11 @@ class Ranks:
     device: torch.device
 
 
-def setup(device="auto", timeout_s=600):
+def setup(device="auto", timeout_s=6 * 3600):
     """Join the processes that torchrun started (one, without torchrun) and return this one's Ranks.
 
-    device: "auto" is CUDA where there is any. timeout_s: how long a rank waits for the others, then it fails.
+    device: "auto" is CUDA where there is any. timeout_s: how long a rank waits for the others, then it fails; hours,
+    because rank 0 alone makes the demonstrations and asks large models. torchrun ends all where one has died.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device={device}: expected auto, cpu or cuda")

@@ -1,10 +1,10 @@
-"""Stored evaluation episodes of a run on real games, replayed on the real ALFWorld engine: same commands, same outcome?
+"""Stored evaluation episodes of runs on real games, replayed on the real ALFWorld engine: same commands, same outcome?
 
 A run plays ALFWorld's games in household.py, which is ALFWorld word for word; this looks again, with the commands of a
-trained model. Prints one JSON line and ends with status 1 if an observation or an outcome differs. Left out: episodes
-with a malformed or cut response, whose turn reached no game.
+trained model. Prints one JSON line and ends with status 1 if an observation or an outcome differs, or if there are fewer
+episodes than asked. Left out: episodes with a malformed or cut response, whose turn reached no game.
 
-    python -m bench.spotcheck runs/table1/alfworld/seed0/grpo --games ../shared/data/alfworld/games.jsonl.gz
+    python -m bench.spotcheck runs/table1/alfworld/seed0/grpo runs/table1/alfworld/seed0/grpo+gcd
 """
 
 import argparse
@@ -21,20 +21,25 @@ from envs.splits import FOLDER
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("run", help="output folder of gcd.py, evaluated with --games")
+    parser.add_argument("runs", nargs="+", help="output folders of gcd.py, evaluated with --games")
     parser.add_argument("--games", default="../shared/data/alfworld/games.jsonl.gz", help="the same as the run's")
-    parser.add_argument("--n", type=int, default=20, help="episodes at most")
+    parser.add_argument("--n", type=int, default=20, help="episodes of each run")
     options = parser.parse_args(argv)
-    with open(Path(options.run) / "episodes.jsonl", encoding="utf-8") as file:
-        rows = [row for row in map(json.loads, file) if row["phase"] == "evaluation"]
-    rows = [row for row in rows if all(turn["action"] for turn in row["turns"])][:options.n]
+    rows = [row for run in options.runs for row in replayable(run)[:options.n]]
     tasks = {task.id: task for split in {row["split"] for row in rows} for task in load_games(options.games, FOLDER[split])}
     env = alfworld.make(1)[0]
     differ = [row["task_id"] for row in tqdm(rows, unit="episode") if not same(env, tasks[row["task_id"]], row)]
     env.close()
-    print(json.dumps({"bench": "spotcheck", "run": options.run, "episodes": len(rows), "won": sum(r["won"] for r in rows),
+    print(json.dumps({"bench": "spotcheck", "runs": options.runs, "episodes": len(rows), "won": sum(r["won"] for r in rows),
                       "turns": sum(len(r["turns"]) for r in rows), "differ": differ} | alfworld.versions()))
-    return bool(differ)
+    return bool(differ) or len(rows) < options.n * len(options.runs)
+
+
+def replayable(run):
+    """A run's stored evaluation episodes whose every turn gave a command."""
+    with open(Path(run) / "episodes.jsonl", encoding="utf-8") as file:
+        rows = [row for row in map(json.loads, file) if row["phase"] == "evaluation"]
+    return [row for row in rows if all(turn["action"] for turn in row["turns"])]
 
 
 def same(env, task, row):

