@@ -10,6 +10,7 @@ figures, and time (bench.table4).
     python -m bench.table1 --config results/table1_household.json                     # run what is missing, then print
     python -m bench.table1 --config results/table1_household.json --rows grpo,grpo+gcd --seeds 0,1 --jobs 1
     python -m bench.table1 --config results/table1_household.json --jobs 0            # only the table, of what is there
+    python -m bench.table1 --config results/table1_alfworld_qwen.json --rows grpo --splits L2 --jobs 1   # on eight GPUs
     python -m bench.table1 --config results/table1_household.json --adopt runs/household --jobs 0
 
 --adopt takes over finished cells of another folder laid out as seedK/ROW, cold starts with their checkpoints.
@@ -39,7 +40,7 @@ RUNS, RESULTS = ROOT / "runs" / "table1", ROOT / "results"
 GCD = (sys.executable, "gcd.py")
 PAPER = {"household": "ALFWorld", "alfworld": "ALFWorld", "scienceworld": "ScienceWorld"}     # the paper's column
 NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold_starts", "rows", "differences"}
-OPTIONAL = {"env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start"}
+OPTIONAL = {"study", "env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start", "processes"}
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)   # two-sided, by degrees of freedom from 1
 PLACES = ("out", "model", "resume", "evaluate")               # settings that say where, not what
 SPEED = ("microbatch_tokens",)                                # settings that change rounding and time alone
@@ -54,7 +55,7 @@ SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100
 class Cell:
     """One run of gcd.py."""
 
-    benchmark: str
+    study: str         # of the study, in runs/table1 and results/cells: the benchmark, if the config names no other
     row: str
     seed: int
     suffix: str              # "" or, for a benchmark's second run, "-" and its train types
@@ -63,14 +64,15 @@ class Cell:
     model: str               # folder to start from where no cold start comes first; empty: a fresh small model
     start: "Cell | None"     # the cold start that it begins from
     cold: bool               # is itself a cold start
+    processes: int = 1       # more than one: under torchrun
 
     @property
     def folder(self):
-        return RUNS / self.benchmark / f"seed{self.seed}" / (self.row + self.suffix)
+        return RUNS / self.study / f"seed{self.seed}" / (self.row + self.suffix)
 
     @property
     def result(self):
-        return RESULTS / "cells" / self.benchmark / self.row / f"seed{self.seed}{self.suffix}.json"
+        return RESULTS / "cells" / self.study / self.row / f"seed{self.seed}{self.suffix}.json"
 
     @property
     def arguments(self):
@@ -80,6 +82,12 @@ class Cell:
         else:
             begin = ["--model", self.model] if self.model else []
         return [*self.flags, *begin, "--seed", str(self.seed), "--out", below_root(self.folder)]
+
+    @property
+    def command(self):
+        """How gcd.py is started."""
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes))
+        return [GCD[0], *(torchrun if self.processes > 1 else ()), *GCD[1:], *self.arguments]
 
 
 def below_root(path):
@@ -146,9 +154,9 @@ def make_cell(config, name, seed, run, k, cold):
     world = ["--env", config.get("env", config["benchmark"]), *games, "--train-types", run["train_types"]]
     splits = config["splits"] if is_cold and config.get("one_cold_start") else run["splits"]
     flags = [*world, "--evaluate", ",".join(splits), *config["common"], *run.get("flags", ()), *row["flags"]]
-    return Cell(benchmark=config["benchmark"], row=name, seed=seed, suffix=f"-{run['train_types']}" if k else "",
-                splits=tuple(splits), flags=tuple(flags), model=config.get("model", ""), start=start,
-                cold=is_cold)
+    return Cell(study=config.get("study", config["benchmark"]), row=name, seed=seed,
+                suffix=f"-{run['train_types']}" if k else "", splits=tuple(splits), flags=tuple(flags),
+                model=config.get("model", ""), start=start, cold=is_cold, processes=config.get("processes", 1))
 
 
 def wanted(cell):
@@ -245,7 +253,7 @@ def run_cell(cell, jobs, children):
             shutil.rmtree(cell.folder / "checkpoint", ignore_errors=True)
         cell.folder.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{cell.folder}.log", "a", encoding="utf-8") as log:
-            status = children.run([*GCD, *cell.arguments, *(["--resume"] if resume else [])], log)
+            status = children.run([*cell.command, *(["--resume"] if resume else [])], log)
         if status or not (cell.folder / "stages.json").exists():
             raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see {below_root(Path(log.name))}")
     write(cell.result, json.dumps(result_of(cell, cell.folder) | {"jobs": jobs}, indent=1))
@@ -287,7 +295,7 @@ def result_of(cell, folder):
     rl = {row["iteration"]: row for row in lines if row.get("phase") == "rl"}      # an iteration run twice: the later
     rl = [rl[i] for i in sorted(rl)]
     return {
-        "benchmark": cell.benchmark, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
+        "benchmark": cell.study, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
         "start": cell.start.row if cell.start else None,
         "command": shlex.join(["python", "gcd.py", *cell.arguments]),
         "config": {key: value for key, value in header(lines).items() if key not in PLACES},
@@ -496,15 +504,16 @@ def judge_text(result):
 
 # The command
 
-def choose(cells, rows, seeds):
-    """The cells of --rows and --seeds ("" for all), and the cold starts that they begin from."""
+def choose(cells, rows, seeds, splits=""):
+    """The cells of --rows, --seeds and --splits ("" for all), and the cold starts that they begin from."""
     chosen = cells
-    for flag, given, key in (("--rows", rows, "row"), ("--seeds", seeds, "seed")):
-        known = dict.fromkeys(str(getattr(cell, key)) for cell in cells)
+    for flag, given, of in (("--rows", rows, lambda cell: (cell.row,)), ("--seeds", seeds, lambda cell: (str(cell.seed),)),
+                            ("--splits", splits, lambda cell: cell.splits)):
+        known = dict.fromkeys(name for cell in cells for name in of(cell))
         asked = set(given.split(",")) if given else set(known)
         if unknown := asked - set(known):
             raise ValueError(f"{flag}={','.join(sorted(unknown))}: the config has {', '.join(known)}")
-        chosen = [cell for cell in chosen if str(getattr(cell, key)) in asked]
+        chosen = [cell for cell in chosen if asked & set(of(cell))]
     starts = {cell.start for cell in chosen}
     return [cell for cell in cells if cell in chosen or cell in starts]
 
@@ -514,6 +523,7 @@ def parse(argv):
     parser.add_argument("--config", required=True, help="JSON file: rows, cold starts, seeds and flags")
     parser.add_argument("--rows", default="", help="only these rows or cold starts, by name: grpo,gigpo; empty: all")
     parser.add_argument("--seeds", default="", help="only these seeds: 0,1; empty: all")
+    parser.add_argument("--splits", default="", help="only the runs that evaluate these: L2; empty: all")
     parser.add_argument("--jobs", type=int, default=2, help="cells run at a time, one CPU thread each; 0: table only")
     parser.add_argument("--adopt", default="", help="take finished cells from another study's folder: runs/household")
     options = parser.parse_args(argv)
@@ -541,7 +551,7 @@ def main(argv=None):
     try:
         config = read_config(options.config)
         cells = cells_of(config)
-        chosen = choose(cells, options.rows, options.seeds)
+        chosen = choose(cells, options.rows, options.seeds, options.splits)
         if options.adopt:
             print(f"adopted {adopt(cells, Path(options.adopt))} cells of {options.adopt}")
         check_results(cells)

@@ -38,7 +38,7 @@ def pairs_of(config):
 def measure(cell, iterations):
     """One run of a cell for some iterations, nothing evaluated. Returns each stage's median seconds per iteration."""
     out = cell.folder.parent / f"seconds_{cell.row}"
-    command = [*table1.GCD, *cell.arguments, "--iterations", str(iterations), "--evaluate", "none",
+    command = [*cell.command, "--iterations", str(iterations), "--evaluate", "none",
                "--out", table1.below_root(out)]
     ended = subprocess.run(command, cwd=table1.ROOT, capture_output=True, text=True)
     if ended.returncode:

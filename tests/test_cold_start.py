@@ -242,19 +242,22 @@ def test_with_a_window_every_turn_has_to_fit_not_only_the_last(chat, expert_of):
 
 
 def test_what_became_of_the_demonstrations_is_logged(chat, expert_of, monkeypatch):
-    """Kept, not won, and lost with their engine, which costs a demonstration and no more."""
+    """Kept, not won, and lost with their engine, which is started again: that costs a demonstration and no more."""
+    env = SimpleNamespace(restarts=2)
     shown = [scripted(start="a"), scripted(won=False), EpisodeLost("gone"), replace(scripted(start="b"), tries=2)]
 
     def show(*arguments):
         one = shown.pop(0)
         if isinstance(one, EpisodeLost):
+            env.restarts += 1
             raise one
         return one
 
-    monkeypatch.setattr(cold_start, "Expert", lambda run: SimpleNamespace(env=None, prior=None, show=show))
+    monkeypatch.setattr(cold_start, "Expert", lambda run: SimpleNamespace(env=env, prior=None, show=show))
     run = make_run(chat)
     assert starts(cold_start.demonstrate(run, 0, 4, 0.05)[0]) == ["a", "b"]
-    assert run.rows == [{"phase": "demonstrations", "asked": 4, "kept": 2, "tries 1": 2, "not won": 1, "lost": 1, "tries 2": 1}]
+    assert run.rows == [{"phase": "demonstrations", "asked": 4, "kept": 2, "tries 1": 2, "not won": 1, "lost": 1, "tries 2": 1,
+                         "restarts": 1}]
 
 
 def test_the_experts_demonstrations_are_fixed_by_seed_and_place(chat):

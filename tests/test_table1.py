@@ -252,6 +252,22 @@ def test_two_runs_may_begin_from_one_cold_start(bench):
     assert all(own[own.index("--model") + 1].endswith("seed1/cold/checkpoint") for own in rest)
 
 
+def test_splits_choose_the_runs_and_a_study_has_its_own_folder(bench, capsys):
+    runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
+    bench.write(CONFIG | {"runs": runs, "study": "toys"})
+    assert bench.main("--rows", "grpo", "--seeds", "1", "--splits", "L2") == 0
+    assert bench.calls() == [("cold-part", 1), ("grpo-part", 1)]
+    assert (bench.folder / "results/cells/toys/grpo/seed1-part.json").exists() and (bench.folder / "runs/toys/seed1").is_dir()
+    assert bench.main("--splits", "L1") == 2 and "--splits=L1: the config has L0, L2" in capsys.readouterr().err
+
+
+def test_several_processes_run_under_torchrun():
+    one, eight = (table1.cells_of(CONFIG | more)[0] for more in ({}, {"processes": 8}))
+    assert one.command[1] == "gcd.py" and one.command[2:] == one.arguments
+    assert eight.command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    assert eight.command[6:] == one.command[1:]
+
+
 @pytest.mark.parametrize("change, said", [
     ({"benchmark": "chess"}, "'chess'"), ({"extra": 1}, "extra"), ({"seeds": list(range(12))}, "12 seeds"),
     ({"differences": [["grpo", "gone"]]}, "gone"), ({"rows": {"a": {"start": None}}}, "row a"),

@@ -473,7 +473,8 @@ def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder
         assert row["policy/grad_norm"] > 0 and row["policy/logprob_gap_max_nats"] < 1e-4
         assert ("rollout/score_100" in row) == (benchmark == "scienceworld")
         assert any(key.startswith("critic/") for key in row) == method.startswith("ppo")
-        assert ("gigpo/anchor_1_frac" in row, "rlvmr/tag_reward" in row) == (method.startswith("gigpo"), method.startswith("rlvmr"))
+        assert ("gigpo/anchor_1_frac" in row) == method.startswith("gigpo")
+        assert ("rlvmr/tag_reward" in row) == method.startswith("rlvmr")
         if method.startswith("rlvmr"):
             assert min(row["rlvmr/planning_frac"], row["rlvmr/explore_frac"], row["rlvmr/tag_reward"]) > 0
         if "--no-gcd" not in METHODS[method]:
