@@ -486,6 +486,37 @@ def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder
     assert all(("possible" in row["text"]) == (method == "correction") for row in instructions)
 
 
+@pytest.mark.parametrize("benchmark", ["alfworld", "scienceworld"])
+def test_an_engine_killed_in_mid_episode_is_replaced_and_counted(qwen_folder, short_games, scripted, tmp_path, monkeypatch,
+                                                                 benchmark):
+    """The first command of the run finds its engine dead: the episodes in it begin again, and the log says how many."""
+    from transformers import AutoTokenizer
+    for package in PACKAGE[benchmark]:
+        pytest.importorskip(package)
+    from envs import alfworld, scienceworld
+    kind = {"alfworld": alfworld.Alfworld, "scienceworld": scienceworld.ScienceWorld}[benchmark]
+    process_of = {"alfworld": lambda env: env.pool.workers[0].process, "scienceworld": lambda env: env.jvm.process}[benchmark]
+    send, killed = kind.send, []
+
+    def lethal(self, verb, *arguments):
+        if verb == "step" and not killed:
+            killed.append(process_of(self))
+            killed[0].kill()
+            killed[0].wait()
+        return send(self, verb, *arguments)
+
+    monkeypatch.setattr(kind, "send", lethal)
+    games, commands = short_games
+    scripted |= {"tokenizer": AutoTokenizer.from_pretrained(qwen_folder), **commands}
+    flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 4 --max-response-tokens 64 --context 4096 --no-gcd "
+             "--dynamic-sampling keep --no-show-admissible --iterations 1").split()
+    world = BENCHMARKS[benchmark] + ([games] if benchmark == "alfworld" else [])
+    assert train(tmp_path, "--model", qwen_folder, *world, *flags) == 0
+    row, = rows(tmp_path)
+    assert killed and row["rollout/episodes"] == 4 and row["rollout/truncated_frac"] == 0
+    assert 1 <= row["rollout/restarts"] <= (4 if benchmark == "alfworld" else 1)          # two workers hold four games
+
+
 def test_a_large_model_writes_thoughts_and_labels(qwen_folder, tmp_path, monkeypatch, request):
     """A server on loopback is asked for the thoughts of demonstrations and for labels; the second run pays nothing."""
     pytest.importorskip("openai")
