@@ -131,6 +131,8 @@ class Config:
     # prompt-based correction
     correction: str = opt("off", "put an instruction before later tasks: from the mistakes that the judge found, or an "
                           "irrelevant one of equal length (control)", ("off", "critiques", "irrelevant"))
+    correction_from: str = opt("auto", "made from written critiques, from counts of mistakes by kind, or (auto) from what the "
+                               "model can do: a small one cannot write", ("auto", "critiques", "counts"))
     correction_every: int = opt(10, "iterations between new instructions", low=1)
     correction_at_evaluation: bool = opt(True, "keep the instruction at evaluation")
     # a large model, asked over HTTP

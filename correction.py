@@ -143,13 +143,13 @@ def filler(n, chat):
     return " ".join(words) + "."
 
 
-def new_instruction(model, chat, bad, iteration, control, endpoint, sampling, seed, n_slots):
+def new_instruction(model, chat, bad, iteration, control, endpoint, sampling, seed, n_slots, counted=False):
     """An Instruction from the turns that the actor found bad (`found_bad`), the same on all ranks, or None.
 
-    A model that can write says what was wrong, and its critiques are merged; of one that cannot, mistakes are
-    counted by kind. All ranks call this, inside `gathered`.
+    A model that can write says what was wrong, and its critiques are merged; of one that cannot, or if `counted`,
+    mistakes are counted by kind. All ranks call this, inside `gathered`.
     """
-    if not chat.writes:
+    if counted or not chat.writes:
         kinds = sum(parallel.gather([kind_of(episode, t) for _, episode, t in bad]), [])
         made_from = dict(Counter(kinds).most_common())
         text = counted_instruction(made_from)

