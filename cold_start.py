@@ -171,7 +171,11 @@ def judge_questions(run):
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if config.judge_kind == "value":
         return judge.value_samples(run.chat, episodes, chosen)
-    return judge.demonstrations(run.chat, judge.questions(run.chat, episodes, chosen))
+    judged, written = judge.questions(run.chat, episodes, chosen), []
+    if "endpoint" in config.judge_labels and run.chat.writes:        # critic data, as the paper has DeepSeek-V3 write it
+        written = parallel.on_main(lambda: judge.written_answers(episodes, judged, run.endpoint))
+        run.log_endpoint()
+    return judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
 
 
 # Imitation

@@ -180,6 +180,11 @@ def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", agreement
     return {place: parse_verdict(answer or "", "think") for place, answer in zip(drawn, answers, strict=True)}
 
 
+def written_answers(episodes, judged, endpoint):
+    """What the large model answers on judged turns, reasons and verdict; paid for only where it was not asked before."""
+    return endpoint.ask([JUDGE_TURN.format(told=told(episodes[one.episode], one.turn)) for one in judged])
+
+
 def asked_counts(asked):
     """What came of `endpoint_labels`, to be summed over ranks."""
     said = list(asked.values())
@@ -300,9 +305,19 @@ def sample(prompt, answer, advantage, logprob_old, index, count=1):
     return Sample(prompt + answer, sampled, advantages, old, index, "judge", count)
 
 
-def demonstrations(chat, judged):
-    """The same turns as questions with their right answers, to be imitated in the cold start."""
-    return [sample(one.prompt_ids, answer_ids(chat, one.label), 1.0, None, one.index // 2) for one in judged]
+def demonstrations(chat, judged, written=(), longest=math.inf):
+    """The same turns as questions with their right answers, to be imitated in the cold start.
+
+    written: what `written_answers` gave for them. Such a text is the answer where it comes to the turn's label in at
+    most `longest` tokens, its reasons included; the bare verdict is it elsewhere.
+    """
+    result = []
+    for one, text in zip(judged, [*written, *[None] * (len(judged) - len(written))], strict=True):
+        text = (text or "").strip()
+        said = chat.encode(text) + chat.encode("<|im_end|>")
+        fits = parse_verdict(text, "think") == one.label and "<|" not in text and len(said) <= longest
+        result.append(sample(one.prompt_ids, said if fits else answer_ids(chat, one.label), 1.0, None, one.index // 2))
+    return result
 
 
 # A value head in place of the generated verdict

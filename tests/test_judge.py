@@ -452,6 +452,22 @@ def test_demonstrations_are_the_right_answers(chat):
         assert sample.logprob_old is None and sample.kind == "judge" and not sample.silent
 
 
+def test_a_large_models_words_are_the_answer_where_its_verdict_is_right(tokenizer):
+    """Its reasons are imitated with it; a wrong verdict, one that is cut or holds a stop token gives way to the bare one."""
+    chat = rollout.Chat(tokenizer, "think")
+    episode = scripted(chat)
+    judged = [judge.Judged(i, 0, i, label, None, [7, 8]) for i, label in enumerate(("good", "bad", "bad", "good", "good"))]
+    large = Large(" It was near. <judge>good</judge>\n", "<judge>good</judge>", "<think>Hm.</think> No. <judge>bad</judge>",
+                  "<think><|im_end|></think><judge>good</judge>", None)
+    written = judge.written_answers([episode], judged, large)
+    assert all(f"> {SCRIPT[i][0]}\n\nThe game has not" in question for i, question in enumerate(large.asked[0]))
+    said = [tokenizer.decode(s.ids[2:]) for s in judge.demonstrations(chat, judged, written, 60)]
+    assert said == ["It was near. <judge>good</judge><|im_end|>", "<judge>bad</judge><|im_end|>",
+                    "<think>Hm.</think> No. <judge>bad</judge><|im_end|>", *["<judge>good</judge><|im_end|>"] * 2]
+    short = judge.demonstrations(chat, judged, written, 12)
+    assert tokenizer.decode(short[0].ids[2:]) == "<judge>good</judge><|im_end|>"
+
+
 def test_labels_of_episodes_that_the_model_played(model, chat):
     episodes = rollout.play(model, chat, [Corridor() for _ in range(8)], make_seats(8, 6), Sampling(max_response_tokens=3),
                             6, 400, on_truncation="invalid")
