@@ -189,6 +189,8 @@ class Config:
         refuse(self.invalid_unit == "own" and not (rows and self.dynamic_sampling != "refill"),
                "--invalid-unit=own: compares turns; with --baseline turn, --composition code (rlvmr) or --ppo-form verl-agent "
                "(ppo), and not with --dynamic-sampling refill")
+        refuse(self.algo == "rlvmr" and self.composition == "paper" and not self.normalize_std,
+               "--no-normalize-std: the paper's RLVMR divides by the std; --composition code need not")
         refuse(self.algo == "rlvmr" and self.baseline == "turn",
                "--baseline=turn: RLVMR's episode statistics are its composition's; --composition code counts turns")
         refuse(self.env == "scienceworld" and self.gcd and self.judge_labels in ("oracle", "rule+oracle"),

@@ -572,8 +572,9 @@ def evaluation(run):
     if run.ranks.rank == 0:
         write_json(run.out / "evaluation.json", {
             "splits": splits, "games": games_of(config), "games_hash": {s: games_hash(run.tasks.split(s)) for s in splits},
-            "protocol": config.protocol, "temperature": modes["sampled"], "seed": config.seed,
-            "instruction": instruction if splits else "", "seconds": time.perf_counter() - started})
+            "versions": versions(config.env), "commit": commit(), "seed": config.seed, "protocol": config.protocol,
+            "temperature": modes["sampled"], "instruction": instruction if splits else "",
+            "seconds": time.perf_counter() - started})
     return splits
 
 

@@ -636,6 +636,7 @@ def test_correction_says_what_it_was_made_from_and_stays_at_evaluation_if_asked(
     ("--frobnicate 1", "unrecognized arguments: --frobnicate"), ("--group 3", "unrecognized arguments: --group 3"),
     ("--seed x", "--seed: invalid int value: 'x'"), ("--clip-low 2", "--clip-low=2.0: expected 0 to 1"),
     ("--dual-clip 0.5", "--dual-clip=0.5: expected 0 (none)"), ("--invalid-unit own", "--invalid-unit=own"),
+    ("--algo rlvmr --no-normalize-std", "--no-normalize-std"),
     ("--lr nan", "--lr=nan"),
     ("--lr inf", "--lr=inf"), ("--tasks 0", "--tasks=0: expected 1"), ("--judge-labels foo", "--judge-labels=foo"),
     ("--evaluate L9", "--evaluate=L9"), ("--minibatches 17", "--minibatches=17"), ("--preset papr", "--preset=papr"),
