@@ -114,8 +114,8 @@ def tag_rewards(tags, actions, valid, won, rule="paper"):
 
 
 def names_in(action):
-    """Objects and locations of a command: numbered names ("drawer 2"), or, without any, its words but the verb."""
-    return set(re.findall(r"[a-z]+ \d+", action)) or set(action.split()[1:]) - SMALL_WORDS
+    """What a command names beside its verb: its words, each with the number after it ("drawer 2"), but small ones."""
+    return set(re.findall(r"[a-z]+(?: \d+)?", action.lower().partition(" ")[2])) - SMALL_WORDS
 
 
 # Advantages of episodes: GRPO

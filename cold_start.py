@@ -167,15 +167,19 @@ def judge_questions(run):
     episodes, _ = shown_to_all(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
     seed = stream(config.seed, QUESTIONS)
     asked = parallel.gather(run.endpoint_labels(episodes if parallel.is_main() else [], 2 * n, seed))[0]
-    places = judge.candidates(episodes, config.judge_labels, config.context - 64, 0, asked, config.label_agreement)
+    writes = "endpoint" in config.judge_labels and run.chat.writes and config.judge_kind == "generative"
+    room = config.context - 64 - (config.judge_response_tokens if writes else 0)          # the question's tokens, amply
+    places = judge.candidates(episodes, config.judge_labels, room, 0, asked, config.label_agreement)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if config.judge_kind == "value":
         return judge.value_samples(run.chat, episodes, chosen)
     judged, written = judge.questions(run.chat, episodes, chosen), []
-    if "endpoint" in config.judge_labels and run.chat.writes:        # critic data, as the paper has DeepSeek-V3 write it
+    if writes:                                               # critic data, as the paper has DeepSeek-V3 write it
         written = parallel.on_main(lambda: judge.written_answers(episodes, judged, run.endpoint))
         run.log_endpoint()
-    return judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
+    samples, n_written = judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
+    run.log({"phase": "judge demonstrations", "asked": n, "kept": len(samples), "written": n_written})
+    return samples
 
 
 # Imitation

@@ -95,7 +95,8 @@ class Config:
     gae_lambda: float = opt(0.95, "PPO: lambda of GAE over turns", low=0, high=1)
     critic_lr: float = opt(3e-3, "PPO: learning rate of the critic", low=0)
     value_clip: float = opt(0.5, "PPO: a value moves at most this far in an iteration; 0: no clip", low=0)
-    ppo_form: str = opt("turn", "PPO: GAE over turns, or verl-agent's: each token against the episode's return",
+    ppo_form: str = opt("turn", "PPO: GAE over turns, or verl-agent's: each token against the episode's success "
+                        "less its own turn's penalty",
                         ("turn", "verl-agent"))
     nthr: bool = opt(False, "weaken tokens of lost episodes that pull at won ones (NTHR, arXiv:2505.18830)")
     nthr_beta: float = opt(1.0, "NTHR: threshold, times the smallest mean score of a won episode", low=0)
@@ -185,8 +186,9 @@ class Config:
         refuse(0 < self.dual_clip <= 1, f"--dual-clip={self.dual_clip:g}: expected 0 (none) or more than 1")
         refuse(self.dynamic_sampling == "refill" and (self.algo != "grpo" or self.kl != "none"),
                "--dynamic-sampling=refill: looks for groups of unequal rewards; with --algo grpo and --kl none only")
-        rows = {"ppo": self.ppo_form == "verl-agent", "rlvmr": self.composition == "code"}.get(self.algo, self.baseline == "turn")
-        refuse(self.invalid_unit == "own" and not (rows and self.dynamic_sampling != "refill"),
+        by_turn = {"ppo": self.ppo_form == "verl-agent", "rlvmr": self.composition == "code"}
+        by_turn = by_turn.get(self.algo, self.baseline == "turn")
+        refuse(self.invalid_unit == "own" and not (by_turn and self.dynamic_sampling != "refill"),
                "--invalid-unit=own: compares turns; with --baseline turn, --composition code (rlvmr) or --ppo-form verl-agent "
                "(ppo), and not with --dynamic-sampling refill")
         refuse(self.algo == "rlvmr" and self.composition == "paper" and not self.normalize_std,

@@ -58,11 +58,15 @@ def is_valid(turn, estimator):
 
 
 def rewards(episodes, estimator):
-    """reward_E, and which episodes' groups have equal rewards (equal_E)."""
+    """reward_E, and which episodes' groups have equal rewards (equal_E), on every row where rows are compared."""
     won_E, turns_E, group_E, _ = facts(episodes, estimator)
     invalid_E = torch.tensor([sum(not is_valid(turn, estimator) for turn in e.turns) for e in episodes])
     reward_E = algorithms.episode_reward(won_E, invalid_E, turns_E, *estimator.reward)
-    return reward_E, algorithms.zero_variance(reward_E, group_E)
+    if estimator.invalid_unit != "own":
+        return reward_E, algorithms.zero_variance(reward_E, group_E)
+    group_S = group_E.repeat_interleave(turns_E)
+    unequal = set(group_S[~algorithms.zero_variance(rows(episodes, estimator), group_S)].tolist())
+    return reward_E, torch.tensor([group not in unequal for group in group_E.tolist()])
 
 
 def advantages(episodes, estimator):
@@ -97,7 +101,7 @@ def gigpo(episodes, advantage_S, estimator):
     reward_S = algorithms.turn_rewards(won_E, valid_S | own, turns_E, *estimator.reward)
     return_S = algorithms.discounted_returns(reward_S, turns_E, estimator.step_gamma)
     if own:                                                  # the penalties, after discounting
-        return_S = return_S + algorithms.turn_rewards(torch.zeros_like(won_E), valid_S, turns_E, *estimator.reward)
+        return_S = return_S - estimator.invalid_penalty * (~valid_S).float()
     anchor_S = anchors(episodes, estimator.anchor)
     step_S = algorithms.anchor_advantage(return_S, anchor_S, estimator.normalize_std)
     advantage_S = algorithms.gigpo_advantage(advantage_S, step_S, estimator.step_weight)

@@ -272,9 +272,9 @@ def checked_address(url):
 
 def secret_in(variable):
     """The key, which no message may repeat."""
-    if not re.fullmatch(r"[A-Za-z_]\w*", variable):
-        raise ValueError("--endpoint-key-variable: expected the name of an environment variable, such as OPENAI_API_KEY; what "
-                         "was given is none and is not repeated here, for it may be the key itself")
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable):
+        raise ValueError("--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
+                         "OPENAI_API_KEY; what was given is none and is not repeated here, for it may be the key itself")
     secret = os.environ.get(variable, "").strip()
     if not secret:
         raise ValueError(f"--endpoint-key-variable={variable}: this environment variable is not set "

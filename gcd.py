@@ -254,7 +254,8 @@ def versions(env):
 
 
 def hashes(config, tasks):
-    """Which games a run has: games_hash of each split that it evaluates and, as "train", of what RL plays, in order."""
+    """Which games a run has: games_hash of each split that it evaluates and, as "train", of all that RL may play, in
+    order."""
     played = config.iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1)
     train = {"train": games_hash(tasks.train(config.train_types, 0, played))} if played else {}
     return {split: games_hash(tasks.split(split)) for split in config.splits} | train
@@ -663,7 +664,8 @@ def main(argv=None):
         ranks = parallel.setup(config.device)
         run = prepare(config, ranks, asked_to_stop)
         run.log({"config": asdict(config), "versions": versions(config.env), "commit": commit(), "games": games_of(config),
-                 "games_hash": hashes(config, run.tasks), "parameters": sum(p.numel() for p in run.model.parameters()),
+                 "games_hash": hashes(config, run.tasks) if ranks.rank == 0 else {},
+                 "parameters": sum(p.numel() for p in run.model.parameters()),
                  "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
         stages = {"cold_start": cold_start.cold_start if config.demonstrations and not config.resume else None,
                   "rl": reinforce if config.iterations else None,

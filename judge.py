@@ -309,15 +309,17 @@ def demonstrations(chat, judged, written=(), longest=math.inf):
     """The same turns as questions with their right answers, to be imitated in the cold start.
 
     written: what `written_answers` gave for them. Such a text is the answer where it comes to the turn's label in at
-    most `longest` tokens, its reasons included; the bare verdict is it elsewhere.
+    most `longest` tokens, its reasons included; the bare verdict is it elsewhere. Returns samples, and how many of
+    them are written.
     """
-    result = []
+    result, n_written = [], 0
     for one, text in zip(judged, [*written, *[None] * (len(judged) - len(written))], strict=True):
         text = (text or "").strip()
         said = chat.encode(text) + chat.encode("<|im_end|>")
         fits = parse_verdict(text, "think") == one.label and "<|" not in text and len(said) <= longest
+        n_written += fits
         result.append(sample(one.prompt_ids, said if fits else answer_ids(chat, one.label), 1.0, None, one.index // 2))
-    return result
+    return result, n_written
 
 
 # A value head in place of the generated verdict

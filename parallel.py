@@ -47,7 +47,7 @@ class Ranks:
     device: torch.device
 
 
-def setup(device="auto", timeout_s=6 * 3600):
+def setup(device="auto", timeout_s=2 * 3600):
     """Join the processes that torchrun started (one, without torchrun) and return this one's Ranks.
 
     device: "auto" is CUDA where there is any. timeout_s: how long a rank waits for the others, then it fails; hours,

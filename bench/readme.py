@@ -29,7 +29,8 @@ def files_row(path, _, what):
 def table4_row(row, *_):
     own = next(own for own in read_json(RESULTS / "table4_household.json")["rows"] if own["row"] == row)
     base, ours = (own["seconds"][name]["total"] for name in (own["base"], row))
-    later = [percent(own["later"][split], len(own["later"][split]["seeds"]), "+") for split in ("L0", "L1", "L2")]
+    later = [percent(own["later"][split], len(own["later"][split]["seeds"]), "+") if own["later"] else "–"
+             for split in ("L0", "L1", "L2")]
     return [row, f"{base:.2f}", f"{ours:.2f}", f"{statistics.fmean(own['ratios']):.2f}",
             number(own["paper"] and own["paper"]["ratio"], ".2f"), *later]
 

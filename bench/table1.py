@@ -2,10 +2,11 @@
 
 A config names the rows (flags of gcd.py), the cold starts they begin from, the seeds, and the training runs that a
 benchmark needs (real games need two: L2 is played by a model that never trained on its types). One cell is one run of
-gcd.py, row x seed x run, in runs/table1/BENCHMARK/seedK/ROW; when it ends, what matters of it goes to
-results/cells/BENCHMARK/ROW/seedK.json. A cell with such a file is not run again, an interrupted one resumes: stop and
-start at will. Then the table and paired differences go to CONFIG_result.json and CONFIG.md. Left out: choosing settings,
-figures, and time (bench.table4).
+gcd.py, row x seed x run, in runs/table1/STUDY/seedK/ROW; when it ends, what matters of it goes to
+results/cells/STUDY/ROW/seedK.json (STUDY: the benchmark, if the config names no other). A cell with such a file is not
+run again, an interrupted one resumes: stop and start at will (under torchrun, which kills its workers half a minute
+after Ctrl-C, from the last checkpoint). Then the table and paired differences go to CONFIG_result.json and CONFIG.md.
+Left out: choosing settings, figures, and time (bench.table4).
 
     python -m bench.table1 --config results/table1_household.json                     # run what is missing, then print
     python -m bench.table1 --config results/table1_household.json --rows grpo,grpo+gcd --seeds 0,1 --jobs 1
@@ -86,8 +87,8 @@ class Cell:
     @property
     def command(self):
         """How gcd.py is started."""
-        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes))
-        return [GCD[0], *(torchrun if self.processes > 1 else ()), *GCD[1:], *self.arguments]
+        torchrun = (str(Path(GCD[0]).with_name("torchrun")), "--standalone", "--nproc-per-node", str(self.processes))
+        return [*(torchrun if self.processes > 1 else GCD[:1]), *GCD[1:], *self.arguments]
 
 
 def below_root(path):
@@ -295,7 +296,7 @@ def result_of(cell, folder):
     rl = {row["iteration"]: row for row in lines if row.get("phase") == "rl"}      # an iteration run twice: the later
     rl = [rl[i] for i in sorted(rl)]
     return {
-        "benchmark": cell.study, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
+        "study": cell.study, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
         "start": cell.start.row if cell.start else None,
         "command": shlex.join(["python", "gcd.py", *cell.arguments]),
         "config": {key: value for key, value in header(lines).items() if key not in PLACES},
@@ -554,6 +555,8 @@ def main(argv=None):
         chosen = choose(cells, options.rows, options.seeds, options.splits)
         if options.adopt:
             print(f"adopted {adopt(cells, Path(options.adopt))} cells of {options.adopt}")
+        if options.jobs > 1 and config.get("processes", 1) > 1:
+            raise ValueError(f"--jobs={options.jobs}: each run of this config is {config['processes']} processes; --jobs 1")
         check_results(cells)
         failures = run_due(to_run(chosen), options.jobs) if options.jobs else []
     except (ValueError, OSError) as error:

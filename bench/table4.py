@@ -3,7 +3,7 @@
 Seconds by stage of rows of a bench.table1 config, with and without GCD, measured one run after another from seed 0's cold
 start: on a machine that does nothing else. The rows take turns, so that a slow minute hits all of them; a run's first
 iteration is left out, the median of the others counts. The success beside it is bench.table1's: its rows "...@75" train
-for 75 % of the iterations. Both go to table4_BENCHMARK.json and .md beside the config.
+for 75 % of the iterations. Both go to table4_STUDY.json and .md beside the config.
 
     python -m bench.table1 --config results/table1_household.json --rows cold_start,cold_start_tags --seeds 0   # starts
     python -m bench.table4 --config results/table1_household.json               # about 6 minutes
@@ -12,8 +12,6 @@ for 75 % of the iterations. Both go to table4_BENCHMARK.json and .md beside the 
 
 import argparse
 import json
-import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -47,8 +45,8 @@ def measure(cell, iterations):
     return {stage: statistics.median(row[f"time/{stage}_s"] for row in rows) for stage in STAGES}
 
 
-def measured(cells, iterations, repeats, stored):
-    """Every row `repeats` times, in turns: {"seconds": {row: [{stage: seconds}]}, and what they were taken on}."""
+def measured(cells, iterations, repeats):
+    """Every row `repeats` times, in turns: {row: {"seconds": [{stage: seconds}], and what they were taken on}}."""
     seconds = {cell.row: [] for cell in cells}
     with tqdm(total=repeats * len(cells), unit="run") as bar:
         for _ in range(repeats):
@@ -57,22 +55,21 @@ def measured(cells, iterations, repeats, stored):
                 seconds[cell.row].append(measure(cell, iterations))
                 bar.update()
     head = table1.read_lines(cells[0].folder.parent / f"seconds_{cells[0].row}" / "metrics.jsonl")[0]
-    return {"command": shlex.join(["python", "-m", "bench.table4", *sys.argv[1:]]), "commit": head["commit"],
-            "versions": head["versions"], "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "iterations": iterations, "seconds": stored.get("seconds", {}) | seconds}
+    taken = {"iterations": iterations, "commit": head["commit"], "versions": head["versions"]}
+    return {row: taken | {"seconds": own} for row, own in seconds.items()}
 
 
-def table(config, seconds, result, paper):
+def table(config, taken, result, paper):
     """Per pair: seconds by stage, their ratio by repeat, and the differences in success, of bench.table1's result."""
-    rows = []
+    rows, cells = [], {cell.row: cell for cell in table1.cells_of(config)}
     for row, base in pairs_of(config):
-        if not (row in seconds and base in seconds):
+        if not (row in taken and base in taken):
             continue
+        seconds = {name: taken[name]["seconds"] for name in (row, base)}
         total = {name: [sum(run[stage] for stage in STAGES) for run in seconds[name]] for name in (row, base)}
         later, share = row + LATER, None
-        if later in config["rows"]:
-            length = {name: iterations_of(config, name) for name in (later, base)}
-            share = length[later] / length[base]
+        if later in cells:
+            share = table1.wanted(cells[later])["iterations"] / table1.wanted(cells[base])["iterations"]
         method = config["rows"][base]["paper"]
         rows.append({
             "row": row, "base": base,
@@ -83,12 +80,6 @@ def table(config, seconds, result, paper):
             "all": result["differences"].get(f"{row} - {base}"), "later": result["differences"].get(f"{later} - {base}"),
             "paper": of_paper(paper["table4"], method)})
     return rows
-
-
-def iterations_of(config, row):
-    """The last --iterations among the flags of a row."""
-    flags = [*config["common"], *config["rows"][row]["flags"]]
-    return [int(value) for flag, value in zip(flags, flags[1:]) if flag == "--iterations"][-1]
 
 
 def of_paper(table4, method):
@@ -102,9 +93,10 @@ def of_paper(table4, method):
 
 def text(taken, rows, splits, seeds):
     """The result as Markdown."""
-    lines = [f"Seconds per iteration, median of {taken['iterations'] - 1}, mean of {len(rows[0]['ratios'])} runs taken in turns "
-             f"({taken['machine']}, one thread; commit {taken['commit']}); ×: multiples of the row without GCD, lowest and "
-             "highest run; paper: Table 4.", ""]
+    own = taken[rows[0]["row"]]
+    lines = [f"Seconds per iteration, median of {own['iterations'] - 1}, mean of {len(own['seconds'])} runs taken in turns "
+             f"({own['versions']['machine']}; commit {own['commit']}); ×: multiples of the row without GCD, lowest and highest "
+             "run; paper: Table 4.", ""]
     times = []
     for own in rows:
         for name in (own["base"], own["row"]):
@@ -141,21 +133,22 @@ def parse(argv):
 def main(argv=None):
     options = parse(argv)
     try:
-        config = table1.read_config(options.config)
-        folder = Path(options.config).parent
-        file = folder / f"table4_{config['benchmark']}.json"
-        stored = table1.read_json(file) if file.exists() else {}
+        path = Path(options.config)
+        config, paper = table1.read_config(path), table1.read_json(table1.ROOT / "results" / "paper.json")
+        beside = path.with_name(path.stem + "_result.json")
+        result = table1.read_json(beside) if beside.exists() else {"differences": {}}
+        file = path.with_name(f"table4_{config.get('study', config['benchmark'])}.json")
+        taken = table1.read_json(file)["taken"] if file.exists() else {}
         if options.repeats:
-            stored = measured(chosen(config, options.rows), options.iterations, options.repeats, stored)
-        if not stored:
+            taken |= measured(chosen(config, options.rows), options.iterations, options.repeats)
+        if not taken:
             raise ValueError(f"--repeats=0: nothing was measured yet, {file} is missing")
-        result = table1.read_json(Path(options.config).with_name(Path(options.config).stem + "_result.json"))
+        rows = table(config, taken, result, paper)
     except (ValueError, OSError) as error:
         print(f"bench.table4: error: {error}", file=sys.stderr)
         return 2
-    stored["rows"] = table(config, stored["seconds"], result, table1.read_json(table1.ROOT / "results" / "paper.json"))
-    said = text(stored, stored["rows"], config["splits"], len(config["seeds"]))
-    table1.write(file, json.dumps(stored, indent=1))
+    said = text(taken, rows, config["splits"], len(config["seeds"]))
+    table1.write(file, json.dumps({"taken": taken, "rows": rows}, indent=1))
     table1.write(file.with_suffix(".md"), said)
     print(said)
     return 0

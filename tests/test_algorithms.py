@@ -367,6 +367,9 @@ def test_tag_rewards_of_the_code_case_by_case(tags, actions, valid, won, rewards
     (["explore"] * 4, ["go to desk 1", "open desk 1", "take cup 1 from desk 1", "look"], [1] * 4, False, [1, 0, 1, 0]),
     (["explore"] * 4, ["go to hall", "look at hall", "open door to hall", "go to attic"], [1] * 4, False, [1, 0, 1, 1]),
     (["monitor", "explore"], ["go to desk 1", "examine desk 2"], [0, 1], False, [0, 1]),
+    (["explore"] * 3, ["go to desk 1", "go to Desk 1", "GO TO desk 1"], [1, 0, 0], False, [1, 0, 0]),
+    (["explore"] * 2, ["connect red wire terminal 1 to battery anode", "connect blue wire terminal 1 to battery anode"],
+     [1, 1], False, [1, 1]),
     (["reflection", "reflection"], ["a", "b"], [1, 1], False, [0, 0]),                       # nothing had failed
     (["monitor", "reflection", "reflection"], ["a", "b", "c"], [0, 0, 1], False, [0, 0, 1]), # corrective: admissible
     ([None, "reflection"], [None, "b"], [0, 1], False, [0, 1])])

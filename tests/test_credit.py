@@ -138,6 +138,14 @@ def test_rewards_and_groups_that_earned_alike():
     assert any(equal_E) and not all(equal_E)
 
 
+def test_groups_whose_rows_differ_did_not_earn_alike():
+    """Lost alike, one invalid turn each: the sums are equal, the rows are not."""
+    lines = [("a", "hall", None, 1), ("dance", NOTHING, None, 1)]
+    episodes = [make_episode(lines), make_episode(lines), make_episode(lines[:1], 1), make_episode(lines[:1], 1)]
+    assert credit.rewards(episodes, replace(GRPO, **TENFOLD))[1].tolist() == [True] * 4
+    assert credit.rewards(episodes, replace(GRPO, baseline="turn", **OWN))[1].tolist() == [False, False, True, True]
+
+
 # GiGPO
 
 def step_returns(episode, estimator):

@@ -445,7 +445,7 @@ def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):
 
 def test_demonstrations_are_the_right_answers(chat):
     judged = asked_by(chat, 3)
-    for one, sample in zip(judged, judge.demonstrations(chat, judged), strict=True):
+    for one, sample in zip(judged, judge.demonstrations(chat, judged)[0], strict=True):
         answer = chat.encode(one.label) + chat.encode("<|im_end|>")
         assert sample.ids == one.prompt_ids + answer
         assert sample.advantage == [0.0] * len(one.prompt_ids) + [1.0] * len(answer)
@@ -461,10 +461,12 @@ def test_a_large_models_words_are_the_answer_where_its_verdict_is_right(tokenize
                   "<think><|im_end|></think><judge>good</judge>", None)
     written = judge.written_answers([episode], judged, large)
     assert all(f"> {SCRIPT[i][0]}\n\nThe game has not" in question for i, question in enumerate(large.asked[0]))
-    said = [tokenizer.decode(s.ids[2:]) for s in judge.demonstrations(chat, judged, written, 60)]
+    samples, n_written = judge.demonstrations(chat, judged, written, 60)
+    said = [tokenizer.decode(s.ids[2:]) for s in samples]
+    assert n_written == 2
     assert said == ["It was near. <judge>good</judge><|im_end|>", "<judge>bad</judge><|im_end|>",
                     "<think>Hm.</think> No. <judge>bad</judge><|im_end|>", *["<judge>good</judge><|im_end|>"] * 2]
-    short = judge.demonstrations(chat, judged, written, 12)
+    short, _ = judge.demonstrations(chat, judged, written, 12)
     assert tokenizer.decode(short[0].ids[2:]) == "<judge>good</judge><|im_end|>"
 
 
