@@ -548,7 +548,8 @@ def run_due(due, jobs):
 
 def main(argv=None):
     options = parse(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for signum in (signal.SIGINT, signal.SIGTERM):           # SIGINT too: a shell's background jobs ignore it
+        signal.signal(signum, signal.default_int_handler)
     try:
         config = read_config(options.config)
         cells = cells_of(config)

@@ -112,9 +112,10 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(table1, "RUNS", tmp_path / "runs")
     monkeypatch.setattr(table1, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(table1, "GCD", (sys.executable, str(tmp_path / "stand_in.py")))
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     yield Bench(tmp_path)
-    signal.signal(signal.SIGTERM, handler)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 def both(row):

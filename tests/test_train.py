@@ -405,10 +405,10 @@ def short_games(qwen_folder, tmp_path_factory):
 
 
 def gold_commands(env, task):
-    """A lifespan task in three commands, of the twelve or so that the gold path takes."""
+    """A lifespan task in three commands, of the eight or so that the gold path takes; fewer where it starts in the room."""
     path = env.gold(task)
-    room = [command.removeprefix("go to ") for command in path if command.startswith("go to ")][-1]
-    return [f"teleport to {room}", *(command for command in path if command.startswith("focus on ")), "wait1"]
+    rooms = [command.replace("go to", "teleport to") for command in path if command.startswith("go to ")]
+    return [*rooms[-1:], *(command for command in path if command.startswith("focus on ")), "wait1"]
 
 
 @pytest.fixture
@@ -479,7 +479,7 @@ def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder
         if method.startswith("rlvmr"):
             assert min(row["rlvmr/planning_frac"], row["rlvmr/explore_frac"], row["rlvmr/tag_reward"]) > 0
         if "--no-gcd" not in METHODS[method]:
-            assert row["judge/turns"] == 8 and row["judge/loss"] != 0
+            assert 4 <= row["judge/turns"] <= 8 and row["judge/loss"] != 0
         if method == "nthr":
             assert row["nthr/mixed_frac"] == 1
     instructions = rows(tmp_path, "correction")
