@@ -95,19 +95,19 @@ def tag_rewards(tags, actions, valid, won, rule="paper"):
     The paper gives no magnitudes; 1 is the code's. Algorithm 3 of its appendix differs from both: it compares whole
     transitions and discounts repeated planning.
     """
-    rewards, compared = [], []
-    for t, tag in enumerate(tags):
-        tag = tag if actions[t] is not None and tag in TAG_GROUPS else "none"
-        before, failed = [action for action in actions[:t] if action is not None], t > 0 and not valid[t - 1]
+    rewards, compared, given, named = [], [], set(), set()
+    for t, (tag, action) in enumerate(zip(tags, actions, strict=True)):
+        tag = tag if action is not None and tag in TAG_GROUPS else "none"
+        names, failed = names_in(action) if action is not None else set(), t > 0 and not valid[t - 1]
         if tag == "planning":
             earned = won
         elif tag == "explore":
-            earned = (actions[t] not in before if rule == "code" else
-                      bool(names_in(actions[t]) - set().union(*map(names_in, before))))
+            earned = action not in given if rule == "code" else bool(names - named)
         elif tag == "reflection":
-            earned = (t == 0 or failed and actions[t] != actions[t - 1]) if rule == "code" else failed and valid[t]
+            earned = (t == 0 or failed and action != actions[t - 1]) if rule == "code" else failed and valid[t]
         else:
             earned = False
+        given, named = given | {action}, named | names
         rewards.append(float(earned))
         compared.append(tag)
     return rewards, compared

@@ -173,7 +173,7 @@ def judge_questions(run):
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if config.judge_kind == "value":
         return judge.value_samples(run.chat, episodes, chosen)
-    judged, written = judge.questions(run.chat, episodes, chosen), []
+    judged, written = judge.questions(run.chat, episodes, chosen), None
     if writes:                                               # critic data, as the paper has DeepSeek-V3 write it
         written = parallel.on_main(lambda: judge.written_answers(episodes, judged, run.endpoint))
         run.log_endpoint()

@@ -15,9 +15,14 @@ import judge
 from envs.splits import make_tasks
 
 
-def opt(default, help, choices=None, low=-math.inf, high=math.inf):
-    """One flag: its default, and its meaning and unit."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+def opt(default, help, choices=None, low=-math.inf, high=math.inf, read=None):
+    """One flag: its default, its meaning and unit, and how its text is read where the type alone does not say."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high, "read": read})
+
+
+def exchanges(text):
+    """--history's number; "full" is 0."""
+    return 0 if text == "full" else int(text)
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Config:
     prompt: str = opt("auto", "plain: command only; think: <think> and <action>; tags: RLVMR's; auto: by model and algo",
                       ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts (of think and tags, not in the small model's)")
-    history: int = opt(0, "past exchanges shown in a prompt; full (or 0): all, append-only", low=0)
+    history: int = opt(0, "past exchanges shown in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
     # cold start
     demonstrations: int = opt(4500, "expert episodes to imitate; 0: no cold start", low=0)
     cold_start_types: str = opt("all", "task types it sees; all, or the small model could not know L2's words",
@@ -186,8 +191,8 @@ class Config:
         refuse(0 < self.dual_clip <= 1, f"--dual-clip={self.dual_clip:g}: expected 0 (none) or more than 1")
         refuse(self.dynamic_sampling == "refill" and (self.algo != "grpo" or self.kl != "none"),
                "--dynamic-sampling=refill: looks for groups of unequal rewards; with --algo grpo and --kl none only")
-        by_turn = {"ppo": self.ppo_form == "verl-agent", "rlvmr": self.composition == "code"}
-        by_turn = by_turn.get(self.algo, self.baseline == "turn")
+        by_turn = {"ppo": self.ppo_form == "verl-agent", "rlvmr": self.composition == "code"}.get(
+            self.algo, self.baseline == "turn")
         refuse(self.invalid_unit == "own" and not (by_turn and self.dynamic_sampling != "refill"),
                "--invalid-unit=own: compares turns; with --baseline turn, --composition code (rlvmr) or --ppo-form verl-agent "
                "(ppo), and not with --dynamic-sampling refill")
@@ -223,7 +228,6 @@ class Config:
 # The paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per batch; 16 x 8
 # episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
 PAPER = dict(
-    # the paper's labels are the rule's and DeepSeek-V3's: rule+endpoint, where an endpoint is given
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6, critic_lr=1e-5,
     lr_decay=False, clip_low=0.2, clip_high=0.2, dual_clip=3.0, normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0,
@@ -239,14 +243,12 @@ ALGO = dict(
 
 
 def paper(chosen):
-    """PAPER with what depends on other flags: whose labels there are, and a cold start that leaves L2's types out too."""
+    """PAPER with what depends on other flags: a cold start that leaves L2's types out where RL does, and the labels.
+
+    The paper's are the rule's and DeepSeek-V3's: those of --endpoint, where there is one.
+    """
     labels = "rule" if chosen.env == "scienceworld" else PAPER["judge_labels"]
     return PAPER | dict(judge_labels="rule+endpoint" if chosen.endpoint else labels, cold_start_types=chosen.train_types)
-
-
-def exchanges(text):
-    """--history's number; "full" is 0."""
-    return 0 if text == "full" else int(text)
 
 
 def parse(argv=None):
@@ -254,8 +256,7 @@ def parse(argv=None):
     parser = argparse.ArgumentParser(prog="gcd.py", allow_abbrev=False, description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for f in fields(Config):
-        read = exchanges if f.name == "history" else f.type
-        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": read}
+        kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.metadata["read"] or f.type}
         parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, help=f.metadata["help"], **kind)
     chosen = parser.parse_known_args(argv)[0]
     if chosen.env == "scienceworld":

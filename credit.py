@@ -65,8 +65,8 @@ def rewards(episodes, estimator):
     if estimator.invalid_unit != "own":
         return reward_E, algorithms.zero_variance(reward_E, group_E)
     group_S = group_E.repeat_interleave(turns_E)
-    unequal = set(group_S[~algorithms.zero_variance(rows(episodes, estimator), group_S)].tolist())
-    return reward_E, torch.tensor([group not in unequal for group in group_E.tolist()])
+    unequal = group_S[~algorithms.zero_variance(rows(episodes, estimator), group_S)]
+    return reward_E, ~torch.isin(group_E, unequal)
 
 
 def advantages(episodes, estimator):
@@ -74,15 +74,14 @@ def advantages(episodes, estimator):
     if estimator.algo == "rlvmr":
         return rlvmr(episodes, estimator)
     _, turns_E, group_E, _ = facts(episodes, estimator)
-    if estimator.invalid_unit == "own":
+    if estimator.baseline == "turn":
         group_S = group_E.repeat_interleave(turns_E)
         advantage_S = algorithms.group_relative_advantage(rows(episodes, estimator), group_S, torch.ones_like(group_S),
                                                           estimator.normalize_std)
     else:
         reward_E, _ = rewards(episodes, estimator)
         advantage_S = algorithms.group_relative_advantage(
-            reward_E, group_E, turns_E if estimator.baseline == "turn" else None,
-            estimator.normalize_std).repeat_interleave(turns_E)
+            reward_E, group_E, normalize_std=estimator.normalize_std).repeat_interleave(turns_E)
     return gigpo(episodes, advantage_S, estimator) if estimator.algo == "gigpo" else (advantage_S, {})
 
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -66,6 +66,7 @@ class Run:
     endpoint: object = None       # endpoint.Endpoint, where one is asked
     critic: object = None         # credit.Critic, with PPO
     instruction: correction.Instruction | None = None      # of prompt-based correction, once there is one
+    origin: dict = field(default_factory=dict)             # `origin_of` it, on rank 0
 
     def log(self, row):
         """Append one object to metrics.jsonl, on disk before anything else happens."""
@@ -259,6 +260,11 @@ def hashes(config, tasks):
     played = config.iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1)
     train = {"train": games_hash(tasks.train(config.train_types, 0, played))} if played else {}
     return {split: games_hash(tasks.split(split)) for split in config.splits} | train
+
+
+def origin_of(config, tasks):
+    """What a run was made with, for its files: versions, commit and games."""
+    return {"versions": versions(config.env), "commit": commit(), "games": games_of(config), "games_hash": hashes(config, tasks)}
 
 
 def commit():
@@ -572,10 +578,9 @@ def evaluation(run):
             run.stop_if_asked(None)
     if run.ranks.rank == 0:
         write_json(run.out / "evaluation.json", {
-            "splits": splits, "games": games_of(config), "games_hash": {s: games_hash(run.tasks.split(s)) for s in splits},
-            "versions": versions(config.env), "commit": commit(), "seed": config.seed, "protocol": config.protocol,
-            "temperature": modes["sampled"], "instruction": instruction if splits else "",
-            "seconds": time.perf_counter() - started})
+            **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits}, "splits": splits,
+            "seed": config.seed, "protocol": config.protocol, "temperature": modes["sampled"],
+            "instruction": instruction if splits else "", "seconds": time.perf_counter() - started})
     return splits
 
 
@@ -663,9 +668,8 @@ def main(argv=None):
     try:
         ranks = parallel.setup(config.device)
         run = prepare(config, ranks, asked_to_stop)
-        run.log({"config": asdict(config), "versions": versions(config.env), "commit": commit(), "games": games_of(config),
-                 "games_hash": hashes(config, run.tasks) if ranks.rank == 0 else {},
-                 "parameters": sum(p.numel() for p in run.model.parameters()),
+        run.origin = origin_of(config, run.tasks) if ranks.rank == 0 else {}
+        run.log({"config": asdict(config), **run.origin, "parameters": sum(p.numel() for p in run.model.parameters()),
                  "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
         stages = {"cold_start": cold_start.cold_start if config.demonstrations and not config.resume else None,
                   "rl": reinforce if config.iterations else None,

@@ -305,7 +305,7 @@ def sample(prompt, answer, advantage, logprob_old, index, count=1):
     return Sample(prompt + answer, sampled, advantages, old, index, "judge", count)
 
 
-def demonstrations(chat, judged, written=(), longest=math.inf):
+def demonstrations(chat, judged, written=None, longest=math.inf):
     """The same turns as questions with their right answers, to be imitated in the cold start.
 
     written: what `written_answers` gave for them. Such a text is the answer where it comes to the turn's label in at
@@ -313,7 +313,7 @@ def demonstrations(chat, judged, written=(), longest=math.inf):
     them are written.
     """
     result, n_written = [], 0
-    for one, text in zip(judged, [*written, *[None] * (len(judged) - len(written))], strict=True):
+    for one, text in zip(judged, written or [None] * len(judged), strict=True):
         text = (text or "").strip()
         said = chat.encode(text) + chat.encode("<|im_end|>")
         fits = parse_verdict(text, "think") == one.label and "<|" not in text and len(said) <= longest

@@ -56,7 +56,7 @@ SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100
 class Cell:
     """One run of gcd.py."""
 
-    study: str         # of the study, in runs/table1 and results/cells: the benchmark, if the config names no other
+    study: str               # its folder in runs/table1 and results/cells: the benchmark, if the config names no other
     row: str
     seed: int
     suffix: str              # "" or, for a benchmark's second run, "-" and its train types
