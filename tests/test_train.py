@@ -412,10 +412,13 @@ def gold_commands(env, task):
 
 
 @pytest.fixture
-def scripted(monkeypatch):
-    """A model that says what it is told to, with its own logprobs: every second episode is the expert's, the others are
-    WRONG, verdicts are drawn, and written mistakes are one sentence. Returns what to set: {task id: commands}."""
-    known, lines, order = {}, {}, {}
+def train_scripted(monkeypatch, qwen_folder, short_games, tmp_path):
+    """`train` on a benchmark by a random Qwen2 with the real tokenizer, two games of four turns at most, whose model says
+    what it is told to, with its own logprobs: every second episode is the expert's, the others are WRONG, verdicts are
+    drawn, and written mistakes are one sentence."""
+    from transformers import AutoTokenizer
+    games, commands = short_games
+    tokenizer, known, lines, order = AutoTokenizer.from_pretrained(qwen_folder), dict(commands), {}, {}
     generate, next_stream = rollout.generate, rollout.Conversation.next_stream
 
     def stream_of(talk):
@@ -440,34 +443,33 @@ def scripted(monkeypatch):
         return generate(model, slots, prompts, streams, stops, sampling, share)
 
     def spoken(prompt, number):
-        chat = rollout.Chat(known["tokenizer"], "think")
-        asked = known["tokenizer"].decode(prompt[-200:])
+        chat = rollout.Chat(tokenizer, "think")
+        asked = tokenizer.decode(prompt[-200:])
         if correction.CRITIQUE in asked or correction.MERGE[:40] in asked:
             return chat.encode("Do not say what is not possible.<|im_end|>")
         return judge.answer_ids(chat, ("good", "bad")[number % 2])
 
     monkeypatch.setattr(rollout.Conversation, "next_stream", stream_of)
+    def train_on(benchmark, *flags):
+        for package in PACKAGE[benchmark]:
+            pytest.importorskip(package)
+        world = BENCHMARKS[benchmark] + ([games] if benchmark != "scienceworld" else [])
+        short = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 4 --max-response-tokens 64 --context 4096 "
+                 "--dynamic-sampling keep --no-show-admissible").split()
+        assert train(tmp_path, "--model", qwen_folder, *world, *short, *flags) == 0
+        return rows(tmp_path)
+
     monkeypatch.setattr(rollout, "generate", said)
-    return known
+    return train_on
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
-def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder, short_games, scripted, tmp_path, benchmark,
-                                                                     method):
-    """Two iterations of a random Qwen2 with the real tokenizer, half of whose episodes are won: each method's own part
-    has something to do, and does it."""
-    from transformers import AutoTokenizer
-    for package in PACKAGE[benchmark]:
-        pytest.importorskip(package)
-    games, commands = short_games
-    scripted |= {"tokenizer": AutoTokenizer.from_pretrained(qwen_folder), **commands}
-    flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 4 --max-response-tokens 64 --judge-response-tokens 16 "
-             "--context 4096 --dynamic-sampling keep --judge-labels dense --no-show-admissible").split()
-    world = BENCHMARKS[benchmark] + ([games] if benchmark != "scienceworld" else [])
-    assert train(tmp_path, "--model", qwen_folder, *world, *flags, *METHODS[method].split()) == 0
+def test_every_method_trains_a_hugging_face_model_on_every_benchmark(train_scripted, qwen_folder, tmp_path, benchmark, method):
+    """Two iterations, half of whose episodes are won: each method's own part has something to do, and does it."""
+    found = train_scripted(benchmark, "--judge-labels", "dense", "--judge-response-tokens", 16, *METHODS[method].split())
     assert not same(weights(tmp_path), load_file(qwen_folder / "model.safetensors"))
-    found = rows(tmp_path)
+    assert len(found) == 2
     for row in found:
         assert (row["rollout/episodes"], row["rollout/success"], row["rollout/restarts"]) == (4, 0.5, 0)
         assert 0 < row["rollout/invalid_frac"] < 0.5 and row["rollout/truncated_frac"] == 0
@@ -490,10 +492,8 @@ def test_every_method_trains_a_hugging_face_model_on_every_benchmark(qwen_folder
 
 
 @pytest.mark.parametrize("benchmark", ["alfworld", "scienceworld"])
-def test_an_engine_killed_in_mid_episode_is_replaced_and_counted(qwen_folder, short_games, scripted, tmp_path, monkeypatch,
-                                                                 benchmark):
+def test_an_engine_killed_in_mid_episode_is_replaced_and_counted(train_scripted, monkeypatch, benchmark):
     """The first command of the run finds its engine dead: the episodes in it begin again, and the log says how many."""
-    from transformers import AutoTokenizer
     for package in PACKAGE[benchmark]:
         pytest.importorskip(package)
     from envs import alfworld, scienceworld
@@ -509,13 +509,7 @@ def test_an_engine_killed_in_mid_episode_is_replaced_and_counted(qwen_folder, sh
         return send(self, verb, *arguments)
 
     monkeypatch.setattr(kind, "send", lethal)
-    games, commands = short_games
-    scripted |= {"tokenizer": AutoTokenizer.from_pretrained(qwen_folder), **commands}
-    flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 4 --max-response-tokens 64 --context 4096 --no-gcd "
-             "--dynamic-sampling keep --no-show-admissible --iterations 1").split()
-    world = BENCHMARKS[benchmark] + ([games] if benchmark == "alfworld" else [])
-    assert train(tmp_path, "--model", qwen_folder, *world, *flags) == 0
-    row, = rows(tmp_path)
+    row, = train_scripted(benchmark, "--no-gcd", "--iterations", 1)
     assert killed and row["rollout/episodes"] == 4 and row["rollout/truncated_frac"] == 0
     assert 1 <= row["rollout/restarts"] <= (4 if benchmark == "alfworld" else 1)          # two workers hold four games
 
