@@ -120,16 +120,15 @@ def names_in(action):
 
 # Advantages of episodes: GRPO
 
-def group_relative_advantage(reward_E, group_E, turns_E=None, normalize_std=False, eps=1e-6):
-    """Each episode's reward, centred (and scaled, if asked) within its group.
+def group_relative_advantage(reward_E, group_E, normalize_std=False, correction=0, eps=1e-6):
+    """Each episode's (or turn's) reward, centred (and scaled, if asked) within its group.
 
         A_i = (R_i - mean_g R) / (std_g R + eps)          GRPO, arXiv:2402.03300 §4.1.2
         A_i =  R_i - mean_g R                             normalize_std=False: Dr. GRPO, arXiv:2503.20783
 
     reward_E float; group_E int, which task the episode played.  Returns advantage_E.
-    turns_E given: mean and std run over turns, each counting its episode's reward once, so that long episodes
-    weigh more: what verl-agent's code does by default (its paper says episodes). std is over the population
-    (correction 0) for episodes and unbiased for turns, as that code has it.
+    correction: of the std; 0, over the population, for episodes; 1, unbiased, for turns. With one entry per turn in
+    place of one per episode, long episodes weigh more: what verl-agent's code does by default (its paper says episodes).
     A group whose rewards are all equal gets exactly 0: rounding of the mean would otherwise be blown up by
     1/eps (eleven rewards of 0.7 in float32 came out as 0.107).
     """
@@ -139,10 +138,8 @@ def group_relative_advantage(reward_E, group_E, turns_E=None, normalize_std=Fals
         reward = reward_E[members]
         if (reward == reward[0]).all():
             continue
-        row = reward if turns_E is None else reward.repeat_interleave(turns_E[members])
-        centred = reward - row.mean()
-        scale = row.std(correction=0 if turns_E is None else 1) + eps if normalize_std else 1.0
-        advantage_E[members] = centred / scale
+        scale = reward.std(correction=correction) + eps if normalize_std else 1.0
+        advantage_E[members] = (reward - reward.mean()) / scale
     return advantage_E
 
 
@@ -166,7 +163,7 @@ def anchor_advantage(return_S, anchor_S, normalize_std, eps=1e-6):
     A state met once gives 0, and so do equal returns, exactly. std is unbiased, as in verl-agent's code; the paper
     does not say.
     """
-    return group_relative_advantage(return_S, anchor_S, torch.ones_like(anchor_S), normalize_std, eps)
+    return group_relative_advantage(return_S, anchor_S, normalize_std, correction=1, eps=eps)
 
 
 def gigpo_advantage(episode_advantage_S, step_advantage_S, omega):
@@ -228,7 +225,7 @@ def rlvmr_code_advantage(reward_S, group_S, tag_reward_S, tag_S, w, normalize_st
 
 def code_normalized(reward_S, group_S, normalize_std):
     """Centred and scaled within the group, over its turns; a turn alone in its group keeps its reward."""
-    advantage_S = group_relative_advantage(reward_S, group_S, torch.ones_like(group_S), normalize_std)
+    advantage_S = group_relative_advantage(reward_S, group_S, normalize_std, correction=1)
     _, index_S, count = group_S.unique(return_inverse=True, return_counts=True)
     return torch.where(count[index_S] == 1, reward_S, advantage_S)
 

@@ -168,7 +168,7 @@ def judge_questions(run):
     seed = stream(config.seed, QUESTIONS)
     asked = parallel.gather(run.endpoint_labels(episodes if parallel.is_main() else [], 2 * n, seed))[0]
     writes = "endpoint" in config.judge_labels and run.chat.writes and config.judge_kind == "generative"
-    room = config.context - 64 - (config.judge_response_tokens if writes else 0)          # the question's tokens, amply
+    room = config.question_room + (0 if writes else config.judge_response_tokens)
     places = judge.candidates(episodes, config.judge_labels, room, 0, asked, config.label_agreement)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if config.judge_kind == "value":

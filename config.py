@@ -9,7 +9,8 @@ command line. Mistakes are ValueErrors that name the flag, before anything is lo
 
 import argparse
 import math
-from dataclasses import dataclass, field, fields
+import re
+from dataclasses import asdict, dataclass, field, fields
 
 import judge
 from envs.splits import make_tasks
@@ -33,7 +34,8 @@ class Config:
                       ("small", "paper"))
     out: str = opt("runs/default", "folder that everything is written to")
     resume: bool = opt(False, "continue the RL stage of --out where its checkpoint stopped")
-    seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks", low=0, high=99)
+    seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks (but what a large model is asked, and "
+                    "--dynamic-sampling refill, are each rank's own)", low=0, high=99)
     # the world
     env: str = opt("household", "the built-in game, or a real engine", ("household", "alfworld", "scienceworld"))
     games: str = opt("", "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms (or, in "
@@ -175,6 +177,12 @@ class Config:
                              "the update scores the full distribution")
         if self.max_response_tokens >= self.context:
             raise ValueError(f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
+        if self.gcd and self.question_room <= 0:
+            raise ValueError(f"--judge-response-tokens={self.judge_response_tokens}: leaves no room for a question in "
+                             f"--context={self.context}")
+        if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable):
+            raise ValueError("--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
+                             "OPENAI_API_KEY; what was given is none and is not repeated here, for it may be the key itself")
 
     def check_methods(self):
         """Settings that contradict each other."""
@@ -187,7 +195,12 @@ class Config:
         refuse(self.algo != "ppo" and self.iterations and self.group_size < 2,
                f"--group-size={self.group_size}: {self.algo} compares the episodes of a group")
         refuse(self.algo == "ppo" and self.kl == "reward", "--kl=reward: not with --algo ppo; --kl loss is")
-        refuse(self.algo == "ppo" and self.nthr, "--nthr: compares the episodes of a group; not with --algo ppo")
+        for flag, asked in (("--nthr", self.nthr), ("--baseline=turn", self.baseline == "turn"),
+                            ("--normalize-std", self.normalize_std),
+                            ("--dynamic-sampling=drop", self.dynamic_sampling == "drop")):
+            refuse(self.algo == "ppo" and asked, f"{flag}: compares the episodes of a group; not with --algo ppo")
+        refuse(self.algo == "ppo" and self.ppo_form == "verl-agent" and self.invalid_unit != "own",
+               f"--invalid-unit={self.invalid_unit}: --ppo-form verl-agent takes a penalty from its own turn (own)")
         refuse(0 < self.dual_clip <= 1, f"--dual-clip={self.dual_clip:g}: expected 0 (none) or more than 1")
         refuse(self.dynamic_sampling == "refill" and (self.algo != "grpo" or self.kl != "none"),
                "--dynamic-sampling=refill: looks for groups of unequal rewards; with --algo grpo and --kl none only")
@@ -212,6 +225,11 @@ class Config:
         self.world()                                         # refuses what the environment does not know
 
     @property
+    def question_room(self):
+        """Tokens that an episode may have, if it is to be put before the judge: less the question's (amply) and the answer."""
+        return self.context - self.judge_response_tokens - 64
+
+    @property
     def splits(self):
         if self.evaluate == "none":
             return []
@@ -223,6 +241,18 @@ class Config:
         """The tasks to train on and to evaluate."""
         only = tuple(int(number) for number in self.task_ids.split(",") if number)
         return make_tasks(self.env, self.games, self.train_types, self.seed, only)
+
+
+# Settings that say where and how fast, not what: a run may go on, and a table be filled, with others.
+WHERE = ("out", "resume", "model", "evaluate", "device", "threads", "slots", "microbatch_tokens", "checkpoint_every",
+         "episodes_every", "endpoint", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
+
+
+def changed(then, config, apart=()):
+    """Where the settings of an earlier run, a dict, differ from a Config: {name: (then, now)}, WHERE and `apart` left out."""
+    now = asdict(config)
+    return {name: (value, now[name]) for name, value in then.items()
+            if name in now and name not in (*WHERE, *apart) and value != now[name]}
 
 
 # The paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per batch; 16 x 8
@@ -239,7 +269,7 @@ PAPER = dict(
 # What an algorithm changes of the defaults. PPO: 128 tasks x 1 (no groups to compare). RLVMR: alpha = 0.5.
 ALGO = dict(
     grpo={}, gigpo=dict(normalize_std=True), rlvmr=dict(normalize_std=True, step_weight=0.5),
-    ppo=dict(tasks=128, group_size=1, dynamic_sampling="keep"))
+    ppo=dict(tasks=128, group_size=1, dynamic_sampling="keep", normalize_std=False))
 
 
 def paper(chosen):
@@ -262,6 +292,8 @@ def parse(argv=None):
     if chosen.env == "scienceworld":
         parser.set_defaults(slots=16)
     parser.set_defaults(**((paper(chosen) if chosen.preset == "paper" else {}) | ALGO.get(chosen.algo, {})))
+    if chosen.algo == "ppo" and chosen.ppo_form == "verl-agent":
+        parser.set_defaults(invalid_unit="own")
     try:
         return Config(**vars(parser.parse_args(argv)))
     except ValueError as error:

@@ -76,12 +76,12 @@ def advantages(episodes, estimator):
     _, turns_E, group_E, _ = facts(episodes, estimator)
     if estimator.baseline == "turn":
         group_S = group_E.repeat_interleave(turns_E)
-        advantage_S = algorithms.group_relative_advantage(rows(episodes, estimator), group_S, torch.ones_like(group_S),
-                                                          estimator.normalize_std)
+        advantage_S = algorithms.group_relative_advantage(rows(episodes, estimator), group_S, estimator.normalize_std,
+                                                          correction=1)
     else:
         reward_E, _ = rewards(episodes, estimator)
         advantage_S = algorithms.group_relative_advantage(
-            reward_E, group_E, normalize_std=estimator.normalize_std).repeat_interleave(turns_E)
+            reward_E, group_E, estimator.normalize_std).repeat_interleave(turns_E)
     return gigpo(episodes, advantage_S, estimator) if estimator.algo == "gigpo" else (advantage_S, {})
 
 

@@ -21,7 +21,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import threading
 import time
 import warnings
@@ -272,9 +271,6 @@ def checked_address(url):
 
 def secret_in(variable):
     """The key, which no message may repeat."""
-    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", variable):
-        raise ValueError("--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
-                         "OPENAI_API_KEY; what was given is none and is not repeated here, for it may be the key itself")
     secret = os.environ.get(variable, "").strip()
     if not secret:
         raise ValueError(f"--endpoint-key-variable={variable}: this environment variable is not set "

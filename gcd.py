@@ -37,7 +37,7 @@ import model as qwen
 import parallel
 import rollout
 import update
-from config import Config, parse
+from config import Config, changed, parse
 from envs import EpisodeLost, engine_versions, games, make_envs, rooms
 from envs.splits import games_hash
 from parallel import stream
@@ -76,7 +76,8 @@ class Run:
     def save(self, state):
         instruction = asdict(self.instruction) if self.instruction else None
         critic = (self.critic.model, self.critic.optimizer) if self.critic else None
-        parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state | {"instruction": instruction},
+        state = state | {"instruction": instruction, "settings": asdict(self.config)}
+        parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state,
                                  qwen.save_pretrained, self.chat.tokenizer.save_pretrained, critic)
 
     def sampling(self, **changes):
@@ -121,7 +122,8 @@ class Run:
             return
         if state is not None:
             self.save(state)
-        raise Interrupted(f"stopped; {self.out / 'checkpoint'} holds the model")
+        folder = self.out / "checkpoint"
+        raise Interrupted(f"stopped; {folder} holds the model" if folder.is_dir() else "stopped; nothing to save yet")
 
 
 def append(path, row):
@@ -165,6 +167,9 @@ def small_model_folder(config, tasks, folder):
     qwen.save_pretrained(model, folder)
 
 
+EVALUATION_ONLY = ("iterations", "protocol", "top_p", "top_k", "correction_at_evaluation")     # may differ on --resume
+
+
 def prepare(config, ranks, asked_to_stop):
     """Everything a run needs, made or loaded; mistakes of the user surface here, before any work."""
     tasks, out = config.world(), Path(config.out)
@@ -180,6 +185,7 @@ def prepare(config, ranks, asked_to_stop):
         source = found
         if source is None:
             raise ValueError(f"--resume: {out / 'checkpoint'} holds no checkpoint")
+        check_resumed(config, parallel.read_trainer(found)["state"])
     envs = make_envs(config.env, config.slots)
     with tempfile.TemporaryDirectory() as fresh:
         if source is None:
@@ -210,6 +216,17 @@ def prepare(config, ranks, asked_to_stop):
                instruction=instruction_in(source) if kept else None)
 
 
+def check_resumed(config, state):
+    """ValueError unless a checkpoint's RL can go on as these flags say."""
+    if state["iteration"] is None:
+        raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
+    if config.iterations < state["iteration"]:
+        raise ValueError(f"--iterations={config.iterations}: --resume finds {state['iteration']} done in {config.out}")
+    if other := changed(state.get("settings", {}), config, apart=EVALUATION_ONLY):
+        said = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
+        raise ValueError(f"--resume: {config.out} was made with other settings: {said}")
+
+
 def instruction_in(source):
     """The instruction that a checkpoint's model was last given, if it was trained with correction."""
     state = parallel.read_trainer(source)["state"] if (source / parallel.TRAINER_FILE).is_file() else {}
@@ -221,14 +238,21 @@ def adam(model):
 
 
 def style_of(config, tokenizer):
-    """The prompt style: RLVMR's tags where they are rewarded, else by what the model is."""
-    if config.prompt != "auto":
-        if config.prompt == "plain" and not rollout.is_small(tokenizer):
-            raise ValueError("--prompt=plain: the small model's style; expected think or tags")
-        return config.prompt
-    if config.algo == "rlvmr":
-        return "tags"
-    return "plain" if rollout.is_small(tokenizer) else "think"
+    """The prompt style: RLVMR's tags where they are rewarded, else by what the model is.
+
+    A small model speaks as its cold start did: with tags if they are words of its vocabulary, and only then.
+    """
+    small = rollout.is_small(tokenizer)
+    knows_tags = small and len(tokenizer.encode(f"<{rollout.TAGS[0]}>")) == 1
+    style = config.prompt
+    if style == "auto":
+        style = "tags" if config.algo == "rlvmr" or knows_tags else "plain" if small else "think"
+    if style == "plain" and not small:
+        raise ValueError("--prompt=plain: the small model's style; expected think or tags")
+    if style == "tags" and small and not knows_tags:
+        raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no tags, so it knows "
+                         "none (--prompt tags there)")
+    return style
 
 
 def make_endpoint(config):
@@ -351,9 +375,9 @@ def judge_turns(run, iteration, episodes, first):
     Returns the judged turns (answered, with the generative judge) and their samples for the update.
     """
     config, seed = run.config, stream(run.config.seed, JUDGE, iteration)
-    room = config.context - config.judge_response_tokens - 64             # the question's tokens, amply
     asked = run.endpoint_labels(episodes, config.judge_turns // run.ranks.world, stream(seed, 2, run.ranks.rank))
-    places = parallel.gather(judge.candidates(episodes, config.judge_labels, room, first, asked, config.label_agreement))
+    places = parallel.gather(judge.candidates(episodes, config.judge_labels, config.question_room, first, asked,
+                                              config.label_agreement))
     chosen = judge.choose(sum(places, []), config.judge_labels, config.judge_turns // 2, seed)
     judged = judge.questions(run.chat, episodes, chosen, first)
     if config.judge_kind == "value":
@@ -468,8 +492,8 @@ def train(run, i, samples, reference):
         unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
     keys = dict.fromkeys(key for step in steps for key in step)
-    known = {key: [step[key] for step in steps if key in step] for key in keys}
-    mean = {key: sum(values) / len(values) for key, values in known.items()}
+    known = {key: [step[key] for step in steps if not math.isnan(step.get(key, math.nan))] for key in keys}
+    mean = {key: sum(values) / len(values) if values else math.nan for key, values in known.items()}
     return mean | gap | {"policy/steps": len(steps), "policy/lr": rate}
 
 
@@ -510,8 +534,6 @@ def reinforce(run):
         run.critic = new_critic(run)
     if config.resume:
         first = parallel.read_trainer(run.out / "checkpoint")["state"]["iteration"]
-        if first is None:
-            raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
         # a critic that RL has not touched yet is new on either side
         critic = (run.critic.model, run.critic.optimizer) if first and run.critic else None
         parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer, critic)

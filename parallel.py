@@ -209,9 +209,9 @@ def together(action):
     failure, value = None, None
     try:
         value = action()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         failure = error
-    said = next((text for text in gather(failure and str(failure)) if text), None)
+    said = next((text for text in gather(failure and (str(failure) or type(failure).__name__)) if text), None)
     if said is not None:
         raise failure or ValueError(said)
     return value

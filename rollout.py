@@ -396,16 +396,17 @@ RESTART = 1 << 40                 # beside the turns' numbers in an episode's ra
 
 
 class Local:
-    """An environment of this process, with the two verbs of one in another: send, then receive."""
+    """An environment of this process, with the two verbs of one in another: send, then receive (which plays)."""
 
     def __init__(self, env):
         self.env = env
 
     def send(self, verb, *arguments):
-        self.reply = getattr(self.env, verb)(*arguments)
+        self.asked = verb, arguments
 
     def receive(self):
-        return self.reply
+        verb, arguments = self.asked
+        return getattr(self.env, verb)(*arguments)
 
 
 class Conversation:

@@ -4,9 +4,9 @@
 #   bash run.sh          about 5 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler, no Java
 #   bash run.sh test     set up what the tests need, and run them all (what follows "test" goes to pytest: -m fast)
 #
-# Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run again, one
-# that was interrupted goes on from its checkpoint: remove runs/main to start over. $OUT is where everything goes
-# (runs/main), $SEED the seed (0; give another seed another $OUT).
+# Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run again; an
+# interrupted RL stage goes on from its checkpoint, an interrupted cold start begins again. Remove runs/main to start
+# over. $OUT is where everything goes (runs/main), $SEED the seed (0; give another seed another $OUT).
 set -euo pipefail
 cd "$(dirname "$0")"
 OUT=${OUT:-runs/main} SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
@@ -35,18 +35,29 @@ fi
 [ $# = 0 ] || { echo "run.sh: unknown argument $1 (nothing, or: test)" >&2; exit 2; }
 install requirements.txt
 
-method() (                                      # one RL method from the cold start, or from where it was interrupted
+method() {                                      # one RL method from the cold start, or from where it was interrupted
+    [ ! -e "$OUT/$1/stages.json" ] || return 0
     from=(--model "$OUT/cold_start/checkpoint" --demonstrations 0)
     [ ! -e "$OUT/$1/checkpoint/trainer.pt" ] || from+=(--resume)
-    [ -e "$OUT/$1/stages.json" ] ||
-        exec .venv/bin/python gcd.py --seed "$SEED" "${from[@]}" --out "$OUT/$1" "${@:2}"
-)
+    exec .venv/bin/python gcd.py --seed "$SEED" "${from[@]}" --out "$OUT/$1" "${@:2}"
+}
+
+stop() {                                        # however this script ends, it leaves no run behind: told once, each
+    status=$?                                   # saves a checkpoint and ends
+    kill "$grpo" "$gcd" 2> /dev/null || true
+    wait
+    exit $status
+}
 
 [ -e "$OUT/cold_start/stages.json" ] ||
     .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0
-method grpo --no-gcd > "$OUT/grpo.log" 2>&1 &   # on the second core; its progress is in the log
+set -m                                          # Ctrl-C is for this script alone, and reaches the runs through `stop`
+method grpo --no-gcd > "$OUT/grpo.log" 2>&1 &   # its progress is in the log
 grpo=$!
-trap 'kill $grpo 2> /dev/null || true' EXIT     # never leave it behind: it saves a checkpoint and ends
-method grpo+gcd --gcd
+method grpo+gcd --gcd &
+gcd=$!
+trap stop EXIT
+trap 'exit 130' INT TERM HUP
+wait $gcd
 wait $grpo || { cat "$OUT/grpo.log" >&2; exit 1; }
 .venv/bin/python report.py "$OUT"

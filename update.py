@@ -112,7 +112,10 @@ def minibatches(samples, n):
 
 
 def microbatches(samples, max_tokens):
-    """Samples in lists of at most max_tokens, padding included; sorted by length so that little is padded."""
+    """Samples in lists of at most max_tokens, each as long as the longest; sorted by length so that little is padded.
+
+    (A row is then rounded up to 16 tokens: a list of short ones may be larger by that.)
+    """
     batches = []
     for sample in sorted(samples, key=lambda sample: len(sample.ids)):
         if not batches or len(sample.ids) * (len(batches[-1]) + 1) > max_tokens:
@@ -347,17 +350,17 @@ def gradient_metrics(grads, norms, weight):
 
 def loss_metrics(sums):
     """Per kind, over all ranks: the loss before judge_weight, the number of tokens, and means over the tokens
-    that were run (silent samples are not, equal draws are once). A labelled turn counts as one token."""
+    that were run (silent samples are not, equal draws are once): nan if none was. A labelled turn counts as one token."""
     metrics = {}
     for kind, own in sums.items():
         total = parallel.all_sum({key: value for key, value in own.items() if key != "gap_max"})
-        scored = max(total["scored"], 1.0)
+        scored = total["scored"] or math.nan
         metrics |= {f"{kind}/loss": total["loss"], f"{kind}/tokens": total["tokens"],
                     f"{kind}/nll_nats": total["nll"] / scored,
                     f"{kind}/entropy_nats": total["entropy"] / scored,
                     f"{kind}/clip_frac": total["clipped"] / scored, f"{kind}/kl_nats": total["kl"] / scored,
                     f"{kind}/logprob_gap_nats": total["gap"] / scored,
-                    f"{kind}/logprob_gap_max_nats": parallel.all_max(own["gap_max"])}
+                    f"{kind}/logprob_gap_max_nats": parallel.all_max(own["gap_max"]) if total["scored"] else math.nan}
     return metrics
 
 

@@ -78,11 +78,12 @@ def test_group_advantage_over_episodes_is_the_double_loop(seed, normalize):
 def test_group_advantage_over_turns_counts_each_turn(seed):
     """verl-agent's rows: a long episode's reward enters mean and (unbiased) std once per turn."""
     reward, group, turns = random_groups(seed)
-    got = algorithms.group_relative_advantage(reward, group, turns, normalize_std=True)
-    for i in range(len(reward)):
+    row = torch.arange(len(reward)).repeat_interleave(turns)
+    got = algorithms.group_relative_advantage(reward[row], group[row], normalize_std=True, correction=1)
+    for i, got in zip(row.tolist(), got.tolist(), strict=True):
         rows = [reward[j].item() for j in range(len(reward)) if group[j] == group[i] for _ in range(turns[j])]
         if len(set(rows)) > 1:
-            assert got[i].item() == pytest.approx(
+            assert got == pytest.approx(
                 (reward[i].item() - statistics.fmean(rows)) / (statistics.stdev(rows) + 1e-6), abs=2e-5)
 
 
@@ -304,7 +305,7 @@ def test_gigpo_is_the_literal_equations(seed, normalize, own_turn):
         bare = algorithms.turn_rewards(won, valid, turns, 10.0, 0.0, "turn").double()
         returns = algorithms.discounted_returns(bare, turns, 0.95) - 0.1 * ~valid
         rows, groups = algorithms.row_rewards(won, valid, turns, 10.0, 0.1).double(), group.repeat_interleave(turns)
-        level_e = algorithms.group_relative_advantage(rows, groups, torch.ones_like(groups), normalize)
+        level_e = algorithms.group_relative_advantage(rows, groups, normalize, correction=1)
     level_s = algorithms.anchor_advantage(returns, anchor_ids(episodes), normalize)
     got = algorithms.gigpo_advantage(level_e, level_s, 0.7)
     assert got.tolist() == pytest.approx(literal_gigpo(episodes, 0.7, 0.95, normalize, own_turn), abs=1e-4)

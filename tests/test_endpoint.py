@@ -641,13 +641,6 @@ def test_a_key_that_is_not_set_is_named(monkeypatch, tmp_path, value):
 
 
 @pytest.mark.fast
-def test_a_key_given_for_its_variables_name_is_not_repeated():
-    with pytest.raises(ValueError, match="--endpoint-key-variable: expected the name") as raised:
-        module.secret_in("sk-1234567890abcdef")
-    assert "sk-" not in str(raised.value)
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize("value", ["sk-naïve-12345", "sk-two words", "sk-line\nline"])
 def test_a_key_that_no_header_can_hold_is_not_repeated(monkeypatch, tmp_path, value):
     monkeypatch.setenv("LARGE_KEY", value)

@@ -120,6 +120,14 @@ def reductions_and_failure(ranks, out):
            "any": parallel.any_rank(ranks.rank == 1), "none": parallel.any_rank(False),
            "path": parallel.on_main(lambda: f"rank {ranks.rank}"),
            "stream": parallel.stream(7, ranks.rank)}
+    def alone():
+        if ranks.rank == 1:
+            raise OSError(errno.ENOSPC, "the cache is full")
+
+    try:
+        parallel.together(alone)
+    except (ValueError, OSError) as error:
+        saw["together"] = str(error)
     model = parallel.shard(new_model(), ranks)
     try:
         parallel.save_checkpoint(out / "two", model, new_optimizer(model), {}, full_disk)
@@ -300,6 +308,7 @@ def test_numbers_over_two_ranks(two):
     assert [s.pop("stream") for s in saw] == [parallel.stream(7, 0), parallel.stream(7, 1)]
     for s in saw:
         assert "two" in s["error"] and "No space left on device" in s.pop("error")
+        assert "the cache is full" in s.pop("together")
     assert saw[0] == saw[1] == {"sum": 2 * 10**17 + 1, "dict": {"both": 4.0, "only0": 1, "only1": 1},
                                 "tensor": [2.0, 1.0], "max": -4, "any": True, "none": False, "path": "rank 0"}
 

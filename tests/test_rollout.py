@@ -466,27 +466,42 @@ class Fragile(Corridor):
 
     calls, deaths = 0, ()
 
+    def reset(self, task, seed=0):
+        self.live()
+        return super().reset(task, seed)
+
+    def step(self, command):
+        self.live()
+        return super().step(command)
+
+    def live(self):
+        Fragile.calls += 1
+        if Fragile.calls in Fragile.deaths:
+            raise EpisodeLost("the engine died")
+
+
+class Elsewhere(Fragile):
+    """The same in another process, as it were."""
+
     def send(self, verb, *arguments):
         self.asked = verb, arguments
 
     def receive(self):
-        type(self).calls += 1
-        if type(self).calls in self.deaths:
-            raise EpisodeLost("the engine died")
         verb, arguments = self.asked
-        return getattr(Corridor, verb)(self, *arguments)
+        return getattr(self, verb)(*arguments)
 
 
+@pytest.mark.parametrize("kind", [Fragile, Elsewhere])
 @pytest.mark.parametrize("deaths", [(1,), (5,), (7, 8, 9), (12,)])
-def test_a_lost_episode_begins_again(model, chat, deaths):
+def test_a_lost_episode_begins_again(model, chat, deaths, kind):
     """Resets and turns are lost alike. A restarted one plays other draws, the same in every run; its neighbours do not
     notice, and an episode that was not restarted is as it would have been."""
     def played(envs):
         return rollout.play(model, chat, envs, make_seats(2, 2), Sampling(max_response_tokens=4), 6, 400)
     Fragile.calls, Fragile.deaths = 0, deaths
-    lost, whole = played([Fragile() for _ in range(2)]), played([Corridor() for _ in range(2)])
+    lost, whole = played([kind() for _ in range(2)]), played([Corridor() for _ in range(2)])
     Fragile.calls = 0
-    again = played([Fragile() for _ in range(2)])
+    again = played([kind() for _ in range(2)])
     assert sum(e.restarts for e in lost) == len(deaths) == rollout.summary(lost)["restarts"]
     for a, b, c in zip(lost, whole, again):
         said = [[t.response_ids for t in episode.turns] for episode in (a, b, c)]

@@ -218,8 +218,23 @@ def test_a_crashed_run_goes_on_from_its_last_checkpoint(start, tmp_path, monkeyp
 
 
 @pytest.mark.fast
-def test_half_a_cold_start_is_not_taken_for_a_whole_one(tmp_path, monkeypatch, capsys):
-    flags = ["--demonstrations", 8, "--judge-epochs", 0]
+@pytest.mark.parametrize("flags, message", [
+    (["--algo", "gigpo"], "algo was grpo, is gigpo; normalize_std was False, is True"), (["--seed", 1], "seed was 0, is 1"),
+    (["--iterations", 0], "--iterations=0: --resume finds 1 done")])
+def test_a_run_goes_on_with_its_own_settings_only(start, tmp_path, capsys, flags, message):
+    """Also where another run left its checkpoint in the folder; where and how fast may change."""
+    assert train(tmp_path, *begin(start), "--iterations", 1) == 0
+    before = weights(tmp_path)
+    assert train(tmp_path, *begin(start), "--resume", *flags) == 1
+    assert_one_error(capsys, message)
+    assert same(before, weights(tmp_path))
+    assert train(tmp_path, "--demonstrations", 0, "--resume", "--iterations", 1, "--slots", 3, "--episodes-every", 2) == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("iterations", [0, 2])
+def test_half_a_cold_start_is_not_taken_for_a_whole_one(tmp_path, monkeypatch, capsys, iterations):
+    flags = ["--demonstrations", 8, "--judge-epochs", 0, "--iterations", iterations]
     with monkeypatch.context() as patch:
         patch.setattr(cold_start, "imitate", interrupting(cold_start.imitate, "cold start: policy"))
         assert train(tmp_path, *flags) == 130
@@ -294,6 +309,38 @@ def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
     assert 0 < drop["rollout/zero_variance_frac"] < 1 and drop["rollout/episodes"] == 16
     assert refill["rollout/episodes"] in (32, 48, 64)          # all that was played is counted
     assert refill["rollout/zero_variance_frac"] > 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("unequal, rounds, groups", [("1111", 1, [0, 1, 2, 3]), ("1000", 2, [0, 4, 5, 6]),
+                                                     ("0001", 2, [3, 4, 5, 6]), ("0000", 4, [0, 1, 2, 3])])
+def test_refilling_keeps_whole_groups_of_unequal_rewards(start, tmp_path, monkeypatch, unequal, rounds, groups):
+    """Four groups are wanted. Those of the first round are unequal where marked 1; those of later ones are if any was."""
+    run = gcd.prepare(gcd.parse([*TINY, "--out", str(tmp_path), *map(str, begin(start)), "--dynamic-sampling", "refill"]),
+                      parallel.setup("cpu"), [])
+    asked = []
+
+    def play(run, seats, sampling, name):
+        marks = "1111" if asked and "1" in unequal else unequal
+        asked.append(seats)
+        turn = rollout.Turn("", [1], [2], [0.0], "look", "look", True, "")
+        return [rollout.Episode(seat.task, seat.group, [turn], won=marks[seat.group % 4] == "1" and k % 4 > 0)
+                for k, seat in enumerate(seats)]
+
+    monkeypatch.setattr(gcd.Run, "play", play)
+    episodes, played = gcd.collect(run, 0)
+    assert [episode.group for episode in episodes] == [group for group in groups for _ in range(4)]
+    assert len(asked) == rounds and len(played) == 16 * rounds
+    assert len({seat.task.id for seats in asked for seat in seats}) == 4 * rounds             # new tasks in each
+
+
+@pytest.mark.fast
+def test_what_was_not_measured_is_not_logged_as_zero(start, tmp_path):
+    """Every group's rewards are equal, so only the judge makes the steps."""
+    assert train(tmp_path, *begin(start), "--invalid-penalty", 0, "--max-turns", 2) == 0
+    for row in rows(tmp_path):
+        assert row["policy/tokens"] == 0 and row["policy/steps"] > 0 and row["judge/entropy_nats"] > 0
+        assert [row[f"policy/{key}"] for key in ("entropy_nats", "clip_frac", "logprob_gap_max_nats")] == [None] * 3
 
 
 # Several ranks
@@ -547,7 +594,7 @@ def test_the_papers_preset_goes_with_every_algorithm(algo):
     assert (config.lr, config.demonstrations, config.critic_lr) == (2e-6, 300, 1e-5)
     assert (config.tasks, config.group_size) == ((128, 1) if algo == "ppo" else (16, 8))
     assert (config.clip_high, config.dual_clip, config.history) == (0.2, 3.0, 0)
-    assert config.normalize_std and config.step_weight == (0.5 if algo == "rlvmr" else 1.0)
+    assert (config.normalize_std, config.step_weight) == (algo != "ppo", 0.5 if algo == "rlvmr" else 1.0)
 
 
 @pytest.mark.fast
@@ -560,23 +607,28 @@ def test_the_papers_preset_knows_the_world_and_the_endpoint(flags, labels, types
     assert (config.judge_labels, config.cold_start_types, config.history) == (labels, types, 0)
 
 
-@pytest.mark.parametrize("flags", ["--judge-kind value", "--algo ppo --tasks 4 --group-size 1 --judge-kind value", "--nthr"])
+@pytest.mark.parametrize("flags", ["--judge-kind value", "--algo ppo --tasks 4 --group-size 1 --judge-kind value"])
 def test_methods_compute_in_bf16(start, tmp_path, flags):
     assert train(tmp_path, *begin(start), "--dtype", "bfloat16", "--dynamic-sampling", "keep", *flags.split()) == 0
     assert all(row["policy/logprob_gap_nats"] < 0.1 for row in rows(tmp_path))
+
+
+def test_nthr_computes_in_bf16(train_scripted):
+    found = train_scripted("household", "--nthr", "--no-gcd", "--dtype", "bfloat16")
+    assert all(row["nthr/mixed_frac"] == 1 and row["policy/logprob_gap_nats"] < 0.1 for row in found)
 
 
 # Methods on the small model
 
 @pytest.mark.parametrize("flags, key", [
     ("--algo gigpo", "gigpo/anchor_1_frac"), ("--algo gigpo --anchor raw --step-weight 2", "gigpo/anchor_17+_frac"),
-    ("--algo ppo --tasks 16 --group-size 1", "critic/loss"), ("--nthr", "nthr/weakened_frac"),
+    ("--algo ppo --tasks 16 --group-size 1", "critic/loss"),
     ("--algo ppo --tasks 16 --group-size 1 --ppo-form verl-agent", "critic/explained_variance"),
     ("--judge-kind value", "judge/auc")])
 def test_a_method_runs_changes_the_result_and_is_logged(start, trained, tmp_path, flags, key):
     assert train(tmp_path, *begin(start), *flags.split()) == 0
     assert all(row["policy/steps"] == 2 and key in row for row in rows(tmp_path))
-    assert "--nthr" in flags or not same(weights(trained), weights(tmp_path))      # without a won episode NTHR is GRPO
+    assert not same(weights(trained), weights(tmp_path))
 
 
 def test_ppo_goes_on_with_its_critic_as_if_it_had_not_stopped(start, tmp_path, monkeypatch):
@@ -591,9 +643,14 @@ def test_ppo_goes_on_with_its_critic_as_if_it_had_not_stopped(start, tmp_path, m
     assert same(whole["critic"]["weights"], halves["critic"]["weights"])
 
 
-def test_rlvmr_begins_from_a_cold_start_with_tags(tmp_path):
+def test_rlvmr_begins_from_a_cold_start_with_tags(start, tmp_path, capsys):
+    """And a model with such a cold start speaks in tags, whatever comes later."""
+    assert train(tmp_path / "none", *begin(start), "--algo", "rlvmr") == 1
+    assert_one_error(capsys, "--algo=rlvmr: this model's cold start had no tags")
     assert train(tmp_path / "cold", *COLD, "--prompt", "tags", "--iterations", 0) == 0
     assert train(tmp_path / "rl", *begin(tmp_path / "cold" / "checkpoint"), "--algo", "rlvmr") == 0
+    assert train(tmp_path / "grpo", *begin(tmp_path / "cold" / "checkpoint"), "--no-gcd", "--iterations", 1) == 0
+    assert rows(tmp_path / "grpo")[0]["rollout/invalid_frac"] < 0.9
     last = rows(tmp_path / "rl")[-1]
     shares = [last[f"rlvmr/{tag}_frac"] for tag in ("none", "planning", "explore", "reflection")]
     assert sum(shares) == pytest.approx(1) and shares[1] > 0.05 and shares[2] > 0.05 and last["rlvmr/tag_reward"] > 0
@@ -618,11 +675,32 @@ def test_correction_says_what_it_was_made_from_and_stays_at_evaluation_if_asked(
     assert json.loads((tmp_path / "later" / "evaluation.json").read_text())["instruction"] == made[-1]["text"]
 
 
+def test_a_run_with_correction_goes_on_with_its_instruction(tmp_path, monkeypatch):
+    assert train(tmp_path / "cold", *COLD, "--instructions", "--iterations", 0) == 0
+    flags = [*begin(tmp_path / "cold" / "checkpoint"), "--correction", "critiques", "--correction-every", 2, "--judge-turns", 40,
+             "--iterations", 4]
+    assert train(tmp_path / "whole", *flags) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "iteration", interrupting(gcd.iteration, 2))
+        assert train(tmp_path / "halves", *flags) == 130
+    assert train(tmp_path / "halves", *flags, "--resume") == 0
+    assert len(rows(tmp_path / "whole", "correction")) == 2 and same(weights(tmp_path / "whole"), weights(tmp_path / "halves"))
+
+
 # What goes wrong
 
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     ("--algo gigpo --group-size 1 --minibatches 1", "--group-size=1"), ("--algo ppo --nthr", "--nthr"),
+    ("--algo ppo --baseline turn", "--baseline=turn"), ("--algo ppo --normalize-std", "--normalize-std"),
+    ("--algo ppo --dynamic-sampling drop", "--dynamic-sampling=drop"),
+    ("--algo ppo --ppo-form verl-agent --invalid-unit turn", "--invalid-unit=turn"),
+    ("--dynamic-sampling refill --algo gigpo", "--dynamic-sampling=refill"), ("--dynamic-sampling refill --kl loss", "=refill"),
+    ("--algo rlvmr --baseline turn", "--baseline=turn"), ("--algo rlvmr --step-weight 1.5", "--step-weight=1.5"),
+    ("--env scienceworld --judge-labels oracle", "--judge-labels=oracle"), ("--top-p 0.9", "--top-p=0.9"),
+    ("--top-k 5", "--top-k=5"),
+    ("--context 512 --judge-response-tokens 500", "--judge-response-tokens=500"),
+    ("--endpoint-key-variable sk-1234567890abcdef", "is not repeated here"),
     ("--algo ppo --kl reward", "--kl=reward"), ("--algo rlvmr --prompt think", "--prompt=think"),
     ("--correction critiques --no-gcd", "--correction=critiques"), ("--judge-labels rule+endpoint", "needs --endpoint"),
     ("--thoughts endpoint", "needs --endpoint"), ("--task-ids 5", "--task-ids=5"), ("--task-ids x", "--task-ids=x"),
@@ -665,8 +743,9 @@ def test_a_bad_file_is_named(start, tmp_path, capsys):
                            (["--games", tmp_path / "text.jsonl.gz"], "text.jsonl.gz: expected a folder of games"),
                            (["--games", tmp_path / "pddl.jsonl.gz"], "pddl.jsonl.gz: train/a/b: bad PDDL"),
                            (["--out", tmp_path / "file"], "file"),
-                           (["--context", 40], "--context=40: the first prompt of task train/"),
+                           (["--context", 40, "--no-gcd"], "--context=40: the first prompt of task train/"),
                            (["--context", 5000], "--context=5000"),
+                           (["--correction", "critiques"], "had no --instructions"),
                            (["--device", "cuda"], "--device=cuda")):
         if message == "--device=cuda" and torch.cuda.is_available():
             continue
