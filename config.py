@@ -73,7 +73,7 @@ class Config:
     # rollouts
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1)
     group_size: int = opt(8, "episodes per task", low=1)
-    slots: int = opt(128, "episodes played at once on a rank; in ScienceWorld each has a JVM of 0.2 GB, 16 by default", low=1)
+    slots: int = opt(128, "episodes played at once on a rank; in ScienceWorld each has a JVM of 0.3 GB, 16 by default", low=1)
     temperature: float = opt(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = opt(16, "tokens in a response", low=1)
     on_truncation: str = opt("fail", "a response cut at its length ends the episode as failed, or is an invalid turn",

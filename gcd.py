@@ -67,6 +67,9 @@ class Run:
     critic: object = None         # credit.Critic, with PPO
     instruction: correction.Instruction | None = None      # of prompt-based correction, once there is one
     origin: dict = field(default_factory=dict)             # `origin_of` it, on rank 0
+    seconds: dict = field(default_factory=dict)            # {stage: seconds} of those that have ended
+    stage: str = ""                                        # the one under way, and when it began
+    began: float = 0.0
 
     def log(self, row):
         """Append one object to metrics.jsonl, on disk before anything else happens."""
@@ -76,9 +79,13 @@ class Run:
     def save(self, state):
         instruction = asdict(self.instruction) if self.instruction else None
         critic = (self.critic.model, self.critic.optimizer) if self.critic else None
-        state = state | {"instruction": instruction, "settings": asdict(self.config)}
+        state = state | {"instruction": instruction, "settings": asdict(self.config), "seconds": self.spent()}
         parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state,
                                  qwen.save_pretrained, self.chat.tokenizer.save_pretrained, critic)
+
+    def spent(self):
+        """Seconds of each stage so far, those before a --resume included."""
+        return self.seconds | {self.stage: self.seconds.get(self.stage, 0.0) + time.perf_counter() - self.began}
 
     def sampling(self, **changes):
         values = dict(temperature=self.config.temperature, max_response_tokens=self.config.max_response_tokens)
@@ -180,12 +187,13 @@ def prepare(config, ranks, asked_to_stop):
     endpoint = make_endpoint(config)
     if not (found := parallel.find_checkpoint(out / "checkpoint")):
         parallel.refuse_other_folder(out / "checkpoint")
-    source = Path(config.model) if config.model else None
+    source, state = Path(config.model) if config.model else None, {}
     if config.resume:
         source = found
         if source is None:
             raise ValueError(f"--resume: {out / 'checkpoint'} holds no checkpoint")
-        check_resumed(config, parallel.read_trainer(found)["state"])
+        state = parallel.read_trainer(found)["state"]
+        check_resumed(config, state)
     envs = make_envs(config.env, config.slots)
     with tempfile.TemporaryDirectory() as fresh:
         if source is None:
@@ -211,9 +219,11 @@ def prepare(config, ranks, asked_to_stop):
     if ranks.rank == 0:
         set_aside(out, ["stages.json"] if config.resume else
                   ["stages.json", "evaluation.json", "metrics.jsonl", "episodes.jsonl"])
+        for name in ("metrics.jsonl", "episodes.jsonl"):
+            end_line(out / name)
     kept = source and (config.correction != "off" or not config.iterations)      # RL without correction is without it
     return Run(config, ranks, tasks, model, adam(model), chat, envs, out, asked_to_stop, endpoint,
-               instruction=instruction_in(source) if kept else None)
+               instruction=instruction_in(source) if kept else None, seconds=dict(state.get("seconds", {})))
 
 
 def check_resumed(config, state):
@@ -269,6 +279,13 @@ def set_aside(folder, names):
     for name in names:
         if (folder / name).exists():
             os.replace(folder / name, folder / f"{name}.old")
+
+
+def end_line(path):
+    """What a killed run left of its last line stays a line of its own: nothing is glued to it."""
+    if path.exists() and not path.read_bytes().endswith(b"\n"):
+        with open(path, "a") as file:
+            file.write("\n")
 
 
 def versions(env):
@@ -696,16 +713,15 @@ def main(argv=None):
         stages = {"cold_start": cold_start.cold_start if config.demonstrations and not config.resume else None,
                   "rl": reinforce if config.iterations else None,
                   "evaluation": evaluation if config.splits else None}
-        seconds = {}
         for name, stage in stages.items():
             if stage:
-                started = time.perf_counter()
+                run.stage, run.began = name, time.perf_counter()
                 result = stage(run)
                 if name != "evaluation":
                     run.save({"iteration": config.iterations if name == "rl" else 0})
-                seconds[name] = time.perf_counter() - started
+                run.seconds = run.spent()
         if ranks.rank == 0:
-            write_json(run.out / "stages.json", seconds)
+            write_json(run.out / "stages.json", run.seconds)
         for split in config.splits:
             own = result[split]["sampled"]
             parallel.print0(f"{split}: success {own['success']:.1%} [{own['low']:.1%}, {own['high']:.1%}], n {own['n']}")

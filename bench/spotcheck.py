@@ -8,6 +8,7 @@ episodes than asked. Left out: episodes with a malformed or cut response, whose 
 """
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from envs import alfworld
 from envs.games import load_games
 from envs.splits import FOLDER
+from report import read_lines
 
 
 def main(argv=None):
@@ -25,7 +27,7 @@ def main(argv=None):
     parser.add_argument("--games", default="../shared/data/alfworld/games.jsonl.gz", help="the same as the run's")
     parser.add_argument("--n", type=int, default=20, help="episodes of each run")
     options = parser.parse_args(argv)
-    rows = [row for run in options.runs for row in replayable(run)[:options.n]]
+    rows = [row for run in options.runs for row in replayable(run, options.n)]
     tasks = {task.id: task for split in {row["split"] for row in rows} for task in load_games(options.games, FOLDER[split])}
     env = alfworld.make(1)[0]
     differ = [row["task_id"] for row in tqdm(rows, unit="episode") if not same(env, tasks[row["task_id"]], row)]
@@ -35,11 +37,13 @@ def main(argv=None):
     return bool(differ) or len(rows) < options.n * len(options.runs)
 
 
-def replayable(run):
-    """A run's stored evaluation episodes whose every turn gave a command."""
-    with open(Path(run) / "episodes.jsonl", encoding="utf-8") as file:
-        rows = [row for row in map(json.loads, file) if row["phase"] == "evaluation"]
-    return [row for row in rows if all(turn["action"] for turn in row["turns"])]
+def replayable(run, n):
+    """n of a run's stored evaluation episodes whose every turn gave a command, from its splits in turns."""
+    by_split = {}
+    for row in read_lines(Path(run) / "episodes.jsonl")[0]:
+        if row["phase"] == "evaluation" and all(turn["action"] for turn in row["turns"]):
+            by_split.setdefault(row["split"], []).append(row)
+    return [row for rows in itertools.zip_longest(*by_split.values()) for row in rows if row][:n]
 
 
 def same(env, task, row):

@@ -18,6 +18,7 @@ Left out: choosing settings, figures, and time (bench.table4).
 """
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -29,22 +30,24 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tqdm import tqdm
 
+import config as settings
 import gcd
+import report
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, RESULTS = ROOT / "runs" / "table1", ROOT / "results"
 GCD = (sys.executable, "gcd.py")
 PAPER = {"household": "ALFWorld", "alfworld": "ALFWorld", "scienceworld": "ScienceWorld"}     # the paper's column
+RUN = {"train_types", "splits", "flags"}
 NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold_starts", "rows", "differences"}
 OPTIONAL = {"study", "env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start", "processes"}
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)   # two-sided, by degrees of freedom from 1
-PLACES = ("out", "model", "resume", "evaluate")               # settings that say where, not what
-SPEED = ("microbatch_tokens",)                                # settings that change rounding and time alone
+PLACES = ("out", "model", "resume", "evaluate", "games")      # settings that are not kept: which games is told by their hash
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
 SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
@@ -98,11 +101,19 @@ def below_root(path):
 
 def read_config(path):
     """The config file, checked: a mistake in it is a ValueError before anything runs."""
-    config = json.loads(Path(path).read_text(encoding="utf-8"))
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
     if wrong := sorted(NEEDED - set(config) | set(config) - NEEDED - OPTIONAL):
         raise ValueError(f"{path}: missing or unknown {', '.join(wrong)}")
     if config["benchmark"] not in PAPER:
         raise ValueError(f"{path}: benchmark {config['benchmark']!r}: expected one of {', '.join(PAPER)}")
+    if config["paper_model"] not in (models := read_json(ROOT / "results" / "paper.json")["table1"]):
+        raise ValueError(f"{path}: paper_model {config['paper_model']!r}: expected one of {', '.join(models)}")
+    for run in config.get("runs", ()):
+        if not {"train_types", "splits"} <= set(run) <= RUN:
+            raise ValueError(f"{path}: a run has {', '.join(run)}: expected train_types, splits and, if need be, flags")
     if len(config["seeds"]) > len(T_95) + 1:
         raise ValueError(f"{path}: {len(config['seeds'])} seeds: at most {len(T_95) + 1}")
     names = [*config["cold_starts"], *config["rows"]]
@@ -161,31 +172,41 @@ def make_cell(config, name, seed, run, k, cold):
 
 
 def wanted(cell):
-    """The settings that gcd.py makes of a cell's flags."""
+    """The settings that gcd.py makes of a cell's flags: its Config."""
     try:
-        return asdict(gcd.parse(cell.arguments))
+        return gcd.parse(cell.arguments)
     except SystemExit:
         raise ValueError(f"{cell.row}: gcd.py does not take these flags: {shlex.join(cell.flags)}") from None
 
 
-def changed(settings, cell):
-    """Where settings that a run was made with differ from those that its cell asks for now: {name: [then, now]}."""
-    now = wanted(cell)
-    return {key: [then, now[key]] for key, then in settings.items()
-            if key in now and key not in PLACES + SPEED and then != now[key]}
+def changed(then, cell):
+    """Where settings that a run was made with differ from those that its cell asks for now: {name: [then, now]}.
+
+    A run without a flag in its settings was made before there was one, and did what is said of it here.
+    """
+    before = {"dual_clip": 0.0, "invalid": "admissible", "correction_from": "auto"}
+    before |= {"tag_rewards": "code"} if then.get("algo") == "rlvmr" else {}
+    return {name: list(both) for name, both in settings.changed(before | then, wanted(cell), PLACES).items()}
 
 
 def check_results(cells):
     """Flags that gcd.py refuses, and results made with other settings than the config's, are an error before any run.
 
-    Results of two settings would be mixed in one row otherwise. Adopted ones say themselves what differs.
+    Results of two settings, or of other games, would be mixed in one row otherwise. Adopted ones say what differs.
     """
+    games = {}
     for cell in cells:
-        stored = read_json(cell.result) if cell.result.exists() else {"config": {}}
+        if not cell.result.exists():
+            wanted(cell)
+            continue
+        stored = read_json(cell.result)
         other = changed(stored["config"], cell)
         if other and "adopted" not in stored:
             said = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in other.items())
             raise ValueError(f"{below_root(cell.result)}: made with other settings: {said}; remove it or restore them")
+        for split, own in (stored.get("games_hash") or {}).items():
+            if split in cell.splits and games.setdefault(split, own) != own:
+                raise ValueError(f"{below_root(cell.result)}: played other games of {split} than the cells before it")
 
 
 # Running
@@ -248,15 +269,19 @@ def resumable(cell):
 
 def run_cell(cell, jobs, children):
     """Run a cell to its end, unless its folder holds the finished run, and save its result."""
-    if not finished(cell):
-        resume = resumable(cell)
-        if not resume:                                       # or the next --resume might find another run's
-            shutil.rmtree(cell.folder / "checkpoint", ignore_errors=True)
-        cell.folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{cell.folder}.log", "a", encoding="utf-8") as log:
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{cell.folder}.log", "a", encoding="utf-8") as log:
+        try:                                                 # gcd.py inherits the lock, and outlives a table1 that is killed
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Failed(f"{below_root(cell.folder)}: another process is running it") from None
+        if not finished(cell):
+            resume = resumable(cell)
+            if not resume:                                   # or the next --resume might find another run's
+                shutil.rmtree(cell.folder / "checkpoint", ignore_errors=True)
             status = children.run([*cell.command, *(["--resume"] if resume else [])], log)
-        if status or not (cell.folder / "stages.json").exists():
-            raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see {below_root(Path(log.name))}")
+            if status or not (cell.folder / "stages.json").exists():
+                raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see {below_root(Path(log.name))}")
     write(cell.result, json.dumps(result_of(cell, cell.folder) | {"jobs": jobs}, indent=1))
 
 
@@ -270,7 +295,10 @@ def run_all(cells, jobs, report):
     def work(cell):
         if cell.start in futures and futures[cell.start].exception():
             raise Failed(f"{below_root(cell.folder)}: not run, because {cell.start.row} failed")
-        run_cell(cell, jobs, children)
+        try:
+            run_cell(cell, jobs, children)
+        except (ValueError, OSError) as error:               # files of an earlier run that are not what they should be
+            raise Failed(f"{below_root(cell.folder)}: {type(error).__name__}: {error}") from error
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -319,6 +347,8 @@ def last_judge(rows):
 
 def header(lines):
     """The settings in a run's metrics.jsonl: its first line."""
+    if not lines or "config" not in lines[0]:
+        raise ValueError("metrics.jsonl does not begin with settings")
     return lines[0]["config"]
 
 
@@ -329,8 +359,8 @@ def mean_known(values):
 
 
 def read_lines(path):
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """The lines of a run's log that are whole: a killed run leaves half a one."""
+    return report.read_lines(path)[0]
 
 
 def read_json(path):
@@ -548,8 +578,9 @@ def run_due(due, jobs):
 
 def main(argv=None):
     options = parse(argv)
-    for signum in (signal.SIGINT, signal.SIGTERM):           # SIGINT too: a shell's background jobs ignore it
-        signal.signal(signum, signal.default_int_handler)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):          # SIGINT too: a shell's background jobs ignore it
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:                  # unless under nohup
+            signal.signal(signum, signal.default_int_handler)
     try:
         config = read_config(options.config)
         cells = cells_of(config)

@@ -69,7 +69,7 @@ def table(config, taken, result, paper):
         total = {name: [sum(run[stage] for stage in STAGES) for run in seconds[name]] for name in (row, base)}
         later, share = row + LATER, None
         if later in cells:
-            share = table1.wanted(cells[later])["iterations"] / table1.wanted(cells[base])["iterations"]
+            share = table1.wanted(cells[later]).iterations / table1.wanted(cells[base]).iterations
         method = config["rows"][base]["paper"]
         rows.append({
             "row": row, "base": base,
@@ -93,10 +93,14 @@ def of_paper(table4, method):
 
 def text(taken, rows, splits, seeds):
     """The result as Markdown."""
-    own = taken[rows[0]["row"]]
-    lines = [f"Seconds per iteration, median of {own['iterations'] - 1}, mean of {len(own['seconds'])} runs taken in turns "
-             f"({own['versions']['machine']}; commit {own['commit']}); ×: multiples of the row without GCD, lowest and highest "
-             "run; paper: Table 4.", ""]
+    how = {}                                        # rows may have been measured on different days
+    for own in rows:
+        one = taken[own["row"]]
+        said = f"median of {one['iterations'] - 1}, mean of {len(one['seconds'])} runs taken in turns " \
+               f"({one['versions']['machine']}; commit {one['commit']})"
+        how.setdefault(said, []).append(own["row"])
+    said = "; ".join(said if len(how) == 1 else f"{', '.join(names)}: {said}" for said, names in how.items())
+    lines = [f"Seconds per iteration, {said}; ×: multiples of the row without GCD, lowest and highest run; paper: Table 4.", ""]
     times = []
     for own in rows:
         for name in (own["base"], own["row"]):
@@ -143,7 +147,8 @@ def main(argv=None):
             taken |= measured(chosen(config, options.rows), options.iterations, options.repeats)
         if not taken:
             raise ValueError(f"--repeats=0: nothing was measured yet, {file} is missing")
-        rows = table(config, taken, result, paper)
+        if not (rows := table(config, taken, result, paper)):
+            raise ValueError(f"{file}: nothing of it is a row of {path} with and without GCD")
     except (ValueError, OSError) as error:
         print(f"bench.table4: error: {error}", file=sys.stderr)
         return 2

@@ -253,13 +253,13 @@ def keep_translations():
     """
     import fast_downward
     import mementos.core
-    stock, libc = fast_downward.pddl2sas, ctypes.CDLL(None)
+    stock, trim = fast_downward.pddl2sas, getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)      # glibc's alone
 
     @lru_cache(GAMES_KEPT)
     def translate(domain, problem):
         mementos.core._memento_cache.clear()
         task, sas = stock(domain, problem)                           # overwrites sys.argv: not the player's, here
-        libc.malloc_trim(0)
+        trim(0)
         return task, sas
 
     def keeping(domain, problem, verbose=False, optimize=False):

@@ -86,7 +86,7 @@ IDLE = ("look around", "inventory", "task")        # commands that take no time 
 
 
 def make(n):
-    """n environments; each starts its JVM (0.2 GB, a second) at its first reset.
+    """n environments; each starts its JVM (0.3 GB, two seconds) at its first reset.
 
     Raises ValueError where a package is missing.
     """

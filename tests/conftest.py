@@ -4,6 +4,7 @@ The model is random, but three commands and the two stop tokens are made likely,
 valid, invalid, malformed and overlong responses: whatever the engine has to cope with.
 """
 
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -71,6 +72,12 @@ def with_value_head(model, bias=0.0):
         headed.value_head.weight[:, 0] = 0.0     # the hidden dimension that is always on
         headed.value_head.bias.fill_(bias)
     return headed
+
+
+def is_alive(pid):
+    """Whether a process runs; one that has ended may wait for its parent to ask after it."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return state != "" and not state.startswith("Z")
 
 
 def flat(tensors):

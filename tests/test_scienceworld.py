@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from conftest import is_alive
 
 from envs import EpisodeLost, Reply, make_envs, scienceworld
 from envs.scienceworld import ALL, HELD_OUT, NO_ACTION, TASKS, Tasks, task_of
@@ -49,13 +50,6 @@ def env():
 
 def transcript(env, task, commands):
     return [env.reset(task), *map(env.step, commands)]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # The splits
@@ -450,13 +444,14 @@ def test_close_ends_java_and_may_be_called_twice(env):
 
 
 @PLAYS
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc here, which says how much memory a process has")
 def test_a_jvm_stays_small(env):
     path = env.gold(task_of("boil", 0))[:15]
     for variation in range(20):
         transcript(env, task_of("boil", variation), path)
     status = Path(f"/proc/{env.jvm.process.pid}/status").read_text()
     rss_mb = int(status.partition("VmRSS:")[2].split()[0]) / 1000
-    assert rss_mb < 300, rss_mb
+    assert rss_mb < 350, rss_mb
 
 
 # The expert

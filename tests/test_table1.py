@@ -5,6 +5,7 @@ A stand-in for gcd.py writes a run's files in milliseconds; nothing is trained.
     python -m pytest tests/test_table1.py
 """
 
+import fcntl
 import json
 import math
 import os
@@ -219,6 +220,58 @@ def test_what_was_begun_with_other_settings_is_not_resumed(bench):
     assert "--resume" not in bench.argv(0) and not (folder / "checkpoint/trainer.pt").exists()
 
 
+def test_half_a_line_is_left_out_and_a_broken_log_stops_its_cell_only(bench, capsys):
+    config = CONFIG | {"common": [], "cold_starts": {}, "differences": [],
+                       "rows": {row: {"start": None, "flags": ["--lr", "6e-4"], "paper": None} for row in ("grpo", "gigpo")}}
+    bench.write(config)
+    torn = ('{"config": {"lr": 0.0006}, "commit": "a", "versions": {}}\n'
+            '{"phase": "rl", "iteration": 0, "rollout/success": 0.5}\n{"phase": "r\n')
+    for row, log in (("grpo", torn), ("gigpo", "[]\n")):
+        folder = bench.folder / "runs/household/seed0" / row
+        (folder / "checkpoint").mkdir(parents=True)
+        (folder / "checkpoint/trainer.pt").touch()
+        (folder / "metrics.jsonl").write_text(log)
+    assert bench.main("--seeds", "0") == 1
+    assert bench.calls() == [("grpo", 0)] and bench.argv(0)[-1] == "--resume"
+    said = capsys.readouterr().err
+    assert "runs/household/seed0/gigpo: ValueError: metrics.jsonl does not begin with settings" in said
+
+
+def test_a_cell_that_another_process_runs_is_left_to_it(bench, capsys):
+    """The run holds the lock of its log itself, so also one whose bench.table1 was killed."""
+    log = bench.folder / "runs/household/seed0/cold.log"
+    log.parent.mkdir(parents=True)
+    with open(log, "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=held):
+            held.close()
+            assert bench.main("--rows", "grpo", "--seeds", "0") == 1
+    said = capsys.readouterr().err
+    assert "seed0/cold: another process is running it" in said and bench.calls() == []
+    assert bench.main("--rows", "grpo", "--seeds", "0") == 0
+
+
+def test_results_on_other_games_are_refused(bench, capsys):
+    """The folder of the games may be another, the games may not."""
+    bench.main("--rows", "grpo")
+    for seed, path in ((0, "here"), (1, "there")):
+        file = bench.folder / f"results/cells/household/grpo/seed{seed}.json"
+        cell = json.loads(file.read_text())
+        cell["config"]["games"] = path
+        file.write_text(json.dumps(cell | {"games_hash": {"L0": "same", "L2": "same", "train": path}}))
+    assert bench.main("--jobs", "0") == 0
+    file.write_text(file.read_text().replace('"L2": "same"', '"L2": "other"'))
+    assert bench.main("--jobs", "0") == 2
+    assert "seed1.json: played other games of L2" in capsys.readouterr().err
+
+
+def test_a_result_from_before_a_flag_is_of_what_was_done_then():
+    config = CONFIG | {"rows": {"rlvmr": {"start": None, "flags": ["--algo", "rlvmr"], "paper": None}}, "cold_starts": {}}
+    cell = table1.cells_of(config)[0]
+    assert table1.changed({"algo": "rlvmr"}, cell) == {"tag_rewards": ["code", "paper"]}
+    assert table1.changed({"algo": "rlvmr", "tag_rewards": "paper"}, cell) == {}
+
+
 def test_results_of_other_settings_are_refused(bench, capsys):
     bench.main("--rows", "grpo", "--seeds", "0")
     bench.write(CONFIG | {"common": ["--lr", "1e-3", "--iterations", "12"]})
@@ -276,12 +329,19 @@ def test_several_processes_run_under_torchrun():
     ({"benchmark": "chess"}, "'chess'"), ({"extra": 1}, "extra"), ({"seeds": list(range(12))}, "12 seeds"),
     ({"differences": [["grpo", "gone"]]}, "gone"), ({"rows": {"a": {"start": None}}}, "row a"),
     ({"rows": {"a": {"start": "b", "flags": [], "paper": None}}}, "b, grpo"),
-    ({"runs": [{"train_types": "all", "splits": ["L0"]}]}, "splits"),
+    ({"runs": [{"train_types": "all", "splits": ["L0"]}]}, "splits"), ({"paper_model": "Qwen3"}, "paper_model 'Qwen3'"),
+    ({"runs": [{"splits": ["L0", "L2"]}]}, "a run has splits"),
+    ({"runs": [{"train_types": "all", "splits": ["L0", "L2"], "flagz": []}]}, "flagz"),
     ({"common": ["--no-such-flag"]}, "--no-such-flag"), ({"common": ["--lr", "-1"]}, "--lr")])
 def test_mistakes_in_the_config_are_one_line_before_anything_runs(bench, capsys, change, said):
     bench.write(CONFIG | change)
     assert bench.main() == 2
     assert said in capsys.readouterr().err and bench.calls() == []
+
+
+def test_a_config_that_is_not_json_is_named(bench, capsys):
+    bench.config_file.write_text("{")
+    assert bench.main() == 2 and "study.json: not JSON" in capsys.readouterr().err
 
 
 def test_unknown_rows_and_seeds_are_errors(bench, capsys):
@@ -466,4 +526,4 @@ def test_committed_configs_are_ones_that_gcd_takes(path):
     config = table1.read_config(path)
     for cell in table1.cells_of(config):
         if cell.seed == config["seeds"][0]:
-            assert table1.wanted(cell)["evaluate"] == ",".join(cell.splits)
+            assert table1.wanted(cell).evaluate == ",".join(cell.splits)

@@ -186,6 +186,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(start, tmp_path, monkeypatch, fl
     assert train(tmp_path / "parts", *flags, "--resume") == 0
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
     assert [untimed(row) for row in rows(tmp_path / "whole")] == [untimed(row) for row in rows(tmp_path / "parts")]
+    played = sum(row[key] for row in rows(tmp_path / "parts") for key in row if key.startswith("time/"))
+    assert json.loads((tmp_path / "parts" / "stages.json").read_text())["rl"] > played       # of both sessions
 
 
 def interrupting(function, argument):
