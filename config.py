@@ -151,8 +151,9 @@ class Config:
     endpoint_limit: int = opt(10000, "requests of a process at most, retries included; 0: the cache only", low=0)
     # evaluation and files
     evaluate: str = opt("auto", "splits, e.g. L0,L1 or dev; auto: all that the training leaves unseen; none")
-    protocol: str = opt("full", "full: every game once, at temperatures 1, 0.4 and 0; verl-agent, rlvmr: 128 games drawn "
-                        "with replacement, temperature 0.4, 50 or 30 turns", ("full", "verl-agent", "rlvmr"))
+    protocol: str = opt("full", "full: every game once, at temperatures 1, 0.4 and 0; sampled: at 1 alone; verl-agent, rlvmr: "
+                        "128 games drawn with replacement, temperature 0.4, 50 or 30 turns",
+                        ("full", "sampled", "verl-agent", "rlvmr"))
     top_p: float = opt(1.0, "of evaluation at temperature 1 and 0.4; rejected in training", low=0.01, high=1)
     top_k: int = opt(0, "likewise; 0: all tokens", low=0)
     checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)

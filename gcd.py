@@ -45,7 +45,7 @@ from parallel import stream
 
 # What a random stream is for: the second number of its name, after the seed (cold_start.py has 2, 3 and 4)
 ROLLOUT, JUDGE, EVALUATION, CORRECTION = 5, 6, 8, 9
-PROTOCOL = {"verl-agent": 50, "rlvmr": 30}      # turns of its evaluations, each of 128 games at temperature 0.4
+PROTOCOL = {"verl-agent": 50, "rlvmr": 30}      # turns of others' evaluations, each of 128 games at temperature 0.4
 
 
 # The run: what every stage needs, made once
@@ -600,7 +600,7 @@ MODES = {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}
 def evaluation(run):
     """Each split once per mode; the headline is one sampled pass: temperature 1 over every game, or the protocol's."""
     config, started, splits = run.config, time.perf_counter(), {}
-    modes = MODES if config.protocol == "full" else {"sampled": 0.4}
+    modes = {"full": MODES, "sampled": {"sampled": 1.0}}.get(config.protocol, {"sampled": 0.4})
     for name in config.splits:
         tasks, splits[name] = evaluation_tasks(run, name), {}
         for m, (mode, temperature) in enumerate(modes.items()):
@@ -626,9 +626,7 @@ def evaluation(run):
 def evaluation_tasks(run, split):
     """Every game of a split once, or, as verl-agent and RLVMR evaluate, 128 drawn with replacement."""
     tasks = run.tasks.split(split)
-    if run.config.protocol == "full":
-        return tasks
-    return random.Random(run.config.seed).choices(tasks, k=128)
+    return random.Random(run.config.seed).choices(tasks, k=128) if run.config.protocol in PROTOCOL else tasks
 
 
 def games_of(config):

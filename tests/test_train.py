@@ -147,6 +147,10 @@ def test_the_evaluation_counts_every_task_of_a_split_in_three_modes(start, tmp_p
         assert mode["n"] == len(rooms.tasks("dev")) and mode["low"] <= mode["success"] <= mode["high"]
         assert 1 <= mode["turns"] <= 2
     assert capsys.readouterr().out.startswith("dev: success ")
+    flags = [*begin(start), "--iterations", 0, "--evaluate", "dev", "--max-turns", 2, "--protocol", "sampled"]
+    assert train(tmp_path / "one", *flags) == 0
+    one = json.loads((tmp_path / "one" / "evaluation.json").read_text())
+    assert one["splits"] == {"dev": {"sampled": found["splits"]["dev"]["sampled"]}}
 
 
 # What it computes
