@@ -3,8 +3,9 @@
     python gcd.py --help                    # all of them
     python gcd.py --preset paper --algo ppo # the paper's settings, and what PPO changes of them
 
-Defaults come first from `Config` (the small model's, tuned on `dev`), then from `PAPER`, then from `ALGO`, then from the
-command line. Mistakes are ValueErrors that name the flag, before anything is loaded.
+Defaults come first from `Config` (the small model's, tuned on `dev`), then from `PAPER`, then from `ALGO` (and, in `parse`,
+what ScienceWorld and `--ppo-form verl-agent` need), then from the command line. Mistakes are ValueErrors that name the
+flag, before anything is loaded.
 """
 
 import argparse
@@ -117,7 +118,8 @@ class Config:
                        ("admissible", "format"))
     invalid_penalty: float = opt(0.1, "taken off for invalid turns", low=0)
     invalid_unit: str = opt("share", "times the share of invalid turns; for each such turn; or from that turn's own row and "
-                            "return alone (verl-agent's code, with --baseline turn)", ("share", "turn", "own"))
+                            "return alone (verl-agent's code; with --baseline turn or --composition code, always with --ppo-form "
+                            "verl-agent)", ("share", "turn", "own"))
     dynamic_sampling: str = opt("drop", "groups that teach nothing: keep, drop (not with --kl, which teaches there "
                                 "too), or drop and refill (GRPO; up to 4 rounds)",
                                 ("keep", "drop", "refill"))
@@ -246,7 +248,7 @@ class Config:
 
 # Settings that say where and how fast, not what: a run may go on, and a table be filled, with others.
 WHERE = ("out", "resume", "model", "evaluate", "device", "threads", "slots", "microbatch_tokens", "checkpoint_every",
-         "episodes_every", "endpoint", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
+         "episodes_every", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
 
 
 def changed(then, config, apart=()):

@@ -11,6 +11,7 @@ Read `main`, then `iteration`: one training step, named calls only. Each stage w
 Left out: everything that no experiment here turns: other optimizers, schedules, loggers.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -174,7 +175,7 @@ def small_model_folder(config, tasks, folder):
     qwen.save_pretrained(model, folder)
 
 
-EVALUATION_ONLY = ("iterations", "protocol", "top_p", "top_k", "correction_at_evaluation")     # may differ on --resume
+EVALUATION_ONLY = ("protocol", "top_p", "top_k", "correction_at_evaluation")     # may differ on --resume
 
 
 def prepare(config, ranks, asked_to_stop):
@@ -230,9 +231,11 @@ def check_resumed(config, state):
     """ValueError unless a checkpoint's RL can go on as these flags say."""
     if state["iteration"] is None:
         raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
-    if config.iterations < state["iteration"]:
-        raise ValueError(f"--iterations={config.iterations}: --resume finds {state['iteration']} done in {config.out}")
-    if other := changed(state.get("settings", {}), config, apart=EVALUATION_ONLY):
+    done = state["iteration"]
+    if 0 < config.iterations < done:
+        raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
+    scheduled = config.lr_decay and 0 < done < config.iterations      # learning rates so far were for that many iterations
+    if other := changed(state.get("settings", {}), config, (*EVALUATION_ONLY, *(() if scheduled else ("iterations",)))):
         said = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
         raise ValueError(f"--resume: {config.out} was made with other settings: {said}")
 
@@ -690,7 +693,8 @@ def listen():
         if asked:
             raise KeyboardInterrupt
         asked.append(signum)
-        print("\nstopping after this step (again: at once)", file=sys.stderr)
+        with contextlib.suppress(OSError):                   # the terminal may be what has gone
+            print("\nstopping after this step (again: at once)", file=sys.stderr)
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, note)

@@ -42,22 +42,26 @@ method() {                                      # one RL method from the cold st
     exec .venv/bin/python gcd.py --seed "$SEED" "${from[@]}" --out "$OUT/$1" "${@:2}"
 }
 
-stop() {                                        # however this script ends, it leaves no run behind: told once, each
-    status=$?                                   # saves a checkpoint and ends
-    kill "$grpo" "$gcd" 2> /dev/null || true
-    wait
+tell() { kill $(jobs -p) 2> /dev/null || true; }   # the runs: told once they save and end, told twice they end at once
+
+stop() {                                        # however this script ends, it leaves no run behind
+    status=$?
+    trap tell INT TERM HUP
+    tell
+    until wait; do :; done
     exit $status
 }
 
-[ -e "$OUT/cold_start/stages.json" ] ||
-    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0
-set -m                                          # Ctrl-C is for this script alone, and reaches the runs through `stop`
+trap stop EXIT
+trap 'exit 130' INT TERM HUP
+set -m                                          # Ctrl-C is for this script alone, and reaches the runs through `tell`
+if [ ! -e "$OUT/cold_start/stages.json" ]; then
+    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0 &
+    wait $!
+fi
 method grpo --no-gcd > "$OUT/grpo.log" 2>&1 &   # its progress is in the log
 grpo=$!
 method grpo+gcd --gcd &
-gcd=$!
-trap stop EXIT
-trap 'exit 130' INT TERM HUP
-wait $gcd
+wait $!
 wait $grpo || { cat "$OUT/grpo.log" >&2; exit 1; }
 .venv/bin/python report.py "$OUT"

@@ -35,9 +35,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-import config as settings
 import gcd
 import report
+from config import changed
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS, RESULTS = ROOT / "runs" / "table1", ROOT / "results"
@@ -47,7 +47,7 @@ RUN = {"train_types", "splits", "flags"}
 NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold_starts", "rows", "differences"}
 OPTIONAL = {"study", "env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start", "processes"}
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)   # two-sided, by degrees of freedom from 1
-PLACES = ("out", "model", "resume", "evaluate", "games")      # settings that are not kept: which games is told by their hash
+PLACES = ("out", "model", "resume", "evaluate", "games")      # settings that a result does not keep: they name places
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
 SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
@@ -179,14 +179,14 @@ def wanted(cell):
         raise ValueError(f"{cell.row}: gcd.py does not take these flags: {shlex.join(cell.flags)}") from None
 
 
-def changed(then, cell):
+def differences_of(then, cell, apart=()):
     """Where settings that a run was made with differ from those that its cell asks for now: {name: [then, now]}.
 
     A run without a flag in its settings was made before there was one, and did what is said of it here.
     """
     before = {"dual_clip": 0.0, "invalid": "admissible", "correction_from": "auto"}
     before |= {"tag_rewards": "code"} if then.get("algo") == "rlvmr" else {}
-    return {name: list(both) for name, both in settings.changed(before | then, wanted(cell), PLACES).items()}
+    return {name: list(both) for name, both in changed(before | then, wanted(cell), apart).items()}
 
 
 def check_results(cells):
@@ -200,13 +200,14 @@ def check_results(cells):
             wanted(cell)
             continue
         stored = read_json(cell.result)
-        other = changed(stored["config"], cell)
+        other = differences_of(stored["config"], cell, apart=("games",))       # those are told by their hash
         if other and "adopted" not in stored:
             said = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in other.items())
             raise ValueError(f"{below_root(cell.result)}: made with other settings: {said}; remove it or restore them")
         for split, own in (stored.get("games_hash") or {}).items():
-            if split in cell.splits and games.setdefault(split, own) != own:
-                raise ValueError(f"{below_root(cell.result)}: played other games of {split} than the cells before it")
+            first, file = games.setdefault(split, (own, cell.result))
+            if split in cell.splits and first != own:
+                raise ValueError(f"{below_root(cell.result)}: played other games of {split} than {below_root(file)}; remove one")
 
 
 # Running
@@ -256,7 +257,7 @@ def finished(cell):
 def same_settings(cell):
     """Whether the run in a cell's folder was made with the settings that the cell asks for now."""
     log = cell.folder / "metrics.jsonl"
-    return not log.exists() or not changed(header(read_lines(log)), cell)
+    return not log.exists() or not differences_of(header(read_lines(log)), cell)
 
 
 def resumable(cell):
@@ -386,7 +387,7 @@ def adopt(cells, folder):
         if not (source / "stages.json").exists():
             continue
         if not cell.result.exists():
-            differs = changed(header(read_lines(source / "metrics.jsonl")), cell)
+            differs = differences_of(header(read_lines(source / "metrics.jsonl")), cell, apart=("games",))
             origin = {"command": None, "adopted": folder.name, "differs": differs}
             write(cell.result, json.dumps(result_of(cell, source) | origin, indent=1))
             taken += 1
@@ -591,6 +592,7 @@ def main(argv=None):
             raise ValueError(f"--jobs={options.jobs}: each run of this config is {config['processes']} processes; --jobs 1")
         check_results(cells)
         failures = run_due(to_run(chosen), options.jobs) if options.jobs else []
+        check_results(cells)                                 # what has just been run, too
     except (ValueError, OSError) as error:
         print(f"bench.table1: error: {error}", file=sys.stderr)
         return 2

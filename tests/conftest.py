@@ -6,6 +6,7 @@ valid, invalid, malformed and overlong responses: whatever the engine has to cop
 
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,7 +77,11 @@ def with_value_head(model, bias=0.0):
 
 def is_alive(pid):
     """Whether a process runs; one that has ended may wait for its parent to ask after it."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    stat = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        state = stat.read_text().rpartition(")")[2].strip() if stat.exists() else ""
+    else:
+        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return state != "" and not state.startswith("Z")
 
 

@@ -5,7 +5,6 @@
 .venv/bin/python is a stand-in: it notes its call, and does what the file of its stage's name says.
 """
 
-import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import is_alive
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,9 +22,13 @@ name=$(basename "${out:-report}")
 echo "$name $*" >> calls
 plan=$(cat "plan-$name" 2> /dev/null || true)
 if [ "$plan" = wait ]; then
-    trap 'echo "$name" >> told; exit 130' TERM
+    sleep 30 &
+    told=0
+    trap 'told=$((told + 1)); echo "$name" >> told' TERM
     echo $$ > "pid-$name"
-    sleep 30 & wait
+    while [ $told -lt "$(cat times)" ]; do wait $! || [ $? -gt 128 ] || exit 1; done
+    kill $!
+    exit 130
 fi
 [ "$plan" != fail ] || { while [ -e plan-grpo ] && [ ! -e pid-grpo ]; do sleep 0.05; done; exit 1; }
 [ -z "$out" ] || { mkdir -p "$out" && touch "$out/stages.json"; }
@@ -42,11 +46,14 @@ def folder(tmp_path):
         path.write_text(STAND_IN)
         path.chmod(0o755)
     shutil.copy(tmp_path / "requirements.txt", tmp_path / ".venv")
+    (tmp_path / "times").write_text("1")              # how often a waiting stand-in must be told to end
     return tmp_path
 
 
 def run_sh(folder, *arguments):
-    return subprocess.Popen(["bash", "run.sh", *arguments], cwd=folder, stderr=subprocess.PIPE, text=True)
+    """run.sh as a terminal would start it: a shell's background job would be deaf to Ctrl-C."""
+    return subprocess.Popen(["bash", "run.sh", *arguments], cwd=folder, stderr=subprocess.PIPE, text=True,
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def stages(folder):
@@ -55,16 +62,12 @@ def stages(folder):
 
 def is_running(folder, name):
     """Whether the stand-in of a stage, which waits for a signal, is still there."""
-    try:
-        os.kill(int((folder / f"pid-{name}").read_text()), 0)
-        return True
-    except ProcessLookupError:
-        return False
+    return is_alive(int((folder / f"pid-{name}").read_text()))
 
 
-def wait_for(path):
+def wait_for(path, lines=1):
     end = time.monotonic() + 20
-    while not (path.exists() and path.read_text()):
+    while not (path.exists() and path.read_text().count("\n") >= lines):
         assert time.monotonic() < end, path
         time.sleep(0.02)
 
@@ -101,6 +104,33 @@ def test_stopped_it_tells_both_once_and_waits_for_them(folder, signum):
     assert process.wait(20) == 130
     assert sorted((folder / "told").read_text().split()) == ["grpo", "grpo+gcd"]
     assert not is_running(folder, "grpo") and not is_running(folder, "grpo+gcd")
+
+
+def test_told_again_it_tells_them_again(folder):
+    """Then they end at once; it does not leave before them."""
+    (folder / "times").write_text("2")
+    for name in ("grpo", "grpo+gcd"):
+        (folder / f"plan-{name}").write_text("wait")
+    process = run_sh(folder)
+    for name in ("grpo", "grpo+gcd"):
+        wait_for(folder / f"pid-{name}")
+    process.send_signal(signal.SIGINT)
+    wait_for(folder / "told", lines=2)
+    time.sleep(0.3)
+    assert process.poll() is None and is_running(folder, "grpo")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert sorted((folder / "told").read_text().split()) == ["grpo", "grpo", "grpo+gcd", "grpo+gcd"]
+
+
+def test_stopped_within_the_cold_start_it_tells_that(folder):
+    (folder / "plan-cold_start").write_text("wait")
+    process = run_sh(folder)
+    wait_for(folder / "pid-cold_start")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 130
+    assert (folder / "told").read_text() == "cold_start\n" and stages(folder) == ["cold_start"]
+    assert not is_running(folder, "cold_start")
 
 
 def test_an_unknown_argument_is_named(folder):

@@ -239,15 +239,20 @@ def test_half_a_line_is_left_out_and_a_broken_log_stops_its_cell_only(bench, cap
 
 def test_a_cell_that_another_process_runs_is_left_to_it(bench, capsys):
     """The run holds the lock of its log itself, so also one whose bench.table1 was killed."""
-    log = bench.folder / "runs/household/seed0/cold.log"
+    log, held = bench.folder / "runs/household/seed0/cold.log", bench.folder / "held"
     log.parent.mkdir(parents=True)
-    with open(log, "a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=held):
-            held.close()
-            assert bench.main("--rows", "grpo", "--seeds", "0") == 1
+    waits = f"import pathlib, time; file = pathlib.Path({str(held)!r}); file.touch()\nwhile file.exists(): time.sleep(0.02)"
+    with open(log, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        run = threading.Thread(target=table1.Children().run, args=([sys.executable, "-c", waits], file))
+        run.start()
+        while not held.exists():
+            time.sleep(0.02)
+    assert bench.main("--rows", "grpo", "--seeds", "0") == 1
     said = capsys.readouterr().err
     assert "seed0/cold: another process is running it" in said and bench.calls() == []
+    held.unlink()
+    run.join()
     assert bench.main("--rows", "grpo", "--seeds", "0") == 0
 
 
@@ -262,14 +267,14 @@ def test_results_on_other_games_are_refused(bench, capsys):
     assert bench.main("--jobs", "0") == 0
     file.write_text(file.read_text().replace('"L2": "same"', '"L2": "other"'))
     assert bench.main("--jobs", "0") == 2
-    assert "seed1.json: played other games of L2" in capsys.readouterr().err
+    assert "seed1.json: played other games of L2 than" in capsys.readouterr().err
 
 
 def test_a_result_from_before_a_flag_is_of_what_was_done_then():
     config = CONFIG | {"rows": {"rlvmr": {"start": None, "flags": ["--algo", "rlvmr"], "paper": None}}, "cold_starts": {}}
     cell = table1.cells_of(config)[0]
-    assert table1.changed({"algo": "rlvmr"}, cell) == {"tag_rewards": ["code", "paper"]}
-    assert table1.changed({"algo": "rlvmr", "tag_rewards": "paper"}, cell) == {}
+    assert table1.differences_of({"algo": "rlvmr"}, cell) == {"tag_rewards": ["code", "paper"]}
+    assert table1.differences_of({"algo": "rlvmr", "tag_rewards": "paper"}, cell) == {}
 
 
 def test_results_of_other_settings_are_refused(bench, capsys):
@@ -278,7 +283,7 @@ def test_results_of_other_settings_are_refused(bench, capsys):
     assert bench.main() == 2
     assert "seed0.json: made with other settings: lr was 0.0006, is 0.001" in capsys.readouterr().err
     cell = table1.cells_of(CONFIG)[0]
-    assert table1.changed({"lr": 6e-4, "microbatch_tokens": 1, "out": "elsewhere"}, cell) == {}        # nothing that counts
+    assert table1.differences_of({"lr": 6e-4, "microbatch_tokens": 1, "out": "elsewhere"}, cell) == {}      # nothing that counts
     assert len(bench.calls()) == 2
 
 

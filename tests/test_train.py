@@ -226,15 +226,16 @@ def test_a_crashed_run_goes_on_from_its_last_checkpoint(start, tmp_path, monkeyp
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     (["--algo", "gigpo"], "algo was grpo, is gigpo; normalize_std was False, is True"), (["--seed", 1], "seed was 0, is 1"),
-    (["--iterations", 0], "--iterations=0: --resume finds 1 done")])
+    (["--iterations", 1], "--iterations=1: --resume finds 2 done"), (["--iterations", 9], "iterations was 2, is 9")])
 def test_a_run_goes_on_with_its_own_settings_only(start, tmp_path, capsys, flags, message):
     """Also where another run left its checkpoint in the folder; where and how fast may change."""
-    assert train(tmp_path, *begin(start), "--iterations", 1) == 0
+    assert train(tmp_path, *begin(start)) == 0
     before = weights(tmp_path)
     assert train(tmp_path, *begin(start), "--resume", *flags) == 1
     assert_one_error(capsys, message)
     assert same(before, weights(tmp_path))
-    assert train(tmp_path, "--demonstrations", 0, "--resume", "--iterations", 1, "--slots", 3, "--episodes-every", 2) == 0
+    assert train(tmp_path, "--demonstrations", 0, "--resume", "--slots", 3, "--episodes-every", 2) == 0
+    assert train(tmp_path, "--demonstrations", 0, "--resume", "--iterations", 0) == 0
 
 
 @pytest.mark.fast
