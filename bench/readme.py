@@ -41,7 +41,9 @@ def result_row(result, name):
     if " - " in name:
         return [name, *(percent(result["differences"][name][split], seeds, "+") for split in splits), ""]
     own = result["rows"][name]
-    return [name, *(percent(own[split], seeds) for split in splits), " / ".join(number(own[split]["paper"]) for split in splits)]
+    paper = [own[split]["paper"] for split in splits]
+    said = " / ".join(map(number, paper)) if any(paper) else ""
+    return [name, *(percent(own[split], seeds) for split in splits), said]
 
 
 def filled(text):
