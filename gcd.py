@@ -175,9 +175,6 @@ def small_model_folder(config, tasks, folder):
     qwen.save_pretrained(model, folder)
 
 
-EVALUATION_ONLY = ("protocol", "top_p", "top_k", "correction_at_evaluation")     # may differ on --resume
-
-
 def prepare(config, ranks, asked_to_stop):
     """Everything a run needs, made or loaded; mistakes of the user surface here, before any work."""
     tasks, out = config.world(), Path(config.out)
@@ -227,15 +224,19 @@ def prepare(config, ranks, asked_to_stop):
                instruction=instruction_in(source) if kept else None, seconds=dict(state.get("seconds", {})))
 
 
+EVALUATION_ONLY = ("protocol", "top_p", "top_k", "correction_at_evaluation")
+
+
 def check_resumed(config, state):
-    """ValueError unless a checkpoint's RL can go on as these flags say."""
-    if state["iteration"] is None:
-        raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
+    """ValueError unless a checkpoint's RL can go on as these flags say. How it is evaluated may differ."""
     done = state["iteration"]
+    if done is None:
+        raise ValueError(f"--resume: {config.out} stopped within its cold start; run it again without --resume")
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
-    scheduled = config.lr_decay and 0 < done < config.iterations      # learning rates so far were for that many iterations
-    if other := changed(state.get("settings", {}), config, (*EVALUATION_ONLY, *(() if scheduled else ("iterations",)))):
+    decays = config.lr_decay and 0 < done < config.iterations             # over so many iterations as it was begun with
+    apart = EVALUATION_ONLY if decays else (*EVALUATION_ONLY, "iterations")
+    if other := changed(state.get("settings", {}), config, apart):
         said = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
         raise ValueError(f"--resume: {config.out} was made with other settings: {said}")
 
