@@ -366,7 +366,7 @@ def test_two_ranks_log_what_one_does(start, tmp_path, method):
     assert done.returncode == 0, done.stderr[-4000:]
     one, two = (numbers(tmp_path / name, "cold_start") for name in ("one", "two"))
     assert len(one) == len(two) > 2 and one == [pytest.approx(row, rel=1e-5) for row in two]
-    assert any(row["cold_start/judge_loss"] for row in one)
+    assert any(row.get("cold_start/judge_loss") for row in one)                # in the second stage only
     (one,), (two,) = (numbers(tmp_path / name) for name in ("one", "two"))
     assert one["judge/loss"] and one["policy/loss"] and one["policy/clip_frac"] is not None
     assert one == pytest.approx(two, rel=1e-5, abs=1e-5)
@@ -422,12 +422,13 @@ def qwen_folder(tmp_path_factory):
 
 
 def test_a_hugging_face_model_trains_on_real_games(qwen_folder, tmp_path):
+    """Nothing is won; there is a KL to learn from."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 8 "
-             "--judge-response-tokens 8 --context 4096 --on-truncation invalid --dynamic-sampling keep").split()
+             "--judge-response-tokens 8 --context 4096 --on-truncation invalid --kl loss").split()
     assert train(tmp_path, "--model", qwen_folder, "--games", GAMES, *flags) == 0
     assert [(row["rollout/episodes"], row["rollout/turns"]) for row in rows(tmp_path)] == [(4, 2), (4, 2)]
-    assert all(row["policy/logprob_gap_max_nats"] < 1e-4 for row in rows(tmp_path))
+    assert 0 < max(row["policy/logprob_gap_max_nats"] for row in rows(tmp_path)) < 1e-4
     assert_loads(tmp_path / "checkpoint", AutoModelForCausalLM, AutoTokenizer, "<think>a fridge 1</think>")
 
 
