@@ -15,10 +15,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from bench.table1 import read_lines
 from envs import alfworld
 from envs.games import load_games
 from envs.splits import FOLDER
-from report import read_lines
 
 
 def main(argv=None):
@@ -40,7 +40,7 @@ def main(argv=None):
 def replayable(run, n):
     """n of a run's stored evaluation episodes whose every turn gave a command, from its splits in turns."""
     by_split = {}
-    for row in read_lines(Path(run) / "episodes.jsonl")[0]:
+    for row in read_lines(Path(run) / "episodes.jsonl"):
         if row["phase"] == "evaluation" and all(turn["action"] for turn in row["turns"]):
             by_split.setdefault(row["split"], []).append(row)
     return [row for rows in itertools.zip_longest(*by_split.values()) for row in rows if row][:n]

@@ -36,7 +36,6 @@ from pathlib import Path
 from tqdm import tqdm
 
 import gcd
-import report
 from config import changed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -360,8 +359,14 @@ def mean_known(values):
 
 
 def read_lines(path):
-    """The lines of a run's log that are whole: a killed run leaves half a one."""
-    return report.read_lines(path)[0]
+    """The objects of a .jsonl file; a line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
 
 
 def read_json(path):

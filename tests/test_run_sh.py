@@ -51,9 +51,13 @@ def folder(tmp_path):
 
 
 def run_sh(folder, *arguments):
-    """run.sh as a terminal would start it: a shell's background job would be deaf to Ctrl-C."""
+    """run.sh as a terminal would start it: a shell's background job would be deaf to Ctrl-C, one under nohup to SIGHUP."""
+    def listen():
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
+
     return subprocess.Popen(["bash", "run.sh", *arguments], cwd=folder, stderr=subprocess.PIPE, text=True,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+                            preexec_fn=listen)
 
 
 def stages(folder):
