@@ -596,8 +596,10 @@ def main(argv=None):
         if options.jobs > 1 and config.get("processes", 1) > 1:
             raise ValueError(f"--jobs={options.jobs}: each run of this config is {config['processes']} processes; --jobs 1")
         check_results(cells)
-        failures = run_due(to_run(chosen), options.jobs) if options.jobs else []
-        check_results(cells)                                 # what has just been run, too
+        failures, due = [], to_run(chosen) if options.jobs else []
+        if due:
+            failures = run_due(due, options.jobs)
+            check_results(cells)                             # of what has just been run, too
     except (ValueError, OSError) as error:
         print(f"bench.table1: error: {error}", file=sys.stderr)
         return 2

@@ -22,13 +22,11 @@ name=$(basename "${out:-report}")
 echo "$name $*" >> calls
 plan=$(cat "plan-$name" 2> /dev/null || true)
 if [ "$plan" = wait ]; then
-    sleep 30 &
     told=0
     trap 'told=$((told + 1)); echo "$name" >> told' TERM
     echo $$ > "pid-$name"
-    while [ $told -lt "$(cat times)" ]; do wait $! || [ $? -gt 128 ] || exit 1; done
-    kill $!
-    exit 130
+    for _ in {1..600}; do [ $told -ge "$(cat times)" ] && exit 130; sleep 0.05; done
+    exit 1
 fi
 [ "$plan" != fail ] || { while [ -e plan-grpo ] && [ ! -e pid-grpo ]; do sleep 0.05; done; exit 1; }
 [ -z "$out" ] || { mkdir -p "$out" && touch "$out/stages.json"; }
@@ -58,6 +56,16 @@ def run_sh(folder, *arguments):
 
     return subprocess.Popen(["bash", "run.sh", *arguments], cwd=folder, stderr=subprocess.PIPE, text=True,
                             preexec_fn=listen)
+
+
+def with_both_waiting(folder):
+    """run.sh, whose two methods run until they are told to end."""
+    for name in ("grpo", "grpo+gcd"):
+        (folder / f"plan-{name}").write_text("wait")
+    process = run_sh(folder)
+    for name in ("grpo", "grpo+gcd"):
+        wait_for(folder / f"pid-{name}")
+    return process
 
 
 def stages(folder):
@@ -99,11 +107,7 @@ def test_a_failed_method_leaves_the_other_none_to_run_on(folder):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_it_tells_both_once_and_waits_for_them(folder, signum):
-    for name in ("grpo", "grpo+gcd"):
-        (folder / f"plan-{name}").write_text("wait")
-    process = run_sh(folder)
-    for name in ("grpo", "grpo+gcd"):
-        wait_for(folder / f"pid-{name}")
+    process = with_both_waiting(folder)
     process.send_signal(signum)
     assert process.wait(20) == 130
     assert sorted((folder / "told").read_text().split()) == ["grpo", "grpo+gcd"]
@@ -113,11 +117,7 @@ def test_stopped_it_tells_both_once_and_waits_for_them(folder, signum):
 def test_told_again_it_tells_them_again(folder):
     """Then they end at once; it does not leave before them."""
     (folder / "times").write_text("2")
-    for name in ("grpo", "grpo+gcd"):
-        (folder / f"plan-{name}").write_text("wait")
-    process = run_sh(folder)
-    for name in ("grpo", "grpo+gcd"):
-        wait_for(folder / f"pid-{name}")
+    process = with_both_waiting(folder)
     process.send_signal(signal.SIGINT)
     wait_for(folder / "told", lines=2)
     time.sleep(0.3)
