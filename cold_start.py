@@ -1,35 +1,33 @@
 """Stage 1: imitate an expert's episodes, then its judgements too, so that RL has something to reinforce.
 
-Demonstrations are the search expert's (ALFWorld's texts) or gold paths (ScienceWorld), replayed through the very
-`Conversation` that RL plays in, and imitated through `update()` itself. Which kind of cold start it is comes from
-the flags: none (--demonstrations 0), plain (--judge-demonstrations 0), with generative judge examples, or with value
-examples (--judge-kind value); with RLVMR's tags set by rule (--prompt tags); with instructions (--instructions).
-Left out: rejection sampling of the model's own episodes.
-
-Read `cold_start`, then `demonstrate` and `imitate`.
+Demonstrations are those of the world's expert, replayed through the very `Conversation` that RL plays in, and
+imitated through `update()` itself. Flags say which kind of cold start it is: none (--demonstrations 0), plain
+(--judge-demonstrations 0), with generative judge examples, or with value examples (--judge-kind value); with
+RLVMR's tags set by rule (--prompt tags); with instructions (--instructions). Left out: rejection sampling of
+the model's own episodes. Read `cold_start`, then `demonstrate` and `imitate`.
 """
 
 import math
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import torch
 from tqdm import tqdm
 
 import correction
 import judge
-import parallel
 import rollout
 import update
-from envs import EpisodeLost, experts, make_envs
-from envs.splits import make_tasks
-from parallel import generator, stream
+from envs import EpisodeLost
+from lm.engine import Response
+from run import parallel
+from run.parallel import generator, stream
 
 DEMONSTRATION, QUESTIONS, ORDER = 2, 3, 4      # what a random stream is for: the second number of its name
-# Where demonstrations begin in the endless sequence of training tasks: generated rooms are then others than RL's; real
-# games and ScienceWorld's variations are few, and the two share them, as in the paper.
+# Where demonstrations begin in the endless sequence of training tasks: generated rooms are then others than
+# RL's; real games and ScienceWorld's variations are few, and the two share them, as in the paper.
 FIRST = 5_000_000
-SEARCHES = ("go", "open", "examine", "look", "teleport")
 
 
 def cold_start(run):
@@ -38,9 +36,8 @@ def cold_start(run):
     Jointly from scratch the judge learns and the policy starves, so the judge comes second.
     """
     config = run.config
-    episodes, advantages = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
-    policy = [s for i, (e, a) in enumerate(zip(episodes, advantages))
-              for s in update.demonstration(update.samples_of(e, a, i))]
+    episodes = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
+    policy = [sample for episode in episodes for sample in update.demonstration(update.samples_of(episode))]
     done = imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy", 0)
     policy_and_judge = policy + judge_questions(run)
     imitate(run, policy_and_judge, len(episodes), config.judge_epochs, "cold start: policy and judge", done)
@@ -49,39 +46,25 @@ def cold_start(run):
 # Demonstrations
 
 def shown_to_all(run, first, n, mistake_rate):
-    """`demonstrate` on rank 0, for all: engines may die and endpoints fall silent on one rank and not on another."""
+    """`demonstrate` on rank 0, for all: engines die and endpoints fall silent on one rank, not on another."""
     shown = parallel.on_main(lambda: demonstrate(run, first, n, mistake_rate))
     if run.config.thoughts == "endpoint":
         run.log_endpoint()
     return shown
 
 
-class Expert:
-    """Who shows how it is done: the search expert where texts are ALFWorld's, gold paths in ScienceWorld."""
-
-    def __init__(self, run):
-        config = run.config
-        if config.env == "scienceworld":
-            from envs import scienceworld
-            self.env, self.prior, self.show = run.envs[0], None, scienceworld.demonstrate
-            return
-        # the built-in game plays ALFWorld's own games word for word, thousands of times faster
-        self.env, self.show = make_envs("household", 1)[0], experts.demonstrate
-        tasks = make_tasks("household", config.games, config.train_types, config.seed)
-        self.prior = experts.learn_prior(tasks.train("all", FIRST, 400))
-
-
 def demonstrate(run, first, n, mistake_rate):
-    """n episodes of the expert on training tasks that it won and that fit; per turn 1.0, or 0.0 where the turn is a
-    mistake that is not to be imitated."""
-    config, expert = run.config, Expert(run)
-    episodes, advantages, counts = [], [], Counter()
-    restarts = getattr(expert.env, "restarts", 0)           # of a real engine
-    bar = tqdm(run.tasks.train(config.cold_start_types, first, n), desc="demonstrations", leave=False)
+    """Episodes of the world's expert on n training tasks: those that it won and that fit.
+
+    A turn's advantage is its weight in the imitation: 1, or 0 for a mistake that is not to be imitated.
+    """
+    config, expert = run.config, run.world.expert(run.envs)
+    episodes, counts, restarts = [], Counter(), expert.restarts
+    bar = tqdm(run.world.train(config.cold_start_types, first, n), desc="demonstrations", leave=False)
     for i, task in enumerate(bar):
         seed = stream(config.seed, DEMONSTRATION, first + i)
         try:
-            shown = expert.show(expert.env, task, expert.prior, seed, mistake_rate, config.max_turns)
+            shown = expert.show(task, seed, mistake_rate, config.max_turns)
         except EpisodeLost:
             counts["lost"] += 1
             continue
@@ -89,93 +72,87 @@ def demonstrate(run, first, n, mistake_rate):
         if not shown.won:
             counts["not won"] += 1
             continue
-        instruction = correction.random_instruction(random.Random(seed)) if config.instructions else ""
-        seat = rollout.Seat(task, i, 0, instruction)
-        episode = replay(run.chat, seat, shown, config.history)
-        if config.thoughts == "endpoint":
-            written = run.endpoint.ask(judge.thought_questions(episode))
-            thoughts = [correction.plain_text(text or "") for text in written]      # a tag in one would end the response
-            counts["thoughts not written"] += thoughts.count("")                    # these are the template's
-            episode = replay(run.chat, seat, shown, config.history, thoughts)
-        if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) <= config.context:
-            episodes.append(episode)
-            advantages.append(imitated(episode, shown.mistakes, instruction if config.instructions else None))
-        else:
+        instruction = correction.random_instruction(random.Random(seed)) if config.instructions else None
+        episode = replayed(run, rollout.Seat(task, i, 0, len(episodes), instruction or ""), shown, counts)
+        if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) > config.context:
             counts["too long"] += 1
-    if restarts := getattr(expert.env, "restarts", 0) - restarts:
+            continue
+        write_weights(episode, shown.mistakes, instruction)
+        episodes.append(episode)
+    if restarts := expert.restarts - restarts:
         counts["restarts"] = restarts
     run.log({"phase": "demonstrations", "asked": n, "kept": len(episodes)} | counts)
     if not episodes:
         raise ValueError(f"--demonstrations={n}: none was won in --max-turns={config.max_turns} within "
                          f"--context={config.context} tokens: {dict(counts)}")
-    return episodes, advantages
+    return episodes
 
 
-def imitated(episode, mistakes, instruction):
+def replayed(run, seat, shown, counts):
+    """A demonstration as an Episode, with thoughts of the large model's where they are asked for."""
+    arguments = run.chat, seat, shown, run.config.history, run.world.searches
+    episode = replay(*arguments)
+    if run.config.thoughts != "endpoint":
+        return episode
+    asked = [judge.told(episode, t, judge.THINK_AHEAD) for t in range(len(episode.turns))]
+    thoughts = [correction.plain_text(text or "") for text in run.endpoint.ask(asked)]    # a tag would end it
+    counts["thoughts not written"] += thoughts.count("")                               # it is the template's
+    return replay(*arguments, thoughts)
+
+
+def write_weights(episode, mistakes, instruction):
     """What each turn weighs: mistakes are left out, all of them (None), or those that the instruction names.
 
     With instructions the other mistakes are imitated: only so do the words of one mean anything.
     """
-    if instruction is None:
-        return [0.0 if mistake else 1.0 for mistake in mistakes]
-    named = correction.forbidden(instruction, episode)
-    return [0.0 if mistake and wrong else 1.0 for mistake, wrong in zip(mistakes, named)]
+    named = [True] * len(mistakes) if instruction is None else correction.forbidden(instruction, episode)
+    for turn, mistake, wrong in zip(episode.turns, mistakes, named, strict=True):
+        turn.advantage = 0.0 if mistake and wrong else 1.0
 
 
-class Recorded:
-    """A recorded episode as an environment: it answers as the one did in which the expert played.
+def replay(chat, seat, shown, history, searches, thoughts=None):
+    """An expert's commands as an Episode, exactly as if the model had sampled them.
 
-    Real engines are slow, and to play a demonstration once is enough.
+    It is played against its record: real engines are slow, and once is enough. searches: first words of
+    commands that look for something, for `rule_tag`. thoughts: one per command, or None.
     """
-
-    def __init__(self, shown):
-        self.replies = iter(shown.replies)
-
-    def reset(self, task, seed=0):
-        return next(self.replies)
-
-    def step(self, command):
-        return next(self.replies)
+    recorded = SimpleNamespace(send=lambda *asked: None, receive=iter(shown.replies).__next__)
+    conversation = rollout.Conversation(seat, recorded, chat, history).begin()
+    for command, thought in zip(shown.commands, thoughts or [None] * len(shown.commands), strict=True):
+        ids = chat.respond(command, rule_tag(conversation.episode, command, searches), thought)
+        conversation.act(Response(ids, [], False), len(shown.commands), math.inf)
+    return conversation.episode
 
 
-def replay(chat, seat, shown, history, thoughts=None):
-    """An expert's commands as an Episode, exactly as if the model had sampled them."""
-    talk = rollout.Conversation(seat, Recorded(shown), chat, history).begin()
-    thoughts = thoughts or [None] * len(shown.commands)
-    for command, thought in zip(shown.commands, thoughts, strict=True):
-        ids = chat.respond(command, rule_tag(talk.episode, command), thought)
-        talk.act(rollout.Response(ids, [], False), len(shown.commands), math.inf)
-    return talk.episode
-
-
-def rule_tag(episode, command):
-    """RLVMR's tag for a demonstrated turn, by rule (its own are GPT-4o's): planning first, reflection after a refused
-    turn, explore for a search not made before, else monitor."""
+def rule_tag(episode, command, searches):
+    """RLVMR's tag for a demonstrated turn, by rule (its own are GPT-4o's): planning first, reflection after a
+    refused turn, explore for a search not made before, else monitor."""
     if not episode.turns:
         return "planning"
     if not episode.turns[-1].valid:
         return "reflection"
     new = all(turn.action != command for turn in episode.turns)
-    return "explore" if new and command.split(" ")[0] in SEARCHES else "monitor"
+    return "explore" if new and command.split(" ")[0] in searches else "monitor"
 
 
 def judge_questions(run):
-    """Labelled turns, as many good as bad, of demonstrations with more mistakes: else few turns would be bad."""
+    """Labelled turns, as many good as bad, of demonstrations with more mistakes: else few would be bad."""
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
-    episodes, _ = shown_to_all(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
+    episodes = shown_to_all(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
     seed = stream(config.seed, QUESTIONS)
     asked = parallel.gather(run.endpoint_labels(episodes if parallel.is_main() else [], 2 * n, seed))[0]
     writes = "endpoint" in config.judge_labels and run.chat.writes and config.judge_kind == "generative"
     room = config.question_room + (0 if writes else config.judge_response_tokens)
-    places = judge.candidates(episodes, config.judge_labels, room, 0, asked, config.label_agreement)
+    places = judge.candidates(episodes, config.judge_labels, room, run.world, asked, config.label_agreement)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
+    judged, written = judge.questions(run.chat, episodes, chosen, run.world), None
     if config.judge_kind == "value":
-        return judge.value_samples(run.chat, episodes, chosen)
-    judged, written = judge.questions(run.chat, episodes, chosen), None
-    if writes:                                               # critic data, as the paper has DeepSeek-V3 write it
-        written = parallel.on_main(lambda: judge.written_answers(episodes, judged, run.endpoint))
+        return judge.value_samples(judged)
+    if writes:       # critic data, as the paper has DeepSeek-V3 write it; paid for where not asked before
+        asked = [judge.told(question.episode, question.t) for question in judged]
+        written = parallel.on_main(lambda: run.endpoint.ask(asked))
         run.log_endpoint()
     samples, n_written = judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
     run.log({"phase": "judge demonstrations", "asked": n, "kept": len(samples), "written": n_written})
@@ -185,29 +162,29 @@ def judge_questions(run):
 # Imitation
 
 def imitate(run, samples, n_episodes, epochs, name, done):
-    """Epochs of cross-entropy on samples; judge questions come a good and a bad one a step, while there are any.
+    """Epochs of cross-entropy on samples; judge questions come in pairs, a good and a bad one in one step.
 
     done: steps of earlier stages, so that the log counts on. Returns the number of this stage's.
     """
     config, ranks = run.config, run.ranks
-    objective = update.Objective(judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
-                                 microbatch_tokens=config.microbatch_tokens)
+    objective = update.Objective(
+        judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
+        microbatch_tokens=config.microbatch_tokens)
     steps_per_epoch = max(1, n_episodes // config.cold_start_batch)
-    total = epochs * steps_per_epoch
-    for step in (bar := tqdm(range(total), desc=name, unit="step", disable=ranks.rank > 0)):
-        epoch, place = divmod(step, steps_per_epoch)
-        if place == 0:
-            batches = shuffled_batches(samples, steps_per_epoch, generator(config.seed, ORDER, epoch))
-        mine = [s for s in batches[place] if s.episode % ranks.world == ranks.rank]
-        rate = config.cold_start_lr * (1 - step / total)
-        metrics = run.step(mine, objective, rate)
-        if step % 20 == 0 or step == total - 1:
+    batches = [batch for epoch in range(epochs) for batch in shuffled_batches(
+        samples, steps_per_epoch, generator(config.seed, ORDER, epoch))]
+    bar = tqdm(batches, desc=name, unit="step", disable=ranks.rank > 0)
+    for step, batch in enumerate(bar):
+        mine = [s for s in batch if s.episode % ranks.world == ranks.rank]
+        metrics = run.step(mine, objective, config.cold_start_lr * (1 - step / len(batches)))
+        if step % 20 == 0 or step == len(batches) - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
             run.log({"phase": "cold_start", "stage": name, "step": done + step,
-                     "cold_start/loss": metrics["policy/nll_nats"], "cold_start/judge_loss": metrics["judge/nll_nats"],
+                     "cold_start/loss": metrics["policy/nll_nats"],
+                     "cold_start/judge_loss": metrics["judge/nll_nats"],
                      "cold_start/grad_norm": metrics["policy/grad_norm"]})
         run.stop_if_asked({"iteration": None})      # nothing to resume from
-    return total
+    return len(batches)
 
 
 def shuffled_batches(samples, n, rng):
@@ -218,7 +195,7 @@ def shuffled_batches(samples, n, rng):
         for sample in samples:
             if sample.kind == kind:
                 members.setdefault(sample.episode, []).append(sample)
-        keys = list(members)
-        for i, k in enumerate(torch.randperm(len(keys), generator=rng).tolist()):
-            batches[i % n] += members[keys[k]]
+        groups = list(members.values())
+        for i, k in enumerate(torch.randperm(len(groups), generator=rng).tolist()):
+            batches[i % n] += groups[k]
     return batches

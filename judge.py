@@ -1,31 +1,26 @@
 """GCD: the actor judges its own actions. Turns → labels → judge prompts → answers → samples for the update.
 
-A judged turn becomes a prompt that holds the episode up to and including the judged response (not the
-observation that followed, nothing of the outcome) and a question. The actor answers it several times; right
-answers are rewarded; an answer's advantage is its reward minus the mean over that turn's answers.
-arXiv:2509.23870 §4.1, Eq. 3.
-Beside that: labels from a large model, the value-head classifier that the paper compares with, and what is logged.
-The paper publishes neither its prompts nor its weight nor how many turns are judged: those here are ours.
-Left out: thoughts before the verdict in the small model (one word is the whole answer), and how a large model is
-reached: any object with `ask(questions) -> answers` will do.
+A judged turn becomes a prompt: the episode up to and including the judged response (not the observation that
+followed, nothing of the outcome) and a question. The actor answers it several times; right answers are
+rewarded; an answer's advantage is its reward minus the mean over that turn's answers. arXiv:2509.23870 §4.1,
+Eq. 3. The paper publishes neither prompts nor weight nor how many turns are judged: those are ours. Beside
+that: labels from a large model (any object with `ask(questions) -> answers`), the value-head classifier that
+the paper compares with, and what is logged. Left out: thoughts before a small model's one-word verdict.
 """
 
 import math
 import re
-from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import torch
 
-import rollout
-from algorithms import auc
-from envs import experts
-from parallel import generator, stream
+from lm.engine import Response, answer
+from rollout import Episode
+from run.parallel import generator, stream
 from update import Sample
 
 LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled", "endpoint", "rule+endpoint")
 AGREEMENTS = ("add-good", "both", "endpoint-wins")
-ALFWORLD = "Welcome to TextWorld, ALFRED"      # in the first observation of each of its games
 QUESTION = {
     "plain": "Was that a good action? good or bad",
     "think": "Before the game answers: given the task and all that has been seen, was your last command "
@@ -40,17 +35,20 @@ VERDICT = {
 
 @dataclass(slots=True)
 class Judged:
-    """One judged turn and what came of it."""
+    """One judged turn and the answers to the question about it."""
 
     index: int                    # place among all turns judged in this iteration, on all ranks
-    episode: int                  # position in this rank's list of episodes
-    turn: int
-    label: str                    # "good" or "bad": what was rewarded
-    oracle: str | None            # what the oracle says, for the log
+    episode: Episode
+    t: int                        # which of its turns
+    label: str                    # "good" or "bad": what is rewarded ("shuffled": a coin's)
     prompt_ids: list[int]
-    answers: list[rollout.Response] = field(default_factory=list)
-    verdicts: list[str | None] = field(default_factory=list)
+    answers: list[Response] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+
+    @property
+    def turn(self):
+        """The turn itself, which knows its label, what the oracle says, and the verdicts."""
+        return self.episode.turns[self.t]
 
 
 # Labels: facts about a turn, never the sign of an advantage
@@ -79,117 +77,99 @@ def dense_labels(episode):
         bad:  as in the rule
         good: in a won episode, the last turn and every valid one whose resulting observation occurs once
     """
-    seen, labels = observations(episode), rule_labels(episode)
-    count = Counter(seen)
-    if episode.won:
-        for t, turn in enumerate(episode.turns):
-            if labels[t] is None and turn.valid and count[seen[t + 1]] == 1:
-                labels[t] = "good"
-    return labels
+    seen = observations(episode)
+    return [label or ("good" if episode.won and turn.valid and seen.count(after) == 1 else None)
+            for label, turn, after in zip(rule_labels(episode), episode.turns, seen[1:])]
 
 
-def oracle_labels(episode):
-    """What the prefix lets one know (envs/experts.py): "good", "bad" or None per turn.
+def oracle_labels(episode, world):
+    """What the world's oracle says of each turn, "good", "bad" or None; written to the turns, asked once.
 
-    The turn of a response cut at its length counts as refused. Of games other than ALFWorld's nothing is known.
+    The turn of a response cut at its length counts as refused. A world without an oracle says nothing.
     """
-    if ALFWORLD not in episode.turns[0].observation:
-        return [None] * len(episode.turns)
-    last = rollout.NOTHING if episode.truncated else episode.final_observation
-    replies = [turn.observation for turn in episode.turns] + [last]
-    return experts.oracle_labels(replies, [turn.action or "" for turn in episode.turns])
+    if world.oracle and all(turn.oracle is None for turn in episode.turns):
+        last = world.nothing if episode.truncated else episode.final_observation
+        replies = [turn.observation for turn in episode.turns] + [last]
+        labels = world.oracle(replies, [turn.action or "" for turn in episode.turns])
+        for turn, label in zip(episode.turns, labels, strict=True):
+            turn.oracle = label
+    return [turn.oracle for turn in episode.turns]
 
 
-def rule_and_oracle_labels(episode):
-    """The rule's labels, and "good" for turns that it leaves open and the oracle calls good.
+def agreed(rule, other, agreement):
+    """One turn's label from the rule's and the large model's, or the oracle's; None: no label, or not asked.
 
-    Turns where the two contradict each other are dropped. (The paper adds turns that a large model judges
-    good; it does not say how the two must agree.)
-    """
-    labels = []
-    for rule, oracle in zip(rule_labels(episode), oracle_labels(episode)):
-        agreed = rule if oracle in (rule, None) else None
-        labels.append("good" if rule is None and oracle == "good" else agreed)
-    return labels
-
-
-def agreed(rule, large, agreement):
-    """One turn's label from the rule's and the large model's; None: no label, or not asked.
-
-        add-good:       the rule's, and "good" where the rule is silent and the large model says so (the paper's)
-        both:           the two must agree where the rule speaks; elsewhere the large model's
-        endpoint-wins:  the large model's where there is one, else the rule's
+        add-good:       the rule's, and "good" where it is silent and the other says so (the paper's; how the
+                        two must agree it does not say)
+        both:           the two must agree where the rule speaks; elsewhere the other's
+        endpoint-wins:  the other's where there is one, else the rule's
+        undisputed:     as add-good, but none where the two contradict each other (rule+oracle)
     """
     if agreement == "endpoint-wins":
-        return large or rule
+        return other or rule
     if agreement == "both":
-        return large if rule in (large, None) else None
-    return rule or ("good" if large == "good" else None)
+        return other if rule in (other, None) else None
+    disputed = agreement == "undisputed" and {rule, other} == {"good", "bad"}
+    return None if disputed else rule or ("good" if other == "good" else None)
 
 
-def labels_of(episode, kind, asked=None, agreement="add-good"):
-    """One label per turn. "shuffled" picks the turns that "dense" labels; `choose` then tosses its coin.
+def labels_of(episode, kind, world, large=None, agreement="add-good"):
+    """One label per turn; written to the turns.
 
-    asked: {t: label}, what the large model said of this episode's turns.
+    kind: of LABELS, or one of the world's own; for "shuffled" these are dense ones, `choose` tosses the coin.
+    large: {t: label}, what the large model said of this episode's turns.
     """
-    large = [(asked or {}).get(t) for t in range(len(episode.turns))]
-    if kind == "endpoint":
-        return large
-    if kind == "rule+endpoint":
-        return [agreed(rule, said, agreement) for rule, said in zip(rule_labels(episode), large)]
-    return {"rule": rule_labels, "dense": dense_labels, "shuffled": dense_labels, "oracle": oracle_labels,
-            "rule+oracle": rule_and_oracle_labels}[kind](episode)
+    others = [(large or {}).get(t) for t in range(len(episode.turns))]
+    if kind in ("oracle", "rule+oracle"):
+        others, agreement = oracle_labels(episode, world), "undisputed"
+    if kind in ("oracle", "endpoint"):
+        labels = others
+    elif kind in ("rule+oracle", "rule+endpoint"):
+        labels = [agreed(rule, other, agreement) for rule, other in zip(rule_labels(episode), others)]
+    else:
+        rules = {"rule": rule_labels, "dense": dense_labels, "shuffled": dense_labels}
+        labels = (world.labels | rules)[kind](episode)
+    for turn, label in zip(episode.turns, labels, strict=True):
+        turn.label = label
+    return labels
 
 
 # Questions to a large model: the episode as text
 
-SITUATION = """An agent plays a text game. This is what it has seen, and after each ">" the command that it gave:
-
-{told}
-
-"""
-JUDGE_TURN = SITUATION + (
-    "The game has not yet answered the last command. Given the task and all that has been seen, was that command a "
-    "good step? Think briefly, then end with <judge>good</judge> or <judge>bad</judge>.")
-THINK_AHEAD = SITUATION + (
-    "Write the thought with which the agent came to its last command: one or two sentences, in the first person, on "
-    "what it has seen so far and not on what that command will bring. Give the thought alone.")
+SEEN = 'An agent plays a text game. This is what it has seen, and after each ">" the command that it gave:'
+JUDGE_TURN = (
+    "The game has not yet answered the last command. Given the task and all that has been seen, was that "
+    "command a good step? Think briefly, then end with <judge>good</judge> or <judge>bad</judge>.")
+THINK_AHEAD = (
+    "Write the thought with which the agent came to its last command: one or two sentences, in the first "
+    "person, on what it has seen so far and not on what that command will bring. Give the thought alone.")
 
 
-def told(episode, t):
-    """An episode as text up to and including turn t's command (its response, where none could be read)."""
-    return "\n\n".join(f"{turn.observation}\n\n> {turn.action or turn.response}" for turn in episode.turns[:t + 1])
-
-
-def thought_questions(episode):
-    """Per turn, the question for a thought that leads to its command, from the prefix alone."""
-    return [THINK_AHEAD.format(told=told(episode, t)) for t in range(len(episode.turns))]
+def told(episode, t, question=JUDGE_TURN):
+    """A question after the episode up to and including turn t's command (or response, if it had none)."""
+    turns = [f"{turn.observation}\n\n> {turn.action or turn.response}" for turn in episode.turns[:t + 1]]
+    return "\n\n".join([SEEN, *turns, question])
 
 
 def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", agreement="add-good"):
-    """What the large model says of at most n turns, drawn at random: {(e, t): "good", "bad", or None}.
+    """What the large model says of at most n turns: {(place of its episode in the list, t): label}.
 
-    Drawn from the turns that the rule leaves open, or from all where the large model's word on the others counts.
-    None: not answered, or unreadable; as many as there are is how often the large model was no help.
+    Drawn at random from the turns that the rule leaves open, or from all where the large model's word on the
+    others counts. label: "good", "bad", or None where it did not answer, or unreadably.
     """
     all_count = kind == "endpoint" or agreement != "add-good"
     places = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
               if all_count or label is None]
     drawn = [places[i] for i in torch.randperm(len(places), generator=generator(seed))[:n].tolist()]
-    answers = endpoint.ask([JUDGE_TURN.format(told=told(episodes[e], t)) for e, t in drawn])
+    answers = endpoint.ask([told(episodes[e], t) for e, t in drawn])
     return {place: parse_verdict(answer or "", "think") for place, answer in zip(drawn, answers, strict=True)}
-
-
-def written_answers(episodes, judged, endpoint):
-    """What the large model answers on judged turns, reasons and verdict; paid for only where it was not asked before."""
-    return endpoint.ask([JUDGE_TURN.format(told=told(episodes[one.episode], one.turn)) for one in judged])
 
 
 def asked_counts(asked):
     """What came of `endpoint_labels`, to be summed over ranks."""
-    said = list(asked.values())
-    return {"judge/asked": len(said), "judge/asked_good": said.count("good"),
-            "judge/asked_unreadable": said.count(None)}
+    labels = list(asked.values())
+    return {"judge/asked": len(labels), "judge/asked_good": labels.count("good"),
+            "judge/asked_unreadable": labels.count(None)}
 
 
 # Questions to the actor, and its verdicts
@@ -216,25 +196,21 @@ def parse_verdict(text, style):
     return match[1] if match else None
 
 
-def verdict_reward(verdict, label):
-    """1 right, 0 wrong, -0.1 unreadable (ours: the paper gives no magnitudes)."""
-    return -0.1 if verdict is None else float(verdict == label)
-
-
 # From episodes to samples
 
-def candidates(episodes, kind, room, first=0, asked=None, agreement="add-good"):
-    """Every labelled turn as (episode, turn, label), episodes numbered from `first` on.
+def candidates(episodes, kind, room, world, asked=None, agreement="add-good"):
+    """Every labelled turn as (number of its episode, turn, label).
 
     room: a turn whose prompt and response take this many tokens or more cannot be judged.
-    asked: what `endpoint_labels` gave for these episodes, by place in this list.
+    asked: what `endpoint_labels` gave for this list of episodes.
     """
-    large = defaultdict(dict)
-    for (e, t), label in (asked or {}).items():
-        large[e][t] = label
-    return [(first + e, t, label) for e, episode in enumerate(episodes)
-            for t, label in enumerate(labels_of(episode, kind, large[e], agreement))
-            if label and len(episode.turns[t].prompt_ids) + len(episode.turns[t].response_ids) < room]
+    result = []
+    for e, episode in enumerate(episodes):
+        large = {t: label for (place, t), label in (asked or {}).items() if place == e}
+        labels = labels_of(episode, kind, world, large, agreement)
+        result += [(episode.index, t, label) for t, (turn, label) in enumerate(zip(episode.turns, labels))
+                   if label and len(turn.prompt_ids) + len(turn.response_ids) < room]
+    return result
 
 
 def choose(places, kind, per_class, seed):
@@ -245,35 +221,40 @@ def choose(places, kind, per_class, seed):
     """
     rng = generator(seed, 0)
     by_class = [[place for place in places if place[2] == label] for label in ANSWERS]
-    n = min(per_class, *map(len, by_class))
-    picked = [[own[i] for i in torch.randperm(len(own), generator=rng)[:n].tolist()] for own in by_class]
-    chosen = [place for pair in zip(*picked) for place in pair]
+    picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
+              for members in by_class]
+    chosen = [place for pair in zip(*picked) for place in pair]      # as many as the smaller class has
     if kind != "shuffled":
         return chosen
     coins = torch.randint(2, (len(chosen),), generator=rng).tolist()
     return [(e, t, ANSWERS[coin]) for (e, t, _), coin in zip(chosen, coins)]
 
 
-def questions(chat, episodes, chosen, first=0):
-    """The chosen turns that lie in these episodes (numbered from `first` on), as judge prompts."""
-    oracle, result = {}, []
+def questions(chat, episodes, chosen, world):
+    """The chosen turns that lie in these episodes, as judge prompts."""
+    by_index, judged = {episode.index: episode for episode in episodes}, []
     for index, (e, t, label) in enumerate(chosen):
-        if first <= e < first + len(episodes):
-            episode = episodes[e - first]
-            oracle[e] = oracle.get(e) or oracle_labels(episode)
-            prompt = prompt_ids(chat, episode.turns[t])
-            result.append(Judged(index, e - first, t, label, oracle[e][t], prompt))
-    return result
+        if episode := by_index.get(e):
+            oracle_labels(episode, world)
+            judged.append(Judged(index, episode, t, label, prompt_ids(chat, episode.turns[t])))
+    return judged
 
 
 def judge(model, chat, judged, group_size, sampling, seed, n_slots):
-    """Let the actor answer each question group_size times; fills in answers, verdicts and rewards."""
-    streams = [[stream(seed, 1, one.index, i) for i in range(group_size)] for one in judged]
-    answers = rollout.answer(model, chat, [j.prompt_ids for j in judged], streams, sampling, n_slots)
-    for one, own in zip(judged, answers):
-        one.answers = own
-        one.verdicts = [None if a.truncated else parse_verdict(chat.decode(a.ids), wording(chat)) for a in own]
-        one.rewards = [verdict_reward(verdict, one.label) for verdict in one.verdicts]
+    """Let the actor answer each question group_size times; writes answers, rewards and verdicts."""
+    streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
+    prompts, style = [question.prompt_ids for question in judged], wording(chat)
+    answers = answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)
+    for question, given in zip(judged, answers):
+        question.answers = given
+        record(question, [None if a.truncated else parse_verdict(chat.decode(a.ids), style) for a in given])
+
+
+def record(question, verdicts):
+    """Write a judged turn's verdicts and what each is worth: 1 right, 0 wrong, -0.1 unreadable (ours)."""
+    question.rewards = [-0.1 if verdict is None else float(verdict == question.label) for verdict in verdicts]
+    question.turn.label, question.turn.verdicts = question.label, verdicts
+    question.turn.judge_reward = sum(question.rewards) / len(verdicts)
 
 
 def samples(judged):
@@ -283,68 +264,61 @@ def samples(judged):
     A good turn and the bad one beside it share an "episode" number, so they meet in one minibatch.
     """
     result = []
-    for one in judged:
-        mean = sum(one.rewards) / len(one.rewards)
-        if all(reward == one.rewards[0] for reward in one.rewards):
-            mean = one.rewards[0]          # exactly 0 below, whatever the mean's rounding
-        draws = defaultdict(list)
-        for answer, reward in zip(one.answers, one.rewards):
-            draws[tuple(answer.ids)].append((answer, reward))
-        for ids, equal in draws.items():
-            answer, reward = equal[0]
-            result.append(sample(one.prompt_ids, list(ids), reward - mean, answer.logprob, one.index // 2,
-                                 len(equal)))
+    for question in judged:
+        rewards, distinct = question.rewards, {}
+        # of equal rewards not the mean, which is rounded: the advantage is exactly 0
+        mean = sum(rewards) / len(rewards) if len(set(rewards)) > 1 else rewards[0]
+        for given, reward in zip(question.answers, rewards):
+            if (ids := tuple(given.ids)) in distinct:
+                distinct[ids].count += 1
+            else:
+                distinct[ids] = sample(question.prompt_ids, given.ids, reward - mean, given.logprob,
+                                       question.index // 2)
+        result += distinct.values()
     return result
 
 
-def sample(prompt, answer, advantage, logprob_old, index, count=1):
+def sample(prompt, answer, advantage, logprob_old, index, label=None):
     """One answer to one judge prompt as a Sample; no old logprob where it is to be imitated."""
     n, m = len(prompt), len(answer)
-    sampled, advantages = [False] * n + [True] * m, [0.0] * n + [advantage] * m
     old = None if logprob_old is None else [0.0] * n + logprob_old
-    return Sample(prompt + answer, sampled, advantages, old, index, "judge", count)
+    return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old, index, "judge",
+                  label=label)
 
 
 def demonstrations(chat, judged, written=None, longest=math.inf):
-    """The same turns as questions with their right answers, to be imitated in the cold start.
+    """The same turns with their right answers, to be imitated: samples, and how many of them are written.
 
-    written: what `written_answers` gave for them. Such a text is the answer where it comes to the turn's label in at
-    most `longest` tokens, its reasons included; the bare verdict is it elsewhere. Returns samples, and how many of
-    them are written.
+    written: a large model's text on each. It is the answer, reasons included, where it comes to the turn's
+    label in at most `longest` tokens; elsewhere the bare verdict is.
     """
     result, n_written = [], 0
-    for one, text in zip(judged, written or [None] * len(judged), strict=True):
+    for question, text in zip(judged, written or [None] * len(judged), strict=True):
         text = (text or "").strip()
-        said = chat.encode(text) + chat.encode("<|im_end|>")
-        fits = parse_verdict(text, "think") == one.label and "<|" not in text and len(said) <= longest
+        ids = chat.encode(text) + chat.encode("<|im_end|>")
+        fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
         n_written += fits
-        result.append(sample(one.prompt_ids, said if fits else answer_ids(chat, one.label), 1.0, None, one.index // 2))
+        ids = ids if fits else answer_ids(chat, question.label)
+        result.append(sample(question.prompt_ids, ids, 1.0, None, question.index // 2))
     return result, n_written
 
 
 # A value head in place of the generated verdict
 
-def value_samples(chat, episodes, chosen, first=0):
-    """The turns that `questions` would ask, for the classifier: prompt and response, label 1 good or 0 bad.
+def value_samples(judged):
+    """The same turns for the classifier: prompt and response, label 1 good or 0 bad.
 
     Nothing in them is sampled: the loss is the cross-entropy of the value head at the last token.
     """
-    result = []
-    for one in questions(chat, episodes, chosen, first):
-        turn = episodes[one.episode].turns[one.turn]
-        ids = turn.prompt_ids + turn.response_ids
-        result.append(Sample(ids, [False] * len(ids), [0.0] * len(ids), None, one.index // 2, "judge",
-                             label=float(one.label == "good")))
-    return result
+    return [sample(question.turn.prompt_ids + question.turn.response_ids, [], 0.0, None, question.index // 2,
+                   float(question.label == "good")) for question in judged]
 
 
-def value_verdicts(judged, episodes, probabilities):
-    """The classifier's probabilities of good as rows for the log; fills in verdicts and rewards, as `judge` does."""
-    for one, probability in zip(judged, probabilities, strict=True):
-        one.verdicts = ["good" if probability >= 0.5 else "bad"]
-        one.rewards = [verdict_reward(one.verdicts[0], one.label)]
-    rows = verdicts_of(judged, episodes)
-    return [replace(row, probability=probability) for row, probability in zip(rows, probabilities)]
+def value_verdicts(judged, probabilities):
+    """The classifier's probabilities of good as records for the log; writes verdicts and rewards too."""
+    for question, probability in zip(judged, probabilities, strict=True):
+        record(question, ["good" if probability >= 0.5 else "bad"])
+    return [replace(verdicts, probability=p) for verdicts, p in zip(verdicts_of(judged), probabilities)]
 
 
 # What is logged
@@ -362,66 +336,53 @@ class Verdicts:
 
     @property
     def share_good(self):
-        """The value head's probability, or the share of readable answers that say good: one half where none is."""
-        if self.probability is not None:
-            return self.probability
+        """The value head's probability, or the share of good among readable answers: 1/2 where none is."""
         readable = [verdict for verdict in self.verdicts if verdict]
-        return readable.count("good") / len(readable) if readable else 0.5
+        share = readable.count("good") / len(readable) if readable else 0.5
+        return share if self.probability is None else self.probability
 
 
-def verdicts_of(judged, episodes):
+def verdicts_of(judged):
     """The judged turns of this rank, stripped to what is logged."""
-    def verb(one):
-        return (episodes[one.episode].turns[one.turn].action or " ").split(" ")[0]
-    return [Verdicts(one.label, one.oracle, verb(one), tuple(one.verdicts), tuple(one.rewards))
-            for one in judged]
+    return [Verdicts(question.label, question.turn.oracle, (question.turn.action or " ").split(" ")[0],
+                     tuple(question.turn.verdicts), tuple(question.rewards)) for question in judged]
 
 
-def agreement(rows, truth):
+def agreement(records, truth):
     """Share of right answers per class, their mean (balanced accuracy), and the AUC of share_good.
 
-    truth: "good", "bad" or None per row; an unreadable answer is wrong. nan where a class is missing.
+    records: Verdicts. truth: "good", "bad" or None each. An unreadable answer is wrong; nan without a class.
     """
-    right = {label: [v == label for row, t in zip(rows, truth) if t == label for v in row.verdicts]
+    right = {label: [v == label for record, t in zip(records, truth) if t == label for v in record.verdicts]
              for label in ANSWERS}
-    frac = {label: sum(own) / len(own) if own else math.nan for label, own in right.items()}
-    known = [(row.share_good, t == "good") for row, t in zip(rows, truth) if t]
-    scores, positive = torch.tensor(known, dtype=torch.double).reshape(-1, 2).unbind(1)
-    return {"accuracy_good": frac["good"], "accuracy_bad": frac["bad"],
-            "balanced_accuracy": (frac["good"] + frac["bad"]) / 2, "auc": auc(scores, positive > 0)}
+    good, bad = (sum(hits) / len(hits) if hits else math.nan for hits in right.values())
+    return {"accuracy_good": good, "accuracy_bad": bad, "balanced_accuracy": (good + bad) / 2,
+            "auc": auc(records, truth)}
 
 
-def auc_within_verbs(rows):
-    """AUC against the oracle among turns of the same verb, weighted by their pairs of a good and a bad turn.
+def auc(records, truth, within_verbs=False):
+    """Chance that a good turn's share_good is above a bad one's, ties half (Mann-Whitney); nan without pairs.
 
-    Rule-good turns are mostly "move X to Y": without this, knowing the verb would look like judgement.
+    within_verbs: pairs of one verb only. Rule-good turns are mostly "move X to Y": without this, knowing the
+    verb would look like judgement.
     """
-    by_verb = defaultdict(list)
-    for row in rows:
-        if row.oracle:
-            by_verb[row.verb].append((row.share_good, row.oracle == "good"))
-    total = pairs = 0.0
-    for known in by_verb.values():
-        scores, positive = torch.tensor(known, dtype=torch.double).unbind(1)
-        weight = float((positive > 0).sum() * (positive == 0).sum())
-        if weight:
-            total, pairs = total + weight * auc(scores, positive > 0), pairs + weight
-    return total / pairs if pairs else math.nan
+    good, bad = ([(record.verb, record.share_good) for record, t in zip(records, truth) if t == label]
+                 for label in ANSWERS)
+    wins = [(share > other) + 0.5 * (share == other) for verb, share in good for other_verb, other in bad
+            if verb == other_verb or not within_verbs]
+    return sum(wins) / len(wins) if wins else math.nan
 
 
-def metrics(rows):
+def metrics(records):
     """What one iteration's judging came to, over all ranks; only the count where nothing was judged."""
-    result = {"judge/turns": len(rows)}
-    if not rows:
-        return result
-    verdicts = [verdict for row in rows for verdict in row.verdicts]
-    with_label = agreement(rows, [row.label for row in rows])
-    with_oracle = agreement(rows, [row.oracle for row in rows])
-    result |= {f"judge/{key}": value for key, value in with_label.items()}
-    result |= {f"judge/{key}_oracle": value for key, value in with_oracle.items()}
-    return result | {
-        "judge/auc_oracle_within_verbs": auc_within_verbs(rows),
-        "judge/unreadable_frac": verdicts.count(None) / len(verdicts),
-        "judge/variance_frac": sum(len(set(row.rewards)) > 1 for row in rows) / len(rows),
-        "judge/reward": sum(sum(row.rewards) for row in rows) / len(verdicts),
-    }
+    if not records:
+        return {"judge/turns": 0}
+    verdicts = [verdict for record in records for verdict in record.verdicts]
+    oracle = [record.oracle for record in records]
+    result = {"turns": len(records)} | agreement(records, [record.label for record in records])
+    result |= {f"{key}_oracle": value for key, value in agreement(records, oracle).items()}
+    result |= {"auc_oracle_within_verbs": auc(records, oracle, within_verbs=True),
+               "unreadable_frac": verdicts.count(None) / len(verdicts),
+               "variance_frac": sum(len(set(record.rewards)) > 1 for record in records) / len(records),
+               "reward": sum(sum(record.rewards) for record in records) / len(verdicts)}
+    return {f"judge/{key}": value for key, value in result.items()}

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # The main job from nothing: cold start, then GRPO and GRPO+GCD side by side, then the table and the report.
 #
-#   bash run.sh          about 5 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler, no Java
-#   bash run.sh test     set up what the tests need, and run them all (what follows "test" goes to pytest: -m fast)
+#   bash run.sh          about 6 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler
+#   bash run.sh test     set up what the tests need, run them (what follows "test" goes to pytest: -m fast)
 #
-# Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run again; an
-# interrupted RL stage goes on from its checkpoint, an interrupted cold start begins again. Remove runs/main to start
-# over. $OUT is where everything goes (runs/main), $SEED the seed (0; give another seed another $OUT).
+# Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run
+# again; an interrupted RL stage goes on from its checkpoint, an interrupted cold start begins again. Remove
+# runs/main to start over. $OUT is where everything goes (runs/main), $SEED the seed (0; give another seed
+# another $OUT).
 set -euo pipefail
 cd "$(dirname "$0")"
 OUT=${OUT:-runs/main} SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
@@ -19,7 +20,8 @@ install() {                                     # a requirements file, once
 
 if [ ! -x .venv/bin/pip ]; then
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
-        { echo "run.sh: $PYTHON is not Python 3.11 or 3.12; name one: PYTHON=python3.11 bash run.sh" >&2; exit 2; }
+        { echo "run.sh: $PYTHON is not Python 3.11 or 3.12; name one: PYTHON=python3.11 bash run.sh" >&2
+          exit 2; }
     rm -rf .venv
     "$PYTHON" -m venv .venv
 fi
@@ -27,6 +29,7 @@ if [ "${1:-}" = test ]; then
     install requirements.txt
     install requirements-test.txt
     install requirements-endpoint.txt
+    install requirements-trl.txt
     install requirements-scienceworld.txt
     install requirements-alfworld.txt ||
         echo "alfworld could not be installed (it needs g++ and make): the tests that play it will be skipped"
@@ -35,14 +38,14 @@ fi
 [ $# = 0 ] || { echo "run.sh: unknown argument $1 (nothing, or: test)" >&2; exit 2; }
 install requirements.txt
 
-method() {                                      # one RL method from the cold start, or from where it was interrupted
+method() {                              # one RL method from the cold start, or from where it was interrupted
     [ ! -e "$OUT/$1/stages.json" ] || return 0
     from=(--model "$OUT/cold_start/checkpoint" --demonstrations 0)
     [ ! -e "$OUT/$1/checkpoint/trainer.pt" ] || from+=(--resume)
     exec .venv/bin/python gcd.py --seed "$SEED" "${from[@]}" --out "$OUT/$1" "${@:2}"
 }
 
-tell() { kill $(jobs -p) 2> /dev/null || true; }   # the runs: told once they save and end, told twice they end at once
+tell() { kill $(jobs -p) 2> /dev/null || true; }   # told once the runs save and end, told twice they end
 
 stop() {                                        # however this script ends, it leaves no run behind
     status=$?
@@ -54,7 +57,7 @@ stop() {                                        # however this script ends, it l
 
 trap stop EXIT
 trap 'exit 130' INT TERM HUP
-set -m                                          # Ctrl-C is for this script alone, and reaches the runs through `tell`
+set -m                                  # Ctrl-C is for this script alone, and reaches the runs through `tell`
 if [ ! -e "$OUT/cold_start/stages.json" ]; then
     .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0 &
     wait $!
@@ -64,4 +67,6 @@ grpo=$!
 method grpo+gcd --gcd &
 wait $!
 wait $grpo || { cat "$OUT/grpo.log" >&2; exit 1; }
-.venv/bin/python report.py "$OUT"
+.venv/bin/python -m report "$OUT"
+echo "next: see it, .venv/bin/python -m report $OUT --open; play a game, .venv/bin/python -m envs.household;"
+echo "      read one step of training: gcd.py, function iteration"

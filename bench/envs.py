@@ -1,46 +1,76 @@
-"""Turns a second of the household game on real games, of the stock ALFWorld engine and of our pool of it, if installed.
+"""Turns a second of the household game on real games; of ALFWorld's own engine and our pool of it, if there.
 
+The drop-in AlfredTWEnv is held against the installed one at batch 1 and 128: the same games and commands.
 Every turn is a random admissible command, with the next admissible commands computed. Prints one JSON line.
 
-    python -m bench.envs --games ../shared/data/alfworld/games.jsonl.gz
+    python -m bench.envs [--games $ALFWORLD_DATA/json_2.1.1]
 """
 
 import argparse
+import contextlib
+import itertools
 import json
+import os
 import platform
 import random
 import sys
+import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from envs import alfworld
-from envs.games import load_games
-from envs.household import Household
+from envs.alfred.game import Game
+from envs.alfred.games import load_games
+from envs.alfred.tw_env import AlfredTWEnv, with_variables
+
+PLACES = (with_variables("$ALFWORLD_DATA/json_2.1.1"), "../shared/data/alfworld/games.jsonl.gz")
+NO_GAMES = ("no ALFWorld games: alfworld-download puts them into $ALFWORLD_DATA; --games names another "
+            "json_2.1.1 folder or a games.jsonl.gz")
+BATCHES = (1, 128)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--games", default="../shared/data/alfworld/games.jsonl.gz", help="folder or .jsonl.gz file")
+def main(argv=None):
+    """Measure and print; 2 where there are no games."""
+    parser = argparse.ArgumentParser("python -m bench.envs", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--games", help="folder or .jsonl.gz file; by default $ALFWORLD_DATA/json_2.1.1")
     parser.add_argument("--split", default="valid_unseen", help="split to play")
     parser.add_argument("--turns", type=int, default=100_000, help="turns of the household game")
-    parser.add_argument("--stock-turns", type=int, default=150, help="turns of the stock engine")
-    options = parser.parse_args()
-
-    tasks = load_games(options.games, options.split)
+    parser.add_argument("--stock-turns", type=int, default=150, help="turns of ALFWorld's own engine")
+    options = parser.parse_args(argv)
+    try:
+        tasks = load_games(options.games or found_games(), options.split)
+    except ValueError as error:
+        print(f"bench.envs: {error}", file=sys.stderr)
+        return 2
     random.Random(0).shuffle(tasks)
+    print(json.dumps({
+        "bench": "envs", "split": options.split, "games": len(tasks),
+        **measured(tasks, options.turns, options.stock_turns), "python": platform.python_version(),
+        "cores": os.cpu_count(), "alfworld": installed("alfworld"), "textworld": installed("textworld")}))
+    return 0
+
+
+def found_games():
+    """Where the games are, or ValueError saying what gets them."""
+    for place in PLACES:
+        if Path(place).exists():
+            return place
+    raise ValueError(NO_GAMES)
+
+
+def measured(tasks, turns, stock_turns):
+    """Every number of the printed line."""
     started_s = time.perf_counter()
     for task in tasks:
         task.problem.parse()
     parse_ms = 1000 * (time.perf_counter() - started_s) / len(tasks)
-    household = turns_per_s(household_players(tasks), options.turns)
-    stock = turns_per_s(stock_players(tasks), options.stock_turns) if installed("alfworld") else None
-    pool = alfworld_pool(tasks) if installed("alfworld") else {}
-    print(json.dumps({
-        "bench": "envs", "split": options.split, "games": len(tasks), "parse_ms": round(parse_ms, 2),
-        "household_turns_per_s": round(household), "stock_turns_per_s": stock and round(stock, 1),
-        "ratio": stock and round(household / stock), **pool, "python": platform.python_version(),
-        "alfworld": installed("alfworld"), "textworld": installed("textworld")}))
+    household = turns_per_s(household_players(tasks), turns)
+    stock = turns_per_s(stock_players(tasks), stock_turns) if installed("alfworld") else None
+    return {"parse_ms": round(parse_ms, 2), "household_turns_per_s": round(household),
+            "stock_turns_per_s": stock and round(stock, 1), "ratio": stock and round(household / stock),
+            "tw_env": [tw_env(tasks, size, turns, stock_turns) for size in BATCHES],
+            **(alfworld_pool(tasks) if installed("alfworld") else {})}
 
 
 def turns_per_s(players, turns, turns_per_game=50):
@@ -57,10 +87,10 @@ def turns_per_s(players, turns, turns_per_game=50):
 
 
 def household_players(tasks):
-    env = Household()
-    while True:
-        for task in tasks:
-            yield env.reset(task).admissible, lambda command: env.step(command).admissible
+    """The games of the tasks, over and over."""
+    env = Game()
+    for task in itertools.cycle(tasks):
+        yield env.reset(task).admissible, lambda command: env.step(command).admissible
 
 
 def stock_players(tasks):
@@ -68,22 +98,87 @@ def stock_players(tasks):
     arguments = sys.argv[:]                  # the engine's translator overwrites sys.argv
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
-    from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
     from textworld.envs.pddl import PddlEnv
-    domain, grammar = Path(ALFRED_PDDL_PATH).read_text(), Path(ALFRED_TWL2_PATH).read_text()
     env = AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
     for task in tasks:
-        env.load({"pddl_domain": domain, "grammar": grammar.replace("UNKNOWN GOAL", task.problem.task_desc),
-                  "pddl_problem": task.problem.pddl})
+        env.load(game_file(task))
         sys.argv[:] = arguments
         yield env.reset()["admissible_commands"], lambda command: env.step(command)[0]["admissible_commands"]
 
 
-def alfworld_pool(tasks, n=128, group=8, turns=20, workers=2):
-    """n live games in groups on envs/alfworld.py: seconds to start them, turns a second, memory of the workers.
+# AlfredTWEnv
 
-    Every turn is a random admissible command for each game, all sent before one is waited for. Games are started
-    twice: the first start has the workers' own in it, the second does not.
+def tw_env(tasks, size, turns, stock_turns):
+    """Turns a second of a batch and seconds to start it: the drop-in, and the installed one beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, task in enumerate(tasks[:max(BATCHES)]):
+            trial = Path(folder, "games", task.task_type, f"trial_{number}")
+            trial.mkdir(parents=True)
+            (trial / "game.tw-pddl").write_text(json.dumps(game_file(task)), encoding="utf-8")
+            (trial / "traj_data.json").write_text(json.dumps({"task_type": task.task_type}), encoding="utf-8")
+        config = config_of(f"{folder}/games")
+        speed, start_s = batch_speed(AlfredTWEnv(config), size, turns)
+        line = {"batch": size, "turns_per_s": round(speed), "start_s": round(start_s, 2)}
+        if not installed("alfworld"):
+            return line
+        stock_speed, stock_start_s = batch_speed(stock_environment(config), size, max(stock_turns, 2 * size))
+        return line | {"stock_turns_per_s": round(stock_speed, 1), "stock_start_s": round(stock_start_s, 2),
+                       "ratio": round(speed / stock_speed)}
+
+
+def batch_speed(environment, size, turns, turns_per_game=50):
+    """(turns a second, mean seconds of a reset) of random play; a game that is over counts no turns."""
+    env, rng, played, spent_s, start_s = environment.init_env(size), random.Random(0), 0, 0.0, []
+    while played < turns:
+        started_s = time.perf_counter()
+        _, infos = env.reset()
+        start_s.append(time.perf_counter() - started_s)
+        live = size
+        for _ in range(min(turns_per_game, -(-(turns - played) // size))):
+            commands = [rng.choice(admissible) for admissible in infos["admissible_commands"]]
+            started_s = time.perf_counter()
+            _, _, dones, infos = env.step(commands)
+            spent_s += time.perf_counter() - started_s
+            played, live = played + live, size - sum(dones)
+    env.close()
+    return played / spent_s, sum(start_s) / len(start_s)
+
+
+def stock_environment(config):
+    """The installed AlfredTWEnv; what it prints goes to stderr."""
+    os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())    # or the import makes one in the home
+    sys.unraisablehook = lambda unraisable: None       # each of its processes ends with an error in __del__
+    with contextlib.redirect_stdout(sys.stderr):
+        from alfworld.agents.environment.alfred_tw_env import AlfredTWEnv as Installed
+        return Installed(config)
+
+
+def config_of(folder):
+    """alfworld's config for playing a folder of games without a step limit."""
+    return {"env": {"domain_randomization": False, "goal_desc_human_anns_prob": 0.0,
+                    "expert_type": "handcoded", "task_types": [1, 2, 3, 4, 5, 6]},
+            "general": {"training_method": "dqn"}, "dataset": {"data_path": folder, "num_train_games": -1},
+            "rl": {"training": {"max_nb_steps_per_episode": 0}}}
+
+
+def game_file(task):
+    """A game as alfworld's files have it, with the installed domain and grammar, or what we read of them."""
+    domain, grammar = "", ('grammar :: """{"task": [{"rhs": "Your task is to: UNKNOWN GOAL."}]}""";\n'
+                           'action PutObject { template :: "move {o} to {r}"; }')
+    if installed("alfworld"):
+        from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
+        domain, grammar = (Path(path).read_text("utf-8") for path in (ALFRED_PDDL_PATH, ALFRED_TWL2_PATH))
+    return {"pddl_domain": domain, "grammar": grammar.replace("UNKNOWN GOAL", task.problem.task_desc),
+            "pddl_problem": task.problem.pddl, "solvable": True, "walkthrough": None}
+
+
+# envs/alfworld.py
+
+def alfworld_pool(tasks, n=128, group=8, turns=20, workers=2):
+    """n live games in groups on envs/alfworld.py: seconds to start them, turns a second, workers' memory.
+
+    Every turn is a random admissible command for each game, all sent before one is waited for. Games are
+    started twice: the first start has the workers' own in it, the second does not.
     """
     envs, rng, start_s = alfworld.make(n, workers), random.Random(0), []
     for games in (tasks[:n // group], tasks[n // group:2 * n // group]):
@@ -123,4 +218,4 @@ def installed(package):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,64 +1,109 @@
-"""README.md's numbers, from results/ and from the files themselves: the README chooses the rows, this fills in the rest.
+"""The tables of README.md and RESULTS.md, from results/: a page chooses rows and columns, this fills them in.
 
-A table below a line <!-- NAME --> is filled by that name, each row by its first cell: `files` (a path → its lines),
-`table4` (a row with GCD → its time), or a benchmark (a row or a difference of bench.table1 → success, the paper's beside
-it). Left out: numbers in sentences, but for the core's lines.
+A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD)
+or a benchmark: its rows are rows or differences of bench.table1, its columns are told by their heads:
 
-    python -m bench.readme            # rewrite what has changed; tests/test_readme.py fails where this was forgotten
+    L0              success on that split at temperature 1, or the difference
+    L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the split before it)
+    refused         commands that were not admissible, in per cent of turns, by split
+    paper ...       the paper's numbers, by split
+
+A column with an empty head stays empty. A block of code below <!-- FILE.py --> is filled with the file, below
+<!-- FILE.py NAME --> with what it defines under that name. Left out: numbers in sentences, and tables below
+other comments.
+
+    python -m bench.readme    # rewrite what has changed; tests/test_readme.py fails where it was forgotten
 """
 
+import ast
 import re
 import statistics
 
-from bench.table1 import ROOT, number, percent, read_json, write
+from bench.intervals import number, percent
+from bench.study import ROOT
+from bench.table1 import paper_text, shares_text
+from run import files
 
 TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
+CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "results"
+PAGES = (ROOT / "README.md", ROOT / "RESULTS.md")
 
 
-def lines_of(path):
-    """Lines of a file, or of the Python files of a folder."""
-    files = sorted(path.glob("*.py")) if path.is_dir() else [path]
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+def result_path(name):
+    """The file behind the tables of this name."""
+    return RESULTS / ("table4_household.json" if name == "table4" else f"table1_{name}_result.json")
 
 
-def files_row(path, _, what):
-    return [path, str(lines_of(ROOT / path.strip("*"))), what]
-
-
-def table4_row(row, *_):
-    own = next(own for own in read_json(RESULTS / "table4_household.json")["rows"] if own["row"] == row)
-    base, ours = (own["seconds"][name]["total"] for name in (own["base"], row))
-    later = [percent(own["later"][split], len(own["later"][split]["seeds"]), "+") if own["later"] else "–"
+def table4_row(result, name, _):
+    """A row with GCD: seconds without and with it, their ratio, the paper's, and 75 % of the iterations."""
+    row = next(row for row in result["rows"] if row["row"] == name)
+    base, ours = (row["seconds"][key]["total"] for key in (row["base"], name))
+    later = [percent(row["later"][split], len(row["later"][split]["seeds"]), "+") if row["later"] else "–"
              for split in ("L0", "L1", "L2")]
-    return [row, f"{base:.2f}", f"{ours:.2f}", f"{statistics.fmean(own['ratios']):.2f}",
-            number(own["paper"] and own["paper"]["ratio"], ".2f"), *later]
+    paper = number(row["paper"] and row["paper"]["ratio"], ".2f")
+    return [name, f"{base:.2f}", f"{ours:.2f}", f"{statistics.fmean(row['ratios']):.2f}", paper, *later]
 
 
-def result_row(result, name):
-    """A row or a difference: success on each split, and the paper's number for rows."""
-    seeds, splits = len(result["seeds"]), result["splits"]
-    if " - " in name:
-        return [name, *(percent(result["differences"][name][split], seeds, "+") for split in splits), ""]
-    own = result["rows"][name]
-    paper = [own[split]["paper"] for split in splits]
-    said = " / ".join(map(number, paper)) if any(paper) else ""
-    return [name, *(percent(own[split], seeds) for split in splits), said]
+def result_row(result, name, heads):
+    """A row or a difference of a result under these heads."""
+    is_difference = name in result["differences"]
+    splits = result["differences" if is_difference else "rows"][name]
+    cells, split = [name], ""
+    for head in heads[1:]:
+        split = head.split()[0] if head.split()[:1] and head.split()[0] in splits else split
+        if head.startswith("paper") or head == "refused":
+            texts = paper_text if head.startswith("paper") else shares_text
+            cells.append("" if is_difference else texts(splits))
+        elif head in (split, f"{split} at 0.4", "at 0.4") and split:
+            value = splits[split]["t0.4"] if head.endswith("0.4") else splits[split]
+            cells.append(percent(value, len(result["seeds"]), "+" if is_difference else ""))
+        elif head:
+            raise ValueError(f"column {head!r}: expected {', '.join(splits)}, at 0.4, refused or paper")
+        else:
+            cells.append("")
+    return cells
+
+
+def cells_of(line):
+    """The cells of a table's line."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def source_of(path, name):
+    """A file's text, or that of the class or function of this name in it."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if name is None:
+        return text.strip()
+    return next(ast.get_source_segment(text, node) for node in ast.parse(text).body
+                if getattr(node, "name", None) == name)
 
 
 def filled(text):
-    """The README with today's numbers. A row that results/ does not have is a KeyError or StopIteration."""
+    """A page with today's numbers and code. What is not there is a KeyError or StopIteration."""
     def fill(found):
-        name, (head, rule, *rows) = found[1], found[2].splitlines()
-        result = {} if name in ("files", "table4") else read_json(RESULTS / f"table1_{name}_result.json")
-        fillers = {"files": files_row, "table4": table4_row}
-        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-        done = [fillers[name](*own) if name in fillers else result_row(result, own[0]) for own in cells]
-        return "\n".join([f"<!-- {name} -->", head, rule, *(f"| {' | '.join(own)} |" for own in done), ""])
-    core = sum(lines_of(ROOT / path) for path in re.findall(r"^\| \*\*(.+?)\*\* \|", text, re.MULTILINE))
-    return re.sub(r"a core of [\d,]+ lines", f"a core of {core:,} lines", TABLE.sub(fill, text))
+        name, (head, rule, *lines) = found[1], found[2].splitlines()
+        if not result_path(name).exists():
+            return found[0]
+        result = files.read_json(result_path(name))
+        rows = [cells_of(line)[0] for line in lines]
+        heads, row_of = cells_of(head), table4_row if name == "table4" else result_row
+        done = [row_of(result, row, heads) for row in rows]
+        return "\n".join([f"<!-- {name} -->", head, rule, *(f"| {' | '.join(row)} |" for row in done), ""])
+    def quote(found):
+        head = found[0].partition("\n")[0]
+        return f"{head}\n```python\n{source_of(found[1], found[2])}\n```"
+    return CODE.sub(quote, TABLE.sub(fill, text))
+
+
+def main():
+    for page in PAGES:
+        if page.exists():
+            text = page.read_text(encoding="utf-8")
+            names = [name for name, _ in TABLE.findall(text) if result_path(name).exists()]
+            files.write_text(page, filled(text))
+            print(f"{page.name}: {', '.join(names) or 'no tables'}")
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    write(readme, filled(readme.read_text(encoding="utf-8")).removesuffix("\n"))
+    main()

@@ -2,7 +2,8 @@
 
 transformers is given the whole conversation anew each turn. Same weights, same episodes, same number of turns
 and the same limit on a response, one run; the model is untrained. The observations are those of expert
-episodes in generated rooms, whatever the model answers, so prompts grow as they do in training.
+episodes in generated rooms, whatever the model answers, so prompts grow as they do in training. Left out:
+GPUs, and engines made for serving.
 
     python -m bench.rollout [--episodes 64] [--turns 20] [--threads 1] [--hidden-size 64]
 """
@@ -15,26 +16,31 @@ import time
 import torch
 import transformers
 
-import model as qwen
 import rollout
-from envs import Reply, experts, rooms
-from envs.household import Household
-from parallel import stream
+from envs import Reply
+from envs.alfred import expert, rooms
+from envs.alfred.game import Game
+from lm import model as qwen
+from lm.chat import Chat
+from lm.engine import Sampling, cut
+from run.parallel import stream
 
 RESPONSE_TOKENS = 6      # about what a command and its stop token take
 
 
 class Recorded:
-    """An environment that answers with a recorded episode's observations, whatever it is told."""
+    """An environment that answers with a recorded episode's observations, whatever the command."""
 
     def __init__(self, observations):
         self.observations = observations
 
     def reset(self, task, seed=0):
+        """The first observation."""
         self.turn = 0
         return Reply(self.observations[0], [], False, False)
 
     def step(self, command):
+        """The next; after the last, the first again."""
         self.turn += 1
         return Reply(self.observations[self.turn % len(self.observations)], [], False, False)
 
@@ -42,15 +48,15 @@ class Recorded:
 def recorded(n):
     """Observations of n expert episodes and their tasks."""
     tasks = rooms.tasks("dev")[:n]
-    prior = experts.learn_prior([rooms.task("train", i) for i in range(100)])
-    shown = [experts.demonstrate(Household(), task, prior, seed=i) for i, task in enumerate(tasks)]
+    prior = expert.learn_prior([rooms.task("train", i) for i in range(100)])
+    shown = [expert.demonstrate(Game(), task, prior, seed=i) for i, task in enumerate(tasks)]
     return tasks, [demonstration.observations for demonstration in shown]
 
 
 def ours(model, chat, tasks, observations, turns):
     """Seconds and new tokens of one play() of all episodes."""
     seats = [rollout.Seat(task, i, stream(0, i)) for i, task in enumerate(tasks)]
-    sampling = rollout.Sampling(max_response_tokens=RESPONSE_TOKENS)
+    sampling = Sampling(max_response_tokens=RESPONSE_TOKENS)
     envs = [Recorded(o) for o in observations]
     started = time.perf_counter()
     episodes = rollout.play(model, chat, envs, seats, sampling, turns, 2048, on_truncation="invalid")
@@ -70,8 +76,8 @@ def theirs(model, chat, observations, turns):
         out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
                              pad_token_id=pad, max_new_tokens=RESPONSE_TOKENS,
                              eos_token_id=list(chat.stop_ids))
-        for i, row in enumerate(out[:, width:].tolist()):
-            response = rollout.cut(row, [0.0] * len(row), chat.stop_ids).ids
+        for i, ids in enumerate(out[:, width:].tolist()):
+            response = cut(ids, [0.0] * len(ids), chat.stop_ids).ids
             new += len(response)
             prompts[i] = prompts[i] + response + chat.message(observations[i][turn % len(observations[i])])
     return time.perf_counter() - started, new
@@ -94,7 +100,7 @@ def main():
         qwen.init_weights(model, 0)
         qwen.save_pretrained(model, folder)
         peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        chat = rollout.Chat(qwen.load_tokenizer(folder), "plain")
+        chat = Chat(qwen.load_tokenizer(folder), "plain")
     tasks, observations = recorded(args.episodes)
     ours(model, chat, tasks[:4], observations[:4], 2)          # warm up both
     theirs(peer, chat, observations[:4], 2)

@@ -1,10 +1,11 @@
-"""Stored evaluation episodes of runs on real games, replayed on the real ALFWorld engine: same commands, same outcome?
+"""Stored evaluation episodes of runs on real games, replayed on the real ALFWorld engine: are they the same?
 
-A run plays ALFWorld's games in household.py, which is ALFWorld word for word; this looks again, with the commands of a
-trained model. Prints one JSON line and ends with status 1 if an observation or an outcome differs, or if there are fewer
-episodes than asked. Left out: episodes with a malformed or cut response, whose turn reached no game.
+A run plays ALFWorld's games in envs/household.py, which is ALFWorld word for word; this looks again, with the
+commands of a trained model. Prints one JSON line and ends with status 1 if an observation or an outcome
+differs, or if there are fewer episodes than asked for. Left out: episodes with a malformed or cut response,
+whose turn reached no game.
 
-    python -m bench.spotcheck runs/table1/alfworld/seed0/grpo runs/table1/alfworld/seed0/grpo+gcd
+    python -m bench.spotcheck runs/table1/alfworld/seed0/grpo --games $ALFWORLD_DATA/json_2.1.1
 """
 
 import argparse
@@ -15,45 +16,50 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.table1 import read_lines
 from envs import alfworld
-from envs.games import load_games
-from envs.splits import FOLDER
+from run import files
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", help="output folders of gcd.py, evaluated with --games")
-    parser.add_argument("--games", default="../shared/data/alfworld/games.jsonl.gz", help="the same as the run's")
+    parser.add_argument("--games", required=True, help="the same as the runs': a folder or games.jsonl.gz")
     parser.add_argument("--n", type=int, default=20, help="episodes of each run")
     options = parser.parse_args(argv)
-    rows = [row for run in options.runs for row in replayable(run, options.n)]
-    tasks = {task.id: task for split in {row["split"] for row in rows} for task in load_games(options.games, FOLDER[split])}
-    env = alfworld.make(1)[0]
-    differ = [row["task_id"] for row in tqdm(rows, unit="episode") if not same(env, tasks[row["task_id"]], row)]
+    try:
+        world = alfworld.World(alfworld.World.Settings(options.games))
+        episodes = [episode for run in options.runs for episode in replayable(run, options.n)]
+        tasks = {task.id: task for split in {e["split"] for e in episodes} for task in world.split(split)}
+        env = world.make(1)[0]
+    except (ValueError, OSError) as error:
+        print(f"bench.spotcheck: error: {error}", file=sys.stderr)
+        return 2
+    differ = [e["task_id"] for e in tqdm(episodes, unit="episode") if not same(env, tasks[e["task_id"]], e)]
     env.close()
-    print(json.dumps({"bench": "spotcheck", "runs": options.runs, "episodes": len(rows), "won": sum(r["won"] for r in rows),
-                      "turns": sum(len(r["turns"]) for r in rows), "differ": differ} | alfworld.versions()))
-    return bool(differ) or len(rows) < options.n * len(options.runs)
+    print(json.dumps({"bench": "spotcheck", "runs": options.runs, "episodes": len(episodes),
+                      "won": sum(e["won"] for e in episodes), "turns": sum(len(e["turns"]) for e in episodes),
+                      "differ": differ} | world.versions()))
+    return bool(differ) or len(episodes) < options.n * len(options.runs)
 
 
 def replayable(run, n):
     """n of a run's stored evaluation episodes whose every turn gave a command, from its splits in turns."""
     by_split = {}
-    for row in read_lines(Path(run) / "episodes.jsonl"):
-        if row["phase"] == "evaluation" and all(turn["action"] for turn in row["turns"]):
-            by_split.setdefault(row["split"], []).append(row)
-    return [row for rows in itertools.zip_longest(*by_split.values()) for row in rows if row][:n]
+    for episode in files.read_lines(Path(run) / files.EPISODES)[0]:
+        if episode["phase"] == "evaluation" and all(turn["action"] for turn in episode["turns"]):
+            by_split.setdefault(episode["split"], []).append(episode)
+    rounds = itertools.zip_longest(*by_split.values())
+    return [episode for episodes in rounds for episode in episodes if episode][:n]
 
 
-def same(env, task, row):
+def same(env, task, episode):
     """Whether the engine says what the stored episode says, turn by turn, and ends as it ended."""
     reply = env.reset(task)
-    for turn in row["turns"]:
+    for turn in episode["turns"]:
         if reply.observation != turn["observation"] or (turn["action"] in reply.admissible) != turn["valid"]:
             return False
         reply = env.step(turn["action"])
-    return (reply.observation, reply.won) == (row["final_observation"], row["won"])
+    return (reply.observation, reply.won) == (episode["final_observation"], episode["won"])
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
 """The paper's Table 4 form: what an iteration with GCD costs, and what it brings in equal time.
 
-Seconds by stage of rows of a bench.table1 config, with and without GCD, measured one run after another from seed 0's cold
-start: on a machine that does nothing else. The rows take turns, so that a slow minute hits all of them; a run's first
-iteration is left out, the median of the others counts. The success beside it is bench.table1's: its rows "...@75" train
-for 75 % of the iterations. Both go to table4_STUDY.json and .md beside the config.
+Seconds by stage of rows of a bench.table1 config, with and without GCD, measured one run after another from
+seed 0's cold start: on a machine that does nothing else. The rows take turns, so that a slow minute hits
+all of them; a run's first iteration is left out, the median of the others counts. The success beside it is
+bench.table1's: its rows "...@75" train for 75 % of the iterations. Both go to table4_STUDY.json and .md
+beside the config. Left out: memory.
 
-    python -m bench.table1 --config results/table1_household.json --rows cold_start,cold_start_tags --seeds 0   # starts
-    python -m bench.table4 --config results/table1_household.json               # about 6 minutes
-    python -m bench.table4 --config results/table1_household.json --repeats 0   # only the table, of what is there
+    python -m bench.table1 --config results/table1_household.json --rows cold_start --seeds 0      # its start
+    python -m bench.table4 --config results/table1_household.json               # about 4 minutes
+    python -m bench.table4 --config results/table1_household.json --repeats 0   # only the table
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import subprocess
@@ -20,33 +20,42 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench import table1
-from bench.table1 import markdown, number, percent
+from bench.cells import wanted
+from bench.intervals import markdown, number, percent
+from bench.study import PAPER, ROOT, below_root, cells_of, read_config
+from run import files
 
 STAGES = ("rollout", "judge", "update")
-LATER = "@75"                                       # ends the name of a row that trains for 75 % of the iterations
+LATER = "@75"                         # ends the name of a row that trains for 75 % of the iterations
 
 
 def pairs_of(config):
     """Rows with GCD and their counterparts without, [(with, without)]."""
-    rows = config["rows"]
-    return [(row, base) for row in rows if row.endswith("+gcd") and (base := row.removesuffix("+gcd")) in rows]
+    pairs = [(row, row.removesuffix("+gcd")) for row in config["rows"] if row.endswith("+gcd")]
+    return [(row, base) for row, base in pairs if base in config["rows"]]
+
+
+# Measuring
+
+def log_of(cell):
+    """Where a cell's seconds are measured."""
+    return cell.folder.parent / f"seconds_{cell.row}"
 
 
 def measure(cell, iterations):
-    """One run of a cell for some iterations, nothing evaluated. Returns each stage's median seconds per iteration."""
-    out = cell.folder.parent / f"seconds_{cell.row}"
-    command = [*cell.command, "--iterations", str(iterations), "--evaluate", "none",
-               "--out", table1.below_root(out)]
-    ended = subprocess.run(command, cwd=table1.ROOT, capture_output=True, text=True)
+    """Each stage's median seconds per iteration, of one run of a cell, nothing evaluated."""
+    out = log_of(cell)
+    command = [*cell.command, "--iterations", str(iterations), "--evaluate", "none", "--out", below_root(out)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
-        raise ValueError(f"{shlex.join(command)} ended with {ended.returncode}: {ended.stderr.strip()[-500:]}")
-    rows = [row for row in table1.read_lines(out / "metrics.jsonl") if row.get("phase") == "rl"][1:]
-    return {stage: statistics.median(row[f"time/{stage}_s"] for row in rows) for stage in STAGES}
+        message = ended.stderr.strip()[-500:]
+        raise ValueError(f"{shlex.join(command)} ended with {ended.returncode}: {message}")
+    counted = files.iterations_in(files.read_lines(out / files.METRICS)[0])[1:]
+    return {stage: statistics.median(line[f"time/{stage}_s"] for line in counted) for stage in STAGES}
 
 
 def measured(cells, iterations, repeats):
-    """Every row `repeats` times, in turns: {row: {"seconds": [{stage: seconds}], and what they were taken on}}."""
+    """Every row `repeats` times, in turns: {row: {"seconds": [{stage: seconds}], how they were taken}}."""
     seconds = {cell.row: [] for cell in cells}
     with tqdm(total=repeats * len(cells), unit="run") as bar:
         for _ in range(repeats):
@@ -54,31 +63,56 @@ def measured(cells, iterations, repeats):
                 bar.set_description(cell.row)
                 seconds[cell.row].append(measure(cell, iterations))
                 bar.update()
-    head = table1.read_lines(cells[0].folder.parent / f"seconds_{cells[0].row}" / "metrics.jsonl")[0]
+    head = files.read_lines(log_of(cells[0]) / files.METRICS)[0][0]
     taken = {"iterations": iterations, "commit": head["commit"], "versions": head["versions"]}
-    return {row: taken | {"seconds": own} for row, own in seconds.items()}
+    return {row: taken | {"seconds": runs} for row, runs in seconds.items()}
+
+
+def chosen(config, rows):
+    """The first seed's cells of rows without GCD and with it. ValueError where one or its start lacks."""
+    known = {base: row for row, base in pairs_of(config)}
+    if unknown := set(rows.split(",")) - set(known):
+        raise ValueError(f"--rows={','.join(sorted(unknown))}: the config has {', '.join(known)} with and "
+                         "without GCD")
+    names = [name for base in rows.split(",") for name in (base, known[base])]
+    by_row = {cell.row: cell for cell in reversed(cells_of(config)) if cell.seed == config["seeds"][0]}
+    for cell in (by_row[name] for name in names):
+        if cell.rerun:
+            raise ValueError(f"--rows={rows}: {cell.row} is not to be run again: {cell.rerun}")
+        if cell.start and not (cell.start.folder / "checkpoint").is_dir():
+            raise ValueError(f"{below_root(cell.start.folder)}: no checkpoint to begin from; run "
+                             f"bench.table1 --rows {cell.start.row} --seeds {cell.seed} first")
+    return [by_row[name] for name in names]
+
+
+# The table
+
+def iterations_of(cell):
+    """A cell's RL iterations: of its result, or else those that its flags ask for."""
+    stored = files.read_json(cell.result)
+    return stored["config"]["iterations"] if stored else wanted(cell).iterations
 
 
 def table(config, taken, result, paper):
-    """Per pair: seconds by stage, their ratio by repeat, and the differences in success, of bench.table1's result."""
-    rows, cells = [], {cell.row: cell for cell in table1.cells_of(config)}
+    """Per pair: seconds by stage, their ratio by repeat, and the differences in success from bench.table1."""
+    rows, cells = [], {cell.row: cell for cell in reversed(cells_of(config))}    # the first seed's
     for row, base in pairs_of(config):
         if not (row in taken and base in taken):
             continue
-        seconds = {name: taken[name]["seconds"] for name in (row, base)}
-        total = {name: [sum(run[stage] for stage in STAGES) for run in seconds[name]] for name in (row, base)}
+        seconds = {name: taken[name]["seconds"] for name in (base, row)}
+        total = {name: [sum(run[s] for s in STAGES) for run in runs] for name, runs in seconds.items()}
         later, share = row + LATER, None
         if later in cells:
-            share = table1.wanted(cells[later]).iterations / table1.wanted(cells[base]).iterations
-        method = config["rows"][base]["paper"]
+            share = iterations_of(cells[later]) / iterations_of(cells[base])
         rows.append({
             "row": row, "base": base,
-            "seconds": {name: {stage: statistics.fmean(run[stage] for run in seconds[name]) for stage in STAGES}
-                        | {"total": statistics.fmean(total[name])} for name in (base, row)},
+            "seconds": {name: {stage: statistics.fmean(run[stage] for run in runs) for stage in STAGES}
+                        | {"total": statistics.fmean(total[name])} for name, runs in seconds.items()},
             "ratios": [a / b for a, b in zip(total[row], total[base])],
             "share_of_iterations": share,
-            "all": result["differences"].get(f"{row} - {base}"), "later": result["differences"].get(f"{later} - {base}"),
-            "paper": of_paper(paper["table4"], method)})
+            "all": result["differences"].get(f"{row} - {base}"),
+            "later": result["differences"].get(f"{later} - {base}"),
+            "paper": of_paper(paper["table4"], config["rows"][base]["paper"])})
     return rows
 
 
@@ -87,50 +121,79 @@ def of_paper(table4, method):
     if method not in table4["columns"]:
         return None
     k = table4["columns"].index(method)
-    time, success = ({name: table4[key][name][k] for name in ("GCD", "vanilla")} for key in ("time", "performance"))
-    return {"ratio": time["GCD"] / time["vanilla"], "success": success["GCD"] - success["vanilla"]}
+    seconds, success = table4["time"], table4["performance"]
+    return {"ratio": seconds["GCD"][k] / seconds["vanilla"][k],
+            "success": success["GCD"][k] - success["vanilla"][k]}
 
+
+# As text
 
 def text(taken, rows, splits, seeds):
     """The result as Markdown."""
-    how = {}                                        # rows may have been measured on different days
-    for own in rows:
-        one = taken[own["row"]]
-        said = f"median of {one['iterations'] - 1}, mean of {len(one['seconds'])} runs taken in turns " \
-               f"({one['versions']['machine']}; commit {one['commit']})"
-        how.setdefault(said, []).append(own["row"])
-    said = "; ".join(said if len(how) == 1 else f"{', '.join(names)}: {said}" for said, names in how.items())
-    lines = [f"Seconds per iteration, {said}; ×: multiples of the row without GCD, lowest and highest run; paper: Table 4.", ""]
-    times = []
-    for own in rows:
-        for name in (own["base"], own["row"]):
-            ratio = [f"{statistics.fmean(own['ratios']):.2f} ({min(own['ratios']):.2f}–{max(own['ratios']):.2f})",
-                     number(own["paper"] and own["paper"]["ratio"], ".2f")] if name == own["row"] else ["", ""]
-            times.append([name, *(number(own["seconds"][name][key], ".2f") for key in (*STAGES, "total")), *ratio])
-    lines += markdown(["seconds", *STAGES, "total", "×", "paper ×"], times)
-    gains = []
-    for own in rows:
-        for key, share in (("all", 1.0), ("later", own["share_of_iterations"])):
-            if own[key]:
-                ratio = statistics.fmean(own["ratios"]) * share
-                paper = own["paper"] and (own["paper"]["ratio"] * share, own["paper"]["success"] if key == "later" else None)
-                gains.append([f"{own['row']} − {own['base']}", f"{share:.0%}", f"{ratio:.2f}",
-                              *(percent(own[key][split], seeds, "+") for split in splits),
-                              number(paper and paper[0], ".2f"), number(paper and paper[1], "+.1f")])
+    lines = [f"Seconds per iteration, {how_text(taken, rows)}; ×: multiples of the row without GCD, lowest "
+             "and highest run; paper: Table 4.", ""]
+    lines += markdown(["seconds", *STAGES, "total", "×", "paper ×"], seconds_rows(rows))
     head = ["success in points", "iterations", "time ×", *splits, "paper time ×", "paper L2"]
-    return "\n".join([*lines, "What GCD brings, with as many iterations and with fewer (paired by seed ± half the 95 % t "
-                      f"interval, {seeds} seeds):", "", *markdown(head, gains)])
+    lines += ["What GCD brings, with as many iterations and with fewer (temperature 1, paired by seed ± half "
+              f"the 95 % t interval, {seeds} seeds):", ""]
+    return "\n".join([*lines, *markdown(head, gain_rows(rows, splits, seeds))])
 
+
+def how_text(taken, rows):
+    """How the seconds were taken; rows may have been measured on different days."""
+    how = {}
+    for row in rows:
+        facts = taken[row["row"]]
+        words = (f"median of {facts['iterations'] - 1}, mean of {len(facts['seconds'])} runs taken in turns "
+                 f"({facts['versions']['machine']}; commit {facts['commit']})")
+        how.setdefault(words, []).append(row["row"])
+    if len(how) == 1:
+        return next(iter(how))
+    return "; ".join(f"{', '.join(names)}: {words}" for words, names in how.items())
+
+
+def seconds_rows(rows):
+    """Two lines a pair: seconds by stage, and how many times the total without GCD the one with it is."""
+    lines = []
+    for row in rows:
+        ratios, paper = row["ratios"], row["paper"] and row["paper"]["ratio"]
+        span = f"{statistics.fmean(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+        for name, more in ((row["base"], ["", ""]), (row["row"], [span, number(paper, ".2f")])):
+            seconds = [number(row["seconds"][name][key], ".2f") for key in (*STAGES, "total")]
+            lines.append([name, *seconds, *more])
+    return lines
+
+
+def gain_rows(rows, splits, seeds):
+    """What GCD adds to success in all iterations and in 75 % of them, and the time that it takes for that."""
+    lines = []
+    for row in rows:
+        for key, share in (("all", 1.0), ("later", row["share_of_iterations"])):
+            if not row[key]:
+                continue
+            time = paper = None
+            if row["paper"]:
+                time = row["paper"]["ratio"] * share
+                paper = row["paper"]["success"] if key == "later" else None
+            lines.append([f"{row['row']} − {row['base']}", f"{share:.0%}",
+                          f"{statistics.fmean(row['ratios']) * share:.2f}",
+                          *(percent(row[key][split], seeds, "+") for split in splits),
+                          number(time, ".2f"), number(paper, "+.1f")])
+    return lines
+
+
+# The command
 
 def parse(argv):
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, help="bench.table1's JSON file")
-    parser.add_argument("--rows", default="grpo,gigpo,rlvmr", help="rows without GCD; those with it are run beside them")
+    parser.add_argument("--rows", default="grpo,gigpo", help="rows without GCD; those with it run too")
     parser.add_argument("--iterations", type=int, default=10, help="of a run; the first is not counted")
     parser.add_argument("--repeats", type=int, default=3, help="runs of a row; 0: table only")
     options = parser.parse_args(argv)
     if options.iterations < 2 or options.repeats < 0:
-        parser.error(f"--iterations={options.iterations} --repeats={options.repeats}: expected at least 2 and 0")
+        parser.error(f"--iterations={options.iterations} --repeats={options.repeats}: expected at least 2, 0")
     return options
 
 
@@ -138,40 +201,24 @@ def main(argv=None):
     options = parse(argv)
     try:
         path = Path(options.config)
-        config, paper = table1.read_config(path), table1.read_json(table1.ROOT / "results" / "paper.json")
-        beside = path.with_name(path.stem + "_result.json")
-        result = table1.read_json(beside) if beside.exists() else {"differences": {}}
+        config = read_config(path)
+        result = files.read_json(path.with_name(path.stem + "_result.json")) or {"differences": {}}
         file = path.with_name(f"table4_{config.get('study', config['benchmark'])}.json")
-        taken = table1.read_json(file)["taken"] if file.exists() else {}
+        taken = files.read_json(file).get("taken", {})
         if options.repeats:
             taken |= measured(chosen(config, options.rows), options.iterations, options.repeats)
         if not taken:
             raise ValueError(f"--repeats=0: nothing was measured yet, {file} is missing")
-        if not (rows := table(config, taken, result, paper)):
+        if not (rows := table(config, taken, result, files.read_json(PAPER))):
             raise ValueError(f"{file}: nothing of it is a row of {path} with and without GCD")
     except (ValueError, OSError) as error:
         print(f"bench.table4: error: {error}", file=sys.stderr)
         return 2
-    said = text(taken, rows, config["splits"], len(config["seeds"]))
-    table1.write(file, json.dumps({"taken": taken, "rows": rows}, indent=1))
-    table1.write(file.with_suffix(".md"), said)
-    print(said)
+    printed = text(taken, rows, config["splits"], len(config["seeds"]))
+    files.write_json(file, {"taken": taken, "rows": rows})
+    files.write_text(file.with_suffix(".md"), printed + "\n")
+    print(printed)
     return 0
-
-
-def chosen(config, rows):
-    """The first seed's cells of rows without GCD and of those with it. ValueError where one, or its start, is missing."""
-    known = {base: row for row, base in pairs_of(config)}
-    if unknown := set(rows.split(",")) - set(known):
-        raise ValueError(f"--rows={','.join(sorted(unknown))}: the config has {', '.join(known)} with and without GCD")
-    names = [name for base in rows.split(",") for name in (base, known[base])]
-    first = {cell.row: cell for cell in reversed(table1.cells_of(config)) if cell.seed == config["seeds"][0]}
-    cells = [first[name] for name in names]
-    for cell in cells:
-        if cell.start and not (cell.start.folder / "checkpoint").is_dir():
-            raise ValueError(f"{table1.below_root(cell.start.folder)}: no checkpoint to begin from; run bench.table1 --rows "
-                             f"{cell.start.row} --seeds {cell.seed} first")
-    return cells
 
 
 if __name__ == "__main__":

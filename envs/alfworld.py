@@ -1,13 +1,13 @@
 """ALFWorld on its own engine: the pip packages alfworld and textworld, with the games in worker processes.
 
-The same tasks, replies and texts as the household game, whose answers the tests hold against these. The engine
-is slow and holds its games in copies of a C++ library, so workers keep what does not change: a library copy per
-live game, the translated PDDL of the last games, the command of each ground operator. First comes the player's
-side, then the worker's, then the player on the command line. Left out: textworld's batches, the planner and
-alfworld's experts.
+The same tasks, replies and texts as household's, whose answers the tests hold against these. The engine is
+slow and holds its games in copies of a C++ library, so workers keep what does not change: a library copy per
+live game, the translated PDDL of the last games, the command of each ground operator. First comes the world,
+then the player's side, the worker's, and the player on the command line. Left out: textworld's batches, the
+planner and alfworld's experts.
 
     python -m envs.alfworld --game game.tw-pddl           # play an ALFWorld game, one command a line
-    python -m envs.alfworld --games ../shared/data/alfworld/games.jsonl.gz --split valid_seen --index 3 --json
+    python -m envs.alfworld --games $ALFWORLD_DATA/json_2.1.1 --split valid_seen --index 3 --json
 """
 
 import argparse
@@ -21,19 +21,21 @@ import sys
 import tempfile
 import threading
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from envs import NOTHING, EpisodeLost, Reply, Task
-from envs.games import PddlText, load_game, load_games, problem_from_pddl
-from envs.household import play_in_terminal
+from envs import EpisodeLost, Reply, Task, household
+from envs._terminal import play_in_terminal
+from envs.alfred.games import PddlText, check_source, load_game, load_games, problem_from_pddl
+from envs.alfred.problem import NOTHING
 
 PACKAGES = {"alfworld": "alfworld", "textworld": "textworld", "fast_downward": "fast_downward_textworld"}
 LIMIT_S = 120          # a worker silent for so long hangs; a first load takes it 1 s at most, a turn some ms
-GAMES_KEPT = 16        # translated games in a worker, some MB each: those of a batch that is played in groups of 8
+GAMES_KEPT = 16        # translated games in a worker, some MB each: those of a batch played in groups of 8
 
 
 def make(n, workers=2):
@@ -53,6 +55,32 @@ def versions():
     return {package: version(package) for package in PACKAGES.values()}
 
 
+class World(household.World):
+    """Real games on the real engine. Tasks, words, expert and oracle are household's."""
+
+    @dataclass(frozen=True)
+    class Settings:
+        """Where the games come from."""
+        games: str = field(default="", metadata={"help": "a json_2.1.1 folder or games.jsonl.gz"})
+
+    def __init__(self, settings=None, train_types="part", seed=0):
+        if settings is None or not settings.games:
+            raise ValueError("--env=alfworld: needs --games, a json_2.1.1 folder or games.jsonl.gz")
+        super().__init__(settings, train_types, seed)
+
+    def make(self, n):
+        """n environments on two worker processes, see `make`."""
+        return make(n)
+
+    def games(self):
+        """What is played."""
+        return "real ALFWorld games, alfworld engine"
+
+    def versions(self):
+        """The versions of the engine's packages."""
+        return versions()
+
+
 # The player's side
 
 class Alfworld:
@@ -67,7 +95,7 @@ class Alfworld:
     def reset(self, task: Task, seed: int = 0) -> Reply:
         """Start the task's game. The game has no chance in it: `seed` changes nothing.
 
-        Raises ValueError for a game whose PDDL is broken and for a generated room, EpisodeLost as `step` does.
+        Raises ValueError for broken PDDL and for a generated room, EpisodeLost as `step` does.
         """
         self.send("reset", task, seed)
         return self.receive()
@@ -83,12 +111,13 @@ class Alfworld:
     def send(self, verb, argument, seed=0):
         """Send "reset" and a task, or "step" and a command; `receive` waits for what comes of it."""
         if verb == "reset":
-            text = text_of(argument)
+            text = pddl_text(argument)
             self.worker, self.task, argument = self.pool.worker_of(self.number), argument, text
         self.sent += 1
         self.worker.ask((self.number, self.sent, verb, argument))
 
     def receive(self) -> Reply:
+        """The answer to what was sent. Raises ValueError and EpisodeLost as `reset` and `step` do."""
         try:
             answer = self.worker.answer(self.number, self.sent)
         except EpisodeLost as loss:
@@ -98,13 +127,15 @@ class Alfworld:
         return answer
 
     def close(self) -> None:
+        """Leave the workers; the last environment ends them."""
         self.pool.leave(self.number)
 
 
-def text_of(task):
+def pddl_text(task):
     """The PDDL text of a task. ValueError for a generated room, which has none."""
     if not isinstance(task.problem, PddlText):
-        raise ValueError(f"--env=alfworld: plays real games only, so needs --games; task {task.id} is a generated room")
+        raise ValueError(f"--env=alfworld: plays real games only, so needs --games; "
+                         f"task {task.id} is a generated room")
     return task.problem
 
 
@@ -175,12 +206,14 @@ class Worker:
         return self.answers.pop(environment)[1]
 
     def lose(self, error):
+        """End the worker, and note what became of it for those who wait."""
         hangs = isinstance(error, BlockingIOError)
         self.end(patience_s=0 if hangs else 1)
         self.lost = f"its worker gave no answer for {LIMIT_S} s" if hangs else (
             f"its worker died with exit code {self.process.returncode}")
 
     def end(self, patience_s):
+        """Close the pipe, which ends the worker; kill it where it takes longer than that."""
         self.lost = "its worker was closed"
         self.pipe.close()
         try:
@@ -207,7 +240,8 @@ def serve(descriptor):
         environment, number, verb, argument = requests.get()
         if environment not in engines:
             engines[environment] = Engine(logic)
-        answer = start(engines[environment], argument) if verb == "reset" else engines[environment].step(argument)
+        engine = engines[environment]
+        answer = start(engine, argument) if verb == "reset" else engine.step(argument)
         try:
             pipe.send((environment, number, answer))
         except BrokenPipeError:
@@ -215,8 +249,8 @@ def serve(descriptor):
 
 
 def read_requests(pipe, requests):
-    """Take requests as they come, so that no player waits to send while this waits to answer; end with the pipe,
-    whatever the engine is doing."""
+    """Take requests as they come, so that no player waits to send while this waits to answer; end with the
+    pipe, whatever the engine is doing."""
     try:
         while True:
             requests.put(pipe.recv())
@@ -235,14 +269,15 @@ def start(engine, text):
 
 def prepare():
     """Make the engine of this process keep what it works out; returns ALFWorld's domain and grammar, read."""
-    os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())    # or the import makes a folder in the home
+    os.environ.setdefault("ALFWORLD_DATA", tempfile.gettempdir())   # or the import makes a folder in the home
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
     from fast_downward import interface
     from textworld.envs.pddl.logic import GameLogic
     keep_translations()
     keep_parses()
     interface.DOWNWARD_LIB_PATH = without_symbols(interface.DOWNWARD_LIB_PATH)
-    return GameLogic(*(Path(path).read_text(encoding="utf-8") for path in (ALFRED_PDDL_PATH, ALFRED_TWL2_PATH)))
+    paths = ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
+    return GameLogic(*(Path(path).read_text(encoding="utf-8") for path in paths))
 
 
 def keep_translations():
@@ -253,12 +288,13 @@ def keep_translations():
     """
     import fast_downward
     import mementos.core
-    stock, trim = fast_downward.pddl2sas, getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)      # glibc's alone
+    stock = fast_downward.pddl2sas
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: 0)       # glibc's alone
 
     @lru_cache(GAMES_KEPT)
     def translate(domain, problem):
         mementos.core._memento_cache.clear()
-        task, sas = stock(domain, problem)                           # overwrites sys.argv: not the player's, here
+        task, sas = stock(domain, problem)                    # overwrites sys.argv: not the player's, here
         trim(0)
         return task, sas
 
@@ -274,14 +310,16 @@ def keep_parses():
     from textworld.envs.pddl import textgen
     from textworld.logic import Rule
     parse = lru_cache(None)(textgen._parse_and_convert)
-    textgen._parse_and_convert = lambda text, **options: deepcopy(parse(text, **options))    # their user adds a context
+    # deep copies, because who uses them adds a context
+    textgen._parse_and_convert = lambda text, **options: deepcopy(parse(text, **options))
     Rule.parse_conjunctive_query = lru_cache(None)(Rule.parse_conjunctive_query)
     textgen.copy_context = lambda context: context | {
         "variables": dict(context["variables"]), "mapping": dict(context["mapping"])}
 
 
 def without_symbols(path):
-    """The path of the same library without what is never loaded: 1 MB of 34. Each game holds a copy, on disk too."""
+    """The path of the same library without what is never loaded: 1 MB of 34. Each game holds a copy, on disk
+    too."""
     elf = Path(path).read_bytes()
     if elf[:6] != b"\x7fELF\x02\x01":                                # 64 bits, little end first
         return path
@@ -307,6 +345,7 @@ class Engine:
         self.downward.load_sas_replan = lambda sas: None              # the planner's
 
     def reset(self, text) -> Reply:
+        """Load a game, a PddlText; its first reply."""
         from textworld.envs.pddl.logic import PddlState
         self.grammar = grammar_of(self.logic, text.task_desc)
         self.state = PddlState(self.downward, text.pddl, self.logic)
@@ -316,6 +355,7 @@ class Engine:
         return self._reply(self._say("#intro#", {}))
 
     def step(self, command) -> Reply:
+        """Do a command, or nothing."""
         action = self.actions.get(command.strip())
         if action is None:
             return self._reply(NOTHING)
@@ -323,7 +363,7 @@ class Engine:
         return self._reply(self._say(action.feedback_rule, action.mapping))
 
     def _reply(self, observation):
-        """The reply after the state has changed. Where two operators have the same command the first counts."""
+        """The reply after the state has changed. Of two operators with the same command the first counts."""
         self.actions = {}
         for action in self.state.all_applicable_actions():
             if action.id not in self.command_of:
@@ -335,7 +375,8 @@ class Engine:
 
     def _say(self, rule, mapping):
         """What the grammar makes of a rule, its placeholders filled by `mapping`."""
-        variables = {placeholder.name: self.entities[variable.name] for placeholder, variable in mapping.items()}
+        variables = {placeholder.name: self.entities[variable.name]
+                     for placeholder, variable in mapping.items()}
         return self.grammar.derive(rule, {"state": self.state, "facts": (), "variables": variables,
                                           "mapping": mapping, "entity_infos": self.entities})
 
@@ -370,8 +411,8 @@ def named_entities(state):
 
 def main(argv=None):
     """Play one game on the terminal."""
-    parser = argparse.ArgumentParser("python -m envs.alfworld", description="Play a game on ALFWorld's engine.",
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m envs.alfworld", allow_abbrev=False,
+                                     description="Play a game on ALFWorld's engine.")
     parser.add_argument("--game", help="play this game.tw-pddl file")
     parser.add_argument("--games", help="play a game of this json_2.1.1 folder or .jsonl.gz file")
     parser.add_argument("--split", default="valid_seen", help="split of --games")
@@ -380,10 +421,12 @@ def main(argv=None):
 
 
 def chosen_task(options):
+    """The task that the command line names. Raises ValueError for none, and for a game beside games."""
     if (options.game is None) == (options.games is None):
         raise ValueError("expected --game or --games")
     if options.game is not None:
         return load_game(options.game)
+    check_source(options.games, [options.split])
     tasks = load_games(options.games, options.split)
     if not 0 <= options.index < len(tasks):
         raise ValueError(f"--index={options.index}: {options.split} has games 0 to {len(tasks) - 1}")

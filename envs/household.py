@@ -1,346 +1,101 @@
-"""ALFWorld's text game in pure Python: a problem in, the game's exact texts and admissible commands out.
+"""ALFWorld's text game in pure Python, on generated rooms or ALFWorld's own games: a world without an engine.
 
-It speaks as alfworld 0.4.2 does on the TextWorld engine ("move apple 1 to fridge 1"), word for word and with
-its quirks ("look" in the middle of the room sees nothing; a lamp never switches off), and needs no planner
-and no compiler. First come the records of a problem, then the game, then the player on the command line. Left
-out: where problems come from (rooms generates them, games reads ALFWorld's), experts, the planner, and goals
-outside ALFWorld's six types.
+The game is alfred/game.py, its rooms alfred/rooms.py, the reader of real games alfred/games.py, expert and
+oracle alfred/expert.py: what this world and the real engine's (alfworld.py) share. For whoever trains with
+other stacks, the game also stands behind ALFWorld's interface: `from envs.household import AlfredTWEnv`
+(alfred/tw_env.py).
 
     python -m envs.household --split L0 --seed 3          # play a generated room, one command a line
     python -m envs.household --game game.tw-pddl --json   # play an ALFWorld game, one JSON reply a line
 """
 
 import argparse
-import json
-import sys
-from bisect import insort
-from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from envs import NOTHING, EpisodeLost, Reply, Task
+import envs
+from envs._terminal import play_in_terminal
+from envs.alfred import expert, games, rooms, splits
+from envs.alfred.game import Game
+from envs.alfred.problem import NOTHING
+from envs.alfred.tw_env import AlfredTWEnv
 
-HELP = """Available commands:
-  look:                             look around your current location
-  inventory:                        check your current inventory
-  go to (receptacle):               move to a receptacle
-  open (receptacle):                open a receptacle
-  close (receptacle):               close a receptacle
-  take (object) from (receptacle):  take an object from a receptacle
-  move (object) to (receptacle):  place an object in or on a receptacle
-  examine (something):              examine a receptacle or an object
-  use (object):                     use an object
-  heat (object) with (receptacle):  heat an object using a receptacle
-  clean (object) with (receptacle): clean an object using a receptacle
-  cool (object) with (receptacle):  cool an object using a receptacle
-  slice (object) with (object):     slice an object using a sharp object
-"""
+__all__ = ["AlfredTWEnv", "World"]
+
+PRIOR = 5_000_000, 400     # training tasks that the expert's prior is counted over: the first, how many
 
 
-@dataclass(frozen=True, slots=True)
-class Receptacle:
-    """A place: "cabinet 2". Its type is its name without the number, unless `kind` says otherwise."""
+class World(envs.World):
+    """Household tasks in pure Python: no engine, and a core plays tens of thousands of turns a second."""
 
-    name: str
-    location: int                  # receptacles that share a location are reached together
-    openable: bool
-    opened: bool                   # at the start
-    accepts: frozenset[str]        # object types that may be put here (PDDL canContain)
-    kind: str = ""                 # in some bathrooms "bathtubbasin 1" is of type "sinkbasin"
+    @dataclass(frozen=True)
+    class Settings:
+        """Where the games come from."""
+        games: str = field(default="", metadata={
+            "help": "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms"})
 
-    @property
-    def type(self):
-        return self.kind or type_of(self.name)
+    captions = splits.CAPTIONS
+    nothing = NOTHING
+    searches = ("go", "open", "examine", "look")
 
+    def __init__(self, settings=None, train_types="part", seed=0):
+        super().__init__(settings, train_types, seed)
+        self.tasks = splits.Tasks(self.settings.games, train_types, seed)
 
-@dataclass(frozen=True, slots=True)
-class Thing:
-    """An object: "apple 1". Its type is its name without the number."""
+    def make(self, n):
+        """n games that can be played at once."""
+        return [Game() for _ in range(n)]
 
-    name: str
-    receptacle: str | None         # name of the receptacle it starts in, or None
-    location: int                  # where it is sliced, not always where its receptacle is; -1: nowhere
-    pickupable: bool = True
-    cleanable: bool = False
-    heatable: bool = False
-    coolable: bool = False
-    toggleable: bool = False
-    sliceable: bool = False
-    cool: bool = False             # at the start
-    holds_things: bool = False     # a bowl, a box: examined, it says what is in it
-    holding: tuple[str, ...] = ()  # names of the things in it; the engine never changes this
-    also_in: tuple[str, ...] = ()  # further receptacles it starts in: real games list some things twice
+    def train(self, types, start, n):
+        """n training tasks, see splits.Tasks."""
+        return self.tasks.train(types, start, n)
 
-    @property
-    def type(self):
-        return type_of(self.name)
+    def split(self, name):
+        """Every task of a split, see splits.Tasks."""
+        return self.tasks.split(name)
 
+    def unseen(self):
+        """The splits that this training leaves unseen, see splits.Tasks."""
+        return self.tasks.unseen()
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """What wins: an object of this type in such a receptacle, cleaned, heated or cooled as the task says."""
+    def words(self):
+        """The texts' phrases and the names of things: in 400 real games, or in generated rooms."""
+        if self.settings.games:
+            return rooms.phrases(numbered=False) + games.names(self.train("all", 0, 400))
+        return rooms.phrases()
 
-    task_type: str
-    object: str                    # lower-case type, "apple"
-    receptacle: str = ""           # lower-case type, "fridge"; "" for look_at_obj_in_light
-    toggle: str = ""               # lower-case type, "desklamp"; "" but for look_at_obj_in_light
+    def games(self):
+        """What is played: numbers on generated rooms are not ALFWorld scores."""
+        return "real ALFWorld games, household engine" if self.settings.games else "generated rooms"
 
+    def warning(self):
+        """Generated rooms are smaller than ALFWorld's."""
+        return "" if self.settings.games else "Numbers on generated rooms are not ALFWorld scores."
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One game, before its first turn."""
+    def text_of(self, task):
+        """The text of a real game; a generated room is all in its id."""
+        return f"{task.problem.task_desc}\n{task.problem.pddl}" if hasattr(task.problem, "pddl") else ""
 
-    task_desc: str                 # "put a clean apple in fridge" (the intro adds the full stop)
-    receptacles: tuple[Receptacle, ...]    # in the order in which the intro names them
-    things: tuple[Thing, ...]      # in the order in which lists name them
-    goal: Goal
-    start: int = -1                # the location where the player starts; -1: where no receptacle is
+    def expert(self, envs):
+        """The search expert; it plays in the pure Python game whatever the engine, so not in `envs`."""
+        return expert.Expert(self.train("all", *PRIOR))
 
+    def oracle(self, observations, commands):
+        """What the prefix lets one know of each turn, see expert.oracle_labels."""
+        return expert.oracle_labels(observations, commands)
 
-def type_of(name):
-    """The type in a name: "apple" of "apple 1"."""
-    return name.rpartition(" ")[0]
-
-
-def listing(names, article="a "):
-    """As the game lists things: "a cup 1, a pan 2, and a mug 1"; "nothing" for none."""
-    *first, last = [article + name for name in names] or ["nothing"]
-    return f"{', '.join(first)}, and {last}" if first else last
-
-
-def problem_of(task: Task) -> Problem:
-    """The task's problem; one that is still text, as games.PddlText is, parses itself now.
-
-    Raises ValueError naming the game whose text is broken.
-    """
-    return task.problem.parse() if hasattr(task.problem, "parse") else task.problem
+    @staticmethod
+    def note(settings):
+        """Which task types the cold start saw: it decides what "never trained on" means."""
+        types = settings.get("cold_start_types")
+        if not types:
+            return ""
+        if types == "all":
+            return "The cold start sees all six task types, the two of L2 that RL never trains on included."
+        types = ", ".join(types) if isinstance(types, list) else types
+        return f"The cold start sees the task types {types}. RL never trains on those of L2."
 
 
-class Household:
-    """The game's state and rules. Things and receptacles are known by their index in the problem."""
-
-    def reset(self, task: Task, seed: int = 0) -> Reply:
-        """Start the task's game. The game has no chance in it: `seed` changes nothing."""
-        self.problem = problem_of(task)
-        self.receptacles, self.things = self.problem.receptacles, self.problem.things
-        self._index_places()
-        self._index_goal()
-        self._place_things()
-        self.here = self.problem.start
-        self.held = None
-        self.opened = {r for r, place in enumerate(self.receptacles) if place.openable and place.opened}
-        self.cool = {o for o, thing in enumerate(self.things) if thing.cool}
-        self.clean, self.hot, self.sliced, self.toggled = set(), set(), set(), set()
-        around = self._look_around() if not self.reachable[self.here] else self._look()
-        return self._reply(f"-= Welcome to TextWorld, ALFRED! =-\n\n{around}\n\n"
-                           f"Your task is to: {self.problem.task_desc}.")
-
-    def step(self, command: str) -> Reply:
-        """Do a command; one that is not admissible changes nothing. Case matters, spaces around it do not."""
-        command = command.strip()
-        act = self.commands.get(command) or self.ways[self.here].get(command)
-        if act is None:
-            return self._reply(NOTHING)
-        do, *arguments = act
-        return self._reply(do(*arguments))
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-    # What does not change during a game
-
-    def _index_places(self):
-        """Which receptacles are at a location, and its "go to" commands: to whatever is elsewhere."""
-        self.reachable = defaultdict(list)
-        for r, place in enumerate(self.receptacles):
-            self.reachable[place.location].append(r)
-        self.ways = {here: {f"go to {place.name}": (self._go, r) for r, place in enumerate(self.receptacles)
-                            if place.location != here}
-                     for here in {*self.reachable, self.problem.start}}
-
-    def _index_goal(self):
-        """The receptacles and things that can win: only a cleanable thing counts as cleaned, and so on."""
-        goal = self.problem.goal
-        self.goal_receptacles = [r for r, place in enumerate(self.receptacles)
-                                 if place.type == goal.receptacle]
-        needed = {"pick_clean_then_place_in_recep": "cleanable", "pick_heat_then_place_in_recep": "heatable",
-                  "pick_cool_then_place_in_recep": "coolable"}.get(goal.task_type)
-        self.goal_things = {o for o, thing in enumerate(self.things)
-                            if thing.type == goal.object and (needed is None or getattr(thing, needed))}
-        self.lamps = {o for o, thing in enumerate(self.things)
-                      if thing.type == goal.toggle and thing.toggleable}
-        self.sliceable = [o for o, thing in enumerate(self.things) if thing.sliceable]
-
-    # What does
-
-    def _place_things(self):
-        """Put everything where it starts; `at` is PDDL's objectAtLocation, changed by take and move."""
-        numbers = {place.name: r for r, place in enumerate(self.receptacles)}
-        self.contents = [[] for _ in self.receptacles]
-        for o, thing in enumerate(self.things):
-            for name in filter(None, (thing.receptacle, *thing.also_in)):
-                self.contents[numbers[name]].append(o)
-        self.at = [{thing.location} - {-1} for thing in self.things]
-        self.taken_from = [set() for _ in self.things]     # and not put back
-
-    def _reply(self, observation):
-        """The reply after the state has changed: what can be done now, and whether the goal holds."""
-        self.commands = self._local_commands()
-        won = self._won()
-        return Reply(observation, sorted([*self.ways[self.here], *self.commands]), won, won)
-
-    def _local_commands(self):
-        """Everything but "go to" that would do something here: command -> (method, its arguments...)."""
-        commands = {"help": (self._help,), "inventory": (self._inventory,), "look": (self._look,)}
-        for r in self.reachable[self.here]:
-            self._add_receptacle_commands(commands, r)
-        if self.held is not None:
-            self._add_held_commands(commands)
-        return commands
-
-    def _add_receptacle_commands(self, commands, r):
-        place = self.receptacles[r]
-        commands[f"examine {place.name}"] = (self._examine_receptacle, r)
-        if place.openable:
-            verb = "close" if r in self.opened else "open"
-            commands[f"{verb} {place.name}"] = (self._close if r in self.opened else self._open, r)
-        open_now = not place.openable or r in self.opened
-        for o in self.contents[r]:
-            thing = self.things[o]
-            if thing.toggleable:                           # even in a closed receptacle, as the stock engine
-                commands[f"use {thing.name}"] = (self._use, o)
-            if open_now and thing.pickupable and self.held is None:
-                commands[f"take {thing.name} from {place.name}"] = (self._take, o, r)
-        if open_now and self.held is not None and self.things[self.held].type in place.accepts:
-            commands[f"move {self.things[self.held].name} to {place.name}"] = (self._put, r)
-
-    def _add_held_commands(self, commands):
-        """What can be done with the thing in hand. Only it can be examined: the PDDL domain means things in
-        sight too, but a stray comma there ("?l - location, ?r") names a type of which there is nothing."""
-        held = self.things[self.held]
-        commands[f"examine {held.name}"] = (self._examine_thing, self.held)
-        for r in self.reachable[self.here]:
-            place = self.receptacles[r]
-            if held.cleanable and place.type == "sinkbasin":
-                commands[f"clean {held.name} with {place.name}"] = (self._clean, r)
-            if held.heatable and place.type == "microwave":
-                commands[f"heat {held.name} with {place.name}"] = (self._heat, r)
-            if held.coolable and place.type == "fridge":
-                commands[f"cool {held.name} with {place.name}"] = (self._cool, r)
-        if held.type in ("knife", "butterknife"):
-            for o in self.sliceable:
-                if self.here in self.at[o]:
-                    commands[f"slice {self.things[o].name} with {held.name}"] = (self._slice, o)
-
-    def _won(self):
-        goal = self.problem.goal
-        if goal.task_type == "look_at_obj_in_light":
-            lit = any(o in self.lamps and o in self.toggled
-                      for r in self.reachable[self.here] for o in self.contents[r])
-            return lit and self.held in self.goal_things
-        treated = {"pick_clean_then_place_in_recep": self.clean, "pick_heat_then_place_in_recep": self.hot,
-                   "pick_cool_then_place_in_recep": self.cool}.get(goal.task_type, self.goal_things)
-        needed = 2 if goal.task_type == "pick_two_obj_and_place" else 1
-        return any(sum(o in self.goal_things and o in treated for o in self.contents[r]) >= needed
-                   for r in self.goal_receptacles)
-
-    # The commands: each changes the state and returns the observation
-
-    def _help(self):
-        return HELP
-
-    def _inventory(self):
-        if self.held is None:
-            return "You are not carrying anything."
-        return f"You are carrying: {listing([self.things[self.held].name])}."
-
-    def _look_around(self):
-        names = [place.name for place in self.receptacles]
-        return f"You are in the middle of a room. Looking quickly around you, you see {listing(names)}."
-
-    def _look(self):
-        """At a receptacle: it, and what was taken from it and then put down beside it."""
-        reachable = self.reachable[self.here]
-        if not reachable:          # the engine asks for receptacles at this very spot, and there are none
-            return "You are in the middle of a room. Looking quickly around you, you see nothing."
-        facing = listing([self.receptacles[r].name for r in reachable], article="")
-        beside = [thing.name for o, thing in enumerate(self.things) if self.here in self.at[o]
-                  for r in reachable if r in self.taken_from[o]]
-        return f"You are facing the {facing}. Next to it, you see {listing(beside)}."
-
-    def _go(self, r):
-        self.here = self.receptacles[r].location
-        return f"You arrive at {self.receptacles[r].name}. {self._examine_receptacle(r)}"
-
-    def _open(self, r):
-        self.opened.add(r)
-        return f"You open the {self.receptacles[r].name}. {self._examine_receptacle(r)}"
-
-    def _close(self, r):
-        self.opened.remove(r)
-        return f"You close the {self.receptacles[r].name}."
-
-    def _take(self, o, r):
-        self.contents[r].remove(o)
-        self.taken_from[o].add(r)
-        self.at[o].discard(self.here)
-        self.held = o
-        return f"You pick up the {self.things[o].name} from the {self.receptacles[r].name}."
-
-    def _put(self, r):
-        o, self.held = self.held, None
-        if o not in self.contents[r]:      # a thing listed in two receptacles may be held and still be in one
-            insort(self.contents[r], o)
-        self.taken_from[o].discard(r)
-        self.at[o].add(self.here)
-        return f"You move the {self.things[o].name} to the {self.receptacles[r].name}."
-
-    def _use(self, o):
-        self.toggled.add(o)
-        return f"You turn on the {self.things[o].name}."
-
-    def _clean(self, r):
-        self.clean.add(self.held)
-        return f"You clean the {self.things[self.held].name} using the {self.receptacles[r].name}."
-
-    def _heat(self, r):
-        self.hot.add(self.held)
-        self.cool.discard(self.held)
-        return f"You heat the {self.things[self.held].name} using the {self.receptacles[r].name}."
-
-    def _cool(self, r):
-        self.cool.add(self.held)
-        self.hot.discard(self.held)
-        return f"You cool the {self.things[self.held].name} using the {self.receptacles[r].name}."
-
-    def _slice(self, o):
-        self.sliced.add(o)
-        return f"You sliced the {self.things[o].name} with the {self.things[self.held].name}."
-
-    def _examine_receptacle(self, r):
-        place = self.receptacles[r]
-        if place.openable and r not in self.opened:
-            return f"The {place.name} is closed."
-        seen = listing([self.things[o].name for o in self.contents[r]])
-        if place.openable:
-            return f"The {place.name} is open. In it, you see {seen}."
-        return f"On the {place.name}, you see {seen}."
-
-    def _examine_thing(self, o):
-        thing = self.things[o]
-        if thing.holds_things:
-            return f"This is a normal {thing.name}. In it, you see {listing(thing.holding)}."
-        warmth = "hot" if o in self.hot else "cool" if o in self.cool else ""
-        words = " and ".join(filter(None, (warmth, "clean" if o in self.clean else "")))
-        if words:
-            sliced = " sliced" if o in self.sliced else ""
-            words = "cold" if words == "cool" and not sliced else words
-            return f"This is a {words}{sliced} {thing.name}."
-        if o in self.toggled:
-            return f"This {thing.name} is on."
-        if o in self.sliced:
-            return f"This is a sliced {thing.name}."
-        return f"There's nothing special about {thing.name}."
-
+# The player on the command line
 
 def main(argv=None):
     """Play one task on the terminal."""
@@ -349,46 +104,14 @@ def main(argv=None):
     parser.add_argument("--split", default="L0", help="split of the generated room")
     parser.add_argument("--seed", type=int, default=0, help="number of the generated room in its split")
     parser.add_argument("--game", help="play this game.tw-pddl file instead of a generated room")
-    play_in_terminal(parser, argv, chosen_task, lambda n: [Household()])
+    play_in_terminal(parser, argv, chosen_task, lambda n: [Game() for _ in range(n)])
 
 
 def chosen_task(options):
-    from envs import games, rooms  # here, because both are made of the records above
+    """The task that the command line names."""
     if options.game is not None:
         return games.load_game(options.game)
     return rooms.task(options.split, options.seed)
-
-
-def play_in_terminal(parser, argv, task_of, make):
-    """What the three players share: the task of the options, one environment of make(1), and commands from stdin."""
-    parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
-    options = parser.parse_args(argv)
-    sys.stdin.reconfigure(errors="surrogateescape")    # what is no text is no command, either
-    try:
-        task = task_of(options)
-        (env,) = make(1)
-        try:
-            play(env, task, sys.stdin, as_json=options.json)
-        finally:
-            env.close()
-    except (ValueError, EpisodeLost) as error:
-        parser.error(str(error))
-
-
-def play(env, task, commands, as_json):
-    """Play the task with one command a line, until there are no more."""
-    show(env.reset(task), as_json)
-    for command in commands:
-        show(env.step(command.rstrip("\n")), as_json)
-    if not as_json:
-        print()
-
-
-def show(reply, as_json):
-    if as_json:
-        print(json.dumps(reply._asdict()), flush=True)
-    else:
-        print(reply.observation + ("\nYou have won." if reply.won else ""), end="\n> ", flush=True)
 
 
 if __name__ == "__main__":

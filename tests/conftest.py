@@ -1,9 +1,10 @@
-"""What several test files share: a tiny random model, a small tokenizer, a corridor to walk, a gradient recorder.
+"""What several test files share: a tiny random model, a small tokenizer, a corridor, a gradient recorder.
 
-The model is random, but three commands and the two stop tokens are made likely, so that within a few turns it gives
-valid, invalid, malformed and overlong responses: whatever the engine has to cope with.
+The model is random, but three commands and the two stop tokens are made likely, so that within a few turns it
+gives valid, invalid, malformed and overlong responses: whatever the engine has to cope with.
 """
 
+import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,26 @@ from pathlib import Path
 import pytest
 import torch
 
-import model as qwen
 import rollout
 from envs import Reply, Task
+from lm import model as qwen
+from lm.chat import Chat
 
+torch.set_num_threads(1)          # as in runs of gcd.py: more are slower on models of this size
+QWEN_TOKENIZER = Path(os.environ.get("QWEN_TOKENIZER") or
+                      Path(__file__).parents[2] / "shared" / "data" / "qwen2.5-tokenizer")
+WITHOUT_QWEN = ("needs Qwen2.5's tokenizer: name the folder of any Qwen2.5 model from the hub in "
+                "$QWEN_TOKENIZER (or ../shared/data/qwen2.5-tokenizer)")
+needs_qwen = pytest.mark.skipif(not (QWEN_TOKENIZER / "tokenizer.json").is_file(), reason=WITHOUT_QWEN)
 COMMANDS = ("left", "right", "look")
 STOPS = ("<|im_end|>", "<|endoftext|>")
-PHRASES = [*COMMANDS, "jump", "good", "bad", "You are at ", "go to ", "open ", " cabinet 1", " drawer 1", " countertop 1"]
+NOTHING = "Nothing happens."
+PHRASES = [*COMMANDS, "jump", "good", "bad", "You are at ", "go to ", "open ", " cabinet 1", " drawer 1",
+           " countertop 1"]
 
 
 class Corridor:
-    """Five places in a row; the task's problem is (start, goal). What is not admissible gets "Nothing happens."."""
+    """Five places in a row; the task's problem is (start, goal). What is not admissible changes nothing."""
 
     def reset(self, task, seed=0):
         self.place, self.goal = task.problem
@@ -29,12 +39,13 @@ class Corridor:
 
     def step(self, command):
         if command not in self.admissible():
-            return self.reply(rollout.NOTHING)
+            return self.reply(NOTHING)
         self.place += {"left": -1, "right": 1, "look": 0}[command]
         return self.reply(f"You are at {self.place}." + " Nothing new." * (command == "look"))
 
     def admissible(self):
-        return [c for c in sorted(COMMANDS) if not (c == "left" and self.place == 0 or c == "right" and self.place == 4)]
+        wall = {0: "left", 4: "right"}.get(self.place)
+        return [command for command in sorted(COMMANDS) if command != wall]
 
     def reply(self, observation):
         won = self.place == self.goal
@@ -45,9 +56,10 @@ class Corridor:
 
 
 def make_seats(groups, size, first_stream=1000):
-    """Seats of `groups` corridor tasks with `size` members each; every seat has its own stream."""
+    """Seats of `groups` corridor tasks with `size` members each; every seat has a stream and a number."""
     tasks = [Task(f"corridor/{g}", "train", "walk", (g % 3 + 1, (g % 3 + 3) % 5)) for g in range(groups)]
-    return [rollout.Seat(tasks[i // size], i // size, first_stream + 7919 * i) for i in range(groups * size)]
+    return [rollout.Seat(tasks[i // size], i // size, first_stream + 7919 * i, index=i)
+            for i in range(groups * size)]
 
 
 class Recorder:
@@ -57,7 +69,8 @@ class Recorder:
         self.model, self.param_groups, self.gradient = model, [{"lr": None}], None
 
     def step(self):
-        self.gradient = flat(p.grad if p.grad is not None else torch.zeros_like(p) for p in self.model.parameters())
+        parameters = self.model.parameters()
+        self.gradient = flat(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
 
     def zero_grad(self, set_to_none):
         for parameter in self.model.parameters():
@@ -81,7 +94,8 @@ def is_alive(pid):
     if Path("/proc/self/stat").exists():
         state = stat.read_text().rpartition(")")[2].strip() if stat.exists() else ""
     else:
-        state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+        ps = ["ps", "-o", "stat=", "-p", str(pid)]
+        state = subprocess.run(ps, capture_output=True, text=True).stdout.strip()
     return state != "" and not state.startswith("Z")
 
 
@@ -93,6 +107,16 @@ def assert_same(got, want, tolerance=2e-5):
     """Equal up to `tolerance` of the gradient's norm, which has to be there at all."""
     assert want.norm() > 1e-3
     assert (got - want).norm() <= tolerance * want.norm(), ((got - want).norm(), want.norm())
+
+
+def rounding(values, times=64):
+    """What two computations of the same numbers may differ by in float32: some roundings of the largest.
+
+    Every CPU adds up in an order of its own. Measured on models of the size of these tests' are up to 12
+    roundings, between any two kernels; a wrong position, mask or weight shows in the first digits.
+    """
+    values = torch.as_tensor(values).detach()
+    return times * torch.finfo(torch.float32).eps * float(values.abs().max() if values.numel() else 0)
 
 
 @pytest.fixture(scope="session")
@@ -110,19 +134,21 @@ def tokenizer(tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def chat(tokenizer):
-    return rollout.Chat(tokenizer, "plain")
+    return Chat(tokenizer, "plain")
 
 
 def config(vocabulary):
     return qwen.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                            num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=1024)
+                            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                            max_position_embeddings=1024)
 
 
 @pytest.fixture
 def model(tokenizer):
     """A fresh tiny model for each test, always with the same weights."""
     model, generator = qwen.Model(config(len(tokenizer))), torch.Generator().manual_seed(0)
-    words, stops = (tokenizer.convert_tokens_to_ids(list(names)) for names in ((*COMMANDS, "jump", "good", "bad"), STOPS))
+    words = tokenizer.convert_tokens_to_ids([*COMMANDS, "jump", "good", "bad"])
+    stops = tokenizer.convert_tokens_to_ids(list(STOPS))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" not in name:               # far enough from 0 for the context to matter

@@ -1,4 +1,4 @@
-"""ALFWorld's engine behind worker processes: equal to the stock engine and to household, and hard to bring down.
+"""ALFWorld's engine behind worker processes: equal to the stock engine and household, and hard to bring down.
 
     python -m pytest tests/test_alfworld.py             # a minute with alfworld installed; skipped without
 """
@@ -17,16 +17,21 @@ from pathlib import Path
 import pytest
 import test_household
 from conftest import is_alive
-from test_household import BROKEN, GAMES, TOUR, goal_of, kitchen, needs_games, next_command, task_of, write_game
+from test_household import (BROKEN, GAMES, TOUR, goal_of, kitchen, needs_games, next_command, task_of,
+                            write_game)
 
-from envs import NOTHING, EpisodeLost, alfworld, make_envs, rooms
-from envs.games import GOALS, load_game, load_games
-from envs.household import Household
+from envs import EpisodeLost, alfworld
+from envs.alfred import rooms
+from envs.alfred.game import Game
+from envs.alfred.games import GOALS, load_game, load_games
+from envs.alfred.problem import NOTHING
 
 ROOT = Path(__file__).parent.parent
 INSTALLED = all(map(find_spec, alfworld.PACKAGES))
-needs_engine = pytest.mark.skipif(not INSTALLED, reason="needs the engine: pip install -r requirements-alfworld.txt")
-stock = test_household.engine          # stock(pddl, task_desc) starts a game in this process, stock.step goes on
+needs_engine = pytest.mark.skipif(not INSTALLED,
+                                  reason="needs the engine: pip install -r requirements-alfworld.txt")
+# stock(pddl, task_desc) starts a game in this process, stock.step goes on
+stock = test_household.engine
 HEAT, PICK = "pick_heat_then_place_in_recep", "pick_and_place_simple"
 WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
        "move apple 1 to fridge 1"]
@@ -82,7 +87,7 @@ def test_twenty_real_games_at_once_equal_household_under_random_commands(make):
     rng = random.Random(20)
     tasks = rng.sample(load_games(GAMES, "valid_unseen") + load_games(GAMES, "valid_seen"), 20)
     assert {task.task_type for task in tasks} == set(GOALS)
-    theirs, ours = make(20), [Household() for _ in tasks]
+    theirs, ours = make(20), [Game() for _ in tasks]
     want, got = [env.reset(task) for env, task in zip(ours, tasks)], replies(theirs, "reset", tasks)
     seen = [{"look"} for _ in tasks]
     for _ in range(25):
@@ -90,7 +95,8 @@ def test_twenty_real_games_at_once_equal_household_under_random_commands(make):
         for commands, reply in zip(seen, want):
             commands.update(reply.admissible)
         commands = [next_command(reply.admissible, known, rng) for reply, known in zip(want, seen)]
-        want, got = [env.step(command) for env, command in zip(ours, commands)], replies(theirs, "step", commands)
+        want = [env.step(command) for env, command in zip(ours, commands)]
+        got = replies(theirs, "step", commands)
     assert got == want
     assert [env.task for env in theirs] == tasks       # known after any number of turns
 
@@ -99,7 +105,8 @@ def test_twenty_real_games_at_once_equal_household_under_random_commands(make):
 @needs_games
 def test_three_real_games_equal_the_stock_engine(env, stock):
     rng = random.Random(3)
-    small = sorted(load_games(GAMES, "valid_train"), key=lambda task: len(task.problem.pddl))[:60]   # the stock one is slow
+    # small ones, because the stock engine is slow
+    small = sorted(load_games(GAMES, "valid_train"), key=lambda task: len(task.problem.pddl))[:60]
     for task in rng.sample(small, 3):
         theirs, ours, seen = stock(task.problem.pddl, task.problem.task_desc), env.reset(task), {"look"}
         for _ in range(6):
@@ -113,7 +120,7 @@ def test_three_real_games_equal_the_stock_engine(env, stock):
 @pytest.mark.parametrize("task_type", sorted(GOALS))
 def test_a_kitchen_of_corner_cases_equals_household(env, task_type):
     """Things in two receptacles, cold from the start, sliced, hot and clean; then random commands."""
-    rng, ours = random.Random(task_type), Household()
+    rng, ours = random.Random(task_type), Game()
     task = task_of(kitchen(goal_of(task_type, receptacle="CounterTop"), "l2" if task_type == PICK else "l0"))
     want, got, seen, won = ours.reset(task), env.reset(task), {"look"}, False
     for turn in range(len(TOUR) + 60):
@@ -134,7 +141,8 @@ def test_neighbours_order_and_workers_change_nothing(make):
     walks = [["look", f"go to {place}", "look", *TOUR[k:k + 4]] for k, place in enumerate(places)]
     (one,), three, six = make(1), make(6, 3), make(6, 1)
     alone = [[one.reset(task), *map(one.step, walk)] for task, walk in zip(tasks, walks)]
-    together = [replies(three, "reset", tasks), *[replies(three, "step", commands) for commands in zip(*walks)]]
+    together = [replies(three, "reset", tasks),
+                *[replies(three, "step", commands) for commands in zip(*walks)]]
     backwards = [replies(six, "reset", tasks[::-1]),
                  *[replies(six, "step", commands) for commands in zip(*walks[::-1])]]
     assert alone == [list(row) for row in zip(*together)] == [list(row) for row in zip(*backwards)][::-1]
@@ -162,7 +170,7 @@ def test_the_quirks_of_the_engine(env):
 def test_a_tasks_text_is_taken_word_for_word(env, desc):
     """The stock engine would read it as a part of its grammar, in JSON."""
     task = kitchen_task(desc=desc)
-    assert env.reset(task) == Household().reset(task)
+    assert env.reset(task) == Game().reset(task)
 
 
 # What the engine keeps, and what it leaves
@@ -188,7 +196,8 @@ def test_a_hundred_loads_use_one_copy_of_the_library_per_environment(make):
 
 @needs_engine
 def test_a_group_is_translated_once_its_library_copies_are_small_and_old_games_are_forgotten():
-    """In a process of its own: what a worker changes in the engine's modules is not for the stock engine here."""
+    """In a process of its own: what a worker changes in the engine's modules is not for the stock engine
+    here."""
     script = """if True:
         import os, fast_downward, mementos.core
         from test_alfworld import PICK, goal_of, kitchen, kitchen_task, task_of
@@ -247,7 +256,8 @@ def test_workers_end_with_a_player_who_is_killed():
 
 @pytest.mark.fast
 @needs_engine
-@pytest.mark.parametrize("command", ["look" * 2500, "go to \udcff\udcfe", "look\0", "go to\nfridge 1", "", "  ", "{r}",
+@pytest.mark.parametrize("command",
+                         ["look" * 2500, "go to \udcff\udcfe", "look\0", "go to\nfridge 1", "", "  ", "{r}",
                                      "#intro#", b"look"], ids=lambda command: repr(command[:20]))
 def test_what_is_no_command_changes_nothing(env, command):
     reply = env.reset(kitchen_task())
@@ -264,14 +274,14 @@ def test_broken_pddl_is_refused_with_its_name_and_the_worker_lives(env, message)
     with pytest.raises(ValueError, match=f"^kitchen.pddl: .*{message}"):
         env.reset(task_of(BROKEN[message]["pddl_problem"]))
     assert processes(env) == [process]
-    assert env.reset(kitchen_task()) == Household().reset(kitchen_task())
+    assert env.reset(kitchen_task()) == Game().reset(kitchen_task())
 
 
 @pytest.mark.fast
 @needs_engine
 def test_pddl_that_only_the_engine_refuses_is_named_too(env):
     pddl = kitchen(goal_of(PICK)).replace("agent1 - agent", "")
-    Household().reset(task_of(pddl))
+    Game().reset(task_of(pddl))
     with pytest.raises(ValueError, match="^kitchen.pddl: "):
         env.reset(task_of(pddl))
     assert env.reset(kitchen_task()).admissible
@@ -280,15 +290,17 @@ def test_pddl_that_only_the_engine_refuses_is_named_too(env):
 @pytest.mark.fast
 @needs_engine
 def test_a_generated_room_is_refused(env):
-    with pytest.raises(ValueError, match="--env=alfworld: plays real games only, so needs --games; task L0/3"):
+    with pytest.raises(ValueError,
+                       match="--env=alfworld: plays real games only, so needs --games; task L0/3"):
         env.reset(rooms.task("L0", 3))
 
 
 @pytest.mark.fast
 def test_without_the_package_it_says_what_installs_it(monkeypatch):
     monkeypatch.setattr(alfworld, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--env=alfworld: not installed; pip install -r requirements-alfworld.txt"):
-        make_envs("alfworld", 2)
+    with pytest.raises(ValueError,
+                       match="--env=alfworld: not installed; pip install -r requirements-alfworld.txt"):
+        alfworld.make(2)
 
 
 @needs_engine
@@ -347,7 +359,8 @@ def test_many_long_messages_both_ways_do_not_wait_for_each_other(make):
     envs = make(12, 1)
     desc = "x" * 1_000_000
     got = replies(envs, "reset", [kitchen_task(desc=f"{k} {desc}") for k in range(12)])
-    assert [reply.observation.endswith(f"Your task is to: {k} {desc}.") for k, reply in enumerate(got)] == [True] * 12
+    assert all(reply.observation.endswith(f"Your task is to: {k} {desc}.") for k, reply in enumerate(got))
+    assert len(got) == 12
 
 
 @pytest.mark.fast
@@ -355,15 +368,16 @@ def test_many_long_messages_both_ways_do_not_wait_for_each_other(make):
 def test_an_answer_nobody_waited_for_is_not_taken_for_a_later_one(env):
     env.reset(kitchen_task())
     env.send("step", "inventory")
-    assert env.reset(kitchen_task()) == Household().reset(kitchen_task())
+    assert env.reset(kitchen_task()) == Game().reset(kitchen_task())
     assert env.step("look").observation.startswith("You are in the middle of a room.")
 
 
 # The command line, versions
 
 def run(*arguments, commands="", env=None):
-    return subprocess.run([sys.executable, *arguments], input=commands, cwd=ROOT, text=True, capture_output=True,
-                          check=False, env=os.environ | (env or {}), errors="surrogateescape")
+    return subprocess.run([sys.executable, *arguments], input=commands, cwd=ROOT, text=True,
+                          capture_output=True, check=False, env=os.environ | (env or {}),
+                          errors="surrogateescape")
 
 
 @needs_engine
@@ -371,7 +385,7 @@ def test_json_on_the_terminal_is_what_household_answers(tmp_path):
     path = write_game(tmp_path / "train/x/y")
     commands = ["go to countertop 2", "take apple 1 from countertop 2", "\udcff", "", "inventory"]
     done = run("-m", "envs.alfworld", "--game", str(path), "--json", commands="\n".join(commands))
-    household = Household()
+    household = Game()
     wanted = [household.reset(load_game(path)), *map(household.step, commands)]
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         json.loads(json.dumps(reply._asdict())) for reply in wanted]
@@ -390,7 +404,8 @@ def test_a_game_of_a_folder_is_played_by_number(tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     ((), "expected --game or --games"), (("--game", "nothere"), "nothere: cannot read it"),
-    (("--games", "nothere"), "nothere: no such file or folder"), (("--colour",), "unrecognized arguments"),
+    (("--games", "nothere"), "--games=nothere: no such file or folder"),
+    (("--colour",), "unrecognized arguments"),
     pytest.param(("--games", str(GAMES), "--index", "140"), "--index=140: valid_seen has games 0 to 139",
                  marks=needs_games),
 ])

@@ -1,5 +1,5 @@
-"""Proves what the cold start shows: the expert's own episodes word for word, which of them, with what weights and tags,
-and in which steps.
+"""Proves what the cold start shows: the expert's own episodes word for word, which of them, with what weights
+and tags, and in which steps.
 
     python -m pytest tests/test_cold_start.py
 
@@ -7,29 +7,31 @@ That a model learns from it is tests/test_train.py's.
 """
 
 import random
+import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import QWEN_TOKENIZER, needs_qwen
 
 import cold_start
+import config
 import correction
-import gcd
-import model as qwen
 import rollout
 from correction import IRRELEVANT, KINDS
-from envs import EpisodeLost, Reply, Task, experts, rooms
-from envs.household import Household
-from envs.splits import make_tasks
-from rollout import NOTHING, Response, Seat
+from envs import Demonstration, EpisodeLost, Reply, Task, household
+from envs.alfred import expert, rooms
+from envs.alfred.game import Game
+from lm import model as qwen
+from lm.chat import TAGS, Chat
+from lm.engine import Response
+from rollout import Seat
 from update import Sample
 
 pytestmark = pytest.mark.fast
 
-QWEN_TOKENIZER = Path("../shared/data/qwen2.5-tokenizer")
-needs_qwen = pytest.mark.skipif(not QWEN_TOKENIZER.is_dir(), reason=f"{QWEN_TOKENIZER} is not here")
+NOTHING, SEARCHES = household.World.nothing, household.World.searches
 START, CABINET, DRAWER = "A room.", "You arrive at cabinet 1.", "You arrive at drawer 1."
 POSSIBLE = ["go to cabinet 1", "go to drawer 1", "look", "open cabinet 1", "take mug 1 from drawer 1"]
 # command, the answer to it, whether it is an injected mistake, and the tag that follows by rule
@@ -49,20 +51,23 @@ def scripted(lines=SCRIPT, won=True, start=START):
     replies = [Reply(start, POSSIBLE, False, False)]
     replies += [Reply(answer, POSSIBLE, won and line == len(lines) - 1, won and line == len(lines) - 1)
                 for line, (_, answer, *_) in enumerate(lines)]
-    return experts.Demonstration(replies, [line[0] for line in lines], [line[2] for line in lines])
+    return Demonstration(replies, [line[0] for line in lines], [line[2] for line in lines])
 
 
 def make_seat(instruction=""):
-    return Seat(Task("room", "train", "walk", None), 0, 0, instruction)
+    return Seat(Task("room", "train", "walk", None), 0, 0, 0, instruction)
+
+
+def replay(chat, shown, seat=None, history=0, thoughts=None):
+    return cold_start.replay(chat, seat or make_seat(), shown, history, SEARCHES, thoughts)
 
 
 @pytest.fixture(scope="module")
 def demonstrations():
     """The expert, who errs often, on one generated task of each type: (task, demonstration)."""
-    env = Household()
     tasks = [rooms.task("train", i, (kind,)) for i, kind in enumerate(rooms.ALL_TYPES)]
-    prior = experts.learn_prior([rooms.task("train", i, rooms.ALL_TYPES) for i in range(100, 200)])
-    return [(task, experts.demonstrate(env, task, prior, seed, 0.3)) for seed, task in enumerate(tasks)]
+    prior = expert.learn_prior([rooms.task("train", i, rooms.ALL_TYPES) for i in range(100, 200)])
+    return [(task, expert.demonstrate(Game(), task, prior, seed, 0.3)) for seed, task in enumerate(tasks)]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +77,7 @@ def qwen_tokenizer():
 
 @pytest.fixture(params=["plain", "tags"])
 def styled(request, tokenizer):
-    return rollout.Chat(tokenizer, request.param)
+    return Chat(tokenizer, request.param)
 
 
 # Replays
@@ -82,8 +87,8 @@ def test_a_replay_is_what_the_live_game_gives(styled, demonstrations, history):
     valid = set()
     for task, shown in demonstrations:
         seat = Seat(task, 3, 0)
-        replayed = cold_start.replay(styled, seat, shown, history)
-        live = rollout.Conversation(seat, Household(), styled, history).begin()
+        replayed = replay(styled, shown, seat, history)
+        live = rollout.Conversation(seat, Game(), styled, history).begin()
         for command, turn in zip(shown.commands, replayed.turns, strict=True):
             ids = styled.respond(command, turn.tag or "monitor")
             live.act(Response(ids, [], False), len(shown.commands), 10**6)
@@ -94,7 +99,7 @@ def test_a_replay_is_what_the_live_game_gives(styled, demonstrations, history):
 
 def test_a_replay_is_the_demonstration_written_out(chat, demonstrations):
     for task, shown in demonstrations:
-        episode = cold_start.replay(chat, Seat(task, 3, 0), shown, 0)
+        episode = replay(chat, shown, Seat(task, 3, 0, 7))
         text = f"<|user|>{shown.replies[0].observation}<|assistant|>"
         for t, (turn, command) in enumerate(zip(episode.turns, shown.commands, strict=True)):
             before, after = shown.replies[t:t + 2]
@@ -104,7 +109,8 @@ def test_a_replay_is_the_demonstration_written_out(chat, demonstrations):
             text += f"<|user|>{after.observation}<|assistant|>"
             assert (turn.observation, turn.action) == (before.observation, command)
             assert turn.valid == (command in before.admissible)
-        assert episode.won == shown.won and episode.group == 3 and not episode.truncated and not episode.overflowed
+        assert episode.won == shown.won and not episode.truncated and not episode.overflowed
+        assert (episode.group, episode.index, episode.task) == (3, 7, task)
         assert episode.final_observation == shown.replies[-1].observation
 
 
@@ -112,9 +118,8 @@ def test_an_engine_that_says_what_it_took_is_believed(chat):
     """ScienceWorld lists templates, in which no command is found."""
     replies = [Reply("A room.", ["open OBJ"], False, False, ("door",)),
                Reply("The door is open.", ["open OBJ"], False, False, ("door",), 40.0, True),
-               Reply("No known action matches that input.", ["open OBJ"], True, True, ("door",), 100.0, False)]
-    shown = experts.Demonstration(replies, ["open door", "open sky"], [False, False])
-    episode = cold_start.replay(chat, make_seat(), shown, 0)
+               Reply("No known action.", ["open OBJ"], True, True, ("door",), 100.0, False)]
+    episode = replay(chat, Demonstration(replies, ["open door", "open sky"], [False, False]))
     assert [turn.valid for turn in episode.turns] == [True, False]
     assert episode.won and episode.score_100 == 100.0
 
@@ -122,31 +127,33 @@ def test_an_engine_that_says_what_it_took_is_believed(chat):
 # Tags by rule
 
 def test_tags_of_the_script(tokenizer):
-    episode = cold_start.replay(rollout.Chat(tokenizer, "tags"), make_seat(), scripted(), 0)
+    episode = replay(Chat(tokenizer, "tags"), scripted())
     assert [turn.tag for turn in episode.turns] == [line[3] for line in SCRIPT]
 
 
-def tagged_as_said(episode, commands):
-    for turn, command in zip(episode.turns, commands, strict=True):
-        assert turn.response.startswith(f"<{turn.tag}>") and turn.tag in rollout.TAGS
-        assert turn.action == command
+def test_what_a_search_is_the_world_says(tokenizer):
+    seat, shown = make_seat(), scripted()
+    for searches, tag in ((("open",), "explore"), ((), "monitor")):
+        episode = cold_start.replay(Chat(tokenizer, "tags"), seat, shown, 0, searches)
+        assert [turn.tag for turn in episode.turns] == ["planning", tag, *(line[3] for line in SCRIPT[2:])]
 
 
 def test_tagged_demonstrations_parse_back_to_their_tags(tokenizer, demonstrations):
-    chat, found = rollout.Chat(tokenizer, "tags"), set()
+    chat, found = Chat(tokenizer, "tags"), set()
     for task, shown in demonstrations:
-        episode = cold_start.replay(chat, Seat(task, 0, 0), shown, 0)
-        tagged_as_said(episode, shown.commands)
+        episode = replay(chat, shown, Seat(task, 0, 0))
+        for turn, command in zip(episode.turns, shown.commands, strict=True):
+            assert turn.response.startswith(f"<{turn.tag}>") and turn.action == command
         found |= {turn.tag for turn in episode.turns}
-    assert found == set(rollout.TAGS)
+    assert found == set(TAGS)
 
 
 @needs_qwen
 @pytest.mark.parametrize("style", ["think", "tags"])
 def test_a_large_models_demonstrations_parse_back(qwen_tokenizer, style):
-    chat = rollout.Chat(qwen_tokenizer, style)
+    chat = Chat(qwen_tokenizer, style)
     thoughts = [f"Thought {t}." for t in range(len(SCRIPT) - 1)] + [None]
-    episode = cold_start.replay(chat, make_seat(), scripted(), 0, thoughts)
+    episode = replay(chat, scripted(), thoughts=thoughts)
     assert [turn.action for turn in episode.turns] == [line[0] for line in SCRIPT]
     assert [turn.tag for turn in episode.turns] == [line[3] if style == "tags" else None for line in SCRIPT]
     for turn, (command, _, _, tag), thought in zip(episode.turns, SCRIPT, thoughts):
@@ -158,62 +165,76 @@ def test_a_large_models_demonstrations_parse_back(qwen_tokenizer, style):
 # What is imitated
 
 def test_mistakes_are_left_out(chat):
-    episode = cold_start.replay(chat, make_seat(), scripted(), 0)
-    weights = cold_start.imitated(episode, scripted().mistakes, None)
-    assert weights == [0.0 if line[2] else 1.0 for line in SCRIPT]
+    episode = replay(chat, scripted())
+    cold_start.write_weights(episode, scripted().mistakes, None)
+    assert weights_of(episode) == [0.0 if line[2] else 1.0 for line in SCRIPT]
+
+
+def weights_of(episode):
+    return [turn.advantage for turn in episode.turns]
 
 
 @pytest.mark.parametrize("instruction, left_out", [
     ("", []), (KINDS["refused"], [2]), (KINDS["revisited"], [4]), (KINDS["repeated"], []),
-    (f"{KINDS['revisited']} {KINDS['refused']}", [2, 4]), (f"{IRRELEVANT['refused']} {IRRELEVANT['revisited']}", [])])
+    (f"{KINDS['revisited']} {KINDS['refused']}", [2, 4]),
+    (f"{IRRELEVANT['refused']} {IRRELEVANT['revisited']}", [])])
 def test_with_an_instruction_only_the_mistakes_that_it_names_are(chat, instruction, left_out):
     """Turns 5, 6 and 8 are refused or revisits too, but the expert meant them."""
-    episode = cold_start.replay(chat, make_seat(instruction), scripted(), 0)
-    weights = cold_start.imitated(episode, scripted().mistakes, instruction)
+    episode = replay(chat, scripted(), make_seat(instruction))
+    cold_start.write_weights(episode, scripted().mistakes, instruction)
+    weights = weights_of(episode)
     assert [t for t, weight in enumerate(weights) if weight == 0] == left_out and set(weights) <= {0.0, 1.0}
 
 
 # Which demonstrations are kept
 
-def make_run(chat, *flags, world=1, rank=0, endpoint=None):
-    """What the cold start asks of a Run; steps and log rows are kept."""
-    config = gcd.parse(["--max-turns", "30", "--context", "4096", "--cold-start-batch", "2", *map(str, flags)])
+def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes):
+    """What the cold start asks of a Run; steps and log rows are kept.
+
+    script: what the world's expert shows, one after the other, where it is not to be the real one's; changes:
+    of settings that are no flags.
+    """
+    flags = ("--max-turns", 30, "--context", 4096, "--cold-start-batch", 2, *flags)
+    settings = replace(config.parse([str(flag) for flag in flags]), **changes)
     steps, rows = [], []
+    if script:
+        settings.world.expert = lambda envs: Scripted(script)
 
     def step(samples, objective, rate):
         steps.append((samples, rate))
         return {"policy/nll_nats": 1.0, "judge/nll_nats": 2.0, "policy/grad_norm": 3.0}
 
     return SimpleNamespace(
-        config=config, chat=chat, ranks=SimpleNamespace(rank=rank, world=world), envs=[Household()], endpoint=endpoint,
-        tasks=make_tasks("household", "", config.train_types, config.seed), step=step, log=rows.append, steps=steps,
-        rows=rows, stop_if_asked=lambda state: None, endpoint_labels=lambda episodes, n, seed: None)
+        config=settings, world=settings.world, chat=chat, ranks=SimpleNamespace(rank=rank, world=ranks),
+        envs=[Game()], endpoint=endpoint, step=step, log=rows.append, steps=steps, rows=rows,
+        stop_if_asked=lambda state: None, log_endpoint=lambda: None,
+        endpoint_labels=lambda episodes, n, seed: None)
 
 
-@pytest.fixture
-def expert_of(monkeypatch):
-    """Lets a list of scripted demonstrations stand for the expert's."""
-    def install(script):
-        shown = iter(script)
+class Scripted:
+    """Stands where an expert does; EpisodeLost in its script is an engine that dies and is started again."""
 
-        def make_expert(run):
-            return SimpleNamespace(env=None, prior=None, show=lambda *arguments: next(shown))
+    def __init__(self, script):
+        self.script, self.restarts = iter(script), 2
 
-        monkeypatch.setattr(cold_start, "Expert", make_expert)
-        return len(script)
-
-    return install
+    def show(self, task, seed, mistake_rate, max_turns):
+        shown = next(self.script)
+        if isinstance(shown, EpisodeLost):
+            self.restarts += 1
+            raise shown
+        return shown
 
 
 def starts(episodes):
     return [episode.turns[0].observation for episode in episodes]
 
 
-def test_lost_demonstrations_are_not_kept(chat, expert_of):
-    n = expert_of([scripted(won=won, start=f"Room {i}.") for i, won in enumerate([True, False, True, False])])
-    episodes, weights = cold_start.demonstrate(make_run(chat), 0, n, 0.05)
+def test_lost_demonstrations_are_not_kept(chat):
+    script = [scripted(won=won, start=f"Room {i}.") for i, won in enumerate([True, False, True, False])]
+    episodes = cold_start.demonstrate(make_run(chat, script=script), 0, 4, 0.05)
     assert starts(episodes) == ["Room 0.", "Room 2."] and all(episode.won for episode in episodes)
-    assert weights == [[0.0 if line[2] else 1.0 for line in SCRIPT]] * 2
+    assert [weights_of(e) for e in episodes] == [[0.0 if line[2] else 1.0 for line in SCRIPT]] * 2
+    assert [episode.index for episode in episodes] == [0, 1]         # else steps would have holes
 
 
 def tokens(turn):
@@ -221,98 +242,91 @@ def tokens(turn):
 
 
 @pytest.mark.parametrize("spare, kept", [(0, ["short", "long"]), (-1, ["short"])])
-def test_demonstrations_that_do_not_fit_the_context_are_not_kept(chat, expert_of, spare, kept):
+def test_demonstrations_that_do_not_fit_the_context_are_not_kept(chat, spare, kept):
     script = [scripted(SCRIPT[-1:], start="short"), scripted(start="long")]
-    longest = tokens(cold_start.replay(chat, make_seat(), script[1], 0).turns[-1])
-    episodes, _ = cold_start.demonstrate(make_run(chat, "--context", longest + spare), 0, expert_of(script), 0.05)
-    assert starts(episodes) == kept
+    longest = tokens(replay(chat, script[1]).turns[-1])
+    run = make_run(chat, "--context", longest + spare, script=script)
+    assert starts(cold_start.demonstrate(run, 0, 2, 0.05)) == kept
 
 
-def test_with_a_window_every_turn_has_to_fit_not_only_the_last(chat, expert_of):
+def test_with_a_window_every_turn_has_to_fit_not_only_the_last(chat):
     """The longest prompt of a re-rendered conversation may be in its middle."""
     middle = [("look", "a long text " * 20, False, ""), *[("look", "short", False, "")] * 4]
     shown = scripted(middle)
-    lengths = [tokens(turn) for turn in cold_start.replay(chat, make_seat(), shown, 1).turns]
+    lengths = [tokens(turn) for turn in replay(chat, shown, history=1).turns]
     assert max(lengths) > lengths[-1] + 100
-    run = make_run(chat, "--context", max(lengths), "--history", 1)
-    assert len(cold_start.demonstrate(run, 0, expert_of([shown]), 0.05)[0]) == 1
-    run = make_run(chat, "--context", max(lengths) - 1, "--history", 1)
-    with pytest.raises(ValueError, match=f"--demonstrations=1: .* --context={max(lengths) - 1} .*'too long': 1"):
-        cold_start.demonstrate(run, 0, expert_of([shown]), 0.05)
+    run = make_run(chat, "--context", max(lengths), "--history", 1, script=[shown])
+    assert len(cold_start.demonstrate(run, 0, 1, 0.05)) == 1
+    run = make_run(chat, "--context", max(lengths) - 1, "--history", 1, script=[shown])
+    message = f"--demonstrations=1: .* --context={max(lengths) - 1} .*'too long': 1"
+    with pytest.raises(ValueError, match=message):
+        cold_start.demonstrate(run, 0, 1, 0.05)
 
 
-def test_what_became_of_the_demonstrations_is_logged(chat, expert_of, monkeypatch):
-    """Kept, not won, and lost with their engine, which is started again: that costs a demonstration and no more."""
-    env = SimpleNamespace(restarts=2)
-    shown = [scripted(start="a"), scripted(won=False), EpisodeLost("gone"), replace(scripted(start="b"), tries=2)]
-
-    def show(*arguments):
-        one = shown.pop(0)
-        if isinstance(one, EpisodeLost):
-            env.restarts += 1
-            raise one
-        return one
-
-    monkeypatch.setattr(cold_start, "Expert", lambda run: SimpleNamespace(env=env, prior=None, show=show))
-    run = make_run(chat)
-    assert starts(cold_start.demonstrate(run, 0, 4, 0.05)[0]) == ["a", "b"]
-    assert run.rows == [{"phase": "demonstrations", "asked": 4, "kept": 2, "tries 1": 2, "not won": 1, "lost": 1, "tries 2": 1,
-                         "restarts": 1}]
+def test_what_became_of_the_demonstrations_is_logged(chat):
+    """Kept, not won, and lost with their engine: that costs a demonstration and no more."""
+    run = make_run(chat, script=[scripted(start="a"), scripted(won=False), EpisodeLost("gone"),
+                                 replace(scripted(start="b"), tries=2)])
+    assert starts(cold_start.demonstrate(run, 0, 4, 0.05)) == ["a", "b"]
+    assert run.rows == [{"phase": "demonstrations", "asked": 4, "kept": 2, "tries 1": 2, "not won": 1,
+                         "lost": 1, "tries 2": 1, "restarts": 1}]
 
 
 def test_the_experts_demonstrations_are_fixed_by_seed_and_place(chat):
     """The same whatever else is asked for, and other ones at other places."""
     run = make_run(chat)
-    five, weights = cold_start.demonstrate(run, 100, 5, 0.3)
-    last_two, same = cold_start.demonstrate(run, 103, 2, 0.3)
-    assert [e.turns for e in five[3:]] == [e.turns for e in last_two] and weights[3:] == same
+    five, last_two = cold_start.demonstrate(run, 100, 5, 0.3), cold_start.demonstrate(run, 103, 2, 0.3)
+    assert [e.turns for e in five[3:]] == [e.turns for e in last_two]           # and what each turn weighs
     assert len(five) == 5 == len(set(starts(five)))
-    assert [len(own) for own in weights] == [len(e.turns) for e in five] and {0.0, 1.0} == set(sum(weights, []))
-    careful, all_one = cold_start.demonstrate(run, 100, 3, 0.0)
-    assert set(sum(all_one, [])) == {1.0} and all(e.won for e in careful)
+    assert {0.0, 1.0} == {weight for episode in five for weight in weights_of(episode)}
+    careful = cold_start.demonstrate(run, 100, 3, 0.0)
+    assert {1.0} == {weight for episode in careful for weight in weights_of(episode)}
+    assert all(episode.won for episode in careful)
 
 
 def test_demonstrations_are_of_the_types_asked_for(chat):
     for kind, allowed in (("part", rooms.TRAINED_TYPES), ("all", rooms.ALL_TYPES)):
-        episodes, _ = cold_start.demonstrate(make_run(chat, "--cold-start-types", kind), 0, 30, 0.0)
+        episodes = cold_start.demonstrate(make_run(chat, cold_start_types=kind), 0, 30, 0.0)
         types = {episode.task.task_type for episode in episodes}
         assert types <= set(allowed) and (types <= set(rooms.TRAINED_TYPES)) == (kind == "part")
 
 
 def test_instructions_come_before_a_random_half(chat):
-    """Every one is told before the first observation, and weighs as `imitated` says."""
-    run = make_run(chat, "--instructions")
-    episodes, weights = cold_start.demonstrate(run, 0, 24, 0.3)
-    told = []
-    for episode, own in zip(episodes, weights):
-        text, after = chat.tokenizer.decode(episode.turns[0].prompt_ids), f"{episode.turns[0].observation}<|assistant|>"
+    """Every one is told before the first observation, and decides what is left out."""
+    episodes, told = cold_start.demonstrate(make_run(chat, "--instructions"), 0, 24, 0.3), []
+    for episode in episodes:
+        text = chat.tokenizer.decode(episode.turns[0].prompt_ids)
+        after = f"{episode.turns[0].observation}<|assistant|>"
         assert text.startswith("<|user|>") and text.endswith(after)
         instruction = text.removeprefix("<|user|>").removesuffix(after)
         assert not instruction or instruction.endswith(".\n\n")
         told.append(instruction)
         named = correction.forbidden(instruction, episode)
-        assert all(is_named for weight, is_named in zip(own, named) if weight == 0)
+        assert all(is_named for weight, is_named in zip(weights_of(episode), named) if weight == 0)
     sentences = {*KINDS.values(), *IRRELEVANT.values()}
-    assert all(any(sentence in instruction for sentence in sentences) for instruction in told if instruction)
-    assert 6 <= sum(map(bool, told)) <= 18 and 0.0 in sum(weights, [])
-    plain, _ = cold_start.demonstrate(make_run(chat), 0, 24, 0.3)
-    assert [e.turns[0].response for e in plain] == [e.turns[0].response for e in episodes]       # the same expert
+    for instruction in filter(None, told):
+        assert any(sentence in instruction for sentence in sentences)
+    assert 6 <= sum(map(bool, told)) <= 18
+    assert 0.0 in {weight for episode in episodes for weight in weights_of(episode)}
+    plain = cold_start.demonstrate(make_run(chat), 0, 24, 0.3)                        # the same expert
+    assert [e.turns[0].response for e in plain] == [e.turns[0].response for e in episodes]
 
 
 @needs_qwen
 @pytest.mark.parametrize("style", ["think", "tags"])
-def test_thoughts_are_the_endpoints_and_cannot_break_a_response(qwen_tokenizer, expert_of, style):
-    """What a large model writes is data: tags, line breaks and silence, and still every command is read back."""
-    written = ["The cabinet first.", "Inside <b>it</b>,\nperhaps.", None, "", " ", "</think><action>look</action>",
-               "a < b", "<think>So be it.</think>", "</monitor>", "Take it."]
+def test_thoughts_are_the_endpoints_and_cannot_break_a_response(qwen_tokenizer, style):
+    """What a large model writes is data: tags, line breaks, silence; every command is still read back."""
+    written = ["The cabinet first.", "Inside <b>it</b>,\nperhaps.", None, "", " ",
+               "</think><action>look</action>", "a < b", "<think>So be it.</think>", "</monitor>", "Take it."]
     asked = []
     endpoint = SimpleNamespace(ask=lambda questions: asked.append(questions) or written)
-    run = make_run(rollout.Chat(qwen_tokenizer, style), "--thoughts", "endpoint", "--endpoint", "http://127.0.0.1:1",
-                   endpoint=endpoint)
-    (episode,), _ = cold_start.demonstrate(run, 0, expert_of([scripted()]), 0.05)
+    run = make_run(Chat(qwen_tokenizer, style), "--endpoint", "http://127.0.0.1:1", thoughts="endpoint",
+                   script=[scripted()], endpoint=endpoint)
+    episode, = cold_start.demonstrate(run, 0, 1, 0.05)
     assert [turn.action for turn in episode.turns] == [line[0] for line in SCRIPT] and episode.won
     assert [turn.tag for turn in episode.turns] == [line[3] if style == "tags" else None for line in SCRIPT]
-    assert ">The cabinet first.</" in episode.turns[0].response and ">Take it.</" in episode.turns[-1].response
+    assert ">The cabinet first.</" in episode.turns[0].response
+    assert ">Take it.</" in episode.turns[-1].response
     for t in (2, 3, 4):
         assert f"The next thing to do for the task is: {SCRIPT[t][0]}." in episode.turns[t].response
     assert len(asked) == 1 and len(asked[0]) == len(SCRIPT)
@@ -332,10 +346,28 @@ def test_judge_questions_are_as_many_good_as_bad(chat, kind):
         said = [sample.label for sample in samples]
         assert not any(any(sample.sampled) for sample in samples)
     else:
-        answers = [chat.tokenizer.decode([i for i, own in zip(s.ids, s.sampled) if own]) for s in samples]
+        answers = [chat.tokenizer.decode([i for i, sampled in zip(s.ids, s.sampled) if sampled])
+                   for s in samples]
         said = [{"good<|im_end|>": 1.0, "bad<|im_end|>": 0.0}[answer] for answer in answers]
         assert all(sample.logprob_old is None for sample in samples)
     assert said == [1.0, 0.0] * 10                                   # a good and a bad one side by side
+
+
+def test_a_model_that_writes_imitates_what_the_endpoint_says_of_each_turn(tokenizer, monkeypatch):
+    """Reasons and verdict; each question is about the very turn whose answer it becomes."""
+    monkeypatch.setattr(Chat, "writes", True)
+    asked, chat = [], Chat(tokenizer, "think")
+    endpoint = SimpleNamespace(ask=lambda questions: asked.append(questions) or [
+        f"Reason {number}. <judge>{('good', 'bad')[number % 2]}</judge>" for number in range(len(questions))])
+    run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "rule+endpoint", "--context", 99_999,
+                   "--judge-response-tokens", 60, "--endpoint", "http://127.0.0.1:1", endpoint=endpoint)
+    samples = cold_start.judge_questions(run)
+    assert samples and len(asked) == 1 and run.rows[-1]["written"] == len(samples) == len(asked[0])
+    for number, (sample, question) in enumerate(zip(samples, asked[0])):
+        text = tokenizer.decode(sample.ids)
+        assert text.endswith(f"Reason {number}. <judge>{('good', 'bad')[number % 2]}</judge><|im_end|>")
+        commands = re.findall(r"</think><action>([^<]*)</action><\|im_end\|>", text)
+        assert re.findall(r"^> (.*)$", question, re.MULTILINE) == commands
 
 
 def test_no_judge_demonstrations_ask_nothing(chat):
@@ -377,35 +409,37 @@ def test_imitation_shows_everything_once_an_epoch_at_a_falling_rate(chat):
     run = make_run(chat, "--cold-start-lr", 0.01)
     samples = make_samples(9, 4, random.Random(1))
     assert cold_start.imitate(run, samples, 9, 3, "stage", 100) == 12        # 9 // 2 steps an epoch
-    assert all({s.kind for s in own} == {"policy", "judge"} for own, _ in run.steps)
+    assert all({s.kind for s in batch} == {"policy", "judge"} for batch, _ in run.steps)
     for epoch in range(3):
-        shown = [s for own, _ in run.steps[4 * epoch:4 * epoch + 4] for s in own]
+        shown = [s for batch, _ in run.steps[4 * epoch:4 * epoch + 4] for s in batch]
         assert sorted(map(id, shown)) == sorted(map(id, samples))
     assert [rate for _, rate in run.steps] == pytest.approx([0.01 * (12 - step) / 12 for step in range(12)])
-    assert [id(s) for own, _ in run.steps[:4] for s in own] != [id(s) for own, _ in run.steps[4:8] for s in own]
+    orders = [[id(s) for batch, _ in steps for s in batch] for steps in (run.steps[:4], run.steps[4:8])]
+    assert orders[0] != orders[1]
     assert [row["step"] for row in run.rows] == [100, 111] and {row["stage"] for row in run.rows} == {"stage"}
 
 
 def test_ranks_share_a_step_out():
     samples = make_samples(9, 4, random.Random(2))
-    alone, *ranks = runs = [make_run(None), make_run(None, world=2, rank=0), make_run(None, world=2, rank=1)]
+    alone, *ranks = runs = [make_run(None), make_run(None, ranks=2, rank=0), make_run(None, ranks=2, rank=1)]
     for run in runs:
         cold_start.imitate(run, samples, 9, 2, "stage", 0)
     for (whole, rate), *parts in zip(alone.steps, *[run.steps for run in ranks], strict=True):
-        assert sorted(map(id, whole)) == sorted(id(s) for own, _ in parts for s in own)
-        assert [own_rate for _, own_rate in parts] == [rate, rate]
+        assert sorted(map(id, whole)) == sorted(id(s) for batch, _ in parts for s in batch)
+        assert [part_rate for _, part_rate in parts] == [rate, rate]
 
 
 def test_the_policy_comes_first_and_then_both(chat):
     run = make_run(chat, "--demonstrations", 8, "--judge-demonstrations", 6, "--judge-labels", "oracle",
                    "--cold-start-epochs", 2, "--judge-epochs", 1)
     cold_start.cold_start(run)
-    kinds = [{sample.kind for sample in own} for own, _ in run.steps]
+    kinds = [{sample.kind for sample in batch} for batch, _ in run.steps]
     steps = len(kinds) // 3
-    assert kinds[:2 * steps] == [{"policy"}] * 2 * steps and set().union(*kinds[2 * steps:]) == {"policy", "judge"}
-    assert all(sample.logprob_old is None for own, _ in run.steps for sample in own)
+    assert kinds[:2 * steps] == [{"policy"}] * 2 * steps
+    assert set().union(*kinds[2 * steps:]) == {"policy", "judge"}
+    assert all(sample.logprob_old is None for batch, _ in run.steps for sample in batch)
     assert [row["step"] for row in run.rows if "step" in row] == [0, 2 * steps - 1, 2 * steps, 3 * steps - 1]
-    policy = [s for own, _ in run.steps[:steps] for s in own]
+    policy = [s for batch, _ in run.steps[:steps] for s in batch]
     weights = {a for s in policy for a, sampled in zip(s.advantage, s.sampled) if sampled}
     assert weights <= {0.0, 1.0} and 1.0 in weights
 
@@ -413,5 +447,5 @@ def test_the_policy_comes_first_and_then_both(chat):
 def test_without_a_judge_there_is_one_kind(chat):
     run = make_run(chat, "--demonstrations", 4, "--judge-demonstrations", 0, "--judge-epochs", 0)
     cold_start.cold_start(run)
-    assert {sample.kind for own, _ in run.steps for sample in own} == {"policy"}
+    assert {sample.kind for batch, _ in run.steps for sample in batch} == {"policy"}
     assert {row["stage"] for row in run.rows if "stage" in row} == {"cold start: policy"}

@@ -3,10 +3,8 @@
     python -m pytest tests/test_endpoint.py             # seconds; skipped without the openai package
 """
 
-import email.utils
 import json
 import logging
-import os
 import resource
 import signal
 import subprocess
@@ -22,10 +20,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("openai", reason="needs the openai package: pip install -r requirements-endpoint.txt")
-import endpoint as module  # noqa: E402
-from endpoint import Cache, Endpoint  # noqa: E402
+from run import endpoint as module  # noqa: E402
+from run.endpoint import Cache, Endpoint  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_S = 60                   # with a busy machine; what is waited for takes a second on an idle one
 SECRET = "sk-THISisTHEkey0123456789"
 quiet = pytest.mark.filterwarnings("ignore:--endpoint=")
 
@@ -33,8 +32,8 @@ quiet = pytest.mark.filterwarnings("ignore:--endpoint=")
 def completion(text, **more):
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
     usage = {"prompt_tokens": 7, "completion_tokens": 2}
-    return json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "large", "choices": [choice],
-                       "usage": usage} | more)
+    return json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "large",
+                       "choices": [choice], "usage": usage} | more)
 
 
 def good(question, nth):
@@ -42,7 +41,7 @@ def good(question, nth):
 
 
 class Server:
-    """What `reply(question, nth)` gives is sent: (status, body) or (status, body, headers), or a function that writes.
+    """What `reply(question, nth)` gives is sent: (status, body), (status, body, headers), or what writes it.
 
     nth: how often this question has come, from 0. `seen` is every question in the order of arrival.
     """
@@ -126,8 +125,9 @@ def connect(tmp_path):
     made = []
 
     def connecting(server, **settings):
-        settings = {"cache": tmp_path / "cache.jsonl", "first_wait_s": 0.001, "timeout_s": 5.0, "retries": 3} | settings
-        made.append(Endpoint(getattr(server, "url", server), settings.pop("model", "large"), "LARGE_KEY", **settings))
+        quick = {"cache": tmp_path / "cache.jsonl", "first_wait_s": 0.001, "timeout_s": 5.0, "retries": 3}
+        url, model = getattr(server, "url", server), settings.pop("model", "large")
+        made.append(Endpoint(url, model, "LARGE_KEY", **quick | settings))
         return made[-1]
 
     yield connecting
@@ -218,7 +218,8 @@ def test_a_torn_line_is_skipped_mended_and_reported_once(serve, connect, tmp_pat
     connect(server).ask(["a", "b"])
     whole = path.read_bytes()
     lines = whole.splitlines(keepends=True)
-    path.write_bytes(lines[0] + b"[" * 100_000 + b"\n" + b'{"key": 1, "answer": "x"}\n\xff\n' + lines[1][:-20])
+    broken = b"[" * 100_000 + b"\n" + b'{"key": 1, "answer": "x"}\n\xff\n'
+    path.write_bytes(lines[0] + broken + lines[1][:-20])
     with pytest.warns(UserWarning, match="3 so far") as reported:
         endpoint = connect(server)
         asked = json.loads(lines[1])["question"][0]["content"]
@@ -266,7 +267,7 @@ def test_a_full_disk_is_named_and_loses_no_other_line(serve, connect, tmp_path):
 ASKER = """
 import json, sys, time
 from pathlib import Path
-from endpoint import Endpoint
+from run.endpoint import Endpoint
 url, cache, order = sys.argv[1:]
 endpoint = Endpoint(url, "large", "LARGE_KEY", cache, concurrency=4)
 asked = [str(i) for i in range(24)][::int(order)]
@@ -278,25 +279,25 @@ print(json.dumps([dict(zip(asked, answers)), endpoint.counts]))
 
 
 def start(server, cache, order=1):
-    return subprocess.Popen([sys.executable, "-c", ASKER, server.url, str(cache), str(order)], cwd=ROOT, text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", ASKER, server.url, str(cache), str(order)], cwd=ROOT,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def finish(process):
-    out, _ = process.communicate("\n", timeout=60)
+    out, _ = process.communicate("\n", timeout=PATIENCE_S)
     assert process.returncode == 0
     return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize("orders, together", [((1, 1), 4), ((1, -1), 8)], ids=["both up", "one down"])
 def test_two_processes_on_one_cache_pay_each_question_once(serve, tmp_path, orders, together):
-    """Side by side, or one from either end with an answer only when both are asking. A third comes afterwards."""
+    """Side by side, or one from either end with an answer only when both are asking. A third comes after."""
     enough = threading.Event()
 
     def slow(question, nth):
         if len(server.seen) >= together:
             enough.set()
-        enough.wait(20)
+        enough.wait(PATIENCE_S)
         time.sleep(0.03)
         return good(question, nth)
 
@@ -325,19 +326,19 @@ def test_a_killed_process_leaves_no_question_locked(serve, connect, tmp_path):
         if len(server.seen) == 4:                  # all four of its threads are at it
             arrived.set()
         if nth == 0:
-            server.released.wait(20)
+            server.released.wait(PATIENCE_S)
         return good(question, nth)
 
     server = serve(first_hangs)
     process = start(server, tmp_path / "cache.jsonl")
     process.stdin.write("\n")
     process.stdin.flush()
-    assert arrived.wait(30)
+    assert arrived.wait(PATIENCE_S)
     process.send_signal(signal.SIGKILL)
     process.wait()
     start_s = time.monotonic()
     assert connect(server).ask(["0", "1", "2", "3"]) == ["A: 0", "A: 1", "A: 2", "A: 3"]
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < PATIENCE_S
 
 
 HOLDER = """
@@ -360,8 +361,8 @@ def hold(tmp_path):
 
     def holding(key):
         path = tmp_path / "cache.jsonl"
-        held.append(subprocess.Popen([sys.executable, "-c", HOLDER, f"{path}.lock", str(int(key[:15], 16)), str(path)],
-                                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        holder = [sys.executable, "-c", HOLDER, f"{path}.lock", str(int(key[:15], 16)), str(path)]
+        held.append(subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         assert held[-1].stdout.readline() == "held\n"
         return held[-1]
 
@@ -402,7 +403,7 @@ def test_a_frozen_process_is_not_waited_for_without_end(tmp_path, hold):
     hold(key)
     start_s = time.monotonic()
     with cache.claim(key, 0.2, threading.Event()) as waited:
-        assert waited and 0.2 <= time.monotonic() - start_s < 5
+        assert waited and 0.2 <= time.monotonic() - start_s < PATIENCE_S
     cache.close()
 
 
@@ -419,11 +420,11 @@ def test_a_server_that_fails_twice_is_asked_three_times(serve, connect, status):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("seconds, waited_s", [("0.4", 0.4), ("3600", 0.5), ("date", 0.5), ("soon", 0.0), ("-3", 0.0),
-                                               ("nan", 0.0)])
-def test_retry_after_is_kept_up_to_a_longest_wait(serve, connect, monkeypatch, seconds, waited_s):
+@pytest.mark.parametrize("value, waited_s", [
+    ("0.4", 0.4), ("3600", 0.5), ("Tue, 01 Jan 2999 00:00:00 GMT", 0.5), ("soon", 0.0), ("-3", 0.0),
+    ("nan", 0.0)])
+def test_retry_after_is_kept_up_to_a_longest_wait(serve, connect, monkeypatch, value, waited_s):
     monkeypatch.setattr(module, "LONGEST_WAIT_S", 0.5)
-    value = email.utils.format_datetime(email.utils.localtime().replace(year=2999)) if seconds == "date" else seconds
     times = []
 
     def busy_once(question, nth):
@@ -431,7 +432,7 @@ def test_retry_after_is_kept_up_to_a_longest_wait(serve, connect, monkeypatch, s
         return good(question, nth) if nth else (429, "{}", {"Retry-After": value})
 
     assert connect(serve(busy_once)).ask(["a"]) == ["A: a"]
-    assert waited_s <= times[1] - times[0] < waited_s + 5
+    assert waited_s <= times[1] - times[0] < waited_s + PATIENCE_S
 
 
 @pytest.mark.fast
@@ -449,7 +450,7 @@ def test_waits_double_from_the_first_to_the_longest_and_no_two_are_alike(connect
 @quiet
 @pytest.mark.parametrize("drips", [False, True], ids=["silent", "dripping"])
 def test_a_hang_ends(serve, connect, drips):
-    """Dripping: DeepSeek keeps a waiting client's connection alive with empty lines, so that no read ever times out."""
+    """Dripping: DeepSeek keeps a waiting client's connection alive with empty lines, so no read times out."""
     def hang(handler):
         if drips:
             handler.give((200, "", {"Content-Length": 10_000}))
@@ -461,7 +462,7 @@ def test_a_hang_ends(serve, connect, drips):
     endpoint = connect(server, timeout_s=0.2, retries=1)
     start_s = time.monotonic()
     assert endpoint.ask(["a", "b"]) == [None, None]
-    assert 0.4 <= time.monotonic() - start_s < 5
+    assert 0.4 <= time.monotonic() - start_s < PATIENCE_S
     assert endpoint.counts == counts(asked=2, retried=2, failed=2)
 
 
@@ -473,10 +474,11 @@ def test_empty_lines_before_an_answer_do_not_matter(serve, connect):
 @pytest.mark.fast
 @quiet
 @pytest.mark.parametrize("body", [
-    "{not json", "", "[]", '"text"', "null", "{}", '{"choices": []}', '{"choices": null}', '{"choices": [{}]}',
-    '{"choices": [{"message": null}]}', '{"choices": [{"message": {"content": 5}}]}', '{"choices": {"0": 1}}',
-    '{"choices": [{"message": {"content": ["a"]}}]}', '{"error": {"message": "overloaded"}}', b"\xff\xfe\x00garbage",
-    "[" * 100_000, "<html>busy</html>"], ids=lambda body: str(body)[:30])
+    "{not json", "", "[]", '"text"', "null", "{}", '{"choices": []}', '{"choices": null}',
+    '{"choices": [{}]}', '{"choices": [{"message": null}]}', '{"choices": [{"message": {"content": 5}}]}',
+    '{"choices": {"0": 1}}',
+    '{"choices": [{"message": {"content": ["a"]}}]}', '{"error": {"message": "overloaded"}}',
+    b"\xff\xfe\x00garbage", "[" * 100_000, "<html>busy</html>"], ids=lambda body: str(body)[:30])
 @pytest.mark.parametrize("kind", ["application/json", "text/html"])
 def test_garbage_is_retried_then_failed(serve, connect, tmp_path, body, kind):
     server = serve(lambda question, nth: (200, body, {"Content-Type": kind}))
@@ -487,8 +489,8 @@ def test_garbage_is_retried_then_failed(serve, connect, tmp_path, body, kind):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("headers", [{"Content-Length": 9999}, {"Content-Encoding": "gzip"}, {"Content-Length": "x"}],
-                         ids=["cut", "not gzip", "bad header"])
+@pytest.mark.parametrize("headers", [{"Content-Length": 9999}, {"Content-Encoding": "gzip"},
+                                     {"Content-Length": "x"}], ids=["cut", "not gzip", "bad header"])
 def test_a_broken_transfer_is_retried(serve, connect, headers):
     server = serve(lambda question, nth: (200, completion("yes"), {} if nth else headers))
     endpoint = connect(server)
@@ -500,7 +502,8 @@ def test_a_broken_transfer_is_retried(serve, connect, headers):
 @pytest.mark.parametrize("usage", [None, [], "much", {"prompt_tokens": 3, "note": "x", "details": {"a": 1}}])
 def test_usage_of_any_form_is_no_obstacle(serve, connect, tmp_path, usage):
     assert connect(serve(lambda question, nth: (200, completion("yes", usage=usage)))).ask(["a"]) == ["yes"]
-    assert rows(tmp_path / "cache.jsonl")[0]["usage"] == ({"prompt_tokens": 3} if isinstance(usage, dict) else {})
+    kept = {"prompt_tokens": 3} if isinstance(usage, dict) else {}
+    assert rows(tmp_path / "cache.jsonl")[0]["usage"] == kept
 
 
 # What fails for good
@@ -519,24 +522,28 @@ def test_an_empty_answer_is_a_failure_that_is_not_kept(serve, connect, tmp_path,
 
 @pytest.mark.fast
 def test_a_refused_question_is_failed_at_once_and_the_others_are_answered(serve, connect):
-    server = serve(lambda q, nth: (400, '{"error": {"message": "too long"}}') if q == "long" else good(q, nth))
+    refused = 400, '{"error": {"message": "too long"}}'
+    server = serve(lambda q, nth: refused if q == "long" else good(q, nth))
     endpoint = connect(server)
-    with pytest.warns(UserWarning, match="1 of 3 questions failed, the last one by BadRequestError.*too long"):
+    failed = "1 of 3 questions failed, the last one by BadRequestError.*too long"
+    with pytest.warns(UserWarning, match=failed):
         assert endpoint.ask(["a", "long", "b"]) == ["A: a", None, "A: b"]
     assert endpoint.counts == counts(asked=3, failed=1)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("status, flag", [(401, "--endpoint-key-variable=LARGE_KEY"),
-                                          (403, "--endpoint-key-variable=LARGE_KEY"), (404, "--endpoint-model=large")])
+                                          (403, "--endpoint-key-variable=LARGE_KEY"),
+                                          (404, "--endpoint-model=large")])
 def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, flag):
-    server = serve(lambda q, nth: good(q, nth) if q in "abc" else (status, '{"error": {"message": "no such"}}'))
+    refused = status, '{"error": {"message": "no such"}}'
+    server = serve(lambda q, nth: good(q, nth) if q in "abc" else refused)
     endpoint = connect(server, concurrency=1)
     with pytest.raises(ValueError, match=flag) as raised:
         endpoint.ask(["a", "b", "c", *map(str, range(50))])
     assert server.url in str(raised.value) and "no such" in str(raised.value)
-    assert server.seen[:4] == ["a", "b", "c", "0"] and len(server.seen) <= 5
-    assert connect(server, limit=0).ask(["a", "b", "c"]) == ["A: a", "A: b", "A: c"]      # what was paid is kept
+    assert server.seen == ["a", "b", "c", "0"]
+    assert connect(server, limit=0).ask(["a", "b", "c"]) == ["A: a", "A: b", "A: c"]   # what was paid is kept
 
 
 @pytest.mark.fast
@@ -597,7 +604,7 @@ def test_the_limit_holds_with_many_at_once(serve, connect):
 @pytest.mark.parametrize("status", [200, 400, 401, 404, 500])
 def test_the_key_is_nowhere_but_in_the_header(serve, connect, tmp_path, caplog, capfd, status):
     """The server repeats it in what it answers, and so does the question."""
-    body = json.dumps({"error": {"message": SECRET * 40}})      # so often that it is cut wherever the message is
+    body = json.dumps({"error": {"message": SECRET * 40}})   # so often that it is cut wherever the message is
     if status == 200:
         body = completion(f"yes, {SECRET}", usage={SECRET: 1})
     server = serve(lambda question, nth: (status, body))
@@ -659,7 +666,8 @@ def test_a_misspelt_address_is_named(tmp_path, url):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("url", ["https://me:hunter2hunter2@host/v1", "https://host/v1?api-key=hunter2hunter2"])
+@pytest.mark.parametrize("url", ["https://me:hunter2hunter2@host/v1",
+                                 "https://host/v1?api-key=hunter2hunter2"])
 def test_a_key_in_the_address_is_refused_and_not_repeated(tmp_path, url):
     with pytest.raises(ValueError, match="--endpoint: .*--endpoint-key-variable") as raised:
         Endpoint(url, "large", "LARGE_KEY", tmp_path / "c")
@@ -682,6 +690,7 @@ def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
 
 
 def test_importing_the_file_does_not_import_the_package():
-    done = subprocess.run([sys.executable, "-c", "import endpoint, sys; print('openai' in sys.modules)"], cwd=ROOT,
-                          text=True, capture_output=True, check=True, timeout=60, env=dict(os.environ))
+    source = "import run.endpoint, sys; print('openai' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, text=True, capture_output=True,
+                          check=True, timeout=PATIENCE_S)
     assert done.stdout == "False\n"

@@ -1,10 +1,11 @@
-"""The household game equals the stock ALFWorld engine word for word: its recorded transcripts, and the engine itself.
+"""The household game equals the stock ALFWorld engine word for word: its records, and the engine itself.
 
-    python -m pytest tests/test_household.py            # 2 minutes with alfworld installed, 10 seconds without
+    python -m pytest tests/test_household.py          # 2 minutes with alfworld installed, 10 seconds without
 """
 
 import gzip
 import json
+import os
 import random
 import re
 import subprocess
@@ -14,39 +15,54 @@ from pathlib import Path
 import pytest
 
 from envs import Reply, Task
-from envs.games import GOALS, PddlText, load_game, load_games, problem_from_pddl
-from envs.household import Goal, Household, Problem, Receptacle, Thing, listing, problem_of
+from envs.alfred.game import Game
+from envs.alfred.games import GOALS, PddlText, check_source, load_game, load_games, problem_from_pddl
+from envs.alfred.problem import Goal, Problem, Receptacle, Thing, listing, problem_of
+from envs.household import World
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT.parent / "shared/data/alfworld"
-GAMES, TRANSCRIPTS = DATA / "games.jsonl.gz", DATA / "transcripts.jsonl.gz"
-needs_games = pytest.mark.skipif(not GAMES.exists(), reason="needs ../shared/data/alfworld/games.jsonl.gz")
+DOWNLOADED = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expanduser() / "json_2.1.1"
+GAMES = DATA / "games.jsonl.gz" if (DATA / "games.jsonl.gz").exists() else DOWNLOADED
+TRANSCRIPTS = DATA / "transcripts.jsonl.gz"
+needs_games = pytest.mark.skipif(
+    not GAMES.exists(), reason="needs ALFWorld's games: alfworld-download puts them into $ALFWORLD_DATA "
+                               "(or ../shared/data/alfworld/games.jsonl.gz)")
+needs_transcripts = pytest.mark.skipif(
+    not TRANSCRIPTS.exists(), reason="needs records of the engine; with alfworld installed, other tests ask "
+                                     "it itself, once alfworld-download has filled $ALFWORLD_DATA "
+                                     "(or ../shared/data/alfworld/transcripts.jsonl.gz)")
 GRAMMAR = 'grammar :: """{"task": [{"rhs": "Your task is to: put a hot apple in fridge."}]}""";\n' \
           'action PutObject { template :: "VERB {o} WORD {r}"; }'
 
-# A kitchen with what real games seldom show: a thing in two receptacles, receptacles that share a location, a bathtub
-# basin that is a sink, an egg that is cold from the start and has no type, a bowl that holds things, two knives
+# A kitchen with what real games seldom show: a thing in two receptacles, receptacles that share a location, a
+# bathtub basin that is a sink, an egg that is cold from the start and has no type, a bowl that holds things,
+# two knives; and a tour with every command that it knows
 IDS = {"fridge": "Fridge_bar_1", "micro": "Microwave_bar_1", "sink": "Sink_bar_1_bar_SinkBasin",
        "tub": "Bathtub_bar_bathtubbasin",
        "top1": "CounterTop_bar_1", "top2": "CounterTop_bar_2", "desk": "Desk_bar_1", "apple1": "Apple_bar_1",
        "apple2": "Apple_bar_2", "egg": "Egg_bar_1", "knife": "Knife_bar_1", "butter": "ButterKnife_bar_1",
        "lamp": "DeskLamp_bar_1", "bowl": "Bowl_bar_1", "stove": "StoveKnob_bar_1"}
-PLACES = {"fridge": ("l1", "Fridge"), "micro": ("l2", "Microwave"), "top2": ("l2", "CounterTop"), "sink": ("l3", "SinkBasin"),
+PLACES = {"fridge": ("l1", "Fridge"), "micro": ("l2", "Microwave"), "top2": ("l2", "CounterTop"),
+          "sink": ("l3", "SinkBasin"),
           "tub": ("l3", "SinkBasin"), "top1": ("l4", "CounterTop"), "desk": ("l5", "Desk")}
-OBJECTS = {"apple1": "Apple", "apple2": "Apple", "knife": "Knife", "butter": "ButterKnife", "lamp": "DeskLamp", "bowl": "Bowl",
-           "stove": "StoveKnob"}
-INSIDE = [("apple1", "micro"), ("apple1", "top2"), ("apple2", "top1"), ("knife", "top1"), ("butter", "desk"), ("lamp", "desk"),
-          ("bowl", "fridge"), ("stove", "micro")]
-TOUR = """go to countertop 2; take knife 1 from countertop 2; slice apple 1 with knife 1; slice apple 2 with knife 1;
-move knife 1 to countertop 2; take apple 1 from countertop 2; examine apple 1; go to sinkbasin 1; look;
-clean apple 1 with bathtubbasin 1; examine apple 1; go to microwave 1; heat apple 1 with microwave 1; examine apple 1;
-move apple 1 to countertop 1; take apple 1 from countertop 1; open microwave 1; move apple 1 to microwave 1; look;
-use stoveknob 1; examine stoveknob 1; take apple 2 from countertop 1; examine apple 2; heat apple 2 with microwave 1;
-examine apple 2; take apple 2 from microwave 1; close microwave 1; go to desk 1; use desklamp 1; use desklamp 1; look;
-inventory; go to microwave 1; move apple 2 to countertop 1; open microwave 1; take apple 2 from microwave 1; look;
-move apple 2 to microwave 1; go to fridge 1; open fridge 1; take bowl 1 from fridge 1; cool bowl 1 with fridge 1;
-examine bowl 1; clean bowl 1 with fridge 1; help""".replace("\n", " ").split("; ")    # every command that the kitchen knows
-AT = {"apple1": "l4", "apple2": "l4", "knife": "l4", "butter": "l5", "lamp": "l5", "bowl": "l1", "stove": "l2"}
+OBJECTS = {"apple1": "Apple", "apple2": "Apple", "knife": "Knife", "butter": "ButterKnife",
+           "lamp": "DeskLamp", "bowl": "Bowl", "stove": "StoveKnob"}
+INSIDE = [("apple1", "micro"), ("apple1", "top2"), ("apple2", "top1"), ("knife", "top1"), ("butter", "desk"),
+          ("lamp", "desk"), ("bowl", "fridge"), ("stove", "micro")]
+TOUR = """go to countertop 2; take knife 1 from countertop 2; slice apple 1 with knife 1;
+slice apple 2 with knife 1; move knife 1 to countertop 2; take apple 1 from countertop 2; examine apple 1;
+go to sinkbasin 1; look; clean apple 1 with bathtubbasin 1; examine apple 1; go to microwave 1;
+heat apple 1 with microwave 1; examine apple 1; move apple 1 to countertop 1;
+take apple 1 from countertop 1; open microwave 1; move apple 1 to microwave 1; look; use stoveknob 1;
+examine stoveknob 1; take apple 2 from countertop 1; examine apple 2; heat apple 2 with microwave 1;
+examine apple 2; take apple 2 from microwave 1; close microwave 1; go to desk 1; use desklamp 1;
+use desklamp 1; look; inventory; go to microwave 1; move apple 2 to countertop 1; open microwave 1;
+take apple 2 from microwave 1; look; move apple 2 to microwave 1; go to fridge 1; open fridge 1;
+take bowl 1 from fridge 1; cool bowl 1 with fridge 1; examine bowl 1; clean bowl 1 with fridge 1;
+help""".replace("\n", " ").split("; ")
+AT = {"apple1": "l4", "apple2": "l4", "knife": "l4", "butter": "l5", "lamp": "l5", "bowl": "l1",
+      "stove": "l2"}
 
 
 def kitchen(goal, start="l0"):
@@ -54,18 +70,24 @@ def kitchen(goal, start="l0"):
     types = {"SinkBasinType", "MicrowaveType", "FridgeType"} | {kind + "Type" for _, kind in PLACES.values()}
     object_types = {"KnifeType", "ButterKnifeType", "MugType"} | {kind + "Type" for kind in OBJECTS.values()}
     facts = [f"atLocation agent1 {start}", *(f"cleanable {IDS[o]}" for o in OBJECTS if o != "lamp"),
-             *(f"heatable {IDS[o]}" for o in ("apple1", "apple2")), *(f"coolable {IDS[o]}" for o in ("apple1", "apple2", "bowl")),
-             *(f"sliceable {IDS[o]}" for o in ("apple1", "apple2")), f"isCool {IDS['egg']}", f"isCool {IDS['apple2']}",
+             *(f"heatable {IDS[o]}" for o in ("apple1", "apple2")),
+             *(f"coolable {IDS[o]}" for o in ("apple1", "apple2", "bowl")),
+             *(f"sliceable {IDS[o]}" for o in ("apple1", "apple2")), f"isCool {IDS['egg']}",
+             f"isCool {IDS['apple2']}",
              f"toggleable {IDS['lamp']}", f"toggleable {IDS['stove']}", f"isReceptacleObject {IDS['bowl']}",
-             f"inReceptacleObject {IDS['apple1']} {IDS['bowl']}", f"inReceptacleObject {IDS['knife']} {IDS['bowl']}",
+             f"inReceptacleObject {IDS['apple1']} {IDS['bowl']}",
+             f"inReceptacleObject {IDS['knife']} {IDS['bowl']}",
              *(f"pickupable {IDS[o]}" for o in OBJECTS if o not in ("lamp", "stove")),
              *(f"openable {IDS[r]}" for r in ("fridge", "micro"))]
     for r, (location, kind) in PLACES.items():
         facts += [f"receptacleType {IDS[r]} {kind}Type", f"receptacleAtLocation {IDS[r]} {location}"]
-    facts += [f"canContain {r} {o}" for r in sorted(types) for o in sorted(object_types) if r != "DeskType" or "Knife" in o]
+    facts += [f"canContain {r} {o}" for r in sorted(types) for o in sorted(object_types)
+              if r != "DeskType" or "Knife" in o]
     facts += [f"objectType {IDS[o]} {kind}Type" for o, kind in OBJECTS.items()]
-    facts += [f"inReceptacle {IDS[o]} {IDS[r]}" for o, r in INSIDE] + [f"objectAtLocation {IDS[o]} {at}" for o, at in AT.items()]
-    declared = ["agent1 - agent", *(f"l{i} - location" for i in range(6)), *(f"{t} - rtype" for t in sorted(types)),
+    facts += [f"inReceptacle {IDS[o]} {IDS[r]}" for o, r in INSIDE]
+    facts += [f"objectAtLocation {IDS[o]} {at}" for o, at in AT.items()]
+    declared = ["agent1 - agent", *(f"l{i} - location" for i in range(6)),
+                *(f"{t} - rtype" for t in sorted(types)),
                 *(f"{t} - otype" for t in sorted(object_types)), *(f"{IDS[r]} - receptacle" for r in PLACES),
                 *(f"{IDS[o]} - object" for o in (*OBJECTS, "egg"))]
     lines = "\n".join(f"({fact})" for fact in facts)
@@ -82,19 +104,21 @@ def task_of(pddl, task_desc="put a hot apple in fridge"):
     return Task("kitchen", "train", "", PddlText("kitchen.pddl", task_desc, pddl))
 
 
-def rows(path, wanted=lambda row: True):
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [row for row in map(json.loads, lines) if wanted(row)]
+def recorded():
+    """The recorded transcripts of the stock engine."""
+    with gzip.open(TRANSCRIPTS, "rt", encoding="utf-8") as lines:
+        return list(map(json.loads, lines))
 
 
 # Against the recorded engine
 
 @needs_games
-@pytest.mark.skipif(not TRANSCRIPTS.exists(), reason="needs ../shared/data/alfworld/transcripts.jsonl.gz")
+@needs_transcripts
 def test_every_recorded_transcript_is_reproduced_word_for_word():
-    transcripts = rows(TRANSCRIPTS)
-    tasks = {task.id: task for split in {t["split"] for t in transcripts} for task in load_games(GAMES, split)}
-    env = Household()
+    transcripts = recorded()
+    tasks = {task.id: task for split in {t["split"] for t in transcripts}
+             for task in load_games(GAMES, split)}
+    env = Game()
     for transcript in transcripts:
         task = tasks[transcript["rel"]]
         reply = env.reset(task)
@@ -120,7 +144,8 @@ def engine(monkeypatch):
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH
     from textworld.envs.pddl import PddlEnv
-    domain, grammar = (Path(path).read_text(encoding="utf-8") for path in (ALFRED_PDDL_PATH, ALFRED_TWL2_PATH))
+    domain, grammar = (Path(path).read_text(encoding="utf-8")
+                       for path in (ALFRED_PDDL_PATH, ALFRED_TWL2_PATH))
     env = AlfredDemangler(PddlEnv(textworld.EnvInfos(won=True, admissible_commands=True)))
 
     def start(pddl, task_desc):
@@ -139,7 +164,8 @@ def next_command(admissible, seen, rng):
         return rng.choice(sorted(seen))
     if draw < 0.2:
         command = rng.choice(sorted(seen))
-        return rng.choice([command.upper(), f"  {command} ", command + ".", command[:-1], "", "fly", "examine", "\tlook"])
+        return rng.choice([command.upper(), f"  {command} ", command + ".", command[:-1], "", "fly",
+                           "examine", "\tlook"])
     doing = [c for c in admissible if not c.startswith(("go to", "help", "inventory", "look"))]
     if doing and draw < 0.75:
         strong = [c for c in doing if not c.startswith(("examine", "close"))]
@@ -148,8 +174,8 @@ def next_command(admissible, seen, rng):
 
 
 def play_both(engine, pddl, task_desc, turns, rng, tour=()):
-    """Play the tour and then random commands on both. Returns the observations and whether it was ever won."""
-    env = Household()
+    """Play the tour and then random commands on both. Returns the observations, and whether it was won."""
+    env = Game()
     theirs, ours = engine(pddl, task_desc), env.reset(task_of(pddl, task_desc))
     seen, texts, won, command = {"look"}, set(), False, None
     for turn in range(len(tour) + turns):
@@ -167,24 +193,28 @@ def play_both(engine, pddl, task_desc, turns, rng, tour=()):
 @needs_games
 def test_real_games_equal_the_live_engine_under_random_commands(engine):
     rng = random.Random(20)
-    solvable = rows(GAMES, lambda row: row["solvable"])
-    games = [row for task_type in sorted(GOALS)
-             for row in rng.sample([r for r in solvable if r["task_type"] == task_type], 4)]
-    games.append(next(r for r in solvable if "(isCool" in r["pddl_problem"]))
-    games.append(next(r for r in solvable if re.search(r"\(receptacleType Bathtub\w+ SinkBasinType", r["pddl_problem"])))
-    for row in games:
-        play_both(engine, row["pddl_problem"], row["task_desc"], 10, rng)
+    solvable = [task for split in ("train", "valid_train", "valid_seen", "valid_unseen")
+                for task in load_games(GAMES, split)]
+    games = [task for task_type in sorted(GOALS)
+             for task in rng.sample([task for task in solvable if task.task_type == task_type], 4)]
+    bathtub = re.compile(r"\(receptacleType Bathtub\w+ SinkBasinType")
+    games.append(next(task for task in solvable if "(isCool" in task.problem.pddl))
+    games.append(next(task for task in solvable if bathtub.search(task.problem.pddl)))
+    for task in games:
+        play_both(engine, task.problem.pddl, task.problem.task_desc, 10, rng)
 
 
 @pytest.mark.parametrize("task_type", sorted(GOALS))
 def test_a_kitchen_of_corner_cases_equals_the_live_engine(engine, task_type):
     rng = random.Random(task_type)
-    start = {"pick_and_place_simple": "l2", "look_at_obj_in_light": "l5"}.get(task_type, "l0")   # at a receptacle, too
+    # some start at a receptacle
+    start = {"pick_and_place_simple": "l2", "look_at_obj_in_light": "l5"}.get(task_type, "l0")
     pddl = kitchen(goal_of(task_type, receptacle="CounterTop"), start)
     texts, won = play_both(engine, pddl, "tidy up", 60, rng, TOUR)
     assert won
     for text in ("a cool sliced apple 1", "a cool and clean sliced apple 1", "a hot and clean sliced apple 1",
-                 "a sliced apple 2", "a hot sliced apple 2", "Next to it, you see a apple", "turn on the desklamp 1",
+                 "a sliced apple 2", "a hot sliced apple 2", "Next to it, you see a apple",
+                 "turn on the desklamp 1",
                  "In it, you see a apple 2, and a knife 1", "Available commands"):
         assert any(text in observation for observation in texts), text
 
@@ -196,15 +226,17 @@ def test_a_kitchen_of_corner_cases_equals_the_live_engine(engine, task_type):
 
 @pytest.mark.fast
 def test_the_texts_of_a_short_game():
-    env = Household()
+    env = Game()
     reply = env.reset(task_of(kitchen(goal_of("pick_heat_then_place_in_recep"))))
     assert reply.observation.endswith(
-        "you see a bathtubbasin 1, a countertop 2, a countertop 1, a desk 1, a fridge 1, a microwave 1, and a sinkbasin 1."
+        "you see a bathtubbasin 1, a countertop 2, a countertop 1, a desk 1, a fridge 1, a microwave 1, "
+        "and a sinkbasin 1."
         "\n\nYour task is to: put a hot apple in fridge.")
     dialogue = [
         ("look", "You are in the middle of a room. Looking quickly around you, you see nothing."),
         ("take apple 1 from countertop 2", "Nothing happens."),
-        ("go to countertop 2", "You arrive at countertop 2. On the countertop 2, you see a apple 1, and a knife 1."),
+        ("go to countertop 2",
+         "You arrive at countertop 2. On the countertop 2, you see a apple 1, and a knife 1."),
         ("Take apple 1 from countertop 2", "Nothing happens."),
         (" take apple 1 from countertop 2 ", "You pick up the apple 1 from the countertop 2."),
         ("inventory", "You are carrying: a apple 1."),
@@ -228,15 +260,18 @@ def test_the_texts_of_a_short_game():
 def test_a_problem_made_of_records_plays_without_pddl():
     shelf = Receptacle("shelf 1", 0, openable=False, opened=False, accepts=frozenset({"mug"}))
     safe = Receptacle("safe 1", 1, openable=True, opened=False, accepts=frozenset({"mug"}))
-    problem = Problem("put a mug in safe", (shelf, safe), (Thing("mug 1", "shelf 1", 0), Thing("pen 1", "safe 1", 1)),
+    problem = Problem("put a mug in safe", (shelf, safe),
+                      (Thing("mug 1", "shelf 1", 0), Thing("pen 1", "safe 1", 1)),
                       Goal("pick_and_place_simple", "mug", "safe"))
-    env = Household()
+    env = Game()
     assert env.reset(Task("x", "train", "", problem)).admissible == [
         "go to safe 1", "go to shelf 1", "help", "inventory", "look"]
-    replies = [env.step(c) for c in ("go to shelf 1", "take mug 1 from shelf 1", "go to safe 1", "open safe 1",
+    replies = [env.step(c) for c in ("go to shelf 1", "take mug 1 from shelf 1", "go to safe 1",
+                                     "open safe 1",
                                      "move mug 1 to safe 1")]
     assert [reply.won for reply in replies] == [False] * 4 + [True]
-    assert env.step("examine safe 1").observation == "The safe 1 is open. In it, you see a mug 1, and a pen 1."
+    seen = env.step("examine safe 1").observation
+    assert seen == "The safe 1 is open. In it, you see a mug 1, and a pen 1."
     assert not env.reset(Task("x", "train", "", problem)).won          # nothing of the last game is left
 
 
@@ -250,9 +285,11 @@ def test_lists_have_the_games_commas():
 
 def write_game(folder, verb="move", word="to", **changes):
     folder.mkdir(parents=True)
-    game = {"pddl_domain": "", "grammar": GRAMMAR.replace("VERB", verb).replace("WORD", word), "solvable": True,
+    game = {"pddl_domain": "", "grammar": GRAMMAR.replace("VERB", verb).replace("WORD", word),
+            "solvable": True,
             "pddl_problem": kitchen(goal_of("pick_heat_then_place_in_recep"))} | changes
-    (folder / "game.tw-pddl").write_text(json.dumps({k: v for k, v in game.items() if v is not None}), encoding="utf-8")
+    (folder / "game.tw-pddl").write_text(json.dumps({k: v for k, v in game.items() if v is not None}),
+                                         encoding="utf-8")
     (folder / "traj_data.json").write_text('{"task_type": "pick_heat_then_place_in_recep"}', encoding="utf-8")
     return folder / "game.tw-pddl"
 
@@ -260,11 +297,13 @@ def write_game(folder, verb="move", word="to", **changes):
 @pytest.mark.fast
 @pytest.mark.parametrize(("verb", "word"), [("move", "to"), ("put", "in/on")])
 def test_game_files_of_old_and_new_releases_both_speak_the_new_form(tmp_path, verb, word):
-    path = write_game(tmp_path / "train/pick_heat_then_place_in_recep-Apple-None-Fridge-1/trial_1", verb, word)
+    path = write_game(tmp_path / "train/pick_heat_then_place_in_recep-Apple-None-Fridge-1/trial_1", verb,
+                      word)
     task = load_game(path)
     assert (task.id, task.split, task.task_type) == (
-        "train/pick_heat_then_place_in_recep-Apple-None-Fridge-1/trial_1", "train", "pick_heat_then_place_in_recep")
-    env = Household()
+        "train/pick_heat_then_place_in_recep-Apple-None-Fridge-1/trial_1", "train",
+        "pick_heat_then_place_in_recep")
+    env = Game()
     assert env.reset(task).observation.endswith("Your task is to: put a hot apple in fridge.")
     env.step("go to countertop 2")
     assert "move knife 1 to countertop 2" in env.step("take knife 1 from countertop 2").admissible
@@ -272,12 +311,15 @@ def test_game_files_of_old_and_new_releases_both_speak_the_new_form(tmp_path, ve
 
 @pytest.mark.fast
 def test_a_folder_gives_its_solvable_games_in_order(tmp_path):
-    for trial, changes in (("b", {}), ("a", {}), ("unsolvable", {"solvable": False}), ("unknown", {"solvable": None})):
+    for trial, changes in (("b", {}), ("a", {}), ("unsolvable", {"solvable": False}),
+                           ("unknown", {"solvable": None})):
         write_game(tmp_path / "valid_seen" / "pick" / trial, **changes)
     write_game(tmp_path / "valid_seen" / "pick-Sliced" / "c")
-    assert [task.id for task in load_games(tmp_path, "valid_seen")] == ["valid_seen/pick/a", "valid_seen/pick/b"]
+    assert [task.id for task in load_games(tmp_path, "valid_seen")] == [
+        "valid_seen/pick/a", "valid_seen/pick/b"]
     assert len(load_games(tmp_path, "valid_seen", types=["pick_heat_then_place_in_recep"], limit=1)) == 1
-    with pytest.raises(ValueError, match="no solvable games of split valid_seen and types pick_two_obj_and_place"):
+    with pytest.raises(ValueError,
+                       match="no solvable games of split valid_seen and types pick_two_obj_and_place"):
         load_games(tmp_path, "valid_seen", types=["pick_two_obj_and_place"])
     with pytest.raises(ValueError, match="no solvable games of split train"):
         load_games(tmp_path, "train")
@@ -287,6 +329,9 @@ def test_a_folder_gives_its_solvable_games_in_order(tmp_path):
 def test_the_released_games_are_counted_as_officially():
     counts = {split: len(load_games(GAMES, split)) for split in ("train", "valid_seen", "valid_unseen")}
     assert counts == {"train": 3553, "valid_seen": 140, "valid_unseen": 134}
+    world = World(World.Settings(str(GAMES)))
+    assert [len(world.split(name)) for name in ("dev", "L0", "L1", "L2")] == [199, 140, 134, 38]
+    assert world.unseen() == ["L2"] and world.games() == "real ALFWorld games, household engine"
 
 
 BROKEN = {
@@ -301,10 +346,13 @@ BROKEN = {
     "none of ALFWorld's six": {"pddl_problem": kitchen("(exists (?o - object) (and (isSliced ?o)))")},
     "needs 2 arguments": {"pddl_problem": kitchen("x").replace("(objectType Apple_bar_1 ", "(objectType ")},
     r"one \(atLocation": {"pddl_problem": kitchen("x").replace("(atLocation agent1 l0)", "")},
-    "needs a receptacleType": {"pddl_problem": kitchen("x").replace("(receptacleAtLocation Desk_bar_1 l5)", "")},
+    "needs a receptacleType": {
+        "pddl_problem": kitchen("x").replace("(receptacleAtLocation Desk_bar_1 l5)", "")},
     "at the start": {"pddl_problem": kitchen("x").replace("(isCool Egg_bar_1)", "(isHot Egg_bar_1)")},
-    "placed receptacle": {"pddl_problem": kitchen("x").replace("Apple_bar_1 Microwave_bar_1", "Apple_bar_1 Nowhere_bar_1")},
-    "objectType of its name": {"pddl_problem": kitchen("x").replace("Bowl_bar_1 BowlType", "Bowl_bar_1 MugType")},
+    "placed receptacle": {
+        "pddl_problem": kitchen("x").replace("Apple_bar_1 Microwave_bar_1", "Apple_bar_1 Nowhere_bar_1")},
+    "objectType of its name": {
+        "pddl_problem": kitchen("x").replace("Bowl_bar_1 BowlType", "Bowl_bar_1 MugType")},
     "expected an id": {"pddl_problem": kitchen("x").replace("Bowl_bar_1", "Bowl")},
     "is not a fact": {"pddl_problem": kitchen("x").replace("(isCool Egg_bar_1)", "cold")},
 }
@@ -327,7 +375,7 @@ def test_a_broken_game_among_many_is_refused_when_it_is_played(tmp_path):
     path = write_game(tmp_path / "train/x/y", pddl_problem="(define")
     (task,) = load_games(tmp_path, "train")
     with pytest.raises(ValueError, match="not closed") as caught:
-        Household().reset(task)
+        Game().reset(task)
     assert str(path) in str(caught.value)
 
 
@@ -369,19 +417,37 @@ def test_problem_of_gives_a_parsed_problem_back():
     assert problem_of(Task("x", "train", "", problem)) is problem
 
 
+# What can be seen of --games before a game is parsed
+
+@pytest.mark.fast
+def test_a_source_without_games_is_refused_at_once_and_one_with_a_game_is_not(tmp_path):
+    (tmp_path / "train/x/y").mkdir(parents=True)
+    with pytest.raises(ValueError,
+                       match="no game.tw-pddl under train, valid_seen; expected a json_2.1.1 folder"):
+        check_source(tmp_path, ("train", "valid_seen"))
+    (tmp_path / "train/x/y/game.tw-pddl").write_text("not parsed")
+    check_source(tmp_path, ("train", "valid_seen"))
+    (tmp_path / "games.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="--games=.*games.jsonl: expected a folder of games or a .jsonl.gz"):
+        check_source(tmp_path / "games.jsonl", ())
+    with pytest.raises(ValueError, match="--games=nothere: no such file or folder"):
+        check_source("nothere", ())
+
+
 # The command line
 
 def run(*flags, commands=""):
-    return subprocess.run([sys.executable, "-m", "envs.household", *flags], input=commands, cwd=ROOT, text=True,
-                          capture_output=True, check=False, errors="surrogateescape")
+    return subprocess.run([sys.executable, "-m", "envs.household", *flags], input=commands, cwd=ROOT,
+                          text=True, capture_output=True, check=False, errors="surrogateescape")
 
 
 @pytest.mark.fast
 def test_json_gives_one_line_before_the_first_command_and_one_after_each(tmp_path):
     path = write_game(tmp_path / "train/x/y")
     commands = ["go to countertop 2", "take apple 1 from countertop 2", "fly", "\udcff", "inventory"]
-    done = run("--game", str(path), "--json", commands="\n".join(commands))      # no line end after the last one
-    env = Household()
+    # no line end after the last one
+    done = run("--game", str(path), "--json", commands="\n".join(commands))
+    env = Game()
     wanted = [env.reset(load_game(path)), *map(env.step, commands)]
     assert [json.loads(line) for line in done.stdout.splitlines()] == [
         json.loads(json.dumps(reply._asdict())) for reply in wanted]
@@ -391,7 +457,8 @@ def test_json_gives_one_line_before_the_first_command_and_one_after_each(tmp_pat
 @pytest.mark.fast
 def test_a_person_sees_text_and_a_prompt(tmp_path):
     path = write_game(tmp_path / "train/x/y", pddl_problem=kitchen(goal_of("pick_and_place_simple")))
-    done = run("--game", str(path), commands="go to countertop 2\ntake apple 1 from countertop 2\ngo to fridge 1\n"
+    done = run("--game", str(path),
+               commands="go to countertop 2\ntake apple 1 from countertop 2\ngo to fridge 1\n"
                                              "open fridge 1\nmove apple 1 to fridge 1\n")
     assert done.stdout.startswith("-= Welcome to TextWorld, ALFRED! =-")
     assert done.stdout.endswith("\n> You move the apple 1 to the fridge 1.\nYou have won.\n> \n")
@@ -405,9 +472,20 @@ def test_a_generated_room_is_played_by_number():
 
 
 @pytest.mark.fast
+def test_a_reader_who_goes_away_ends_the_game_without_a_traceback():
+    player = subprocess.Popen([sys.executable, "-m", "envs.household"], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    player.stdout.readline()
+    player.stdout.close()
+    player.stdout = None                                       # communicate would read it
+    assert player.communicate("look\n" * 3)[1] == "" and player.returncode == 0
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(("flags", "message"), [
     (("--colour",), "unrecognized arguments"), (("--se", "3"), "unrecognized arguments"),
-    (("--game", "nothere"), "nothere: cannot read it"), (("--split", "L9"), "L9"), (("--seed", "x"), "invalid int"),
+    (("--game", "nothere"), "nothere: cannot read it"), (("--split", "L9"), "L9"),
+    (("--seed", "x"), "invalid int"),
 ])
 def test_wrong_flags_fail(flags, message):
     done = run(*flags)

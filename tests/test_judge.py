@@ -1,4 +1,4 @@
-"""Proves what the judge is asked, what counts as good and bad, and what its answers are worth, by scripted episodes.
+"""Proves what the judge is asked, what is good and bad, what its answers are worth, by scripted episodes.
 
     python -m pytest tests/test_judge.py
 """
@@ -13,30 +13,36 @@ import pytest
 import torch
 from conftest import Corridor, Recorder, assert_same, make_seats
 
+import envs
 import judge
 import rollout
 import update
-from envs import Task
+from envs import Task, household
 from judge import Judged, Verdicts
-from rollout import NOTHING, Episode, Response, Sampling, Turn
+from lm.chat import Chat
+from lm.engine import Response, Sampling
+from rollout import Episode, Turn
 
 pytestmark = pytest.mark.fast
+WORLD = household.World()                      # its oracle is what counts here
+NOTHING = WORLD.nothing
 
-INTRO = ("-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see "
-         "a cabinet 1, a countertop 1, and a drawer 1.\n\nYour task is to: put a mug in drawer.")
+INTRO = ("-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around "
+         "you, you see a cabinet 1, a countertop 1, and a drawer 1.\n\nYour task is to: put a mug in drawer.")
 CABINET = "You arrive at cabinet 1. The cabinet 1 is closed."
 COUNTER = "You arrive at countertop 1. On the countertop 1, you see a mug 1."
 # command, the answer to it; then the labels that follow by hand: rule, dense, oracle, rule+oracle
 SCRIPT = [
     ("go to cabinet 1", CABINET, None, None, "good", "good"),
     ("open cabinet 1", "You open the cabinet 1. The cabinet 1 is open. In it, you see a plate 1.",
-     "bad", "bad", "good", None),                                        # the cabinet is seen closed again: they differ
+     "bad", "bad", "good", None),                             # the cabinet is seen closed again: they differ
     ("dance", NOTHING, "bad", "bad", "bad", "bad"),
     ("close cabinet 1", "You close the cabinet 1.", None, "good", None, None),
     ("go to countertop 1", COUNTER, None, None, "good", "good"),
     ("go to cabinet 1", CABINET, "bad", "bad", "bad", "bad"),            # a revisit, away from the mug
     ("go to countertop 1", COUNTER, None, None, "good", "good"),
-    ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1.", None, "good", "good", "good"),
+    ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1.",
+     None, "good", "good", "good"),
     ("go to drawer 1", "You arrive at drawer 1. The drawer 1 is closed.", None, "good", "good", "good"),
     ("open drawer 1", "You open the drawer 1. The drawer 1 is open. In it, you see nothing.",
      None, "good", "good", "good"),
@@ -45,15 +51,16 @@ SCRIPT = [
 COLUMN = {"rule": 2, "dense": 3, "oracle": 4, "rule+oracle": 5}
 
 
-def scripted(chat, lines=SCRIPT, won=True, truncated=False):
+def scripted(chat, lines=SCRIPT, won=True, truncated=False, index=0):
     """The episode of a script, as `play` would record it; a command None is a malformed response."""
-    episode = Episode(Task("room", "train", "pick_and_place_simple", None), 0, won=won, truncated=truncated)
+    task = Task("room", "train", "pick_and_place_simple", None)
+    episode = Episode(task, 0, index, won=won, truncated=truncated)
     prompt, observation, anchor = chat.message(INTRO, first=True), INTRO, INTRO
     for command, answer, *_ in lines:
         response = chat.encode(command or "") + chat.encode("<|im_end|>")
         valid = command is not None and answer != NOTHING
-        episode.turns.append(Turn(observation, prompt, response, [-0.1] * len(response), command or "", command, valid,
-                                  anchor))
+        episode.turns.append(Turn(observation, prompt, response, [-0.1] * len(response), command or "",
+                                  command, valid, anchor))
         prompt, observation = prompt + response + chat.message(answer), answer
         anchor = anchor if answer == NOTHING else answer
     episode.final_observation, episode.final_anchor = observation, anchor
@@ -64,14 +71,16 @@ def scripted(chat, lines=SCRIPT, won=True, truncated=False):
 
 @pytest.mark.parametrize("kind", COLUMN)
 def test_labels_of_the_script(chat, kind):
-    assert judge.labels_of(scripted(chat), kind) == [line[COLUMN[kind]] for line in SCRIPT]
+    episode = scripted(chat)
+    labels = judge.labels_of(episode, kind, WORLD)
+    assert labels == [line[COLUMN[kind]] for line in SCRIPT] == [turn.label for turn in episode.turns]
 
 
 def test_a_lost_episode_has_no_rule_good_turn(chat):
     lost = scripted(chat, won=False)
     for kind in ("rule", "dense"):
-        assert judge.labels_of(lost, kind) == ["bad" if line[2] == "bad" else None for line in SCRIPT]
-    assert judge.labels_of(lost, "oracle") == [line[4] for line in SCRIPT]
+        assert judge.labels_of(lost, kind, WORLD) == ["bad" if line[2] == "bad" else None for line in SCRIPT]
+    assert judge.labels_of(lost, "oracle", WORLD) == [line[4] for line in SCRIPT]
 
 
 def test_the_oracle_adds_good_turns_to_the_rules_not_bad_ones(chat):
@@ -79,8 +88,8 @@ def test_the_oracle_adds_good_turns_to_the_rules_not_bad_ones(chat):
              ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1."),
              ("move mug 1 to countertop 1", "You move the mug 1 to the countertop 1.")]
     episode = scripted(chat, lines, won=False)
-    assert judge.labels_of(episode, "oracle") == ["good", "good", "bad"]
-    assert judge.labels_of(episode, "rule+oracle") == ["good", "good", None]
+    assert judge.labels_of(episode, "oracle", WORLD) == ["good", "good", "bad"]
+    assert judge.labels_of(episode, "rule+oracle", WORLD) == ["good", "good", None]
 
 
 def test_a_command_that_was_not_admissible_is_never_dense_good(chat):
@@ -92,12 +101,13 @@ def test_a_command_that_was_not_admissible_is_never_dense_good(chat):
 
 def test_shuffled_picks_the_turns_that_dense_labels(chat):
     episode = scripted(chat)
-    assert judge.labels_of(episode, "shuffled") == judge.labels_of(episode, "dense")
+    shuffled = judge.labels_of(episode, "shuffled", WORLD)
+    assert shuffled == judge.labels_of(episode, "dense", WORLD) and set(shuffled) > {"good", "bad"}
 
 
 def test_nothing_happens_is_not_a_state(chat):
-    """By raw text the second refusal would make the first one's *observation* recur and mark an innocent turn; by
-    anchors, the two turns that were refused are marked."""
+    """By raw text the second refusal would make the first one's *observation* recur and mark an innocent
+    turn; by anchors, the two turns that were refused are marked."""
     lines = [("dance", NOTHING), ("go to cabinet 1", CABINET), ("dance", NOTHING),
              ("go to drawer 1", "You arrive at drawer 1.")]
     episode = scripted(chat, lines, won=False)
@@ -106,30 +116,55 @@ def test_nothing_happens_is_not_a_state(chat):
 
 
 def test_a_last_turn_without_effect_is_bad(chat):
-    assert judge.rule_labels(scripted(chat, [("go to cabinet 1", CABINET), (None, NOTHING)], won=False)) == [None, "bad"]
+    episode = scripted(chat, [("go to cabinet 1", CABINET), (None, NOTHING)], won=False)
+    assert judge.rule_labels(episode) == [None, "bad"]
 
 
 @pytest.mark.parametrize("before", [[], [("go to cabinet 1", CABINET)], [("dance", NOTHING)]])
 def test_an_episode_that_was_cut_can_be_labelled(chat, before):
-    """The cut response's "observation" is the one before it again, which the oracle once took for an answer to ""."""
+    """The cut response's "observation" is the one before it again, no answer to the command ""."""
     episode = scripted(chat, [*before, (None, "")], won=False, truncated=True)
     episode.final_observation, episode.final_anchor = episode.turns[-1].observation, episode.turns[-1].anchor
     for kind in set(judge.LABELS) - {"endpoint"}:
-        assert judge.labels_of(episode, kind)[-1] == "bad"
+        assert judge.labels_of(episode, kind, WORLD)[-1] == "bad"
 
 
 def test_no_oracle_label_changes_when_the_future_does(chat):
-    whole = judge.oracle_labels(scripted(chat))
+    whole = judge.oracle_labels(scripted(chat), WORLD)
     for t in range(1, len(SCRIPT)):
         for tail in ([], [("dance", NOTHING)] * 3, SCRIPT[:2]):
-            assert judge.oracle_labels(scripted(chat, SCRIPT[:t] + tail, won=False))[:t] == whole[:t]
+            other = scripted(chat, SCRIPT[:t] + tail, won=False)
+            assert judge.oracle_labels(other, WORLD)[:t] == whole[:t]
 
 
-def test_of_games_that_are_not_alfworlds_the_oracle_knows_nothing(chat):
-    episode = scripted(chat, [("look around", "This room is called the hallway."), ("dance", NOTHING)], won=False)
-    episode.turns[0].observation = "Your task is to boil water. This room is called the kitchen."
-    assert judge.oracle_labels(episode) == [None, None]
-    assert judge.labels_of(episode, "rule+oracle") == judge.rule_labels(episode) == [None, "bad"]
+def test_the_oracle_is_asked_once_and_its_answers_are_kept(chat):
+    asked = []
+    world = envs.World()
+    world.oracle = lambda observations, commands: asked.append((observations, commands)) or ["good", "bad"]
+    episode = scripted(chat, [("look", "A mug."), (None, NOTHING)], won=False)
+    for _ in range(2):
+        assert judge.oracle_labels(episode, world) == ["good", "bad"]
+    assert [turn.oracle for turn in episode.turns] == ["good", "bad"]
+    assert asked == [([INTRO, "A mug.", NOTHING], ["look", ""])]
+
+
+def test_a_world_without_an_oracle_says_nothing(chat):
+    world = envs.World()
+    episode = scripted(chat, [("look around", "This room is called the hallway."), ("dance", NOTHING)],
+                       won=False)
+    assert judge.oracle_labels(episode, world) == [None, None]
+    assert judge.labels_of(episode, "rule+oracle", world) == judge.rule_labels(episode) == [None, "bad"]
+
+
+def test_a_world_may_have_labels_of_its_own(chat):
+    """Of the same name as one of the judge's it is the judge's that counts."""
+    def long_commands(episode):
+        return ["good" if len(turn.action) > 15 else "bad" for turn in episode.turns]
+
+    world, episode = envs.World(), scripted(chat)
+    world.labels = {"length": long_commands, "rule": long_commands}
+    assert judge.labels_of(episode, "length", world) == long_commands(episode)
+    assert judge.labels_of(episode, "rule", world) == judge.rule_labels(episode)
 
 
 # Labels from a large model
@@ -156,7 +191,8 @@ class Large:
     (None, "bad", None, "bad", "bad"),
     (None, None, None, None, None)])
 def test_how_rule_and_large_model_agree(rule, large, add_good, both, endpoint_wins):
-    assert [judge.agreed(rule, large, agreement) for agreement in judge.AGREEMENTS] == [add_good, both, endpoint_wins]
+    labels = [judge.agreed(rule, large, agreement) for agreement in judge.AGREEMENTS]
+    assert labels == [add_good, both, endpoint_wins]
 
 
 def test_labels_and_candidates_with_a_large_model(chat):
@@ -165,20 +201,22 @@ def test_labels_and_candidates_with_a_large_model(chat):
     wanted = {("endpoint", "add-good"): {0: "good", 1: "bad", 2: "good", 3: "bad", 10: "bad"},
               ("rule+endpoint", "add-good"): {0: "good", 1: "bad", 2: "bad", 5: "bad", 10: "good"},
               ("rule+endpoint", "both"): {0: "good", 1: "bad", 3: "bad"},
-              ("rule+endpoint", "endpoint-wins"): {0: "good", 1: "bad", 2: "good", 3: "bad", 5: "bad", 10: "bad"}}
-    episodes = [scripted(chat, won=False), scripted(chat)]
+              ("rule+endpoint", "endpoint-wins"): {0: "good", 1: "bad", 2: "good", 3: "bad", 5: "bad",
+                                                   10: "bad"}}
+    episodes = [scripted(chat, won=False, index=40), scripted(chat, index=41)]
+    by_place = {(1, t): label for t, label in asked.items()}
     for (kind, agreement), labels in wanted.items():
-        got = judge.labels_of(episodes[1], kind, asked, agreement)
+        got = judge.labels_of(episodes[1], kind, WORLD, asked, agreement)
         assert got == [labels.get(t) for t in range(len(SCRIPT))]
-        places = judge.candidates(episodes, kind, 10_000, 40, {(1, t): label for t, label in asked.items()}, agreement)
+        places = judge.candidates(episodes, kind, 10_000, WORLD, by_place, agreement)
         assert {t: label for e, t, label in places if e == 41} == labels
-    assert judge.labels_of(episodes[1], "rule+endpoint") == judge.rule_labels(episodes[1])
-    assert judge.labels_of(episodes[1], "endpoint") == [None] * len(SCRIPT)
+    assert judge.labels_of(episodes[1], "rule+endpoint", WORLD) == judge.rule_labels(episodes[1])
+    assert judge.labels_of(episodes[1], "endpoint", WORLD) == [None] * len(SCRIPT)
 
 
 @pytest.mark.parametrize("kind, agreement, n_places", [
-    ("rule+endpoint", "add-good", 7 + 8), ("rule+endpoint", "both", 22), ("rule+endpoint", "endpoint-wins", 22),
-    ("endpoint", "add-good", 22)])
+    ("rule+endpoint", "add-good", 7 + 8), ("rule+endpoint", "both", 22),
+    ("rule+endpoint", "endpoint-wins", 22), ("endpoint", "add-good", 22)])
 def test_which_turns_a_large_model_is_asked_about(chat, kind, agreement, n_places):
     episodes = [scripted(chat), scripted(chat, won=False)]
     rule = [judge.rule_labels(episode) for episode in episodes]
@@ -192,13 +230,14 @@ def test_which_turns_a_large_model_is_asked_about(chat, kind, agreement, n_place
         for (e, t), question in zip(asked, large.asked[0]):
             assert f"> {SCRIPT[t][0]}\n\nThe game has not yet answered" in question
         often.update(list(asked))
-    assert len(often) == n_places                # each is drawn with probability 6/n: more than 30 of 200 times
+    assert len(often) == n_places        # each is drawn with probability 6/n: more than 30 of 200 times
     assert all(rule[e][t] is None for e, t in often) == (agreement == "add-good" and kind == "rule+endpoint")
     assert judge.asked_counts(asked) == {"judge/asked": 6, "judge/asked_good": 2, "judge/asked_unreadable": 2}
 
 
 def test_a_large_model_with_nothing_to_be_asked(chat):
-    assert judge.endpoint_labels([], Large(), 6, 0) == {} == judge.endpoint_labels([scripted(chat)], Large(), 0, 0)
+    assert judge.endpoint_labels([], Large(), 6, 0) == {}
+    assert judge.endpoint_labels([scripted(chat)], Large(), 0, 0) == {}
 
 
 def test_the_question_to_a_large_model_is_this_text(chat):
@@ -208,17 +247,19 @@ def test_the_question_to_a_large_model_is_this_text(chat):
     asked = judge.endpoint_labels([episode], large, 3, 0, "endpoint")
     said = dict(zip([t for _, t in asked], large.asked[0]))
     assert said[2] == (
-        'An agent plays a text game. This is what it has seen, and after each ">" the command that it gave:\n\n'
-        f"{INTRO}\n\n> go to cabinet 1\n\n{CABINET}\n\n> Hm.\n\n{NOTHING}\n\n> open cabinet 1\n\n"
-        "The game has not yet answered the last command. Given the task and all that has been seen, was that command a "
-        "good step? Think briefly, then end with <judge>good</judge> or <judge>bad</judge>.")
+        'An agent plays a text game. This is what it has seen, and after each ">" the command that it '
+        f"gave:\n\n{INTRO}\n\n> go to cabinet 1\n\n{CABINET}\n\n> Hm.\n\n{NOTHING}\n\n> open cabinet 1\n\n"
+        "The game has not yet answered the last command. Given the task and all that has been seen, was that "
+        "command a good step? Think briefly, then end with <judge>good</judge> or <judge>bad</judge>.")
 
 
 def test_no_question_to_a_large_model_changes_when_the_future_does(chat):
     def asked(episode):
         large = Large()
         places = judge.endpoint_labels([episode], large, 1000, 0, "endpoint")
-        return dict(zip([t for _, t in places], large.asked[0])), dict(enumerate(judge.thought_questions(episode)))
+        verdicts = dict(zip([t for _, t in places], large.asked[0]))
+        turns = range(len(episode.turns))
+        return verdicts, {t: judge.told(episode, t, judge.THINK_AHEAD) for t in turns}
 
     whole = asked(scripted(chat))
     for t in range(1, len(SCRIPT)):
@@ -228,10 +269,9 @@ def test_no_question_to_a_large_model_changes_when_the_future_does(chat):
 
 
 def test_thoughts_are_asked_for_on_what_was_seen_before(chat):
-    questions = judge.thought_questions(scripted(chat))
-    assert len(questions) == len(SCRIPT)
-    for t, (question, (command, answer, *_)) in enumerate(zip(questions, SCRIPT)):
-        assert question.index(f"> {command}\n\nWrite the thought with which the agent came to its last command") > 0
+    for t, (command, answer, *_) in enumerate(SCRIPT):
+        question = judge.told(scripted(chat), t, judge.THINK_AHEAD)
+        assert f"> {command}\n\nWrite the thought with which the agent came to its last command" in question
         assert question.count("\n> ") == t + 1
         assert answer in [line[1] for line in SCRIPT[:t]] or answer not in question
 
@@ -241,14 +281,16 @@ def test_thoughts_are_asked_for_on_what_was_seen_before(chat):
 def test_the_judge_prompt_is_this_text(chat):
     episode = scripted(chat)
     assert chat.tokenizer.decode(judge.prompt_ids(chat, episode.turns[1])) == (
-        f"<|user|>{INTRO}<|assistant|>go to cabinet 1<|im_end|><|user|>{CABINET}<|assistant|>open cabinet 1<|im_end|>"
+        f"<|user|>{INTRO}<|assistant|>go to cabinet 1<|im_end|>"
+        f"<|user|>{CABINET}<|assistant|>open cabinet 1<|im_end|>"
         "<|user|>Was that a good action? good or bad<|assistant|>")
 
 
 def test_the_think_style_asks_for_a_tagged_verdict(tokenizer):
-    chat = rollout.Chat(tokenizer, "think")
+    chat = Chat(tokenizer, "think")
     text = tokenizer.decode(judge.prompt_ids(chat, scripted(chat).turns[0]))
-    assert text.startswith(f"<|user|>{INTRO}<|assistant|>go to cabinet 1<|im_end|><|user|>Before the game answers:")
+    assert text.startswith(f"<|user|>{INTRO}<|assistant|>go to cabinet 1<|im_end|>"
+                           "<|user|>Before the game answers:")
     assert text.endswith("<judge>good</judge> or <judge>bad</judge>.<|assistant|>")
 
 
@@ -273,28 +315,29 @@ def test_nothing_of_the_outcome_is_in_a_judge_prompt(chat):
 
 @pytest.mark.parametrize("style, text, verdict", [
     ("plain", "good", "good"), ("plain", " bad\n", "bad"), ("plain", "", None), ("plain", "Good", None),
-    ("plain", "good bad", None), ("plain", "goodbad", None), ("plain", "not bad", None), ("plain", "good<|user|>", None),
-    ("think", "<judge>good</judge>", "good"), ("think", "<judge> bad </judge>\n", "bad"),
-    ("think", "It was in vain. <judge>bad</judge>", "bad"), ("think", "<think>a < b\n</think>\n<judge>good</judge>", "good"),
-    ("think", "good", None), ("think", "<judge>good", None), ("think", "<judge></judge>", None), ("think", "", None),
+    ("plain", "good bad", None), ("plain", "goodbad", None), ("plain", "not bad", None),
+    ("plain", "good<|user|>", None), ("think", "<judge>good</judge>", "good"),
+    ("think", "<judge> bad </judge>\n", "bad"), ("think", "It was in vain. <judge>bad</judge>", "bad"),
+    ("think", "<think>a < b\n</think>\n<judge>good</judge>", "good"), ("think", "good", None),
+    ("think", "<judge>good", None), ("think", "<judge></judge>", None), ("think", "", None),
     ("think", "<judge>good</judge><judge>bad</judge>", None), ("think", "<judge>good or bad</judge>", None),
     ("think", "<judge>good</judge> it was", None), ("think", "<think>so <judge>bad</judge>", None)])
 def test_answers_to_verdicts(style, text, verdict):
     assert judge.parse_verdict(text, style) == verdict
 
 
-def test_verdict_rewards():
-    assert [judge.verdict_reward(v, "good") for v in ("good", "bad", None)] == [1.0, 0.0, -0.1]
-    assert [judge.verdict_reward(v, "bad") for v in ("good", "bad", None)] == [0.0, 1.0, -0.1]
+def test_verdict_rewards(chat):
+    for label, rewards in (("good", [1.0, 0.0, -0.1]), ("bad", [0.0, 1.0, -0.1])):
+        assert answered(chat, ["good", "bad", "jump"], label=label).rewards == rewards
 
 
 @pytest.mark.parametrize("style, words", [("plain", "plain"), ("think", "think"), ("tags", "plain")])
 def test_a_demonstrated_answer_parses_to_its_label(tokenizer, style, words):
     """A small model answers in one word, whether or not it plays with tags."""
-    chat = rollout.Chat(tokenizer, style)
+    chat = Chat(tokenizer, style)
     assert judge.wording(chat) == words
-    assert judge.prompt_ids(chat, scripted(chat).turns[0])[-len(chat.message(judge.QUESTION[words])):] == chat.message(
-        judge.QUESTION[words])
+    question = chat.message(judge.QUESTION[words])
+    assert judge.prompt_ids(chat, scripted(chat).turns[0])[-len(question):] == question
     for label in ("good", "bad"):
         ids = judge.answer_ids(chat, label)
         assert ids[-1] in chat.stop_ids and judge.parse_verdict(chat.decode(ids), words) == label
@@ -303,14 +346,14 @@ def test_a_demonstrated_answer_parses_to_its_label(tokenizer, style, words):
 # Which turns are judged
 
 def test_candidates_are_the_labelled_turns_that_fit(chat):
-    episodes = [scripted(chat), scripted(chat, won=False)]
-    places = judge.candidates(episodes, "rule", room=10_000, first=40)
+    episodes = [scripted(chat, index=40), scripted(chat, won=False, index=41)]
+    places = judge.candidates(episodes, "rule", 10_000, WORLD)
     assert places == [(40 + e, t, label) for e, episode in enumerate(episodes)
                       for t, label in enumerate(judge.rule_labels(episode)) if label]
     turn = episodes[0].turns[5]
     length = len(turn.prompt_ids) + len(turn.response_ids)
-    assert {t for _, t, _ in judge.candidates(episodes, "rule", room=length + 1)} == {1, 2, 5}
-    assert {t for _, t, _ in judge.candidates(episodes, "rule", room=length)} == {1, 2}
+    assert {t for _, t, _ in judge.candidates(episodes, "rule", length + 1, WORLD)} == {1, 2, 5}
+    assert {t for _, t, _ in judge.candidates(episodes, "rule", length, WORLD)} == {1, 2}
 
 
 def places_of(n_good, n_bad, seed=0):
@@ -348,32 +391,42 @@ def test_shuffled_labels_are_a_fair_coin_that_knows_nothing_of_the_true_label():
 
 
 def test_questions_are_those_of_this_ranks_episodes(chat):
-    episodes = [scripted(chat), scripted(chat, won=False)]
+    judged, (won, lost) = questions_of_two_episodes(chat)
+    assert [(j.index, j.t, j.label, j.turn.oracle) for j in judged] == [
+        (0, 10, "good", "good"), (1, 5, "bad", "bad"), (3, 1, "bad", "good")]
+    assert all(j.episode is episode for j, episode in zip(judged, (won, lost, won), strict=True))
+    assert all(j.turn is j.episode.turns[j.t] for j in judged)
+    assert [j.prompt_ids for j in judged] == [judge.prompt_ids(chat, j.turn) for j in judged]
+
+
+def questions_of_two_episodes(chat):
+    """Questions about episodes 8 (won) and 9, one chosen turn being another rank's; and the two."""
+    episodes = [scripted(chat, index=8), scripted(chat, won=False, index=9)]
     chosen = [(8, 10, "good"), (9, 5, "bad"), (12, 0, "good"), (8, 1, "bad")]
-    asked = judge.questions(chat, episodes, chosen, first=8)
-    assert [(j.index, j.episode, j.turn, j.label, j.oracle) for j in asked] == [
-        (0, 0, 10, "good", "good"), (1, 1, 5, "bad", "bad"), (3, 0, 1, "bad", "good")]
-    assert [j.prompt_ids for j in asked] == [judge.prompt_ids(chat, episodes[j.episode].turns[j.turn]) for j in asked]
+    return judge.questions(chat, episodes, chosen, WORLD), episodes
 
 
 # Answers and samples
 
 def asked_by(chat, n=6):
-    turns = scripted(chat).turns
-    return [Judged(i, 0, i, ("good", "bad")[i % 2], None, judge.prompt_ids(chat, turns[i])) for i in range(n)]
+    episode = scripted(chat)
+    return [Judged(i, episode, i, ("good", "bad")[i % 2], judge.prompt_ids(chat, episode.turns[i]))
+            for i in range(n)]
 
 
 def test_answers_do_not_depend_on_slots_or_on_who_else_is_asked(model, chat):
-    """What makes two ranks judge as one: each answer's stream is named by the turn's place in the global choice."""
-    runs = []
+    """What makes two ranks judge as one: an answer's stream is named by its turn's place in the choice.
+
+    In double precision: no CPU's rounding moves a draw to another token."""
+    runs, model = [], model.double()
     for n_slots, kept in ((64, range(6)), (4, range(6)), (64, (1, 4))):
         judged = [j for j in asked_by(chat) if j.index in kept]
         judge.judge(model, chat, judged, 4, Sampling(max_response_tokens=3), seed=5, n_slots=n_slots)
-        runs.append({j.index: ([a.ids for a in j.answers], j.verdicts, j.rewards) for j in judged})
+        runs.append({j.index: ([a.ids for a in j.answers], j.turn.verdicts, j.rewards) for j in judged})
     assert runs[0] == runs[1] and runs[2] == {i: runs[0][i] for i in (1, 4)}
     ids = [tuple(a) for answers, _, _ in runs[0].values() for a in answers]
     assert len(ids) == 24 and len(set(ids)) > 4
-    verdicts = [v for _, own, _ in runs[0].values() for v in own]
+    verdicts = [verdict for _, answers, _ in runs[0].values() for verdict in answers]
     assert None in verdicts and {"good", "bad"} & set(verdicts)
 
 
@@ -381,19 +434,21 @@ def test_verdicts_and_rewards_are_read_from_the_answers(model, chat, monkeypatch
     good, bad, junk, cut = ([*chat.encode(text), *chat.encode(stop)] for text, stop in (
         ("good", "<|im_end|>"), ("bad", "<|endoftext|>"), ("jump", "<|im_end|>"), ("good", "")))
     answers = [Response(ids, [-1.0] * len(ids), ids is cut) for ids in (good, bad, junk, cut)]
-    monkeypatch.setattr(rollout, "answer", lambda *args: [answers])
+    monkeypatch.setattr(judge, "answer", lambda *arguments: [answers])
     one, = judged = asked_by(chat, 1)
     judge.judge(model, chat, judged, 4, Sampling(), seed=0, n_slots=8)
-    assert one.verdicts == ["good", "bad", None, None]           # cut off: unreadable, whatever it began to say
-    assert one.rewards == [1.0, 0.0, -0.1, -0.1]
+    # the last is cut off: unreadable, whatever it began to say
+    assert one.turn.verdicts == ["good", "bad", None, None] and one.rewards == [1.0, 0.0, -0.1, -0.1]
+    assert one.turn.label == one.label == "good" and one.turn.judge_reward == pytest.approx(0.8 / 4)
 
 
 def answered(chat, texts, index=0, label="good"):
-    one = Judged(index, 0, 0, label, None, [5, 6, 7])
-    one.answers = [Response(chat.encode(t) + chat.encode("<|im_end|>"), [-0.5, -0.25], False) for t in texts]
-    one.verdicts = [judge.parse_verdict(t, "plain") for t in texts]
-    one.rewards = [judge.verdict_reward(v, label) for v in one.verdicts]
-    return one
+    """A judged turn, the first of a scripted episode, with these answers to its question."""
+    question = Judged(index, scripted(chat), 0, label, [5, 6, 7])
+    question.answers = [Response(chat.encode(text) + chat.encode("<|im_end|>"), [-0.5, -0.25], False)
+                        for text in texts]
+    judge.record(question, [judge.parse_verdict(text, "plain") for text in texts])
+    return question
 
 
 def test_samples_by_hand(chat):
@@ -404,7 +459,8 @@ def test_samples_by_hand(chat):
     assert [s.count for s in made] == [2, 1, 1]
     assert [s.advantage[-1] for s in made] == pytest.approx([0.525, -0.475, -0.575])
     for s in made:
-        assert s.sampled == [False] * 3 + [True] * 2 and s.advantage[:3] == [0.0] * 3 and s.advantage[3] == s.advantage[4]
+        assert s.sampled == [False] * 3 + [True] * 2
+        assert s.advantage[:3] == [0.0] * 3 and s.advantage[3] == s.advantage[4]
         assert s.logprob_old == [0.0] * 3 + [-0.5, -0.25] and (s.kind, s.episode) == ("judge", 3)
     assert sum(s.count * s.advantage[-1] for s in made) == pytest.approx(0.0)
 
@@ -440,7 +496,7 @@ def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):
     assert_same(*gradients)
     assert metrics[0]["judge/tokens"] == metrics[1]["judge/tokens"]
     assert metrics[0]["judge/loss"] == pytest.approx(metrics[1]["judge/loss"], abs=1e-6)
-    assert metrics[0]["judge/logprob_gap_max_nats"] < 1e-5        # what was sampled is what is trained
+    assert metrics[0]["judge/logprob_gap_max_nats"] < 1e-4        # what was sampled is what is trained
 
 
 def test_demonstrations_are_the_right_answers(chat):
@@ -453,27 +509,29 @@ def test_demonstrations_are_the_right_answers(chat):
 
 
 def test_a_large_models_words_are_the_answer_where_its_verdict_is_right(tokenizer):
-    """Its reasons are imitated with it; a wrong verdict, one that is cut or holds a stop token gives way to the bare one."""
-    chat = rollout.Chat(tokenizer, "think")
-    episode = scripted(chat)
-    judged = [judge.Judged(i, 0, i, label, None, [7, 8]) for i, label in enumerate(("good", "bad", "bad", "good", "good"))]
-    large = Large(" It was near. <judge>good</judge>\n", "<judge>good</judge>", "<think>Hm.</think> No. <judge>bad</judge>",
-                  "<think><|im_end|></think><judge>good</judge>", None)
-    written = judge.written_answers([episode], judged, large)
-    assert all(f"> {SCRIPT[i][0]}\n\nThe game has not" in question for i, question in enumerate(large.asked[0]))
+    """Its reasons are imitated too; where it is wrong, cut or holds a stop token the bare verdict is."""
+    chat = Chat(tokenizer, "think")
+    episode, labels = scripted(chat), ("good", "bad", "bad", "good", "good")
+    judged = [Judged(i, episode, i, label, [7, 8]) for i, label in enumerate(labels)]
+    written = [" It was near. <judge>good</judge>\n", "<judge>good</judge>",
+               "<think>Hm.</think> No. <judge>bad</judge>", "<think><|im_end|></think><judge>good</judge>",
+               None]
     samples, n_written = judge.demonstrations(chat, judged, written, 60)
     said = [tokenizer.decode(s.ids[2:]) for s in samples]
     assert n_written == 2
     assert said == ["It was near. <judge>good</judge><|im_end|>", "<judge>bad</judge><|im_end|>",
-                    "<think>Hm.</think> No. <judge>bad</judge><|im_end|>", *["<judge>good</judge><|im_end|>"] * 2]
+                    "<think>Hm.</think> No. <judge>bad</judge><|im_end|>",
+                    *["<judge>good</judge><|im_end|>"] * 2]
     short, _ = judge.demonstrations(chat, judged, written, 12)
     assert tokenizer.decode(short[0].ids[2:]) == "<judge>good</judge><|im_end|>"
 
 
 def test_labels_of_episodes_that_the_model_played(model, chat):
-    episodes = rollout.play(model, chat, [Corridor() for _ in range(8)], make_seats(8, 6), Sampling(max_response_tokens=3),
-                            6, 400, on_truncation="invalid")
-    places = judge.candidates(episodes, "dense", 400)
+    episodes = rollout.play(model, chat, [Corridor() for _ in range(8)], make_seats(8, 6),
+                            Sampling(max_response_tokens=3), 6, 400, on_truncation="invalid")
+    for index, episode in enumerate(episodes):
+        episode.index = index
+    places = judge.candidates(episodes, "dense", 400, envs.World())
     labels = Counter(label for _, _, label in places)
     assert labels["good"] and labels["bad"]
     for e, t, label in places:
@@ -484,33 +542,33 @@ def test_labels_of_episodes_that_the_model_played(model, chat):
 # A value head in place of the generated verdict
 
 def test_value_samples_end_with_the_judged_response(chat):
-    episodes = [scripted(chat), scripted(chat, won=False)]
-    chosen = [(8, 10, "good"), (9, 5, "bad"), (12, 0, "good"), (8, 1, "bad")]
-    made = judge.value_samples(chat, episodes, chosen, first=8)
-    turns = [episodes[0].turns[10], episodes[1].turns[5], episodes[0].turns[1]]
+    judged, (won, lost) = questions_of_two_episodes(chat)
+    made, turns = judge.value_samples(judged), [won.turns[10], lost.turns[5], won.turns[1]]
     assert [s.ids for s in made] == [turn.prompt_ids + turn.response_ids for turn in turns]
     assert [(s.label, s.episode) for s in made] == [(1.0, 0), (0.0, 0), (0.0, 1)]
     for s in made:
-        assert not any(s.sampled) and not any(s.advantage) and len(s.sampled) == len(s.advantage) == len(s.ids)
+        assert not any(s.sampled) and not any(s.advantage)
+        assert len(s.sampled) == len(s.advantage) == len(s.ids)
         assert (s.kind, s.count, s.logprob_old) == ("judge", 1, None)
 
 
 def test_value_samples_are_in_the_order_of_the_judged_turns(chat):
     """Else a probability would be logged as another turn's."""
-    episodes, chosen = [scripted(chat)], [(0, t, "bad") for t in (3, 0, 7, 1)]
-    judged, made = judge.questions(chat, episodes, chosen), judge.value_samples(chat, episodes, chosen)
-    assert [one.prompt_ids[:len(s.ids)] for one, s in zip(judged, made, strict=True)] == [s.ids for s in made]
+    judged = judge.questions(chat, [scripted(chat)], [(0, t, "bad") for t in (3, 0, 7, 1)], WORLD)
+    made = judge.value_samples(judged)
+    assert [j.prompt_ids[:len(s.ids)] for j, s in zip(judged, made, strict=True)] == [s.ids for s in made]
 
 
 def test_a_value_heads_probabilities_are_logged_like_verdicts(chat):
     """label, oracle, probability: good good .9, good good .4, bad good .6, bad bad .1."""
-    episode = scripted(chat)
-    judged = [Judged(i, 0, t, label, oracle, []) for i, (t, label, oracle) in enumerate(
-        [(7, "good", "good"), (4, "good", "good"), (0, "bad", "good"), (5, "bad", "bad")])]
-    rows = judge.value_verdicts(judged, [episode], [0.9, 0.4, 0.6, 0.1])
+    chosen = [(0, t, label) for t, label in ((7, "good"), (4, "good"), (0, "bad"), (5, "bad"))]
+    judged = judge.questions(chat, [scripted(chat)], chosen, WORLD)
+    rows = judge.value_verdicts(judged, [0.9, 0.4, 0.6, 0.1])
     assert [(r.verb, r.share_good, r.verdicts) for r in rows] == [
         ("take", 0.9, ("good",)), ("go", 0.4, ("bad",)), ("go", 0.6, ("good",)), ("go", 0.1, ("bad",))]
-    assert [one.rewards for one in judged] == [[1.0], [0.0], [0.0], [1.0]]
+    assert [r.oracle for r in rows] == ["good", "good", "good", "bad"]
+    assert [j.rewards for j in judged] == [[1.0], [0.0], [0.0], [1.0]]
+    assert [j.turn.verdicts for j in judged] == [["good"], ["bad"], ["good"], ["bad"]]
     got = judge.metrics(rows)
     assert (got["judge/accuracy_good"], got["judge/accuracy_bad"], got["judge/reward"]) == (0.5, 0.5, 0.5)
     assert got["judge/auc"] == pytest.approx(pairs_auc([(0.9, 1), (0.4, 1), (0.6, 0), (0.1, 0)]))
@@ -521,7 +579,8 @@ def test_a_value_heads_probabilities_are_logged_like_verdicts(chat):
 # What is logged
 
 def row(label, oracle, verb, verdicts):
-    return Verdicts(label, oracle, verb, tuple(verdicts), tuple(judge.verdict_reward(v, label) for v in verdicts))
+    rewards = tuple(-0.1 if verdict is None else float(verdict == label) for verdict in verdicts)
+    return Verdicts(label, oracle, verb, tuple(verdicts), rewards)
 
 
 ROWS = [row("good", "good", "move", ["good", "good", "good", "good"]),       # share_good 1
@@ -546,7 +605,8 @@ def test_metrics_by_hand():
     assert got["judge/accuracy_good"] == pytest.approx((4 + 1 + 2) / 12)
     assert got["judge/accuracy_bad"] == pytest.approx((2 + 4 + 0) / 12)
     assert got["judge/balanced_accuracy"] == pytest.approx((7 / 12 + 6 / 12) / 2)
-    assert got["judge/auc"] == pytest.approx(pairs_auc([(1, 1), (1 / 3, 1), (1 / 2, 0), (0, 0), (1 / 2, 0), (1 / 2, 1)]))
+    labels = [(1, 1), (1 / 3, 1), (1 / 2, 0), (0, 0), (1 / 2, 0), (1 / 2, 1)]
+    assert got["judge/auc"] == pytest.approx(pairs_auc(labels))
     oracle = [(1, 1), (1 / 2, 1), (0, 0), (1 / 2, 0), (1 / 2, 0)]
     assert got["judge/auc_oracle"] == pytest.approx(pairs_auc(oracle))
     assert got["judge/accuracy_good_oracle"] == pytest.approx((4 + 2) / 8)
@@ -558,15 +618,16 @@ def test_metrics_by_hand():
 
 def test_auc_within_verbs_by_hand():
     """move: 1 above 1/2, one pair. go: 1/2 above 0, and 1/2 against 1/2: 1.5 of two pairs."""
-    assert judge.auc_within_verbs(ROWS) == pytest.approx((1 + 1.5) / 3)
+    oracle = [r.oracle for r in ROWS]
+    assert judge.auc(ROWS, oracle, within_verbs=True) == pytest.approx((1 + 1.5) / 3)
 
 
 def test_knowing_the_verb_is_not_judgement():
     """A judge that calls every move good and every go bad: AUC 0.9 over all turns, one half within verbs."""
     rows = [row("good", o, "move", ["good"] * 4) for o in ["good"] * 9 + ["bad"]]
     rows += [row("bad", o, "go", ["bad"] * 4) for o in ["bad"] * 9 + ["good"]]
-    assert judge.metrics(rows)["judge/auc_oracle"] == pytest.approx(0.9)
-    assert judge.auc_within_verbs(rows) == 0.5
+    got = judge.metrics(rows)
+    assert got["judge/auc_oracle"] == pytest.approx(0.9) and got["judge/auc_oracle_within_verbs"] == 0.5
 
 
 def test_metrics_without_turns_or_without_a_class():
@@ -579,7 +640,10 @@ def test_metrics_without_turns_or_without_a_class():
 
 def test_what_ranks_exchange_names_the_verb(chat):
     episode = scripted(chat, [("take mug 1 from countertop 1", "x"), (None, NOTHING)], won=False)
-    judged = [replace(answered(chat, ["good", "jump"]), turn=t, oracle="bad") for t in (0, 1)]
-    rows = judge.verdicts_of(judged, [episode])
+    judged = [Judged(0, episode, t, "good", []) for t in (0, 1)]
+    for question in judged:
+        question.turn.oracle = "bad"
+        judge.record(question, ["good", None])
+    rows = judge.verdicts_of(judged)
     assert rows == [Verdicts("good", "bad", verb, ("good", None), (1.0, -0.1)) for verb in ("take", "")]
     assert torch.tensor([r.share_good for r in rows]).tolist() == [1.0, 1.0]

@@ -1,15 +1,17 @@
-"""report.py: what it reads, the numbers it passes on, and a page that no episode text can break.
+"""report/: what it reads, the numbers it passes on, and a page that no episode text can break.
 
     python -m pytest tests/test_report.py
 """
 
 import json
 import re
+import webbrowser
 from html.parser import HTMLParser
 
 import pytest
 
-import report
+from report import charts, page, read, tables
+from report.__main__ import main, write
 
 pytestmark = pytest.mark.fast
 
@@ -24,17 +26,20 @@ def episode(won=True, text="You see a bed 1.", **keys):
             "group": 0, "won": won, "turns": [turn], "final_observation": text, "return": 1.0} | keys
 
 
-def write_method(run, name, lines=(), success=None, stages=None, episodes=(), config=None, tail=""):
+def write_method(run, name, lines=(), success=None, stages=None, episodes=(), config=None, tail="",
+                 about=None):
     folder = run / name
     folder.mkdir(parents=True)
-    header = {"config": config or {}, "versions": {"python": "3.12", "torch": "2.13"}, "commit": "abc123"}
+    header = {"config": config or {}, "versions": {"python": "3.12", "torch": "2.13"}, "commit": "abc123",
+              "parameters": 184768}
     text = "".join(json.dumps(row) + "\n" for row in [header, *lines])
     (folder / "metrics.jsonl").write_text(text + tail)
     (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in episodes))
     if success:
         splits = {split: {"sampled": {"success": p, "n": 256, "low": p - 0.1, "high": p + 0.1, "turns": 9.5},
                           "greedy": {"success": p}} for split, p in success.items()}
-        (folder / "evaluation.json").write_text(json.dumps({"splits": splits, "games": "generated rooms"}))
+        evaluation = {"splits": splits, "games": "generated rooms"} | (about or {})
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
     if stages:
         (folder / "stages.json").write_text(json.dumps(stages))
 
@@ -44,14 +49,15 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.scripts, self.links, self.words, self.tags = [], [], [], [], []
+        self.open, self.scripts, self.links, self.words, self.tags, self.charts = [], [], [], [], [], []
         self.feed(text)
         self.close()
         assert not self.open, self.open
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
-        self.links += [value for name, value in attrs if name in ("src", "href")]
+        self.links += [value for name, value in attrs if name in ("src", "href") and value[0] != "#"]
+        self.charts += [json.loads(value) for name, value in attrs if name == "data-hover"]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -66,10 +72,10 @@ class Page(HTMLParser):
 
 
 def build(run):
-    summary = report.report(run)
-    text = (run / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    return summary, page, json.loads(page.scripts[0])
+    """The report of a run folder: its summary, its parsed page, and what the page's script is given."""
+    summary, _ = write(run, results=run / "no results")
+    built = Page((run / "report.html").read_text(encoding="utf-8"))
+    return summary, built, {"charts": built.charts, "episodes": json.loads(built.scripts[0])}
 
 
 def rl_lines(n=12):
@@ -90,15 +96,27 @@ def test_summary_has_exactly_the_stored_numbers(tmp_path):
         "versions": {"python": "3.12", "torch": "2.13"}}
 
 
-def test_methods_come_in_their_order_and_others_after(tmp_path):
-    for name in ("zeta", "grpo+gcd", "alpha", "grpo", "cold_start"):
-        write_method(tmp_path, name, success={"L0": 0.5})
+def test_the_cold_start_comes_first_and_the_others_by_name(tmp_path):
+    for name in ("zeta", "grpo+gcd", "alpha", "grpo"):
+        write_method(tmp_path, name, rl_lines(), success={"L0": 0.5})
+    write_method(tmp_path, "cold_start", success={"L0": 0.5})
     (tmp_path / "notes").mkdir()                       # no metrics in it: not a method
     summary, page, _ = build(tmp_path)
-    assert list(summary["methods"]) == ["cold_start", "grpo", "grpo+gcd", "alpha", "zeta"]
+    assert list(summary["methods"]) == ["cold_start", "alpha", "grpo", "grpo+gcd", "zeta"]
     words = " ".join(page.words)
     assert all(name in words for name in summary["methods"])
-    assert "not ALFWorld scores" in words
+
+
+def test_a_method_has_a_colour_and_colours_begin_again(tmp_path):
+    write_method(tmp_path, "start")
+    for i in range(7):
+        write_method(tmp_path, f"method{i}", rl_lines(2))
+    tones = charts.tones(read.read_runs(tmp_path))
+    assert tones["start"] == "tone-0" and tones["method0"] == tones["method6"] == "tone-1"
+    assert len(set(tones.values())) == charts.TONES
+    style = page.environment().get_template("style.css").render()
+    names = [f"tone-{i}" for i in range(charts.TONES)] + [f"stage-{i}" for i in range(charts.STAGE_TONES)]
+    assert all(f".{name} {{ --tone:" in style for name in names)
 
 
 def test_page_needs_no_network(tmp_path):
@@ -131,7 +149,7 @@ def test_missing_keys_and_numbers_that_are_none(tmp_path):
     summary, _, data = build(tmp_path)
     assert summary["methods"] == {"grpo": {}} and summary["seconds"] == {}
     assert [chart["series"] for chart in data["charts"]] == [
-        [{"name": "grpo", "colour": "#0072b2", "ys": [None, 50]}]]    # the others have no number
+        [{"name": "grpo", "tone": "tone-1", "ys": [None, 50]}]]    # the others have no number
     assert data["episodes"][0]["return"] is None
     assert "NaN" not in (tmp_path / "summary.json").read_text()
 
@@ -140,7 +158,7 @@ def test_nan_in_the_evaluation_is_a_dash(tmp_path):
     write_method(tmp_path, "grpo", success={"L0": float("nan"), "L1": 0.5})
     summary, _, _ = build(tmp_path)
     assert summary["methods"]["grpo"]["L0"]["success"] is None
-    assert "– [–, –]" in report.table(summary)
+    assert "– [–, –]" in tables.table(summary)
 
 
 def test_a_line_cut_short_is_left_out_and_said(tmp_path):
@@ -151,13 +169,13 @@ def test_a_line_cut_short_is_left_out_and_said(tmp_path):
 
 
 def test_every_logged_number_has_a_chart(tmp_path):
-    keys = [key for panel in report.PANELS for key, _ in panel.curves if not key.startswith("cold_start/")]
+    keys = [key for panel in charts.PANELS for key, _ in panel.curves if not key.startswith("cold_start/")]
     lines = [{"iteration": i, **dict.fromkeys(keys, 0.1), "policy/new_thing": 7.0} for i in range(3)]
     write_method(tmp_path, "grpo", lines)
     cold = [{"phase": "cold_start", "step": step, "cold_start/loss": 2.0} for step in (0, 10)]
     write_method(tmp_path, "cold_start", cold)
     _, page, data = build(tmp_path)
-    assert len(data["charts"]) == len(report.PANELS) + 1
+    assert len(data["charts"]) == len(charts.PANELS) + 1
     assert "policy/new_thing" in page.words
     loss = next(chart for chart in data["charts"] if chart["x_name"] == "step")
     assert loss["xs"] == [0, 10] and loss["series"][0]["ys"] == [2, 2]
@@ -166,14 +184,14 @@ def test_every_logged_number_has_a_chart(tmp_path):
 def test_stages_are_stacked(tmp_path):
     last = {"iteration": 2, "time/rollout_s": 3.0, "time/judge_s": 1.0, "time/iteration_s": 9.0}
     write_method(tmp_path, "grpo", [*rl_lines(2), last])
-    stages = report.stage_series(report.read_runs(tmp_path)[0])
+    stages = charts.stage_series(read.read_runs(tmp_path)[0])
     assert stages == [("rollout", {0: 2.0, 1: 2.0, 2: 3.0}), ("judge", {0: 0.0, 1: 0.0, 2: 1.0}),
                       ("update", {0: 1.0, 1: 1.0, 2: 0.0})]
     build(tmp_path)
     html = (tmp_path / "report.html").read_text()
-    areas = re.findall(r'class="area"[^>]* d="([^"]*)"', html)
+    areas = re.findall(r'class="area [^>]* d="([^"]*)"', html)
     heights = [[float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area)] for area in areas]
-    y = report.Axes(0, 2, [0, 1, 2, 3, 4]).y
+    y = charts.Axes(0, 2, [0, 1, 2, 3, 4]).y
     assert heights[2][:3] == pytest.approx([y(3), y(3), y(4)], abs=0.06)              # the roof is the total
     assert heights[2][3:] == heights[1][:3][::-1] == pytest.approx([y(4), y(2), y(2)], abs=0.06)
 
@@ -193,14 +211,14 @@ def test_episodes_fit_the_page_and_are_spread(tmp_path):
 
 def test_a_later_line_replaces_the_same_iteration(tmp_path):
     write_method(tmp_path, "grpo", [{"iteration": 0, "rollout/success": p} for p in (0.1, 0.2)])
-    assert report.curve(report.read_runs(tmp_path)[0], "rollout/success") == {0: 0.2}
+    assert charts.curve(read.read_runs(tmp_path)[0], "rollout/success") == {0: 0.2}
 
 
 def test_table_is_aligned(tmp_path):
     write_method(tmp_path, "grpo+gcd", success={"L0": 0.5, "L1": 1.0}, stages={"rl": 99.6})
     write_method(tmp_path, "grpo", success={"L0": 0.25})
     summary, _, _ = build(tmp_path)
-    assert report.table(summary).split("\n") == [
+    assert tables.table(summary).split("\n") == [
         "success %  L0 (n=256)         L1 (n=256)           seconds",
         "grpo       25.0 [15.0, 35.0]  –                    –",
         "grpo+gcd   50.0 [40.0, 60.0]  100.0 [90.0, 110.0]  100"]
@@ -209,39 +227,180 @@ def test_table_is_aligned(tmp_path):
 def test_command_repeats_every_flag(tmp_path):
     config = {"group_size": 8, "gcd": False, "resume": True, "model": "a b", "out": None}
     write_method(tmp_path, "grpo", config=config)
-    assert report.command(report.read_runs(tmp_path)[0]) == (
+    assert tables.command(read.read_runs(tmp_path)[0]) == (
         "python gcd.py --group-size=8 --no-gcd --resume --model='a b'")
 
 
 @pytest.mark.parametrize("low, high, expected", [
     (0, 1, [0, 0.25, 0.5, 0.75, 1]), (0, 97, [0, 25, 50, 75, 100]), (0.0, 4.0, [0, 1, 2, 3, 4]),
-    (3, 3, [3, 4]), (-0.1, 0.3, [-0.1, 0, 0.1, 0.2, 0.3]), (0, 0, [0, 0.25]), (0, 3e-7, [0, 1e-7, 2e-7, 3e-7])])
+    (3, 3, [3, 4]), (-0.1, 0.3, [-0.1, 0, 0.1, 0.2, 0.3]), (0, 0, [0, 0.25]),
+    (0, 3e-7, [0, 1e-7, 2e-7, 3e-7])])
 def test_ticks(low, high, expected):
-    assert report.ticks(low, high) == pytest.approx(expected)
+    assert charts.ticks(low, high) == pytest.approx(expected)
 
 
 def test_smooth():
-    assert report.smooth([0, 3, 6, None, 2]) == [1.5, 3, 4.5, None, 2]
-    assert report.smooth([]) == []
-    assert report.smooth([5.0] * 300) == pytest.approx([5.0] * 300)
+    assert charts.smooth([0, 3, 6, None, 2]) == [1.5, 3, 4.5, None, 2]
+    assert charts.smooth([]) == []
+    assert charts.smooth([5.0] * 300) == pytest.approx([5.0] * 300)
+
+
+CAPTIONS = {"captions": {"L0": "rooms it knows", "L2": "<i>new</i> rooms", "dev": "not evaluated"},
+            "note": "The cold start sees all.", "warning": "These are no scores."}
+
+
+def test_the_run_words_its_captions(tmp_path):
+    for name in ("grpo", "grpo+gcd"):
+        write_method(tmp_path, name, rl_lines(), success={"L0": 0.5, "L2": 0.25}, about=CAPTIONS)
+    _, caption = write(tmp_path, results=tmp_path / "no results")
+    assert caption == ["L0: rooms it knows. L2: <i>new</i> rooms.", "The cold start sees all.",
+                       "These are no scores."]
+    built = Page((tmp_path / "report.html").read_text())
+    words = " ".join(built.words)
+    assert built.words.count("These are no scores.") == 1
+    assert "rooms it knows" in words and "<i>new</i> rooms" in words and "The cold start sees all." in words
+    assert "not evaluated" not in words
+
+
+def test_captions_at_the_head_of_the_metrics_count_too(tmp_path):
+    write_method(tmp_path, "grpo", success={"L0": 0.5})
+    path = tmp_path / "grpo" / "metrics.jsonl"
+    path.write_text(json.dumps(json.loads(path.read_text()) | CAPTIONS) + "\n")
+    assert write(tmp_path, results=tmp_path)[1] == [
+        "L0: rooms it knows.", "The cold start sees all.", "These are no scores."]
+
+
+def test_a_run_without_captions_is_drawn_without(tmp_path):
+    write_method(tmp_path, "grpo", success={"L0": 0.5})
+    assert write(tmp_path, results=tmp_path)[1] == []
+
+
+def test_what_a_run_does_not_log_is_not_drawn(tmp_path):
+    write_method(tmp_path, "ppo", rl_lines())
+    _, built, _ = build(tmp_path)
+    words = " ".join(built.words)
+    assert "Success in training" in words and "Groups without spread" not in words
+
+
+def write_results(folder, name="table1_x_result.json", games=("generated rooms",), parameters=(184768,),
+                  rows=None):
+    folder.mkdir(exist_ok=True)
+    several = {"mean": 0.593, "half": 0.058}
+    rows = rows or {"grpo": {"L0": several, "L1": several}, "ppo": {"L0": several}}
+    ran = {"games": list(games), "parameters": list(parameters)}
+    (folder / name).write_text(json.dumps({"seeds": [0, 1, 2, 3, 4], "ran": ran, "rows": rows}))
+
+
+def test_several_seeds_stand_beside_one(tmp_path):
+    write_results(tmp_path / "results")
+    for name in ("grpo", "grpo+gcd"):
+        write_method(tmp_path / "run", name, rl_lines(), success={"L0": 0.5, "L2": 0.5})
+    _, caption = write(tmp_path / "run", results=tmp_path / "results")
+    assert caption == ["One seed. 5 seeds gave on L0 (mean ± half the 95 % interval, "
+                       "results/table1_x_result.json): grpo 59.3 ± 5.8."]
+    words = " ".join(Page((tmp_path / "run" / "report.html").read_text()).words)
+    assert "5 seeds: 59.3 ± 5.8" in words and "results/table1_x_result.json" in words
+
+
+@pytest.mark.parametrize("results", [
+    {"games": ["real games"]}, {"parameters": [7_000_000]}, {"name": "table4_x_result.json"},
+    {"rows": {"ppo": {"L0": {"mean": 0.1, "half": 0.1}}}},
+    {"rows": {"grpo": {"L0": {"mean": None, "half": None}}}}])
+def test_results_that_do_not_fit_are_not_shown(tmp_path, results):
+    write_results(tmp_path / "results", **results)
+    write_method(tmp_path / "run", "grpo", success={"L0": 0.5})
+    assert read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "results") is None
+    assert write(tmp_path / "run", results=tmp_path / "results")[1] == []
+
+
+def test_a_run_that_was_not_evaluated_has_no_seeds_beside_it(tmp_path):
+    write_results(tmp_path / "results")
+    write_method(tmp_path / "run", "grpo", rl_lines())
+    assert write(tmp_path / "run", results=tmp_path / "results")[1] == []
 
 
 def test_user_mistakes_name_the_folder(tmp_path, capsys):
     with pytest.raises(ValueError, match="missing: no such folder"):
-        report.report(tmp_path / "missing")
+        write(tmp_path / "missing")
     (tmp_path / "empty" / "grpo").mkdir(parents=True)
     with pytest.raises(ValueError, match="empty: no metrics in it"):
-        report.report(tmp_path / "empty")
-    with pytest.raises(SystemExit, match="report.py: .*missing: no such folder"):
-        report.main([str(tmp_path / "missing")])
+        write(tmp_path / "empty")
+    assert main([str(tmp_path / "missing")]) == 2
+    assert capsys.readouterr().err == f"report: {tmp_path / 'missing'}: no such folder\n"
     write_method(tmp_path / "broken", "grpo")
     (tmp_path / "broken" / "grpo" / "evaluation.json").write_text('{"splits": ')
     with pytest.raises(ValueError, match="evaluation.json: not JSON"):
-        report.report(tmp_path / "broken")
+        write(tmp_path / "broken")
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, capsys):
+    write_method(tmp_path, "grpo", success={"L0": 0.5})
+    (tmp_path / "report.html").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert re.fullmatch(r"report: .*report\.html.*: .*directory\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("evaluation.json", [], "evaluation.json: expected an object, found []"),
+    ("evaluation.json", {"splits": []}, "evaluation.json, splits: expected an object, found []"),
+    ("evaluation.json", {"splits": {"L0": 1}}, "evaluation.json, L0: expected an object, found 1"),
+    ("evaluation.json", {"splits": {"L0": {"sampled": None}}},
+     "evaluation.json, L0, sampled: expected an object, found null"),
+    ("evaluation.json", {"splits": {"L0": {"sampled": {"success": "0.5"}}}},
+     'evaluation.json, L0, sampled, success: expected a number, found "0.5"'),
+    ("evaluation.json", {"captions": "L0"}, 'evaluation.json, captions: expected an object, found "L0"'),
+    ("evaluation.json", {"captions": {"L0": 3}}, "evaluation.json, captions, L0: expected text, found 3"),
+    ("evaluation.json", {"games": ["rooms"]}, 'evaluation.json, games: expected text, found ["rooms"]'),
+    ("stages.json", {"rl": "10"}, 'stages.json, rl: expected a number, found "10"'),
+    ("metrics.jsonl", [1], "metrics.jsonl, entry 1: expected an object, found [1]"),
+    ("metrics.jsonl", {"config": []}, "metrics.jsonl, entry 1, config: expected an object, found []"),
+    ("metrics.jsonl", {"iteration": 1, "policy/loss": "0.5"},
+     'metrics.jsonl, entry 1, policy/loss: expected a number, found "0.5"'),
+    ("metrics.jsonl", {"iteration": True},
+     "metrics.jsonl, entry 1, iteration: expected a number, found true"),
+    ("episodes.jsonl", {"turns": {}}, "episodes.jsonl, entry 1, turns: expected a list, found {}"),
+    ("episodes.jsonl", {"turns": ["look"]},
+     'episodes.jsonl, entry 1, turn 1: expected an object, found "look"'),
+    ("episodes.jsonl", {"turns": [{"advantage": "1"}]},
+     'episodes.jsonl, entry 1, turn 1, advantage: expected a number, found "1"'),
+    ("episodes.jsonl", {"phase": ["rl"]}, 'episodes.jsonl, entry 1, phase: expected text, found ["rl"]')])
+def test_what_a_run_does_not_write_is_one_line(tmp_path, capsys, file, content, message):
+    write_method(tmp_path, "grpo", rl_lines())
+    (tmp_path / "grpo" / file).write_text(json.dumps(content) + "\n")
+    assert main([str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"report: {tmp_path / 'grpo'}/{message}\n")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_numbers_out_of_all_bounds_are_not_drawn(tmp_path):
+    values = (1e308, 10**400, 1.0, 1.5)
+    lines = [{"iteration": i, "policy/grad_norm": value} for i, value in enumerate(values)]
+    write_method(tmp_path, "grpo", lines)
+    assert build(tmp_path)[2]["charts"][0]["series"][0]["ys"] == [None, None, 1.0, 1.5]
 
 
 def test_main_prints_the_table(tmp_path, capsys):
     write_method(tmp_path, "grpo", rl_lines(), success={"L0": 0.5})
-    report.main([str(tmp_path)])
+    assert main([str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "50.0 [40.0, 60.0]" in printed and str(tmp_path / "report.html") in printed
+
+
+def test_open_shows_the_page(tmp_path, capsys, monkeypatch):
+    write_method(tmp_path, "grpo", rl_lines())
+    shown = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: shown.append(address) or True)
+    main([str(tmp_path)])
+    assert shown == []
+    assert main([str(tmp_path), "--open"]) == 0
+    assert shown == [(tmp_path / "report.html").as_uri()] and capsys.readouterr().err == ""
+    monkeypatch.setattr(webbrowser, "open", lambda address: False)
+    assert main([str(tmp_path), "--open"]) == 0
+    assert f"open {tmp_path / 'report.html'} yourself" in capsys.readouterr().err
+
+
+def test_the_folder_is_runs_main_unless_named(tmp_path, monkeypatch, capsys):
+    write_method(tmp_path / "runs" / "main", "grpo", rl_lines())
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 0 and (tmp_path / "runs" / "main" / "report.html").exists()

@@ -1,56 +1,39 @@
-"""Proves that the slot engine samples what a full forward per token would, and that `play` records what happened.
+"""Proves that `play` plays what a full forward per token would, and records what happened.
 
     python -m pytest tests/test_rollout.py
 
-The oracle is `slow_play`: one episode at a time, no cache, a whole forward for every token, a splitmix64 in Python.
+The oracle is `slow_play`: one episode at a time, no cache, a whole forward for every token.
 """
 
 import itertools
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
-import torch
-from conftest import Corridor, make_seats
+from conftest import NOTHING, Corridor, make_seats
+from test_engine import slow_response
 
-import model as qwen
-import parallel
 import rollout
 from envs import EpisodeLost, Reply, Task
-from rollout import NOTHING, Episode, Response, Sampling, Turn
+from lm.chat import Chat
+from lm.engine import Response, Sampling
+from rollout import Episode, Turn
+from run import parallel
 
 pytestmark = pytest.mark.fast
-QWEN_TOKENIZER = Path("../shared/data/qwen2.5-tokenizer")
 LIMIT = 3                                        # max_response_tokens: short enough to cut some responses
+
+
+@pytest.fixture
+def model(model):
+    """In double precision, so that no CPU's rounding moves a draw to another token."""
+    return model.double()
 
 
 # The slow oracle
 
-def splitmix64(state, n):
-    """The n-th output of Steele, Lea and Flood's generator started at `state` (OOPSLA 2014)."""
-    z = (state + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
-
-
-def slow_response(model, prompt, stream, stops, temperature, limit):
-    """Token ids and logprobs, one uncached forward per token."""
-    ids, logprobs = [], []
-    while len(ids) < limit and not (ids and ids[-1] in stops):
-        with torch.no_grad():
-            logprob_V = (model(torch.tensor([prompt + ids]))[0, -1] / (temperature or 1.0)).log_softmax(-1)
-        cumulative = list(itertools.accumulate(logprob_V.exp().tolist()))
-        u = ((splitmix64(stream, len(ids)) >> 12) + 0.5) / 2**52
-        token = next(i for i, c in enumerate(cumulative) if c >= u * cumulative[-1])
-        ids.append(token if temperature else int(logprob_V.argmax()))
-        logprobs.append(logprob_V[ids[-1]].item())
-    return ids, logprobs
-
-
 def slow_play(model, tokenizer, seat, sampling, max_turns, history=0, on_truncation="fail"):
-    """(prompt ids, response ids, logprobs) of each turn of an episode; the prompt is put together from scratch."""
+    """(prompt ids, response ids, logprobs) of each turn; the prompts are put together from scratch."""
     def encode(text):
         return tokenizer.encode(text, add_special_tokens=False)
 
@@ -59,7 +42,7 @@ def slow_play(model, tokenizer, seat, sampling, max_turns, history=0, on_truncat
     reply = env.reset(seat.task)
     head = encode(f"<|user|>{reply.observation}<|assistant|>")
     while len(turns) < max_turns and not reply.done:
-        prompt = head + [i for exchange in exchanges[-history:] for i in exchange]        # -0 is 0: all of them
+        prompt = head + [i for exchange in exchanges[-history:] for i in exchange]      # -0 is 0: all of them
         ids, logprobs = slow_response(model, prompt, parallel.stream(seat.stream, len(turns)), stops,
                                       sampling.temperature, sampling.max_response_tokens)
         turns.append((prompt, ids, logprobs))
@@ -74,24 +57,26 @@ def slow_play(model, tokenizer, seat, sampling, max_turns, history=0, on_truncat
 
 def fast_play(model, chat, seats, sampling=None, slots=4, max_turns=6, **options):
     sampling = sampling or Sampling(max_response_tokens=LIMIT)
-    return rollout.play(model, chat, [Corridor() for _ in range(slots)], seats, sampling, max_turns, 400, **options)
+    corridors = [Corridor() for _ in range(slots)]
+    return rollout.play(model, chat, corridors, seats, sampling, max_turns, 400, **options)
 
 
 def tokens_of(episodes):
     return [[(turn.prompt_ids, turn.response_ids) for turn in episode.turns] for episode in episodes]
 
 
-# The engine against it
+# `play` against it
 
-@pytest.mark.parametrize("temperature, history, on_truncation", [
-    (1.0, 0, "fail"), (1.0, 0, "invalid"), (1.0, 2, "invalid"), (0.6, 0, "invalid"), (1.7, 1, "invalid"), (0.0, 0, "fail")])
-def test_played_tokens_and_logprobs_are_the_slow_ones(model, chat, tokenizer, temperature, history, on_truncation):
+@pytest.mark.parametrize("temperature, history, cut", [
+    (1.0, 0, "fail"), (1.0, 0, "invalid"), (1.0, 2, "invalid"), (0.6, 0, "invalid"), (1.7, 1, "invalid"),
+    (0.0, 0, "fail")])
+def test_played_tokens_and_logprobs_are_the_slow_ones(model, chat, tokenizer, temperature, history, cut):
     seats, sampling = make_seats(3, 3), Sampling(temperature, LIMIT)
-    options = {"history": history, "on_truncation": on_truncation}
+    options = {"history": history, "on_truncation": cut}
     episodes = fast_play(model, chat, seats, sampling, **options)
     for seat, episode in zip(seats, episodes):
         slow = slow_play(model, tokenizer, seat, sampling, 6, **options)
-        assert [(turn.prompt_ids, turn.response_ids) for turn in episode.turns] == [(p, ids) for p, ids, _ in slow]
+        assert tokens_of([episode]) == [[(prompt, ids) for prompt, ids, _ in slow]]
         for turn, (_, _, logprobs) in zip(episode.turns, slow):
             assert turn.logprob_old == pytest.approx(logprobs, abs=1e-5)
 
@@ -103,7 +88,7 @@ def test_the_fixture_meets_every_case(model, chat):
     assert any(episode.won for episode in episodes) and not all(episode.won for episode in episodes)
     assert any(turn.valid for turn in turns) and any(turn.action and not turn.valid for turn in turns)
     assert any(turn.action is None for turn in turns)
-    assert {turn.response_ids[-1] for turn in turns} > set(chat.stop_ids)        # both stops, and cut responses
+    assert {turn.response_ids[-1] for turn in turns} > set(chat.stop_ids)      # both stops, and cut responses
 
 
 @pytest.mark.parametrize("history", [0, 2])
@@ -116,7 +101,7 @@ def test_any_number_of_slots_plays_the_same_episodes(model, chat, slots, history
     together = fast_play(model, chat, seats, slots=slots, **options)
     assert tokens_of(together) == tokens_of(alone)
     assert [e.won for e in together] == [e.won for e in alone]
-    assert [(e.task, e.group) for e in together] == [(seat.task, seat.group) for seat in seats]
+    assert [(e.task, e.group, e.index) for e in together] == [(s.task, s.group, s.index) for s in seats]
 
 
 def test_same_streams_same_episodes_and_other_streams_others(model, chat):
@@ -135,149 +120,12 @@ def test_every_token_is_computed_once_and_a_groups_first_prompt_once(model, chat
     model.register_forward_pre_hook(count, with_kwargs=True)
     episodes = fast_play(model, chat, make_seats(groups, size), slots=slots, on_truncation="invalid")
     first = {e.group: len(e.turns[0].prompt_ids) for e in episodes}
-    last = [len(e.turns[-1].prompt_ids) + len(e.turns[-1].response_ids) - 1 for e in episodes]   # the last is not run
+    ends = [e.turns[-1] for e in episodes]
+    last = [len(turn.prompt_ids) + len(turn.response_ids) - 1 for turn in ends]   # the last token is not run
     assert sum(computed) == sum(first.values()) + sum(n - first[e.group] for e, n in zip(episodes, last))
 
 
-def test_a_re_rendered_prompt_runs_only_what_the_slot_does_not_hold(model):
-    cache = rollout.Slots(model, 2, 32)
-    cache.held = [[5, 6, 7, 8, 9], [5, 6]]
-    chunks = []
-    model.register_forward_pre_hook(lambda module, args, kwargs: chunks.append(
-        (kwargs["start_B"].tolist(), kwargs["n_valid_B"].tolist())), with_kwargs=True)
-    with torch.no_grad():
-        rollout.prefill(model, cache, [[5, 6, 1, 2], [5, 6]], share=False)
-    assert chunks == [([2, 1], [2, 1])]          # a prompt that is held whole runs its last token, for the logits
-
-
-def test_long_prefills_are_cut_into_blocks_of_rows(model):
-    prompts = [[i + 1] * (3 + i) for i in range(5)]
-    logits, widths = [], []
-    model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(args[0].shape), with_kwargs=True)
-    for max_tokens in (16384, 40):
-        cache = qwen.KVCache(model.config, 5, 32, torch.float32, "cpu")
-        with torch.no_grad():
-            logits.append(rollout.run_chunks(model, cache, prompts, [0] * 5, 32, max_tokens))
-    assert torch.allclose(*logits, atol=1e-5)
-    assert widths == [(5, 16), (2, 16), (2, 16), (1, 16)]
-
-
-def test_answers_to_several_prompts_are_the_slow_ones(model, chat):
-    prompts = [[7, 8, 9], [10] * 20, [3, 4]]
-    streams = [[17 * p + i for i in range(3)] for p in range(3)]
-    for n_slots in (1, 3, 7, 64):
-        answers = rollout.answer(model, chat, prompts, streams, Sampling(1.0, 4), n_slots)
-        for prompt, own, row in zip(prompts, answers, streams, strict=True):
-            for answer, stream in zip(own, row, strict=True):
-                ids, logprobs = slow_response(model, prompt, stream, chat.stop_ids, 1.0, 4)
-                assert answer.ids == ids and answer.logprob == pytest.approx(logprobs, abs=1e-5)
-                assert answer.truncated == (ids[-1] not in chat.stop_ids)
-
-
-def test_greedy_answers_are_transformers_generate(model, chat, tokenizer_folder, tmp_path):
-    from transformers import AutoModelForCausalLM
-    with torch.no_grad():
-        model.model.embed_tokens.weight[:, :2] = 0.0        # else the biases choose every token
-    qwen.save_pretrained(model, tmp_path)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
-    prompts = [chat.message(f"You are at {i}.", first=True) for i in range(6)]
-    ours = rollout.answer(model, chat, prompts, [[0]] * 6, Sampling(0.0, 24), 6)
-    for prompt, (answer,) in zip(prompts, ours):
-        theirs = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0,
-                                    eos_token_id=list(chat.stop_ids))
-        assert answer.ids == theirs[0, len(prompt):].tolist()
-    assert len({tuple(answer.ids) for answer, in ours}) > 1
-
-
-def test_a_response_ends_with_its_first_stop_token_and_both_stop():
-    assert rollout.cut([5, 9, 8, 9], [-1.0, -2.0, -3.0, -4.0], (8, 9)) == Response([5, 9], [-1.0, -2.0], False)
-    assert rollout.cut([8, 5], [-1.0, -2.0], (8, 9)) == Response([8], [-1.0], False)
-    assert rollout.cut([5, 6], [-1.0, -2.0], (8, 9)) == Response([5, 6], [-1.0, -2.0], True)
-
-
-# Drawing one token
-
-def test_uniform_is_splitmix64():
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of seed 1234567
-    assert [splitmix64(1234567, n) for n in range(3)] == published
-    streams = [0, 1, 1234567, 2**62 + 12345, 2**63 - 1]
-    for position in (0, 1, 2, 500):
-        got = rollout.uniform(torch.tensor(streams), position).tolist()
-        assert got == [((splitmix64(s, position) >> 12) + 0.5) / 2**52 for s in streams]
-
-
-def unmix(z):
-    """The state whose first splitmix64 output is z: each step undone."""
-    z = z ^ z >> 31 ^ z >> 62
-    z = z * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
-    z = z ^ z >> 27 ^ z >> 54
-    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
-    z = z ^ z >> 30 ^ z >> 60
-    return (z - 0x9E3779B97F4A7C15) % 2**64
-
-
-@pytest.mark.parametrize("output", [0, 2**64 - 1])
-def test_uniform_never_reaches_0_or_1(output):
-    """With 53 bits, the largest and its half rounded up to exactly 1."""
-    state = unmix(output)
-    assert splitmix64(state, 0) == output
-    u = rollout.uniform(torch.tensor([state - 2**64 if state >= 2**63 else state]), 0).item()
-    assert 0 < u < 1
-
-
-def draws(logits_V, n=200_000, **options):
-    uniform = rollout.uniform(torch.arange(n), 0)
-    token, logprob = rollout.sample_tokens(logits_V.expand(n, -1), uniform, **options)
-    return torch.bincount(token, minlength=len(logits_V)).double() / n, token, logprob
-
-
-def assert_frequencies(got, want, n=200_000):
-    """Every frequency within 4.5 standard errors of its probability."""
-    assert ((got - want).abs() <= 4.5 * (want * (1 - want) / n).sqrt()).all(), (got, want)
-
-
-LOGITS = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0, 0.0, -3.0, 0.9])
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_frequencies_over_200000_draws_are_the_softmax(temperature):
-    frequency, token, logprob = draws(LOGITS, temperature=temperature)
-    assert_frequencies(frequency, (LOGITS.double() / temperature).softmax(0))
-    assert torch.allclose(logprob, (LOGITS / temperature).log_softmax(0)[token], atol=1e-6)
-
-
-@pytest.mark.parametrize("top_p, top_k", [(0.5, 0), (0.8, 0), (0.999, 0), (1.0, 1), (1.0, 3), (0.8, 2), (0.6, 5)])
-def test_top_p_and_top_k_draw_from_their_set_only(top_p, top_k):
-    p = LOGITS.double().softmax(0)
-    kept, mass = [], 0.0
-    for i in p.argsort(descending=True).tolist():
-        if mass >= top_p or (top_k and len(kept) == top_k):
-            break
-        kept.append(i)
-        mass += p[i].item()
-    want = torch.zeros_like(p)
-    want[kept] = p[kept] / mass
-    frequency, token, logprob = draws(LOGITS, top_p=top_p, top_k=top_k)
-    assert set(token.tolist()) <= set(kept)
-    assert_frequencies(frequency, want)
-    assert torch.allclose(logprob, LOGITS.log_softmax(0)[token], atol=1e-6)      # of the full distribution
-
-
-@pytest.mark.parametrize("u", [1e-300, 2**-54, 0.5, 1 - 2**-53])
-def test_a_token_of_probability_zero_is_never_drawn(u):
-    logits = torch.full((1, 9), -torch.inf)
-    logits[0, [2, 5]] = 0.0
-    token, _ = rollout.sample_tokens(logits, torch.tensor([u], dtype=torch.double))
-    assert token.item() == (2 if u <= 0.5 else 5)
-
-
-def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
-    _, token, logprob = draws(LOGITS, n=50, temperature=0.0)
-    assert set(token.tolist()) == {2}
-    assert logprob[0] == pytest.approx(LOGITS.log_softmax(0)[2].item())
-
-
-# The chat
+# Prompts
 
 def test_each_prompt_extends_the_last_prompt_and_response(model, chat):
     episodes = fast_play(model, chat, make_seats(3, 2), on_truncation="invalid")
@@ -288,7 +136,8 @@ def test_each_prompt_extends_the_last_prompt_and_response(model, chat):
 
 
 def test_a_history_window_keeps_the_first_message_and_the_last_exchanges(model, chat):
-    episode = max(fast_play(model, chat, make_seats(3, 2), history=2, on_truncation="invalid"), key=lambda e: len(e.turns))
+    played = fast_play(model, chat, make_seats(3, 2), history=2, on_truncation="invalid")
+    episode = max(played, key=lambda e: len(e.turns))
     assert len(episode.turns) >= 4
     for t, turn in enumerate(episode.turns):
         text = f"<|user|>{episode.turns[0].observation}<|assistant|>"
@@ -298,123 +147,11 @@ def test_a_history_window_keeps_the_first_message_and_the_last_exchanges(model, 
         assert chat.tokenizer.decode(turn.prompt_ids) == text
 
 
-def assert_template(tokenizer, style):
-    """The hand-rendered ids are apply_chat_template's, after every turn."""
-    chat = rollout.Chat(tokenizer, style)
-    texts = ["You are in a room.\n\nYour task is to: put a mug in drawer.", "go to drawer 1", "You arrive at drawer 1.",
-             "open drawer 1", "The drawer 1 is open. In it, you see nothing."]
-    ids, messages = [], []
-    for i, text in enumerate(texts):
-        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
-        ids += chat.encode(text) + chat.encode("<|im_end|>") if i % 2 else chat.message(text, first=i == 0)
-        if i % 2 == 0:
-            assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-def test_the_rendered_chat_is_apply_chat_template(tokenizer):
-    assert_template(tokenizer, "plain")
-
-
-@pytest.mark.skipif(not QWEN_TOKENIZER.is_dir(), reason=f"{QWEN_TOKENIZER} is not here")
-def test_the_rendered_chat_is_qwens_template_with_its_default_system_message():
-    from transformers import AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(QWEN_TOKENIZER, local_files_only=True)
-    assert_template(tokenizer, "think")
-    chat = rollout.Chat(tokenizer, "think")
-    assert chat.stop_ids == (151643, 151645)
-    assert tokenizer.decode(chat.message("Hello", first=True)).startswith(
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n")
-
-
-def test_the_think_style_shows_rules_once_and_the_admissible_commands_always(tokenizer):
-    chat = rollout.Chat(tokenizer, "think")
-    reply = Reply("A room.", ["go left", "help", "look"], False, False)
-    first, later = (tokenizer.decode(chat.observe(reply, first)) for first in (True, False))
-    assert "text game" in first and "text game" not in later
-    for text in (first, later):
-        assert text.count("A room.") == 1 and "\ngo left\nlook\n" in text and "\nhelp" not in text
-    assert tokenizer.decode(rollout.Chat(tokenizer, "plain").observe(reply)) == "<|user|>A room.<|assistant|>"
-
-
-@pytest.mark.parametrize("style, text, action", [
-    ("plain", "go to drawer 1", "go to drawer 1"), ("plain", " look \n", "look"), ("plain", "", None), ("plain", " ", None),
-    ("plain", "<|user|>", "<|user|>"),
-    ("think", "<think>It is there.</think><action>look</action>", "look"),
-    ("think", " <think>a\nb</think>\n\n<action> go to drawer 1\n</action> ", "go to drawer 1"),
-    ("think", "<think></think><action>look</action>", "look"),
-    ("think", "<action>look</action>", None), ("think", "look", None), ("think", "<think>a</think>look", None),
-    ("think", "<think>a</think><action></action>", None), ("think", "<think>a</think><action> </action>", None),
-    ("think", "<think>a</think><action>look", None), ("think", "<think>a<action>look</action>", None),
-    ("think", "<think>a</think><action>look</action> and more", None),
-    ("think", "<think>a</think><action>look</action><action>left</action>", None)])
-def test_parse(tokenizer, style, text, action):
-    assert rollout.Chat(tokenizer, style).parse(text) == (action, None)
-
-
-@pytest.mark.parametrize("style", ["plain", "think"])
-def test_a_demonstrated_response_parses_to_its_command(tokenizer, style):
-    chat = rollout.Chat(tokenizer, style)
-    ids = chat.respond("go to drawer 1")
-    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert chat.parse(chat.decode(ids)) == ("go to drawer 1", None)
-
-
-TAG_CASES = [
-    ("<explore>look", "look", "explore"), ("<monitor> go left", "go left", "monitor"), ("look", None, None),
-    ("<explore>", None, None), ("<explore><monitor>look", None, None), ("<think>look", None, None)]
-LONG_TAG_CASES = [
-    ("<planning>First A.</planning><action>look</action>", "look", "planning"),
-    (" <reflection>\nB failed.\n</reflection>\n<action> go left </action> ", "go left", "reflection"),
-    ("<planning> </planning><action>look</action>", None, None), ("<planning>a</planning>look", None, None),
-    ("<planning>a</explore><action>look</action>", None, None), ("<action>look</action>", None, None),
-    ("<planning>a</planning><explore>b</explore><action>look</action>", None, None),
-    ("<planning>a</planning><action>look</action><action>left</action>", None, None)]
-
-
-@pytest.mark.parametrize("text, command, tag", TAG_CASES)
-def test_the_small_models_tag_comes_before_its_command(tokenizer, text, command, tag):
-    assert rollout.Chat(tokenizer, "tags").parse(text) == (command, tag)
-
-
-@pytest.mark.parametrize("text, command, tag", LONG_TAG_CASES)
-def test_exactly_one_filled_tag_comes_before_exactly_one_action(tokenizer, text, command, tag):
-    chat = rollout.Chat(tokenizer, "tags")
-    chat.small = False                           # the form that Hugging Face models are asked for
-    assert chat.parse(text) == (command, tag)
-
-
-@pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("tag", rollout.TAGS)
-def test_a_demonstrated_tag_parses_to_itself(tokenizer, small, tag):
-    chat = rollout.Chat(tokenizer, "tags")
-    chat.small = small
-    assert chat.parse(chat.decode(chat.respond("go to drawer 1", tag))) == ("go to drawer 1", tag)
-
-
-def test_what_is_possible_is_shown_with_its_objects_or_hidden(tokenizer):
-    reply = Reply("A room.", ["look", "open OBJ"], False, False, ("door", "jar"))
-    chats = [rollout.Chat(tokenizer, "think", admissible) for admissible in (True, False)]
-    shown, hidden = (tokenizer.decode(chat.observe(reply)) for chat in chats)
-    assert "look\nopen OBJ" in shown and "OBJ stands for one of: door, jar" in shown
-    assert "OBJ" not in hidden and "from the list" not in hidden and "<action>" in hidden
-
-
-def test_an_instruction_stands_before_the_first_observation(tokenizer, chat):
-    reply = Reply("A room.", [], False, False)
-    assert tokenizer.decode(chat.observe(reply, True, "Look around.")) == "<|user|>Look around.\n\nA room.<|assistant|>"
-
-
-def test_decode_drops_the_stop_token_only(tokenizer, chat):
-    end, start = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|user|>"])
-    word = chat.encode("look")
-    assert chat.decode(word + [end]) == chat.decode(word) == "look"
-    assert chat.decode(word + [start, end]) == "look<|user|>" and chat.decode([end]) == chat.decode([]) == ""
-
-
 # What a turn records
 
-def talk_to_corridor(chat, problem=(2, 4)):
-    return rollout.Conversation(rollout.Seat(Task("c", "train", "walk", problem), 0, 1), Corridor(), chat, 0).begin()
+def talk_to_corridor(chat, problem=(2, 4), env=None):
+    seat = rollout.Seat(Task("c", "train", "walk", problem), 0, 1)
+    return rollout.Conversation(seat, env or Corridor(), chat, 0).begin()
 
 
 def say(chat, text, stop="<|im_end|>"):
@@ -453,6 +190,20 @@ def test_a_cut_response_may_be_an_invalid_turn_instead(chat):
     assert not talk.act(say(chat, "right", stop=""), 9, 400, "invalid")
     assert talk.env.env.place == 3 and talk.reply.observation == NOTHING and not talk.episode.truncated
     assert talk.act(say(chat, "right"), 9, 400, "invalid") and talk.episode.won
+
+
+def test_a_world_may_have_words_of_its_own_for_nothing_happened(tokenizer):
+    """A response without a command gets them, and they are no news to the anchor."""
+    class Polite(Corridor):
+        def step(self, command):
+            reply = super().step(command)
+            return reply._replace(observation="Pardon?") if reply.observation == NOTHING else reply
+
+    talk = talk_to_corridor(Chat(tokenizer, "plain", nothing="Pardon?"), env=Polite())
+    for text in ("right", "", "jump"):
+        talk.act(say(talk.chat, text), 9, 400)
+    assert talk.reply.observation == "Pardon?" and talk.episode.final_anchor == "You are at 3."
+    assert talk.episode.turns[2].observation == "Pardon?" and talk.episode.turns[2].anchor == "You are at 3."
 
 
 def test_the_turn_limit_ends_an_episode(chat):
@@ -494,8 +245,8 @@ class Elsewhere(Fragile):
 @pytest.mark.parametrize("kind", [Fragile, Elsewhere])
 @pytest.mark.parametrize("deaths", [(1,), (5,), (7, 8, 9), (12,)])
 def test_a_lost_episode_begins_again(model, chat, deaths, kind):
-    """Resets and turns are lost alike. A restarted one plays other draws, the same in every run; its neighbours do not
-    notice, and an episode that was not restarted is as it would have been."""
+    """Resets and turns are lost alike. A restarted one plays other draws, the same in every run; its
+    neighbours do not notice, and an episode that was not restarted is as it would have been."""
     def played(envs):
         return rollout.play(model, chat, envs, make_seats(2, 2), Sampling(max_response_tokens=4), 6, 400)
     Fragile.calls, Fragile.deaths = 0, deaths
@@ -520,7 +271,8 @@ def test_a_prompt_that_outgrows_the_context_ends_its_episode_only(model, chat, s
     seats = make_seats(3, 3)
     whole = fast_play(model, chat, seats, max_turns=8, on_truncation="invalid")
     context = sorted(len(episode.turns[-1].prompt_ids) for episode in whole)[4] + LIMIT + spare
-    tight = rollout.play(model, chat, [Corridor() for _ in range(4)], seats, Sampling(max_response_tokens=LIMIT), 8, context,
+    corridors = [Corridor() for _ in range(4)]
+    tight = rollout.play(model, chat, corridors, seats, Sampling(max_response_tokens=LIMIT), 8, context,
                          on_truncation="invalid")
     assert any(e.overflowed for e in tight) and not all(e.overflowed for e in tight)
     for a, b in zip(whole, tight):
@@ -561,20 +313,29 @@ def turn(anchor, action, valid=True, tokens=2):
 
 def test_summary_and_success_rate_by_hand():
     task = Task("a", "train", "walk", None)
-    turns = [turn("x", "look"), turn("x", "look"), turn("y", "look"), turn("x", "look"), turn("x", None, valid=False),
-             turn("x", None, valid=False, tokens=5)]
-    assert rollout.repeated_turns(Episode(task, 0, turns)) == 3
-    episodes = [Episode(task, 0, turns, won=True), Episode(task, 0, [turn("x", "left", tokens=1)], truncated=True),
-                Episode(task, 1, [turn("x", "left")], overflowed=True), Episode(task, 1, [turn("x", "left")])]
+    turns = [turn("x", "look"), turn("x", "look"), turn("y", "look"), turn("x", "look"),
+             turn("x", None, valid=False), turn("x", None, valid=False, tokens=5)]
+    assert rollout.repeated_turns(Episode(task, 0, turns=turns)) == 3
+    episodes = [Episode(task, 0, turns=turns, won=True),
+                Episode(task, 0, turns=[turn("x", "left", tokens=1)], truncated=True),
+                Episode(task, 1, turns=[turn("x", "left")], overflowed=True),
+                Episode(task, 1, turns=[turn("x", "left")])]
     counts = rollout.summary(episodes)
     assert counts == {"episodes": 4, "won": 1, "truncated": 2, "turns": 9, "invalid": 2, "repeated": 3,
                       "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "scored": 0, "score_100": 0.0}
     shares = rollout.success_rate(counts)
     assert (shares["success"], shares["n"], shares["turns"], shares["truncated_frac"]) == (0.25, 4, 2.25, 0.5)
     assert (shares["invalid_frac"], shares["repeated_frac"]) == (2 / 9, 3 / 9)
-    assert (shares["low"], shares["high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)      # Wilson 95 % of 1 in 4
+    assert (shares["low"], shares["high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson's, of 1 in 4
 
 
 def test_no_episodes_have_no_success_and_divide_nothing():
     shares = rollout.success_rate(rollout.summary([]))
     assert shares["success"] == 0 and (shares["low"], shares["high"]) == (0.0, 1.0)
+
+
+def test_wilson_by_hand():
+    """Newcombe 1998, Table I: 81/263 gives 0.2553 to 0.3662; 0/20 gives 0 to 0.1611."""
+    assert rollout.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert rollout.wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert rollout.wilson(0, 0) == (0.0, 1.0)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from envs import make_envs, rooms
-from envs.experts import demonstrate, learn_prior
-from envs.splits import games_hash
+from envs.alfred import rooms
+from envs.alfred.expert import demonstrate, learn_prior
+from envs.alfred.game import Game
+from envs.household import World
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +29,7 @@ def split_tasks():
 
 def test_a_task_is_the_same_in_every_process():
     """String hashes are salted per process: a generator that leaned on one would differ between ranks."""
-    code = ("from envs import rooms; print([(t.id, t.problem.task_desc, [(x.name, x.receptacle) "
+    code = ("from envs.alfred import rooms; print([(t.id, t.problem.task_desc, [(x.name, x.receptacle) "
             "for x in t.problem.things]) for s in rooms.SPLITS for t in map(rooms.task, [s] * 8, range(8))])")
     found = {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": salt},
                             text=True, capture_output=True, check=True).stdout for salt in ("1", "2")}
@@ -131,7 +132,7 @@ def test_phrases_cut_whole_episodes_without_a_rest(numbered):
     found = rooms.phrases(numbered)
     assert len(set(found)) == len(found)
     cut = re.compile("|".join(re.escape(phrase) for phrase in sorted(found, key=len, reverse=True)))
-    env, prior = make_envs("household", 1)[0], learn_prior(rooms.tasks("train"))
+    env, prior = Game(), learn_prior(rooms.tasks("train"))
     for task in rooms.tasks("train", rooms.ALL_TYPES)[:60]:
         episode = demonstrate(env, task, prior, seed=0)
         for text in [*episode.observations, *episode.commands]:
@@ -140,8 +141,10 @@ def test_phrases_cut_whole_episodes_without_a_rest(numbered):
 
 def test_the_hash_of_games_is_the_same_in_every_process_and_knows_their_order():
     """It once hashed the repr of sets, whose order differs from process to process."""
-    code = "from envs import rooms, splits; print(splits.games_hash(rooms.tasks('L0')[:5]))"
-    said = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, cwd=ROOT, text=True,
-                           capture_output=True, check=True).stdout.strip() for seed in "12"}
-    first = rooms.tasks("L0")[:5]
-    assert said == {games_hash(first)} and games_hash(first[::-1]) not in said and games_hash(first[:4]) not in said
+    code = "from envs.household import World; print(World().tasks_hash(World().split('L0')[:5]))"
+    printed = {subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed},
+                              cwd=ROOT, text=True, capture_output=True, check=True).stdout.strip()
+               for seed in "12"}
+    tasks, hash_of = rooms.tasks("L0")[:5], World().tasks_hash
+    assert printed == {hash_of(tasks)}
+    assert hash_of(tasks[::-1]) not in printed and hash_of(tasks[:4]) not in printed

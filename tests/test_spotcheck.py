@@ -1,4 +1,4 @@
-"""Proves that bench.spotcheck sees a difference between stored episodes and the engine, and counts what it looked at.
+"""Proves that bench.spotcheck sees where stored episodes and the engine differ, and counts what it looked at.
 
     python -m pytest tests/test_spotcheck.py
 
@@ -10,26 +10,32 @@ import json
 import pytest
 
 from bench import spotcheck
-from envs import experts, rooms
-from envs.household import Household
+from envs import household
+from envs.alfred import expert, rooms
+from envs.alfred.game import Game
 
 pytestmark = pytest.mark.fast
+
+
+class Rooms(household.World):
+    """Where the real engine's world is; --games is not looked at."""
+
+    def __init__(self, settings):
+        super().__init__()
 
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
     """A run's folder with three episodes of L0 and two of L1, all won by the expert, and these episodes."""
     tasks = [*rooms.tasks("L0")[:3], *rooms.tasks("L1")[:2]]
-    monkeypatch.setattr(spotcheck, "load_games", lambda games, folder: tasks)
-    monkeypatch.setattr(spotcheck.alfworld, "make", lambda n: [Household()])
-    monkeypatch.setattr(spotcheck.alfworld, "versions", lambda: {})
+    monkeypatch.setattr(spotcheck.alfworld, "World", Rooms)
     episodes = [episode_of(task, "L0" if k < 3 else "L1") for k, task in enumerate(tasks)]
     write(tmp_path, [{"phase": "rl"}, *episodes])
     return tmp_path, episodes
 
 
 def episode_of(task, split):
-    shown = experts.demonstrate(Household(), task, experts.learn_prior(rooms.tasks("L0")), 0, 0.0, 50)
+    shown = expert.demonstrate(Game(), task, expert.learn_prior(rooms.tasks("L0")), 0, 0.0, 50)
     turns = [{"observation": reply.observation, "action": command, "valid": command in reply.admissible}
              for reply, command in zip(shown.replies, shown.commands)]
     return {"phase": "evaluation", "split": split, "task_id": task.id, "won": shown.won, "turns": turns,
@@ -41,7 +47,7 @@ def write(folder, rows):
 
 
 def check(folder, capsys, *flags):
-    status = spotcheck.main([str(folder), *flags])
+    status = spotcheck.main([str(folder), "--games", "any", *flags])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -55,7 +61,8 @@ def test_equal_episodes_are_equal_and_splits_take_turns(stored, capsys):
 
 @pytest.mark.parametrize("change", [lambda e: e["turns"][2].update(observation="You see nothing."),
                                     lambda e: e["turns"][1].update(valid=not e["turns"][1]["valid"]),
-                                    lambda e: e.update(won=not e["won"]), lambda e: e.update(final_observation="")])
+                                    lambda e: e.update(won=not e["won"]),
+                                    lambda e: e.update(final_observation="")])
 def test_a_difference_is_found_and_named(stored, capsys, change):
     folder, episodes = stored
     change(episodes[3])
@@ -69,3 +76,9 @@ def test_a_turn_that_reached_no_game_is_left_out(stored, capsys):
     episodes[0]["turns"][0]["action"] = None
     write(folder, episodes)
     assert spotcheck.replayable(folder, 9) == [episodes[k] for k in (1, 3, 2, 4)]
+
+
+def test_games_that_are_not_there_are_one_line(tmp_path, capsys):
+    assert spotcheck.main([str(tmp_path), "--games", str(tmp_path / "gone")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("bench.spotcheck: error: ") and error.count("\n") == 1

@@ -1,0 +1,119 @@
+"""GRPO with NTHR: tokens of lost episodes that say what the won ones of their group say are weakened.
+
+arXiv:2505.18830, made for single answers. Our choice for agents, of which the papers say nothing: its
+"response" is all that an episode sampled, its label whether it was won, its group the episodes of the task.
+Groups without both labels stay as they are.
+
+Shapes: N sampled tokens of a group, V columns of the vocabulary, d hidden size, E episodes.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+import update
+from algorithms import grpo, rewards
+from run import parallel
+from run.flags import opt
+
+
+@dataclass(frozen=True)
+class Settings(grpo.Settings):
+    """GRPO's flags and NTHR's threshold."""
+
+    nthr_beta: float = opt(1.0, "threshold, times the smallest mean score of a won episode", low=0)
+
+
+def prediction_error(logits_NV, target_N, columns):
+    """g = e_y - pi per token, in the given columns of the vocabulary: what it pushes at the output layer.
+
+    columns: int, V* = the tokens of the group's responses (the targets among them); pi is not renormalised to
+    them. With every column, g h^T is the gradient of log pi(y) by the weights of an untied output layer.
+    """
+    hit_NV = target_N[:, None] == columns
+    assert hit_NV.any(1).all(), f"targets {target_N[~hit_NV.any(1)].tolist()} not among the columns"
+    return hit_NV.float() - logits_NV.float().softmax(-1)[:, columns]
+
+
+def nthr_scores(hidden_Nd, error_NV, episode_N, won_E, beta=1.0):
+    """How much the update of the won episodes' tokens moves each token, and from where on that is much.
+
+        s(token) = sum over tokens k of won episodes of <g_k, g> <h_k, h> = g^T M h,  M = sum_k g_k h_k^T
+        tau = beta * min over won episodes of the mean of s over their tokens
+
+    One task group: hidden_Nd the last hidden state that predicted each token, error_NV prediction_error, both
+    of the sampling policy; episode_N indexes won_E. A won episode's own tokens count in its s: the equation's;
+    the text says "other correct responses". Returns score_N and tau (inf without a token of a won episode).
+    """
+    won_N = won_E[episode_N]
+    pull_Vd = error_NV[won_N].T @ hidden_Nd[won_N]
+    score_N = ((error_NV @ pull_Vd) * hidden_Nd).sum(1)
+    count_E = torch.bincount(episode_N, minlength=len(won_E))
+    mean_E = score_N.new_zeros(len(won_E)).index_add_(0, episode_N, score_N) / count_E.clamp(min=1)
+    known = mean_E[won_E & (count_E > 0)]
+    return score_N, beta * float(known.min()) if len(known) else math.inf
+
+
+def nthr_weights(hidden_Nd, error_NV, episode_N, won_E, beta=1.0):
+    """What multiplies each token's advantage: 2 |1/2 - p| where a lost episode's scores above tau, else 1.
+
+    p: share of won episodes; at 1/2 those tokens are dropped, at 0 and 1 all have 1. Whatever the advantage's
+    sign: the paper's rewards are 0 or 1, so a lost answer's is negative. Arguments as in nthr_scores.
+    """
+    score_N, threshold = nthr_scores(hidden_Nd, error_NV, episode_N, won_E, beta)
+    weak_N = ~won_E[episode_N] & (score_N > threshold)
+    return torch.where(weak_N, 2 * abs(0.5 - float(won_E.float().mean())), 1.0)
+
+
+def hidden_and_error(model, samples, columns, objective):
+    """Per sample hidden_Nd, which lm_head read to predict each sampled token, and error_NV, fp32 both."""
+    device = update.device_of(model)
+    column_V = torch.tensor(columns, dtype=torch.long, device=device)
+
+    def of_batch(batch):
+        ids_BT, select, target_N, *_ = update.collate(batch, device)
+        hidden_Nd, logits_NV = model(ids_BT, select=select, head="hidden+lm")
+        error_NV = prediction_error(logits_NV.float() / objective.temperature, target_N, column_V)
+        counts = [sum(sample.sampled) for sample in batch]
+        return zip(hidden_Nd.float().split(counts), error_NV.split(counts))
+
+    return update.per_sample(model, samples, objective, of_batch)
+
+
+class Method(grpo.Method):
+    """GRPO's advantages, times `nthr_weights` token by token in groups that were won and lost."""
+
+    Settings = Settings
+    kl_in_reward = False
+
+    def assign(self, episodes, decay=1.0):
+        """Reads the policy's hidden states: before the first step of the iteration."""
+        super().assign(episodes)
+        groups = rewards.groups_of(episodes).values()
+        mixed = [group for group in groups if len({e.won for e in group}) == 2]
+        sums = {"groups": len(groups), "mixed": len(mixed), "lost": 0, "weakened": 0}
+        for group in update.padded(mixed):                   # an empty group still makes its forwards
+            self.weaken(group, sums)
+        total = parallel.all_sum(sums)
+        return {"nthr/mixed_frac": total["mixed"] / max(total["groups"], 1),
+                "nthr/weakened_frac": total["weakened"] / max(total["lost"], 1)}
+
+    def weaken(self, group, sums):
+        """Write the token advantages of one mixed group (or of none), and count."""
+        turns = [turn for episode in group for turn in episode.turns]
+        columns = sorted({token for turn in turns for token in turn.response_ids})
+        samples = [sample for episode in group for sample in update.samples_of(episode)]
+        read = hidden_and_error(self.model, samples, columns, self.objective)
+        if not read:
+            return
+        hidden_Nd, error_NV = (torch.cat(part) for part in zip(*read))
+        owners = [e for e, episode in enumerate(group) for turn in episode.turns for _ in turn.response_ids]
+        episode_N = torch.tensor(owners, device=hidden_Nd.device)
+        won_E = torch.tensor([episode.won for episode in group], device=hidden_Nd.device)
+        weight_N = nthr_weights(hidden_Nd, error_NV, episode_N, won_E, self.settings.nthr_beta)
+        sums["lost"] += int((~won_E[episode_N]).sum())
+        sums["weakened"] += int((weight_N < 1).sum())
+        weights = iter(weight_N.tolist())
+        for turn in turns:
+            turn.token_advantage = [turn.advantage * next(weights) for _ in turn.response_ids]

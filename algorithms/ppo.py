@@ -1,0 +1,194 @@
+"""PPO: a critic values states; a turn's advantage is what came out better than it said (arXiv:1707.06347).
+
+The critic is a second model with a value head, trained beside the policy. No groups: 128 tasks, played once.
+
+    paper   GAE over turns: V before a turn's response, gamma 1, no bootstrap at the end, for the turn limit
+            is part of the task; every token of a turn has its advantage
+    code    verl-agent's: each turn for itself, A = R - V at every token (gamma = lambda = 1 within the
+            response), where R is the episode's success reward less this turn's own penalty
+
+Shapes: E episodes, S turns, N sampled tokens; flat, in order.
+"""
+
+import math
+import tempfile
+from dataclasses import dataclass
+
+import torch
+
+import algorithms
+import update
+from algorithms import rewards
+from lm import model as qwen
+from run import parallel
+from run.flags import opt
+
+
+@dataclass(frozen=True)
+class Settings(rewards.Settings):
+    """PPO's flags."""
+
+    variant: str = opt("paper", "GAE over turns, or verl-agent's code: each token against its episode's "
+                       "success", ("paper", "code"))
+    gae_lambda: float = opt(0.95, "lambda of GAE over turns", low=0, high=1)
+    critic_lr: float = opt(3e-3, "learning rate of the critic", low=0)
+    value_clip: float = opt(0.5, "a value moves at most this far in an iteration; 0: no clip", low=0)
+
+
+@dataclass(slots=True)
+class Valued(update.Sample):
+    """A sample of the policy with what the critic said before each sampled token, and should have said."""
+
+    value: list[float] = None     # one per sampled token
+    target: list[float] = None    # likewise; nan: nothing to learn there
+
+
+def gae(reward_S, value_S, turns_E, gamma=1.0, lam=0.95):
+    """Generalized advantage estimation (arXiv:1506.02438) over an episode's turns, and the critic's target.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = sum_k (gamma lam)^k delta_{t+k}         Eq. 16
+        return_t = A_t + V_t
+
+    value_S: V before the turn's response; after the last turn it is 0, won or not: the turn limit is part of
+    the task. Returns advantage_S and return_S. With tokens for turns, each turn's tokens for an episode, the
+    episode's reward at the last of them and gamma = lam = 1, this is verl-agent's A = R - V.
+    """
+    next_S = value_S.roll(-1)
+    next_S[(turns_E.cumsum(0) - 1)[turns_E > 0]] = 0.0
+    advantage_S = rewards.discounted_returns(reward_S + gamma * next_S - value_S, turns_E, gamma * lam)
+    return advantage_S, advantage_S + value_S
+
+
+def clipped_value_loss(value_N, value_old_N, return_N, clip):
+    """Half the squared error of the critic; where its move is clipped, the worse of the two.
+
+        L = 0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)    as in PPO2 and verl
+
+    clip 0: no clipping.  Returns loss_N and clipped_N (bool: the clipped term counts, so no gradient).
+    """
+    free_N = (value_N - return_N).square()
+    if clip == 0:
+        return 0.5 * free_N, torch.zeros_like(free_N, dtype=torch.bool)
+    bound_N = (value_old_N + (value_N - value_old_N).clamp(-clip, clip) - return_N).square()
+    return 0.5 * torch.maximum(free_N, bound_N), bound_N > free_N
+
+
+def explained_variance(value_N, return_N):
+    """1 - Var(R - V) / Var(R): 1 is a perfect critic, 0 a constant one; nan where the returns do not vary."""
+    if len(return_N) == 0 or (return_N == return_N[0]).all():
+        return math.nan
+    return float(1 - (return_N - value_N).var(correction=0) / return_N.var(correction=0))
+
+
+def new_critic(policy, shard):
+    """The model that RL starts from, with a head of zeros (its first values are 0), and its optimizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        weights = parallel.full_weights(policy)
+        parallel.on_main(lambda: qwen.save_pretrained(policy, folder, state=weights))
+        folder = parallel.gather(folder)[0]
+        model = qwen.load_pretrained(folder, torch.float32, update.device_of(policy), value_head=True)
+        torch.nn.init.zeros_(model.value_head.weight)        # a judge's classifier may have been there
+        torch.nn.init.zeros_(model.value_head.bias)
+        parallel.any_rank(True)                              # all have read it before rank 0's folder goes
+    model = shard(model)
+    return model, update.adam(model)
+
+
+def values(critic, samples, objective):
+    """V of the text before each sampled token: one list per sample."""
+    def of_batch(batch):
+        positions = [[t - 1 for t, sampled in enumerate(sample.sampled) if sampled] for sample in batch]
+        return update.values_at(critic, batch, positions).split([len(places) for places in positions])
+
+    return [value_N.tolist() for value_N in update.per_sample(critic, samples, objective, of_batch)]
+
+
+def lesson(sample):
+    """(position that speaks, target, old value) of each of a sample's tokens that has a target."""
+    places = [t - 1 for t, sampled in enumerate(sample.sampled) if sampled]
+    return [(t, target, value) for t, target, value in zip(places, sample.target, sample.value, strict=True)
+            if not math.isnan(target)]
+
+
+def update_critic(critic, optimizer, samples, objective, value_clip, lr):
+    """One optimizer step on the clipped value loss of Valued samples, mean over the targets of all ranks.
+    Returns metrics, equal on every rank; raises NonFinite as `update.step` does."""
+    taught, sums = [sample for sample in samples if lesson(sample)], {"clipped": 0.0, "value": 0.0}
+    units = max(parallel.all_sum(float(sum(len(lesson(sample)) for sample in taught))), 1.0)
+
+    def loss_of(batch):
+        lessons = [lesson(sample) for sample in batch]
+        value_N = update.values_at(critic, batch, [[t for t, _, _ in places] for places in lessons])
+        numbers = [(target, value) for places in lessons for _, target, value in places]
+        return_N, old_N = torch.tensor(numbers, device=value_N.device).unbind(1)
+        loss_N, clipped_N = clipped_value_loss(value_N, old_N, return_N, value_clip)
+        sums["clipped"] += float(clipped_N.sum())
+        sums["value"] += float(value_N.detach().sum())
+        return loss_N.sum() / units
+
+    sums["loss"] = update.backward(critic, taught, objective, "value", loss_of)
+    grads, total = parallel.take_grads(critic), parallel.all_sum(sums)
+    norm = parallel.norm(grads)
+    update.step(critic, optimizer, [(1.0, grads)], {"critic loss": total["loss"]}, norm,
+                objective.max_grad_norm, lr)
+    return {"critic/loss": total["loss"], "critic/clip_frac": total["clipped"] / units,
+            "critic/grad_norm": norm, "critic/value_mean": total["value"] / units}
+
+
+def value_fit(samples):
+    """How much of the returns' variance the critic's values explained, over the targets of all ranks."""
+    pairs = [(value, target) for sample in samples for _, target, value in lesson(sample)]
+    every = [pair for rank_pairs in parallel.gather(pairs) for pair in rank_pairs]
+    value_N, return_N = torch.tensor(every, dtype=torch.double).reshape(-1, 2).unbind(1)
+    return {"critic/explained_variance": explained_variance(value_N, return_N)}
+
+
+class Method(algorithms.Method):
+    """Actor and critic."""
+
+    Settings = Settings
+    defaults = dict(tasks=128, group_size=1, dynamic_sampling="keep")
+    groups = False
+    kl_in_reward = False
+
+    def begin(self, model, objective, minibatches, shard):
+        """Makes the critic."""
+        super().begin(model, objective, minibatches, shard)
+        self.critic = new_critic(model, shard)
+
+    def assign(self, episodes, decay=1.0):
+        """Advantages against the critic's values, whitened over all ranks; then the critic's own steps."""
+        samples = [sample for e in episodes for sample in update.samples_of(e, make=Valued)]
+        for sample, value in zip(samples, values(self.critic[0], samples, self.objective)):
+            sample.value = value
+        value_N = torch.tensor([v for sample in samples for v in sample.value])
+        tokens_S = torch.tensor([len(turn.response_ids) for e in episodes for turn in e.turns]).long()
+        credit = self.by_token if self.settings.variant == "code" else self.by_turn
+        targets = credit(episodes, value_N, tokens_S).split([len(sample.value) for sample in samples])
+        for sample, target_N in zip(samples, targets):
+            sample.target = target_N.tolist()
+        metrics, steps = value_fit(samples), []
+        clip, rate = self.settings.value_clip, self.settings.critic_lr * decay
+        for part in update.minibatches(samples, self.minibatches):
+            if parallel.any_rank(bool(part)):
+                steps.append(update_critic(*self.critic, part, self.objective, clip, rate))
+        return metrics | update.mean_of(steps)
+
+    def by_turn(self, episodes, value_N, tokens_S):
+        """GAE of each turn, with the value of its first token, which alone learns. Returns target_N."""
+        won_E, turns_E, _, valid_S = rewards.facts(episodes, self.settings)
+        reward_S = rewards.turn_rewards(won_E, valid_S, turns_E, self.settings)
+        first_S = tokens_S.cumsum(0) - tokens_S
+        advantage_S, return_S = gae(reward_S, value_N[first_S], turns_E, lam=self.settings.gae_lambda)
+        moments = parallel.all_sum(rewards.moments(advantage_S))
+        rewards.write_advantages(episodes, rewards.whitened(advantage_S, moments))
+        return torch.full_like(value_N, math.nan).index_copy(0, first_S, return_S)
+
+    def by_token(self, episodes, value_N, tokens_S):
+        """verl-agent's: every token of a turn against the turn's row. Returns target_N."""
+        target_N = rewards.compared(episodes, self.settings)[0].repeat_interleave(tokens_S)
+        turns = [turn for episode in episodes for turn in episode.turns]
+        for turn, advantage_N in zip(turns, (target_N - value_N).split(tokens_S.tolist())):
+            turn.token_advantage = advantage_N.tolist()
+        rewards.whiten_tokens(episodes)
+        return target_N

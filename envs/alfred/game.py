@@ -1,0 +1,258 @@
+"""ALFWorld's text game in pure Python: a problem in, the game's exact texts and admissible commands out.
+
+It speaks as alfworld 0.4.2 does on the TextWorld engine ("move apple 1 to fridge 1"), word for word and with
+its quirks ("look" in the middle of the room sees nothing; a lamp never switches off), and needs no planner
+and no compiler. Left out: where problems come from (rooms.py generates them, games.py reads ALFWorld's),
+experts, the planner, and goals outside ALFWorld's six types.
+
+    python -m envs.household --split L0 --seed 3          # play it
+"""
+
+from bisect import insort
+from collections import defaultdict
+
+from envs import Reply, Task
+from envs.alfred.problem import NOTHING, listing, problem_of
+
+HELP = """Available commands:
+  look:                             look around your current location
+  inventory:                        check your current inventory
+  go to (receptacle):               move to a receptacle
+  open (receptacle):                open a receptacle
+  close (receptacle):               close a receptacle
+  take (object) from (receptacle):  take an object from a receptacle
+  move (object) to (receptacle):  place an object in or on a receptacle
+  examine (something):              examine a receptacle or an object
+  use (object):                     use an object
+  heat (object) with (receptacle):  heat an object using a receptacle
+  clean (object) with (receptacle): clean an object using a receptacle
+  cool (object) with (receptacle):  cool an object using a receptacle
+  slice (object) with (object):     slice an object using a sharp object
+"""
+
+
+class Game:
+    """The game's state and rules. Things and receptacles are known by their index in the problem."""
+
+    def reset(self, task: Task, seed: int = 0) -> Reply:
+        """Start the task's game. The game has no chance in it: `seed` changes nothing."""
+        self.problem = problem_of(task)
+        self.receptacles, self.things = self.problem.receptacles, self.problem.things
+        self._index_places()
+        self._index_goal()
+        self._place_things()
+        self.here = self.problem.start
+        self.held = None
+        self.opened = {r for r, place in enumerate(self.receptacles) if place.openable and place.opened}
+        self.cool = {o for o, thing in enumerate(self.things) if thing.cool}
+        self.clean, self.hot, self.sliced, self.toggled = set(), set(), set(), set()
+        around = self._look_around() if not self.reachable[self.here] else self._look()
+        return self._reply(f"-= Welcome to TextWorld, ALFRED! =-\n\n{around}\n\n"
+                           f"Your task is to: {self.problem.task_desc}.")
+
+    def step(self, command: str) -> Reply:
+        """Do a command; one that is not admissible changes nothing. Case matters, spaces around it do not."""
+        command = command.strip()
+        act = self.commands.get(command) or self.ways[self.here].get(command)
+        if act is None:
+            return self._reply(NOTHING)
+        do, *arguments = act
+        return self._reply(do(*arguments))
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    # What does not change during a game
+
+    def _index_places(self):
+        """Which receptacles are at a location, and its "go to" commands: to whatever is elsewhere."""
+        self.reachable = defaultdict(list)
+        for r, place in enumerate(self.receptacles):
+            self.reachable[place.location].append(r)
+        self.ways = {here: {f"go to {place.name}": (self._go, r) for r, place in enumerate(self.receptacles)
+                            if place.location != here}
+                     for here in {*self.reachable, self.problem.start}}
+
+    def _index_goal(self):
+        """The receptacles and things that can win: only a cleanable thing counts as cleaned, and so on."""
+        goal = self.problem.goal
+        self.goal_receptacles = [r for r, place in enumerate(self.receptacles)
+                                 if place.type == goal.receptacle]
+        needed = {"pick_clean_then_place_in_recep": "cleanable", "pick_heat_then_place_in_recep": "heatable",
+                  "pick_cool_then_place_in_recep": "coolable"}.get(goal.task_type)
+        self.goal_things = {o for o, thing in enumerate(self.things)
+                            if thing.type == goal.object and (needed is None or getattr(thing, needed))}
+        self.lamps = {o for o, thing in enumerate(self.things)
+                      if thing.type == goal.toggle and thing.toggleable}
+        self.sliceable = [o for o, thing in enumerate(self.things) if thing.sliceable]
+
+    # What does
+
+    def _place_things(self):
+        """Put everything where it starts; `at` is PDDL's objectAtLocation, changed by take and move."""
+        numbers = {place.name: r for r, place in enumerate(self.receptacles)}
+        self.contents = [[] for _ in self.receptacles]
+        for o, thing in enumerate(self.things):
+            for name in filter(None, (thing.receptacle, *thing.also_in)):
+                self.contents[numbers[name]].append(o)
+        self.at = [{thing.location} - {-1} for thing in self.things]
+        self.taken_from = [set() for _ in self.things]     # and not put back
+
+    def _reply(self, observation):
+        """The reply after the state has changed: what can be done now, and whether the goal holds."""
+        self.commands = self._local_commands()
+        won = self._won()
+        return Reply(observation, sorted([*self.ways[self.here], *self.commands]), won, won)
+
+    def _local_commands(self):
+        """Everything but "go to" that would do something here: command -> (method, its arguments...)."""
+        commands = {"help": (self._help,), "inventory": (self._inventory,), "look": (self._look,)}
+        for r in self.reachable[self.here]:
+            self._add_receptacle_commands(commands, r)
+        if self.held is not None:
+            self._add_held_commands(commands)
+        return commands
+
+    def _add_receptacle_commands(self, commands, r):
+        place = self.receptacles[r]
+        commands[f"examine {place.name}"] = (self._examine_receptacle, r)
+        if place.openable:
+            verb = "close" if r in self.opened else "open"
+            commands[f"{verb} {place.name}"] = (self._close if r in self.opened else self._open, r)
+        open_now = not place.openable or r in self.opened
+        for o in self.contents[r]:
+            thing = self.things[o]
+            if thing.toggleable:                           # even in a closed receptacle, as the stock engine
+                commands[f"use {thing.name}"] = (self._use, o)
+            if open_now and thing.pickupable and self.held is None:
+                commands[f"take {thing.name} from {place.name}"] = (self._take, o, r)
+        if open_now and self.held is not None and self.things[self.held].type in place.accepts:
+            commands[f"move {self.things[self.held].name} to {place.name}"] = (self._put, r)
+
+    def _add_held_commands(self, commands):
+        """What can be done with the thing in hand. Only it can be examined: the PDDL domain means things in
+        sight too, but a stray comma there ("?l - location, ?r") names a type of which there is nothing."""
+        held = self.things[self.held]
+        commands[f"examine {held.name}"] = (self._examine_thing, self.held)
+        for r in self.reachable[self.here]:
+            place = self.receptacles[r]
+            if held.cleanable and place.type == "sinkbasin":
+                commands[f"clean {held.name} with {place.name}"] = (self._clean, r)
+            if held.heatable and place.type == "microwave":
+                commands[f"heat {held.name} with {place.name}"] = (self._heat, r)
+            if held.coolable and place.type == "fridge":
+                commands[f"cool {held.name} with {place.name}"] = (self._cool, r)
+        if held.type in ("knife", "butterknife"):
+            for o in self.sliceable:
+                if self.here in self.at[o]:
+                    commands[f"slice {self.things[o].name} with {held.name}"] = (self._slice, o)
+
+    def _won(self):
+        goal = self.problem.goal
+        if goal.task_type == "look_at_obj_in_light":
+            lit = any(o in self.lamps and o in self.toggled
+                      for r in self.reachable[self.here] for o in self.contents[r])
+            return lit and self.held in self.goal_things
+        treated = {"pick_clean_then_place_in_recep": self.clean, "pick_heat_then_place_in_recep": self.hot,
+                   "pick_cool_then_place_in_recep": self.cool}.get(goal.task_type, self.goal_things)
+        needed = 2 if goal.task_type == "pick_two_obj_and_place" else 1
+        return any(sum(o in self.goal_things and o in treated for o in self.contents[r]) >= needed
+                   for r in self.goal_receptacles)
+
+    # The commands: each changes the state and returns the observation
+
+    def _help(self):
+        return HELP
+
+    def _inventory(self):
+        if self.held is None:
+            return "You are not carrying anything."
+        return f"You are carrying: {listing([self.things[self.held].name])}."
+
+    def _look_around(self):
+        names = [place.name for place in self.receptacles]
+        return f"You are in the middle of a room. Looking quickly around you, you see {listing(names)}."
+
+    def _look(self):
+        """At a receptacle: it, and what was taken from it and then put down beside it."""
+        reachable = self.reachable[self.here]
+        if not reachable:          # the engine asks for receptacles at this very spot, and there are none
+            return "You are in the middle of a room. Looking quickly around you, you see nothing."
+        facing = listing([self.receptacles[r].name for r in reachable], article="")
+        beside = [thing.name for o, thing in enumerate(self.things) if self.here in self.at[o]
+                  for r in reachable if r in self.taken_from[o]]
+        return f"You are facing the {facing}. Next to it, you see {listing(beside)}."
+
+    def _go(self, r):
+        self.here = self.receptacles[r].location
+        return f"You arrive at {self.receptacles[r].name}. {self._examine_receptacle(r)}"
+
+    def _open(self, r):
+        self.opened.add(r)
+        return f"You open the {self.receptacles[r].name}. {self._examine_receptacle(r)}"
+
+    def _close(self, r):
+        self.opened.remove(r)
+        return f"You close the {self.receptacles[r].name}."
+
+    def _take(self, o, r):
+        self.contents[r].remove(o)
+        self.taken_from[o].add(r)
+        self.at[o].discard(self.here)
+        self.held = o
+        return f"You pick up the {self.things[o].name} from the {self.receptacles[r].name}."
+
+    def _put(self, r):
+        o, self.held = self.held, None
+        if o not in self.contents[r]:      # a thing listed in two receptacles may be held and still be in one
+            insort(self.contents[r], o)
+        self.taken_from[o].discard(r)
+        self.at[o].add(self.here)
+        return f"You move the {self.things[o].name} to the {self.receptacles[r].name}."
+
+    def _use(self, o):
+        self.toggled.add(o)
+        return f"You turn on the {self.things[o].name}."
+
+    def _clean(self, r):
+        self.clean.add(self.held)
+        return f"You clean the {self.things[self.held].name} using the {self.receptacles[r].name}."
+
+    def _heat(self, r):
+        self.hot.add(self.held)
+        self.cool.discard(self.held)
+        return f"You heat the {self.things[self.held].name} using the {self.receptacles[r].name}."
+
+    def _cool(self, r):
+        self.cool.add(self.held)
+        self.hot.discard(self.held)
+        return f"You cool the {self.things[self.held].name} using the {self.receptacles[r].name}."
+
+    def _slice(self, o):
+        self.sliced.add(o)
+        return f"You sliced the {self.things[o].name} with the {self.things[self.held].name}."
+
+    def _examine_receptacle(self, r):
+        place = self.receptacles[r]
+        if place.openable and r not in self.opened:
+            return f"The {place.name} is closed."
+        seen = listing([self.things[o].name for o in self.contents[r]])
+        if place.openable:
+            return f"The {place.name} is open. In it, you see {seen}."
+        return f"On the {place.name}, you see {seen}."
+
+    def _examine_thing(self, o):
+        thing = self.things[o]
+        if thing.holds_things:
+            return f"This is a normal {thing.name}. In it, you see {listing(thing.holding)}."
+        warmth = "hot" if o in self.hot else "cool" if o in self.cool else ""
+        words = " and ".join(filter(None, (warmth, "clean" if o in self.clean else "")))
+        if words:
+            sliced = " sliced" if o in self.sliced else ""
+            words = "cold" if words == "cool" and not sliced else words
+            return f"This is a {words}{sliced} {thing.name}."
+        if o in self.toggled:
+            return f"This {thing.name} is on."
+        if o in self.sliced:
+            return f"This is a sliced {thing.name}."
+        return f"There's nothing special about {thing.name}."

@@ -1,0 +1,92 @@
+"""An ALFWorld game before its first turn: the records that it is played from.
+
+Generated rooms (rooms.py) and ALFWorld's own games (games.py) are both read into these. Left out: what
+changes during a game (game.py), and goals outside ALFWorld's six types.
+"""
+
+from dataclasses import dataclass
+
+from envs import Task
+
+NOTHING = "Nothing happens."      # the game's answer to a command that it does not take
+
+
+@dataclass(frozen=True, slots=True)
+class Receptacle:
+    """A place: "cabinet 2". Its type is its name without the number, unless `kind` says otherwise."""
+
+    name: str
+    location: int                  # receptacles that share a location are reached together
+    openable: bool
+    opened: bool                   # at the start
+    accepts: frozenset[str]        # object types that may be put here (PDDL canContain)
+    kind: str = ""                 # in some bathrooms "bathtubbasin 1" is of type "sinkbasin"
+
+    @property
+    def type(self):
+        """Its type, "cabinet"."""
+        return self.kind or type_of(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """An object: "apple 1". Its type is its name without the number."""
+
+    name: str
+    receptacle: str | None         # name of the receptacle it starts in, or None
+    location: int                  # where it is sliced, not always where its receptacle is; -1: nowhere
+    pickupable: bool = True
+    cleanable: bool = False
+    heatable: bool = False
+    coolable: bool = False
+    toggleable: bool = False
+    sliceable: bool = False
+    cool: bool = False             # at the start
+    holds_things: bool = False     # a bowl, a box: examined, it says what is in it
+    holding: tuple[str, ...] = ()  # names of the things in it; the engine never changes this
+    also_in: tuple[str, ...] = ()  # further receptacles it starts in: real games list some things twice
+
+    @property
+    def type(self):
+        """Its type, "apple"."""
+        return type_of(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What wins: an object of this type in such a receptacle, cleaned, heated or cooled as the task says."""
+
+    task_type: str
+    object: str                    # lower-case type, "apple"
+    receptacle: str = ""           # lower-case type, "fridge"; "" for look_at_obj_in_light
+    toggle: str = ""               # lower-case type, "desklamp"; "" but for look_at_obj_in_light
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One game, before its first turn."""
+
+    task_desc: str                 # "put a clean apple in fridge" (the intro adds the full stop)
+    receptacles: tuple[Receptacle, ...]    # in the order in which the intro names them
+    things: tuple[Thing, ...]      # in the order in which lists name them
+    goal: Goal
+    start: int = -1                # the location where the player starts; -1: where no receptacle is
+
+
+def type_of(name):
+    """The type in a name: "apple" of "apple 1"."""
+    return name.rpartition(" ")[0]
+
+
+def listing(names, article="a "):
+    """As the game lists things: "a cup 1, a pan 2, and a mug 1"; "nothing" for none."""
+    *first, last = [article + name for name in names] or ["nothing"]
+    return f"{', '.join(first)}, and {last}" if first else last
+
+
+def problem_of(task: Task) -> Problem:
+    """The task's problem; one that is still text, as games.PddlText is, parses itself now.
+
+    Raises ValueError naming the game whose text is broken.
+    """
+    return task.problem.parse() if hasattr(task.problem, "parse") else task.problem

@@ -1,0 +1,67 @@
+"""Which tasks there are to train on and to evaluate, of generated rooms or of real ALFWorld games.
+
+            generated rooms (rooms.py)                      real games (games.py)
+    train   training rooms, endless                         train, 3,553 games
+    dev     for tuning: training and other rooms            valid_train, 199
+    L0      training rooms, new placements and goals        valid_seen, 140
+    L1      other rooms                                     valid_unseen, 134
+    L2      other rooms, the two types kept from RL         valid_unseen of those two types, 38
+
+The splits L0, L1 and L2 are RLVMR's (arXiv:2507.22844); L2 needs a training run without its types.
+"""
+
+import random
+
+from envs.alfred import games, rooms
+
+TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
+HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
+FOLDER = {"train": "train", "dev": "valid_train", "L0": "valid_seen", "L1": "valid_unseen",
+          "L2": "valid_unseen"}
+CAPTIONS = {"dev": "for tuning, training rooms and other rooms", "L0": "training rooms, new tasks",
+            "L1": "other rooms", "L2": "other rooms and task types that RL never trains on"}
+
+
+class Tasks:
+    """The tasks of one run.
+
+    source: "" for generated rooms, else what --games names, a folder or file for games.load_games; each split
+    is read once, when it is needed. Raises ValueError for a source where no game can be.
+    train_types: what the run trains on: "all" six task types, or the "part" that leaves L2's two out.
+    """
+
+    def __init__(self, source, train_types, seed):
+        if source:
+            games.check_source(source, dict.fromkeys(FOLDER.values()))
+        self.source, self.train_types, self.seed = source, train_types, seed
+        self.loaded = {}
+
+    def real(self, split, types):
+        """The real games of a split that are of these types, remembered."""
+        if (split, types) not in self.loaded:
+            self.loaded[split, types] = games.load_games(self.source, FOLDER[split], types)
+        return self.loaded[split, types]
+
+    def train(self, types, start, n):
+        """n training tasks of "part" or "all" types, from place `start` of an endless sequence that the seed
+        fixes."""
+        if not self.source:
+            start += self.seed * 10_000_000
+            return [rooms.task("train", start + i, TYPES[types]) for i in range(n)]
+        real = list(self.real("train", TYPES[types]))
+        random.Random(self.seed).shuffle(real)
+        return [real[(start + i) % len(real)] for i in range(n)]
+
+    def split(self, name):
+        """Every task of a split, in a fixed order. Raises ValueError for a split that there is not."""
+        if not self.source:
+            return rooms.tasks(name)
+        if name not in FOLDER:
+            raise ValueError(f"split {name!r}: expected one of {', '.join(FOLDER)}")
+        return self.real(name, HELD_OUT if name == "L2" else TYPES["all"])
+
+    def unseen(self):
+        """The splits whose tasks this training leaves unseen: what is evaluated unless one says otherwise."""
+        if self.train_types == "all":
+            return ["L0", "L1"]
+        return ["L2"] if self.source else ["L0", "L1", "L2"]

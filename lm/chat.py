@@ -1,0 +1,118 @@
+"""How text becomes tokens, and back: two chat templates, three styles of prompt, and what a response means.
+
+Templates are rendered by hand, because only so is it certain that a longer conversation begins with the
+shorter one, token for token (tests hold them against the tokenizers' own). Left out: tools, and system
+messages but Qwen's own.
+
+    python -m pytest tests/test_chat.py
+"""
+
+import re
+from functools import lru_cache, partial
+
+# User messages, up to where the assistant begins to speak: the first, and one after an assistant's stop token
+SMALL = ("<|user|>{}<|assistant|>", "<|user|>{}<|assistant|>")
+HEAD = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+CHATML = (HEAD + USER, "\n" + USER)
+
+RULES = ("You play a text game. Each turn you give one command and the game answers with what you see.\n\n"
+         "{observation}\n\n{ask}")
+POSSIBLE = "Commands that are possible now:\n{admissible}\n\n"
+OBJECTS = "OBJ stands for one of: {objects}\n\n"
+ASK = {
+    "think": "First reason about the next command inside <think> </think>, then give exactly one command, "
+             "word for word from the list, inside <action> </action>.",
+    "tags": "First write one short sentence inside exactly one of these tags: <planning> a numbered plan, at "
+            "the start or when the plan changes; <explore> where else to look, when something is missing; "
+            "<reflection> what went wrong and what to do instead, after a command that failed; <monitor> how "
+            "far the plan has come, otherwise. Close the tag, then give exactly one command inside <action> "
+            "</action>.",
+}
+TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
+THOUGHT_ACTION = re.compile(r"\s*<think>.*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
+TAG = f"<({'|'.join(TAGS)})>"
+TAG_ACTION = re.compile(r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
+SMALL_TAG_ACTION = re.compile(TAG + r"([^<>]*)", re.DOTALL)
+THOUGHT = "The next thing to do for the task is: {command}."
+
+
+class Chat:
+    """Text to tokens and back, in one of three styles.
+
+    plain: the observation in, the command out                                  (the small model)
+    think: rules and admissible commands in, <think> and <action> out           (Hugging Face models)
+    tags:  the same with one of RLVMR's tags for <think>; the small model gives the bare tag and the command
+
+    admissible: whether prompts list what is possible (never in the small model's own template).
+    nothing: what a response without a command is answered with, and any other that changes nothing.
+    """
+
+    def __init__(self, tokenizer, style, admissible=True, nothing="Nothing happens."):
+        assert style in ("plain", "think", "tags"), style
+        self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
+        assert self.small or style != "plain", "plain is the small model's style"
+        self.templates = SMALL if self.small else CHATML
+        ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])   # Qwen2.5 trains both
+        self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
+        self.bare = style == "plain" or self.small and style == "tags"     # rules are wasted on a small model
+        self.admissible, self.nothing = admissible and not self.bare, nothing
+        # token ids of a text, remembered: observations repeat by the thousand
+        self.encode = lru_cache(100_000)(partial(tokenizer.encode, add_special_tokens=False))
+
+    @property
+    def writes(self):
+        """Whether the model is one that can write sentences: thoughts, critiques."""
+        return not self.small
+
+    def decode(self, ids):
+        """Text of a response without its stop token; other special tokens stay, so that they can be seen."""
+        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
+
+    def message(self, content, first=False):
+        """Ids of a user message, up to where the assistant begins to speak."""
+        return self.encode(self.templates[0 if first else 1].format(content))
+
+    def observe(self, reply, first=False, instruction=""):
+        """Ids of an environment's reply as the next user message."""
+        content = reply.observation
+        if not self.bare:
+            ask = self.ask(reply)
+            content = RULES.format(observation=content, ask=ask) if first else f"{content}\n\n{ask}"
+        return self.message(f"{instruction}\n\n{content}" if instruction else content, first)
+
+    def ask(self, reply):
+        """What is possible now, where that is shown, and how to answer."""
+        if not self.admissible:
+            return ASK[self.style].replace(", word for word from the list,", "")
+        shown = POSSIBLE.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
+        if reply.objects:
+            shown += OBJECTS.format(objects=", ".join(reply.objects))
+        return shown + ASK[self.style]
+
+    def respond(self, command, tag="monitor", thought=None):
+        """Ids of the response that a demonstration gives: the command, with its thought (None: a set one)."""
+        if self.style == "plain":
+            text = command
+        elif self.style == "tags" and self.small:
+            text = f"<{tag}>{command}"
+        else:
+            tag = "think" if self.style == "think" else tag
+            text = f"<{tag}>{thought or THOUGHT.format(command=command)}</{tag}><action>{command}</action>"
+        return self.encode(text) + self.encode("<|im_end|>")
+
+    def parse(self, text):
+        """(command, tag) of a response; (None, None) where it is malformed. Only style "tags" has tags."""
+        if self.style == "plain":
+            return text.strip() or None, None
+        if self.style == "think":
+            match = THOUGHT_ACTION.fullmatch(text)
+            return (match[1].strip() or None) if match else None, None
+        match = (SMALL_TAG_ACTION if self.small else TAG_ACTION).fullmatch(text)
+        command = match[2].strip() if match else ""
+        return (command, match[1]) if command else (None, None)
+
+
+def is_small(tokenizer):
+    """Whether this is the small default model's tokenizer, which has its own, shorter template."""
+    return "<|user|>" in tokenizer.get_added_vocab()

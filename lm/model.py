@@ -1,0 +1,429 @@
+"""The Qwen2 decoder in plain PyTorch, and the small default model's tokenizer.
+
+One module samples and trains. Without a cache, `forward` is the full causal forward over right-padded rows;
+with a `KVCache` it appends a ragged chunk to each row. Parameter names, config.json and safetensors files are
+Hugging Face's, so folders load both ways. Left out: dropout, sliding windows, RoPE scaling.
+
+    python -m pytest tests/test_model.py        # against transformers' Qwen2ForCausalLM, on random weights
+
+Shapes: B rows, T positions of a chunk, S cache slots read, V vocabulary, L layers, H query heads,
+K key/value heads, G = H / K query heads that share one of them, Q = G * T queries of one key/value head,
+D head size, C hidden size, N selected positions.
+"""
+
+import copy
+import json
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from torch import nn
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'user' %}<|user|>{{ message.content }}"
+    "{% elif message.role == 'assistant' %}<|assistant|>{{ message.content }}<|im_end|>"
+    "{% else %}{{ raise_exception('this chat has user and assistant, not ' + message.role) }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a Qwen2 model, in Hugging Face's words."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32768
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    value_head: bool = False    # ours: a second head with one output; transformers ignores it and its tensors
+
+    @classmethod
+    def load(cls, folder):
+        """Read `folder`/config.json. ValueError names the file and what is missing or not implemented."""
+        path = Path(folder) / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{path}: not found")
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: not JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        rope = raw.get("rope_parameters") or {}    # transformers 5; version 4 has rope_theta and rope_scaling
+        refuse_unimplemented(path, raw, raw.get("rope_scaling") or rope)
+        values = {field.name: raw[field.name] for field in fields(cls) if raw.get(field.name) is not None}
+        values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
+        values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
+        values.setdefault("head_dim", values.get("hidden_size", 0) // values.get("num_attention_heads", 1))
+        required = [field.name for field in fields(cls) if field.default is MISSING]
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"{path}: no value for {', '.join(missing)}")
+        return cls(**values)
+
+    def save(self, folder, dtype=torch.float32):
+        """Write `folder`/config.json in a form that transformers 4 and 5 read alike."""
+        rope = {"rope_theta": self.rope_theta, "rope_type": "default"}
+        raw = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
+        raw |= asdict(self) | {"rope_parameters": rope, "use_sliding_window": False}
+        raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        (Path(folder) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_unimplemented(path, raw, rope):
+    """ValueError for a config.json that asks for what this file leaves out."""
+    found = {
+        "model_type": raw.get("model_type") == "qwen2",
+        "hidden_act": raw.get("hidden_act", "silu") == "silu",
+        "use_sliding_window": not raw.get("use_sliding_window"),
+        "layer_types": set(raw.get("layer_types") or ()) <= {"full_attention"},
+        "eos_token_id": isinstance(raw.get("eos_token_id"), int | None),
+    }
+    for name, implemented in found.items():
+        if not implemented:
+            raise ValueError(f"{path}: {name}={raw.get(name)!r} is not implemented")
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise ValueError(f"{path}: RoPE scaling is not implemented: {rope!r}")
+
+
+class KVCache:
+    """Keys and values of some rows of text: k and v, each [L, B, K, length + 1, D].
+
+    Slot index = absolute position = RoPE position. The last slot is a bin: padding is written there, nothing
+    reads it. No dataclass, because FSDP casts (that is: copies) tensors that it finds inside tuples and
+    dataclasses, and writes to a copy are lost.
+    """
+
+    def __init__(self, config, slots, length, dtype, device):
+        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length + 1, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)    # zeros: masked garbage must be finite
+        self.v, self.length = torch.zeros_like(self.k), length
+
+    def rows(self, stop, start=0):
+        """Rows start to stop, as a view: writes reach this cache."""
+        view = copy.copy(self)
+        view.k, view.v = self.k[:, start:stop], self.v[:, start:stop]
+        return view
+
+    def copy_row(self, src, dst, length):
+        """Let row dst hold what row src holds in its first `length` slots."""
+        self.k[:, dst, :, :length] = self.k[:, src, :, :length]
+        self.v[:, dst, :, :length] = self.v[:, src, :, :length]
+
+    def export_row(self, row, length):
+        """A copy of the row's first `length` slots, [2, L, K, length, D], for `import_row`."""
+        return torch.stack([self.k[:, row, :, :length], self.v[:, row, :, :length]])
+
+    def import_row(self, row, kv):
+        """Write what `export_row` gave into the first slots of a row."""
+        self.k[:, row, :, :kv.shape[3]], self.v[:, row, :, :kv.shape[3]] = kv
+
+
+class Append:
+    """Where a chunk goes in a cache and what it sees there, for every layer; like `KVCache` no dataclass."""
+
+    def __init__(self, cache, position_BT, n_valid_B, context, group, dtype):
+        T, device, slot_BT = position_BT.shape[1], position_BT.device, position_BT
+        if n_valid_B is not None:
+            padding_BT = torch.arange(T, device=device) >= n_valid_B[:, None]
+            slot_BT = position_BT.masked_fill(padding_BT, cache.length)
+        self.cache, self.slot_BT, self.context = cache, slot_BT, context
+        self.row_B1 = torch.arange(len(slot_BT), device=device)[:, None]
+        future_BTS = torch.arange(context, device=device) > position_BT[:, :, None]
+        mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
+        self.mask_B1QS = mask_BTS.repeat(1, group, 1)[:, None]    # head-major, like the queries
+
+    def write(self, layer, k_BTKD, v_BTKD):
+        """Put the chunk's keys and values into their slots; returns all it may read, [B, K, S, D] each."""
+        k, v = self.cache.k[layer], self.cache.v[layer]
+        k[self.row_B1, :, self.slot_BT] = k_BTKD
+        v[self.row_B1, :, self.slot_BT] = v_BTKD
+        return k[:, :, :self.context], v[:, :, :self.context]
+
+
+def rope_tables(position_BT, head_dim, theta, dtype):
+    """cos and sin of the rotary angles, [B, T, 1, D / 2] each.
+
+        angle_i = position * theta^(-2i / D)                     RoFormer, arXiv:2104.09864 §3.2.2
+
+    Computed in fp32 at each forward: a stored table would be lost by a model built on the meta device, and
+    rounded by one cast to bf16.
+    """
+    even_D = torch.arange(0, head_dim, 2, device=position_BT.device).float()
+    angle_BT1D = position_BT[:, :, None, None] * (1.0 / theta ** (even_D / head_dim))
+    return angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
+
+
+def rotate(x_BTHD, cos_BT1D, sin_BT1D):
+    """Apply RoPE to each head; the two halves of D are the pairs, as in Hugging Face's weights."""
+    a, b = x_BTHD.chunk(2, dim=-1)
+    return torch.cat([a * cos_BT1D - b * sin_BT1D, b * cos_BT1D + a * sin_BT1D], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads; biases on q, k and v as Qwen2 has them."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        width = config.hidden_size
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+
+    def forward(self, x_BTC, cos, sin, append):
+        B, T, _ = x_BTC.shape
+        qk = torch.cat([self.q_proj(x_BTC), self.k_proj(x_BTC)], dim=-1).view(B, T, -1, self.head_dim)
+        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=2)
+        v = self.v_proj(x_BTC).view(B, T, self.kv_heads, self.head_dim)
+        q_BHTD = q.transpose(1, 2)
+        if append is None:
+            out = F.scaled_dot_product_attention(q_BHTD, k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
+                                                 enable_gqa=True)
+        else:    # G heads of T queries become one head of G * T: K/V are never repeated
+            k_BKSD, v_BKSD = append.write(self.layer, k, v)
+            q_BKQD = q_BHTD.reshape(B, self.kv_heads, -1, self.head_dim)
+            out = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=append.mask_B1QS)
+        return self.o_proj(out.reshape(B, self.heads, T, -1).transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)), arXiv:2002.05202."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BTC):
+        return self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+
+
+class Block(nn.Module):
+    """One decoder layer: attention, then MLP, each after its RMSNorm and added to what came in."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.self_attn, self.mlp = Attention(config, layer), MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x_BTC, cos, sin, append):
+        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos, sin, append)
+        return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
+
+
+class Decoder(nn.Module):
+    """Embedding, layers, final norm: what Hugging Face calls `model`. `Model.forward` runs it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Model(nn.Module):
+    """A Qwen2 language model. Weights are torch's defaults until `init_weights` or `load_pretrained`."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.value_head:
+            self.value_head = nn.Linear(config.hidden_size, 1)
+        self.tie_weights()
+
+    def tie_weights(self):
+        """Make the head share the embedding where the config says so; needed again after `to_empty`."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids_BT, cache=None, start_B=None, n_valid_B=None, context=None, select=None, head="lm"):
+        """Logits [B, T, V], or [N, V] at the positions that `select` = (row_N, column_N) names.
+
+        head: "lm", the logits; "value", what the value head says, fp32 [B, T] or [N]; "hidden", what both
+        heads read, [.., C]; "hidden+lm", the pair of hidden states and logits.
+
+        Without a cache: each row causally from position 0; pad on the right with anything.
+        With one (under no_grad): row b's first n_valid_B[b] ids (all T if None) are appended at slot
+        start_B[b], and see that row's earlier slots. Logits beyond n_valid_B mean nothing; a row with 0 keeps
+        all it holds. `context`: how many slots to read, at least the longest row's length after this chunk
+        (an int, so that the host need not wait for the device).
+        """
+        T, append = ids_BT.shape[1], None
+        x_BTC = self.model.embed_tokens(ids_BT)
+        position_BT = torch.arange(T, device=ids_BT.device)[None]
+        if cache is not None:
+            assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
+            assert 0 < context <= cache.length, f"context {context} of a cache of length {cache.length}"
+            position_BT = start_B[:, None] + position_BT
+            group = self.config.num_attention_heads // self.config.num_key_value_heads
+            append = Append(cache, position_BT, n_valid_B, context, group, x_BTC.dtype)
+        cos, sin = rope_tables(position_BT, self.config.head_dim, self.config.rope_theta, x_BTC.dtype)
+        for block in self.model.layers:
+            x_BTC = block(x_BTC, cos, sin, append)
+        hidden = self.model.norm(x_BTC if select is None else x_BTC[select])
+        if head == "value":    # in fp32: bf16 has three digits, and returns differ in the third
+            return hidden.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
+        assert head in ("lm", "hidden", "hidden+lm"), f"no head {head!r}"
+        if head == "hidden":
+            return hidden
+        return self.lm_head(hidden) if head == "lm" else (hidden, self.lm_head(hidden))
+
+
+@torch.no_grad()
+def init_weights(model, seed):
+    """Fresh weights: normal with std 1 / sqrt(hidden size), biases and value head 0, norms 1.
+
+    The seed fixes them on any device; a value head changes no other weight. At Qwen2's widths that is about
+    its own 0.02; at width 64 to 96, 0.02 is too small to learn to copy in good time.
+    """
+    generator, std = torch.Generator().manual_seed(seed), model.config.hidden_size ** -0.5
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1.0)
+        elif name.endswith("bias") or name.startswith("value_head"):
+            parameter.zero_()
+        else:
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+
+
+def save_pretrained(model, folder, state=None):
+    """Write config.json and model.safetensors into an existing folder.
+
+    state: the full tensors by name, where the model's own are sharded. A tied lm_head is not written.
+    """
+    left_out = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = {name: tensor.detach().cpu().contiguous()
+             for name, tensor in (state or model.state_dict()).items() if name not in left_out}
+    model.config.save(folder, dtype=next(iter(state.values())).dtype)
+    save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
+    """The model in a Hugging Face folder. ValueError names the file or tensor that is not as expected.
+
+    value_head: True adds one of zeros where the folder has none; else there is one where the folder has one.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    config = ModelConfig.load(folder)
+    new_head = value_head and not config.value_head
+    with torch.device("meta"):
+        model = Model(replace(config, value_head=True) if new_head else config)
+    model.to(dtype).to_empty(device=device)
+    model.tie_weights()
+    state = model.state_dict()
+    for name in ("value_head.weight", "value_head.bias") if new_head else ():
+        state.pop(name).zero_()
+    copy_tensors(state, folder, tied=config.tie_word_embeddings)
+    return model
+
+
+def copy_tensors(state, folder, tied):
+    """Fill the tensors of a state dict from a folder's safetensors files, one tensor at a time."""
+    missing = set(state) - ({"lm_head.weight"} if tied else set())
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():
+                    if name not in state:
+                        raise ValueError(f"{path}: unexpected tensor {name}")
+                    shape, wanted = tuple(file.get_slice(name).get_shape()), tuple(state[name].shape)
+                    if shape != wanted:
+                        raise ValueError(f"{path}: {name} has shape {shape}, config.json means {wanted}")
+                    if name in missing:    # a tied lm_head is in some folders; the embedding is what counts
+                        state[name].copy_(file.get_tensor(name))
+                        missing.remove(name)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a safetensors file: {error}") from None
+    if missing:
+        raise ValueError(f"{folder}: missing tensor {min(missing)} ({len(missing)} missing in all)")
+
+
+def weight_files(folder):
+    """The safetensors files of a folder: one, or the shards that its index lists."""
+    single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ValueError(f"{folder}: no {single.name} and no {index.name}")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [Path(folder) / name for name in names]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index}: not an index of safetensors files: {error!r}") from None
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ValueError(f"{missing[0]}: listed in {index.name}, not found")
+    return paths
+
+
+def small_tokenizer(phrases):
+    """A byte-level tokenizer in which each phrase is one token; matches are leftmost, then longest.
+
+    ids: 256 bytes, the special tokens, the phrases in order. A phrase brings its leading space, " drawer".
+    Any text comes back from decode(encode(text)), up to Unicode's NFC, which AutoTokenizer adds to Qwen2.
+    """
+    for phrase in phrases:
+        if not phrase or not phrase.isascii() or phrase in SPECIAL_TOKENS:
+            # the byte-level decoder would take "é" for byte 0xE9
+            raise ValueError(f"phrase {phrase!r}: expected ASCII text that is no special token")
+    byte_ids = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=byte_ids, merges=[]))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(specials)
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    return tokenizer
+
+
+def save_small_tokenizer(phrases, folder):
+    """Write `small_tokenizer(phrases)` and its chat template into a folder; returns the vocabulary size.
+
+    Beside a config.json of model_type qwen2, AutoTokenizer makes a Qwen2Tokenizer, whatever
+    tokenizer_config.json says: vocabulary, merges and added tokens stay, its own normaliser and pre-tokeniser
+    come around them. Bytes and added tokens mean the same under both; a vocabulary of whole words would be
+    lost silently.
+    """
+    tokenizer = small_tokenizer(phrases)
+    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+                "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
+    text = json.dumps(settings, indent=2) + "\n"
+    (Path(folder) / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    return tokenizer.get_vocab_size()
+
+
+def load_tokenizer(folder):
+    """The folder's tokenizer, through AutoTokenizer. ValueError if it has none, or one that loses text."""
+    from transformers import AutoTokenizer  # seconds to import, and only this function needs it
+
+    if not (path := Path(folder) / "tokenizer.json").is_file():
+        raise ValueError(f"{path}: not found")
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    sample = "You see a drawer 1, and\n  a caf\u00e9's mug 12.\n\n> go to drawer 1"
+    back = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))
+    if back != sample:
+        raise ValueError(f"{folder}: the tokenizer loses text: {sample!r} comes back as {back!r}")
+    return tokenizer

@@ -1,0 +1,161 @@
+"use strict";
+const byId = id => document.getElementById(id);
+const episodes = JSON.parse(byId("data").textContent);
+
+function element(tag, className, text) {         // textContent only: an episode's text is never read as HTML
+  const node = document.createElement(tag);
+  node.className = className || "";
+  if (text !== undefined && text !== null) node.textContent = text;
+  return node;
+}
+
+function copyOf(id, texts) {                     // of a template; texts: class of a part -> its words
+  const node = byId(id).content.firstElementChild.cloneNode(true);
+  for (const [name, words] of Object.entries(texts)) node.querySelector("." + name).textContent = words ?? "";
+  return node;
+}
+
+// Charts: a rule and the values at the nearest iteration
+const tip = byId("tip");
+
+function hover(svg, chart, event) {
+  const box = svg.getBoundingClientRect();
+  const at = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
+  const away = i => Math.abs(chart.places[i] - at);
+  const nearest = chart.places.reduce((best, x, i) => away(i) < away(best) ? i : best, 0);
+  const rule = svg.querySelector(".rule");
+  for (const end of ["x1", "x2"]) rule.setAttribute(end, chart.places[nearest]);
+  rule.setAttribute("visibility", "visible");
+  tip.replaceChildren(element("div", "", `${chart.x_name} ${chart.xs[nearest]}`));
+  for (const series of chart.series) {
+    if (series.ys[nearest] === null) continue;
+    const line = element("div", `value ${series.tone}`, `${series.name}: `);
+    line.append(element("b", "", `${series.ys[nearest]} ${chart.unit}`));
+    tip.append(line);
+  }
+  tip.style.display = "block";
+  tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + "px";
+  tip.style.top = Math.max(4, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)) + "px";
+}
+
+for (const svg of document.querySelectorAll("svg[data-hover]")) {
+  const chart = JSON.parse(svg.dataset.hover);
+  svg.addEventListener("pointermove", event => hover(svg, chart, event));
+  svg.addEventListener("pointerleave", () => {
+    svg.querySelector(".rule").setAttribute("visibility", "hidden");
+    tip.style.display = "none";
+  });
+}
+
+// Episodes: three menus, one list of turns
+const place = e => e.phase === "rl" ? `training, iteration ${e.iteration}` : `${e.phase}, ${e.split}`;
+const advantages = episodes.flatMap(e => e.turns || []).map(turn => Math.abs(turn.advantage || 0));
+const strongest = advantages.reduce((a, b) => Math.max(a, b), 1e-9);
+let current = -1;
+
+function shade(advantage) {
+  if (!advantage) return "";
+  const strength = 0.06 + 0.44 * Math.abs(advantage) / strongest;
+  return advantage > 0 ? `rgba(0,114,178,${strength})` : `rgba(213,94,0,${strength})`;
+}
+
+const signed = x => (x > 0 ? "+" : "") + x.toFixed(2);
+const pill = (name, value) => element("span", `pill ${value || "none"}`, `${name}: ${value || "none"}`);
+
+function fillHead(head, turn, number) {
+  head.style.background = shade(turn.advantage);
+  head.append(element("b", "", `Turn ${number}`));
+  const say = words => head.append(element("span", "", words));
+  if (typeof turn.advantage === "number") say(`advantage ${signed(turn.advantage)}`);
+  if (turn.valid === false) head.append(element("span", "pill bad", "invalid"));
+  if (turn.label) head.append(pill("label", turn.label));
+  if (turn.oracle) head.append(pill("oracle", turn.oracle));
+  const verdicts = turn.verdicts || [];
+  if (verdicts.length) say("verdicts");
+  for (const word of verdicts) head.append(element("span", `pill ${word || "none"}`, word || "unreadable"));
+  if (typeof turn.judge_reward === "number") say(`judge reward ${turn.judge_reward.toFixed(2)}`);
+}
+
+function turnCard(turn, number) {
+  const card = copyOf("turn", {observation: turn.observation, response: turn.response,
+                               action: `action: ${turn.action ?? "none found"}`});
+  fillHead(card.querySelector(".head"), turn, number);
+  return card;
+}
+
+function endCard(episode) {
+  const score = typeof episode.return === "number" ? `, return ${episode.return.toFixed(2)}` : "";
+  const card = copyOf("end", {outcome: (episode.won ? "Won" : "Lost") + score,
+                              observation: episode.final_observation});
+  card.querySelector(".outcome").classList.add(episode.won ? "good" : "bad");
+  return card;
+}
+
+function stripCell(turn, number, card) {
+  const cell = element("button", "", number);
+  cell.title = turn.action || "no action";
+  cell.style.background = shade(turn.advantage);
+  cell.onclick = () => card.scrollIntoView({behavior: "smooth", block: "center"});
+  return cell;
+}
+
+function fill(id, labels, chosen) {              // labels: Map from an episode's index to its option's words
+  byId(id).replaceChildren(...[...labels].map(([index, words]) => {
+    const option = element("option", "", words);
+    option.value = index;
+    option.selected = words === chosen || index === chosen;
+    return option;
+  }));
+}
+
+function firstOf(list, words) {                  // the first index of each distinct word
+  const found = new Map();
+  list.forEach(i => found.has(words(episodes[i])) || found.set(words(episodes[i]), i));
+  return new Map([...found].map(([word, i]) => [i, word]));
+}
+
+const outcome = e => [e.won ? "won" : "lost", e.task_type, e.task_id, `group ${e.group}`,
+                      `${(e.turns || []).length} turns`].join(" · ");
+
+function show(index) {
+  current = Math.max(0, Math.min(index, episodes.length - 1));
+  const episode = episodes[current], all = [...episodes.keys()];
+  const ofMethod = all.filter(i => episodes[i].method === episode.method);
+  const here = ofMethod.filter(i => place(episodes[i]) === place(episode));
+  fill("method", firstOf(all, e => e.method), episode.method);
+  fill("where", firstOf(ofMethod, place), place(episode));
+  fill("episode", new Map(here.map(i => [i, outcome(episodes[i])])), current);
+  byId("position").textContent = `${current + 1} of ${episodes.length}`;
+  byId("previous").disabled = current === 0;
+  byId("next").disabled = current === episodes.length - 1;
+  const turns = episode.turns || [], cards = turns.map((turn, i) => turnCard(turn, i + 1));
+  byId("strip").replaceChildren(...turns.map((turn, i) => stripCell(turn, i + 1, cards[i])));
+  byId("turns").replaceChildren(...cards, endCard(episode));
+}
+
+function go(index) {
+  show(index);
+  location.replace(`#episode=${current}`);
+}
+
+function fromAddress() {
+  const match = /^#episode=(\d+)$/.exec(location.hash);
+  if (!match || +match[1] === current) return;
+  show(+match[1]);
+  byId("viewer").scrollIntoView();
+}
+
+if (episodes.length) {
+  for (const id of ["method", "where", "episode"])
+    byId(id).addEventListener("change", event => go(+event.target.value));
+  byId("previous").onclick = () => go(current - 1);
+  byId("next").onclick = () => go(current + 1);
+  addEventListener("keydown", event => {
+    if (event.altKey || event.ctrlKey || event.metaKey || event.target.tagName === "SELECT") return;
+    if (event.key === "ArrowLeft") go(current - 1);
+    if (event.key === "ArrowRight") go(current + 1);
+  });
+  addEventListener("hashchange", fromAddress);
+  fromAddress();
+  if (current < 0) show(0);
+}

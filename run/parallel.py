@@ -1,0 +1,402 @@
+"""Being one process of several: ranks, sharded weights, sums, gradients, random streams, checkpoints.
+
+Every `torch.distributed` word of the project is here. One process takes the same path as eight: `shard` then
+has nothing to shard, the sums are the values themselves, and there is no process group. Left out: tensor,
+pipeline and context parallelism, and backends other than gloo (CPU) and nccl (CUDA).
+
+    python gcd.py                              # one process
+    torchrun --nproc-per-node 8 gcd.py         # eight
+    python -m pytest tests/test_parallel.py    # one and two processes give the same numbers
+"""
+
+import math
+import operator
+import os
+import shutil
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+MASK64 = (1 << 64) - 1
+TRAINER_FILE = "trainer.pt"
+# counts and names travel as CPU objects over gloo, weights and gradients on GPUs over nccl
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+FULL_ON_CPU = states.StateDictOptions(full_state_dict=True, cpu_offload=True)    # on rank 0; empty elsewhere
+FROM_FULL = states.StateDictOptions(full_state_dict=True, strict=False)  # each rank has it all, takes a part
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which process this is, of how many, and where its tensors live."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+def setup(device="auto", timeout_s=2 * 3600):
+    """Join the processes that torchrun started (one, without torchrun) and return this one's Ranks.
+
+    device: "auto" is CUDA where there is any. timeout_s: how long a rank waits for the others, then it fails;
+    hours, because rank 0 alone makes the demonstrations and asks large models.
+    """
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device={device}: expected auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device=cuda: torch sees no CUDA device")
+    rank, world, local = (int(os.environ.get(name, default))
+                          for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    place = torch.device("cpu")
+    if device != "cpu" and torch.cuda.is_available():
+        if local >= torch.cuda.device_count():
+            raise ValueError(f"--nproc-per-node: no GPU {local}, there are {torch.cuda.device_count()}")
+        place = torch.device("cuda", local)
+        torch.cuda.set_device(place)
+    if world > 1:
+        dist.init_process_group(BACKENDS[place.type], timeout=timedelta(seconds=timeout_s))
+    return Ranks(rank, world, place)
+
+
+def shutdown():
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        # a gloo thread that frees its last tensor while Python exits aborts the process: let it come first
+        time.sleep(0.2)
+        dist.destroy_process_group()
+
+
+def is_main():
+    """Whether this is rank 0, the one that prints and writes."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def print0(*values):
+    """Print on rank 0, at once."""
+    if is_main():
+        print(*values, flush=True)
+
+
+# Weights
+
+def shard(model, ranks, compute_dtype=torch.float32):
+    """Spread fp32 master weights over the ranks: FSDP2, a unit per layer of `model.model.layers`, one root.
+
+    Every rank gets rank 0's weights. compute_dtype is that of forward and backward. Gradients are reduced in
+    fp32 and summed, not averaged: divide the loss by a count over all ranks. From then on ranks make equal
+    numbers of forwards and backwards, except inside `gathered`. Make the optimizer afterwards. The model
+    passes through each rank's memory whole, once. One process in fp32 is left unwrapped (the wrap costs time
+    and gives nothing); in bf16 it is wrapped too, for FSDP keeps the fp32 masters beside the bf16 weights.
+    """
+    model.to(device=ranks.device, dtype=torch.float32)
+    if ranks.world == 1 and compute_dtype == torch.float32:
+        return model
+    if not dist.is_initialized():    # one process: FSDP asks for a group, this one needs no network
+        dist.init_process_group(BACKENDS[ranks.device.type], store=dist.HashStore(), rank=0, world_size=1)
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+    mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+    # inputs keep their dtype: a cache that FSDP casts to a copy would lose its writes
+    policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)    # gloo has no scaled sum
+    return model
+
+
+@contextmanager
+def gathered(model):
+    """Hold the full weights on every rank, so that ranks may call forward different numbers of times.
+
+    For generation under no_grad; do not train inside. Costs one all-gather on entry and, while open, one copy
+    of all the weights in the compute dtype on every rank; for an unwrapped model nothing.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield model
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(unit is not model, recurse=False)
+            unit.reshard()
+
+
+def full_weights(model):
+    """The whole fp32 weights by name, on the CPU of rank 0; an empty dict on the others. All ranks call it.
+
+    A sharded model has no deepcopy: load these into a new one on rank 0; `shard` gives each rank its part.
+    """
+    return states.get_model_state_dict(model, options=FULL_ON_CPU)
+
+
+# Numbers over ranks
+
+def gather(value):
+    """Every rank's value (any picklable object), in the order of ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def all_sum(x):
+    """The sum over ranks of a number, of a tensor of one shape, or of a dict of numbers by key.
+
+    A key that some ranks lack counts as 0 there. Numbers are added in rank order: all get equal bits.
+    """
+    if isinstance(x, torch.Tensor):
+        total = x.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total
+    values = gather(x)
+    if isinstance(x, dict):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: sum(value.get(key, 0) for value in values) for key in keys}
+    return sum(values)
+
+
+def all_max(x):
+    """The largest of the ranks' numbers."""
+    return max(gather(x))
+
+
+def any_rank(flag):
+    """Whether the flag is true on any rank: what one rank must stop for, all stop for."""
+    return any(gather(bool(flag)))
+
+
+def together(action):
+    """action() on every rank; if it fails on any, all raise: none is left waiting for the others."""
+    failure, value = None, None
+    try:
+        value = action()
+    except Exception as error:
+        failure = error
+    for rank, text in enumerate(gather(failure and f"{type(failure).__name__}: {failure}")):
+        if text:
+            raise failure or OSError(f"rank {rank} failed: {text}")
+    return value
+
+
+def on_main(action):
+    """Call `action()` on rank 0 while the others wait; return its value, or raise its failure, on all."""
+    return gather(together(lambda: action() if is_main() else None))[0]
+
+
+# Gradients: a list with one tensor (or None) per parameter, in the order of model.parameters()
+
+def take_grads(model):
+    """Take the accumulated gradients off the model, leaving every `.grad` None."""
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return grads
+
+
+def dot(grads_a, grads_b):
+    """The inner product of two gradients over all parameters and ranks, summed in fp64; None counts as 0."""
+    sharded = any(isinstance(grad, DTensor) for grad in (*grads_a, *grads_b))
+    pairs = [(a, b) for a, b in zip(grads_a, grads_b, strict=True) if a is not None and b is not None]
+    if sharded:
+        pairs = [(a.to_local(), b.to_local()) for a, b in pairs]
+    products = [(a * b).sum(dtype=torch.float64) for a, b in pairs]
+    total = float(torch.stack(products).sum()) if products else 0.0
+    return all_sum(total) if sharded else total
+
+
+def norm(grads):
+    """The global L2 norm of a gradient."""
+    return math.sqrt(dot(grads, grads))
+
+
+def put_grads(model, scaled):
+    """Write the sum of scale * grads over `scaled` = [(scale, grads), ...] as the model's gradient.
+
+    The lists stay as they are. A parameter without a gradient in any of them gets None.
+    """
+    for index, parameter in enumerate(model.parameters()):
+        terms = [scale * grads[index] for scale, grads in scaled if grads[index] is not None]
+        parameter.grad = sum(terms[1:], terms[0]) if terms else None
+
+
+# Randomness
+
+def mix64(x):
+    """splitmix64's output function: a bijection of 64-bit integers, each input bit spread over all."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return x ^ (x >> 31)
+
+
+def stream(seed, *path):
+    """The 63-bit name of a random stream, e.g. stream(seed, iteration, rank): same integers, same stream.
+
+    Equal in every process and on every machine; depends on the order and the number of the integers.
+    """
+    state = mix64(operator.index(seed) & MASK64)
+    for number in path:
+        state = mix64(state ^ (operator.index(number) & MASK64))
+    return state >> 1
+
+
+def generator(seed, *path, device="cpu"):
+    """A torch.Generator for the stream of that name; on the CPU torch uses the name's low 32 bits only."""
+    return torch.Generator(device).manual_seed(stream(seed, *path))
+
+
+# Checkpoints: a Hugging Face folder with trainer.pt in it
+
+def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=None, critic=None):
+    """Replace the checkpoint in `folder` by the present model, optimizer and `state`; all ranks call it.
+
+    state: rank 0's plain values and tensors, which `load_trainer` returns. save_model(model, folder,
+    state=weights) writes the full weights, extra_files(folder) a tokenizer, say. critic: a second (model,
+    optimizer), kept whole in trainer.pt. All is written and synced beside the old checkpoint, then takes its
+    name: a failure at any moment leaves the old one or the new. Raises OSError naming the folder, on every
+    rank. Meanwhile rank 0 holds the full fp32 weights and optimizer state in CPU memory.
+    """
+    folder = Path(folder).resolve()
+    on_main(lambda: repair(folder) or refuse_other_folder(folder))
+    weights = full_weights(model)
+    trainer = {"optimizer": optimizer_state(model, optimizer), "state": state}
+    if critic is not None:
+        trainer["critic"] = {"weights": full_weights(critic[0]), "optimizer": optimizer_state(*critic)}
+
+    def write():
+        written, _ = siblings(folder)
+        try:
+            shutil.rmtree(written, ignore_errors=True)
+            written.mkdir(parents=True)
+            save_model(model, written, state=weights)
+            torch.save(trainer, written / TRAINER_FILE)
+            if extra_files is not None:
+                extra_files(written)
+            sync(*written.rglob("*"), written)
+            swap(folder)
+        except Exception as error:    # safetensors and torch.save have their own types for a full disk
+            if folder.exists():    # else it failed between the renames, and `repair` needs what is written
+                shutil.rmtree(written, ignore_errors=True)
+            raise OSError(f"checkpoint {folder} not saved: {type(error).__name__}: {error}") from error
+
+    on_main(write)
+
+
+def optimizer_state(model, optimizer):
+    """The whole optimizer state by parameter name, on the CPU of rank 0; an empty dict on the others.
+
+    An optimizer that has not stepped has none and stays without: torch makes it step on zeros to have some,
+    and its first real step would be corrected as a second one.
+    """
+    stepped = bool(optimizer.state)
+    saved = states.get_optimizer_state_dict(model, optimizer, options=FULL_ON_CPU)
+    if not stepped:
+        optimizer.state.clear()
+        saved.get("state", {}).clear()
+    return saved
+
+
+def read_trainer(folder):
+    """What a checkpoint holds beside the model: optimizer, state, critic or None. ValueError if broken."""
+    path = Path(folder) / TRAINER_FILE
+    if not path.is_file():
+        raise ValueError(f"{path}: not found; is {folder} a checkpoint?")
+    try:
+        trainer = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return {"optimizer": trainer["optimizer"], "state": trainer["state"], "critic": trainer.get("critic")}
+    except Exception as error:    # torch names a broken file in half a dozen ways
+        raise ValueError(f"{path}: not a trainer state: {type(error).__name__}: {error}") from error
+
+
+def load_trainer(folder, model, optimizer, critic=None):
+    """Restore the optimizer from a checkpoint made at any number of ranks, and return its `state`.
+
+    All ranks call it, with a model loaded from the same folder (see `find_checkpoint`) before `shard`.
+    Learning rate and the like become the saved ones. critic: a second (model, optimizer), restored whole.
+    """
+    path, trainer = Path(folder) / TRAINER_FILE, read_trainer(folder)
+    load_optimizer(path, model, optimizer, trainer["optimizer"])
+    if critic is not None:
+        saved = trainer["critic"]
+        if saved is None:
+            raise ValueError(f"{path}: no critic: saved by a run without one")
+        here, there = ({(name, tensor.shape) for name, tensor in weights.items()}
+                       for weights in (critic[0].state_dict(), saved["weights"]))
+        if here != there:
+            raise ValueError(f"{path}: the critic's {min(here ^ there)[0]} differs: saved from another model")
+        states.set_model_state_dict(critic[0], saved["weights"], options=FROM_FULL)
+        load_optimizer(path, *critic, saved["optimizer"])
+    return trainer["state"]
+
+
+def load_optimizer(path, model, optimizer, saved):
+    """Restore an optimizer; `path` is for messages only.
+
+    A parameter that had no gradient yet (the value head before the first judgement) has no state, and again
+    gets none: torch would give it one with a step counted, as in `optimizer_state`.
+    """
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if missing := names - {name for group in saved["param_groups"] for name in group["params"]}:
+        raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
+    states.set_optimizer_state_dict(model, optimizer, saved, options=FROM_FULL)
+    for name, parameter in model.named_parameters():
+        if name not in saved["state"]:
+            optimizer.state.pop(parameter, None)
+
+
+def find_checkpoint(folder):
+    """The folder as a Path if it holds a checkpoint (after `repair`), else None. All ranks call it."""
+    folder = Path(folder).resolve()
+    return folder if on_main(lambda: repair(folder)) else None
+
+
+def siblings(folder):
+    """Where the next checkpoint is written, and where the last one waits while the names change."""
+    return folder.with_name(folder.name + ".writing"), folder.with_name(folder.name + ".old")
+
+
+def swap(folder):
+    """Give the written checkpoint its name. `repair` finishes what a crash between the two renames leaves."""
+    written, old = siblings(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    written.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def repair(folder):
+    """Undo a crash between the renames of `swap`; return whether `folder` holds a checkpoint."""
+    written, old = siblings(folder)
+    if old.exists() and not folder.exists():
+        (written if written.exists() else old).rename(folder)    # the old moves only once the new is whole
+    return (folder / TRAINER_FILE).is_file()
+
+
+def refuse_other_folder(folder):
+    """A checkpoint replaces the whole folder: ValueError if one that is no checkpoint would be lost."""
+    if folder.is_file() or folder.is_dir() and any(folder.iterdir()):
+        raise ValueError(f"{folder}: holds something that is not a checkpoint; saving would delete it")
+
+
+def sync(*paths):
+    """Have files, and the names in folders, on the disk and not only in its cache."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,302 @@
+"""A run made ready: the model made or loaded, the environments started; `Run` holds them.
+
+Mistakes of the user surface in `prepare`, before any work. Left out: what a run does (gcd.py, cold_start.py,
+evaluation.py), and its flags (config.py).
+"""
+
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import correction
+import judge
+import rollout
+import update
+from config import changed
+from lm import model as qwen
+from lm.chat import TAGS, Chat, is_small
+from lm.engine import Sampling
+from run import files, parallel
+from run.endpoint import Endpoint
+
+
+@dataclass(slots=True)
+class Run:
+    """The model and its optimizer, the chat, the environments, and where to write."""
+
+    config: object                # config.Config
+    ranks: parallel.Ranks
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    chat: Chat
+    envs: list
+    out: Path
+    asked_to_stop: list           # signals received; looked at between steps
+    endpoint: Endpoint | None = None                       # where one is asked
+    instruction: correction.Instruction | None = None      # of prompt-based correction, once there is one
+    origin: dict = field(default_factory=dict)             # files.origin_of it, on rank 0
+    seconds: dict = field(default_factory=dict)            # {stage: seconds} of those that have ended
+    stage: str = ""                                        # the one under way, and when it began
+    began: float = 0.0
+
+    @property
+    def world(self):
+        """What is played."""
+        return self.config.world
+
+    def log(self, record):
+        """Append one object to metrics.jsonl, on disk before anything else happens."""
+        if self.ranks.rank == 0:
+            files.append(self.out / files.METRICS, record)
+
+    def store(self, episodes, head, credited=False):
+        """Append episodes to episodes.jsonl, with their labels."""
+        for episode in episodes if self.ranks.rank == 0 else ():
+            judge.oracle_labels(episode, self.world)
+            if all(turn.label is None for turn in episode.turns):
+                judge.labels_of(episode, self.config.judge_labels, self.world)
+            files.append(self.out / files.EPISODES, head | files.episode_record(episode, credited))
+
+    def save(self, state):
+        """Replace the checkpoint in --out."""
+        instruction = asdict(self.instruction) if self.instruction else None
+        state |= {"instruction": instruction, "settings": self.config.settings(), "seconds": self.spent()}
+        parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state,
+                                 qwen.save_pretrained, self.chat.tokenizer.save_pretrained,
+                                 self.config.algorithm.critic)
+
+    def spent(self):
+        """Seconds of each stage so far, those before a --resume included."""
+        now = self.seconds.get(self.stage, 0.0) + time.perf_counter() - self.began
+        return self.seconds | {self.stage: now}
+
+    def sampling(self, **changes):
+        """How responses are drawn, by the flags and these changes."""
+        return replace(Sampling(self.config.temperature, self.config.max_response_tokens), **changes)
+
+    def objective(self):
+        """The flags that `update` needs, by its names for them."""
+        config = self.config
+        names = ("clip_low", "clip_high", "dual_clip", "reduction", "judge_weight", "judge_grad_cap",
+                 "temperature", "max_grad_norm", "microbatch_tokens")
+        return update.Objective(**{name: getattr(config, name) for name in names},
+                                longest=config.max_turns * config.max_response_tokens,
+                                kl_coef=config.kl_coef if config.kl == "loss" else 0.0)
+
+    def shard(self, model):
+        """A model over the ranks, in the run's compute dtype."""
+        return parallel.shard(model, self.ranks, getattr(torch, self.config.dtype))
+
+    def play(self, seats, sampling, name, max_turns=None):
+        """Play the seats with the current weights (inside `gathered`), behind a progress bar."""
+        config, hidden = self.config, self.ranks.rank > 0
+        with tqdm(total=len(seats), desc=name, unit="episode", leave=False, disable=hidden) as bar:
+            return rollout.play(self.model, self.chat, self.envs, seats, sampling,
+                                max_turns or config.max_turns, config.context, config.history,
+                                config.on_truncation, lambda episode: bar.update())
+
+    def step(self, samples, objective, rate):
+        """One optimizer step; a batch that is not finite is stored before every rank stops."""
+        try:
+            return update.update(self.model, self.optimizer, samples, objective, rate)
+        except update.NonFinite:
+            batch = [asdict(replace(sample, turns=[])) for sample in samples]
+            torch.save(batch, self.out / f"nonfinite_batch_rank{self.ranks.rank}.pt")
+            raise
+
+    def endpoint_labels(self, episodes, n, seed):
+        """The large model's labels of at most n turns, counted in the log; None where no label needs it."""
+        config = self.config
+        if "endpoint" not in config.judge_labels:
+            return None
+        asked = parallel.together(lambda: judge.endpoint_labels(
+            episodes, self.endpoint, n, seed, config.judge_labels, config.label_agreement))
+        self.log({"phase": "labels"} | parallel.all_sum(judge.asked_counts(asked)))
+        self.log_endpoint()
+        return asked
+
+    def log_endpoint(self):
+        """What came of all questions to the large model so far, over all ranks."""
+        if self.endpoint:
+            counts = parallel.all_sum(dict(self.endpoint.counts))
+            self.log({"phase": "endpoint"} | {f"endpoint/{key}": count for key, count in counts.items()})
+
+    def stop_if_asked(self, state):
+        """Between steps: where any rank was asked to stop, save (unless state is None) and stop on all."""
+        if parallel.any_rank(self.asked_to_stop):
+            if state is not None:
+                self.save(state)
+            folder = self.out / "checkpoint"
+            raise Interrupted(f"stopped; {folder} holds the model" if folder.is_dir() else
+                              "stopped; nothing to save yet")
+
+    def close(self):
+        """End the environments and the connection to the endpoint."""
+        for held in (*self.envs, *([self.endpoint] if self.endpoint else [])):
+            held.close()
+
+
+class Interrupted(Exception):
+    """Ctrl-C (or SIGTERM) was pressed and what there was has been saved."""
+
+
+def listen():
+    """Catch Ctrl-C and SIGTERM: the first one is noted in the returned list, a second one stops at once."""
+    asked = []
+
+    def note(signum, frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signum)
+        with suppress(OSError):                   # the terminal may be what has gone
+            print("\nstopping after this step (again: at once)", file=sys.stderr)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, note)
+    return asked
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self):
+        self.laps, self.last = {}, time.perf_counter()
+
+    def lap(self, name):
+        """The time since the last lap goes to this name."""
+        now = time.perf_counter()
+        self.laps[f"time/{name}_s"], self.last = now - self.last, now
+
+
+def prepare(config, ranks, asked_to_stop):
+    """Everything a run needs, made or loaded."""
+    out, world = Path(config.out), config.world
+    if config.tasks % ranks.world:
+        raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (whole groups)")
+    train = world.train(config.train_types, 0, 1) if config.demonstrations or config.iterations else []
+    tasks = train + [world.split(split)[0] for split in config.splits]        # a task of every kind of work
+    endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
+                        config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
+    source, state = starting_point(config, out)
+    envs = world.make(config.slots)
+    with tempfile.TemporaryDirectory() as fresh:
+        if source is None:
+            small_model_folder(config, fresh)
+        head = True if config.judge_kind == "value" else None
+        model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
+        tokenizer = qwen.load_tokenizer(source or fresh)
+    if config.context > (longest := model.config.max_position_embeddings):
+        raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
+    chat = chat_of(config, tokenizer)
+    model = parallel.shard(model, ranks, getattr(torch, config.dtype))
+    for task in tasks:
+        prompt = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin().prompt
+        rollout.check_room(task, prompt, config.max_response_tokens, config.context)
+    out.mkdir(parents=True, exist_ok=True)
+    if ranks.rank == 0:
+        files.begin(out, config.resume)
+    kept = source and (config.correction != "off" or not config.iterations)   # RL without correction has none
+    return Run(config, ranks, model, update.adam(model), chat, envs, out, asked_to_stop, endpoint,
+               instruction=instruction_in(source) if kept else None, seconds=dict(state.get("seconds", {})))
+
+
+# Where a run starts from
+
+def starting_point(config, out):
+    """The folder of the model to start from (None: a fresh one), and the state of the checkpoint resumed."""
+    if not (found := parallel.find_checkpoint(out / "checkpoint")):
+        parallel.refuse_other_folder(out / "checkpoint")
+    if not config.resume:
+        return Path(config.model) if config.model else None, {}
+    if found is None:
+        raise ValueError(f"--resume: {out / 'checkpoint'} holds no checkpoint")
+    state = parallel.read_trainer(found)["state"]
+    check_resumed(config, state)
+    return found, state
+
+
+def check_resumed(config, state):
+    """ValueError unless a checkpoint's RL can go on as these flags say. How it is evaluated may differ."""
+    done = state["iteration"]
+    if done is None:
+        raise ValueError(f"--resume: {config.out} stopped in its cold start; run it again without --resume")
+    if 0 < config.iterations < done:
+        raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
+    apart = ["protocol", "top_p", "top_k", "correction_at_evaluation"]
+    if not (config.lr_decay and 0 < done < config.iterations):       # a decay is over as many as at its start
+        apart.append("iterations")
+    if other := changed(state.get("settings", {}), config, apart):
+        differences = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
+        raise ValueError(f"--resume: {config.out} was made with other settings: {differences}")
+
+
+def instruction_in(source):
+    """The instruction that a checkpoint's model was last given, if it was trained with correction."""
+    state = parallel.read_trainer(source)["state"] if (source / parallel.TRAINER_FILE).is_file() else {}
+    return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
+
+
+# The model and its chat
+
+def small_model_folder(config, folder):
+    """Write the small default model, freshly initialised, as a Hugging Face folder.
+
+    One token each in its vocabulary: the phrases of the world, and those of the methods.
+    """
+    words = [*config.world.words(), judge.QUESTION["plain"], *judge.ANSWERS]
+    if config.prompt == "tags" or config.algorithm.tags:
+        words += [f"<{tag}>" for tag in TAGS]
+    words += correction.instruction_phrases() if config.instructions else []
+    vocabulary = qwen.save_small_tokenizer(words, folder)
+    shape = qwen.ModelConfig(
+        vocab_size=vocabulary, hidden_size=config.hidden_size, intermediate_size=3 * config.hidden_size,
+        num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=config.hidden_size // 4, max_position_embeddings=max(config.context, 1024),
+        tie_word_embeddings=True)
+    model = qwen.Model(shape)
+    qwen.init_weights(model, config.seed)
+    qwen.save_pretrained(model, folder)
+
+
+def chat_of(config, tokenizer):
+    """The chat, in the style of --prompt; "auto": RLVMR's tags where they are rewarded, else as the model is.
+
+    A small model speaks as its cold start did: with tags if they are words of its vocabulary, and only then.
+    ValueError for flags that ask a model for words that it does not have.
+    """
+    small, style = is_small(tokenizer), config.prompt
+    knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
+    if style == "auto":
+        style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
+    if style == "plain" and not small:
+        raise ValueError("--prompt=plain: the small model's style; expected think or tags")
+    if style == "tags" and small and not knows_tags:
+        raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
+                         "tags, so it knows none (--prompt tags there)")
+    chat = Chat(tokenizer, style, config.show_admissible, config.world.nothing)
+    if config.thoughts == "endpoint" and not chat.writes:
+        raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
+    if config.correction != "off" and not chat.writes:
+        if len(chat.encode(correction.instruction_phrases()[0])) > 1:
+            raise ValueError(f"--correction={config.correction}: this model's cold start had no "
+                             "--instructions, so it knows none")
+        if config.correction_from == "critiques":
+            raise ValueError("--correction-from=critiques: this model writes no sentences; it can be counted")
+    return chat
+
+
+def frozen_copy(run, first):
+    """The KL's reference: the model as RL found it, kept in --out so that --resume has the same."""
+    folder = run.out / "reference"
+    if first == 0:
+        weights = parallel.full_weights(run.model)
+        folder.mkdir(exist_ok=True)
+        parallel.on_main(lambda: qwen.save_pretrained(run.model, folder, state=weights))
+    return run.shard(qwen.load_pretrained(folder, torch.float32, run.ranks.device)).requires_grad_(False)

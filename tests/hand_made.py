@@ -1,0 +1,208 @@
+"""Episodes and samples made by hand or at random, and what they earn: what the tests of algorithms/ and of
+update.py share.
+
+The oracles here (`reward_of`, `turn_reward`, `compared`, `episode_level`) are plain Python over the records,
+in
+double precision: no tensor, and nothing of algorithms/.
+"""
+
+import random
+from statistics import fmean, pstdev, stdev
+
+import torch
+from conftest import NOTHING, flat
+
+import algorithms
+import update
+from algorithms import rewards
+from envs import Task
+from rollout import Episode, Turn
+from run import parallel
+
+TENFOLD = dict(success_reward=10.0, invalid_unit="turn")
+CODE = dict(variant="code", success_reward=10.0, invalid="format")
+TAGS = ("planning", "explore", "reflection", "monitor")
+HEAD, ANSWER = [1, 2, 3], [4, 5]         # token ids of a first message and of an answer of the environment
+PLAIN = update.Objective(max_grad_norm=0.0)
+
+
+# Episodes
+
+def make_episode(lines, group=0, won=False, history=0, first_id=100, index=0):
+    """An episode of (action, the answer to it, tag, tokens); refused where the answer is NOTHING.
+
+    Every response token has an id of its own, counted from first_id, so that a stand-in critic can know it.
+    """
+    episode, pieces = Episode(Task("room", "train", "walk", None), group, index, won=won), []
+    observation = anchor = f"start of {group}"
+    for action, answer, tag, tokens in lines:
+        kept = pieces[-history:] if history else pieces
+        response = list(range(first_id, first_id := first_id + tokens))
+        episode.turns.append(Turn(observation, HEAD + sum(kept, []), response, [-0.5] * tokens, action or "",
+                                  action, action is not None and answer != NOTHING, anchor, tag=tag))
+        pieces.append(response + ANSWER)
+        observation, anchor = answer, anchor if answer == NOTHING else answer
+    episode.final_observation = observation
+    return episode
+
+
+def random_episodes(seed, groups=4, size=5, history=0, first=0):
+    """Ragged episodes: refused and malformed turns, states met again, all tags; the last group is lost and
+    alike. They are numbered from `first`."""
+    rng, episodes = random.Random(seed), []
+    for g in range(groups):
+        for _ in range(size):
+            lines = []
+            for _ in range(rng.randint(1, 9)):
+                action = rng.choice(["a", "b", "c", "d", None])
+                answer = NOTHING if action is None or rng.random() < 0.3 else f"room {rng.randrange(4)}"
+                lines.append((action, answer, rng.choice(TAGS) if action else None, rng.randint(1, 3)))
+            won = rng.random() < 0.5
+            if g == groups - 1:
+                lines, won = [("a", "room 0", "monitor", 2)] * rng.randint(1, 4), False
+            k = len(episodes)
+            episodes.append(make_episode(lines, g, won, history, 1000 * (k + 1), first + k))
+    return episodes
+
+
+def flat_turns(episodes):
+    """(episode, number of the turn) of every turn."""
+    return [(e, t) for e in episodes for t in range(len(e.turns))]
+
+
+def method_of(name, **settings):
+    """The algorithm of this name with these settings."""
+    method = algorithms.find(name)
+    return method(method.Settings(**settings))
+
+
+def credited(method, episodes):
+    """What an algorithm writes to every turn, and its metrics."""
+    rewards.write_rewards(episodes, method.settings)
+    metrics = method.assign(episodes)
+    return [turn.advantage for e in episodes for turn in e.turns], metrics
+
+
+def each_with_the_sum(monkeypatch, call, parts):
+    """call(part) for each of two ranks' parts, where parallel.all_sum gives both what the two put in."""
+    def calls_of(part):
+        given = []
+        monkeypatch.setattr(parallel, "all_sum", lambda x: given.append(x) or x)
+        call(part)
+        return given
+
+    def total(a, b):
+        return {key: a[key] + b[key] for key in a} if isinstance(a, dict) else a + b
+
+    totals = [total(a, b) for a, b in zip(*map(calls_of, parts), strict=True)]
+    results = []
+    for part in parts:
+        of_all = iter(totals)
+        monkeypatch.setattr(parallel, "all_sum", lambda x: next(of_all))
+        results.append(call(part))
+    return results
+
+
+# What episodes earn
+
+def wrong(turn, settings):
+    """Whether a turn is penalised."""
+    return not turn.valid if settings.invalid == "admissible" else turn.action is None
+
+
+def reward_of(episode, settings):
+    """What an episode earned."""
+    refused = sum(wrong(turn, settings) for turn in episode.turns)
+    if settings.invalid_unit == "share":
+        refused /= len(episode.turns)
+    return settings.success_reward * episode.won - settings.invalid_penalty * refused
+
+
+def turn_reward(episode, t, settings):
+    """What turn t earned: success is the last one's."""
+    reward = settings.success_reward if episode.won and t == len(episode.turns) - 1 else 0.0
+    if wrong(episode.turns[t], settings):
+        reward -= settings.invalid_penalty / (len(episode.turns) if settings.invalid_unit == "share" else 1)
+    return reward
+
+
+def turn_row_reward(episode, t, settings):
+    """What turn t earned where every turn is a row: the episode's success, and its own penalty."""
+    penalty = settings.invalid_penalty * wrong(episode.turns[t], settings)
+    return settings.success_reward * episode.won - penalty
+
+
+def compared(value, others, normalize, spread):
+    """A value against others (itself among them), divided by their spread where that is asked for; 0 where
+    all
+    are equal."""
+    if max(others) - min(others) < 1e-9:
+        return 0.0
+    return (value - fmean(others)) / (spread(others) + 1e-6 if normalize else 1.0)
+
+
+def episode_level(episode, t, episodes, settings, normalize):
+    """The advantage that GRPO gives turn t: over the episodes of the group, or (code) over all their
+    turns."""
+    group = [e for e in episodes if e.group == episode.group]
+    if settings.variant == "code":
+        rows = [turn_row_reward(*turn, settings) for turn in flat_turns(group)]
+        return compared(turn_row_reward(episode, t, settings), rows, normalize, stdev)
+    return compared(reward_of(episode, settings), [reward_of(e, settings) for e in group], normalize, pstdev)
+
+
+def white(numbers):
+    """Less their mean, over their standard deviation."""
+    return [(x - fmean(numbers)) / (pstdev(numbers) + 1e-8) for x in numbers]
+
+
+# The same as columns, for functions of tensors
+
+def ragged(seed):
+    """Episodes of 0 to 6 turns in groups of 1 to 5, as plain lists of turns: a dict of columns per turn."""
+    rng = random.Random(seed)
+    episodes = []
+    for group in range(5):
+        for _ in range(1 if group == 0 else rng.randint(1, 5)):
+            turns = [dict(valid=rng.random() < 0.7, formatted=rng.random() < 0.8,
+                          state=(group, rng.randrange(5)), action=rng.choice("abc"),
+                          tag=rng.choice([*TAGS, None]), value=rng.random())
+                     for _ in range(rng.choice([0, 1, 2, 4, 6]))]
+            episodes.append(dict(group=group, won=bool(turns) and rng.random() < 0.5, turns=turns))
+    rng.shuffle(episodes)
+    return episodes
+
+
+def column(episodes, name, dtype=torch.double):
+    """One fact of every turn."""
+    return torch.tensor([turn[name] for e in episodes for turn in e["turns"]], dtype=dtype)
+
+
+def shape_of(episodes):
+    """won_E, group_E, turns_E."""
+    return (torch.tensor([e["won"] for e in episodes], dtype=torch.bool),
+            torch.tensor([e["group"] for e in episodes], dtype=torch.long),
+            torch.tensor([len(e["turns"]) for e in episodes], dtype=torch.long))
+
+
+# Samples
+
+def make_sample(rng, episode=0, kind="policy", n=None, old=0.1, make=update.Sample):
+    """Random ids with one to three sampled spans; old logprobs are `old` off a plausible value."""
+    n = n or rng.randint(4, 40)
+    sampled = [False] + [rng.random() < 0.4 for _ in range(n - 2)] + [True]
+    return make([rng.randrange(256) for _ in range(n)], sampled, [rng.gauss(0, 1) * s for s in sampled],
+                [(-5.0 + rng.uniform(-old, old)) * s for s in sampled], episode, kind)
+
+
+def near(model, samples, rng):
+    """The samples with old logprobs up to 0.4 nats off the model's."""
+    for sample, scores in zip(samples, update.score(model, samples, PLAIN)):
+        sample.logprob_old = [(p + rng.uniform(-0.4, 0.4)) * s for p, s in zip(scores, sample.sampled)]
+    return samples
+
+
+def gradient_of(model, loss):
+    """The gradient of a loss by all weights, 0 where it does not depend on them."""
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return flat(torch.zeros_like(p) if g is None else g for g, p in zip(grads, model.parameters()))

@@ -1,0 +1,121 @@
+"""Guess the number: a whole world. As envs/guess.py it is there for `--env guess`; nothing else changes.
+
+    python gcd.py --env guess --demonstrations 400 --judge-demonstrations 200 --iterations 20
+    python gcd.py --env guess --highest 50 --judge-labels halves          # a flag and labels of its own
+
+The first takes half a minute on a CPU, and ends with numbers that training never had to find.
+"""
+
+import random
+import re
+from dataclasses import dataclass, field
+
+import envs
+from envs import Demonstration, Reply, Task
+
+
+class Game:
+    """An environment. Each Reply has what is seen, and the commands that are possible now."""
+
+    def __init__(self, highest):
+        self.commands = [f"guess {n}" for n in range(1, highest + 1)]
+
+    def reset(self, task, seed=0):
+        self.secret = task.problem
+        return self.reply(f"I think of a number from 1 to {len(self.commands)}. Your task is to: guess it.")
+
+    def step(self, command):
+        if command not in self.commands:
+            return self.reply(World.nothing)
+        n = number_in(command)
+        where = "That is it." if n == self.secret else f"It is {'above' if n < self.secret else 'below'} {n}."
+        return self.reply(where, won=n == self.secret)
+
+    def reply(self, observation, won=False):
+        return Reply(observation, self.commands, won, done=won)
+
+    def close(self):
+        pass
+
+
+def number_in(command):
+    """guess 7 -> 7; 0 for what is no guess."""
+    return int(command[6:]) if re.fullmatch(r"guess \d+", command or "") else 0
+
+
+def left(observations):
+    """The numbers that what was seen leaves possible, in order."""
+    above, below, highest = (re.findall(rf"{word} (\d+)", " ".join(observations))
+                             for word in ("above", "below", "to"))
+    return range(max(map(int, above), default=0) + 1, min(map(int, below), default=int(highest[0]) + 1))
+
+
+class Expert:
+    """Halves what is left. A mistake, where one is to be injected, is a number that cannot be it any more."""
+
+    restarts = 0                        # of engines in other processes, which this world has none of
+
+    def __init__(self, game):
+        self.game = game
+
+    def show(self, task, seed, mistake_rate, max_turns):
+        rng, replies, commands, mistakes = random.Random(seed), [self.game.reset(task)], [], []
+        while not replies[-1].done and len(commands) < max_turns:
+            numbers = left([reply.observation for reply in replies])
+            wrong = [command for command in self.game.commands if number_in(command) not in numbers]
+            mistakes.append(bool(wrong) and rng.random() < mistake_rate)
+            commands.append(rng.choice(wrong) if mistakes[-1] else f"guess {numbers[len(numbers) // 2]}")
+            replies.append(self.game.step(commands[-1]))
+        return Demonstration(replies, commands, mistakes)
+
+
+def halves(episode):
+    """Labels of its own, for --judge-labels halves: a guess is good if it leaves at most half."""
+    seen = [turn.observation for turn in episode.turns]
+    options = [left(seen[:t + 1]) for t in range(len(seen))]
+    guesses = [number_in(turn.action) for turn in episode.turns]
+    return ["good" if numbers[0] + numbers[-1] in range(2 * n - 1, 2 * n + 2) else "bad"
+            for numbers, n in zip(options, guesses)]
+
+
+class World(envs.World):
+    """Every third number is held out: RL on "part" of the tasks never has to find one of them."""
+
+    @dataclass(frozen=True)
+    class Settings:
+        highest: int = field(default=20, metadata={"help": "numbers are 1 to this", "low": 5, "high": 99})
+
+    defaults = {"max_turns": 8}
+    splits = ("dev", "test")
+    captions = {"dev": "numbers that RL trains on", "test": "the numbers held out, those divisible by three"}
+    labels = {"halves": halves}
+
+    def make(self, n):
+        return [Game(self.settings.highest) for _ in range(n)]
+
+    def tasks(self, split, types):
+        """All tasks of "part" or "all" types, or those held out (None)."""
+        return [Task(f"{split}/{n}", split, "guess", n) for n in range(1, self.settings.highest + 1)
+                if types == "all" or bool(n % 3) == (types == "part")]
+
+    def train(self, types, start, n):
+        places = range(start, start + n)
+        return [random.Random(f"{self.seed} {i}").choice(self.tasks("train", types)) for i in places]
+
+    def split(self, name):
+        return self.tasks(name, "part" if name == "dev" else None)
+
+    def unseen(self):
+        return ["test"] if self.train_types == "part" else []
+
+    def words(self):
+        numbers = [str(n) for n in range(1, self.settings.highest + 1)]
+        return ["I think of a number from 1 to ", ". Your task is to: guess it.", "It is above ",
+                "It is below ", "That is it.", self.nothing, "guess ", *numbers]
+
+    def expert(self, games):
+        return Expert(games[0])
+
+    def oracle(self, observations, commands):
+        return ["good" if number_in(command) in left(observations[:t + 1]) else "bad"
+                for t, command in enumerate(commands)]

@@ -1,0 +1,193 @@
+"""Proves that the slot engine samples what a full forward per token would, and draws as it should.
+
+    python -m pytest tests/test_engine.py
+
+The oracle is `slow_response`: no cache, a whole forward for every token, a splitmix64 in Python. Whole
+episodes are held against it in tests/test_rollout.py.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from lm import engine
+from lm import model as qwen
+from lm.engine import Response, Sampling
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def model(model):
+    """In double precision. A token is drawn where a cumulative probability reaches a random number; in
+    float32 two ways to compute the same probabilities are up to 1.3e-6 apart, and of thousands of draws some
+    are nearer to a boundary."""
+    return model.double()
+
+
+# The slow oracle
+
+def splitmix64(state, n):
+    """The n-th output of Steele, Lea and Flood's generator started at `state` (OOPSLA 2014)."""
+    z = (state + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def slow_response(model, prompt, stream, stops, temperature, limit):
+    """Token ids and logprobs, one uncached forward per token."""
+    ids, logprobs = [], []
+    while len(ids) < limit and not (ids and ids[-1] in stops):
+        with torch.no_grad():
+            logits_V = model(torch.tensor([prompt + ids]))[0, -1].float()
+        logprob_V = (logits_V / (temperature or 1.0)).log_softmax(-1)
+        cumulative = list(itertools.accumulate(logprob_V.exp().tolist()))
+        u = ((splitmix64(stream, len(ids)) >> 12) + 0.5) / 2**52
+        token = next(i for i, c in enumerate(cumulative) if c >= u * cumulative[-1])
+        ids.append(token if temperature else int(logprob_V.argmax()))
+        logprobs.append(logprob_V[ids[-1]].item())
+    return ids, logprobs
+
+
+# The engine against it
+
+def test_a_re_rendered_prompt_runs_only_what_the_slot_does_not_hold(model):
+    cache = engine.Slots(model, 2, 32)
+    cache.held = [[5, 6, 7, 8, 9], [5, 6]]
+    chunks = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: chunks.append(
+        (kwargs["start_B"].tolist(), kwargs["n_valid_B"].tolist())), with_kwargs=True)
+    with torch.no_grad():
+        engine.prefill(model, cache, [[5, 6, 1, 2], [5, 6]], share=False)
+    assert chunks == [([2, 1], [2, 1])]     # a prompt that is held whole runs its last token, for the logits
+
+
+def test_long_prefills_are_cut_into_blocks_of_rows(model):
+    prompts = [[i + 1] * (3 + i) for i in range(5)]
+    logits, widths = [], []
+    model.register_forward_pre_hook(lambda module, arguments: widths.append(arguments[0].shape))
+    for max_tokens in (16384, 40):
+        cache = qwen.KVCache(model.config, 5, 32, torch.float64, "cpu")
+        with torch.no_grad():
+            logits.append(engine.run_chunks(model, cache, prompts, [0] * 5, 32, max_tokens))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)             # in double
+    assert widths == [(5, 16), (2, 16), (2, 16), (1, 16)]
+
+
+def test_answers_to_several_prompts_are_the_slow_ones(model, chat):
+    prompts = [[7, 8, 9], [10] * 20, [3, 4]]
+    streams = [[17 * p + i for i in range(3)] for p in range(3)]
+    for n_slots in (1, 3, 7, 64):
+        answers = engine.answer(model, prompts, streams, chat.stop_ids, Sampling(1.0, 4), n_slots)
+        for prompt, answers_to_it, row in zip(prompts, answers, streams, strict=True):
+            for answer, stream in zip(answers_to_it, row, strict=True):
+                ids, logprobs = slow_response(model, prompt, stream, chat.stop_ids, 1.0, 4)
+                assert answer.ids == ids and answer.logprob == pytest.approx(logprobs, abs=1e-5)
+                assert answer.truncated == (ids[-1] not in chat.stop_ids)
+
+
+def test_greedy_answers_are_transformers_generate(model, chat, tokenizer_folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, :2] = 0.0        # else the biases choose every token
+    qwen.save_pretrained(model, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompts = [chat.message(f"You are at {i}.", first=True) for i in range(6)]
+    ours = engine.answer(model, prompts, [[0]] * 6, chat.stop_ids, Sampling(0.0, 24), 6)
+    for prompt, (answer,) in zip(prompts, ours):
+        theirs = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24,
+                                    pad_token_id=0, eos_token_id=list(chat.stop_ids))
+        assert answer.ids == theirs[0, len(prompt):].tolist()
+    assert len({tuple(answer.ids) for answer, in ours}) > 1
+
+
+def test_a_response_ends_with_its_first_stop_token_and_both_stop():
+    logprob = [-1.0, -2.0, -3.0, -4.0]
+    assert engine.cut([5, 9, 8, 9], logprob, (8, 9)) == Response([5, 9], [-1.0, -2.0], False)
+    assert engine.cut([8, 5], logprob[:2], (8, 9)) == Response([8], [-1.0], False)
+    assert engine.cut([5, 6], logprob[:2], (8, 9)) == Response([5, 6], [-1.0, -2.0], True)
+
+
+# Drawing one token
+
+def test_uniform_is_splitmix64():
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of seed 1234567
+    assert [splitmix64(1234567, n) for n in range(3)] == published
+    streams = [0, 1, 1234567, 2**62 + 12345, 2**63 - 1]
+    for position in (0, 1, 2, 500):
+        got = engine.uniform(torch.tensor(streams), position).tolist()
+        assert got == [((splitmix64(s, position) >> 12) + 0.5) / 2**52 for s in streams]
+
+
+def unmix(z):
+    """The state whose first splitmix64 output is z: each step undone."""
+    z = z ^ z >> 31 ^ z >> 62
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    z = z ^ z >> 27 ^ z >> 54
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    z = z ^ z >> 30 ^ z >> 60
+    return (z - 0x9E3779B97F4A7C15) % 2**64
+
+
+@pytest.mark.parametrize("output", [0, 2**64 - 1])
+def test_uniform_never_reaches_0_or_1(output):
+    """With 53 bits, the largest and its half rounded up to exactly 1."""
+    state = unmix(output)
+    assert splitmix64(state, 0) == output
+    u = engine.uniform(torch.tensor([state - 2**64 if state >= 2**63 else state]), 0).item()
+    assert 0 < u < 1
+
+
+def draws(logits_V, n=200_000, **options):
+    uniform = engine.uniform(torch.arange(n), 0)
+    token, logprob = engine.sample_tokens(logits_V.expand(n, -1), uniform, **options)
+    return torch.bincount(token, minlength=len(logits_V)).double() / n, token, logprob
+
+
+def assert_frequencies(got, want, n=200_000):
+    """Every frequency within 4.5 standard errors of its probability."""
+    assert ((got - want).abs() <= 4.5 * (want * (1 - want) / n).sqrt()).all(), (got, want)
+
+
+LOGITS = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0, 0.0, -3.0, 0.9])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_frequencies_over_200000_draws_are_the_softmax(temperature):
+    frequency, token, logprob = draws(LOGITS, temperature=temperature)
+    assert_frequencies(frequency, (LOGITS.double() / temperature).softmax(0))
+    assert torch.allclose(logprob, (LOGITS / temperature).log_softmax(0)[token], atol=1e-6)
+
+
+@pytest.mark.parametrize("top_p, top_k", [
+    (0.5, 0), (0.8, 0), (0.999, 0), (1.0, 1), (1.0, 3), (0.8, 2), (0.6, 5)])
+def test_top_p_and_top_k_draw_from_their_set_only(top_p, top_k):
+    p = LOGITS.double().softmax(0)
+    kept, mass = [], 0.0
+    for i in p.argsort(descending=True).tolist():
+        if mass >= top_p or (top_k and len(kept) == top_k):
+            break
+        kept.append(i)
+        mass += p[i].item()
+    want = torch.zeros_like(p)
+    want[kept] = p[kept] / mass
+    frequency, token, logprob = draws(LOGITS, top_p=top_p, top_k=top_k)
+    assert set(token.tolist()) <= set(kept)
+    assert_frequencies(frequency, want)
+    assert torch.allclose(logprob, LOGITS.log_softmax(0)[token], atol=1e-6)      # of the full distribution
+
+
+@pytest.mark.parametrize("u", [1e-300, 2**-54, 0.5, 1 - 2**-53])
+def test_a_token_of_probability_zero_is_never_drawn(u):
+    logits = torch.full((1, 9), -torch.inf)
+    logits[0, [2, 5]] = 0.0
+    token, _ = engine.sample_tokens(logits, torch.tensor([u], dtype=torch.double))
+    assert token.item() == (2 if u <= 0.5 else 5)
+
+
+def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
+    _, token, logprob = draws(LOGITS, n=50, temperature=0.0)
+    assert set(token.tolist()) == {2}
+    assert logprob[0] == pytest.approx(LOGITS.log_softmax(0)[2].item())

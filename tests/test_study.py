@@ -1,0 +1,108 @@
+"""Proves how a config becomes cells, and that a mistake in it is one line before anything runs.
+
+    python -m pytest tests/test_study.py
+"""
+
+from pathlib import Path
+
+import pytest
+from stand_in import CONFIG, toy_bench
+
+from bench import cells, study
+from bench.study import ROOT
+
+pytestmark = pytest.mark.fast
+SMALL = ("--preset", "small")
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    yield from toy_bench(tmp_path, monkeypatch)
+
+
+def test_a_benchmark_of_two_runs_has_two_cells_a_row_each_with_its_cold_start(bench):
+    runs = [{"train_types": "all", "splits": ["L0"]},
+            {"train_types": "part", "splits": ["L2"], "flags": ["--mistake-rate", "0.1"]}]
+    bench.write(CONFIG | {"runs": runs})
+    assert bench.main("--rows", "grpo", "--seeds", "1") == 0
+    assert bench.calls() == [("cold", 1), ("cold-part", 1), ("grpo", 1), ("grpo-part", 1)]
+    second = bench.argv(3)
+    assert second[second.index("--train-types") + 1] == "part"
+    assert second[second.index("--evaluate") + 1] == "L2"
+    assert second[second.index("--model") + 1].endswith("seed1/cold-part/checkpoint")
+    assert second[second.index("--mistake-rate") + 1] == "0.1" and "--mistake-rate" not in bench.argv(2)
+    assert bench.result()["rows"]["grpo"]["L0"]["seeds"] == {"1": 0.6}
+    assert bench.result()["rows"]["grpo"]["L2"]["seeds"] == {"1": 0.25}     # grpo-part is another run
+
+
+def test_two_runs_may_begin_from_one_cold_start(bench):
+    runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
+    bench.write(CONFIG | {"runs": runs, "one_cold_start": True})
+    assert bench.main("--rows", "grpo", "--seeds", "1") == 0
+    assert bench.calls() == [("cold", 1), ("grpo", 1), ("grpo-part", 1)]
+    cold, *rest = (bench.argv(i) for i in range(3))
+    assert cold[cold.index("--evaluate") + 1] == "L0,L2"
+    assert all(argv[argv.index("--model") + 1].endswith("seed1/cold/checkpoint") for argv in rest)
+
+
+def test_splits_choose_the_runs_and_a_study_has_its_own_folder(bench, capsys):
+    runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
+    bench.write(CONFIG | {"runs": runs, "study": "toys"})
+    assert bench.main("--rows", "grpo", "--seeds", "1", "--splits", "L2") == 0
+    assert bench.calls() == [("cold-part", 1), ("grpo-part", 1)]
+    assert (bench.folder / "results/cells/toys/grpo/seed1-part.json").exists()
+    assert (bench.folder / "runs/toys/seed1").is_dir()
+    bench.write(CONFIG | {"processes": 8})
+    assert bench.main("--jobs", "2") == 2
+    assert "--jobs=2: each run of this config is 8 processes" in capsys.readouterr().err
+    bench.write(CONFIG)
+    assert bench.main("--splits", "L1") == 2
+    assert "--splits=L1: the config has L0, L2" in capsys.readouterr().err
+
+
+def test_several_processes_run_under_torchrun():
+    one, eight = (study.cells_of(CONFIG | more)[0] for more in ({}, {"processes": 8}))
+    assert one.command[1] == "gcd.py" and one.command[2:] == one.arguments
+    assert Path(eight.command[0]).exists() and eight.command[1:4] == ["--standalone", "--nproc-per-node", "8"]
+    assert eight.command[4:] == one.command[1:]
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"benchmark": "chess"}, "'chess'"), ({"extra": 1}, "extra"),
+    ({"differences": [["grpo", "gone"]]}, "gone"), ({"rows": {"a": {"start": None}}}, "row a"),
+    ({"rows": {"a": {"start": "b", "flags": [], "paper": None}}}, "b, grpo"),
+    ({"runs": [{"train_types": "all", "splits": ["L0"]}]}, "splits"),
+    ({"paper_model": "Qwen3"}, "paper_model 'Qwen3'"),
+    ({"runs": [{"splits": ["L0", "L2"]}]}, "a run has splits"),
+    ({"runs": [{"train_types": "all", "splits": ["L0", "L2"], "flagz": []}]}, "flagz"),
+    ({"common": [*SMALL, "--no-such-flag"]}, "--no-such-flag"), ({"common": [*SMALL, "--lr", "-1"]}, "--lr"),
+    ({"common": []}, "name the --preset"), ({"rows": {"a": CONFIG["rows"]["grpo"] | {"not": 1}}}, "row a")])
+def test_mistakes_in_the_config_are_one_line_before_anything_runs(bench, capsys, change, said):
+    bench.write(CONFIG | change)
+    assert bench.main() == 2
+    assert said in capsys.readouterr().err and bench.calls() == []
+
+
+def test_a_config_that_is_not_json_is_named(bench, capsys):
+    bench.config_file.write_text("{")
+    assert bench.main() == 2 and "study.json: not JSON" in capsys.readouterr().err
+
+
+def test_unknown_rows_and_seeds_are_errors(bench, capsys):
+    assert bench.main("--rows", "grpo,ppo") == 2 and "--rows=ppo" in capsys.readouterr().err
+    assert bench.main("--seeds", "7") == 2 and "--seeds=7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "results").glob("table1_*.json")), ids=lambda path: path.name)
+def test_committed_configs_are_ones_that_gcd_takes(path):
+    if path.stem.endswith("_result"):
+        return
+    config = study.read_config(path)
+    for cell in study.cells_of(config):
+        if cell.seed == config["seeds"][0] and not cell.rerun:
+            assert cells.wanted(cell).evaluate == ",".join(cell.splits)
+
+
+def test_a_config_that_is_not_there_is_named(bench, capsys):
+    bench.config_file.unlink()
+    assert bench.main() == 2 and "study.json: no such file" in capsys.readouterr().err

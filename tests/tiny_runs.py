@@ -1,0 +1,114 @@
+"""Tiny runs of gcd.py for the tests that need whole ones: how they are started, and what they leave to read.
+
+All begin from one small cold start (`cold_started`). Labels are the oracle's, because so small a model wins
+nothing that the rule could label.
+"""
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+
+import config
+import gcd
+from lm import model as qwen
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ("--device cpu --hidden-size 32 --layers 2 --max-turns 8 --tasks 4 --group-size 4 --iterations 2 "
+        "--minibatches 2 --judge-labels oracle --judge-turns 8 --judge-group-size 4 --evaluate none").split()
+COLD = ("--demonstrations 200 --cold-start-batch 4 --cold-start-epochs 3 --cold-start-lr 8e-3 "
+        "--judge-demonstrations 200 --judge-epochs 1 --max-turns 12").split()
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def begin(checkpoint):
+    """Flags that start RL from a checkpoint."""
+    return ["--model", checkpoint, "--demonstrations", 0]
+
+
+def train(out, *flags, **changes):
+    """Exit code of a tiny run. changes: of settings that are no flags."""
+    def parse(argv):
+        return replace(config.parse(argv), **changes)
+
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    with mock.patch.object(gcd, "parse", parse):
+        try:
+            return gcd.main([*TINY, "--out", str(out), *map(str, flags)])
+        finally:                                 # `main` listens for Ctrl-C; pytest gets its handlers back
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def cold_started(factory, *flags):
+    """The checkpoint of a small cold start; with the same flags one for the whole session.
+
+    It speaks mostly in commands and answers the judge's question. factory: pytest's tmp_path_factory.
+    """
+    out = factory.getbasetemp() / "-".join(["cold", *(flag.strip("-") for flag in flags)])
+    if not (out / "stages.json").exists():
+        assert train(out, *COLD, *flags, "--iterations", 0) == 0
+    return out / "checkpoint"
+
+
+# What a run leaves
+
+def rows(out, phase="rl"):
+    """The lines of metrics.jsonl of one phase."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("phase") == phase]
+
+
+def weights(out):
+    """The tensors of the checkpoint."""
+    return load_file(out / "checkpoint" / "model.safetensors")
+
+
+def same(a, b):
+    """Equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def untimed(row):
+    """A line of the metrics without what a clock says."""
+    return {key: value for key, value in row.items() if not key.startswith("time/")}
+
+
+def assert_one_error(capsys, message):
+    """The last line of stderr is the error, and there is no traceback."""
+    error = capsys.readouterr().err
+    last = error.strip().splitlines()[-1]
+    assert last.startswith("gcd.py: error: ") and message in last and "Traceback" not in error, error
+
+
+def random_qwen(folder, tokenizer):
+    """Write a random Qwen2 of 5 million parameters, nearly all of them the real vocabulary's embedding.
+
+    tokenizer: a folder with the hub's tokenizer, which may also hold a model of gigabytes.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    torch.manual_seed(0)
+    shape = Qwen2Config(vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+                        tie_word_embeddings=True)
+    Qwen2ForCausalLM(shape).save_pretrained(folder)
+    for path in tokenizer.glob("tokenizer*.json"):
+        shutil.copy(path, folder)
+    return folder
+
+
+def assert_loads_in_transformers(folder, text):
+    """transformers computes from the folder what this project does."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids_BT = torch.tensor([tokenizer.encode(text)])
+    assert tokenizer.decode(ids_BT[0]) == text
+    with torch.no_grad():
+        torch.testing.assert_close(qwen.load_pretrained(folder)(ids_BT), theirs(ids_BT).logits,
+                                   rtol=1e-4, atol=1e-5)
