@@ -3,13 +3,14 @@
 Demonstrations are those of the world's expert, replayed through the very `Conversation` that RL plays in, and
 imitated through `update()` itself. Flags say which kind of cold start it is: none (--demonstrations 0), plain
 (--judge-demonstrations 0), with generative judge examples, or with value examples (--judge-kind value); with
-RLVMR's tags set by rule (--prompt tags); with instructions (--instructions). Left out: rejection sampling of
-the model's own episodes. Read `cold_start`, then `demonstrate` and `imitate`.
+RLVMR's tags by rule (--prompt tags); with instructions. Left out: rejection sampling of the model's episodes.
 """
 
+import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -25,25 +26,20 @@ from run import parallel
 from run.parallel import generator, stream
 
 DEMONSTRATION, QUESTIONS, ORDER = 2, 3, 4      # what a random stream is for: the second number of its name
-# Where demonstrations begin in the endless sequence of training tasks: generated rooms are then others than
-# RL's; real games and ScienceWorld's variations are few, and the two share them, as in the paper.
+# Where demonstrations begin among training tasks: other rooms than RL's; real games are few and shared
 FIRST = 5_000_000
 
 
 def cold_start(run):
-    """Imitate the expert: the policy first, then policy and judge together.
-
-    Jointly from scratch the judge learns and the policy starves, so the judge comes second.
-    """
+    """Imitate the expert: the policy first, then policy and judge. Joint from scratch the policy starves."""
     config = run.config
     episodes = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
-    policy = [sample for episode in episodes for sample in update.demonstration(update.samples_of(episode))]
+    policy = [replace(sample, logprob_old=None)              # imitated: there is no old policy
+              for episode in episodes for sample in update.samples_of(episode)]
     done = imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy", 0)
     policy_and_judge = policy + judge_questions(run)
     imitate(run, policy_and_judge, len(episodes), config.judge_epochs, "cold start: policy and judge", done)
 
-
-# Demonstrations
 
 def shown_to_all(run, first, n, mistake_rate):
     """`demonstrate` on rank 0, for all: engines die and endpoints fall silent on one rank, not on another."""
@@ -54,10 +50,8 @@ def shown_to_all(run, first, n, mistake_rate):
 
 
 def demonstrate(run, first, n, mistake_rate):
-    """Episodes of the world's expert on n training tasks: those that it won and that fit.
-
-    A turn's advantage is its weight in the imitation: 1, or 0 for a mistake that is not to be imitated.
-    """
+    """Episodes of the world's expert on n training tasks: those that it won and that fit. A turn's advantage
+    is its weight in the imitation: 1, or 0 for a mistake that is not to be imitated."""
     config, expert = run.config, run.world.expert(run.envs)
     episodes, counts, restarts = [], Counter(), expert.restarts
     bar = tqdm(run.world.train(config.cold_start_types, first, n), desc="demonstrations", leave=False)
@@ -73,7 +67,13 @@ def demonstrate(run, first, n, mistake_rate):
             counts["not won"] += 1
             continue
         instruction = correction.random_instruction(random.Random(seed)) if config.instructions else None
-        episode = replayed(run, rollout.Seat(task, i, 0, len(episodes), instruction or ""), shown, counts)
+        seat = rollout.Seat(task, i, 0, len(episodes), instruction or "")
+        episode = replay(run.chat, seat, shown, config.history, run.world.searches)
+        if config.thoughts == "endpoint":
+            asked = [judge.told(episode, t, judge.THINK_AHEAD) for t in range(len(episode.turns))]
+            thoughts = [correction.plain_text(text or "") for text in run.endpoint.ask(asked)]
+            counts["thoughts not written"] += thoughts.count("")            # they are the template's
+            episode = replay(run.chat, seat, shown, config.history, run.world.searches, thoughts)
         if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) > config.context:
             counts["too long"] += 1
             continue
@@ -88,33 +88,18 @@ def demonstrate(run, first, n, mistake_rate):
     return episodes
 
 
-def replayed(run, seat, shown, counts):
-    """A demonstration as an Episode, with thoughts of the large model's where they are asked for."""
-    arguments = run.chat, seat, shown, run.config.history, run.world.searches
-    episode = replay(*arguments)
-    if run.config.thoughts != "endpoint":
-        return episode
-    asked = [judge.told(episode, t, judge.THINK_AHEAD) for t in range(len(episode.turns))]
-    thoughts = [correction.plain_text(text or "") for text in run.endpoint.ask(asked)]    # a tag would end it
-    counts["thoughts not written"] += thoughts.count("")                               # it is the template's
-    return replay(*arguments, thoughts)
-
-
 def write_weights(episode, mistakes, instruction):
     """What each turn weighs: mistakes are left out, all of them (None), or those that the instruction names.
-
-    With instructions the other mistakes are imitated: only so do the words of one mean anything.
-    """
+    The others are then imitated: only so do its words mean anything."""
     named = [True] * len(mistakes) if instruction is None else correction.forbidden(instruction, episode)
     for turn, mistake, wrong in zip(episode.turns, mistakes, named, strict=True):
         turn.advantage = 0.0 if mistake and wrong else 1.0
 
 
 def replay(chat, seat, shown, history, searches, thoughts=None):
-    """An expert's commands as an Episode, exactly as if the model had sampled them.
+    """An expert's commands as an Episode, as if the model had sampled them: played against their record.
 
-    It is played against its record: real engines are slow, and once is enough. searches: first words of
-    commands that look for something, for `rule_tag`. thoughts: one per command, or None.
+    searches: first words of commands that look for something, for `rule_tag`. thoughts: one per command.
     """
     recorded = SimpleNamespace(send=lambda *asked: None, receive=iter(shown.replies).__next__)
     conversation = rollout.Conversation(seat, recorded, chat, history).begin()
@@ -159,20 +144,16 @@ def judge_questions(run):
     return samples
 
 
-# Imitation
-
 def imitate(run, samples, n_episodes, epochs, name, done):
-    """Epochs of cross-entropy on samples; judge questions come in pairs, a good and a bad one in one step.
-
-    done: steps of earlier stages, so that the log counts on. Returns the number of this stage's.
-    """
+    """Epochs of cross-entropy on samples, a good and a bad judge question in one step; the number of steps.
+    done: steps of earlier stages, so that the log counts on."""
     config, ranks = run.config, run.ranks
     objective = update.Objective(
         judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
         microbatch_tokens=config.microbatch_tokens)
-    steps_per_epoch = max(1, n_episodes // config.cold_start_batch)
-    batches = [batch for epoch in range(epochs) for batch in shuffled_batches(
-        samples, steps_per_epoch, generator(config.seed, ORDER, epoch))]
+    n, batches = max(1, n_episodes // config.cold_start_batch), []
+    for epoch in range(epochs):
+        batches += shuffled_batches(samples, n, generator(config.seed, ORDER, epoch))
     bar = tqdm(batches, desc=name, unit="step", disable=ranks.rank > 0)
     for step, batch in enumerate(bar):
         mine = [s for s in batch if s.episode % ranks.world == ranks.rank]
@@ -188,14 +169,11 @@ def imitate(run, samples, n_episodes, epochs, name, done):
 
 
 def shuffled_batches(samples, n, rng):
-    """Samples in n batches, whole episodes (and whole judge pairs) each, in an order drawn from rng."""
+    """Samples in n batches, whole episodes and judge pairs (neighbours in the list), in an order from rng."""
     batches = [[] for _ in range(n)]
     for kind in ("policy", "judge"):
-        members = {}
-        for sample in samples:
-            if sample.kind == kind:
-                members.setdefault(sample.episode, []).append(sample)
-        groups = list(members.values())
+        of_kind = [sample for sample in samples if sample.kind == kind]
+        groups = [list(group) for _, group in itertools.groupby(of_kind, lambda sample: sample.episode)]
         for i, k in enumerate(torch.randperm(len(groups), generator=rng).tolist()):
             batches[i % n] += groups[k]
     return batches

@@ -29,8 +29,6 @@ WRITES = (lambda values: bool(values["model"]), "for a model that writes (--mode
 KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
 CORRECTS = (lambda values: values["correction"] != "off", "only with --correction")
 ASKS = (lambda values: bool(values["endpoint"]), "only with --endpoint")
-NO_RL = (lambda values: not values["iterations"], "for evaluation only (--iterations 0), because the update "
-         "scores the full distribution")
 
 
 @dataclass(frozen=True)
@@ -47,20 +45,16 @@ class Config:
     dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
     threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1)
     checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
-
     env: str = opt("household", "the world: a file of envs/", section="world")
     train_types: str = opt("part", "task types of RL: all, or part: without L2's", ("part", "all"))
     max_turns: int = opt(20, "turns in an episode", low=1)
-
     model: str = opt("", "Hugging Face Qwen2 folder to begin from; empty: a new small one", section="model")
     hidden_size: int = opt(64, "width of the fresh small model", low=16)
     layers: int = opt(3, "layers of the fresh small model", low=1)
     context: int = opt(1024, "tokens an episode may have, prompt and response", low=32)
-    prompt: str = opt("auto", "plain: command only; think: <think> and <action>; tags: RLVMR's; auto: by "
-                      "model and algorithm", ("auto", "plain", "think", "tags"))
+    prompt: str = opt("auto", "its style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)
     history: int = opt(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
-
     demonstrations: int = opt(4500, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
     cold_start_types: str = opt("all")     # task types it sees: of "part" a small model lacks L2's words
     thoughts: str = opt("template", "a set sentence, or --endpoint's", ("template", "endpoint"), needs=WRITES)
@@ -72,14 +66,12 @@ class Config:
     judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
     judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0)
     judge_cold_start_weight: float = opt(0.5)              # of the judge's loss in it
-
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1, section="rollout")
     group_size: int = opt(8, "episodes per task", low=1)
     slots: int = opt(128, "episodes played at once on a rank", low=1)
     temperature: float = opt(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = opt(16, "tokens in a response", low=1)
     on_truncation: str = opt("fail")  # a response cut at its length ends the episode, or is an "invalid" turn
-
     algo: str = opt("grpo", "how episodes become advantages: a file of algorithms/", section="RL")
     iterations: int = opt(80, "RL iterations; 0: none", low=0)
     minibatches: int = opt(4, "optimizer steps per iteration, cut by episodes", low=1)
@@ -88,19 +80,15 @@ class Config:
     clip_low: float = opt(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     clip_high: float = opt(0.28, "ratio clipped above at 1 + this", low=0)
     dual_clip: float = opt(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: no bound
-    reduction: str = opt("token", "loss mean over tokens, over episodes, or Dr. GRPO's constant",
-                         ("token", "episode", "constant"))
-    kl: str = opt("none", "reverse KL to the model RL started from: none, k3 in the loss, k1 in the reward",
-                  ("none", "loss", "reward"))
+    reduction: str = opt("token", "what the loss is a mean over", ("token", "episode", "constant"))
+    kl: str = opt("none", "to RL's first model: k3 in loss, k1 in reward", ("none", "loss", "reward"))
     kl_coef: float = opt(0.01, "its coefficient", low=0, needs=KL)
     dynamic_sampling: str = opt("drop", "groups that teach nothing: keep, drop (not with --kl, which still "
                                 "teaches), or also refill (4 rounds)", ("keep", "drop", "refill"))
     max_grad_norm: float = opt(1.0)         # gradient clipping; 0: none
     microbatch_tokens: int = opt(2048, "tokens in a forward, padding too; few stay in a CPU's cache", low=16)
-
     gcd: bool = opt(True, "train the judge beside the policy", section="GCD")
-    judge_kind: str = opt("generative", "the judge answers in words, or a value head classifies (BCE)",
-                          ("generative", "value"))
+    judge_kind: str = opt("generative", "it answers in words, or a value head (BCE)", ("generative", "value"))
     judge_labels: str = opt("dense", f"good and bad turns: {', '.join(judge.LABELS)}, or a kind of the world")
     label_agreement: str = opt("add-good", "rule+endpoint: how both must agree", judge.AGREEMENTS, needs=ASKS)
     judge_turns: int = opt(32, "turns judged per iteration (over all ranks), half of them good", low=2)
@@ -108,7 +96,6 @@ class Config:
     judge_weight: float = opt(0.1, "lambda; 0: the judge is logged, the policy the same bit for bit", low=0)
     judge_grad_cap: float = opt(0.0, "judge gradient norm at most this times the policy's; 0: no cap", low=0)
     judge_response_tokens: int = opt(4, "tokens in an answer", low=2)
-
     correction: str = opt("off", "an instruction before later tasks: from mistakes that the judge found, or "
                           "(control) an irrelevant one of equal length", ("off", "critiques", "irrelevant"),
                           section="correction and large models")
@@ -121,15 +108,10 @@ class Config:
     endpoint_key_variable: str = opt("OPENAI_API_KEY", "environment variable that holds the key", needs=ASKS)
     endpoint_cache: str = opt("runs/endpoint.jsonl", "answers: no question is paid twice", needs=ASKS)
     endpoint_limit: int = opt(10000, "requests of a process, retries too; 0: cache only", low=0, needs=ASKS)
-
-    evaluate: str = opt("auto", "splits, e.g. L0,L1 or dev; auto: all that the training leaves unseen; none",
-                        section="evaluation")
+    evaluate: str = opt("auto", "splits: L0,L1; auto: those unseen in training; none", section="evaluation")
     protocol: str = opt("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
                         "verl-agent, rlvmr: 128 drawn with replacement, at 0.4, in 50 or 30 turns",
                         ("full", "sampled", "verl-agent", "rlvmr"))
-    top_p: float = opt(1.0, "of evaluation at temperature 1 and 0.4", low=0.01, high=1, needs=NO_RL)
-    top_k: int = opt(0, "likewise; 0: all tokens", low=0, needs=NO_RL)
-
     algorithm: algorithms.Method = None           # the object that --algo and its flags make
     world: envs.World = None                      # and --env
 
@@ -219,15 +201,6 @@ PAPER = dict(
     microbatch_tokens=16384, dtype="bfloat16", on_truncation="invalid")
 
 
-def paper(flags, world):
-    """PAPER with what depends on other flags: the cold start's types are RL's, and the labels as the paper's:
-    the rule's and DeepSeek-V3's, which are --endpoint's, where there is one."""
-    labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if world.oracle else "rule"
-    return PAPER | dict(judge_labels=labels, cold_start_types=flags.get("train_types", Config.train_types))
-
-
-# From the command line
-
 def parse(argv=None):
     """Command line -> Config. A flag that nothing reads, or a wrong value, ends the program with one line."""
     try:
@@ -266,10 +239,14 @@ def values_of(flags, shelves, algorithm, world):
     preset = flags.get("preset", "auto")
     if preset == "auto":
         preset = "paper" if flags.get("model") and not is_small(flags["model"]) else "small"
-    changes = (paper(flags, world) if preset == "paper" else {}) | algorithm.defaults | world.defaults
+    changes = algorithm.defaults | world.defaults
+    if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
+        labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if world.oracle else "rule"
+        types = flags.get("train_types", Config.train_types)
+        changes = PAPER | dict(judge_labels=labels, cold_start_types=types) | changes
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
-    known = {name: value for name, value in changes.items() if name in values}
-    return values | known | flags | {"preset": preset}
+    changes = {name: value for name, value in changes.items() if name in values}
+    return values | changes | flags | {"preset": preset}
 
 
 def is_small(folder):

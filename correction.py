@@ -1,12 +1,10 @@
 """Prompt-based correction: mistakes that the actor finds in its own turns become an instruction to it.
 
-Every few iterations the turns that most of the actor's own verdicts call bad (judge.py) are put together: a
-model that can write says what was wrong, and its critiques are merged by a large model or by itself; of a
-small one the mistakes are counted by kind, and the most frequent kinds have a sentence each. This stands
-before the first observation of later episodes; the control is an irrelevant text of equal length.
-arXiv:2509.23870 §4.2. The paper publishes neither the prompts nor how often, nor whether it stays on at
-evaluation: flags of gcd.py. Left out: instructions for one task type. Read `new_instruction`; the end of the
-file is for the cold start, in which a small model learns what the sentences mean.
+A model that can write says what was wrong in the turns that most of its own verdicts call bad (judge.py), and
+its critiques are merged; of a small one such mistakes are counted by kind, and the most frequent kinds have a
+sentence each. This stands before the first observation of later episodes; the control is an irrelevant text
+of equal length. arXiv:2509.23870 §4.2. The paper publishes neither prompts nor how often, nor whether it is
+kept at evaluation: flags of gcd.py. Left out: instructions for one task type. Read `correct`.
 """
 
 import itertools
@@ -21,18 +19,14 @@ from run import parallel
 from run.parallel import stream
 
 CORRECTION = 9                # what a random stream is for: the second number of its name
-KINDS = {
-    "refused": "Give only commands that are possible here.",
-    "repeated": "Do not give the same command twice in the same place.",
-    "revisited": "Do not go back to where nothing is new.",
-    "undone": "Do not do what you will have to undo.",
-}
-IRRELEVANT = {            # word for word as long, in words and in Qwen's tokens, and of no use in any game
-    "refused": "Sing only songs that are popular there.",
-    "repeated": "Do not wear the same hat twice in the same week.",
-    "revisited": "Do not sail out to where nothing is green.",
-    "undone": "Do not say what you will have to sing.",
-}
+KINDS = {"refused": "Give only commands that are possible here.",
+         "repeated": "Do not give the same command twice in the same place.",
+         "revisited": "Do not go back to where nothing is new.",
+         "undone": "Do not do what you will have to undo."}
+IRRELEVANT = {"refused": "Sing only songs that are popular there.",    # as long in words and Qwen's tokens
+              "repeated": "Do not wear the same hat twice in the same week.",
+              "revisited": "Do not sail out to where nothing is green.",
+              "undone": "Do not say what you will have to sing."}
 FILLER = ("The rivers of the north freeze in winter and melt again in April when the ships come back to the "
           "old towns on the coast with letters and wool for people who have waited since the first snow")
 CRITIQUE = ("Your last command was not a good step. In one sentence, without naming any place or thing, say "
@@ -91,20 +85,10 @@ def plain_text(text):
     return " ".join(MARKUP.sub(" ", text).split())
 
 
-def written_instruction(texts, ask_actor, endpoint=None):
-    """The critiques merged by the large model, where there is one, else by the actor; "": no answer."""
-    question = MERGE.format(critiques="\n".join(f"- {text}" for text in texts))
-    merged = endpoint.ask([question])[0] if endpoint else ask_actor(question)
-    text = textwrap.shorten(plain_text(merged or ""), MOST_CHARACTERS, placeholder="")
-    return text if re.search(r"\w", text) else ""
-
-
 def irrelevant(instruction, chat):
-    """An instruction of no use and of equal length: sentence for sentence, or in tokens where it was written.
-
-    That is words of FILLER, again and again, and a full stop, which may be a token with the empty line after.
-    """
-    other = {KINDS[kind]: IRRELEVANT[kind] for kind in KINDS}
+    """An instruction of no use and of equal length: sentence for sentence, or in tokens where it was written:
+    words of FILLER and a full stop, which may be one token with the empty line after it."""
+    other = dict(zip(KINDS.values(), IRRELEVANT.values()))
     sentences = [sentence.strip() for sentence in re.findall(r"[^.]+\.", instruction)]
     if sentences and other.keys() >= set(sentences):
         return " ".join(other[sentence] for sentence in sentences)
@@ -118,51 +102,46 @@ def irrelevant(instruction, chat):
     return text.strip()
 
 
-def new_instruction(model, chat, bad, iteration, control, endpoint, sampling, seed, n_slots, counted=False):
-    """An Instruction from the turns that the actor found bad (`found_bad`), the same on all ranks, or None.
+def written(run, bad, seed):
+    """The actor's critiques of bad turns (index, kind, prompt and response), and what the large model or else
+    the actor merges them into ("": no answer). For rank 0 alone."""
 
-    A model that can write says what was wrong, and its critiques are merged; of one that cannot, or if
-    `counted`, mistakes are counted by kind. All ranks call this, inside `gathered`.
-    """
     def write(prompts, streams):
-        answers = answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)
-        return ["" if given.truncated else chat.decode(given.ids) for given, in answers]
+        answers = answer(run.model, prompts, streams, run.chat.stop_ids, run.sampling(), run.config.slots)
+        return ["" if given.truncated else run.chat.decode(given.ids) for given, in answers]
 
-    def ask_actor(question):
-        return write([chat.message(question, first=True)], [[stream(seed, 2)]])[0]
-
-    if counted or not chat.writes:
-        kinds = sum(parallel.gather([kind_of(episode, t) for _, episode, t in bad]), [])
-        made_from = dict(Counter(kinds).most_common())
-        text = counted_instruction(made_from)
-    else:
-        chosen = sorted(sum(parallel.gather([index for index, _, _ in bad]), []))[:MOST_CRITIQUES]
-        mine = {index: episode.turns[t] for index, episode, t in bad if index in chosen}
-        prompts = [turn.prompt_ids + turn.response_ids + chat.message(CRITIQUE) for turn in mine.values()]
-        texts = write(prompts, [[stream(seed, 1, index)] for index in mine])
-        critiques = sorted(sum(parallel.gather(list(zip(mine, map(plain_text, texts)))), []))
-        made_from = [critique for _, critique in critiques if critique]
-        text = made_from and parallel.on_main(lambda: written_instruction(made_from, ask_actor, endpoint))
-    if not text:
-        return None
-    return Instruction(irrelevant(text, chat) if control else text, made_from, iteration, control)
+    texts = write([ids + run.chat.message(CRITIQUE) for _, _, ids in bad],
+                  [[stream(seed, 1, index)] for index, _, _ in bad])
+    critiques = [text for text in map(plain_text, texts) if text]
+    if not critiques:
+        return [], ""
+    question = MERGE.format(critiques="\n".join(f"- {text}" for text in critiques))
+    merged, = (run.endpoint.ask([question]) if run.endpoint
+               else write([run.chat.message(question, first=True)], [[stream(seed, 2)]]))
+    text = textwrap.shorten(plain_text(merged or ""), MOST_CHARACTERS, placeholder="")
+    return critiques, text if re.search(r"\w", text) else ""
 
 
 def correct(run, i, judged):
-    """Every few iterations, a new instruction from the turns that the judge found bad."""
+    """Every few iterations, an instruction from the turns that the actor found bad, the same on all ranks.
+    Critiques, or counts by kind where it cannot write. All ranks call this, inside `gathered`."""
     config = run.config
     if config.correction == "off" or (i + 1) % config.correction_every:
         return
-    seed, control = stream(config.seed, CORRECTION, i), config.correction == "irrelevant"
-    instruction = new_instruction(run.model, run.chat, found_bad(judged), i, control, run.endpoint,
-                                  run.sampling(), seed, config.slots, config.correction_from == "counts")
-    if instruction:
-        run.instruction = instruction
-        run.log({"phase": "correction"} | asdict(instruction))
+    bad = [(index, kind_of(episode, t), episode.turns[t].prompt_ids + episode.turns[t].response_ids)
+           for index, episode, t in found_bad(judged)]
+    bad, seed = sorted(sum(parallel.gather(bad), [])), stream(config.seed, CORRECTION, i)
+    if config.correction_from == "counts" or not run.chat.writes:
+        made_from = dict(Counter(kind for _, kind, _ in bad).most_common())
+        text = counted_instruction(made_from)
+    else:
+        made_from, text = parallel.on_main(lambda: written(run, bad[:MOST_CRITIQUES], seed))
+    if text:
+        control = config.correction == "irrelevant"
+        run.instruction = Instruction(irrelevant(text, run.chat) if control else text, made_from, i, control)
+        run.log({"phase": "correction"} | asdict(run.instruction))
         run.log_endpoint()
 
-
-# A cold start that gives the words of instructions their meaning
 
 def instruction_phrases():
     """Every sentence of a counted instruction or its control: each is one token of the small model."""
@@ -170,14 +149,12 @@ def instruction_phrases():
 
 
 def random_instruction(rng):
-    """"" in one of two cases, else one or two sentences, drawn from the useful and the irrelevant alike."""
+    """For the cold start: "" in one of two cases, else one or two sentences, useful and irrelevant alike."""
     return "" if rng.random() < 0.5 else " ".join(rng.sample(instruction_phrases(), rng.choice((1, 2))))
 
 
 def forbidden(instruction, episode):
-    """Per turn, whether it would be a mistake of a kind that the instruction names.
-
-    Whether it is one is not looked at: an expert that goes back for what it needs also sees nothing new.
-    """
+    """Per turn, whether it would be a mistake of a kind that the instruction names. It may be none: an expert
+    that goes back for what it needs also sees nothing new."""
     named = {kind for kind, sentence in KINDS.items() if sentence in instruction}
     return [kind_of(episode, t) in named for t in range(len(episode.turns))]

@@ -7,8 +7,7 @@
 
 Read `iteration`, one training step in named calls; then what it calls, from here down. Each stage writes to
 --out as it goes: `checkpoint/` (a Hugging Face folder), `metrics.jsonl`, `episodes.jsonl`, `evaluation.json`
-and, at the end, `stages.json`; `python -m report` draws them. Left out: what no experiment here turns: other
-optimizers, schedules, loggers.
+and, at the end, `stages.json`; `python -m report` draws them. Left out: other optimizers, schedules, loggers.
 """
 
 import math
@@ -30,7 +29,7 @@ from evaluation import evaluation
 from rollout import Seat, success_rate, summary
 from run import files, parallel
 from run.parallel import stream
-from run.setup import Clock, Interrupted, frozen_copy, listen, prepare
+from run.setup import Interrupted, frozen_copy, listen, prepare
 
 # What a random stream is for: the second number of its name (cold_start.py has 2 to 4, evaluation.py 8)
 ROLLOUT, JUDGE = 5, 6
@@ -40,24 +39,24 @@ EPISODES_EVERY = 5                # iterations between stored episodes (one grou
 
 def iteration(run, i, reference):
     """One iteration: play, judge, give credit, update. Returns its metrics."""
-    config, clock = run.config, Clock()
+    config, times = run.config, [time.perf_counter()]
     with parallel.gathered(run.model):               # whole weights on every rank: no forward needs another
         episodes, played = collect(run, i)
-        clock.lap("rollout")
+        times.append(time.perf_counter())
         judged, questions = judge_turns(run, i, episodes) if config.gcd else ([], [])
         correction.correct(run, i, judged)
-        clock.lap("judge")
+        times.append(time.perf_counter())
     metrics = judge_metrics(run, judged, questions) if config.gcd else {}
     metrics |= give_credit(run, i, episodes, reference)
     samples = [sample for episode in teaching(run, episodes) for sample in update.samples_of(episode)]
     samples += questions if config.judge_weight else []      # at 0 the update never sees the judge
     metrics |= train(run, i, samples, reference)
-    clock.lap("update")
+    times.append(time.perf_counter())
     store(run, i, episodes)
-    return metrics | rollout_metrics(run, played) | clock.laps
+    names = ("time/rollout_s", "time/judge_s", "time/update_s")
+    seconds = {name: end - start for name, start, end in zip(names, times, times[1:])}
+    return metrics | rollout_metrics(run, played) | seconds
 
-
-# Play
 
 def collect(run, i):
     """This rank's episodes of an iteration: those to learn from, and all that were played.
@@ -65,8 +64,8 @@ def collect(run, i):
     They differ with --dynamic-sampling refill: groups whose rewards differ, of up to 4 rounds, until there
     are enough (each rank fills its own share).
     """
-    config = run.config
-    wanted, kept, played = config.tasks // run.ranks.world * config.group_size, [], []
+    config, kept, played = run.config, [], []
+    wanted = config.tasks // run.ranks.world * config.group_size
     for round in range(4 if config.dynamic_sampling == "refill" else 1):
         name = f"refill {round}" if round else f"iteration {i}"
         fresh = run.play(seats_of(run, i, round), run.sampling(), name)
@@ -84,9 +83,8 @@ def collect(run, i):
 
 def seats_of(run, i, round):
     """This rank's episodes of an iteration: whole groups, every member on a random stream of its own."""
-    config, ranks = run.config, run.ranks
-    per_rank = config.tasks // ranks.world
-    first = ranks.rank * per_rank
+    config, per_rank = run.config, run.config.tasks // run.ranks.world
+    first = run.ranks.rank * per_rank
     start = (i * 4 + round if config.dynamic_sampling == "refill" else i) * config.tasks
     instruction = run.instruction.text if run.instruction else ""
     tasks = run.world.train(config.train_types, start + first, per_rank)
@@ -94,8 +92,6 @@ def seats_of(run, i, round):
                  stream(config.seed, ROLLOUT, i, round, first + g, member), instruction=instruction)
             for g, task in enumerate(tasks) for member in range(config.group_size)]
 
-
-# Judge
 
 def judge_turns(run, i, episodes):
     """GCD: turns → labels → questions → answers. Returns the judged turns, and their samples for `train`."""
@@ -121,8 +117,6 @@ def judge_metrics(run, judged, samples):
     return judge.metrics(sum(parallel.gather(records), []))
 
 
-# Credit
-
 def give_credit(run, i, episodes, reference):
     """The algorithm writes every turn's advantage. Returns its metrics."""
     config = run.config
@@ -137,14 +131,11 @@ def give_credit(run, i, episodes, reference):
 
 def teaching(run, episodes):
     """The episodes that the update gets: without --kl none of a group in which no turn has an advantage."""
-    config = run.config
-    if config.dynamic_sampling == "keep" or config.kl != "none":
+    if run.config.dynamic_sampling == "keep" or run.config.kl != "none":
         return episodes
     loud = {episode.group for episode in episodes for turn in episode.turns if turn.advantage}
     return [episode for episode in episodes if episode.group in loud]
 
-
-# Update
 
 def decay(config, i):
     """What the learning rates of iteration i are multiplied with."""
@@ -175,22 +166,19 @@ def train(run, i, samples, reference):
     return update.mean_of(steps) | gap | {"policy/steps": len(steps), "policy/lr": rate}
 
 
-# What is logged
-
 def rollout_metrics(run, episodes):
     """Shares over all ranks of all that was played in an iteration; of groups, where there are any."""
     algorithm = run.config.algorithm
     equal = algorithm.without_spread(episodes) if algorithm.groups else ()
     counts = parallel.all_sum(summary(episodes) | {
-        "reward": sum(episode.reward for episode in episodes),
-        "equal": sum(episode.group in equal for episode in episodes)})
-    shares, n = success_rate(counts), counts["episodes"]
+        "reward": sum(e.reward for e in episodes), "equal": sum(e.group in equal for e in episodes)})
+    shares = success_rate(counts)
     keys = ("success", "turns", "invalid_frac", "repeated_frac", "truncated_frac", "score_100")
     metrics = {f"rollout/{key}": shares[key] for key in keys if key in shares}
     if algorithm.groups:
-        metrics["rollout/zero_variance_frac"] = counts["equal"] / n
+        metrics["rollout/zero_variance_frac"] = counts["equal"] / counts["episodes"]
     metrics |= {f"rollout/{key}": counts[key] for key in ("episodes", "response_tokens", "restarts")}
-    return metrics | {"rollout/reward": counts["reward"] / n}
+    return metrics | {"rollout/reward": counts["reward"] / counts["episodes"]}
 
 
 def store(run, i, episodes):
@@ -203,8 +191,6 @@ def store(run, i, episodes):
     run.store([episode for episode in episodes if episode.group == strongest],
               {"phase": "rl", "iteration": i, "split": "train"}, credited=True)
 
-
-# The stages
 
 def reinforce(run):
     """The RL stage: iterations from where the checkpoint stopped (0, or with --resume later)."""
@@ -247,17 +233,15 @@ def run_stages(run):
     if run.ranks.rank == 0:
         files.write_json(run.out / files.STAGES, run.seconds)
     for split in config.splits:
-        rate = result[split]["sampled"]
-        bounds = f"[{rate['low']:.1%}, {rate['high']:.1%}]"
-        parallel.print0(f"{split}: success {rate['success']:.1%} {bounds}, n {rate['n']}")
+        line = "{success:.1%} [{low:.1%}, {high:.1%}], n {n}".format(**result[split]["sampled"])
+        parallel.print0(f"{split}: success {line}")
 
 
 def main(argv=None):
     """The command: exit status 0, 1 for a mistake that was found late, 130 when it was interrupted."""
     config = parse(argv)
-    asked_to_stop = listen()
+    asked_to_stop, run = listen(), None
     torch.set_num_threads(config.threads)
-    run = None
     try:
         run = prepare(config, parallel.setup(config.device), asked_to_stop)
         run_stages(run)

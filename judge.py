@@ -1,11 +1,9 @@
 """GCD: the actor judges its own actions. Turns → labels → judge prompts → answers → samples for the update.
 
-A judged turn becomes a prompt: the episode up to and including the judged response (not the observation that
-followed, nothing of the outcome) and a question. The actor answers it several times; right answers are
-rewarded; an answer's advantage is its reward minus the mean over that turn's answers. arXiv:2509.23870 §4.1,
-Eq. 3. The paper publishes neither prompts nor weight nor how many turns are judged: those are ours. Beside
-that: labels from a large model (any object with `ask(questions) -> answers`), the value-head classifier that
-the paper compares with, and what is logged. Left out: thoughts before a small model's one-word verdict.
+A judged turn becomes a prompt: the episode up to and including the judged response, nothing of what followed,
+and a question. The actor answers it several times; an answer's advantage is its reward minus the mean over
+that turn's answers. arXiv:2509.23870 §4.1, Eq. 3. The paper publishes neither prompts nor weight nor how many
+turns are judged: those are ours. Left out: thoughts before a small model's one-word verdict.
 """
 
 import math
@@ -21,16 +19,12 @@ from update import Sample
 
 LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled", "endpoint", "rule+endpoint")
 AGREEMENTS = ("add-good", "both", "endpoint-wins")
-QUESTION = {
-    "plain": "Was that a good action? good or bad",
-    "think": "Before the game answers: given the task and all that has been seen, was your last command "
-             "a good step? Think briefly, then answer <judge>good</judge> or <judge>bad</judge>.",
-}
+QUESTION = {"plain": "Was that a good action? good or bad",
+            "think": "Before the game answers: given the task and all that has been seen, was your last "
+            "command a good step? Think briefly, then answer <judge>good</judge> or <judge>bad</judge>."}
 ANSWERS = ("good", "bad")
-VERDICT = {
-    "plain": re.compile(r"\s*(good|bad)\s*"),
-    "think": re.compile(r"[^<]*(?:<think>.*</think>)?[^<]*<judge>\s*(good|bad)\s*</judge>\s*", re.DOTALL),
-}
+VERDICT = {"plain": r"\s*(good|bad)\s*",
+           "think": r"(?s)[^<]*(?:<think>.*</think>)?[^<]*<judge>\s*(good|bad)\s*</judge>\s*"}
 
 
 @dataclass(slots=True)
@@ -40,7 +34,7 @@ class Judged:
     index: int                    # place among all turns judged in this iteration, on all ranks
     episode: Episode
     t: int                        # which of its turns
-    label: str                    # "good" or "bad": what is rewarded ("shuffled": a coin's)
+    label: str                    # what is rewarded: "good" or "bad" ("shuffled": a coin's)
     prompt_ids: list[int]
     answers: list[Response] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -51,19 +45,14 @@ class Judged:
         return self.episode.turns[self.t]
 
 
-# Labels: facts about a turn, never the sign of an advantage
-
 def observations(episode):
     """The anchor before each turn and after the last: what was last seen that is not "Nothing happens."."""
     return [turn.anchor for turn in episode.turns] + [episode.final_anchor]
 
 
 def rule_labels(episode):
-    """The paper's rule (§4.1), one of "good", "bad", None per turn.
-
-        bad:  the observation that the turn acted on occurs again later in the episode: the turn led nowhere
-        good: the last turn of a won episode
-    """
+    """The paper's rule (§4.1): "good", the last turn of a won episode; "bad", a turn that led nowhere: the
+    observation that it acted on occurs again later in the episode; else None."""
     seen = observations(episode)
     labels = ["bad" if seen[t] in seen[t + 1:] else None for t in range(len(episode.turns))]
     if episode.won:
@@ -72,21 +61,15 @@ def rule_labels(episode):
 
 
 def dense_labels(episode):
-    """The rule with more good turns, without an oracle. Ours: the paper's own labels have hardly any.
-
-        bad:  as in the rule
-        good: in a won episode, the last turn and every valid one whose resulting observation occurs once
-    """
+    """The rule, and "good" every valid turn of a won episode whose resulting observation occurs once. Ours:
+    the paper's own labels have hardly any good turns."""
     seen = observations(episode)
     return [label or ("good" if episode.won and turn.valid and seen.count(after) == 1 else None)
             for label, turn, after in zip(rule_labels(episode), episode.turns, seen[1:])]
 
 
 def oracle_labels(episode, world):
-    """What the world's oracle says of each turn, "good", "bad" or None; written to the turns, asked once.
-
-    The turn of a response cut at its length counts as refused. A world without an oracle says nothing.
-    """
+    """What the world's oracle, if any, says of each turn; written to it. A cut response counts as refused."""
     if world.oracle and all(turn.oracle is None for turn in episode.turns):
         last = world.nothing if episode.truncated else episode.final_observation
         replies = [turn.observation for turn in episode.turns] + [last]
@@ -99,8 +82,7 @@ def oracle_labels(episode, world):
 def agreed(rule, other, agreement):
     """One turn's label from the rule's and the large model's, or the oracle's; None: no label, or not asked.
 
-        add-good:       the rule's, and "good" where it is silent and the other says so (the paper's; how the
-                        two must agree it does not say)
+        add-good:       the rule's, and "good" where only the other says so (the paper does not say how)
         both:           the two must agree where the rule speaks; elsewhere the other's
         endpoint-wins:  the other's where there is one, else the rule's
         undisputed:     as add-good, but none where the two contradict each other (rule+oracle)
@@ -114,10 +96,9 @@ def agreed(rule, other, agreement):
 
 
 def labels_of(episode, kind, world, large=None, agreement="add-good"):
-    """One label per turn; written to the turns.
+    """One label per turn; written to the turns. large: {t: label}, what the large model said of them.
 
     kind: of LABELS, or one of the world's own; for "shuffled" these are dense ones, `choose` tosses the coin.
-    large: {t: label}, what the large model said of this episode's turns.
     """
     others = [(large or {}).get(t) for t in range(len(episode.turns))]
     if kind in ("oracle", "rule+oracle"):
@@ -133,8 +114,6 @@ def labels_of(episode, kind, world, large=None, agreement="add-good"):
         turn.label = label
     return labels
 
-
-# Questions to a large model: the episode as text
 
 SEEN = 'An agent plays a text game. This is what it has seen, and after each ">" the command that it gave:'
 JUDGE_TURN = (
@@ -154,8 +133,8 @@ def told(episode, t, question=JUDGE_TURN):
 def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", agreement="add-good"):
     """What the large model says of at most n turns: {(place of its episode in the list, t): label}.
 
-    Drawn at random from the turns that the rule leaves open, or from all where the large model's word on the
-    others counts. label: "good", "bad", or None where it did not answer, or unreadably.
+    Drawn at random from the turns that the rule leaves open, or from all where its word on the others counts.
+    label: None where it did not answer, or unreadably. endpoint: any object with `ask(questions) -> answers`.
     """
     all_count = kind == "endpoint" or agreement != "add-good"
     places = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
@@ -164,15 +143,6 @@ def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", agreement
     answers = endpoint.ask([told(episodes[e], t) for e, t in drawn])
     return {place: parse_verdict(answer or "", "think") for place, answer in zip(drawn, answers, strict=True)}
 
-
-def asked_counts(asked):
-    """What came of `endpoint_labels`, to be summed over ranks."""
-    labels = list(asked.values())
-    return {"judge/asked": len(labels), "judge/asked_good": labels.count("good"),
-            "judge/asked_unreadable": labels.count(None)}
-
-
-# Questions to the actor, and its verdicts
 
 def wording(chat):
     """Which QUESTION and VERDICT: a small model gives one word, in whatever style it plays."""
@@ -192,18 +162,13 @@ def answer_ids(chat, label):
 
 def parse_verdict(text, style):
     """"good", "bad", or None where the answer is unreadable. style: "plain" or "think", see `wording`."""
-    match = VERDICT[style].fullmatch(text)
+    match = re.fullmatch(VERDICT[style], text)
     return match[1] if match else None
 
 
-# From episodes to samples
-
 def candidates(episodes, kind, room, world, asked=None, agreement="add-good"):
-    """Every labelled turn as (number of its episode, turn, label).
-
-    room: a turn whose prompt and response take this many tokens or more cannot be judged.
-    asked: what `endpoint_labels` gave for this list of episodes.
-    """
+    """Every labelled turn whose prompt and response take less than `room` tokens: (episode.index, t, label).
+    asked: what `endpoint_labels` gave for this list of episodes."""
     result = []
     for e, episode in enumerate(episodes):
         large = {t: label for (place, t), label in (asked or {}).items() if place == e}
@@ -224,28 +189,25 @@ def choose(places, kind, per_class, seed):
     picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
               for members in by_class]
     chosen = [place for pair in zip(*picked) for place in pair]      # as many as the smaller class has
-    if kind != "shuffled":
-        return chosen
     coins = torch.randint(2, (len(chosen),), generator=rng).tolist()
-    return [(e, t, ANSWERS[coin]) for (e, t, _), coin in zip(chosen, coins)]
+    tossed = [(e, t, ANSWERS[coin]) for (e, t, _), coin in zip(chosen, coins)]
+    return tossed if kind == "shuffled" else chosen
 
 
 def questions(chat, episodes, chosen, world):
     """The chosen turns that lie in these episodes, as judge prompts."""
-    by_index, judged = {episode.index: episode for episode in episodes}, []
-    for index, (e, t, label) in enumerate(chosen):
-        if episode := by_index.get(e):
-            oracle_labels(episode, world)
-            judged.append(Judged(index, episode, t, label, prompt_ids(chat, episode.turns[t])))
-    return judged
+    here = {episode.index: episode for episode in episodes}
+    for e in here.keys() & {e for e, _, _ in chosen}:
+        oracle_labels(here[e], world)
+    return [Judged(index, here[e], t, label, prompt_ids(chat, here[e].turns[t]))
+            for index, (e, t, label) in enumerate(chosen) if e in here]
 
 
 def judge(model, chat, judged, group_size, sampling, seed, n_slots):
     """Let the actor answer each question group_size times; writes answers, rewards and verdicts."""
     streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
     prompts, style = [question.prompt_ids for question in judged], wording(chat)
-    answers = answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)
-    for question, given in zip(judged, answers):
+    for question, given in zip(judged, answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)):
         question.answers = given
         record(question, [None if a.truncated else parse_verdict(chat.decode(a.ids), style) for a in given])
 
@@ -272,25 +234,24 @@ def samples(judged):
             if (ids := tuple(given.ids)) in distinct:
                 distinct[ids].count += 1
             else:
-                distinct[ids] = sample(question.prompt_ids, given.ids, reward - mean, given.logprob,
-                                       question.index // 2)
+                distinct[ids] = sample(question, question.prompt_ids, given.ids, reward - mean, given.logprob)
         result += distinct.values()
     return result
 
 
-def sample(prompt, answer, advantage, logprob_old, index, label=None):
-    """One answer to one judge prompt as a Sample; no old logprob where it is to be imitated."""
+def sample(question, prompt, answer, advantage, logprob_old=None, label=None):
+    """One answer after one prompt as a Sample; no old logprob where it is to be imitated."""
     n, m = len(prompt), len(answer)
     old = None if logprob_old is None else [0.0] * n + logprob_old
-    return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old, index, "judge",
-                  label=label)
+    return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old,
+                  question.index // 2, "judge", label=label)
 
 
 def demonstrations(chat, judged, written=None, longest=math.inf):
     """The same turns with their right answers, to be imitated: samples, and how many of them are written.
 
-    written: a large model's text on each. It is the answer, reasons included, where it comes to the turn's
-    label in at most `longest` tokens; elsewhere the bare verdict is.
+    written: a large model's text on each, imitated with its reasons where it comes to the label in at most
+    `longest` tokens; elsewhere the bare verdict is.
     """
     result, n_written = [], 0
     for question, text in zip(judged, written or [None] * len(judged), strict=True):
@@ -299,19 +260,14 @@ def demonstrations(chat, judged, written=None, longest=math.inf):
         fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
         n_written += fits
         ids = ids if fits else answer_ids(chat, question.label)
-        result.append(sample(question.prompt_ids, ids, 1.0, None, question.index // 2))
+        result.append(sample(question, question.prompt_ids, ids, 1.0))
     return result, n_written
 
 
-# A value head in place of the generated verdict
-
 def value_samples(judged):
-    """The same turns for the classifier: prompt and response, label 1 good or 0 bad.
-
-    Nothing in them is sampled: the loss is the cross-entropy of the value head at the last token.
-    """
-    return [sample(question.turn.prompt_ids + question.turn.response_ids, [], 0.0, None, question.index // 2,
-                   float(question.label == "good")) for question in judged]
+    """The same turns, prompt and response, for the classifier's cross-entropy at their last token."""
+    return [sample(question, question.turn.prompt_ids + question.turn.response_ids, [], 0.0,
+                   label=float(question.label == "good")) for question in judged]
 
 
 def value_verdicts(judged, probabilities):
@@ -320,8 +276,6 @@ def value_verdicts(judged, probabilities):
         record(question, ["good" if probability >= 0.5 else "bad"])
     return [replace(verdicts, probability=p) for verdicts, p in zip(verdicts_of(judged), probabilities)]
 
-
-# What is logged
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
@@ -337,9 +291,10 @@ class Verdicts:
     @property
     def share_good(self):
         """The value head's probability, or the share of good among readable answers: 1/2 where none is."""
+        if self.probability is not None:
+            return self.probability
         readable = [verdict for verdict in self.verdicts if verdict]
-        share = readable.count("good") / len(readable) if readable else 0.5
-        return share if self.probability is None else self.probability
+        return readable.count("good") / len(readable) if readable else 0.5
 
 
 def verdicts_of(judged):
@@ -349,10 +304,8 @@ def verdicts_of(judged):
 
 
 def agreement(records, truth):
-    """Share of right answers per class, their mean (balanced accuracy), and the AUC of share_good.
-
-    records: Verdicts. truth: "good", "bad" or None each. An unreadable answer is wrong; nan without a class.
-    """
+    """Share of right answers per class, unreadable ones being wrong, their mean, and the AUC of share_good.
+    truth: "good", "bad" or None for each of the records (Verdicts). nan where a class is missing."""
     right = {label: [v == label for record, t in zip(records, truth) if t == label for v in record.verdicts]
              for label in ANSWERS}
     good, bad = (sum(hits) / len(hits) if hits else math.nan for hits in right.values())
@@ -363,8 +316,7 @@ def agreement(records, truth):
 def auc(records, truth, within_verbs=False):
     """Chance that a good turn's share_good is above a bad one's, ties half (Mann-Whitney); nan without pairs.
 
-    within_verbs: pairs of one verb only. Rule-good turns are mostly "move X to Y": without this, knowing the
-    verb would look like judgement.
+    within_verbs: pairs of one verb only. Good turns are mostly "move X to Y": knowing that is no judgement.
     """
     good, bad = ([(record.verb, record.share_good) for record, t in zip(records, truth) if t == label]
                  for label in ANSWERS)
@@ -379,10 +331,10 @@ def metrics(records):
         return {"judge/turns": 0}
     verdicts = [verdict for record in records for verdict in record.verdicts]
     oracle = [record.oracle for record in records]
-    result = {"turns": len(records)} | agreement(records, [record.label for record in records])
-    result |= {f"{key}_oracle": value for key, value in agreement(records, oracle).items()}
-    result |= {"auc_oracle_within_verbs": auc(records, oracle, within_verbs=True),
-               "unreadable_frac": verdicts.count(None) / len(verdicts),
-               "variance_frac": sum(len(set(record.rewards)) > 1 for record in records) / len(records),
-               "reward": sum(sum(record.rewards) for record in records) / len(verdicts)}
+    result = {"turns": len(records), **agreement(records, [record.label for record in records]),
+              **{f"{key}_oracle": value for key, value in agreement(records, oracle).items()},
+              "auc_oracle_within_verbs": auc(records, oracle, within_verbs=True),
+              "unreadable_frac": verdicts.count(None) / len(verdicts),
+              "variance_frac": sum(len(set(record.rewards)) > 1 for record in records) / len(records),
+              "reward": sum(sum(record.rewards) for record in records) / len(verdicts)}
     return {f"judge/{key}": value for key, value in result.items()}

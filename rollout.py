@@ -68,8 +68,6 @@ class Seat:
     instruction: str = ""         # put before the first observation (prompt-based correction)
 
 
-# How episodes are played
-
 class Local:
     """An environment of this process, with the verbs of one in another: send, then receive (which plays)."""
 
@@ -84,10 +82,9 @@ class Conversation:
     """An episode in progress: its environment, its first message, and one piece of prompt per exchange.
 
     A prompt is the first message and the last `history` exchanges (0: all of them, so it is append-only).
-    Made, it has asked its environment for a reset; `begin` waits for the answer. Then come `say` and `hear`,
-    or `act` for both: many conversations say before one is heard, so that environments in other processes
-    work at once. `begin` and `hear` may raise EpisodeLost. A response cut at its length ends the episode as
-    failed (on_truncation "fail") or is one invalid turn ("invalid").
+    Made, it has asked for a reset; `begin` waits for the answer. Then `say` and `hear`, or `act` for both:
+    many say before one is heard, so that environments in other processes work at once. `begin`, `hear` may
+    raise EpisodeLost. on_truncation: a response cut at its length "fail"s the episode, or is "invalid".
     """
 
     def __init__(self, seat, env, chat, history):
@@ -161,8 +158,7 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
     live slot moves into the hole. history, on_truncation: see `Conversation`. on_end(episode) is called as
     each one ends. ValueError where a first prompt leaves no room for a response within `context` tokens.
     """
-    slots = Slots(model, min(len(envs), len(seats)), context)
-    room = context - sampling.max_response_tokens
+    slots, room = Slots(model, min(len(envs), len(seats)), context), context - sampling.max_response_tokens
     share = len({seat.group for seat in seats}) < len(seats)
     waiting, ended, first_prompt = iter(range(len(slots.held), len(seats))), {}, {}
 
@@ -198,8 +194,8 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
             ended[i] = conversation.episode
             on_end(conversation.episode)
             if (i := next(waiting, None)) is not None:
-                anew = Conversation(seats[i], conversation.env, chat, history)
-                live[row], slots.held[row] = begin(i, anew), []
+                live[row] = begin(i, Conversation(seats[i], conversation.env, chat, history))
+                slots.held[row] = []
             else:
                 slots.move(len(live) - 1, row)
                 live[row] = live[-1]
@@ -208,8 +204,7 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
 
 
 def again(conversation, loss, most=5):
-    """A conversation lost with its engine, anew, on other random draws: the same commands might kill it too.
-    EpisodeLost naming the task where that goes on and on."""
+    """A lost conversation anew, on other draws (the same might kill it too). EpisodeLost after `most`."""
     seat, restarts = conversation.seat, conversation.episode.restarts + 1
     if restarts > most:
         raise EpisodeLost(f"task {seat.task.id}: lost {restarts} times: {loss}") from loss
@@ -218,8 +213,6 @@ def again(conversation, loss, most=5):
     anew.stream = stream(seat.stream, 1 << 40, restarts)         # 1 << 40: no turn has this number
     return anew
 
-
-# What episodes add up to
 
 def repeated_turns(episode):
     """How many turns gave a command already given in the same state (anchor): meaningless repeats."""
@@ -238,13 +231,11 @@ def summary(episodes):
         "response_tokens": sum(len(t.response_ids) for t in turns),
         "restarts": sum(e.restarts for e in episodes),
         "scored": sum(e.score_100 is not None for e in episodes),
-        "score_100": sum(e.score_100 or 0.0 for e in episodes),
-    }
+        "score_100": sum(e.score_100 or 0.0 for e in episodes)}
 
 
 def success_rate(counts):
-    """What `summary` counted, as shares: of n episodes the success with its 95 % Wilson interval, and the
-    truncated; of turns the invalid and the repeated. And turns per episode; the mean game score, if any."""
+    """What `summary` counted, as shares of episodes or turns; success with its 95 % Wilson interval."""
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
     low, high = wilson(counts["won"], counts["episodes"])
     score = {"score_100": counts["score_100"] / counts["scored"]} if counts["scored"] else {}

@@ -6,14 +6,13 @@ demonstration (advantage 1, no old logprob: its gradient is that of cross-entrop
     L = sum_policy / N_policy + weight * sum_judge / N_judge              GCD, arXiv:2509.23870 Eq. 3
 
 with both counts taken over all ranks, so that microbatches and ranks change nothing but the time it takes.
-At the end: the judge as a classifier. Left out: accumulation over steps, and any optimizer but AdamW.
-
-Shapes: B rows of a microbatch, T positions, N sampled tokens of it, V vocabulary, S samples.
+Left out: accumulation over steps, and any optimizer but AdamW. Shapes: B rows of a microbatch, T positions,
+N sampled tokens of it, V vocabulary, S samples.
 """
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -88,11 +87,6 @@ def samples_of(episode, make=Sample):
         last.logprob_old += [0.0] * len(context) + turn.logprob_old
         last.turns.append(turn)
     return samples
-
-
-def demonstration(samples):
-    """The same samples to be imitated: no old logprobs, whatever advantage they carry."""
-    return [replace(sample, logprob_old=None) for sample in samples]
 
 
 def minibatches(samples, n):
@@ -336,8 +330,6 @@ def loss_metrics(sums):
                     f"{kind}/logprob_gap_max_nats": worst if total["scored"] else math.nan}
     return metrics
 
-
-# The judge as a classifier: the value head at the last token of a judged turn, not a generated verdict
 
 def accumulate_labels(model, samples, objective, sums):
     """`accumulate` for labelled samples: binary cross-entropy, mean over the judged turns of all ranks."""

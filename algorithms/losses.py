@@ -1,10 +1,7 @@
 """The losses of a policy and what is measured beside them: clipped surrogate, KL, token weights, entropy.
 
 Pure functions of tensors: no model, no text, no rank, no randomness. Each cites the equation it transcribes.
-
 Shapes: B samples, N sampled tokens (flat over everything), V vocabulary. Logprobs are in nats.
-
-    python -m pytest tests/test_losses.py
 """
 
 import math

@@ -3,7 +3,6 @@
 arXiv:2505.18830, made for single answers. Our choice for agents, of which the papers say nothing: its
 "response" is all that an episode sampled, its label whether it was won, its group the episodes of the task.
 Groups without both labels stay as they are.
-
 Shapes: N sampled tokens of a group, V columns of the vocabulary, d hidden size, E episodes.
 """
 
@@ -43,8 +42,8 @@ def nthr_scores(hidden_Nd, error_NV, episode_N, won_E, beta=1.0):
         tau = beta * min over won episodes of the mean of s over their tokens
 
     One task group: hidden_Nd the last hidden state that predicted each token, error_NV prediction_error, both
-    of the sampling policy; episode_N indexes won_E. A won episode's own tokens count in its s: the equation's;
-    the text says "other correct responses". Returns score_N and tau (inf without a token of a won episode).
+    of the sampling policy; episode_N indexes won_E. A won episode's own tokens count in its s, as in the
+    equation; the text says "other correct responses". Returns score_N and tau (inf where no token was won).
     """
     won_N = won_E[episode_N]
     pull_Vd = error_NV[won_N].T @ hidden_Nd[won_N]

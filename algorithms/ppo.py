@@ -6,8 +6,6 @@ The critic is a second model with a value head, trained beside the policy. No gr
             is part of the task; every token of a turn has its advantage
     code    verl-agent's: each turn for itself, A = R - V at every token (gamma = lambda = 1 within the
             response), where R is the episode's success reward less this turn's own penalty
-
-Shapes: E episodes, S turns, N sampled tokens; flat, in order.
 """
 
 import math

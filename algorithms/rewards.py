@@ -2,10 +2,7 @@
 
 Pure functions of tensors first, then what reads episodes and writes advantages. Groups lie whole on a rank;
 what is compared over the whole batch goes by `moments`, which are summed over ranks.
-
 Shapes: E episodes, S turns (flat over the episodes, in order: turns_E cuts them apart), N numbers.
-
-    python -m pytest tests/test_rewards.py
 """
 
 from dataclasses import dataclass
@@ -120,8 +117,6 @@ def whitened(x_N, moments, eps=1e-8):
     return torch.where(std > 0, (x_N - mean) / (std + eps), 0.0).to(x_N.dtype)
 
 
-# Episodes as tensors, and back
-
 def facts(episodes, settings):
     """won_E, turns_E, group_E and, per turn, whether no penalty is due (valid_S)."""
     valid = [turn.valid if settings.invalid == "admissible" else turn.action is not None
@@ -140,12 +135,17 @@ def write_rewards(episodes, settings):
         episode.reward = reward
 
 
+def reward_of(episodes):
+    """reward_E, as written."""
+    return torch.tensor([e.reward for e in episodes])
+
+
 def compared(episodes, settings):
     """What is compared, within which group, and of how many turns: reward_E, group_E, turns_E; with --variant
     code each turn is a row: reward_S, group_S and 1's."""
     won_E, turns_E, group_E, valid_S = facts(episodes, settings)
     if settings.variant == "paper":
-        return torch.tensor([e.reward for e in episodes]), group_E, turns_E
+        return reward_of(episodes), group_E, turns_E
     reward_S = turn_row_rewards(won_E, valid_S, turns_E, settings)
     return reward_S, group_E.repeat_interleave(turns_E), torch.ones(len(reward_S), dtype=torch.long)
 

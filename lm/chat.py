@@ -3,8 +3,6 @@
 Templates are rendered by hand, because only so is it certain that a longer conversation begins with the
 shorter one, token for token (tests hold them against the tokenizers' own). Left out: tools, and system
 messages but Qwen's own.
-
-    python -m pytest tests/test_chat.py
 """
 
 import re

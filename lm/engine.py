@@ -3,8 +3,7 @@
 Every token is computed once. An episode keeps its slot, and of each new prompt only what the slot does not
 hold yet is run: with an append-only conversation that is the last observation. The members of a group start
 from one prefill. Token in, token out: what was sampled is what is trained on, no response is tokenised again.
-Left out on purpose: paged caches, and batching of rows that sit at different points of a response.
-Shapes: B slots in use, T tokens of a chunk, V vocabulary.
+Left out: paged caches. Shapes: B slots in use, T tokens of a chunk, V vocabulary.
 
     python -m bench.rollout           # against transformers' generate
 """
@@ -18,12 +17,10 @@ from lm.model import KVCache
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn. top_p and top_k are for evaluation: training scores the full distribution."""
+    """How responses are drawn: from the full distribution, which is what training scores."""
 
     temperature: float = 1.0      # 0 = greedy
     max_response_tokens: int = 16
-    top_p: float = 1.0
-    top_k: int = 0
 
 
 @dataclass(slots=True)
@@ -38,8 +35,7 @@ class Response:
 def uniform(stream_B, position):
     """One number in (0, 1) per row, from a counter: splitmix64 of (stream, position), 52 bits, in int64.
 
-    A row's draw depends on its own stream and position only, so an episode draws the same numbers in any
-    slot, beside any other, on any rank.
+    So an episode draws the same numbers in any slot, beside any other, on any rank.
     """
     step = (position + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
     x = stream_B + (step - 2**64 if step >= 2**63 else step)
@@ -49,32 +45,20 @@ def uniform(stream_B, position):
     return (((x >> 12) & 0xFFFFFFFFFFFFF).double() + 0.5) / 2**52   # with 53 bits the half may round up to 1
 
 
-def sample_tokens(logits_BV, uniform_B, temperature=1.0, top_p=1.0, top_k=0):
+def sample_tokens(logits_BV, uniform_B, temperature=1.0):
     """One token per row by inverse transform: the first whose cumulative probability reaches uniform_B.
 
     Stays on the device (no host sync). Returns token_B and its logprob_B under log_softmax(logits /
-    temperature), the full distribution; greedy (temperature 0) reports the logprob at temperature 1.
+    temperature); greedy (temperature 0) reports the logprob at temperature 1.
     """
     logprob_BV = (logits_BV.float() / (temperature or 1.0)).log_softmax(-1)
     if temperature == 0:
         token_B = logprob_BV.argmax(-1)
     else:
-        probs_BV = keep_top(logprob_BV.exp(), top_p, top_k)
-        cumulative_BV = probs_BV.double().cumsum(-1)
+        cumulative_BV = logprob_BV.exp().double().cumsum(-1)
         below_BV = cumulative_BV < uniform_B[:, None] * cumulative_BV[:, -1:]
         token_B = below_BV.sum(-1).clamp_(max=logits_BV.shape[1] - 1)
     return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]
-
-
-def keep_top(probs_BV, top_p, top_k):
-    """Zero what is outside the top_k largest or the smallest set of mass >= top_p; not renormalised."""
-    if top_p >= 1 and top_k <= 0:
-        return probs_BV
-    sorted_BV, order_BV = probs_BV.sort(-1, descending=True)
-    keep_BV = sorted_BV.cumsum(-1) - sorted_BV < top_p           # by the mass before each
-    if top_k > 0:
-        keep_BV[:, top_k:] = False
-    return torch.zeros_like(probs_BV).scatter(1, order_BV, sorted_BV * keep_BV)
 
 
 class Slots:
@@ -152,8 +136,8 @@ def prefill(model, slots, prompts, share):
 def generate(model, slots, prompts, streams, stops, sampling, share=False):
     """Sample one response to each prompt: prompts[i] in slot i, from streams[i]. Returns list[Response].
 
-    A row that has sampled a stop id waits for the others. Whether all have is looked up every 16 tokens, for
-    that makes the host wait for the device; on the CPU, where it costs nothing, at every token.
+    A row that has sampled a stop id waits for the others. Whether all have is looked up every 16 tokens: a
+    look makes the host wait for the device (on the CPU it costs nothing: at every token).
     """
     device = next(model.parameters()).device
     n, longest = len(prompts), max(map(len, prompts))
@@ -163,11 +147,9 @@ def generate(model, slots, prompts, streams, stops, sampling, share=False):
     stream_B, stop = torch.tensor(streams, device=device), torch.tensor(stops, device=device)
     length_B = torch.tensor([len(p) for p in prompts], device=device)
     live_B = torch.ones(n, dtype=torch.bool, device=device)
-    check = 1 if device.type == "cpu" else 16
-    sampled = []                     # (token_B, logprob_B) by position
+    check, sampled = 1 if device.type == "cpu" else 16, []           # (token_B, logprob_B) by position
     for t in range(sampling.max_response_tokens):
-        sampled.append(sample_tokens(logits_BV, uniform(stream_B, t), sampling.temperature, sampling.top_p,
-                                     sampling.top_k))
+        sampled.append(sample_tokens(logits_BV, uniform(stream_B, t), sampling.temperature))
         token_B = sampled[-1][0]
         live_B = live_B & ~torch.isin(token_B, stop)
         if t + 1 == sampling.max_response_tokens or (t % check == check - 1 and not live_B.any()):

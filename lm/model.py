@@ -1,14 +1,9 @@
-"""The Qwen2 decoder in plain PyTorch, and the small default model's tokenizer.
+"""The Qwen2 decoder in plain PyTorch, for sampling and training alike, and the small model's tokenizer.
 
-One module samples and trains. Without a cache, `forward` is the full causal forward over right-padded rows;
-with a `KVCache` it appends a ragged chunk to each row. Parameter names, config.json and safetensors files are
-Hugging Face's, so folders load both ways. Left out: dropout, sliding windows, RoPE scaling.
-
-    python -m pytest tests/test_model.py        # against transformers' Qwen2ForCausalLM, on random weights
-
-Shapes: B rows, T positions of a chunk, S cache slots read, V vocabulary, L layers, H query heads,
-K key/value heads, G = H / K query heads that share one of them, Q = G * T queries of one key/value head,
-D head size, C hidden size, N selected positions.
+Parameter names, config.json and safetensors files are Hugging Face's, so folders load both ways. Left out:
+dropout, sliding windows, RoPE scaling. B rows, T positions of a chunk, S cache slots read, V vocabulary,
+L layers, H query heads, K key/value heads, G = H / K query heads that share one of them, Q = G * T queries
+of one key/value head, D head size, C hidden size, N selected positions.
 """
 
 import copy
@@ -25,8 +20,7 @@ from torch import nn
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role == 'user' %}<|user|>{{ message.content }}"
+    "{% for message in messages %}{% if message.role == 'user' %}<|user|>{{ message.content }}"
     "{% elif message.role == 'assistant' %}<|assistant|>{{ message.content }}<|im_end|>"
     "{% else %}{{ raise_exception('this chat has user and assistant, not ' + message.role) }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -64,8 +58,18 @@ class ModelConfig:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-        rope = raw.get("rope_parameters") or {}    # transformers 5; version 4 has rope_theta and rope_scaling
-        refuse_unimplemented(path, raw, raw.get("rope_scaling") or rope)
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}    # transformers 4's name, and 5's
+        implemented = {
+            "model_type": raw.get("model_type") == "qwen2",
+            "hidden_act": raw.get("hidden_act", "silu") == "silu",
+            "use_sliding_window": not raw.get("use_sliding_window"),
+            "layer_types": set(raw.get("layer_types") or ()) <= {"full_attention"},
+            "eos_token_id": isinstance(raw.get("eos_token_id"), int | None),
+            "RoPE scaling": rope.get("rope_type", rope.get("type", "default")) == "default",
+        }
+        if refused := [name for name, fine in implemented.items() if not fine]:
+            found = (raw | {"RoPE scaling": rope}).get(refused[0])
+            raise ValueError(f"{path}: {refused[0]}={found!r} is not implemented")
         values = {field.name: raw[field.name] for field in fields(cls) if raw.get(field.name) is not None}
         values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
         values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
@@ -77,101 +81,73 @@ class ModelConfig:
 
     def save(self, folder, dtype=torch.float32):
         """Write `folder`/config.json in a form that transformers 4 and 5 read alike."""
-        rope = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        raw = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
-        raw |= asdict(self) | {"rope_parameters": rope, "use_sliding_window": False}
-        raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+        raw = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
+               **asdict(self), "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
+               "use_sliding_window": False, "torch_dtype": str(dtype).removeprefix("torch.")}
         (Path(folder) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def refuse_unimplemented(path, raw, rope):
-    """ValueError for a config.json that asks for what this file leaves out."""
-    found = {
-        "model_type": raw.get("model_type") == "qwen2",
-        "hidden_act": raw.get("hidden_act", "silu") == "silu",
-        "use_sliding_window": not raw.get("use_sliding_window"),
-        "layer_types": set(raw.get("layer_types") or ()) <= {"full_attention"},
-        "eos_token_id": isinstance(raw.get("eos_token_id"), int | None),
-    }
-    for name, implemented in found.items():
-        if not implemented:
-            raise ValueError(f"{path}: {name}={raw.get(name)!r} is not implemented")
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ValueError(f"{path}: RoPE scaling is not implemented: {rope!r}")
-
-
 class KVCache:
-    """Keys and values of some rows of text: k and v, each [L, B, K, length + 1, D].
+    """Keys and values of some rows of text: kv is [2, L, B, K, length + 1, D].
 
-    Slot index = absolute position = RoPE position. The last slot is a bin: padding is written there, nothing
-    reads it. No dataclass, because FSDP casts (that is: copies) tensors that it finds inside tuples and
-    dataclasses, and writes to a copy are lost.
+    Slot index = absolute position = RoPE position. The last slot is a bin for padding: written, never read.
+    No dataclass: FSDP casts, so copies, tensors that it finds inside one, and writes to a copy are lost.
     """
 
     def __init__(self, config, slots, length, dtype, device):
-        shape = (config.num_hidden_layers, slots, config.num_key_value_heads, length + 1, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)    # zeros: masked garbage must be finite
-        self.v, self.length = torch.zeros_like(self.k), length
+        shape = (2, config.num_hidden_layers, slots, config.num_key_value_heads, length + 1, config.head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)    # zeros: masked garbage must be finite
+        self.length = length
 
     def rows(self, stop, start=0):
         """Rows start to stop, as a view: writes reach this cache."""
         view = copy.copy(self)
-        view.k, view.v = self.k[:, start:stop], self.v[:, start:stop]
+        view.kv = self.kv[:, :, start:stop]
         return view
 
     def copy_row(self, src, dst, length):
         """Let row dst hold what row src holds in its first `length` slots."""
-        self.k[:, dst, :, :length] = self.k[:, src, :, :length]
-        self.v[:, dst, :, :length] = self.v[:, src, :, :length]
+        self.kv[:, :, dst, :, :length] = self.kv[:, :, src, :, :length]
 
     def export_row(self, row, length):
         """A copy of the row's first `length` slots, [2, L, K, length, D], for `import_row`."""
-        return torch.stack([self.k[:, row, :, :length], self.v[:, row, :, :length]])
+        return self.kv[:, :, row, :, :length].clone()
 
     def import_row(self, row, kv):
         """Write what `export_row` gave into the first slots of a row."""
-        self.k[:, row, :, :kv.shape[3]], self.v[:, row, :, :kv.shape[3]] = kv
+        self.kv[:, :, row, :, :kv.shape[3]] = kv
 
 
 class Append:
     """Where a chunk goes in a cache and what it sees there, for every layer; like `KVCache` no dataclass."""
 
     def __init__(self, cache, position_BT, n_valid_B, context, group, dtype):
-        T, device, slot_BT = position_BT.shape[1], position_BT.device, position_BT
+        (B, T), device = position_BT.shape, position_BT.device
+        self.cache, self.slot_BT, self.context = cache, position_BT, context
         if n_valid_B is not None:
             padding_BT = torch.arange(T, device=device) >= n_valid_B[:, None]
-            slot_BT = position_BT.masked_fill(padding_BT, cache.length)
-        self.cache, self.slot_BT, self.context = cache, slot_BT, context
-        self.row_B1 = torch.arange(len(slot_BT), device=device)[:, None]
+            self.slot_BT = position_BT.masked_fill(padding_BT, cache.length)
+        self.row_B1 = torch.arange(B, device=device)[:, None]
         future_BTS = torch.arange(context, device=device) > position_BT[:, :, None]
         mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
         self.mask_B1QS = mask_BTS.repeat(1, group, 1)[:, None]    # head-major, like the queries
 
     def write(self, layer, k_BTKD, v_BTKD):
         """Put the chunk's keys and values into their slots; returns all it may read, [B, K, S, D] each."""
-        k, v = self.cache.k[layer], self.cache.v[layer]
+        k, v = self.cache.kv[:, layer]
         k[self.row_B1, :, self.slot_BT] = k_BTKD
         v[self.row_B1, :, self.slot_BT] = v_BTKD
         return k[:, :, :self.context], v[:, :, :self.context]
 
 
 def rope_tables(position_BT, head_dim, theta, dtype):
-    """cos and sin of the rotary angles, [B, T, 1, D / 2] each.
+    """cos and sin of position * theta^(-2i / D), [B, T, 1, D / 2] each; RoFormer, arXiv:2104.09864 §3.2.2.
 
-        angle_i = position * theta^(-2i / D)                     RoFormer, arXiv:2104.09864 §3.2.2
-
-    Computed in fp32 at each forward: a stored table would be lost by a model built on the meta device, and
-    rounded by one cast to bf16.
+    Computed in fp32 at each forward: a table would be lost on the meta device, and rounded by a cast to bf16.
     """
     even_D = torch.arange(0, head_dim, 2, device=position_BT.device).float()
     angle_BT1D = position_BT[:, :, None, None] * (1.0 / theta ** (even_D / head_dim))
     return angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
-
-
-def rotate(x_BTHD, cos_BT1D, sin_BT1D):
-    """Apply RoPE to each head; the two halves of D are the pairs, as in Hugging Face's weights."""
-    a, b = x_BTHD.chunk(2, dim=-1)
-    return torch.cat([a * cos_BT1D - b * sin_BT1D, b * cos_BT1D + a * sin_BT1D], dim=-1)
 
 
 class Attention(nn.Module):
@@ -181,16 +157,17 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        width = config.hidden_size
-        self.q_proj = nn.Linear(width, self.heads * self.head_dim)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, width, bias=False)
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x_BTC, cos, sin, append):
         B, T, _ = x_BTC.shape
         qk = torch.cat([self.q_proj(x_BTC), self.k_proj(x_BTC)], dim=-1).view(B, T, -1, self.head_dim)
-        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=2)
+        a, b = qk.chunk(2, dim=-1)    # RoPE's pairs are the two halves of D, as in Hugging Face's weights
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        q, k = rotated.split([self.heads, self.kv_heads], dim=2)
         v = self.v_proj(x_BTC).view(B, T, self.kv_heads, self.head_dim)
         q_BHTD = q.transpose(1, 2)
         if append is None:
@@ -230,23 +207,16 @@ class Block(nn.Module):
         return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
 
 
-class Decoder(nn.Module):
-    """Embedding, layers, final norm: what Hugging Face calls `model`. `Model.forward` runs it."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
 class Model(nn.Module):
     """A Qwen2 language model. Weights are torch's defaults until `init_weights` or `load_pretrained`."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.model = Decoder(config)
+        self.model = nn.Module()    # Hugging Face's name for all but the heads
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.model.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.value_head:
             self.value_head = nn.Linear(config.hidden_size, 1)
@@ -260,14 +230,12 @@ class Model(nn.Module):
     def forward(self, ids_BT, cache=None, start_B=None, n_valid_B=None, context=None, select=None, head="lm"):
         """Logits [B, T, V], or [N, V] at the positions that `select` = (row_N, column_N) names.
 
-        head: "lm", the logits; "value", what the value head says, fp32 [B, T] or [N]; "hidden", what both
-        heads read, [.., C]; "hidden+lm", the pair of hidden states and logits.
-
+        head: "value" gives what the value head says instead, fp32 [B, T] or [N]; "hidden" what both heads
+        read, [.., C]; "hidden+lm" the pair of hidden states and logits.
         Without a cache: each row causally from position 0; pad on the right with anything.
-        With one (under no_grad): row b's first n_valid_B[b] ids (all T if None) are appended at slot
-        start_B[b], and see that row's earlier slots. Logits beyond n_valid_B mean nothing; a row with 0 keeps
-        all it holds. `context`: how many slots to read, at least the longest row's length after this chunk
-        (an int, so that the host need not wait for the device).
+        With one (under no_grad): row b's first n_valid_B[b] ids (all T if None) go to slot start_B[b] onwards
+        and see its earlier slots. Logits beyond n_valid_B mean nothing; a row with 0 keeps all it holds.
+        context: slots to read, at least the longest row's length after this chunk; an int, to spare a sync.
         """
         T, append = ids_BT.shape[1], None
         x_BTC = self.model.embed_tokens(ids_BT)
@@ -295,7 +263,7 @@ def init_weights(model, seed):
     """Fresh weights: normal with std 1 / sqrt(hidden size), biases and value head 0, norms 1.
 
     The seed fixes them on any device; a value head changes no other weight. At Qwen2's widths that is about
-    its own 0.02; at width 64 to 96, 0.02 is too small to learn to copy in good time.
+    its 0.02, which is too small to learn to copy in good time at width 64 to 96.
     """
     generator, std = torch.Generator().manual_seed(seed), model.config.hidden_size ** -0.5
     for name, parameter in model.named_parameters():
@@ -335,13 +303,7 @@ def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
     state = model.state_dict()
     for name in ("value_head.weight", "value_head.bias") if new_head else ():
         state.pop(name).zero_()
-    copy_tensors(state, folder, tied=config.tie_word_embeddings)
-    return model
-
-
-def copy_tensors(state, folder, tied):
-    """Fill the tensors of a state dict from a folder's safetensors files, one tensor at a time."""
-    missing = set(state) - ({"lm_head.weight"} if tied else set())
+    missing = set(state) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
@@ -358,6 +320,7 @@ def copy_tensors(state, folder, tied):
             raise ValueError(f"{path}: not a safetensors file: {error}") from None
     if missing:
         raise ValueError(f"{folder}: missing tensor {min(missing)} ({len(missing)} missing in all)")
+    return model
 
 
 def weight_files(folder):
@@ -368,8 +331,8 @@ def weight_files(folder):
     if not index.is_file():
         raise ValueError(f"{folder}: no {single.name} and no {index.name}")
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        paths = [Path(folder) / name for name in names]
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        paths = [Path(folder) / name for name in sorted(set(names))]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{index}: not an index of safetensors files: {error!r}") from None
     if missing := [path for path in paths if not path.is_file()]:
@@ -384,16 +347,15 @@ def small_tokenizer(phrases):
     Any text comes back from decode(encode(text)), up to Unicode's NFC, which AutoTokenizer adds to Qwen2.
     """
     for phrase in phrases:
-        if not phrase or not phrase.isascii() or phrase in SPECIAL_TOKENS:
-            # the byte-level decoder would take "é" for byte 0xE9
+        if not phrase or not phrase.isascii() or phrase in SPECIAL_TOKENS:    # "é" would decode as byte 0xE9
             raise ValueError(f"phrase {phrase!r}: expected ASCII text that is no special token")
     byte_ids = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=byte_ids, merges=[]))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
-    tokenizer.add_special_tokens(specials)
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
     return tokenizer
 
@@ -401,17 +363,16 @@ def small_tokenizer(phrases):
 def save_small_tokenizer(phrases, folder):
     """Write `small_tokenizer(phrases)` and its chat template into a folder; returns the vocabulary size.
 
-    Beside a config.json of model_type qwen2, AutoTokenizer makes a Qwen2Tokenizer, whatever
-    tokenizer_config.json says: vocabulary, merges and added tokens stay, its own normaliser and pre-tokeniser
-    come around them. Bytes and added tokens mean the same under both; a vocabulary of whole words would be
-    lost silently.
+    Beside a config.json of model_type qwen2, AutoTokenizer ignores the class and makes a Qwen2Tokenizer:
+    vocabulary, merges and added tokens stay, its own normaliser and pre-tokeniser come around them. Bytes and
+    added tokens mean the same under both; a vocabulary of whole words would be lost silently.
     """
     tokenizer = small_tokenizer(phrases)
     tokenizer.save(str(Path(folder) / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
                 "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
-    text = json.dumps(settings, indent=2) + "\n"
-    (Path(folder) / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    path = Path(folder) / "tokenizer_config.json"
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return tokenizer.get_vocab_size()
 
 
@@ -423,7 +384,6 @@ def load_tokenizer(folder):
         raise ValueError(f"{path}: not found")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     sample = "You see a drawer 1, and\n  a caf\u00e9's mug 12.\n\n> go to drawer 1"
-    back = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))
-    if back != sample:
+    if (back := tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))) != sample:
         raise ValueError(f"{folder}: the tokenizer loses text: {sample!r} comes back as {back!r}")
     return tokenizer

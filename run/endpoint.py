@@ -1,18 +1,10 @@
 """Questions to a large model behind an OpenAI-compatible server, answered once, kept on disk.
 
-Callers write the questions: is this turn good, what thought came before this command. Here they are sent,
-several at a time; what fails is sent again, and what has no answer is None and counted. Left out: streaming,
-tools, several answers to a question, and the newest OpenAI models that refuse `max_tokens`.
+What fails is sent again; what has no answer is None and counted. Left out: streaming, tools, several answers
+to a question, and the newest OpenAI models that refuse `max_tokens`.
 
     DEEPSEEK_KEY=... python gcd.py --judge-labels rule+endpoint --endpoint https://api.deepseek.com/v1 \\
         --endpoint-model deepseek-chat --endpoint-key-variable DEEPSEEK_KEY
-    python -m pytest tests/test_endpoint.py
-
-An answer is in the cache file before `ask` returns it, and what is there is never paid again; while a process
-asks a question, others on the same cache file wait for its answer. So each is paid once, except that a lost
-answer (a time-out, a crash) may have been paid, an empty one is not kept, and nobody waits longer than
-`patience_s`. This holds between processes, not between threads or Endpoints of one process, and where the
-locks of the cache's file system reach all of them.
 """
 
 import fcntl
@@ -50,14 +42,17 @@ class Failure:
 class Endpoint:
     """A model on an OpenAI-compatible server, as something that answers questions.
 
-    limit: requests in this process at most, retries among them.  timeout_s: for a whole answer.
-    first_wait_s: before the first retry; doubled for each further one.  counts: each distinct question of a
-    call is `cached` (on disk, or put there by another process meanwhile), `limited` (the limit was reached),
-    `failed`, or answered; `asked` questions and `retried` requests add up to the requests sent.
+    An answer is in the cache file before `ask` returns it, and while a process asks a question, others on the
+    same file wait for its answer. So each is paid once, except that a lost answer (a time-out, a crash) may
+    have been paid, an empty one is not kept, and nobody waits longer than `patience_s`. This holds between
+    processes that the locks of the cache's file system reach, not within one.
 
-    An endpoint that fails FAILURES_IN_A_ROW questions is dead: the rest of the call is failed without a
-    request, and each later call begins with a single request that shows whether it is back. ValueError names
-    what is missing or misspelt: the package, the key, the address, the cache's folder.
+    limit: requests in this process at most, retries among them. timeout_s: for a whole answer. first_wait_s:
+    before the first retry; doubled for each further one. counts: each distinct question of a call is `cached`
+    (maybe by now only), `limited`, `failed` or answered; `asked` + `retried` = the requests sent. An endpoint
+    that fails FAILURES_IN_A_ROW questions is dead: the rest of the call fails without a request, and each
+    later call begins with a single one that shows whether it is back. ValueError names what is missing or
+    misspelt: the package, the key, the address, the cache's folder.
     """
 
     def __init__(self, base_url, model, key_variable="OPENAI_API_KEY", cache="runs/endpoint.jsonl",
@@ -71,8 +66,19 @@ class Endpoint:
         self.base_url, self.model, self.key_variable = checked_address(base_url), model, key_variable
         self.limit, self.concurrency, self.timeout_s, self.retries = limit, concurrency, timeout_s, retries
         self.max_tokens, self.temperature, self.first_wait_s = max_tokens, float(temperature), first_wait_s
-        secret = secret_in(key_variable)
-        self.clean = lambda text: without(secret, text)        # the key is nowhere else but in the client
+        secret, flag = os.environ.get(key_variable, "").strip(), f"--endpoint-key-variable={key_variable}"
+        if not secret:
+            raise ValueError(f"{flag}: this environment variable is not set "
+                             "(a server that needs no key takes any)")
+        if not all("!" <= character <= "~" for character in secret):    # and no message may repeat it
+            raise ValueError(f"{flag}: its value holds characters that no key has")
+
+        def clean(text):
+            """A text that can be sent and stored: without the key, and without halves of characters."""
+            text = text.replace(secret, "[key]") if len(secret) >= SHORTEST_SECRET else text
+            return text.encode("utf-8", "replace").decode("utf-8")
+
+        self.clean = clean             # a closure: the key is nowhere else but in the client
         # max_retries: those of the client would escape the limit, and its waits cannot be cut short
         self.client = openai.OpenAI(api_key=secret, base_url=base_url, max_retries=0, timeout=timeout_s)
         self.errors = (openai.OpenAIError, httpx2.HTTPError, TimeoutError, *GARBAGE)
@@ -129,8 +135,7 @@ class Endpoint:
         try:
             futures = [pool.submit(self.settle, key, messages, retries) for key, messages in todo]
             for future in tqdm(as_completed(futures), desc="endpoint", total=len(todo), leave=False, delay=2):
-                outcome = future.result()
-                if outcome == "answered":
+                if (outcome := future.result()) == "answered":
                     self.in_a_row = 0
                     continue
                 self.counts[outcome] += 1
@@ -153,7 +158,10 @@ class Endpoint:
             for retry in range(1 if waited else 1 + retries):
                 if self.stop.wait(wait_s):
                     break
-                if not self.spend("retried" if retry else "asked"):
+                with self.lock:
+                    left = self.counts["asked"] + self.counts["retried"] < self.limit
+                    self.counts["retried" if retry else "asked"] += left
+                if not left:
                     return "limited"
                 answer = self.request(messages)
                 if not isinstance(answer, Failure):
@@ -167,13 +175,6 @@ class Endpoint:
                     break
                 wait_s = self.wait_s(retry, answer.after_s)
         return "failed"
-
-    def spend(self, on):
-        """One request of those that the limit allows, if there is one left."""
-        with self.lock:
-            left = self.counts["asked"] + self.counts["retried"] < self.limit
-            self.counts[on] += left
-        return left
 
     def wait_s(self, retry, after_s):
         if after_s is None:            # on purpose unseeded: processes must not wait alike
@@ -192,19 +193,17 @@ class Endpoint:
                     body += part
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"no whole answer in {self.timeout_s} s")
-            return self.answer_in(json.loads(body))
+            data = json.loads(body)
+            text, usage = data["choices"][0]["message"]["content"], data.get("usage")
+            if not isinstance(text, str | None):
+                raise TypeError("content is not a text")
+            if not text or not text.strip():
+                return Failure("an empty answer")
+            counted = usage.items() if isinstance(usage, dict) else ()
+            counts = {self.clean(name): count for name, count in counted if type(count) is int}
+            return {"answer": self.clean(text), "usage": counts}
         except self.errors as error:
             return self.failure(error)
-
-    def answer_in(self, data):
-        text, usage = data["choices"][0]["message"]["content"], data.get("usage")
-        if text is None or isinstance(text, str) and not text.strip():
-            return Failure("an empty answer")
-        if not isinstance(text, str):
-            raise TypeError("content is not a text")
-        counted = usage.items() if isinstance(usage, dict) else ()
-        counts = {self.clean(name): count for name, count in counted if type(count) is int}
-        return {"answer": self.clean(text), "usage": counts}
 
     def failure(self, error):
         """What an exception means; it is not kept, for the request it holds has the key in its headers."""
@@ -232,24 +231,6 @@ def checked_address(url):
     raise ValueError(f"--endpoint={url}: expected a base URL like https://api.deepseek.com/v1")
 
 
-def secret_in(variable):
-    """The key, which no message may repeat."""
-    secret = os.environ.get(variable, "").strip()
-    if not secret:
-        raise ValueError(f"--endpoint-key-variable={variable}: this environment variable is not set "
-                         "(a server that needs no key takes any)")
-    if not all("!" <= character <= "~" for character in secret):
-        raise ValueError(f"--endpoint-key-variable={variable}: its value holds characters that no key has")
-    return secret
-
-
-def without(secret, text):
-    """A text that can be sent and stored: without the key, and without halves of characters."""
-    if len(secret) >= SHORTEST_SECRET:
-        text = text.replace(secret, "[key]")
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def asked_to_wait_s(headers):
     """Retry-After, which is in seconds or a date; None without, or if it is neither."""
     value = headers.get("retry-after", "")
@@ -263,14 +244,13 @@ def asked_to_wait_s(headers):
 class Cache:
     """Answers in a file of JSON lines, which any number of processes append to and none rewrites.
 
-    A line that is no answer, such as the first half of one whose writer was killed, is skipped, counted in
-    `bad_lines` and reported once. Claims are locks on bytes of an empty file beside it; the system drops them
-    with their process.
+    A line that is no answer (its writer was killed, say) is skipped, counted in `bad_lines` and reported
+    once. Claims are locks on bytes of an empty file beside it, which end with their process.
     """
 
     def __init__(self, path):
-        self.path, self.answers, self.read_to, self.bad_lines = Path(path), {}, 0, 0
-        self.lock = threading.Lock()
+        self.path, self.lock = Path(path), threading.Lock()
+        self.answers, self.read_to, self.bad_lines = {}, 0, 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.claims = open(f"{self.path}.lock", "ab")
@@ -318,8 +298,8 @@ class Cache:
     def claim(self, key, patience_s, stop):
         """Hold a question against other processes; yields whether another held it until now.
 
-        Looks every POLL_S (in calls that wait, threads of two processes that wait for each other would be a
-        deadlock) for at most patience_s, and no longer once `stop` is set.
+        Looks every POLL_S, at most for patience_s and until `stop` is set: calls that wait could deadlock two
+        processes.
         """
         place, waited, deadline = int(key[:15], 16), False, time.monotonic() + patience_s
         while True:

@@ -1,8 +1,7 @@
 """What a run writes and reads: metrics.jsonl, episodes.jsonl, evaluation.json, stages.json; their one owner.
 
 A line of a .jsonl file is on the disk before anything else happens; a .json file is written beside and
-renamed: a reader sees the old one or the new. What is not a number is null. Left out: checkpoints
-(run/parallel.py).
+renamed: a reader sees the old one or the new. NaN is null. Left out: checkpoints (run/parallel.py).
 """
 
 import json
@@ -23,8 +22,6 @@ def finite(value):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
-
-# Writing
 
 def append(path, record):
     """One JSON object, one line, flushed to the disk. OSError names the file."""
@@ -51,10 +48,7 @@ def write_json(path, value, indent=1):
 
 
 def begin(folder, resume):
-    """Keep what an earlier run left in a folder beside, as NAME.old; a run that goes on keeps its logs.
-
-    What a kill left of a log's last line becomes a line of its own: nothing is glued to it.
-    """
+    """Keep an earlier run's files as NAME.old; one that goes on keeps its logs, a cut last line ended."""
     for name in [STAGES] if resume else [STAGES, EVALUATION, METRICS, EPISODES]:
         if (folder / name).exists():
             os.replace(folder / name, folder / f"{name}.old")
@@ -63,8 +57,6 @@ def begin(folder, resume):
             with open(log, "a") as file:
                 file.write("\n")
 
-
-# Reading
 
 def read_lines(path):
     """The objects of a .jsonl file (none if it is absent), and the numbers of lines that a kill cut short."""
@@ -99,8 +91,6 @@ def iterations_in(records):
     return [by_number[number] for number in sorted(by_number)]
 
 
-# What a run says of itself
-
 def commit():
     """The commit of the code, "+" if changed since; empty outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
@@ -110,24 +100,22 @@ def commit():
         return ""
 
 
-def hashes(config):
-    """The hash of the games of each split that a run evaluates and, as "train", of all that RL may play."""
-    world = config.world
-    played = config.iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1)
-    train = {"train": world.tasks_hash(world.train(config.train_types, 0, played))} if played else {}
-    return {split: world.tasks_hash(world.split(split)) for split in config.splits} | train
-
-
 def origin_of(config):
-    """What a run was made with: versions of what computes and plays, commit, games, and the world's words."""
+    """What a run was made with: versions of what computes and plays, commit, games, and the world's words.
+
+    games_hash: of each split that the run evaluates and, as "train", of all that RL may play.
+    """
     import torch
     import transformers
     world = config.world
+    hashes = {split: world.tasks_hash(world.split(split)) for split in config.splits}
+    if played := config.iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1):
+        hashes["train"] = world.tasks_hash(world.train(config.train_types, 0, played))
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "transformers": transformers.__version__,
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores"} | world.versions()
     return {"versions": versions, "commit": commit(), "world": config.env, "games": world.games(),
-            "games_hash": hashes(config), "captions": dict(world.captions),
+            "games_hash": hashes, "captions": dict(world.captions),
             "note": world.note(config.settings()), "warning": world.warning()}
 
 

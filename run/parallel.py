@@ -1,11 +1,9 @@
 """Being one process of several: ranks, sharded weights, sums, gradients, random streams, checkpoints.
 
-Every `torch.distributed` word of the project is here. One process takes the same path as eight: `shard` then
-has nothing to shard, the sums are the values themselves, and there is no process group. Left out: tensor,
-pipeline and context parallelism, and backends other than gloo (CPU) and nccl (CUDA).
+Every `torch.distributed` word of the project is here. One process takes the path of eight, with nothing to
+shard and no process group. Left out: tensor, pipeline and context parallelism.
 
-    python gcd.py                              # one process
-    torchrun --nproc-per-node 8 gcd.py         # eight
+    torchrun --nproc-per-node 8 gcd.py         # `python gcd.py` is one process
     python -m pytest tests/test_parallel.py    # one and two processes give the same numbers
 """
 
@@ -17,6 +15,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -46,18 +45,17 @@ class Ranks:
 def setup(device="auto", timeout_s=2 * 3600):
     """Join the processes that torchrun started (one, without torchrun) and return this one's Ranks.
 
-    device: "auto" is CUDA where there is any. timeout_s: how long a rank waits for the others, then it fails;
-    hours, because rank 0 alone makes the demonstrations and asks large models.
+    device: "auto" is CUDA where there is any. timeout_s: how long a rank waits for the others; hours, because
+    rank 0 alone makes the demonstrations and asks large models.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device={device}: expected auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device=cuda: torch sees no CUDA device")
-    rank, world, local = (int(os.environ.get(name, default))
-                          for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     place = torch.device("cpu")
     if device != "cpu" and torch.cuda.is_available():
-        if local >= torch.cuda.device_count():
+        if (local := int(os.environ.get("LOCAL_RANK", 0))) >= torch.cuda.device_count():
             raise ValueError(f"--nproc-per-node: no GPU {local}, there are {torch.cuda.device_count()}")
         place = torch.device("cuda", local)
         torch.cuda.set_device(place)
@@ -69,8 +67,7 @@ def setup(device="auto", timeout_s=2 * 3600):
 def shutdown():
     """Leave the process group, if there is one."""
     if dist.is_initialized():
-        # a gloo thread that frees its last tensor while Python exits aborts the process: let it come first
-        time.sleep(0.2)
+        time.sleep(0.2)    # a gloo thread that frees its last tensor while Python exits aborts the process
         dist.destroy_process_group()
 
 
@@ -85,16 +82,13 @@ def print0(*values):
         print(*values, flush=True)
 
 
-# Weights
-
 def shard(model, ranks, compute_dtype=torch.float32):
     """Spread fp32 master weights over the ranks: FSDP2, a unit per layer of `model.model.layers`, one root.
 
-    Every rank gets rank 0's weights. compute_dtype is that of forward and backward. Gradients are reduced in
-    fp32 and summed, not averaged: divide the loss by a count over all ranks. From then on ranks make equal
-    numbers of forwards and backwards, except inside `gathered`. Make the optimizer afterwards. The model
-    passes through each rank's memory whole, once. One process in fp32 is left unwrapped (the wrap costs time
-    and gives nothing); in bf16 it is wrapped too, for FSDP keeps the fp32 masters beside the bf16 weights.
+    Every rank gets rank 0's weights; the model passes through its memory whole, once. compute_dtype: that of
+    forward and backward. Gradients are summed in fp32, not averaged: divide the loss by a count over all
+    ranks. From then on ranks make equal numbers of forwards and backwards, except inside `gathered`. Make the
+    optimizer afterwards. One process is left unwrapped in fp32, to save time; bf16 needs FSDP's fp32 masters.
     """
     model.to(device=ranks.device, dtype=torch.float32)
     if ranks.world == 1 and compute_dtype == torch.float32:
@@ -117,8 +111,8 @@ def shard(model, ranks, compute_dtype=torch.float32):
 def gathered(model):
     """Hold the full weights on every rank, so that ranks may call forward different numbers of times.
 
-    For generation under no_grad; do not train inside. Costs one all-gather on entry and, while open, one copy
-    of all the weights in the compute dtype on every rank; for an unwrapped model nothing.
+    Under no_grad, not to train. Costs one all-gather on entry and, while open, all the weights in the compute
+    dtype on every rank; for an unwrapped model nothing.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
@@ -133,14 +127,12 @@ def gathered(model):
 
 
 def full_weights(model):
-    """The whole fp32 weights by name, on the CPU of rank 0; an empty dict on the others. All ranks call it.
+    """The whole fp32 weights by name, on the CPU of rank 0; empty on the others. All ranks call it.
 
     A sharded model has no deepcopy: load these into a new one on rank 0; `shard` gives each rank its part.
     """
     return states.get_model_state_dict(model, options=FULL_ON_CPU)
 
-
-# Numbers over ranks
 
 def gather(value):
     """Every rank's value (any picklable object), in the order of ranks, on every rank."""
@@ -152,9 +144,9 @@ def gather(value):
 
 
 def all_sum(x):
-    """The sum over ranks of a number, of a tensor of one shape, or of a dict of numbers by key.
+    """The sum over ranks of a number, of a tensor of one shape, or of a dict of numbers; no key counts as 0.
 
-    A key that some ranks lack counts as 0 there. Numbers are added in rank order: all get equal bits.
+    Numbers are added in rank order: all get equal bits.
     """
     if isinstance(x, torch.Tensor):
         total = x.detach().clone()
@@ -162,10 +154,9 @@ def all_sum(x):
             dist.all_reduce(total)
         return total
     values = gather(x)
-    if isinstance(x, dict):
-        keys = dict.fromkeys(key for value in values for key in value)
-        return {key: sum(value.get(key, 0) for value in values) for key in keys}
-    return sum(values)
+    if not isinstance(x, dict):
+        return sum(values)
+    return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(chain(*values))}
 
 
 def all_max(x):
@@ -180,7 +171,7 @@ def any_rank(flag):
 
 def together(action):
     """action() on every rank; if it fails on any, all raise: none is left waiting for the others."""
-    failure, value = None, None
+    failure = value = None
     try:
         value = action()
     except Exception as error:
@@ -196,10 +187,8 @@ def on_main(action):
     return gather(together(lambda: action() if is_main() else None))[0]
 
 
-# Gradients: a list with one tensor (or None) per parameter, in the order of model.parameters()
-
 def take_grads(model):
-    """Take the accumulated gradients off the model, leaving every `.grad` None."""
+    """Take the gradient off the model: a list of tensors or None, in the order of model.parameters()."""
     grads = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     return grads
@@ -208,9 +197,8 @@ def take_grads(model):
 def dot(grads_a, grads_b):
     """The inner product of two gradients over all parameters and ranks, summed in fp64; None counts as 0."""
     sharded = any(isinstance(grad, DTensor) for grad in (*grads_a, *grads_b))
-    pairs = [(a, b) for a, b in zip(grads_a, grads_b, strict=True) if a is not None and b is not None]
-    if sharded:
-        pairs = [(a.to_local(), b.to_local()) for a, b in pairs]
+    pairs = [(a.to_local(), b.to_local()) if sharded else (a, b)
+             for a, b in zip(grads_a, grads_b, strict=True) if a is not None and b is not None]
     products = [(a * b).sum(dtype=torch.float64) for a, b in pairs]
     total = float(torch.stack(products).sum()) if products else 0.0
     return all_sum(total) if sharded else total
@@ -222,16 +210,11 @@ def norm(grads):
 
 
 def put_grads(model, scaled):
-    """Write the sum of scale * grads over `scaled` = [(scale, grads), ...] as the model's gradient.
-
-    The lists stay as they are. A parameter without a gradient in any of them gets None.
-    """
+    """Make the sum of scale * grads over `scaled` = [(scale, grads), ...] the gradient; None adds nothing."""
     for index, parameter in enumerate(model.parameters()):
         terms = [scale * grads[index] for scale, grads in scaled if grads[index] is not None]
         parameter.grad = sum(terms[1:], terms[0]) if terms else None
 
-
-# Randomness
 
 def mix64(x):
     """splitmix64's output function: a bijection of 64-bit integers, each input bit spread over all."""
@@ -242,12 +225,9 @@ def mix64(x):
 
 
 def stream(seed, *path):
-    """The 63-bit name of a random stream, e.g. stream(seed, iteration, rank): same integers, same stream.
-
-    Equal in every process and on every machine; depends on the order and the number of the integers.
-    """
-    state = mix64(operator.index(seed) & MASK64)
-    for number in path:
+    """The 63-bit name of a random stream, e.g. stream(seed, iteration, rank); equal on every machine."""
+    state = 0
+    for number in (seed, *path):
         state = mix64(state ^ (operator.index(number) & MASK64))
     return state >> 1
 
@@ -257,16 +237,14 @@ def generator(seed, *path, device="cpu"):
     return torch.Generator(device).manual_seed(stream(seed, *path))
 
 
-# Checkpoints: a Hugging Face folder with trainer.pt in it
-
 def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=None, critic=None):
-    """Replace the checkpoint in `folder` by the present model, optimizer and `state`; all ranks call it.
+    """Replace the checkpoint in `folder`, a Hugging Face folder with trainer.pt in it; all ranks call it.
 
     state: rank 0's plain values and tensors, which `load_trainer` returns. save_model(model, folder,
     state=weights) writes the full weights, extra_files(folder) a tokenizer, say. critic: a second (model,
-    optimizer), kept whole in trainer.pt. All is written and synced beside the old checkpoint, then takes its
-    name: a failure at any moment leaves the old one or the new. Raises OSError naming the folder, on every
-    rank. Meanwhile rank 0 holds the full fp32 weights and optimizer state in CPU memory.
+    optimizer), kept whole in trainer.pt. All is gathered in rank 0's CPU memory, written and synced beside
+    the old checkpoint, then takes its name: a failure at any moment leaves the old or the new. OSError, on
+    every rank, names the folder.
     """
     folder = Path(folder).resolve()
     on_main(lambda: repair(folder) or refuse_other_folder(folder))
@@ -295,14 +273,10 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
 
 
 def optimizer_state(model, optimizer):
-    """The whole optimizer state by parameter name, on the CPU of rank 0; an empty dict on the others.
-
-    An optimizer that has not stepped has none and stays without: torch makes it step on zeros to have some,
-    and its first real step would be corrected as a second one.
-    """
+    """The whole optimizer state by parameter name, on the CPU of rank 0; empty on the others."""
     stepped = bool(optimizer.state)
     saved = states.get_optimizer_state_dict(model, optimizer, options=FULL_ON_CPU)
-    if not stepped:
+    if not stepped:    # torch stepped it on zeros, and would correct its first real step as a second one
         optimizer.state.clear()
         saved.get("state", {}).clear()
     return saved
@@ -329,8 +303,7 @@ def load_trainer(folder, model, optimizer, critic=None):
     path, trainer = Path(folder) / TRAINER_FILE, read_trainer(folder)
     load_optimizer(path, model, optimizer, trainer["optimizer"])
     if critic is not None:
-        saved = trainer["critic"]
-        if saved is None:
+        if (saved := trainer["critic"]) is None:
             raise ValueError(f"{path}: no critic: saved by a run without one")
         here, there = ({(name, tensor.shape) for name, tensor in weights.items()}
                        for weights in (critic[0].state_dict(), saved["weights"]))
@@ -342,17 +315,13 @@ def load_trainer(folder, model, optimizer, critic=None):
 
 
 def load_optimizer(path, model, optimizer, saved):
-    """Restore an optimizer; `path` is for messages only.
-
-    A parameter that had no gradient yet (the value head before the first judgement) has no state, and again
-    gets none: torch would give it one with a step counted, as in `optimizer_state`.
-    """
+    """Restore an optimizer; `path` is for messages only."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing := names - {name for group in saved["param_groups"] for name in group["params"]}:
         raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
     states.set_optimizer_state_dict(model, optimizer, saved, options=FROM_FULL)
     for name, parameter in model.named_parameters():
-        if name not in saved["state"]:
+        if name not in saved["state"]:    # it had no gradient yet: torch gives it a state with a step counted
             optimizer.state.pop(parameter, None)
 
 

@@ -118,7 +118,10 @@ class Run:
             return None
         asked = parallel.together(lambda: judge.endpoint_labels(
             episodes, self.endpoint, n, seed, config.judge_labels, config.label_agreement))
-        self.log({"phase": "labels"} | parallel.all_sum(judge.asked_counts(asked)))
+        words = [*asked.values()]
+        self.log({"phase": "labels"} | parallel.all_sum({
+            "judge/asked": len(words), "judge/asked_good": words.count("good"),
+            "judge/asked_unreadable": words.count(None)}))
         self.log_endpoint()
         return asked
 
@@ -163,18 +166,6 @@ def listen():
     return asked
 
 
-class Clock:
-    """Seconds by stage."""
-
-    def __init__(self):
-        self.laps, self.last = {}, time.perf_counter()
-
-    def lap(self, name):
-        """The time since the last lap goes to this name."""
-        now = time.perf_counter()
-        self.laps[f"time/{name}_s"], self.last = now - self.last, now
-
-
 def prepare(config, ranks, asked_to_stop):
     """Everything a run needs, made or loaded."""
     out, world = Path(config.out), config.world
@@ -207,8 +198,6 @@ def prepare(config, ranks, asked_to_stop):
                instruction=instruction_in(source) if kept else None, seconds=dict(state.get("seconds", {})))
 
 
-# Where a run starts from
-
 def starting_point(config, out):
     """The folder of the model to start from (None: a fresh one), and the state of the checkpoint resumed."""
     if not (found := parallel.find_checkpoint(out / "checkpoint")):
@@ -229,7 +218,7 @@ def check_resumed(config, state):
         raise ValueError(f"--resume: {config.out} stopped in its cold start; run it again without --resume")
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
-    apart = ["protocol", "top_p", "top_k", "correction_at_evaluation"]
+    apart = ["protocol", "correction_at_evaluation"]
     if not (config.lr_decay and 0 < done < config.iterations):       # a decay is over as many as at its start
         apart.append("iterations")
     if other := changed(state.get("settings", {}), config, apart):
@@ -243,24 +232,18 @@ def instruction_in(source):
     return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
 
 
-# The model and its chat
-
 def small_model_folder(config, folder):
-    """Write the small default model, freshly initialised, as a Hugging Face folder.
-
-    One token each in its vocabulary: the phrases of the world, and those of the methods.
-    """
+    """Write the small default model, fresh; each phrase of the world and the methods is one of its tokens."""
     words = [*config.world.words(), judge.QUESTION["plain"], *judge.ANSWERS]
     if config.prompt == "tags" or config.algorithm.tags:
         words += [f"<{tag}>" for tag in TAGS]
     words += correction.instruction_phrases() if config.instructions else []
     vocabulary = qwen.save_small_tokenizer(words, folder)
-    shape = qwen.ModelConfig(
+    model = qwen.Model(qwen.ModelConfig(
         vocab_size=vocabulary, hidden_size=config.hidden_size, intermediate_size=3 * config.hidden_size,
         num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2,
         head_dim=config.hidden_size // 4, max_position_embeddings=max(config.context, 1024),
-        tie_word_embeddings=True)
-    model = qwen.Model(shape)
+        tie_word_embeddings=True))
     qwen.init_weights(model, config.seed)
     qwen.save_pretrained(model, folder)
 
@@ -268,8 +251,7 @@ def small_model_folder(config, folder):
 def chat_of(config, tokenizer):
     """The chat, in the style of --prompt; "auto": RLVMR's tags where they are rewarded, else as the model is.
 
-    A small model speaks as its cold start did: with tags if they are words of its vocabulary, and only then.
-    ValueError for flags that ask a model for words that it does not have.
+    A small model has tags if its cold start had. ValueError for flags that ask for words that it has not.
     """
     small, style = is_small(tokenizer), config.prompt
     knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1

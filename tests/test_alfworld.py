@@ -17,8 +17,17 @@ from pathlib import Path
 import pytest
 import test_household
 from conftest import is_alive
-from test_household import (BROKEN, GAMES, TOUR, goal_of, kitchen, needs_games, next_command, task_of,
-                            write_game)
+from test_household import (
+    BROKEN,
+    GAMES,
+    TOUR,
+    goal_of,
+    kitchen,
+    needs_games,
+    next_command,
+    task_of,
+    write_game,
+)
 
 from envs import EpisodeLost, alfworld
 from envs.alfred import rooms

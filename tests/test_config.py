@@ -61,13 +61,12 @@ def test_help_shows_at_most_60_flags_under_headings(capsys):
     assert list(sections) == ["run", "world", "model", "cold start", "rollout", "RL", "GCD",
                               "correction and large models", "evaluation", "--algo grpo", "--env household"]
     assert {"--out", "--env", "--model", "--algo", "--gcd", "--evaluate", "--games"} <= set(shown)
-    assert not {"--kl-coef", "--endpoint-model", "--top-p", "--gae-lambda", "--task-ids"} & set(shown)
+    assert not {"--kl-coef", "--endpoint-model", "--gae-lambda", "--task-ids"} & set(shown)
     assert all(len(line) <= 100 for line in printed.splitlines())
 
 
 @pytest.mark.parametrize("chosen, more", [
     ("--kl loss", "--kl-coef"), ("--correction critiques", "--correction-every"),
-    ("--iterations 0", "--top-p"),
     ("--endpoint http://127.0.0.1:1/v1", "--endpoint-key-variable"), ("--algo ppo", "--gae-lambda"),
     ("--algo nthr", "--nthr-beta"), ("--env scienceworld", "--task-ids")])
 def test_help_shows_what_a_flag_brings(capsys, chosen, more):
@@ -211,8 +210,6 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--correction-every 3", "--correction-every: only with --correction"),
     ("--no-correction-at-evaluation", "--correction-at-evaluation: only with --correction"),
     ("--label-agreement both", "--label-agreement: only with --endpoint"),
-    ("--top-p 0.9", "--top-p: for evaluation only (--iterations 0)"),
-    ("--top-k 5", "--top-k: for evaluation"),
     # values
     ("--seed x", "argument --seed: invalid int value: 'x'"), ("--seed 100", "--seed=100: expected 0 to 99"),
     ("--lr", "argument --lr: expected one argument"), ("--clip-low 2", "--clip-low=2.0: expected 0 to 1"),

@@ -9,6 +9,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen
@@ -18,6 +19,7 @@ import correction
 import judge
 from envs.alfred import rooms
 from envs.alfred.problem import NOTHING
+from judge import Judged
 from lm import model as qwen
 from lm.chat import Chat
 from lm.engine import Response, Sampling
@@ -132,68 +134,110 @@ def test_written_text_cannot_break_a_prompt(text, plain):
     assert correction.plain_text(text) == plain
 
 
-def test_critiques_are_merged_by_the_large_model_or_else_by_the_actor():
-    texts, asked = ["I repeat myself.", "I open what is open."], []
-
-    def ask_actor(question):
-        asked.append(question)
-        return "Look before\nyou act."
-
-    question = ("An agent that plays text games said this of its own mistakes:\n\n- I repeat myself.\n"
-                "- I open what is open.\n\nMerge what they have in common into one coherent instruction to "
-                "the agent, of at most 60 words, that helps in other games too. Give the instruction alone.")
-    large = Large("<b>Do not</b> repeat.")
-    assert correction.written_instruction(texts, ask_actor, large) == "Do not repeat."
-    assert large.asked == [[question]] and asked == []
-    assert correction.written_instruction(texts, ask_actor) == "Look before you act." and asked == [question]
-    for silence in (None, "", " ... "):
-        assert correction.written_instruction(texts, ask_actor, Large(silence)) == ""
-    long = correction.written_instruction(texts, ask_actor, Large("many words " * 100))
-    assert 480 < len(long) <= 500 and set(long.split()) == {"many", "words"}
-
-
-def bad_turns(chat):
-    """Turns of a script as `found_bad` gives them: refused three times, repeated once, other twice."""
+def bad_turns(chat, times=1):
+    """Turns of a script, found bad: refused three times, repeated once, other twice."""
     episode = scripted(chat, MISTAKES, won=False)
-    return [(10 + t, episode, t) for t in (0, 2, 4, 5, 6, 7)]
+    judged = [Judged(10 + i, episode, t, "good", []) for i, t in enumerate((0, 2, 4, 5, 6, 7) * times)]
+    for question in judged:
+        question.turn.verdicts = ["bad"]
+    return judged
+
+
+def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(), seed=0, slots=4, **changes):
+    """The Instruction that `correct` gives a run, or None; it is logged."""
+    settings = SimpleNamespace(**{"correction": "critiques", "correction_every": 1, "correction_from": "auto",
+                                  "seed": seed, "slots": slots} | changes)
+    rows = []
+    run = SimpleNamespace(config=settings, chat=chat, model=model, endpoint=endpoint, instruction=None,
+                          sampling=lambda: sampling, log=rows.append, log_endpoint=lambda: None)
+    correction.correct(run, i, judged)
+    assert rows == ([{"phase": "correction"} | asdict(run.instruction)] if run.instruction else [])
+    return run.instruction
 
 
 def test_a_small_models_instruction_counts_its_mistakes(chat):
-    made = correction.new_instruction(None, chat, bad_turns(chat), 7, False, None, Sampling(), 0, 4)
+    made = corrected(chat, bad_turns(chat))
     assert made.text == f"{correction.KINDS['refused']} {correction.KINDS['repeated']}"
     assert made.made_from == {"refused": 3, "other": 2, "repeated": 1}
     assert (made.iteration, made.control) == (7, False)
-    control = correction.new_instruction(None, chat, bad_turns(chat), 7, True, None, Sampling(), 0, 4)
     text = f"{correction.IRRELEVANT['refused']} {correction.IRRELEVANT['repeated']}"
+    control = corrected(chat, bad_turns(chat), correction="irrelevant")
     assert control == replace(made, control=True, text=text)
     assert correction.Instruction(**asdict(made)) == made
     for nothing in ([], bad_turns(chat)[:1]):
-        assert correction.new_instruction(None, chat, nothing, 7, False, None, Sampling(), 0, 4) is None
+        assert corrected(chat, nothing) is None
 
 
-def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer, monkeypatch):
-    chat, prompts = Writer(tokenizer, "think"), []
-    bad = [(i, episode, t) for i, (_, episode, t) in enumerate(bad_turns(chat) * 4)]
-    bad = bad[::-1]                                               # of these 24 the first 16 are criticised
+def test_a_writing_models_mistakes_are_counted_on_demand(tokenizer):
+    chat = Writer(tokenizer, "plain")
+    made = corrected(chat, bad_turns(chat), correction_from="counts")
+    assert made.made_from == {"refused": 3, "other": 2, "repeated": 1}
+
+
+def test_only_every_so_many_iterations_bring_an_instruction(chat):
+    made = [corrected(chat, bad_turns(chat), i, correction_every=3) for i in range(7)]
+    assert [i for i, instruction in enumerate(made) if instruction] == [2, 5]
+    assert corrected(chat, bad_turns(chat), correction="off") is None
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    """An engine that gives set answers in turn, (text, True): a cut one. `actor(chat, *texts)` sets more and
+    returns the prompts of all calls."""
+    said, prompts = [], []
 
     def answer(model, asked, streams, stops, sampling, n_slots):
         prompts.append(asked)
         assert len({number for numbers in streams for number in numbers}) == len(asked) == len(streams)
-        texts = [f"Mistake {i}." if i else "<x>" for i in range(len(asked))]
-        written = [chat.encode(text) + chat.encode("<|im_end|>") for text in texts]
-        return [[Response(ids, [0.0] * len(ids), i == 1)] for i, ids in enumerate(written)]
+        return [[said.pop(0)] for _ in asked]
+
+    def say(chat, *texts):
+        for text in texts:
+            text, cut = text if isinstance(text, tuple) else (text, False)
+            ids = chat.encode(text) + chat.encode("<|im_end|>")
+            said.append(Response(ids, [0.0] * len(ids), cut))
+        return prompts
 
     monkeypatch.setattr(correction, "answer", answer)
-    large = Large("Do better.")
-    made = correction.new_instruction(None, chat, bad, 7, False, large, Sampling(), 0, 4)
-    kept = [(episode, t) for i, episode, t in bad if i < 16]
-    assert prompts == [[e.turns[t].prompt_ids + e.turns[t].response_ids + chat.message(correction.CRITIQUE)
-                        for e, t in kept]]
-    assert made.text == "Do better." and made.made_from == [f"Mistake {i}." for i in range(15, 1, -1)]
+    return say
+
+
+def test_critiques_are_merged_by_the_large_model_or_else_by_the_actor(tokenizer, actor):
+    chat, texts = Writer(tokenizer, "think"), ("I repeat myself.", "I open what is open.")
+    bad = bad_turns(chat)[:2]
+    question = ("An agent that plays text games said this of its own mistakes:\n\n- I repeat myself.\n"
+                "- I open what is open.\n\nMerge what they have in common into one coherent instruction to "
+                "the agent, of at most 60 words, that helps in other games too. Give the instruction alone.")
+    large = Large("<b>Do not</b> repeat.")
+    prompts = actor(chat, *texts)
+    assert corrected(chat, bad, endpoint=large).text == "Do not repeat."
+    assert large.asked == [[question]] and len(prompts) == 1
+    actor(chat, *texts, "Look before\nyou act.")
+    assert corrected(chat, bad).text == "Look before you act."
+    assert prompts[1:] == [prompts[0], [chat.message(question, first=True)]]
+    for silence in (None, "", " ... "):
+        actor(chat, *texts)
+        assert corrected(chat, bad, endpoint=Large(silence)) is None
+    actor(chat, *texts)
+    long = corrected(chat, bad, endpoint=Large("many words " * 100)).text
+    assert 480 < len(long) <= 500 and set(long.split()) == {"many", "words"}
+
+
+def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer, actor):
+    chat = Writer(tokenizer, "think")
+    bad = bad_turns(chat, times=4)                                # of these 24 the first 16 are criticised
+    texts = ["<x>", ("Mistake 1.", True), *[f"Mistake {i}." for i in range(2, 16)]]
+    prompts, large = actor(chat, *texts), Large("Do better.")
+    made = corrected(chat, bad[::-1], endpoint=large)
+    asked = chat.message(correction.CRITIQUE)
+    assert prompts == [[j.turn.prompt_ids + j.turn.response_ids + asked for j in bad[:16]]]
+    assert made.text == "Do better." and made.made_from == [f"Mistake {i}." for i in range(2, 16)]
     merged = "\n".join(f"- {text}" for text in made.made_from)
     assert large.asked == [[correction.MERGE.format(critiques=merged)]]
-    assert correction.new_instruction(None, chat, bad, 7, False, Large(None), Sampling(), 0, 4) is None
-    assert correction.new_instruction(None, chat, [], 7, False, large, Sampling(), 0, 4) is None
+    for nothing in ([], bad[:2]):
+        actor(chat, *texts[:len(nothing)])
+        assert corrected(chat, nothing, endpoint=large) is None
+    assert len(large.asked) == 1
 
 
 def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer):
@@ -201,20 +245,19 @@ def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer)
 
     In double precision: no CPU's rounding moves a draw to another token."""
     chat, sampling, model = Writer(tokenizer, "think"), Sampling(max_response_tokens=6), model.double()
-    bad = [(i, episode, t) for i, (_, episode, t) in enumerate(bad_turns(chat))]
-    runs = [correction.new_instruction(model, chat, bad, 3, False, None, sampling, seed, n_slots)
-            for seed in range(6) for n_slots in (1, 16)]
+    runs = [corrected(chat, bad_turns(chat), 3, model, None, sampling, seed, slots)
+            for seed in range(6) for slots in (1, 16)]
     assert runs[::2] == runs[1::2]                            # what is said does not depend on the slots
     assert any(runs) and len({instruction.text for instruction in runs if instruction}) > 1
 
 
 def test_every_ranks_mistakes_make_one_instruction(chat, monkeypatch):
-    """What the other rank would send is added to each gathering: counts are summed."""
+    """What the other rank would send is added to the gathering: counts are summed."""
     def gather(value):
-        return [value, ["revisited"] * 5]
+        return [value, [(index, "revisited", []) for index in range(5)]]
 
     monkeypatch.setattr(parallel, "gather", gather)
-    made = correction.new_instruction(None, chat, bad_turns(chat), 0, False, None, Sampling(), 0, 4)
+    made = corrected(chat, bad_turns(chat), 0)
     assert made.made_from == {"revisited": 5, "refused": 3, "other": 2, "repeated": 1}
     assert made.text == f"{correction.KINDS['revisited']} {correction.KINDS['refused']}"
 

@@ -161,24 +161,6 @@ def test_frequencies_over_200000_draws_are_the_softmax(temperature):
     assert torch.allclose(logprob, (LOGITS / temperature).log_softmax(0)[token], atol=1e-6)
 
 
-@pytest.mark.parametrize("top_p, top_k", [
-    (0.5, 0), (0.8, 0), (0.999, 0), (1.0, 1), (1.0, 3), (0.8, 2), (0.6, 5)])
-def test_top_p_and_top_k_draw_from_their_set_only(top_p, top_k):
-    p = LOGITS.double().softmax(0)
-    kept, mass = [], 0.0
-    for i in p.argsort(descending=True).tolist():
-        if mass >= top_p or (top_k and len(kept) == top_k):
-            break
-        kept.append(i)
-        mass += p[i].item()
-    want = torch.zeros_like(p)
-    want[kept] = p[kept] / mass
-    frequency, token, logprob = draws(LOGITS, top_p=top_p, top_k=top_k)
-    assert set(token.tolist()) <= set(kept)
-    assert_frequencies(frequency, want)
-    assert torch.allclose(logprob, LOGITS.log_softmax(0)[token], atol=1e-6)      # of the full distribution
-
-
 @pytest.mark.parametrize("u", [1e-300, 2**-54, 0.5, 1 - 2**-53])
 def test_a_token_of_probability_zero_is_never_drawn(u):
     logits = torch.full((1, 9), -torch.inf)

@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 from test_household import GAMES, needs_games, needs_transcripts, recorded
 
 from envs import Task

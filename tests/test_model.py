@@ -138,20 +138,19 @@ def test_padding_never_reaches_a_live_slot():
     model = make_model()
     cache = m.KVCache(model.config, 2, 8, torch.float32, "cpu")
     append(model, cache, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5]], [0, 0])
-    before = cache.k[:, :, :, :8].clone(), cache.v[:, :, :, :8].clone()
+    before = cache.kv[0][:, :, :, :8].clone(), cache.kv[1][:, :, :, :8].clone()
     append(model, cache, [[], [9, 9, 9]], [0, 5])    # row 0 is full, and its start is not even right
-    assert torch.equal(cache.k[:, 0, :, :8], before[0][:, 0])
-    assert torch.equal(cache.v[:, 0, :, :8], before[1][:, 0])
-    assert torch.equal(cache.k[:, 1, :, :5], before[0][:, 1, :, :5])
-    assert not torch.equal(cache.k[:, 1, :, 5:8], before[0][:, 1, :, 5:])
+    assert torch.equal(cache.kv[0][:, 0, :, :8], before[0][:, 0])
+    assert torch.equal(cache.kv[1][:, 0, :, :8], before[1][:, 0])
+    assert torch.equal(cache.kv[0][:, 1, :, :5], before[0][:, 1, :, :5])
+    assert not torch.equal(cache.kv[0][:, 1, :, 5:8], before[0][:, 1, :, 5:])
 
 
 def test_reading_more_slots_than_are_filled_changes_nothing():
     model = make_model()
     caches = [m.KVCache(model.config, 1, 20, torch.float32, "cpu") for _ in range(2)]
     for cache in caches:
-        cache.k.normal_()    # what an earlier, longer episode left in the row
-        cache.v.normal_()
+        cache.kv.normal_()    # what an earlier, longer episode left in the row
     tight = append(model, caches[0], [[4, 5, 6]], [0], context=3)
     loose = append(model, caches[1], [[4, 5, 6]], [0], context=20)
     assert_close(tight, loose)
@@ -173,16 +172,16 @@ def test_a_copied_or_imported_prefix_continues_like_its_source():
 def test_an_exported_row_is_a_copy():
     cache = m.KVCache(small_config(), 2, 8, torch.float32, "cpu")
     kv = cache.export_row(0, 3)
-    cache.k.fill_(1.0)
+    cache.kv[0].fill_(1.0)
     assert kv.shape == (2, 2, 2, 3, 4) and not kv.any()
 
 
 def test_rows_is_a_view():
     cache = m.KVCache(small_config(), 4, 8, torch.float32, "cpu")
-    cache.rows(2).k.fill_(1.0)
-    assert cache.k[:, :2].all() and not cache.k[:, 2:].any()
-    cache.rows(4, start=3).v.fill_(1.0)
-    assert cache.v[:, 3:].all() and not cache.v[:, :3].any()
+    cache.rows(2).kv[0].fill_(1.0)
+    assert cache.kv[0][:, :2].all() and not cache.kv[0][:, 2:].any()
+    cache.rows(4, start=3).kv[1].fill_(1.0)
+    assert cache.kv[1][:, 3:].all() and not cache.kv[1][:, :3].any()
 
 
 def test_a_cached_forward_refuses_gradients_and_too_long_a_context():

@@ -167,7 +167,7 @@ def test_every_episode_is_told_what_it_earned(changes):
     settings, episodes = Settings(**changes), random_episodes(2)
     rewards.write_rewards(episodes, settings)
     assert [e.reward for e in episodes] == pytest.approx([reward_of(e, settings) for e in episodes], abs=1e-5)
-    assert rewards.compared(episodes, settings)[0].tolist() == [e.reward for e in episodes]
+    assert rewards.reward_of(episodes).tolist() == [e.reward for e in episodes]
 
 
 def test_advantages_go_to_their_turns_and_what_its_tokens_had_is_gone():

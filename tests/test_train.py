@@ -78,7 +78,8 @@ def test_every_line_of_the_metrics_is_complete(trained):
     train_hash = world.tasks_hash(world.train("part", 0, 8))                   # 2 iterations of 4 tasks
     assert first["games_hash"] == {"train": train_hash}
     splits = {split: world.tasks_hash(world.split(split)) for split in ("L0", "L2")}
-    assert files.hashes(config.parse([*TINY, "--iterations", "0", "--evaluate", "L0,L2"])) == splits
+    evaluated = config.parse([*TINY, "--iterations", "0", "--evaluate", "L0,L2"])
+    assert files.origin_of(evaluated)["games_hash"] == splits
     assert [line["iteration"] for line in lines] == [0, 1]
     for line in lines:
         for key in ("rollout/truncated_frac", "rollout/invalid_frac", "rollout/zero_variance_frac",
@@ -222,12 +223,12 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
 @pytest.mark.fast
 def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
     """Pairs that play one turn are often both valid or both not."""
-    flags = [*begin(start), "--max-turns", 1, "--group-size", 2, "--tasks", 8, "--no-gcd"]
+    flags = [*begin(start), "--max-turns", 1, "--group-size", 2, "--tasks", 16, "--no-gcd"]
     for how in ("drop", "refill"):
         assert train(tmp_path / how, *flags, "--dynamic-sampling", how) == 0
     drop, refill = (rows(tmp_path / how)[0] for how in ("drop", "refill"))
-    assert 0 < drop["rollout/zero_variance_frac"] < 1 and drop["rollout/episodes"] == 16
-    assert refill["rollout/episodes"] in (32, 48, 64)          # all that was played is counted
+    assert 0 < drop["rollout/zero_variance_frac"] < 1 and drop["rollout/episodes"] == 32
+    assert refill["rollout/episodes"] in (64, 96, 128)         # all that was played is counted
     assert refill["rollout/zero_variance_frac"] > 0
 
 
@@ -334,26 +335,28 @@ def numbers(out, phase="rl"):
 # Learning
 
 def test_a_cold_start_teaches_to_win(tmp_path):
-    """400 demonstrations: from no valid command to some won episodes of 128 (six, where it was written)."""
+    """400 demonstrations: from no valid command to some won episodes of 128.
+
+    At temperature 0.4, where five seeds won 7 to 20 of them; at 1 it was 3 to 8, too few to rely on."""
     flags = ["--hidden-size", 64, "--layers", 3, "--max-turns", 20, "--judge-epochs", 0, "--iterations", 1,
              "--cold-start-epochs", 6, "--cold-start-batch", 4, "--cold-start-lr", 6e-3, "--tasks", 16,
-             "--judge-demonstrations", 0, "--group-size", 8, "--lr", 0, "--no-gcd"]
-    assert train(tmp_path / "fresh", *flags, "--demonstrations", 0) == 0
+             "--judge-demonstrations", 0, "--group-size", 8, "--lr", 0, "--no-gcd", "--temperature", 0.4]
+    assert train(tmp_path / "fresh", *flags, "--demonstrations", 0, "--tasks", 2) == 0
     assert train(tmp_path / "taught", *flags, "--demonstrations", 400) == 0
     (fresh,), (taught,) = (rows(tmp_path / name) for name in ("fresh", "taught"))
     first, *_, last = (row["cold_start/loss"] for row in rows(tmp_path / "taught", "cold_start"))
-    assert first > 6 and last < 0.8                                            # written at 6.64 and 0.48
-    assert fresh["rollout/invalid_frac"] > 0.99 and taught["rollout/invalid_frac"] < 0.75      # 1 and 0.56
+    assert first > 6 and last < 0.8                                     # five seeds: over 6.6, below 0.53
+    assert fresh["rollout/invalid_frac"] > 0.99 and taught["rollout/invalid_frac"] < 0.85    # 1, below 0.68
     assert fresh["rollout/success"] == 0 < taught["rollout/success"]
 
 
 def test_rl_unlearns_invalid_turns(start, tmp_path):
-    """25 iterations where each invalid turn costs: written at 0.68 in the first, 0.38 in the last five."""
+    """25 iterations where each invalid turn costs: five seeds fell from 0.67 to 0.69 to 0.32 to 0.38."""
     flags = ["--iterations", 25, "--tasks", 8, "--group-size", 8, "--invalid-penalty", 1, "--lr", 3e-3,
              "--no-lr-decay", "--seed", 2]
     assert train(tmp_path, *begin(start), *flags) == 0
     invalid = [row["rollout/invalid_frac"] for row in rows(tmp_path)]
-    assert invalid[0] > 0.6 and sum(invalid[-5:]) / 5 < 0.5, invalid
+    assert sum(invalid[-5:]) / 5 < invalid[0] - 0.15, invalid
 
 
 # What goes wrong once the flags are read

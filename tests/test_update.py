@@ -29,6 +29,11 @@ from update import Sample
 pytestmark = pytest.mark.fast
 
 
+def imitated(samples):
+    """The same samples without old logprobs, as the cold start has them."""
+    return [replace(sample, logprob_old=None) for sample in samples]
+
+
 def gradient(model, samples, objective=PLAIN):
     """The gradient that update() steps on, and its metrics."""
     recorder = Recorder(model)
@@ -123,7 +128,7 @@ def test_advantage_1_without_old_logprobs_is_cross_entropy(model, samples):
 
 
 def test_demonstrations_are_the_same_samples_without_old_logprobs(samples):
-    shown = update.demonstration(samples)
+    shown = imitated(samples)
     assert [replace(s, logprob_old=None) for s in samples] == shown and samples[0].logprob_old is not None
 
 
@@ -303,7 +308,7 @@ def test_a_step_makes_what_was_rewarded_likelier(model, samples):
 
     before = objective_value()
     for _ in range(10):
-        update.update(model, optimizer, update.demonstration(samples), PLAIN, lr=1e-3)
+        update.update(model, optimizer, imitated(samples), PLAIN, lr=1e-3)
     assert objective_value() > before + 1
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -359,7 +364,7 @@ def test_a_first_token_that_was_sampled_is_refused(model):
 
 def test_old_logprobs_of_some_samples_only_are_refused(model, samples):
     with pytest.raises(AssertionError, match="logprob_old is known for some"):
-        update.update(model, Recorder(model), samples[:1] + update.demonstration(samples[1:]), PLAIN, lr=0.0)
+        update.update(model, Recorder(model), samples[:1] + imitated(samples[1:]), PLAIN, lr=0.0)
 
 
 # The judge as a classifier
