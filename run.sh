@@ -33,7 +33,7 @@ if [ "${1:-}" = test ]; then
     install requirements-scienceworld.txt
     install requirements-alfworld.txt ||
         echo "alfworld could not be installed (it needs g++ and make): the tests that play it will be skipped"
-    exec .venv/bin/python -m pytest "${@:2}"
+    OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n 2 --dist loadfile "${@:2}"     # two files at a time
 fi
 [ $# = 0 ] || { echo "run.sh: unknown argument $1 (nothing, or: test)" >&2; exit 2; }
 install requirements.txt
