@@ -172,4 +172,4 @@ def test_a_token_of_probability_zero_is_never_drawn(u):
 def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
     _, token, logprob = draws(LOGITS, n=50, temperature=0.0)
     assert set(token.tolist()) == {2}
-    assert logprob[0] == pytest.approx(LOGITS.log_softmax(0)[2].item())
+    assert logprob[0] == pytest.approx(LOGITS.log_softmax(0)[2].item(), rel=1e-5)

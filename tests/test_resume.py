@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,14 @@ import gcd
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     return cold_started(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def trained(start, tmp_path_factory):
+    """The folder of two iterations from `start`."""
+    out = tmp_path_factory.mktemp("trained")
+    assert train(out, *begin(start)) == 0
+    return out
 
 
 def interrupting(function, argument):
@@ -112,7 +121,7 @@ def test_a_run_with_correction_goes_on_with_its_instruction(tmp_path, tmp_path_f
 
 def test_ctrl_c_saves_and_leaves(start, tmp_path):
     command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *begin(start),
-               "--iterations", 1_000, "--checkpoint-every", 1_000]
+               "--iterations", 500, "--checkpoint-every", 500]
     with open(tmp_path / "stderr", "w") as stderr:
         run = subprocess.Popen([str(part) for part in command], stderr=stderr, env=ENVIRONMENT)
     try:
@@ -144,9 +153,9 @@ def wait_for(condition, run, limit_s=300):
     (["--seed", 1], "seed was 0, is 1"), (["--success-reward", 2], "success_reward was 1.0, is 2.0"),
     (["--iterations", 1], "--iterations=1: --resume finds 2 done"),
     (["--iterations", 9], "iterations was 2, is 9")])
-def test_a_run_goes_on_with_its_own_settings_only(start, tmp_path, capsys, flags, message):
+def test_a_run_goes_on_with_its_own_settings_only(start, trained, tmp_path, capsys, flags, message):
     """Also where another run left its checkpoint in the folder; where and how fast may change."""
-    assert train(tmp_path, *begin(start)) == 0
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     before = weights(tmp_path)
     assert train(tmp_path, *begin(start), "--resume", *flags) == 1
     assert_one_error(capsys, message)

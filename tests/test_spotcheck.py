@@ -27,7 +27,7 @@ class Rooms(household.World):
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
     """A run's folder with three episodes of L0 and two of L1, all won by the expert, and these episodes."""
-    tasks = [*rooms.tasks("L0")[:3], *rooms.tasks("L1")[:2]]
+    tasks = [rooms.task("L0", k) for k in range(3)] + [rooms.task("L1", k) for k in range(2)]
     monkeypatch.setattr(spotcheck.alfworld, "World", Rooms)
     episodes = [episode_of(task, "L0" if k < 3 else "L1") for k, task in enumerate(tasks)]
     write(tmp_path, [{"phase": "rl"}, *episodes])

@@ -111,7 +111,6 @@ def test_the_checkpoint_loads_in_transformers(trained):
     assert_loads_in_transformers(trained / "checkpoint", "go to cabinet 1")
 
 
-@pytest.mark.fast
 def test_the_evaluation_counts_every_task_of_a_split_in_three_modes(start, tmp_path, capsys):
     flags = [*begin(start), "--iterations", 0, "--evaluate", "dev", "--max-turns", 2]
     assert train(tmp_path, *flags) == 0
@@ -298,9 +297,9 @@ def nearest_draws(monkeypatch):
 @pytest.mark.parametrize("method", ["", "--algo ppo --tasks 16", "--algo nthr", "--algo gigpo",
                                     "--algo reinforce --tasks 16"])
 def test_two_ranks_log_what_one_does(start, tmp_path, monkeypatch, method):
-    """The cold start's learning rate is 0, so that both begin RL at the same bits and sample the same
-    episodes: with the first seed whose draws are all further from a boundary between tokens than what
-    rounding moves that by (1e-6)."""
+    """The cold start's learning rate is 0, so that both begin RL at the same bits. They sample the same
+    episodes: the seed is the first whose draws are all further from a boundary between tokens than rounding
+    moves it (1e-6)."""
     flags = [*begin(start)[:2], *("--demonstrations 24 --cold-start-lr 0 --judge-demonstrations 10 --slots 3 "
                                   "--iterations 1 --microbatch-tokens 600 --max-response-tokens 4").split(),
              *method.split(), "--group-size", 4 if "--tasks" not in method else 1, "--seed"]
@@ -351,7 +350,7 @@ def test_a_cold_start_teaches_to_win(tmp_path):
 
 
 def test_rl_unlearns_invalid_turns(start, tmp_path):
-    """25 iterations where each invalid turn costs: five seeds fell from 0.67 to 0.69 to 0.32 to 0.38."""
+    """25 iterations where each invalid turn costs. Five seeds fell from 0.67 or more to 0.38 or less."""
     flags = ["--iterations", 25, "--tasks", 8, "--group-size", 8, "--invalid-penalty", 1, "--lr", 3e-3,
              "--no-lr-decay", "--seed", 2]
     assert train(tmp_path, *begin(start), *flags) == 0
