@@ -52,7 +52,7 @@ class Config:
     hidden_size: int = opt(64, "width of the fresh small model", low=16)
     layers: int = opt(3, "layers of the fresh small model", low=1)
     context: int = opt(1024, "tokens an episode may have, prompt and response", low=32)
-    prompt: str = opt("auto", "its style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
+    prompt: str = opt("auto", "style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)
     history: int = opt(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
     demonstrations: int = opt(4500, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
@@ -80,7 +80,7 @@ class Config:
     clip_low: float = opt(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     clip_high: float = opt(0.28, "ratio clipped above at 1 + this", low=0)
     dual_clip: float = opt(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: no bound
-    reduction: str = opt("token", "what the loss is a mean over", ("token", "episode", "constant"))
+    reduction: str = opt("token", "how tokens' losses become one", ("token", "episode", "constant"))
     kl: str = opt("none", "to RL's first model: k3 in loss, k1 in reward", ("none", "loss", "reward"))
     kl_coef: float = opt(0.01, "its coefficient", low=0, needs=KL)
     dynamic_sampling: str = opt("drop", "groups that teach nothing: keep, drop (not with --kl, which still "
@@ -130,18 +130,15 @@ class Config:
         refuse(not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable),
                "--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
-
         refuse(algorithm.groups and self.iterations and self.group_size < 2,
                f"--group-size={self.group_size}: {algo} compares the episodes of a group")
         refuse(self.dynamic_sampling != "keep" and not algorithm.groups,
                f"--dynamic-sampling={self.dynamic_sampling}: {algo} compares no groups; expected keep")
         refuse(self.dynamic_sampling == "refill" and (self.kl != "none" or not algorithm.reward_alone),
                f"--dynamic-sampling=refill: looks for unequal rewards alone; not with {algo} --kl {self.kl}")
-        refuse(self.kl == "reward" and not algorithm.kl_in_reward,
-               f"--kl=reward: not with {algo}; --kl loss is")
+        refuse(self.kl == "reward" and not algorithm.kl_in_reward, f"--kl=reward: not with {algo}; loss is")
         refuse(algorithm.tags and self.prompt not in ("tags", "auto"),
                f"--prompt={self.prompt}: {algo} needs tags")
-
         known = (*judge.LABELS, *self.world.labels)
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
         refuse(self.gcd and "oracle" in labels and self.world.oracle is None,
@@ -152,7 +149,7 @@ class Config:
                                          (f"--judge-labels={labels}", "endpoint" in labels)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
-               f"--correction={self.correction}: counts the generative judge's verdicts, so needs --gcd")
+               f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
 
     @property
     def question_room(self):
@@ -215,6 +212,9 @@ def parsed(argv):
     algorithm, world = algorithms.find(chosen["algo"]), envs.find(chosen["env"])
     shelves = {"run": Config, f"--algo {chosen['algo']}": algorithm.Settings,
                f"--env {chosen['env']}": world.Settings}
+    names = [f.name for settings in shelves.values() for f in fields(settings)]
+    refuse(twice := {name for name in names if names.count(name) > 1},
+           f"{' '.join([*shelves][1:])}: names two settings alike: {', '.join(sorted(twice))}")
     flags, unknown = given("gcd.py", argv, *shelves.values())
     if unknown:
         raise ValueError(f"{unknown[0]}: {why_unknown(unknown[0])}")
@@ -266,6 +266,6 @@ def why_unknown(flag):
     for kind, shelf in (("algo", algorithms), ("env", envs)):
         for owner in shelf.names():
             with contextlib.suppress(ValueError):            # a broken file has no flags
-                if name in map(flag_of, vars(shelf.find(owner).Settings())):
+                if name in (flag_of(f.name) for f in fields(shelf.find(owner).Settings)):
                     owners.append(f"--{kind} {owner}")
     return f"not read here, but with {' or '.join(owners)}" if owners else "no such flag"

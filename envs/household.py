@@ -89,6 +89,8 @@ class World(envs.World):
         types = settings.get("cold_start_types")
         if not types:
             return ""
+        if settings.get("train_types") == "all":
+            return ""                                              # nothing is called unseen then
         if types == "all":
             return "The cold start sees all six task types, the two of L2 that RL never trains on included."
         types = ", ".join(types) if isinstance(types, list) else types

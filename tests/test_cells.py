@@ -15,12 +15,6 @@ from bench.study import ROOT
 pytestmark = pytest.mark.fast
 
 
-@pytest.fixture(autouse=True)
-def games_may_be_elsewhere(monkeypatch):
-    """Settings are compared, nothing is played: the games that a committed config names need not be here."""
-    monkeypatch.setattr("envs.alfred.games.check_source", lambda source, splits: None)
-
-
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     yield from toy_bench(tmp_path, monkeypatch)

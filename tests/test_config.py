@@ -239,7 +239,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     # the world's
     ("--env scienceworld --judge-labels oracle", "--judge-labels=oracle: scienceworld has no oracle"),
     ("--env scienceworld --task-ids x", "--task-ids=x"), ("--env alfworld", "--env=alfworld: needs --games"),
-    ("--games NOWHERE", "NOWHERE: no such file or folder"), ("--model NOWHERE", "--model=NOWHERE")])
+    ("--model NOWHERE", "--model=NOWHERE")])
 def test_a_mistake_is_one_line_that_names_the_flag(tmp_path, capsys, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
     assert message in mistake(capsys, *flags.split())

@@ -147,6 +147,13 @@ def test_what_a_world_says_of_itself_is_checked(write_world, capsys):
 
 
 @pytest.mark.fast
+def test_a_world_has_no_flag_of_the_runs_names(write_world, capsys):
+    write_world("guess", GUESS.replace("highest", "tasks"))
+    line = refused(capsys, "--env", "guess")
+    assert line == "--algo grpo --env guess: names two settings alike: tasks"
+
+
+@pytest.mark.fast
 def test_the_world_of_the_recipe_is_a_sound_one(write_world):
     """Its expert wins by halving, its mistakes are what the oracle calls bad, and its words suffice."""
     write_world("guess", GUESS)

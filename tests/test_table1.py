@@ -19,12 +19,6 @@ PAPER_TEXT = ROOT.parent / "shared/papers/gcd-2509.23870.txt"
 PAPER = json.loads((ROOT / "results/paper.json").read_text())
 
 
-@pytest.fixture(autouse=True)
-def games_may_be_elsewhere(monkeypatch):
-    """Settings are compared, nothing is played: the games that a committed config names need not be here."""
-    monkeypatch.setattr("envs.alfred.games.check_source", lambda source, splits: None)
-
-
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     yield from toy_bench(tmp_path, monkeypatch)

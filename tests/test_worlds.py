@@ -129,6 +129,7 @@ def test_equal_ids_with_other_texts_have_another_hash(folder):
 def test_what_is_said_of_a_run_is_a_sentence_or_nothing(world):
     of_all, of_part = (world.note({"cold_start_types": types}) for types in ("all", "part"))
     assert of_all.startswith("The cold start sees all ") and of_part.endswith(".") and of_all != of_part
+    assert world.note({"cold_start_types": "all", "train_types": "all"}) in ("", of_all)
     assert type(world).note({}) == "" and world.games() and "\n" not in world.games()
 
 
@@ -178,7 +179,7 @@ def test_settings_that_cannot_be_right_are_refused_before_any_work(tmp_path, mon
     Path("EMPTY/file").write_text("no gzip")
     kind = find(name)
     with pytest.raises(ValueError) as caught:
-        kind(kind.Settings(**settings))
+        kind(kind.Settings(**settings)).train("all", 0, 1)
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
 
 

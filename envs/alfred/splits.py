@@ -26,18 +26,18 @@ class Tasks:
     """The tasks of one run.
 
     source: "" for generated rooms, else what --games names, a folder or file for games.load_games; each split
-    is read once, when it is needed. Raises ValueError for a source where no game can be.
+    is read once, when it is needed; before the first is, a source where no game can be raises ValueError.
     train_types: what the run trains on: "all" six task types, or the "part" that leaves L2's two out.
     """
 
     def __init__(self, source, train_types, seed):
-        if source:
-            games.check_source(source, dict.fromkeys(FOLDER.values()))
         self.source, self.train_types, self.seed = source, train_types, seed
         self.loaded = {}
 
     def real(self, split, types):
         """The real games of a split that are of these types, remembered."""
+        if not self.loaded:
+            games.check_source(self.source, dict.fromkeys(FOLDER.values()))
         if (split, types) not in self.loaded:
             self.loaded[split, types] = games.load_games(self.source, FOLDER[split], types)
         return self.loaded[split, types]
