@@ -79,6 +79,7 @@ def test_a_turn_that_reached_no_game_is_left_out(stored, capsys):
 
 
 def test_games_that_are_not_there_are_one_line(tmp_path, capsys):
+    write(tmp_path, [episode_of(rooms.task("L0", 0), "L0")])
     assert spotcheck.main([str(tmp_path), "--games", str(tmp_path / "gone")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("bench.spotcheck: error: ") and error.count("\n") == 1
