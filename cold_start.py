@@ -44,6 +44,7 @@ def cold_start(run):
 def shown_to_all(run, first, n, mistake_rate):
     """`demonstrate` on rank 0, for all: engines die and endpoints fall silent on one rank, not on another."""
     shown = parallel.on_main(lambda: demonstrate(run, first, n, mistake_rate))
+    run.stop_if_asked(None)
     if run.config.thoughts == "endpoint":
         run.log_endpoint()
     return shown
@@ -56,6 +57,8 @@ def demonstrate(run, first, n, mistake_rate):
     episodes, counts, restarts = [], Counter(), expert.restarts
     bar = tqdm(run.world.train(config.cold_start_types, first, n), desc="demonstrations", leave=False)
     for i, task in enumerate(bar):
+        if run.asked_to_stop:
+            return episodes
         seed = stream(config.seed, DEMONSTRATION, first + i)
         try:
             shown = expert.show(task, seed, mistake_rate, config.max_turns)

@@ -39,19 +39,21 @@ class Config:
                       "paper where --model is a Hugging Face model, else small", ("auto", "small", "paper"))
     out: str = opt("runs/default", "folder that everything is written to")
     resume: bool = opt(False, "continue the RL stage of --out where its checkpoint stopped")
+    overwrite: bool = opt(False, "begin anew where --out holds a run, which is set aside as OUT.old-1; with "
+                          "--resume, only where that cannot go on")
     seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks (but what a large model "
                     "is asked, and --dynamic-sampling refill, are each rank's own)", low=0, high=99)
     device: str = opt("auto", "where tensors live", ("auto", "cpu", "cuda"))
     dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
-    threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1)
+    threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1, high=256)
     checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
     env: str = opt("household", "the world: a file of envs/", section="world")
     train_types: str = opt("part", "task types of RL: all, or part: without L2's", ("part", "all"))
-    max_turns: int = opt(20, "turns in an episode", low=1)
+    max_turns: int = opt(20, "turns in an episode", low=1, high=10**4)
     model: str = opt("", "Hugging Face Qwen2 folder to begin from; empty: a new small one", section="model")
-    hidden_size: int = opt(64, "width of the fresh small model", low=16)
-    layers: int = opt(3, "layers of the fresh small model", low=1)
-    context: int = opt(1024, "tokens an episode may have, prompt and response", low=32)
+    hidden_size: int = opt(64, "width of the fresh small model", low=16, high=4096)
+    layers: int = opt(3, "layers of the fresh small model", low=1, high=64)
+    context: int = opt(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
     prompt: str = opt("auto", "style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)
     history: int = opt(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
@@ -66,9 +68,10 @@ class Config:
     judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
     judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0)
     judge_cold_start_weight: float = opt(0.5)              # of the judge's loss in it
-    tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1, section="rollout")
-    group_size: int = opt(8, "episodes per task", low=1)
-    slots: int = opt(128, "episodes played at once on a rank", low=1)
+    tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,
+                     section="rollout")
+    group_size: int = opt(8, "episodes per task", low=1, high=10**4)
+    slots: int = opt(128, "episodes played at once on a rank", low=1, high=10**4)
     temperature: float = opt(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = opt(16, "tokens in a response", low=1)
     on_truncation: str = opt("fail")  # a response cut at its length ends the episode, or is an "invalid" turn
@@ -95,7 +98,7 @@ class Config:
     judge_group_size: int = opt(8, "answers to each question", low=2)
     judge_weight: float = opt(0.1, "lambda; 0: the judge is logged, the policy the same bit for bit", low=0)
     judge_grad_cap: float = opt(0.0, "judge gradient norm at most this times the policy's; 0: no cap", low=0)
-    judge_response_tokens: int = opt(4, "tokens in an answer", low=2)
+    judge_response_tokens: int = opt(4, "tokens in an answer", low=2, needs=WRITES)
     correction: str = opt("off", "an instruction before later tasks: from mistakes that the judge found, or "
                           "(control) an irrelevant one of equal length", ("off", "critiques", "irrelevant"),
                           section="correction and large models")
@@ -121,6 +124,7 @@ class Config:
         for split in self.splits:
             refuse(split not in self.world.splits,
                    f"--evaluate={self.evaluate}: no split {split!r} ({', '.join(self.world.splits)})")
+        refuse(self.hidden_size % 8, f"--hidden-size={self.hidden_size}: expected a multiple of 8")
         refuse(self.minibatches > self.tasks * self.group_size,
                f"--minibatches={self.minibatches}: more than {self.tasks * self.group_size} episodes")
         refuse(self.max_response_tokens >= self.context,
@@ -176,7 +180,7 @@ def refuse(wrong, message):
 
 
 # Settings that say where and how fast, not what: a run may go on, and a table be filled, with others.
-WHERE = ("out", "resume", "model", "evaluate", "device", "threads", "slots", "microbatch_tokens",
+WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "threads", "slots", "microbatch_tokens",
          "checkpoint_every", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
 
 
@@ -251,12 +255,15 @@ def values_of(flags, shelves, algorithm, world):
 
 def is_small(folder):
     """Whether a model's folder has the small model's tokenizer, by its file: so early nothing is loaded."""
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"--model={folder}: {path}: not found")
     try:
-        text = (Path(folder) / "tokenizer.json").read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
         return "<|user|>" in {token["content"] for token in json.loads(text).get("added_tokens", ())}
     except OSError as error:
         raise ValueError(f"--model={folder}: {error.filename}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"--model={folder}: tokenizer.json is not a tokenizer: {error}") from None
 
 

@@ -18,6 +18,8 @@ def evaluation(run):
     modes = {"full": MODES, "sampled": {"sampled": 1.0}}.get(config.protocol, {"sampled": 0.4})
     instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
     turns, splits = PROTOCOL.get(config.protocol), {}
+    if run.ranks.rank == 0:                                # an earlier evaluation's, of a run that went on
+        files.keep(run.out / files.EPISODES, lambda record: record.get("phase") != "evaluation")
     for name in config.splits:
         tasks, splits[name] = run.world.split(name), {}
         if turns:
@@ -28,10 +30,10 @@ def evaluation(run):
             sampling = run.sampling(temperature=temperature)
             with parallel.gathered(run.model):
                 episodes = run.play(seats, sampling, f"{name} {mode}", turns) if seats else []
+            run.stop_if_asked(None)
             splits[name][mode] = success_rate(parallel.all_sum(summary(episodes)))
             if mode == "sampled":
                 run.store(episodes[::len(episodes) // 12 or 1][:12], {"phase": "evaluation", "split": name})
-            run.stop_if_asked(None)
     if run.ranks.rank == 0:
         files.write_json(run.out / files.EVALUATION, {
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},

@@ -13,6 +13,7 @@ and, at the end, `stages.json`; `python -m report` draws them. Left out: other o
 import math
 import sys
 import time
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
 
 import torch
@@ -24,12 +25,11 @@ import update
 from algorithms import rewards
 from cold_start import cold_start
 from config import parse
-from envs import EpisodeLost
 from evaluation import evaluation
 from rollout import Seat, success_rate, summary
 from run import files, parallel
 from run.parallel import stream
-from run.setup import Interrupted, frozen_copy, listen, prepare
+from run.setup import MISTAKES, Interrupted, Stop, Unbreakable, frozen_copy, one_line, prepare
 
 # What a random stream is for: the second number of its name (cold_start.py has 2 to 4, evaluation.py 8)
 ROLLOUT, JUDGE = 5, 6
@@ -69,12 +69,15 @@ def collect(run, i):
     for round in range(4 if config.dynamic_sampling == "refill" else 1):
         name = f"refill {round}" if round else f"iteration {i}"
         fresh = run.play(seats_of(run, i, round), run.sampling(), name)
+        if run.asked_to_stop:                    # then these are not all; the iteration will be begun again
+            break
         rewards.write_rewards(fresh, config.algorithm.settings)
         played += fresh
         equal = config.algorithm.without_spread(fresh)
         kept += [episode for episode in fresh if episode.group not in equal]
         if len(kept) >= wanted:
             break
+    run.stop_if_asked({"iteration": i})
     episodes = (kept[:wanted] or played[:wanted]) if config.dynamic_sampling == "refill" else played
     for k, episode in enumerate(episodes):
         episode.index = run.ranks.rank * wanted + k
@@ -196,31 +199,34 @@ def reinforce(run):
     """The RL stage: iterations from where the checkpoint stopped (0, or with --resume later)."""
     config, algorithm, first = run.config, run.config.algorithm, 0
     algorithm.begin(run.model, run.objective(), config.minibatches, run.shard)
-    if config.resume:
-        first = parallel.read_trainer(run.out / "checkpoint")["state"]["iteration"]
+    if run.done is not None:
+        first = run.done
         critic = algorithm.critic if first else None         # one that RL has not touched yet is new again
-        parallel.load_trainer(run.out / "checkpoint", run.model, run.optimizer, critic)
+        parallel.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
     if first == 0:
         run.optimizer.state.clear()                  # the cold start's moments are of another objective
     reference = frozen_copy(run, first) if config.kl != "none" else None
     for i in (bar := tqdm(range(first, config.iterations), desc="RL", unit="iteration", initial=first,
                           total=config.iterations, disable=run.ranks.rank > 0)):
+        run.iteration = i
         metrics = iteration(run, i, reference)
         run.log({"phase": "rl", "iteration": i} | metrics)
         bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", turns=f"{metrics['rollout/turns']:.1f}")
         run.stop_if_asked({"iteration": i + 1})
         if (i + 1) % config.checkpoint_every == 0:
             run.save({"iteration": i + 1})
+    run.iteration = None
 
 
 def run_stages(run):
     """Cold start, RL, evaluation: those that the flags ask for; a checkpoint after each of the first two."""
     config = run.config
     run.origin = files.origin_of(config) if run.ranks.rank == 0 else {}
-    run.log({"config": config.settings(), **run.origin,
+    run.stop_if_asked(None)
+    run.log({**run.identity, "config": config.settings(), **run.origin,
              "parameters": sum(p.numel() for p in run.model.parameters()),
              "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
-    stages = {"cold_start": cold_start if config.demonstrations and not config.resume else None,
+    stages = {"cold_start": cold_start if config.demonstrations and run.done is None else None,
               "rl": reinforce if config.iterations else None,
               "evaluation": evaluation if config.splits else None}
     for name, stage in stages.items():
@@ -235,27 +241,42 @@ def run_stages(run):
     for split in config.splits:
         line = "{success:.1%} [{low:.1%}, {high:.1%}], n {n}".format(**result[split]["sampled"])
         parallel.print0(f"{split}: success {line}")
+    return 0
+
+
+def finish(run):
+    """All stages, or as far as they got when the run was asked to stop: then save, and say what is saved."""
+    folder, state = run.out / files.CHECKPOINT, None
+    try:
+        return run_stages(run)
+    except Interrupted as stopped:
+        state = stopped.state
+    if state is not None:
+        run.save(state)
+    saved = "nothing to save yet" if not folder.is_dir() else f"{folder} holds the model"
+    if run.stage == "rl" and state:
+        saved += f" after {state['iteration']} of {run.config.iterations} iterations; --resume goes on"
+    parallel.print0(f"stopped; {saved}", file=sys.stderr)
+    return 130
 
 
 def main(argv=None):
     """The command: exit status 0, 1 for a mistake that was found late, 130 when it was interrupted."""
     config = parse(argv)
-    asked_to_stop, run = listen(), None
-    torch.set_num_threads(config.threads)
     try:
-        run = prepare(config, parallel.setup(config.device), asked_to_stop)
-        run_stages(run)
-    except Interrupted as stopped:
-        print(stopped, file=sys.stderr)
+        with ExitStack() as held:
+            for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
+                held.enter_context(redirect(Unbreakable(stream)))
+            asked_to_stop = Stop()
+            torch.set_num_threads(config.threads)
+            held.callback(parallel.shutdown)
+            return finish(prepare(config, parallel.setup(config.device), asked_to_stop, held))
+    except KeyboardInterrupt:
+        print("stopped at once; what was saved before is there", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError, EpisodeLost) as error:
-        print(f"gcd.py: error: {error}", file=sys.stderr)
+    except MISTAKES as error:
+        print(f"gcd.py: error: {one_line(error, config.out)}", file=sys.stderr)
         return 1
-    finally:
-        if run:
-            run.close()
-        parallel.shutdown()
-    return 0
 
 
 if __name__ == "__main__":

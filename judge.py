@@ -23,8 +23,9 @@ QUESTION = {"plain": "Was that a good action? good or bad",
             "think": "Before the game answers: given the task and all that has been seen, was your last "
             "command a good step? Think briefly, then answer <judge>good</judge> or <judge>bad</judge>."}
 ANSWERS = ("good", "bad")
-VERDICT = {"plain": r"\s*(good|bad)\s*",
-           "think": r"(?s)[^<]*(?:<think>.*</think>)?[^<]*<judge>\s*(good|bad)\s*</judge>\s*"}
+VERDICT = {"plain": r"\s*+(good|bad)\s*+",          # possessive: nothing is read twice, however long it is
+           "think": r"(?s)(?:[^<]*+<think>.*</think>)?[^<]*+<judge>\s*+(good|bad)\s*+</judge>\s*+"}
+LONGEST_ANSWER = 100_000       # characters; a longer one is unreadable
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ def answer_ids(chat, label):
 
 def parse_verdict(text, style):
     """"good", "bad", or None where the answer is unreadable. style: "plain" or "think", see `wording`."""
-    match = re.fullmatch(VERDICT[style], text)
+    match = re.fullmatch(VERDICT[style], text) if len(text) <= LONGEST_ANSWER else None
     return match[1] if match else None
 
 

@@ -151,12 +151,13 @@ def check_room(task, prompt, max_response_tokens, context):
 
 
 def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail",
-         on_end=lambda episode: None):
+         on_end=lambda episode: None, asked_to_stop=False):
     """Play every seat once and return its Episode, in the order of the seats.
 
     One slot per environment; a slot whose episode has ended takes the next seat, and when none waits the last
     live slot moves into the hole. history, on_truncation: see `Conversation`. on_end(episode) is called as
-    each one ends. ValueError where a first prompt leaves no room for a response within `context` tokens.
+    each one ends. Whoever asks to stop (true from one turn to the next) gets those that ended so far; they
+    are not to be used. ValueError where a first prompt leaves no room for a response within `context` tokens.
     """
     slots, room = Slots(model, min(len(envs), len(seats)), context), context - sampling.max_response_tokens
     share = len({seat.group for seat in seats}) < len(seats)
@@ -176,7 +177,7 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
 
     sent = [Conversation(seat, env, chat, history) for seat, env in zip(seats, envs)]
     live = [begin(i, conversation) for i, conversation in enumerate(sent)]
-    while live:
+    while live and not asked_to_stop:
         prompts = [conversation.prompt for _, conversation in live]
         streams = [conversation.next_stream() for _, conversation in live]
         responses = generate(model, slots, prompts, streams, chat.stop_ids, sampling, share)
@@ -200,7 +201,7 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
                 slots.move(len(live) - 1, row)
                 live[row] = live[-1]
                 live.pop()
-    return [ended[i] for i in range(len(seats))]
+    return [ended[i] for i in sorted(ended)]
 
 
 def again(conversation, loss, most=5):

@@ -7,7 +7,7 @@
 # Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run
 # again; an interrupted RL stage goes on from its checkpoint, an interrupted cold start begins again. Remove
 # runs/main to start over. $OUT is where everything goes (runs/main), $SEED the seed (0; give another seed
-# another $OUT).
+# another $OUT). However this script ends, its runs end too: they save, even where it was killed.
 set -euo pipefail
 cd "$(dirname "$0")"
 OUT=${OUT:-runs/main} SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
@@ -40,14 +40,13 @@ install requirements.txt
 
 method() {                              # one RL method from the cold start, or from where it was interrupted
     [ ! -e "$OUT/$1/stages.json" ] || return 0
-    from=(--model "$OUT/cold_start/checkpoint" --demonstrations 0)
-    [ ! -e "$OUT/$1/checkpoint/trainer.pt" ] || from+=(--resume)
-    exec .venv/bin/python gcd.py --seed "$SEED" "${from[@]}" --out "$OUT/$1" "${@:2}"
+    exec .venv/bin/python gcd.py --seed "$SEED" --model "$OUT/cold_start/checkpoint" --demonstrations 0 \
+        --out "$OUT/$1" --resume --overwrite "${@:2}"
 }
 
 tell() { kill $(jobs -p) 2> /dev/null || true; }   # told once the runs save and end, told twice they end
 
-stop() {                                        # however this script ends, it leaves no run behind
+stop() {                                        # this script leaves no run behind
     status=$?
     trap tell INT TERM HUP
     tell
@@ -55,11 +54,12 @@ stop() {                                        # however this script ends, it l
     exit $status
 }
 
+export GCD_PARENT=$$                    # gcd.py stops where this process is gone
 trap stop EXIT
 trap 'exit 130' INT TERM HUP
 set -m                                  # Ctrl-C is for this script alone, and reaches the runs through `tell`
 if [ ! -e "$OUT/cold_start/stages.json" ]; then
-    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0 &
+    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0 --overwrite &
     wait $!
 fi
 method grpo --no-gcd > "$OUT/grpo.log" 2>&1 &   # its progress is in the log

@@ -9,8 +9,7 @@ The critic is a second model with a value head, trained beside the policy. No gr
 """
 
 import math
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,14 +79,13 @@ def explained_variance(value_N, return_N):
 
 def new_critic(policy, shard):
     """The model that RL starts from, with a head of zeros (its first values are 0), and its optimizer."""
-    with tempfile.TemporaryDirectory() as folder:
-        weights = parallel.full_weights(policy)
-        parallel.on_main(lambda: qwen.save_pretrained(policy, folder, state=weights))
-        folder = parallel.gather(folder)[0]
-        model = qwen.load_pretrained(folder, torch.float32, update.device_of(policy), value_head=True)
-        torch.nn.init.zeros_(model.value_head.weight)        # a judge's classifier may have been there
-        torch.nn.init.zeros_(model.value_head.bias)
-        parallel.any_rank(True)                              # all have read it before rank 0's folder goes
+    weights = parallel.full_weights(policy)
+    with torch.device("meta"):
+        model = qwen.Model(replace(policy.config, value_head=True))
+    model.to_empty(device="cpu").tie_weights()
+    model.load_state_dict(weights, strict=False)             # on rank 0; `shard` gives the others theirs
+    torch.nn.init.zeros_(model.value_head.weight)            # a judge's classifier may have been there
+    torch.nn.init.zeros_(model.value_head.bias)
     model = shard(model)
     return model, update.adam(model)
 

@@ -13,7 +13,7 @@ from bench.study import below_root
 from config import changed, parse
 from run import files
 
-PLACES = ("out", "model", "resume", "evaluate", "games")      # not kept of the settings: they name places
+PLACES = ("out", "model", "resume", "overwrite", "evaluate", "games")     # name places: not kept
 YOUNGER = {"dual_clip": 0.0, "invalid": "admissible", "correction_from": "auto"}   # flags; what was before
 # Settings that --variant took the place of: without it, and in the released code of each algorithm's paper.
 PAPER_FORM = {"baseline": "episode", "anchor": "state", "composition": "paper", "tag_rewards": "paper",

@@ -1,13 +1,11 @@
 """Cells run as processes of gcd.py: several at once, stopped and started at will.
 
 A cell whose result is kept is not run again; one whose folder holds the finished run is only read; an
-interrupted one resumes within its RL stage (under torchrun, which kills its workers half a minute after
-Ctrl-C, from the last checkpoint). A failed cell stops only those that begin from it. Left out: which cells
-there are (bench/study.py).
+interrupted one resumes within its RL stage. A failed cell stops only those that begin from it. Left out:
+which cells there are (bench/study.py).
 """
 
-import fcntl
-import shutil
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +18,8 @@ from tqdm import tqdm
 from bench.cells import differences_of, result_of
 from bench.study import ROOT, below_root
 from run import files
+
+PATIENT = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}     # s until torchrun kills what Ctrl-C has not ended
 
 
 class Failed(Exception):
@@ -37,7 +37,8 @@ class Children:
         with self.lock:
             if self.stopping:
                 raise Failed("stopped")
-            child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+            child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
+                                     env=PATIENT | os.environ)
             self.running.add(child)
         status = child.wait()
         with self.lock:
@@ -76,32 +77,19 @@ def same_settings(cell):
     return not log.exists() or not differences_of(files.settings_in(files.read_lines(log)[0]), cell)
 
 
-def resumable(cell):
-    """Whether gcd.py can go on where the cell's earlier run stopped: in its RL stage, with equal settings."""
-    log = cell.folder / files.METRICS
-    if not (cell.folder / "checkpoint" / "trainer.pt").exists() or not log.exists():
-        return False
-    return same_settings(cell) and bool(files.iterations_in(files.read_lines(log)[0]))
-
-
 # Running
 
 def run_cell(cell, jobs, children):
     """Run a cell to its end, unless its folder holds the finished run, and save its result."""
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{cell.folder}.log", "a", encoding="utf-8") as log:
-        try:                                          # gcd.py inherits the lock, and may outlive this process
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Failed(f"{below_root(cell.folder)}: another process is running it") from None
-        if not finished(cell):
-            resume = resumable(cell)
-            if not resume:                                   # or the next --resume might find another run's
-                shutil.rmtree(cell.folder / "checkpoint", ignore_errors=True)
-            status = children.run([*cell.command, *(["--resume"] if resume else [])], log)
-            if status or not (cell.folder / files.STAGES).exists():
-                raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see "
-                             f"{below_root(Path(log.name))}")
+    if who := files.holder(cell.folder):             # else gcd.py would say so, in its log
+        raise Failed(f"{below_root(cell.folder)}: {who} is writing there")
+    if not finished(cell):
+        with open(f"{cell.folder}.log", "a", encoding="utf-8") as log:
+            status = children.run(cell.command, log)
+        if status or not finished(cell):
+            raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see "
+                         f"{below_root(Path(log.name))}")
     files.write_json(cell.result, result_of(cell, cell.folder) | {"jobs": jobs})
 
 

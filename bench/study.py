@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def arguments(self):
-        """What gcd.py is called with, less --resume."""
+        """What gcd.py is called with, less --resume and --overwrite."""
         if self.start:
             begin = ["--model", below_root(self.start.folder / "checkpoint"), "--demonstrations", "0"]
         else:
@@ -65,10 +65,11 @@ class Cell:
 
     @property
     def command(self):
-        """How gcd.py is started."""
+        """How gcd.py is started: it goes on where it can, and begins anew where it cannot."""
         torchrun = str(Path(GCD[0]).with_name("torchrun"))
         many = (torchrun, "--standalone", "--nproc-per-node", str(self.processes))
-        return [*(many if self.processes > 1 else GCD[:1]), *GCD[1:], *self.arguments]
+        return [*(many if self.processes > 1 else GCD[:1]), *GCD[1:], *self.arguments,
+                "--resume", "--overwrite"]
 
 
 def below_root(path):

@@ -8,6 +8,7 @@ Left out: paged caches. Shapes: B slots in use, T tokens of a chunk, V vocabular
     python -m bench.rollout           # against transformers' generate
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -167,6 +168,9 @@ def generate(model, slots, prompts, streams, stops, sampling, share=False):
 def cut(ids, logprob, stops):
     """The response within a row of samples: up to the first stop token, that token included."""
     end = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
+    if not math.isfinite(sum(logprob[:end])):
+        raise FloatingPointError("the model's logprobs are not finite: its weights, or the numbers in its "
+                                 "config.json, give no probabilities")
     return Response(ids[:end], logprob[:end], truncated=end is None)
 
 

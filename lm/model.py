@@ -7,7 +7,9 @@ of one key/value head, D head size, C hidden size, N selected positions.
 """
 
 import copy
+import hashlib
 import json
+import shutil
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch import nn
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
+LARGEST, WORDS = 1e9, {int: "a whole number", float: "a number"}      # of what config.json may say
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}<|user|>{{ message.content }}"
     "{% elif message.role == 'assistant' %}<|assistant|>{{ message.content }}<|im_end|>"
@@ -54,16 +57,19 @@ class ModelConfig:
             raise ValueError(f"{path}: not found")
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: not JSON: {error}") from None
         if not isinstance(raw, dict):
             raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}    # transformers 4's name, and 5's
+        if not isinstance(rope, dict) or not isinstance(raw.get("layer_types") or [], list):
+            raise ValueError(f"{path}: rope_parameters={rope!r}, layer_types={raw.get('layer_types')!r}: "
+                             "expected an object and a list")
         implemented = {
             "model_type": raw.get("model_type") == "qwen2",
             "hidden_act": raw.get("hidden_act", "silu") == "silu",
             "use_sliding_window": not raw.get("use_sliding_window"),
-            "layer_types": set(raw.get("layer_types") or ()) <= {"full_attention"},
+            "layer_types": all(kind == "full_attention" for kind in raw.get("layer_types") or ()),
             "eos_token_id": isinstance(raw.get("eos_token_id"), int | None),
             "RoPE scaling": rope.get("rope_type", rope.get("type", "default")) == "default",
         }
@@ -73,11 +79,33 @@ class ModelConfig:
         values = {field.name: raw[field.name] for field in fields(cls) if raw.get(field.name) is not None}
         values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
         values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
-        values.setdefault("head_dim", values.get("hidden_size", 0) // values.get("num_attention_heads", 1))
+        width, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        if type(width) is type(heads) is int and heads > 0:
+            values.setdefault("head_dim", width // heads)
         required = [field.name for field in fields(cls) if field.default is MISSING]
         if missing := [name for name in required if name not in values]:
             raise ValueError(f"{path}: no value for {', '.join(missing)}")
-        return cls(**values)
+        config = cls(**values)
+        if wrong := config.impossible():
+            raise ValueError(f"{path}: {wrong}")
+        return config
+
+    def impossible(self):
+        """What no model can have: a sentence with the name and the value, or ""."""
+        for field in fields(self):
+            value, number = getattr(self, field.name), field.type in (int, float)
+            if number and not (type(value) in (int, field.type) and 0 < value <= LARGEST):
+                return f"{field.name}={value!r}: expected {WORDS[field.type]} above 0 and up to {LARGEST:g}"
+            if field.type is bool and type(value) is not bool:
+                return f"{field.name}={value!r}: expected true or false"
+        if self.num_attention_heads % self.num_key_value_heads:
+            return (f"num_attention_heads={self.num_attention_heads}: not a multiple of "
+                    f"num_key_value_heads={self.num_key_value_heads}")
+        if self.num_hidden_layers > 1000:
+            return f"num_hidden_layers={self.num_hidden_layers}: expected at most 1000"
+        if self.head_dim % 2:
+            return f"head_dim={self.head_dim}: RoPE needs an even one"
+        return ""
 
     def save(self, folder, dtype=torch.float32):
         """Write `folder`/config.json in a form that transformers 4 and 5 read alike."""
@@ -284,7 +312,12 @@ def save_pretrained(model, folder, state=None):
     state = {name: tensor.detach().cpu().contiguous()
              for name, tensor in (state or model.state_dict()).items() if name not in left_out}
     model.config.save(folder, dtype=next(iter(state.values())).dtype)
-    save_file(state, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    path = Path(folder) / "model.safetensors"
+    try:
+        save_file(state, path, metadata={"format": "pt"})
+    except (SafetensorError, OSError) as error:                     # neither names the file
+        raise OSError(f"{path}: {error}") from None
+    shutil.copymode(path.with_name("config.json"), path)            # safetensors leaves it to its owner alone
 
 
 def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
@@ -298,29 +331,53 @@ def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
     new_head = value_head and not config.value_head
     with torch.device("meta"):
         model = Model(replace(config, value_head=True) if new_head else config)
+    files, fresh = weight_files(folder), {"value_head.weight", "value_head.bias"} if new_head else set()
+    check_tensors(folder, files, {name: tuple(t.shape) for name, t in model.state_dict().items()
+                                  if name not in fresh}, config.tie_word_embeddings)
     model.to(dtype).to_empty(device=device)
     model.tie_weights()
     state = model.state_dict()
-    for name in ("value_head.weight", "value_head.bias") if new_head else ():
-        state.pop(name).zero_()
-    missing = set(state) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
-    for path in weight_files(folder):
+    for name in fresh:
+        state[name].zero_()
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                if name == "lm_head.weight" and config.tie_word_embeddings:
+                    continue               # some folders have it; the embedding is what counts
+                state[name].copy_(file.get_tensor(name))
+                if not state[name].isfinite().all():
+                    raise ValueError(f"{path}: {name} holds numbers that are not finite")
+    return model
+
+
+def check_tensors(folder, files, shapes, tied):
+    """ValueError unless the files hold exactly the tensors of these shapes (a tied lm_head may lack)."""
+    missing = set(shapes) - ({"lm_head.weight"} if tied else set())
+    for path in files:
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
-                    if name not in state:
+                    if name not in shapes:
                         raise ValueError(f"{path}: unexpected tensor {name}")
-                    shape, wanted = tuple(file.get_slice(name).get_shape()), tuple(state[name].shape)
-                    if shape != wanted:
+                    there, wanted = file.get_slice(name), shapes[name]
+                    if (shape := tuple(there.get_shape())) != wanted:
                         raise ValueError(f"{path}: {name} has shape {shape}, config.json means {wanted}")
-                    if name in missing:    # a tied lm_head is in some folders; the embedding is what counts
-                        state[name].copy_(file.get_tensor(name))
-                        missing.remove(name)
-        except SafetensorError as error:
+                    if not there.get_dtype().startswith(("F", "BF")):
+                        raise ValueError(f"{path}: {name} holds {there.get_dtype()}, no floats")
+                    missing.discard(name)
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: not a safetensors file: {error}") from None
     if missing:
         raise ValueError(f"{folder}: missing tensor {min(missing)} ({len(missing)} missing in all)")
-    return model
+
+
+def weights_hash(folder):
+    """The first 16 hex digits of a SHA-256 over a folder's safetensors files."""
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        with open(path, "rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def weight_files(folder):
@@ -382,7 +439,11 @@ def load_tokenizer(folder):
 
     if not (path := Path(folder) / "tokenizer.json").is_file():
         raise ValueError(f"{path}: not found")
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:              # the libraries below have a dozen names for a broken file
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ValueError(f"{folder}: tokenizer.json or tokenizer_config.json: {reason}") from None
     sample = "You see a drawer 1, and\n  a caf\u00e9's mug 12.\n\n> go to drawer 1"
     if (back := tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))) != sample:
         raise ValueError(f"{folder}: the tokenizer loses text: {sample!r} comes back as {back!r}")

@@ -4,12 +4,13 @@ A field without help is no flag: presets set it. Left out: nested settings, and 
 """
 
 import argparse
-import math
 import sys
 from dataclasses import field, fields
 
+LIMIT = 1e6          # of numbers without one of their own: what is larger is a mistake, hangs or overflows
 
-def opt(default, help="", choices=None, low=-math.inf, high=math.inf, read=None, section="", needs=None):
+
+def opt(default, help="", choices=None, low=-LIMIT, high=LIMIT, read=None, section="", needs=None):
     """One setting: its default, its meaning and unit, and what is allowed.
 
     read: how its text is read where the type alone does not say. section: the heading in --help that begins
@@ -72,7 +73,7 @@ def made_of(settings, values):
         value, meta = values[f.name], f.metadata
         if meta.get("choices") and value not in meta["choices"]:
             raise ValueError(f"{flag_of(f.name)}={value}: expected one of {', '.join(meta['choices'])}")
-        low, high = meta.get("low", -math.inf), meta.get("high", math.inf)
-        if f.type in (int, float) and not (math.isfinite(value) and low <= value <= high):
+        low, high = (meta.get(end, limit) for end, limit in (("low", -LIMIT), ("high", LIMIT)))
+        if f.type in (int, float) and not low <= value <= high:                        # nor is NaN
             raise ValueError(f"{flag_of(f.name)}={value}: expected {low:g} to {high:g}")
     return settings(**{f.name: values[f.name] for f in fields(settings)})

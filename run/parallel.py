@@ -76,10 +76,10 @@ def is_main():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def print0(*values):
+def print0(*values, file=None):
     """Print on rank 0, at once."""
     if is_main():
-        print(*values, flush=True)
+        print(*values, file=file, flush=True)
 
 
 def shard(model, ranks, compute_dtype=torch.float32):
@@ -319,9 +319,14 @@ def load_optimizer(path, model, optimizer, saved):
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing := names - {name for group in saved["param_groups"] for name in group["params"]}:
         raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
-    states.set_optimizer_state_dict(model, optimizer, saved, options=FROM_FULL)
+    known = saved["state"]                # torch 2.9 wants one of each parameter, gradient or not
+    like = next(iter(known.values()), {})
+    new = {name: {key: torch.zeros(value.shape and parameter.shape) for key, value in like.items()}
+           for name, parameter in model.named_parameters() if like and name not in known}
+    optimizer.state.clear()
+    states.set_optimizer_state_dict(model, optimizer, saved | {"state": known | new}, options=FROM_FULL)
     for name, parameter in model.named_parameters():
-        if name not in saved["state"]:    # it had no gradient yet: torch gives it a state with a step counted
+        if name not in known:             # it starts as it did: without a state
             optimizer.state.pop(parameter, None)
 
 

@@ -4,10 +4,13 @@ Mistakes of the user surface in `prepare`, before any work. Left out: what a run
 evaluation.py), and its flags (config.py).
 """
 
+import os
+import secrets
+import shutil
 import signal
 import sys
-import tempfile
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +23,7 @@ import judge
 import rollout
 import update
 from config import changed
+from envs import EpisodeLost
 from lm import model as qwen
 from lm.chat import TAGS, Chat, is_small
 from lm.engine import Sampling
@@ -38,13 +42,16 @@ class Run:
     chat: Chat
     envs: list
     out: Path
-    asked_to_stop: list           # signals received; looked at between steps
+    asked_to_stop: object         # whether it was: see Stop; looked at between steps, and turns
+    identity: dict                # {"run", "start"}: what its checkpoint and its metrics share
+    done: int | None = None       # iterations that the checkpoint resumed had done; None: not resumed
     endpoint: Endpoint | None = None                       # where one is asked
     instruction: correction.Instruction | None = None      # of prompt-based correction, once there is one
     origin: dict = field(default_factory=dict)             # files.origin_of it, on rank 0
     seconds: dict = field(default_factory=dict)            # {stage: seconds} of those that have ended
     stage: str = ""                                        # the one under way, and when it began
     began: float = 0.0
+    iteration: int | None = None                           # of RL, while it is under way
 
     @property
     def world(self):
@@ -54,7 +61,8 @@ class Run:
     def log(self, record):
         """Append one object to metrics.jsonl, on disk before anything else happens."""
         if self.ranks.rank == 0:
-            files.append(self.out / files.METRICS, record)
+            now = {} if self.iteration is None else {"iteration": self.iteration}
+            files.append(self.out / files.METRICS, record | now)
 
     def store(self, episodes, head, credited=False):
         """Append episodes to episodes.jsonl, with their labels."""
@@ -67,8 +75,9 @@ class Run:
     def save(self, state):
         """Replace the checkpoint in --out."""
         instruction = asdict(self.instruction) if self.instruction else None
-        state |= {"instruction": instruction, "settings": self.config.settings(), "seconds": self.spent()}
-        parallel.save_checkpoint(self.out / "checkpoint", self.model, self.optimizer, state,
+        state = state | self.identity | {"instruction": instruction, "settings": self.config.settings(),
+                                         "seconds": self.spent()}
+        parallel.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
                                  qwen.save_pretrained, self.chat.tokenizer.save_pretrained,
                                  self.config.algorithm.critic)
 
@@ -100,7 +109,7 @@ class Run:
         with tqdm(total=len(seats), desc=name, unit="episode", leave=False, disable=hidden) as bar:
             return rollout.play(self.model, self.chat, self.envs, seats, sampling,
                                 max_turns or config.max_turns, config.context, config.history,
-                                config.on_truncation, lambda episode: bar.update())
+                                config.on_truncation, lambda episode: bar.update(), self.asked_to_stop)
 
     def step(self, samples, objective, rate):
         """One optimizer step; a batch that is not finite is stored before every rank stops."""
@@ -132,57 +141,113 @@ class Run:
             self.log({"phase": "endpoint"} | {f"endpoint/{key}": count for key, count in counts.items()})
 
     def stop_if_asked(self, state):
-        """Between steps: where any rank was asked to stop, save (unless state is None) and stop on all."""
-        if parallel.any_rank(self.asked_to_stop):
-            if state is not None:
-                self.save(state)
-            folder = self.out / "checkpoint"
-            raise Interrupted(f"stopped; {folder} holds the model" if folder.is_dir() else
-                              "stopped; nothing to save yet")
-
-    def close(self):
-        """End the environments and the connection to the endpoint."""
-        for held in (*self.envs, *([self.endpoint] if self.endpoint else [])):
-            held.close()
+        """Where any rank was asked to stop, stop on all: Interrupted, with the state to save (None: none)."""
+        if parallel.any_rank(bool(self.asked_to_stop)):
+            raise Interrupted(state)
 
 
 class Interrupted(Exception):
-    """Ctrl-C (or SIGTERM) was pressed and what there was has been saved."""
+    """The run was asked to stop, and is where it can: at the state that it holds, to be saved, or at None."""
+
+    @property
+    def state(self):
+        """What `Run.save` takes; None where there is nothing to save."""
+        return self.args[0]
 
 
-def listen():
-    """Catch Ctrl-C and SIGTERM: the first one is noted in the returned list, a second one stops at once."""
-    asked = []
+class Stop:
+    """True once this process was asked to stop: by a signal, or because who had started it is gone.
 
-    def note(signum, frame):
-        if asked:
+    The first Ctrl-C (or SIGTERM, SIGHUP) is noted, the second raises KeyboardInterrupt, the third ends the
+    process. The parent counts where it minds the run: torchrun, or run.sh, which says so by $GCD_PARENT.
+    """
+
+    SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+    def __init__(self):
+        minded = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("GCD_PARENT") == str(os.getppid())
+        self.signals, self.parent = 0, os.getppid() if minded else None
+        for signum in self.SIGNALS:
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:       # nohup ignores it
+                signal.signal(signum, self.note)
+
+    def __bool__(self):
+        return self.signals > 0 or self.parent not in (None, os.getppid())
+
+    def note(self, signum, frame):
+        """The handler of all of them."""
+        self.signals += 1
+        if self.signals > 2:
+            os._exit(130)
+        if self.signals == 2:
             raise KeyboardInterrupt
-        asked.append(signum)
-        with suppress(OSError):                   # the terminal may be what has gone
-            print("\nstopping after this step (again: at once)", file=sys.stderr)
-
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, note)
-    return asked
+        print("\nstopping as soon as this can be saved (again: at once)", file=sys.stderr)
 
 
-def prepare(config, ranks, asked_to_stop):
-    """Everything a run needs, made or loaded."""
+# What ends a run in one line: mistakes found late, a full disk, engines that die, torch's own errors
+MISTAKES = ValueError, OSError, ArithmeticError, MemoryError, RuntimeError
+
+
+def one_line(error, out):
+    """An error as one line, with what helps against it. Of torch's errors --out gets the traceback."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
+        return (f"out of memory ({text[:200]}): while playing, --slots or --context down; while training, "
+                "--microbatch-tokens, then --max-response-tokens")
+    if isinstance(error, RuntimeError) and not isinstance(error, EpisodeLost):
+        with suppress(OSError):
+            files.write_text(Path(out) / "traceback.txt", "".join(traceback.format_exception(error)))
+            text = f"{text[:300]} (traceback in {out}/traceback.txt)"
+        return f"{type(error).__name__}: {text}"
+    return text
+
+
+class Unbreakable:
+    """A stream to a terminal, pipe or log file that may go without taking the run along."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        """As the stream's, or nothing."""
+        with suppress(OSError, ValueError):                        # ValueError: it is closed
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        """As the stream's, or nothing."""
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+def prepare(config, ranks, asked_to_stop, held):
+    """Everything a run needs, made or loaded. held: an ExitStack, which keeps the lock of --out."""
     out, world = Path(config.out), config.world
     if config.tasks % ranks.world:
         raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world} ranks (whole groups)")
+    parallel.on_main(lambda: held.enter_context(files.held(out)) and None)
     train = world.train(config.train_types, 0, 1) if config.demonstrations or config.iterations else []
     tasks = train + [world.split(split)[0] for split in config.splits]        # a task of every kind of work
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
                         config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
     source, state = starting_point(config, out)
-    envs = world.make(config.slots)
-    with tempfile.TemporaryDirectory() as fresh:
+    envs, fresh = world.make(config.slots), out / f"fresh{ranks.rank}"
+    for held_open in (*envs, *([endpoint] if endpoint else [])):
+        held.callback(held_open.close)
+    try:
         if source is None:
             small_model_folder(config, fresh)
         head = True if config.judge_kind == "value" else None
         model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
         tokenizer = qwen.load_tokenizer(source or fresh)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    if (largest := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
+        raise ValueError(f"{source}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
+                         f"{model.config.vocab_size}")
     if config.context > (longest := model.config.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
     chat = chat_of(config, tokenizer)
@@ -190,25 +255,58 @@ def prepare(config, ranks, asked_to_stop):
     for task in tasks:
         prompt = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin().prompt
         rollout.check_room(task, prompt, config.max_response_tokens, config.context)
-    out.mkdir(parents=True, exist_ok=True)
-    if ranks.rank == 0:
-        files.begin(out, config.resume)
+    identity = parallel.on_main(lambda: begin(config, out, state, held))
     kept = source and (config.correction != "off" or not config.iterations)   # RL without correction has none
-    return Run(config, ranks, model, update.adam(model), chat, envs, out, asked_to_stop, endpoint,
-               instruction=instruction_in(source) if kept else None, seconds=dict(state.get("seconds", {})))
+    return Run(config, ranks, model, update.adam(model), chat, envs, out, asked_to_stop, identity,
+               state and state["iteration"], endpoint, instruction=instruction_in(source) if kept else None,
+               seconds=dict(state.get("seconds", {}) if state else {}))
 
 
 def starting_point(config, out):
-    """The folder of the model to start from (None: a fresh one), and the state of the checkpoint resumed."""
-    if not (found := parallel.find_checkpoint(out / "checkpoint")):
-        parallel.refuse_other_folder(out / "checkpoint")
-    if not config.resume:
-        return Path(config.model) if config.model else None, {}
-    if found is None:
-        raise ValueError(f"--resume: {out / 'checkpoint'} holds no checkpoint")
-    state = parallel.read_trainer(found)["state"]
-    check_resumed(config, state)
-    return found, state
+    """The folder of the model to start from (None: a fresh one), and the state of a checkpoint resumed, or
+    None. With --resume and --overwrite a run goes on where it can, and begins anew where it cannot."""
+    found = parallel.find_checkpoint(out / files.CHECKPOINT)
+    if config.resume:
+        try:
+            if found is None:
+                raise ValueError(f"--resume: {out / files.CHECKPOINT} holds no checkpoint")
+            state = parallel.read_trainer(found)["state"]
+            parallel.on_main(lambda: check_identity(config, out, state))
+            check_resumed(config, state)
+            return found, state
+        except ValueError as cannot:
+            if not config.overwrite:
+                raise
+            if found:
+                parallel.print0(f"{cannot}; so it begins anew", file=sys.stderr)
+    if not config.overwrite and parallel.on_main(lambda: files.holds_run(out)):
+        raise ValueError(f"--out={out}: holds a run; --resume goes on with it, --overwrite sets it aside and "
+                         "begins anew")
+    return Path(config.model) if config.model else None, None
+
+
+def begin(config, out, state, held):
+    """On rank 0, before the first line is written: what --out holds goes on, or is set aside under another
+    name. Returns the run's identity: a name of its own, and the hash of the weights that it began with."""
+    if state:
+        files.go_on(out, state["iteration"])
+        return {key: state.get(key) for key in ("run", "start")}
+    start = qwen.weights_hash(config.model) if config.model else None
+    if files.holds_run(out):
+        aside = files.set_aside(out)
+        print(f"the run that {out} held is now {aside}", file=sys.stderr)
+        held.enter_context(files.held(out))
+    return {"run": secrets.token_hex(8), "start": start}
+
+
+def check_identity(config, out, state):
+    """ValueError unless a checkpoint, the metrics beside it and the --model given are of one run."""
+    first = next((line for line in files.read_lines(out / files.METRICS)[0] if isinstance(line, dict)), {})
+    if (logged := first.get("run")) != (saved := state.get("run")):
+        raise ValueError(f"--resume: {out / files.METRICS} is of run {logged}, the checkpoint of run {saved}")
+    there = state.get("start") and config.model and Path(config.model).is_dir()
+    if there and state["start"] != qwen.weights_hash(config.model):
+        raise ValueError(f"--resume: {out} began with other weights than --model={config.model} holds")
 
 
 def check_resumed(config, state):
@@ -234,6 +332,7 @@ def instruction_in(source):
 
 def small_model_folder(config, folder):
     """Write the small default model, fresh; each phrase of the world and the methods is one of its tokens."""
+    folder.mkdir(exist_ok=True)
     words = [*config.world.words(), judge.QUESTION["plain"], *judge.ANSWERS]
     if config.prompt == "tags" or config.algorithm.tags:
         words += [f"<{tag}>" for tag in TAGS]

@@ -31,7 +31,8 @@ for i in range(iterations):
     rows.append({"phase": "rl", "iteration": i, "rollout/success": i / 100,
                  "judge/auc": i / 10 if "--gcd" in argv else None,
                  "time/rollout_s": 2.0 + slow * (i == 0), "time/judge_s": judge_s, "time/update_s": 1.0})
-with open(out / "metrics.jsonl", "a" if "--resume" in argv else "w") as log:
+goes_on = (out / "checkpoint" / "trainer.pt").exists()
+with open(out / "metrics.jsonl", "a" if goes_on else "w") as log:
     log.writelines(json.dumps(row) + "\\n" for row in rows)
 if (here / "wait").exists():
     (out / "checkpoint" / "trainer.pt").touch()

@@ -159,7 +159,6 @@ def test_neighbours_order_and_workers_change_nothing(make):
     assert [len(processes(envs[0])) for envs in ([one], three, six)] == [1, 3, 1]
 
 
-@pytest.mark.fast
 @needs_engine
 def test_the_quirks_of_the_engine(env):
     first = env.reset(kitchen_task())

@@ -207,7 +207,7 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
     return SimpleNamespace(
         config=settings, world=settings.world, chat=chat, ranks=SimpleNamespace(rank=rank, world=ranks),
         envs=[Game()], endpoint=endpoint, step=step, log=rows.append, steps=steps, rows=rows,
-        stop_if_asked=lambda state: None, log_endpoint=lambda: None,
+        asked_to_stop=False, stop_if_asked=lambda state: None, log_endpoint=lambda: None,
         endpoint_labels=lambda episodes, n, seed: None)
 
 
@@ -360,7 +360,7 @@ def test_a_model_that_writes_imitates_what_the_endpoint_says_of_each_turn(tokeni
     endpoint = SimpleNamespace(ask=lambda questions: asked.append(questions) or [
         f"Reason {number}. <judge>{('good', 'bad')[number % 2]}</judge>" for number in range(len(questions))])
     run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "rule+endpoint", "--context", 99_999,
-                   "--judge-response-tokens", 60, "--endpoint", "http://127.0.0.1:1", endpoint=endpoint)
+                   "--endpoint", "http://127.0.0.1:1", endpoint=endpoint, judge_response_tokens=60)
     samples = cold_start.judge_questions(run)
     assert samples and len(asked) == 1 and run.rows[-1]["written"] == len(samples) == len(asked[0])
     for number, (sample, question) in enumerate(zip(samples, asked[0])):

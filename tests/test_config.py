@@ -224,7 +224,9 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     # what does not go together
     ("--tasks 4 --group-size 4 --minibatches 17", "--minibatches=17: more than 16 episodes"),
     ("--max-response-tokens 1024", "--max-response-tokens=1024: not below --context=1024"),
-    ("--context 512 --judge-response-tokens 500", "--judge-response-tokens=500"),
+    ("--context 64", "--judge-response-tokens=4: leaves no room"), ("--hidden-size 33", "--hidden-size=33"),
+    ("--threads 1000000", "--threads=1000000: expected 1 to 256"), ("--tasks 1e9", "--tasks"),
+    ("--lr 1e300", "--lr=1e+300"), ("--success-reward nan", "--success-reward=nan"),
     ("--algo gigpo --group-size 1", "--group-size=1: --algo gigpo compares"),
     ("--algo ppo --dynamic-sampling drop", "--dynamic-sampling=drop: --algo ppo compares no groups"),
     ("--algo reinforce --dynamic-sampling refill", "--dynamic-sampling=refill: --algo reinforce compares no"),

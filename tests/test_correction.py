@@ -25,8 +25,6 @@ from lm.chat import Chat
 from lm.engine import Response, Sampling
 from run import parallel
 
-pytestmark = pytest.mark.fast
-
 TABLE = "You arrive at table 1. On the table 1, you see nothing."
 # command, the answer to it, the kind of mistake
 MISTAKES = [
@@ -47,11 +45,13 @@ class Writer(Chat):
     writes = True
 
 
+@pytest.mark.fast
 def test_kinds_of_mistakes_on_a_script(chat):
     episode = scripted(chat, MISTAKES, won=False)
     assert [correction.kind_of(episode, t) for t in range(len(MISTAKES))] == [line[2] for line in MISTAKES]
 
 
+@pytest.mark.fast
 def test_the_first_refusal_is_no_return_to_the_same_state(chat):
     """A command that the game lists, and answers with nothing: seen before."""
     episode = scripted(chat, [("look", NOTHING), ("look", NOTHING)], won=False)
@@ -60,6 +60,7 @@ def test_the_first_refusal_is_no_return_to_the_same_state(chat):
     assert [correction.kind_of(episode, t) for t in (0, 1)] == ["revisited", "repeated"]
 
 
+@pytest.mark.fast
 def test_turns_that_most_answers_call_bad_are_found(chat):
     judged = [answered(chat, texts, index, label) for index, (texts, label) in enumerate([
         (["bad", "bad", "good"], "good"), (["bad", "good"], "bad"), (["bad", "jump", "jump"], "bad"),
@@ -69,6 +70,7 @@ def test_turns_that_most_answers_call_bad_are_found(chat):
     assert all(episode is judged[index].episode for index, episode, _ in found)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("counts, kinds", [
     ({"other": 9, "undone": 3, "refused": 5, "repeated": 4}, ["refused", "repeated"]),
     ({"undone": 1}, ["undone"]),
@@ -86,6 +88,7 @@ def small_chat(folder):
     return Chat(qwen.load_tokenizer(folder), "plain")
 
 
+@pytest.mark.fast
 def test_sentences_are_single_tokens_of_the_small_model_and_so_is_their_control(tmp_path):
     chat = small_chat(tmp_path)
     for first, second in itertools.permutations(correction.KINDS, 2):
@@ -127,6 +130,7 @@ def test_the_questions_fit_the_tokens_kept_for_them():
         assert len(chat.message(question)) <= 64
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("text, plain", [
     ("Look  first.\n\nThen go.", "Look first. Then go."), ("<think>a < b\n</think> Look.", "Look."),
     ("<b>Look.</b><|im_end|>", "Look."), ("a <b", "a b"), ("<|im_<|x|>end|>", "|im_ end|"), ("", "")])
@@ -155,6 +159,7 @@ def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(),
     return run.instruction
 
 
+@pytest.mark.fast
 def test_a_small_models_instruction_counts_its_mistakes(chat):
     made = corrected(chat, bad_turns(chat))
     assert made.text == f"{correction.KINDS['refused']} {correction.KINDS['repeated']}"
@@ -168,12 +173,14 @@ def test_a_small_models_instruction_counts_its_mistakes(chat):
         assert corrected(chat, nothing) is None
 
 
+@pytest.mark.fast
 def test_a_writing_models_mistakes_are_counted_on_demand(tokenizer):
     chat = Writer(tokenizer, "plain")
     made = corrected(chat, bad_turns(chat), correction_from="counts")
     assert made.made_from == {"refused": 3, "other": 2, "repeated": 1}
 
 
+@pytest.mark.fast
 def test_only_every_so_many_iterations_bring_an_instruction(chat):
     made = [corrected(chat, bad_turns(chat), i, correction_every=3) for i in range(7)]
     assert [i for i, instruction in enumerate(made) if instruction] == [2, 5]
@@ -202,6 +209,7 @@ def actor(monkeypatch):
     return say
 
 
+@pytest.mark.fast
 def test_critiques_are_merged_by_the_large_model_or_else_by_the_actor(tokenizer, actor):
     chat, texts = Writer(tokenizer, "think"), ("I repeat myself.", "I open what is open.")
     bad = bad_turns(chat)[:2]
@@ -223,6 +231,7 @@ def test_critiques_are_merged_by_the_large_model_or_else_by_the_actor(tokenizer,
     assert 480 < len(long) <= 500 and set(long.split()) == {"many", "words"}
 
 
+@pytest.mark.fast
 def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer, actor):
     chat = Writer(tokenizer, "think")
     bad = bad_turns(chat, times=4)                                # of these 24 the first 16 are criticised
@@ -251,6 +260,7 @@ def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer)
     assert any(runs) and len({instruction.text for instruction in runs if instruction}) > 1
 
 
+@pytest.mark.fast
 def test_every_ranks_mistakes_make_one_instruction(chat, monkeypatch):
     """What the other rank would send is added to the gathering: counts are summed."""
     def gather(value):
@@ -264,6 +274,7 @@ def test_every_ranks_mistakes_make_one_instruction(chat, monkeypatch):
 
 # A cold start with instructions
 
+@pytest.mark.fast
 def test_random_instructions_are_empty_half_of_the_time_and_name_every_sentence():
     rng = random.Random(0)
     drawn = [correction.random_instruction(rng) for _ in range(4000)]
@@ -279,6 +290,7 @@ def test_random_instructions_are_empty_half_of_the_time_and_name_every_sentence(
     assert drawn[:50] == [correction.random_instruction(rng) for _ in range(50)]
 
 
+@pytest.mark.fast
 def test_what_an_instruction_forbids(chat):
     episode = scripted(chat, MISTAKES, won=False)
     pairs = itertools.permutations(correction.KINDS, 2)

@@ -3,18 +3,16 @@
     python -m pytest tests/test_jobs.py
 """
 
-import fcntl
 import json
 import os
 import signal
-import sys
 import threading
 import time
 
 import pytest
 from stand_in import CONFIG, toy_bench
 
-from bench import jobs
+from run import files
 
 pytestmark = pytest.mark.fast
 
@@ -87,7 +85,7 @@ def test_two_jobs_run_the_same_cells(bench):
 
 
 def test_interrupted_cells_are_asked_to_stop_once_and_resume(bench):
-    """Ctrl-C asks the run to save and end; the next start passes --resume, with the log read as one run."""
+    """Ctrl-C asks the run to save and end; the next start goes on, with the log read as one run."""
     (bench.folder / "wait").touch()
 
     def press_when_waiting():
@@ -108,22 +106,9 @@ def test_interrupted_cells_are_asked_to_stop_once_and_resume(bench):
     presser.join()
     (bench.folder / "wait").unlink()
     assert bench.main("--seeds", "0") == 0
-    assert "--resume" not in bench.argv(0) and bench.argv(1) == [*bench.argv(0), "--resume"]
+    assert bench.argv(0) == bench.argv(1) and bench.argv(1)[-2:] == ["--resume", "--overwrite"]
     cell = json.loads((bench.folder / "results/cells/household/grpo/seed0.json").read_text())
     assert (cell["resumed"], cell["iterations"]) == (1, 12)
-
-
-def test_what_was_begun_with_other_settings_is_not_resumed(bench):
-    config = CONFIG | {"common": ["--preset", "small", "--lr", "1e-3", "--iterations", "2"],
-                       "cold_starts": {}, "differences": [],
-                       "rows": {"grpo": CONFIG["rows"]["grpo"] | {"start": None}}}
-    bench.write(config)
-    folder = bench.folder / "runs/household/seed0/grpo"
-    (folder / "checkpoint").mkdir(parents=True)
-    (folder / "checkpoint/trainer.pt").touch()
-    (folder / "metrics.jsonl").write_text('{"config": {"lr": 0.5}}\n{"phase": "rl", "iteration": 0}\n')
-    assert bench.main("--seeds", "0") == 0
-    assert "--resume" not in bench.argv(0) and not (folder / "checkpoint/trainer.pt").exists()
 
 
 def test_half_a_line_is_left_out_and_a_broken_log_stops_its_cell_only(bench, capsys):
@@ -138,29 +123,20 @@ def test_half_a_line_is_left_out_and_a_broken_log_stops_its_cell_only(bench, cap
         (folder / "checkpoint").mkdir(parents=True)
         (folder / "checkpoint/trainer.pt").touch()
         (folder / "metrics.jsonl").write_text(log)
+    (folder / "stages.json").write_text("{}")
     assert bench.main("--seeds", "0") == 1
-    assert bench.calls() == [("grpo", 0)] and bench.argv(0)[-1] == "--resume"
+    assert bench.calls() == [("grpo", 0)]
     said = capsys.readouterr().err
     assert "runs/household/seed0/gigpo: ValueError: metrics.jsonl does not begin with settings" in said
 
 
 def test_a_cell_that_another_process_runs_is_left_to_it(bench, capsys):
-    """The run holds the lock of its log itself, so also one whose bench.table1 was killed."""
-    log, held = bench.folder / "runs/household/seed0/cold.log", bench.folder / "held"
-    log.parent.mkdir(parents=True)
-    waits = (f"import pathlib, time; file = pathlib.Path({str(held)!r}); file.touch()\n"
-             "while file.exists(): time.sleep(0.02)")
-    with open(log, "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        run = threading.Thread(target=jobs.Children().run, args=([sys.executable, "-c", waits], file))
-        run.start()
-        while not held.exists():
-            time.sleep(0.02)
-    assert bench.main("--rows", "grpo", "--seeds", "0") == 1
+    """The run holds the lock of its folder itself, so also one whose bench.table1 was killed."""
+    with files.held(bench.folder / "runs/household/seed0/cold"):
+        assert bench.main("--rows", "grpo", "--seeds", "0") == 1
     said = capsys.readouterr().err
-    assert "seed0/cold: another process is running it" in said and bench.calls() == []
-    held.unlink()
-    run.join()
+    assert f"seed0/cold: process {os.getpid()} of " in said and " is writing there" in said
+    assert bench.calls() == []
     assert bench.main("--rows", "grpo", "--seeds", "0") == 0
 
 

@@ -31,6 +31,8 @@ from tiny_runs import (
 
 import cold_start
 import gcd
+import rollout
+from run import files, parallel
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,9 @@ def interrupting(function, argument):
 
 
 def train_in_two(monkeypatch, out, flags, stop_at):
-    """A run interrupted in the iteration stop_at, and gone on with."""
+    """A run interrupted in the update of iteration stop_at, and gone on with."""
     with monkeypatch.context() as patch:
-        patch.setattr(gcd, "iteration", interrupting(gcd.iteration, stop_at))
+        patch.setattr(gcd, "train", interrupting(gcd.train, stop_at))
         assert train(out, *flags) == 130
     assert len(rows(out)) == stop_at + 1
     assert train(out, *flags, "--resume") == 0
@@ -119,14 +121,69 @@ def test_a_run_with_correction_goes_on_with_its_instruction(tmp_path, tmp_path_f
     assert len(rows(whole, "correction")) == 2 and same(weights(whole), weights(parts))
 
 
-def test_ctrl_c_saves_and_leaves(start, tmp_path):
+@pytest.mark.fast
+def test_ctrl_c_in_the_rollout_gives_the_iteration_up_and_it_is_begun_again(start, tmp_path, monkeypatch,
+                                                                             capsys):
+    """Not a turn more is played; the weights are those that the iteration began with."""
+    whole, parts, flags = tmp_path / "whole", tmp_path / "parts", [*begin(start), "--kl", "loss"]
+    assert train(whole, *flags) == 0
+    say, said = rollout.Conversation.say, []
+
+    def pressed_in_the_second_iteration(conversation, *arguments):
+        said.append(conversation)
+        if len(rows(parts)) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            patch.setattr(rollout.Conversation, "say", say)
+        return say(conversation, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.Conversation, "say", pressed_in_the_second_iteration)
+        assert train(parts, *flags) == 130
+    assert len(rows(parts)) == 1
+    assert "checkpoint holds the model after 1 of 2 iterations; --resume goes on" in capsys.readouterr().err
+    assert train(parts, *flags, "--resume") == 0
+    assert same(weights(whole), weights(parts))
+    assert [untimed(row) for row in rows(whole)] == [untimed(row) for row in rows(parts)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("where, argument", [(cold_start, "demonstrate"), (files, "origin_of")])
+def test_ctrl_c_is_heeded_while_demonstrations_are_made_and_games_are_hashed(tmp_path, monkeypatch, capsys,
+                                                                            where, argument):
+    function = getattr(where, argument)
+
+    def pressed(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*arguments)
+
+    monkeypatch.setattr(where, argument, pressed)
+    monkeypatch.setattr(cold_start, "imitate", None)              # nothing is imitated after it
+    assert train(tmp_path, "--demonstrations", 500) == 130
+    assert capsys.readouterr().err.rstrip().endswith("stopped; nothing to save yet")
+
+
+@pytest.mark.fast
+def test_a_second_ctrl_c_ends_at_once_without_a_traceback(start, tmp_path, monkeypatch, capsys):
+    def pressed(*arguments):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("goes on")
+
+    monkeypatch.setattr(gcd, "judge_turns", pressed)
+    assert train(tmp_path, *begin(start)) == 130
+    said = capsys.readouterr().err
+    assert "stopped at once" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_saves_and_leaves(start, tmp_path, signum):
     command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *begin(start),
                "--iterations", 500, "--checkpoint-every", 500]
     with open(tmp_path / "stderr", "w") as stderr:
         run = subprocess.Popen([str(part) for part in command], stderr=stderr, env=ENVIRONMENT)
     try:
         wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) >= 2, run)
-        run.send_signal(signal.SIGINT)
+        run.send_signal(signum)
         assert run.wait(timeout=300) == 130
     finally:
         run.kill()
@@ -174,3 +231,107 @@ def test_half_a_cold_start_is_not_taken_for_a_whole_one(tmp_path, monkeypatch, c
         assert train(tmp_path, *flags) == 130
     assert train(tmp_path, *flags, "--resume") == 1
     assert_one_error(capsys, "--resume: ")
+
+
+# One run in a folder
+
+@pytest.fixture
+def held(trained, tmp_path):
+    """A folder with a run of two iterations."""
+    shutil.copytree(trained, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def everything(folder):
+    """{path: content} of a folder's files, without the lock."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name != files.LOCK}
+
+
+@pytest.mark.fast
+def test_a_folder_that_holds_a_run_is_refused(start, held, capsys):
+    before = everything(held)
+    assert train(held, *begin(start)) == 1
+    assert_one_error(capsys, f"--out={held}: holds a run; --resume goes on with it, --overwrite sets")
+    assert everything(held) == before
+    shutil.rmtree(held / "checkpoint")                   # the rest is a run's too
+    assert train(held, *begin(start)) == 1
+
+
+@pytest.mark.fast
+def test_overwriting_sets_the_whole_run_aside_and_stopped_early_loses_nothing(start, held, monkeypatch):
+    """The old hole: a Ctrl-C in the new run replaced a trained checkpoint."""
+    before = everything(held)
+    for n in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(gcd, "train", interrupting(gcd.train, 0))
+            assert train(held, *begin(start), "--overwrite", "--seed", n) == 130
+    assert everything(held.with_name("out.old-1")) == before
+    assert len(rows(held.with_name("out.old-2"))) == len(rows(held)) == 1
+
+
+@pytest.mark.fast
+def test_resume_and_overwrite_go_on_where_they_can_and_begin_anew_where_not(start, held, capsys):
+    before, aside = weights(held), held.with_name("out.old-1")
+    both = [*begin(start), "--resume", "--overwrite"]
+    assert train(held, *both) == 0
+    assert same(before, weights(held)) and not aside.exists()
+    assert train(held, *both, "--seed", 1) == 0
+    assert "seed was 0, is 1; so it begins anew" in capsys.readouterr().err
+    assert same(before, weights(aside)) and not same(before, weights(held)) and len(rows(held)) == 2
+    assert train(held.with_name("new"), *both, "--iterations", 0) == 0
+
+
+@pytest.mark.fast
+def test_metrics_and_weights_of_other_runs_are_not_gone_on_with(start, held, tmp_path, capsys):
+    assert train(tmp_path / "other", *begin(start), "--seed", 1) == 0
+    shutil.copy(tmp_path / "other" / "metrics.jsonl", held)
+    assert train(held, *begin(start), "--resume") == 1
+    assert_one_error(capsys, "metrics.jsonl is of run ")
+    assert train(tmp_path / "other", *begin(held / "checkpoint"), "--seed", 1, "--resume") == 1
+    assert_one_error(capsys, f"began with other weights than --model={held / 'checkpoint'} holds")
+
+
+@pytest.mark.fast
+def test_one_process_writes_at_a_time_and_the_other_is_told_who(start, held, capsys):
+    before = everything(held)
+    with files.held(held):
+        for flags in ((), ("--resume",), ("--overwrite",)):
+            assert train(held, *begin(start), *flags) == 1
+            assert_one_error(capsys, f"--out={held}: process {os.getpid()} of ")
+    assert everything(held) == before and files.holder(held) == ""
+    assert train(held, *begin(start), "--resume") == 0
+
+
+def test_what_a_killed_run_logged_beyond_its_checkpoint_is_there_once(start, tmp_path, monkeypatch):
+    """episodes.jsonl and metrics.jsonl, evaluation included, as if the run had not been killed."""
+    flags = [*begin(start), "--iterations", 3, "--evaluate", "L2", "--protocol", "sampled"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train(whole, *flags) == 0
+
+    def dies(*arguments):
+        raise OSError("the power went")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "decay", lambda config, i: dies() if i == 2 else 1 - i / config.iterations)
+        assert train(parts, *flags, "--checkpoint-every", 1) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "finish", dies)
+        patch.setattr(parallel, "save_checkpoint", dies)
+        assert train(parts, *flags, "--resume") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_json", dies)
+        assert train(parts, *flags, "--resume") == 1
+    assert train(parts, *flags, "--resume") == 0
+    assert [untimed(row) for row in rows(whole)] == [untimed(row) for row in rows(parts)]
+    assert (whole / "episodes.jsonl").read_text() == (parts / "episodes.jsonl").read_text()
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_kill_between_the_two_renames_is_repaired_by_whoever_goes_on(start, held, written):
+    checkpoint = held / "checkpoint"
+    checkpoint.rename(held / "checkpoint.old")
+    if written:
+        shutil.copytree(held / "checkpoint.old", held / "checkpoint.writing")
+    assert train(held, *begin(start), "--resume", "--overwrite") == 0
+    assert not held.with_name("out.old-1").exists() and checkpoint.is_dir()

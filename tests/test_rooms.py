@@ -14,7 +14,6 @@ from envs.alfred.expert import demonstrate, learn_prior
 from envs.alfred.game import Game
 from envs.household import World
 
-pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -27,6 +26,7 @@ def split_tasks():
     return {split: rooms.tasks(split) for split in rooms.SPLITS}
 
 
+@pytest.mark.fast
 def test_a_task_is_the_same_in_every_process():
     """String hashes are salted per process: a generator that leaned on one would differ between ranks."""
     code = ("from envs.alfred import rooms; print([(t.id, t.problem.task_desc, [(x.name, x.receptacle) "
@@ -37,6 +37,7 @@ def test_a_task_is_the_same_in_every_process():
     assert rooms.task("L1", 5) == rooms.task("L1", 5)
 
 
+@pytest.mark.fast
 def test_equal_ids_are_equal_problems_whatever_types_were_asked_for():
     seen = {}
     for types in (None, rooms.ALL_TYPES, rooms.ALL_TYPES[4:]):
@@ -54,6 +55,7 @@ def test_every_split_has_its_task_types_in_equal_parts(split_tasks, split, types
     assert all(task.problem.goal.task_type == task.task_type for task in split_tasks[split])
 
 
+@pytest.mark.fast
 def test_a_cold_start_may_ask_for_all_six_types():
     assert {task.task_type for task in rooms.tasks("train", rooms.ALL_TYPES)} == set(rooms.ALL_TYPES)
     assert rooms.task("train", 10**9).problem.things
@@ -80,11 +82,13 @@ def test_other_rooms_are_none_of_the_training_rooms(split_tasks):
         assert task.id.endswith("L0" if known else "L1")
 
 
+@pytest.mark.fast
 def test_dev_is_half_like_l0_in_every_task_type(split_tasks):
     count = Counter((task.task_type, task.id[-2:]) for task in split_tasks["dev"])
     assert set(count.values()) == {32} and len(count) == 8
 
 
+@pytest.mark.fast
 def test_rooms_are_small(split_tasks):
     for task in (task for tasks in split_tasks.values() for task in tasks):
         assert 6 <= len(task.problem.receptacles) <= 9, task.id
@@ -93,6 +97,7 @@ def test_rooms_are_small(split_tasks):
         assert len(set(names)) == len(names) and all(int(name.split()[1]) <= 2 for name in names), task.id
 
 
+@pytest.mark.fast
 def test_things_start_where_they_may_be_and_the_goal_is_not_yet_met(split_tasks):
     for task in (task for tasks in split_tasks.values() for task in tasks):
         goal, accepts = task.problem.goal, {place.name: place.accepts for place in task.problem.receptacles}
@@ -105,6 +110,7 @@ def test_things_start_where_they_may_be_and_the_goal_is_not_yet_met(split_tasks)
         assert sum(thing.type == goal.object for thing in task.problem.things) >= needed, task.id
 
 
+@pytest.mark.fast
 def test_affordances_are_alfworlds():
     constants = pytest.importorskip("alfworld.gen.constants", reason="needs pip install alfworld")
     holds = {place.lower(): {name.lower() for name in names}
@@ -119,6 +125,7 @@ def test_affordances_are_alfworlds():
     assert every == set(rooms.NAMES)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("arguments, words", [(("L9", 0), "L9"), (("L0", 256), "256"), (("train", -1), "-1"),
                                               (("L1", 0, ("pick_two_obj_and_place",)), "pick_two")])
 def test_a_wrong_split_index_or_type_is_named(arguments, words):

@@ -92,11 +92,9 @@ def test_each_stage_runs_once_and_an_interrupted_one_goes_on(folder):
     assert run_sh(folder).wait(PATIENCE_S) == 0
     assert stages(folder)[4:] == ["report"]
     (folder / "runs/main/grpo/stages.json").unlink()
-    (folder / "runs/main/grpo/checkpoint").mkdir()
-    (folder / "runs/main/grpo/checkpoint/trainer.pt").touch()
     assert run_sh(folder).wait(PATIENCE_S) == 0
     last = (folder / "calls").read_text().splitlines()[5]
-    assert last.startswith("grpo ") and "--resume" in last and "--no-gcd" in last
+    assert last.startswith("grpo ") and "--resume --overwrite" in last and "--no-gcd" in last
 
 
 def test_a_failed_method_leaves_the_other_none_to_run_on(folder):

@@ -15,6 +15,7 @@ import math
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def trained(start, tmp_path_factory):
 def prepared(out, *flags):
     """A tiny Run made ready, and nothing done."""
     settings = config.parse([*TINY, "--out", str(out), *map(str, flags)])
-    return setup.prepare(settings, parallel.setup("cpu"), [])
+    return setup.prepare(settings, parallel.setup("cpu"), False, ExitStack())
 
 
 # What a run writes
@@ -413,7 +414,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(qwen, "save_pretrained", full)
-    assert train(tmp_path, *begin(start)) == 1
+    assert train(tmp_path, *begin(start), "--iterations", 1, "--resume") == 1
     assert_one_error(capsys, "No space left on device")
     assert same(before, weights(tmp_path))
     qwen.load_pretrained(tmp_path / "checkpoint")
@@ -422,7 +423,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypa
 @pytest.mark.fast
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_batch(start, tmp_path, capsys):
     """The first step, far too long, breaks the weights; the second finds out."""
-    assert train(tmp_path, *begin(start), "--lr", "1e30") == 1
+    assert train(tmp_path, *begin(start), lr=1e30) == 1
     assert_one_error(capsys, "gradient norm nan")
     batch = torch.load(tmp_path / "nonfinite_batch_rank0.pt", weights_only=True)
     assert {"ids", "sampled", "advantage", "logprob_old", "kind"} <= batch[0].keys()

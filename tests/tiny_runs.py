@@ -38,7 +38,7 @@ def train(out, *flags, **changes):
     def parse(argv):
         return replace(config.parse(argv), **changes)
 
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     with mock.patch.object(gcd, "parse", parse):
         try:
             return gcd.main([*TINY, "--out", str(out), *map(str, flags)])

@@ -16,35 +16,15 @@ from collections import Counter, defaultdict
 
 from envs import Demonstration
 from envs.alfred.game import Game
-from envs.alfred.problem import NOTHING, Goal, problem_of, type_of
+from envs.alfred.problem import NOTHING, parse_goal, problem_of, type_of
 from envs.alfred.splits import Tasks
 
 APPLIANCES = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin"),
               "pick_heat_then_place_in_recep": ("heat", "microwave"),
               "pick_cool_then_place_in_recep": ("cool", "fridge")}
-TASKS = [(re.compile(pattern), task_type) for pattern, task_type in (
-    (r"(?:find|put) two (?P<object>\w+)(?: and put them)? in (?P<receptacle>\w+)", "pick_two_obj_and_place"),
-    (r"(?:look at|examine the) (?P<object>\w+) (?:under|with) the (?P<toggle>\w+)", "look_at_obj_in_light"),
-    (r"put a clean (?P<object>\w+) in (?P<receptacle>\w+)", "pick_clean_then_place_in_recep"),
-    (r"clean some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_clean_then_place_in_recep"),
-    (r"put a hot (?P<object>\w+) in (?P<receptacle>\w+)", "pick_heat_then_place_in_recep"),
-    (r"heat some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_heat_then_place_in_recep"),
-    (r"put a cool (?P<object>\w+) in (?P<receptacle>\w+)", "pick_cool_then_place_in_recep"),
-    (r"cool some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_cool_then_place_in_recep"),
-    (r"put (?:a|some) (?P<object>\w+) (?:in|on) (?P<receptacle>\w+)", "pick_and_place_simple"),
-)]
 DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types that may be closed
 NAME = re.compile(r"[a-z]+ \d+")
 CONTENTS = re.compile(r"(?:On|In) (?:the ([a-z]+ \d+)|it), you see (.*)\.$")
-
-
-def parse_goal(text):
-    """The goal in a task's text, in any of ALFWorld's phrasings. Raises ValueError for another text."""
-    for pattern, task_type in TASKS:
-        match = pattern.fullmatch(text)
-        if match:
-            return Goal(task_type, **match.groupdict())
-    raise ValueError(f"task {text!r}: not one of ALFWorld's phrasings")
 
 
 # Knowledge

@@ -49,6 +49,7 @@ ARGUMENTS = {                   # of the predicates that are read; the others ch
     "pickupable": 1, "cleanable": 1, "heatable": 1, "coolable": 1, "toggleable": 1, "sliceable": 1,
     "iscool": 1, "isreceptacleobject": 1,
 }
+DEEPEST = 100                   # ALFWorld's goals nest 7 deep
 NOT_AT_START = ("holds", "holdsany", "isclean", "ishot", "issliced", "istoggled")   # no game starts so
 
 
@@ -88,6 +89,8 @@ def read_sections(text):
     for word in re.findall(r"[()]|[^\s()]+", re.sub(";.*", "", text.lower())):
         if word == "(":
             stack.append([])
+            if len(stack) > DEEPEST:
+                raise ValueError(f"bad PDDL: more than {DEEPEST} '(' in one another")
         elif word != ")":
             stack[-1].append(word)
         elif len(stack) > 1:
@@ -232,7 +235,7 @@ def check_source(source, splits):
     A quick look: nothing is parsed, so `load_games` may still find that a split has none.
     """
     path = Path(source)
-    if not path.exists():
+    if not (path.is_dir() or path.is_file()):
         raise ValueError(f"--games={source}: no such file or folder")
     if path.is_dir():
         if not any(next((path / split).rglob("game.tw-pddl"), None) for split in splits):
@@ -334,7 +337,7 @@ def parsed_object(text, where):
     """The JSON object in a text. ValueError says where it was."""
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{where}: bad JSON: {error}") from error
     if type(found) is not dict:
         raise ValueError(f"{where}: expected a JSON object, found {text[:40]}")
@@ -345,4 +348,6 @@ def entry(data, key, where):
     """The text under a key of a JSON object."""
     if type(data.get(key)) is not str:
         raise ValueError(f"{where}: no text under the key {key}")
+    if not data[key].isascii() and re.search("[\ud800-\udfff]", data[key]):
+        raise ValueError(f"{where}: half a character in the text under the key {key}")
     return data[key]

@@ -1,14 +1,26 @@
-"""An ALFWorld game before its first turn: the records that it is played from.
+"""An ALFWorld game before its first turn: the records that it is played from, and the text of its task.
 
 Generated rooms (rooms.py) and ALFWorld's own games (games.py) are both read into these. Left out: what
 changes during a game (game.py), and goals outside ALFWorld's six types.
 """
 
+import re
 from dataclasses import dataclass
 
 from envs import Task
 
 NOTHING = "Nothing happens."      # the game's answer to a command that it does not take
+TASKS = [(re.compile(pattern), task_type) for pattern, task_type in (
+    (r"(?:find|put) two (?P<object>\w+)(?: and put them)? in (?P<receptacle>\w+)", "pick_two_obj_and_place"),
+    (r"(?:look at|examine the) (?P<object>\w+) (?:under|with) the (?P<toggle>\w+)", "look_at_obj_in_light"),
+    (r"put a clean (?P<object>\w+) in (?P<receptacle>\w+)", "pick_clean_then_place_in_recep"),
+    (r"clean some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_clean_then_place_in_recep"),
+    (r"put a hot (?P<object>\w+) in (?P<receptacle>\w+)", "pick_heat_then_place_in_recep"),
+    (r"heat some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_heat_then_place_in_recep"),
+    (r"put a cool (?P<object>\w+) in (?P<receptacle>\w+)", "pick_cool_then_place_in_recep"),
+    (r"cool some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_cool_then_place_in_recep"),
+    (r"put (?:a|some) (?P<object>\w+) (?:in|on) (?P<receptacle>\w+)", "pick_and_place_simple"),
+)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,15 @@ class Problem:
     things: tuple[Thing, ...]      # in the order in which lists name them
     goal: Goal
     start: int = -1                # the location where the player starts; -1: where no receptacle is
+
+
+def parse_goal(text, source=""):
+    """The goal in a task's text, in any of ALFWorld's phrasings. ValueError, with its source, for another."""
+    for pattern, task_type in TASKS:
+        match = pattern.fullmatch(text)
+        if match:
+            return Goal(task_type, **match.groupdict())
+    raise ValueError(f"{source}{': ' * bool(source)}task {text!r}: not one of ALFWorld's phrasings")
 
 
 def type_of(name):

@@ -194,7 +194,13 @@ def task(split, index, types=None):
 
 def tasks(split, types=None):
     """The whole of a fixed split; the first SPLIT_SIZE tasks of "train"."""
-    return [task(split, index, types) for index in range(SPLIT_SIZE)]
+    return list(whole(split, types))
+
+
+@lru_cache(8)
+def whole(split, types):
+    """The tasks of `tasks`, made once: a second's work that a run asks for three times."""
+    return tuple(task(split, index, types) for index in range(SPLIT_SIZE))
 
 
 def _problem(split, task_type, known_room, rng):

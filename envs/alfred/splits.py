@@ -13,6 +13,7 @@ The splits L0, L1 and L2 are RLVMR's (arXiv:2507.22844); L2 needs a training run
 import random
 
 from envs.alfred import games, rooms
+from envs.alfred.problem import parse_goal
 
 TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
 HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
@@ -32,7 +33,7 @@ class Tasks:
 
     def __init__(self, source, train_types, seed):
         self.source, self.train_types, self.seed = source, train_types, seed
-        self.loaded = {}
+        self.loaded, self.checked = {}, set()
 
     def real(self, split, types):
         """The real games of a split that are of these types, remembered."""
@@ -42,6 +43,14 @@ class Tasks:
             self.loaded[split, types] = games.load_games(self.source, FOLDER[split], types)
         return self.loaded[split, types]
 
+    def sound(self, tasks):
+        """The same real games, each found to be one that can be played: ValueError names one that cannot."""
+        for task in tasks:
+            if task.id not in self.checked:
+                parse_goal(task.problem.parse().task_desc, task.problem.source)
+                self.checked.add(task.id)
+        return tasks
+
     def train(self, types, start, n):
         """n training tasks of "part" or "all" types, from place `start` of an endless sequence that the seed
         fixes."""
@@ -50,7 +59,7 @@ class Tasks:
             return [rooms.task("train", start + i, TYPES[types]) for i in range(n)]
         real = list(self.real("train", TYPES[types]))
         random.Random(self.seed).shuffle(real)
-        return [real[(start + i) % len(real)] for i in range(n)]
+        return self.sound([real[(start + i) % len(real)] for i in range(n)])
 
     def split(self, name):
         """Every task of a split, in a fixed order. Raises ValueError for a split that there is not."""
@@ -58,7 +67,7 @@ class Tasks:
             return rooms.tasks(name)
         if name not in FOLDER:
             raise ValueError(f"split {name!r}: expected one of {', '.join(FOLDER)}")
-        return self.real(name, HELD_OUT if name == "L2" else TYPES["all"])
+        return self.sound(self.real(name, HELD_OUT if name == "L2" else TYPES["all"]))
 
     def unseen(self):
         """The splits whose tasks this training leaves unseen: what is evaluated unless one says otherwise."""
