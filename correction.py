@@ -13,7 +13,7 @@ import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
 
-from judge import observations
+from judge import LONGEST_ANSWER, observations
 from lm.engine import answer
 from run import parallel
 from run.parallel import stream
@@ -36,7 +36,7 @@ MERGE = ("An agent that plays text games said this of its own mistakes:\n\n{crit
          "that helps in other games too. Give the instruction alone.")
 MOST_CRITIQUES = 16           # that are merged
 MOST_CHARACTERS = 500         # of an instruction, should the 60 words not be kept
-MARKUP = re.compile(r"<think>.*?</think>|<[^<>]*>|[<>]", re.DOTALL)
+MARKUP = re.compile(r"<[^<>]*>|[<>]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,9 @@ def counted_instruction(counts, n=2):
 
 def plain_text(text):
     """Written text as one line without thoughts, tags, angle brackets: safe in a prompt or a response."""
-    return " ".join(MARKUP.sub(" ", text).split())
+    *thought, rest = text[:LONGEST_ANSWER].split("</think>")
+    kept = [part.partition("<think>")[0] for part in thought] + [rest]
+    return " ".join(MARKUP.sub(" ", " ".join(kept)).split())
 
 
 def irrelevant(instruction, chat):

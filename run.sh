@@ -3,8 +3,9 @@
 #
 #   bash run.sh          about 6 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler
 #   bash run.sh test     set up what the tests need, run them (what follows "test" goes to pytest: -m fast)
+#   bash run.sh chaos    attack it, for about 20 minutes (see tests/chaos/__main__.py; --part: under five)
 #
-# Both make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run
+# All make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run
 # again; an interrupted RL stage goes on from its checkpoint, an interrupted cold start begins again. Remove
 # runs/main to start over. $OUT is where everything goes (runs/main), $SEED the seed (0; give another seed
 # another $OUT). However this script ends, its runs end too: they save, even where it was killed.
@@ -35,7 +36,13 @@ if [ "${1:-}" = test ]; then
         echo "alfworld could not be installed (it needs g++ and make): the tests that play it will be skipped"
     OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n 2 --dist loadfile "${@:2}"     # two files at a time
 fi
-[ $# = 0 ] || { echo "run.sh: unknown argument $1 (nothing, or: test)" >&2; exit 2; }
+if [ "${1:-}" = chaos ]; then
+    install requirements.txt
+    install requirements-test.txt
+    install requirements-endpoint.txt
+    OMP_NUM_THREADS=1 exec .venv/bin/python tests/chaos "${@:2}"
+fi
+[ $# = 0 ] || { echo "run.sh: unknown argument $1 (nothing, or: test, chaos)" >&2; exit 2; }
 install requirements.txt
 
 method() {                              # one RL method from the cold start, or from where it was interrupted

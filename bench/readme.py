@@ -1,7 +1,7 @@
 """The tables of README.md and RESULTS.md, from results/: a page chooses rows and columns, this fills them in.
 
-A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD)
-or a benchmark: its rows are rows or differences of bench.table1, its columns are told by their heads:
+A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD),
+`chaos` (attacks and what was survived) or a benchmark: its rows are rows or differences of bench.table1, its columns are told by their heads:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the split before it)
@@ -27,12 +27,19 @@ from run import files
 TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "results"
-PAGES = (ROOT / "README.md", ROOT / "RESULTS.md")
+PAGES = (ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "RELIABILITY.md")
+NAMED = {"table4": "table4_household.json", "chaos": "chaos.json"}     # files that are no table1's
 
 
 def result_path(name):
     """The file behind the tables of this name."""
-    return RESULTS / ("table4_household.json" if name == "table4" else f"table1_{name}_result.json")
+    return RESULTS / NAMED.get(name, f"table1_{name}_result.json")
+
+
+def chaos_row(result, name, _):
+    """An attack of the chaos target: what was tried, how often, how often it was survived."""
+    row = next(row for row in result["attacks"] if row["attack"] == name)
+    return [name, row["what"], str(row["tries"]), str(row["survived"])]
 
 
 def table4_row(result, name, _):
@@ -87,7 +94,7 @@ def filled(text):
             return found[0]
         result = files.read_json(result_path(name))
         rows = [cells_of(line)[0] for line in lines]
-        heads, row_of = cells_of(head), table4_row if name == "table4" else result_row
+        heads, row_of = cells_of(head), {"table4": table4_row, "chaos": chaos_row}.get(name, result_row)
         done = [row_of(result, row, heads) for row in rows]
         return "\n".join([f"<!-- {name} -->", head, rule, *(f"| {' | '.join(row)} |" for row in done), ""])
     def quote(found):

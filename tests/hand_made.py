@@ -16,6 +16,7 @@ import algorithms
 import update
 from algorithms import rewards
 from envs import Task
+from envs.alfred.games import GOALS
 from rollout import Episode, Turn
 from run import parallel
 
@@ -206,3 +207,16 @@ def gradient_of(model, loss):
     """The gradient of a loss by all weights, 0 where it does not depend on them."""
     grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return flat(torch.zeros_like(p) if g is None else g for g, p in zip(grads, model.parameters()))
+
+
+# A game of ALFWorld's kind: an apple on a table, and a fridge
+
+PDDL = """(define (problem p) (:domain alfred) (:objects a - agent) (:init (atlocation a loc_0)
+ (receptacletype Fridge_bar_1 FridgeType) (receptacleatlocation Fridge_bar_1 loc_1) (openable Fridge_bar_1)
+ (receptacletype Table_bar_2 TableType) (receptacleatlocation Table_bar_2 loc_0)
+ (cancontain FridgeType AppleType) (cancontain TableType AppleType) (objecttype Apple_bar_3 AppleType)
+ (pickupable Apple_bar_3) (inreceptacle Apple_bar_3 Table_bar_2) (objectatlocation Apple_bar_3 loc_0))
+ (:goal (and """ + GOALS["pick_and_place_simple"].replace("OBJECT", "AppleType").replace(
+    "RECEPTACLE", "FridgeType") + ")))"
+GAME = {"split": "train", "solvable": True, "rel": "train/a/b", "task_type": "pick_and_place_simple",
+        "task_desc": "put a apple in fridge", "pddl_problem": PDDL}

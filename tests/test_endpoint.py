@@ -5,6 +5,7 @@
 
 import json
 import logging
+import os
 import resource
 import signal
 import subprocess
@@ -464,6 +465,51 @@ def test_a_hang_ends(serve, connect, drips):
     assert endpoint.ask(["a", "b"]) == [None, None]
     assert 0.4 <= time.monotonic() - start_s < PATIENCE_S
     assert endpoint.counts == counts(asked=2, retried=2, failed=2)
+
+
+def drip_headers(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    for k in range(200):
+        handler.wfile.write(b"X-%d: y\r\n" % k)
+        time.sleep(0.05)
+
+
+def promise_more(handler):
+    for _ in range(200):
+        handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        time.sleep(0.05)
+
+
+@pytest.mark.fast
+@quiet
+@pytest.mark.parametrize("drips", [drip_headers, promise_more])
+def test_what_comes_before_the_body_counts_too(serve, connect, drips):
+    endpoint = connect(serve(lambda question, nth: drips), timeout_s=0.3, retries=0)
+    started = time.monotonic()
+    assert endpoint.ask(["a"]) == [None] and endpoint.last_reason == "TimeoutError: no whole answer in 0.3 s"
+    assert time.monotonic() - started < 5                        # it would go on for ten
+
+
+@pytest.mark.fast
+@quiet
+def test_an_endless_answer_is_cut_off(serve, connect, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 100_000)
+
+    def flood(handler):
+        handler.give((200, "", {"Content-Length": 10**12}))
+        while True:
+            handler.wfile.write(b" " * 65536)
+
+    endpoint = connect(serve(lambda question, nth: flood), retries=0)
+    assert endpoint.ask(["a"]) == [None]
+    assert endpoint.last_reason == "ValueError: an answer of more than 100000 bytes"
+
+
+@pytest.mark.fast
+def test_a_cache_that_is_a_pipe_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"--endpoint-cache={tmp_path}/pipe: not a file"):
+        module.Cache(tmp_path / "pipe")
 
 
 @pytest.mark.fast

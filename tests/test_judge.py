@@ -6,6 +6,7 @@
 import itertools
 import math
 import random
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -13,12 +14,14 @@ import pytest
 import torch
 from conftest import Corridor, Recorder, assert_same, make_seats
 
+import correction
 import envs
 import judge
 import rollout
 import update
 from envs import Task, household
 from judge import Judged, Verdicts
+from lm import chat as chat_module
 from lm.chat import Chat
 from lm.engine import Response, Sampling
 from rollout import Episode, Turn
@@ -646,3 +649,34 @@ def test_what_ranks_exchange_names_the_verb(chat):
     rows = judge.verdicts_of(judged)
     assert rows == [Verdicts("good", "bad", verb, ("good", None), (1.0, -0.1)) for verb in ("take", "")]
     assert torch.tensor([r.share_good for r in rows]).tolist() == [1.0, 1.0]
+
+
+LONG = 200_000
+WRITTEN = {"letters": "a" * LONG, "spaces": " " * LONG, "opened": "<think>" * (LONG // 7),
+           "closed": "</think>" * 9999, "thoughts": "<think></think> " * 9999, "tags": "<action>" * 9999,
+           "judge": "<judge>" + " " * LONG,
+           "angles": "<" * LONG, "lines": "a\n" * LONG, "words": "a 1 " * LONG, "stops": "." * LONG,
+           "planned": "<planning>" + " " * LONG + "<action>", "almost": "x" * LONG + "</judge>"}
+
+
+@pytest.mark.parametrize("text", WRITTEN.values(), ids=WRITTEN)
+def test_whatever_a_model_writes_is_read_in_no_time(chat, tokenizer, text):
+    """A pattern that reads a place twice takes hours for these; each of ours takes milliseconds."""
+    started = time.monotonic()
+    for style in ("plain", "think"):
+        assert judge.parse_verdict(text, style) is None
+    for style in ("plain", "tags"):
+        Chat(tokenizer, style).parse(text)
+    assert len(correction.plain_text(text)) <= judge.LONGEST_ANSWER
+    for pattern in (chat_module.THOUGHT_ACTION, chat_module.TAG_ACTION, chat_module.SMALL_TAG_ACTION):
+        pattern.fullmatch(text)
+    WORLD.oracle([INTRO, NOTHING, NOTHING], [text, text])
+    assert time.monotonic() - started < 5
+
+
+def test_a_verdict_after_many_thoughts_is_read():
+    text = "so <think>a < b</think> then <think>c</think> <judge> good\n</judge> "
+    assert judge.parse_verdict(text, "think") == "good"
+    assert judge.parse_verdict("<judge>bad</judge>", "think") == "bad"
+    assert judge.parse_verdict("<think>x</think><judge>bad</judge> or <judge>good</judge>", "think") is None
+    assert judge.parse_verdict("good" + " " * judge.LONGEST_ANSWER, "plain") is None

@@ -297,6 +297,16 @@ def test_rope_theta_is_read_in_either_form(tmp_path):
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling.*linear"),
     ({"hidden_size": None}, "hidden_size"),
     ({"vocab_size": None}, "vocab_size"),
+    ({"hidden_size": "16"}, "hidden_size='16': expected a whole number above 0"),
+    ({"hidden_size": 0}, "hidden_size=0: expected a whole number above 0"),
+    ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5"), ({"num_hidden_layers": 10**6}, "at most 1000"),
+    ({"vocab_size": 10**12}, "vocab_size=1000000000000: expected a whole number above 0 and up to 1e"),
+    ({"num_attention_heads": [4]}, r"num_attention_heads=\[4\]"),
+    ({"num_key_value_heads": 3}, "not a multiple"), ({"head_dim": 5}, "head_dim=5: RoPE needs an even one"),
+    ({"rope_theta": 0}, "rope_theta=0: expected a number"),
+    ({"rope_theta": float("nan")}, "rope_theta=nan"), ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': expected true or false"),
+    ({"rope_scaling": "yarn"}, "rope_parameters='yarn'"), ({"layer_types": 3}, "layer_types=3"),
 ])
 def test_configs_we_do_not_implement_are_refused(tmp_path, change, message):
     small_config().save(tmp_path)
@@ -332,6 +342,11 @@ def write_index(folder, text):
      "model.safetensors: unexpected tensor extra"),
     (break_tensors(lambda state: state.update({"model.norm.weight": torch.zeros(3)})),
      r"model.safetensors: model.norm.weight has shape \(3,\), config.json means \(16,\)"),
+    (break_tensors(lambda state: state["model.norm.weight"].fill_(float("nan"))),
+     "model.safetensors: model.norm.weight holds numbers that are not finite"),
+    (break_tensors(lambda state: state["lm_head.weight"][3, 2:3].fill_(-float("inf"))), "lm_head.weight "),
+    (break_tensors(lambda state: state.update({"model.norm.weight": torch.ones(16, dtype=torch.int32)})),
+     "model.safetensors: model.norm.weight holds I32, no floats"),
     (lambda f: write_index(f, "{}"), "index.json: not an index"),
     (lambda f: write_index(f, '{"weight_map": {"model.norm.weight": "part-1.safetensors"}}'),
      "part-1.safetensors: listed in model.safetensors.index.json, not found"),
@@ -342,6 +357,19 @@ def test_damaged_folders_are_named(tmp_path, damage, message):
     with pytest.raises(ValueError, match=message) as caught:
         m.load_pretrained(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_files_permissions_are_those_of_its_neighbours(tmp_path):
+    m.save_pretrained(make_model(), tmp_path)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
+    make_model().config.save(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()                           # as little can be written as there
+    with pytest.raises(OSError, match=f"{tmp_path}/model.safetensors: "):
+        m.save_pretrained(make_model(), tmp_path)
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -445,8 +445,9 @@ def test_an_unknown_variation_starts_no_java(env):
 
 
 @PLAYS
-@pytest.mark.parametrize("end", ["leave", "kill"])
+@pytest.mark.parametrize("end", ["leave", "kill", "kill while Java is stopped"])
 def test_no_java_is_left_when_the_player_ends(end):
+    """Stopped Java sees no pipe end."""
     code = ("from envs import scienceworld as s\n(env,) = s.make(1)\nenv.reset(s.task_of('boil', 0))\n"
             "print(env.jvm.process.pid, flush=True)\n"
             "if input() == 'kill': import os; os.kill(os.getpid(), 9)\n")
@@ -455,8 +456,10 @@ def test_no_java_is_left_when_the_player_ends(end):
                               stderr=subprocess.PIPE, text=True)
     pid = int(player.stdout.readline())
     assert is_alive(pid)
-    _, errors = player.communicate(end + "\n", timeout=30)
-    assert player.returncode == (-9 if end == "kill" else 0) and errors == ""
+    if end == "kill while Java is stopped":
+        os.kill(pid, signal.SIGSTOP)
+    _, errors = player.communicate(end.split()[0] + "\n", timeout=30)
+    assert player.returncode == (-9 if end.startswith("kill") else 0) and errors == ""
     deadline = time.monotonic() + 10
     while is_alive(pid):
         assert time.monotonic() < deadline

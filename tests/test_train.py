@@ -12,14 +12,17 @@ import errno
 import gzip
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import ExitStack
 
 import pytest
 import torch
 from conftest import rounding
+from hand_made import GAME
 from safetensors.torch import load_file, save_file
 from tiny_runs import (
     ENVIRONMENT,
@@ -382,9 +385,10 @@ def test_what_cannot_be_is_said_before_any_work(start, tmp_path, capsys, flags, 
 @pytest.mark.parametrize("name, message", [
     ("nothing", "nothing: no such file or folder"), ("empty", "empty: no game.tw-pddl"),
     ("text.jsonl.gz", "text.jsonl.gz: expected a folder of games"),
-    ("pddl.jsonl.gz", "pddl.jsonl.gz: train/a/b: bad PDDL")])
+    ("pddl.jsonl.gz", "pddl.jsonl.gz: train/a/b: bad PDDL"), ("pipe", "pipe: no such file or folder")])
 def test_games_that_cannot_be_read_are_named(start, tmp_path, capsys, name, message):
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "text.jsonl.gz").write_text("not gzip")
     game = {"split": "train", "solvable": True, "rel": "train/a/b", "task_type": "look_at_obj_in_light",
             "task_desc": "x", "pddl_problem": "(define (:init"}
@@ -393,6 +397,98 @@ def test_games_that_cannot_be_read_are_named(start, tmp_path, capsys, name, mess
     assert train(tmp_path / "out", *begin(start), "--games", tmp_path / name) == 1
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
     assert_one_error(capsys, message)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("change, message", [
+    ({"pddl_problem": "(define (:init"}, "train/a/2: bad PDDL"),
+    ({"pddl_problem": "(" * 5000 + ")" * 5000}, "train/a/2: bad PDDL: more than 100 '(' in one another"),
+    ({"task_desc": "bring me a mug"}, "train/a/2: task 'bring me a mug': not one of ALFWorld's"),
+    ({"task_desc": "put a \ud800 in fridge"}, "half a character in the text under the key task_desc")])
+def test_one_broken_game_among_many_is_found_before_any_work(start, tmp_path, capsys, change, message):
+    """Whichever of the games that the run would play; one that it never comes to does not matter."""
+    rows_ = [GAME | {"rel": f"train/a/{k}"} | (change if k == 2 else {}) for k in range(9)]
+    with gzip.open(tmp_path / "games.jsonl.gz", "wt") as file:
+        file.write("\n".join(map(json.dumps, rows_)))
+    flags = [*begin(start), "--games", tmp_path / "games.jsonl.gz", "--iterations", 3]
+    assert train(tmp_path / "out", *flags) == 1
+    assert_one_error(capsys, message)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.fast
+def test_a_tokenizer_larger_than_the_models_vocabulary_is_named(start, tmp_path, capsys):
+    shutil.copytree(start, tmp_path / "grown")
+    path = tmp_path / "grown" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 99999, "content": "another"})
+    path.write_text(json.dumps(tokenizer))
+    assert train(tmp_path / "out", *begin(tmp_path / "grown")) == 1
+    assert_one_error(capsys, "grown/tokenizer.json: has a token ")
+
+
+@pytest.mark.fast
+def test_a_model_without_numbers_is_not_evaluated_to_zero(start, tmp_path, capsys, monkeypatch):
+    """Weights that are numbers and give none: the sampler finds out before anything is reported."""
+    rope_tables = qwen.rope_tables
+    monkeypatch.setattr(qwen, "rope_tables", lambda *arguments: [
+        torch.full_like(table, math.nan) for table in rope_tables(*arguments)])
+    assert train(tmp_path, *begin(start), "--iterations", 0, "--evaluate", "L2") == 1
+    assert_one_error(capsys, "the model's logprobs are not finite")
+    assert not (tmp_path / "evaluation.json").exists()
+
+
+@pytest.mark.fast
+def test_torchs_own_error_is_one_line_and_its_traceback_a_file(start, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gcd, "judge_turns", lambda *arguments: torch.zeros(2) @ torch.zeros(3))
+    assert train(tmp_path, *begin(start)) == 1
+    assert_one_error(capsys, f"(traceback in {tmp_path}/traceback.txt)")
+    assert "judge_turns" in (tmp_path / "traceback.txt").read_text()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory"),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")])
+def test_out_of_memory_names_what_to_turn(start, tmp_path, capsys, monkeypatch, error):
+    def full(*arguments):
+        raise error
+
+    monkeypatch.setattr(gcd, "judge_turns", full)
+    assert train(tmp_path, *begin(start)) == 1
+    assert_one_error(capsys, "--slots or --context down; while training, --microbatch-tokens")
+
+
+@pytest.mark.fast
+def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
+    """The critic and the reference once passed through the temporary directory, gigabytes of them."""
+    def refuse(*arguments, **options):
+        raise AssertionError("a temporary file")
+
+    for name in ("mkdtemp", "mkstemp", "TemporaryDirectory", "NamedTemporaryFile"):
+        monkeypatch.setattr(tempfile, name, refuse)
+    flags = ["--algo", "ppo", "--kl", "loss", "--iterations", 1]
+    assert train(tmp_path / "ppo", *begin(start), *flags) == 0
+    assert train(tmp_path / "cold", "--demonstrations", 8, "--judge-epochs", 0, "--iterations", 0) == 0
+    assert not [path for path in tmp_path.rglob("fresh*")]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_run_outlives_its_terminal(start, tmp_path, stream):
+    command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *begin(start), "--evaluate", "L2",
+               "--protocol", "sampled"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*map(str, command)], env=ENVIRONMENT, check=False, **{stream: full})
+    assert done.returncode == 0 and len(rows(tmp_path)) == 2 and (tmp_path / "stages.json").exists()
+
+
+@pytest.mark.parametrize("variables, message", [
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set without RANK, MASTER_ADDR, MASTER_PORT"),
+    ({"RANK": "first"}, "RANK=first WORLD_SIZE=1: expected numbers")])
+def test_half_an_environment_of_torchrun_is_named(start, tmp_path, variables, message):
+    command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *begin(start)]
+    done = subprocess.run([*map(str, command)], env=ENVIRONMENT | variables, check=False, timeout=60,
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"gcd.py: error: {message}")
 
 
 @pytest.mark.fast

@@ -23,7 +23,7 @@ APPLIANCES = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin"),
               "pick_heat_then_place_in_recep": ("heat", "microwave"),
               "pick_cool_then_place_in_recep": ("cool", "fridge")}
 DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types that may be closed
-NAME = re.compile(r"[a-z]+ \d+")
+NAME = re.compile(r"(?<![a-z])[a-z]+ \d+")      # begins with a word: no long one is read at each letter
 CONTENTS = re.compile(r"(?:On|In) (?:the ([a-z]+ \d+)|it), you see (.*)\.$")
 
 
