@@ -28,8 +28,9 @@ from config import parse
 from evaluation import evaluation
 from rollout import Seat, success_rate, summary
 from run import files, parallel
+from run.ending import MISTAKES, Interrupted, Stop, Unbreakable, one_line
 from run.parallel import stream
-from run.setup import MISTAKES, Interrupted, Stop, Unbreakable, frozen_copy, one_line, prepare
+from run.setup import frozen_copy, prepare
 
 # What a random stream is for: the second number of its name (cold_start.py has 2 to 4, evaluation.py 8)
 ROLLOUT, JUDGE = 5, 6
@@ -263,20 +264,19 @@ def finish(run):
 def main(argv=None):
     """The command: exit status 0, 1 for a mistake that was found late, 130 when it was interrupted."""
     config = parse(argv)
-    try:
-        with ExitStack() as held:
-            for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
-                held.enter_context(redirect(Unbreakable(stream)))
-            asked_to_stop = Stop()
-            torch.set_num_threads(config.threads)
-            held.callback(parallel.shutdown)
-            return finish(prepare(config, parallel.setup(config.device), asked_to_stop, held))
-    except KeyboardInterrupt:
-        print("stopped at once; what was saved before is there", file=sys.stderr)
-        return 130
-    except MISTAKES as error:
-        print(f"gcd.py: error: {one_line(error, config.out)}", file=sys.stderr)
-        return 1
+    with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
+        try:
+            with ExitStack() as held:
+                asked_to_stop = Stop()
+                torch.set_num_threads(config.threads)
+                held.callback(parallel.shutdown)
+                return finish(prepare(config, parallel.setup(config.device), asked_to_stop, held))
+        except KeyboardInterrupt:
+            print("stopped at once; what was saved before is there", file=sys.stderr)
+            return 130
+        except MISTAKES as error:
+            print(f"gcd.py: error: {one_line(error, config.out)}", file=sys.stderr)
+            return 1
 
 
 if __name__ == "__main__":

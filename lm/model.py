@@ -425,7 +425,10 @@ def save_small_tokenizer(phrases, folder):
     added tokens mean the same under both; a vocabulary of whole words would be lost silently.
     """
     tokenizer = small_tokenizer(phrases)
-    tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    try:
+        tokenizer.save(str(Path(folder) / "tokenizer.json"))
+    except Exception as error:              # a bare one, for a full disk
+        raise OSError(f"{folder}/tokenizer.json: {error}") from None
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
                 "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
     path = Path(folder) / "tokenizer_config.json"
@@ -439,12 +442,14 @@ def load_tokenizer(folder):
 
     if not (path := Path(folder) / "tokenizer.json").is_file():
         raise ValueError(f"{path}: not found")
+    sample = "You see a drawer 1, and\n  a caf\u00e9's mug 12.\n\n> go to drawer 1"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        back = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))
+        max(tokenizer.get_vocab().values())
     except Exception as error:              # the libraries below have a dozen names for a broken file
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"{folder}: tokenizer.json or tokenizer_config.json: {reason}") from None
-    sample = "You see a drawer 1, and\n  a caf\u00e9's mug 12.\n\n> go to drawer 1"
-    if (back := tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))) != sample:
+    if back != sample:
         raise ValueError(f"{folder}: the tokenizer loses text: {sample!r} comes back as {back!r}")
     return tokenizer

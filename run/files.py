@@ -119,9 +119,9 @@ def go_on(folder, done):
 
 
 def keep(path, wanted):
-    """Leave of a .jsonl file what is wanted of its records. A line that a kill cut short stays, ended."""
+    """Leave of a .jsonl file what is wanted of its records. Lines that a kill or a full disk cut short go."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    kept = [line for line in lines if not isinstance(record := read_line(line), dict) or wanted(record)]
+    kept = [line for line in lines if isinstance(record := read_line(line), dict) and wanted(record)]
     content = b"".join(line + b"\n" for line in kept)
     if lines and content != path.read_bytes():
         write_bytes(path, content)

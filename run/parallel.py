@@ -270,7 +270,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
                 extra_files(written)
             sync(*written.rglob("*"), written)
             swap(folder)
-        except OSError as error:
+        except Exception as error:    # a tokenizer's own error for a full disk is a bare Exception
             if folder.exists():    # else it failed between the renames, and `repair` needs what is written
                 shutil.rmtree(written, ignore_errors=True)
             raise OSError(f"checkpoint {folder} not saved: {error}") from error
@@ -307,7 +307,7 @@ def read_trainer(folder):
         check_optimizer(found["optimizer"])
         if not isinstance(found["state"], dict):
             raise TypeError(f"its state is {type(found['state']).__name__}")
-        if found["critic"]:
+        if found["critic"] is not None:
             check_optimizer(found["critic"]["optimizer"])
             if not all(isinstance(tensor, torch.Tensor) for tensor in found["critic"]["weights"].values()):
                 raise TypeError("the critic's weights are not tensors")

@@ -4,14 +4,10 @@ Mistakes of the user surface in `prepare`, before any work. Left out: what a run
 evaluation.py), and its flags (config.py).
 """
 
-import os
 import secrets
 import shutil
-import signal
 import sys
 import time
-import traceback
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -23,11 +19,11 @@ import judge
 import rollout
 import update
 from config import changed
-from envs import EpisodeLost
 from lm import model as qwen
 from lm.chat import TAGS, Chat, is_small
 from lm.engine import Sampling
 from run import files, parallel
+from run.ending import Interrupted
 from run.endpoint import Endpoint
 
 
@@ -144,83 +140,6 @@ class Run:
         """Where any rank was asked to stop, stop on all: Interrupted, with the state to save (None: none)."""
         if parallel.any_rank(bool(self.asked_to_stop)):
             raise Interrupted(state)
-
-
-class Interrupted(Exception):
-    """The run was asked to stop, and is where it can: at the state that it holds, to be saved, or at None."""
-
-    @property
-    def state(self):
-        """What `Run.save` takes; None where there is nothing to save."""
-        return self.args[0]
-
-
-class Stop:
-    """True once this process was asked to stop: by a signal, or because who had started it is gone.
-
-    The first Ctrl-C (or SIGTERM, SIGHUP) is noted, the second raises KeyboardInterrupt, the third ends the
-    process. The parent counts where it minds the run: torchrun, or run.sh, which says so by $GCD_PARENT.
-    """
-
-    SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
-
-    def __init__(self):
-        minded = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("GCD_PARENT") == str(os.getppid())
-        self.signals, self.parent = 0, os.getppid() if minded else None
-        for signum in self.SIGNALS:
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:       # nohup ignores it
-                signal.signal(signum, self.note)
-
-    def __bool__(self):
-        return self.signals > 0 or self.parent not in (None, os.getppid())
-
-    def note(self, signum, frame):
-        """The handler of all of them."""
-        self.signals += 1
-        if self.signals > 2:
-            os._exit(130)
-        if self.signals == 2:
-            raise KeyboardInterrupt
-        print("\nstopping as soon as this can be saved (again: at once)", file=sys.stderr)
-
-
-# What ends a run in one line: mistakes found late, a full disk, engines that die, torch's own errors
-MISTAKES = ValueError, OSError, ArithmeticError, MemoryError, RuntimeError
-
-
-def one_line(error, out):
-    """An error as one line, with what helps against it. Of torch's errors --out gets the traceback."""
-    text = " ".join(str(error).split())
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        return (f"out of memory ({text[:200]}): while playing, --slots or --context down; while training, "
-                "--microbatch-tokens, then --max-response-tokens")
-    if isinstance(error, RuntimeError) and not isinstance(error, EpisodeLost):
-        with suppress(OSError):
-            files.write_text(Path(out) / "traceback.txt", "".join(traceback.format_exception(error)))
-            text = f"{text[:300]} (traceback in {out}/traceback.txt)"
-        return f"{type(error).__name__}: {text}"
-    return text
-
-
-class Unbreakable:
-    """A stream to a terminal, pipe or log file that may go without taking the run along."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        """As the stream's, or nothing."""
-        with suppress(OSError, ValueError):                        # ValueError: it is closed
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        """As the stream's, or nothing."""
-        with suppress(OSError, ValueError):
-            self.stream.flush()
 
 
 def prepare(config, ranks, asked_to_stop, held):
