@@ -11,12 +11,13 @@ coupling by gradients, which no formula but a model has (studies/twins.py).
 import argparse
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 
-from bench.study import ROOT
 from run import files
 
+ROOT = Path(__file__).resolve().parent.parent
 OUT, PAGE = ROOT / "results" / "studies", ROOT / "studies" / "theory.page.md"
 C = (0.02, 0.04, 0.06)                        # pushes from similar samples, at r = .2, as in section 3.3
 COUPLINGS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -231,8 +232,9 @@ def page(found, command, seed):
                         "{:.2f} | {:.2f} |".format(*row["peak"])) for row in found["coupled"])
     turning = "; ".join(f"z2 = {row['z2']:g}: {row['exact'] - row['z2']:.2f} (limit "
                         f"{row['limit'] - row['z2']:.2f})" for row in found["turning"])
-    return PAGE.read_text(encoding="utf-8").format(command=command, seed=seed, numbers=found["three"], lemma=lemma, regimes=regimes,
-                       coupled=coupled, turning=turning)
+    return PAGE.read_text(encoding="utf-8").format(
+        command=command, seed=seed, numbers=found["three"], lemma=lemma, regimes=regimes, coupled=coupled,
+        turning=turning)
 
 
 def main(argv=None):
@@ -244,7 +246,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     if not 100 <= options.n <= 10**7:
         parser.error(f"--n={options.n}: expected 100 to 10000000")
-    found, out = measure(options.n, options.seed), files.Path(options.out)
+    found, out = measure(options.n, options.seed), Path(options.out)
     command = f"python -m studies.theory --n {options.n} --seed {options.seed}"
     files.write_json(out / "theory.json", {
         "study": "theory", "command": command, "commit": files.commit(), "seeds": [options.seed],
