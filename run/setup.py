@@ -191,7 +191,8 @@ def starting_point(config, out):
                 raise ValueError(f"--resume: {out / files.CHECKPOINT} holds no checkpoint")
             state = parallel.read_trainer(found)["state"]
             check_state(found / parallel.TRAINER_FILE, state)
-            parallel.on_main(lambda: check_identity(config, out, state))
+            if stranger := parallel.on_main(lambda: not_its_own(config, out, state)):
+                raise ValueError(f"--resume: {stranger}")                  # on every rank
             check_resumed(config, state)
             return found, state
         except ValueError as cannot:
@@ -219,14 +220,15 @@ def begin(config, out, state, held):
     return {"run": secrets.token_hex(8), "start": start}
 
 
-def check_identity(config, out, state):
-    """ValueError unless a checkpoint, the metrics beside it and the --model given are of one run."""
+def not_its_own(config, out, state):
+    """What is not of the run that a checkpoint is of: the metrics beside it, or the --model given; or ""."""
     first = next((line for line in files.read_lines(out / files.METRICS)[0] if isinstance(line, dict)), {})
     if (logged := first.get("run")) != (saved := state.get("run")):
-        raise ValueError(f"--resume: {out / files.METRICS} is of run {logged}, the checkpoint of run {saved}")
+        return f"{out / files.METRICS} is of run {logged}, the checkpoint of run {saved}"
     there = state.get("start") and config.model and Path(config.model).is_dir()
     if there and state["start"] != qwen.weights_hash(config.model):
-        raise ValueError(f"--resume: {out} began with other weights than --model={config.model} holds")
+        return f"{out} began with other weights than --model={config.model} holds"
+    return ""
 
 
 def check_state(path, state):
