@@ -86,7 +86,7 @@ def run_cell(cell, jobs, children):
         raise Failed(f"{below_root(cell.folder)}: {who} is writing there")
     if not finished(cell):
         with open(f"{cell.folder}.log", "a", encoding="utf-8") as log:
-            status = children.run(cell.command, log)
+            status = children.run([*cell.command, "--resume", "--overwrite"], log)
         if status or not finished(cell):
             raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see "
                          f"{below_root(Path(log.name))}")

@@ -65,11 +65,10 @@ class Cell:
 
     @property
     def command(self):
-        """How gcd.py is started: it goes on where it can, and begins anew where it cannot."""
+        """How gcd.py is started, less --resume and --overwrite."""
         torchrun = str(Path(GCD[0]).with_name("torchrun"))
         many = (torchrun, "--standalone", "--nproc-per-node", str(self.processes))
-        return [*(many if self.processes > 1 else GCD[:1]), *GCD[1:], *self.arguments,
-                "--resume", "--overwrite"]
+        return [*(many if self.processes > 1 else GCD[:1]), *GCD[1:], *self.arguments]
 
 
 def below_root(path):

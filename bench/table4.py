@@ -13,6 +13,7 @@ beside the config. Left out: memory.
 
 import argparse
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -46,6 +47,7 @@ def measure(cell, iterations):
     """Each stage's median seconds per iteration, of one run of a cell, nothing evaluated."""
     out = log_of(cell)
     command = [*cell.command, "--iterations", str(iterations), "--evaluate", "none", "--out", below_root(out)]
+    shutil.rmtree(out, ignore_errors=True)                   # the last measurement's
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         message = ended.stderr.strip()[-500:]

@@ -62,7 +62,7 @@ def test_splits_choose_the_runs_and_a_study_has_its_own_folder(bench, capsys):
 
 def test_several_processes_run_under_torchrun():
     one, eight = (study.cells_of(CONFIG | more)[0] for more in ({}, {"processes": 8}))
-    assert one.command[1] == "gcd.py" and one.command[2:] == [*one.arguments, "--resume", "--overwrite"]
+    assert one.command[1] == "gcd.py" and one.command[2:] == one.arguments
     assert Path(eight.command[0]).exists() and eight.command[1:4] == ["--standalone", "--nproc-per-node", "8"]
     assert eight.command[4:] == one.command[1:]
 

@@ -104,7 +104,7 @@ def kills(place, part):
             return f"not killed: status {status}"
         return goes_on(out, flags, whole, folder / "said")
 
-    points = list(range(1, events + 1))[::6 if part else 1]
+    points = list(range(1, events + 1))[::10 if part else 1]
     for at, problem in in_two_processes(points, attack, place):
         yield f"event {at} of {events}", problem
 
@@ -124,7 +124,7 @@ def random_kills(place, part):
                 return wrong_end(status, folder / "said", ())
         return goes_on(out, flags, whole, folder / "said")
 
-    for seed, problem in in_two_processes(list(range(10 if part else 50)), attack, place):
+    for seed, problem in in_two_processes(list(range(6 if part else 50)), attack, place):
         yield f"seed {seed}", problem
 
 
