@@ -26,7 +26,7 @@ MOST_HASHED = 4000         # training tasks; generated ones are endless, and of 
 def held(folder):
     """Hold a run's folder (made where it lacks) against other processes. ValueError says who has it.
 
-    The lock ends with its process, however that ends, and with no child of it: a fork closes its copy.
+    The lock ends with its process, however that ends; what it starts does not have it (closed at exec).
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / LOCK, "a+", encoding="utf-8") as file:
