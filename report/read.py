@@ -137,11 +137,12 @@ def read_run(folder):
 def read_runs(folder):
     """Every method in a run folder by name, what has no RL iterations (a cold start) first.
 
-    Raises ValueError if there is none.
+    Runs that were set aside, NAME.old-1, are left out. Raises ValueError if there is none.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    found = sorted(path.parent for path in folder.glob(f"*/{files.METRICS}") if path.stat().st_size)
+    found = sorted(path.parent for path in folder.glob(f"*/{files.METRICS}") if path.stat().st_size
+                   and ".old-" not in path.parent.name)
     if not found:
         raise ValueError(f"{folder}: no metrics in it (expected {folder}/<method>/{files.METRICS})")
     return sorted(map(read_run, found), key=lambda run: (bool(run.iterations), run.name))

@@ -96,6 +96,12 @@ def test_summary_has_exactly_the_stored_numbers(tmp_path):
         "versions": {"python": "3.12", "torch": "2.13"}}
 
 
+def test_runs_that_were_set_aside_are_left_out(tmp_path):
+    for name in ("grpo", "grpo.old-1", "cold_start.old-2"):
+        write_method(tmp_path, name)
+    assert [run.name for run in read.read_runs(tmp_path)] == ["grpo"]
+
+
 def test_the_cold_start_comes_first_and_the_others_by_name(tmp_path):
     for name in ("zeta", "grpo+gcd", "alpha", "grpo"):
         write_method(tmp_path, name, rl_lines(), success={"L0": 0.5})
