@@ -200,15 +200,20 @@ def mutations(place, part):
 
 
 def not_numbers(place, part):
-    """Weights that are no numbers, and a config.json that makes none."""
+    """Weights that are no numbers, and a config.json (RoPE's theta 0) that makes none."""
     _, start = undisturbed(place)
     tensors = load_file(start / "model.safetensors")
-    names = sorted(tensors)[:: 4 if part else 1]
-    for k, (name, value) in enumerate([(n, v) for n in names for v in (float("nan"), float("inf"))]):
-        folder = shutil.copytree(start, place / f"weights{k}")
-        broken = {key: tensor.clone() for key, tensor in tensors.items()}
-        broken[name].view(-1)[-1] = value
-        save_file(broken, folder / "model.safetensors", metadata={"format": "pt"})
+    broken = [(name, value) for name in sorted(tensors)[:: 4 if part else 1]
+              for value in (float("nan"), float("inf"))] + [("rope_theta", 0)]
+    for k, (name, value) in enumerate(broken):
+        folder = shutil.copytree(start, place / f"model{k}")
+        if name in tensors:
+            other = {key: tensor.clone() for key, tensor in tensors.items()}
+            other[name].view(-1)[-1] = value
+            save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+        else:
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {name: value}))
         flags = ["--preset", "small", "--model", folder, "--demonstrations", 0, "--evaluate", "L0"]
         status = child(run(place / f"out{k}", *flags), place / "said", LONGEST_S)
         text = (place / "said").read_text()
