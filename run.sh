@@ -28,6 +28,7 @@ if [ ! -x .venv/bin/pip ]; then
 fi
 if [ "${1:-}" = test ]; then
     install requirements.txt
+    install requirements-bench.txt
     install requirements-test.txt
     install requirements-endpoint.txt
     install requirements-trl.txt
@@ -38,6 +39,7 @@ if [ "${1:-}" = test ]; then
 fi
 if [ "${1:-}" = chaos ]; then
     install requirements.txt
+    install requirements-bench.txt
     install requirements-test.txt
     install requirements-endpoint.txt
     OMP_NUM_THREADS=1 exec .venv/bin/python tests/chaos "${@:2}"
