@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from tiny_runs import untimed
 
 import gcd
 from run import files, parallel
@@ -90,10 +91,9 @@ def difference(out, whole):
     """In what a run's folder differs from that of the undisturbed one; "" in nothing."""
     if not (out / "stages.json").exists():
         return "not finished"
-    for name in ("model.safetensors",):
-        mine, theirs = (load_file(folder / "checkpoint" / name) for folder in (out, whole))
-        if not same(mine, theirs):
-            return "weights differ"
+    mine, theirs = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (out, whole))
+    if not same(mine, theirs):
+        return "weights differ"
     mine, theirs = (parallel.read_trainer(folder / "checkpoint") for folder in (out, whole))
     if not (same(mine["optimizer"]["state"], theirs["optimizer"]["state"])
             and same(mine["critic"], theirs["critic"])):
@@ -113,10 +113,6 @@ def same(a, b):
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def untimed(line):
-    return {key: value for key, value in line.items() if not key.startswith("time/")}
 
 
 def contents(folder):
