@@ -47,6 +47,7 @@ class Config:
     dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
     threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1, high=256)
     checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
+    keep_checkpoints: int = opt(0, "iterations between models kept in OUT/kept, from 0 on; 0: none", low=0)
     env: str = opt("household", "the world: a file of envs/", section="world")
     train_types: str = opt("part", "task types of RL: all, or part: without L2's", ("part", "all"))
     max_turns: int = opt(20, "turns in an episode", low=1, high=10**4)
@@ -79,7 +80,7 @@ class Config:
     iterations: int = opt(80, "RL iterations; 0: none", low=0)
     minibatches: int = opt(4, "optimizer steps per iteration, cut by episodes", low=1)
     lr: float = opt(6e-4, "learning rate", low=0)
-    lr_decay: bool = opt(True, "linear decay to 0 over the iterations")
+    lr_decay: bool = opt(True)              # linear, to 0 over the iterations
     clip_low: float = opt(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     clip_high: float = opt(0.28, "ratio clipped above at 1 + this", low=0)
     dual_clip: float = opt(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: no bound
@@ -181,7 +182,7 @@ def refuse(wrong, message):
 
 # Settings that say where and how fast, not what: a run may go on, and a table be filled, with others.
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "threads", "slots", "microbatch_tokens",
-         "checkpoint_every", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
+         "checkpoint_every", "keep_checkpoints", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
 
 
 def changed(then, config, apart=()):

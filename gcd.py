@@ -207,12 +207,16 @@ def reinforce(run):
     if first == 0:
         run.optimizer.state.clear()                  # the cold start's moments are of another objective
     reference = frozen_copy(run, first) if config.kl != "none" else None
+    if config.keep_checkpoints and first == 0:
+        run.keep(0)
     for i in (bar := tqdm(range(first, config.iterations), desc="RL", unit="iteration", initial=first,
                           total=config.iterations, disable=run.ranks.rank > 0)):
         run.iteration = i
         metrics = iteration(run, i, reference)
         run.log({"phase": "rl", "iteration": i} | metrics)
         bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", turns=f"{metrics['rollout/turns']:.1f}")
+        if config.keep_checkpoints and (i + 1) % config.keep_checkpoints == 0:
+            run.keep(i + 1)
         run.stop_if_asked({"iteration": i + 1})
         if (i + 1) % config.checkpoint_every == 0:
             run.save({"iteration": i + 1})

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
-LOCK, CHECKPOINT = "lock", "checkpoint"
+LOCK, CHECKPOINT, KEPT = "lock", "checkpoint", "kept"
 MOST_HASHED = 4000         # training tasks; generated ones are endless, and of real games there are 3,553
 
 

@@ -259,23 +259,28 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     if critic is not None:
         trainer["critic"] = {"weights": full_weights(critic[0]), "optimizer": optimizer_state(*critic)}
 
-    def write():
-        written, _ = siblings(folder)
-        try:
-            shutil.rmtree(written, ignore_errors=True)
-            written.mkdir(parents=True)
-            save_model(model, written, state=weights)
-            save_trainer(trainer, written / TRAINER_FILE)
-            if extra_files is not None:
-                extra_files(written)
-            sync(*written.rglob("*"), written)
-            swap(folder)
-        except Exception as error:    # a tokenizer's own error for a full disk is a bare Exception
-            if folder.exists():    # else it failed between the renames, and `repair` needs what is written
-                shutil.rmtree(written, ignore_errors=True)
-            raise OSError(f"checkpoint {folder} not saved: {error}") from error
+    def fill(written):
+        save_model(model, written, state=weights)
+        save_trainer(trainer, written / TRAINER_FILE)
+        if extra_files is not None:
+            extra_files(written)
 
-    on_main(write)
+    on_main(lambda: replace(folder, fill))
+
+
+def replace(folder, fill):
+    """Replace a folder by what fill(path) writes into one beside it. OSError names the folder."""
+    written, _ = siblings(folder)
+    try:
+        shutil.rmtree(written, ignore_errors=True)
+        written.mkdir(parents=True)
+        fill(written)
+        sync(*written.rglob("*"), written)
+        swap(folder)
+    except Exception as error:    # a tokenizer's own error for a full disk is a bare Exception
+        if folder.exists():    # else it failed between the renames, and `repair` needs what is written
+            shutil.rmtree(written, ignore_errors=True)
+        raise OSError(f"checkpoint {folder} not saved: {error}") from error
 
 
 def save_trainer(trainer, path):

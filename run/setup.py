@@ -77,6 +77,16 @@ class Run:
                                  qwen.save_pretrained, self.chat.tokenizer.save_pretrained,
                                  self.config.algorithm.critic)
 
+    def keep(self, done):
+        """Keep the model as it is after `done` iterations, beside those of other iterations."""
+        weights, folder = parallel.full_weights(self.model), self.out / files.KEPT / f"{done:05d}"
+
+        def fill(written):
+            qwen.save_pretrained(self.model, written, state=weights)
+            self.chat.tokenizer.save_pretrained(written)
+
+        parallel.on_main(lambda: parallel.replace(folder.resolve(), fill))
+
     def spent(self):
         """Seconds of each stage so far, those before a --resume included."""
         now = self.seconds.get(self.stage, 0.0) + time.perf_counter() - self.began

@@ -80,6 +80,20 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(start, tmp_path, monkeypatch, fl
     assert json.loads((parts / "stages.json").read_text())["rl"] > played                # of both sessions
 
 
+@pytest.mark.fast
+def test_models_kept_along_a_run_are_those_it_had(start, tmp_path, monkeypatch):
+    """Those of a run in two parts too."""
+    whole, parts, flags = tmp_path / "whole", tmp_path / "parts", [*begin(start), "--keep-checkpoints", 1]
+    assert train(whole, *flags) == 0
+    train_in_two(monkeypatch, parts, flags, 1)
+    kept = {out: {path.name: load_file(path / "model.safetensors") for path in (out / "kept").iterdir()}
+            for out in (whole, parts)}
+    assert sorted(kept[whole]) == sorted(kept[parts]) == ["00000", "00001", "00002"]
+    assert all(same(kept[whole][name], kept[parts][name]) for name in kept[whole])
+    assert same(kept[whole]["00000"], load_file(start / "model.safetensors"))
+    assert same(kept[whole]["00002"], weights(whole)) and not same(kept[whole]["00001"], weights(whole))
+
+
 @pytest.mark.parametrize("crash_at", [0, 1])
 def test_a_crashed_run_goes_on_from_its_last_checkpoint(start, tmp_path, monkeypatch, crash_at):
     """At 0 that is the cold start's: its Adam moments must not leak into RL, nor do they without a crash."""
