@@ -37,9 +37,7 @@ def cells(path, wanted, work, jobs):
     wanted: {name: settings}, plain values; work(name, settings) gives a cell's result, a dict. A line whose
     settings are others than those asked for does not count. Returns {name: result} in the order of `wanted`.
     """
-    found, path = finished(path), Path(path)
-    todo = {name: settings for name, settings in wanted.items()
-            if name not in found or found[name]["settings"] != settings}
+    found, todo, path = finished(path), missing(path, wanted), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.keep(path, lambda record: record.get("cell") not in todo)
     with tqdm(total=len(wanted), initial=len(wanted) - len(todo), desc=path.stem, unit="cell") as bar:
@@ -48,6 +46,13 @@ def cells(path, wanted, work, jobs):
             files.append(path, found[name])
             bar.update()
     return {name: found[name]["result"] for name in wanted}
+
+
+def missing(path, wanted):
+    """Those of the cells that the file at `path` has no result of."""
+    found = finished(path)
+    return {name: settings for name, settings in wanted.items()
+            if name not in found or found[name]["settings"] != settings}
 
 
 def finished(path):
