@@ -1,10 +1,11 @@
 """Prompt-based correction: mistakes that the actor finds in its own turns become an instruction to it.
 
-A model that can write says what was wrong in the turns that most of its own verdicts call bad (judge.py), and
-its critiques are merged; of a small one such mistakes are counted by kind, and the most frequent kinds have a
-sentence each. This stands before the first observation of later episodes; the control is an irrelevant text
-of equal length. arXiv:2509.23870 §4.2. The paper publishes neither prompts nor how often, nor whether it is
-kept at evaluation: flags of gcd.py. Left out: instructions for one task type. Read `correct`.
+Where most of a model's own verdicts call a turn bad (judge.py) and it can write, what it says before such a
+verdict is its critique, and critiques are merged; of a small one such mistakes are counted by kind, and the
+most frequent kinds have a sentence each. This stands before the first observation of later episodes; the
+control is an irrelevant text of equal length. arXiv:2509.23870 §4.2. The paper publishes neither prompts nor
+how often, nor whether it is kept at evaluation: flags of gcd.py. Left out: instructions for one task type.
+Read `correct`.
 """
 
 import itertools
@@ -29,13 +30,11 @@ IRRELEVANT = {"refused": "Sing only songs that are popular there.",    # as long
               "undone": "Do not say what you will have to sing."}
 FILLER = ("The rivers of the north freeze in winter and melt again in April when the ships come back to the "
           "old towns on the coast with letters and wool for people who have waited since the first snow")
-CRITIQUE = ("Your last command was not a good step. In one sentence, without naming any place or thing, say "
-            "what kind of mistake it is and what to do instead.")
 MERGE = ("An agent that plays text games said this of its own mistakes:\n\n{critiques}\n\n"
          "Merge what they have in common into one coherent instruction to the agent, of at most 60 words, "
          "that helps in other games too. Give the instruction alone.")
 MOST_CRITIQUES = 16           # that are merged
-MOST_CHARACTERS = 500         # of an instruction, should the 60 words not be kept
+MOST_CHARACTERS = 500         # of a critique, and of an instruction should the 60 words not be kept
 MARKUP = re.compile(r"<[^<>]*>|[<>]")
 
 
@@ -69,8 +68,8 @@ def kind_of(episode, t):
 
 
 def found_bad(judged):
-    """Turns that most of the actor's own answers call bad, whatever their label: (index, episode, turn)."""
-    return [(question.index, question.episode, question.t) for question in judged
+    """The judged turns that most of the actor's own answers call bad, whatever their label."""
+    return [question for question in judged
             if question.turn.verdicts.count("bad") * 2 > len(question.turn.verdicts)]
 
 
@@ -80,11 +79,24 @@ def counted_instruction(counts, n=2):
     return " ".join(KINDS[kind] for kind in named[:n])
 
 
+def one_line(text):
+    """Written text as one line without tags and angle brackets: safe in a prompt or a response."""
+    return " ".join(MARKUP.sub(" ", text).split())
+
+
 def plain_text(text):
-    """Written text as one line without thoughts, tags, angle brackets: safe in a prompt or a response."""
+    """The same without what was thought."""
     *thought, rest = text[:LONGEST_ANSWER].split("</think>")
-    kept = [part.partition("<think>")[0] for part in thought] + [rest]
-    return " ".join(MARKUP.sub(" ", " ".join(kept)).split())
+    return one_line(" ".join([part.partition("<think>")[0] for part in thought] + [rest]))
+
+
+def critique(chat, question):
+    """What the first of the actor's answers that call a turn bad, and say why, says before its verdict, its
+    thoughts too: one line, "" where all are bare."""
+    texts = [chat.decode(given.ids).rpartition("<judge>")[0]
+             for given, verdict in zip(question.answers, question.turn.verdicts) if verdict == "bad"]
+    why = next(filter(None, map(one_line, texts)), "")
+    return textwrap.shorten(why, MOST_CHARACTERS, placeholder="")
 
 
 def irrelevant(instruction, chat):
@@ -104,24 +116,20 @@ def irrelevant(instruction, chat):
     return text.strip()
 
 
-def written(run, bad, seed):
-    """The actor's critiques of bad turns (index, kind, prompt and response), and what the large model or else
-    the actor merges them into ("": no answer). For rank 0 alone."""
-
-    def write(prompts, streams):
-        answers = answer(run.model, prompts, streams, run.chat.stop_ids, run.sampling(), run.config.slots)
-        return ["" if given.truncated else run.chat.decode(given.ids) for given, in answers]
-
-    texts = write([ids + run.chat.message(CRITIQUE) for _, _, ids in bad],
-                  [[stream(seed, 1, index)] for index, _, _ in bad])
-    critiques = [text for text in map(plain_text, texts) if text]
+def merged(run, critiques, seed):
+    """What the large model, or else the actor, merges critiques into; "" without any, or without an answer.
+    For rank 0 alone."""
     if not critiques:
-        return [], ""
+        return ""
     question = MERGE.format(critiques="\n".join(f"- {text}" for text in critiques))
-    merged, = (run.endpoint.ask([question]) if run.endpoint
-               else write([run.chat.message(question, first=True)], [[stream(seed, 2)]]))
+    if run.endpoint:
+        merged, = run.endpoint.ask([question])
+    else:
+        (given,), = answer(run.model, [run.chat.message(question, first=True)], [[stream(seed, 1)]],
+                           run.chat.stop_ids, run.sampling(), run.config.slots)
+        merged = "" if given.truncated else run.chat.decode(given.ids)
     text = textwrap.shorten(plain_text(merged or ""), MOST_CHARACTERS, placeholder="")
-    return critiques, text if re.search(r"\w", text) else ""
+    return text if re.search(r"\w", text) else ""
 
 
 def correct(run, i, judged):
@@ -130,14 +138,15 @@ def correct(run, i, judged):
     config = run.config
     if config.correction == "off" or (i + 1) % config.correction_every:
         return
-    bad = [(index, kind_of(episode, t), episode.turns[t].prompt_ids + episode.turns[t].response_ids)
-           for index, episode, t in found_bad(judged)]
+    bad = [(question.index, kind_of(question.episode, question.t), critique(run.chat, question))
+           for question in found_bad(judged)]
     bad, seed = sorted(sum(parallel.gather(bad), [])), stream(config.seed, CORRECTION, i)
     if config.correction_from == "counts" or not run.chat.writes:
         made_from = dict(Counter(kind for _, kind, _ in bad).most_common())
         text = counted_instruction(made_from)
     else:
-        made_from, text = parallel.on_main(lambda: written(run, bad[:MOST_CRITIQUES], seed))
+        made_from = [why for _, _, why in bad if why][:MOST_CRITIQUES]
+        text = parallel.on_main(lambda: merged(run, made_from, seed))
     if text:
         control = config.correction == "irrelevant"
         run.instruction = Instruction(irrelevant(text, run.chat) if control else text, made_from, i, control)

@@ -66,8 +66,7 @@ def test_turns_that_most_answers_call_bad_are_found(chat):
         (["bad", "bad", "good"], "good"), (["bad", "good"], "bad"), (["bad", "jump", "jump"], "bad"),
         (["good"], "bad"), (["bad"], "bad")])]
     found = correction.found_bad(judged)
-    assert [(index, t) for index, _, t in found] == [(0, 0), (4, 0)]
-    assert all(episode is judged[index].episode for index, episode, _ in found)
+    assert found == [judged[0], judged[4]]
 
 
 @pytest.mark.fast
@@ -123,11 +122,10 @@ def test_the_control_adds_as_many_tokens_to_a_prompt_as_the_instruction():
 
 
 @needs_qwen
-def test_the_questions_fit_the_tokens_kept_for_them():
+def test_the_judges_question_fits_the_tokens_kept_for_it():
     """gcd.py keeps 64 beside the answer's."""
     chat = Chat(qwen.load_tokenizer(QWEN_TOKENIZER), "think")
-    for question in (correction.CRITIQUE, judge.QUESTION["think"]):
-        assert len(chat.message(question)) <= 64
+    assert len(chat.message(judge.QUESTION["think"])) <= 64
 
 
 @pytest.mark.fast
@@ -138,13 +136,38 @@ def test_written_text_cannot_break_a_prompt(text, plain):
     assert correction.plain_text(text) == plain
 
 
-def bad_turns(chat, times=1):
-    """Turns of a script, found bad: refused three times, repeated once, other twice."""
-    episode = scripted(chat, MISTAKES, won=False)
-    judged = [Judged(10 + i, episode, t, "good", []) for i, t in enumerate((0, 2, 4, 5, 6, 7) * times)]
-    for question in judged:
-        question.turn.verdicts = ["bad"]
+def said(chat, text):
+    """An answer with these words."""
+    ids = chat.encode(text) + chat.encode("<|im_end|>")
+    return Response(ids, [0.0] * len(ids), False)
+
+
+def bad_turns(chat, *critiques):
+    """Turns of a script, found bad: refused three times, repeated once, other twice; each with a critique, or
+    a bare verdict."""
+    judged = []
+    for i, t in enumerate((0, 2, 4, 5, 6, 7) * max(1, len(critiques) // 6)):
+        question = Judged(10 + i, scripted(chat, MISTAKES, won=False), t, "good", [])
+        question.turn.verdicts = ["good", "bad", "bad"]
+        why = critiques[i] if i < len(critiques) else ""
+        question.answers = [said(chat, f"{text}<judge>{verdict}</judge>") for text, verdict in zip(
+            ("It was new. ", "", f"{why} "), question.turn.verdicts)]
+        judged.append(question)
     return judged
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("texts, why", [
+    (["<judge>bad</judge>"], ""), (["I came <b>back. <judge>bad</judge>"], "I came back."),
+    (["<think>I came\nback.</think> So: <judge>bad</judge>"], "I came back. So:"),
+    (["<judge>bad</judge>", "No <judge>! <judge>bad</judge>", "Later. <judge>bad</judge>"], "No !"),
+    (["word " * 200 + "<judge>bad</judge>"], ("word " * 100).strip())])
+def test_a_critique_is_what_the_judge_says_before_its_verdict(chat, texts, why):
+    """Of the first answer that says more than its verdict; one that calls the turn good is passed over."""
+    question, = bad_turns(chat)[:1]
+    question.answers = [said(chat, "Well done. <judge>good</judge>"), *(said(chat, text) for text in texts)]
+    question.turn.verdicts = ["good"] + ["bad"] * len(texts)
+    assert correction.critique(chat, question) == why
 
 
 def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(), seed=0, slots=4, **changes):
@@ -189,20 +212,17 @@ def test_only_every_so_many_iterations_bring_an_instruction(chat):
 
 @pytest.fixture
 def actor(monkeypatch):
-    """An engine that gives set answers in turn, (text, True): a cut one. `actor(chat, *texts)` sets more and
-    returns the prompts of all calls."""
-    said, prompts = [], []
+    """An engine that gives set answers in turn. `actor(chat, *texts)` sets more and returns the prompts of
+    all calls."""
+    words, prompts = [], []
 
     def answer(model, asked, streams, stops, sampling, n_slots):
         prompts.append(asked)
         assert len({number for numbers in streams for number in numbers}) == len(asked) == len(streams)
-        return [[said.pop(0)] for _ in asked]
+        return [[words.pop(0)] for _ in asked]
 
     def say(chat, *texts):
-        for text in texts:
-            text, cut = text if isinstance(text, tuple) else (text, False)
-            ids = chat.encode(text) + chat.encode("<|im_end|>")
-            said.append(Response(ids, [0.0] * len(ids), cut))
+        words.extend(said(chat, text) for text in texts)
         return prompts
 
     monkeypatch.setattr(correction, "answer", answer)
@@ -211,50 +231,43 @@ def actor(monkeypatch):
 
 @pytest.mark.fast
 def test_critiques_are_merged_by_the_large_model_or_else_by_the_actor(tokenizer, actor):
-    chat, texts = Writer(tokenizer, "think"), ("I repeat myself.", "I open what is open.")
-    bad = bad_turns(chat)[:2]
+    chat = Writer(tokenizer, "think")
+    bad = bad_turns(chat, "I repeat myself.", "I open what is open.")[:2]
     question = ("An agent that plays text games said this of its own mistakes:\n\n- I repeat myself.\n"
                 "- I open what is open.\n\nMerge what they have in common into one coherent instruction to "
                 "the agent, of at most 60 words, that helps in other games too. Give the instruction alone.")
     large = Large("<b>Do not</b> repeat.")
-    prompts = actor(chat, *texts)
+    prompts = actor(chat, "Look before\nyou act.")
     assert corrected(chat, bad, endpoint=large).text == "Do not repeat."
-    assert large.asked == [[question]] and len(prompts) == 1
-    actor(chat, *texts, "Look before\nyou act.")
+    assert large.asked == [[question]] and not prompts
     assert corrected(chat, bad).text == "Look before you act."
-    assert prompts[1:] == [prompts[0], [chat.message(question, first=True)]]
+    assert prompts == [[chat.message(question, first=True)]]
     for silence in (None, "", " ... "):
-        actor(chat, *texts)
         assert corrected(chat, bad, endpoint=Large(silence)) is None
-    actor(chat, *texts)
     long = corrected(chat, bad, endpoint=Large("many words " * 100)).text
     assert 480 < len(long) <= 500 and set(long.split()) == {"many", "words"}
 
 
 @pytest.mark.fast
-def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer, actor):
-    chat = Writer(tokenizer, "think")
-    bad = bad_turns(chat, times=4)                                # of these 24 the first 16 are criticised
-    texts = ["<x>", ("Mistake 1.", True), *[f"Mistake {i}." for i in range(2, 16)]]
-    prompts, large = actor(chat, *texts), Large("Do better.")
+def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer):
+    """Of these 24 turns the first two are criticised in no words; of the others the first 16 count."""
+    chat, large = Writer(tokenizer, "think"), Large("Do better.")
+    bad = bad_turns(chat, "", "<x>", *[f"Mistake {i}." for i in range(2, 24)])
     made = corrected(chat, bad[::-1], endpoint=large)
-    asked = chat.message(correction.CRITIQUE)
-    assert prompts == [[j.turn.prompt_ids + j.turn.response_ids + asked for j in bad[:16]]]
-    assert made.text == "Do better." and made.made_from == [f"Mistake {i}." for i in range(2, 16)]
+    assert made.text == "Do better." and made.made_from == [f"Mistake {i}." for i in range(2, 18)]
     merged = "\n".join(f"- {text}" for text in made.made_from)
     assert large.asked == [[correction.MERGE.format(critiques=merged)]]
     for nothing in ([], bad[:2]):
-        actor(chat, *texts[:len(nothing)])
         assert corrected(chat, nothing, endpoint=large) is None
     assert len(large.asked) == 1
 
 
 def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer):
-    """The random model's words, but the real path: critiques, the merge asked of the actor, and a control.
+    """The random model's words, but the real path: the merge is asked of the actor.
 
     In double precision: no CPU's rounding moves a draw to another token."""
     chat, sampling, model = Writer(tokenizer, "think"), Sampling(max_response_tokens=6), model.double()
-    runs = [corrected(chat, bad_turns(chat), 3, model, None, sampling, seed, slots)
+    runs = [corrected(chat, bad_turns(chat, "I repeat myself."), 3, model, None, sampling, seed, slots)
             for seed in range(6) for slots in (1, 16)]
     assert runs[::2] == runs[1::2]                            # what is said does not depend on the slots
     assert any(runs) and len({instruction.text for instruction in runs if instruction}) > 1
@@ -264,7 +277,7 @@ def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer)
 def test_every_ranks_mistakes_make_one_instruction(chat, monkeypatch):
     """What the other rank would send is added to the gathering: counts are summed."""
     def gather(value):
-        return [value, [(index, "revisited", []) for index in range(5)]]
+        return [value, [(index, "revisited", "") for index in range(5)]]
 
     monkeypatch.setattr(parallel, "gather", gather)
     made = corrected(chat, bad_turns(chat), 0)

@@ -30,7 +30,6 @@ from tiny_runs import (
 )
 
 import correction
-import judge
 import rollout
 from envs import alfworld, household, scienceworld
 from lm import engine
@@ -204,7 +203,7 @@ def gold_commands(env, task):
 
 class Script:
     """What a model is made to say: every second episode the expert's commands, the others WRONG; verdicts are
-    drawn, and written mistakes are one sentence. Its logprobs are the model's own.
+    drawn, with a word on why, and instructions are one sentence. Its logprobs are the model's own.
 
     commands: {task id: the expert's}; those of tasks that are not there yet are asked for and kept.
     """
@@ -229,9 +228,9 @@ class Script:
         if number in self.lines:
             return self.lines[number]
         asked = self.chat.tokenizer.decode(prompt[-200:])
-        if correction.CRITIQUE in asked or correction.MERGE[:40] in asked:
+        if correction.MERGE[:40] in asked:
             return self.chat.encode("Do not say what is not possible.<|im_end|>")
-        return judge.answer_ids(self.chat, ("good", "bad")[number % 2])
+        return self.chat.encode("Refused. <judge>{}</judge><|im_end|>".format(("good", "bad")[number % 2]))
 
 
 class Kept:

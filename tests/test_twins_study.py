@@ -1,0 +1,181 @@
+"""Proves what studies/twins.py measures along a run, and that its cells are what they say.
+
+    python -m pytest tests/test_twins_study.py           # about half a minute on one core
+"""
+
+import json
+import math
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gcd
+from run import files
+from studies import common, twins
+
+SMALL = ["--seeds", "1", "--iterations", "12", "--jobs", "1"]
+
+
+def result(*q_N, cosine=(1.0, 0.5), auc=None):
+    """A cell's result with these probabilities at iterations 0, 10, ..."""
+    path = [{"iteration": 10 * k, "q_P": 0.9, "q_N": q, "cosine": cosine[min(k, len(cosine) - 1)]}
+            for k, q in enumerate(q_N)]
+    return {"path": path, "auc": auc}
+
+
+@pytest.mark.fast
+def test_the_cells_are_those_of_the_issue():
+    """Three cold starts x four arms x 20 seeds, and six settings in five: 240 and 55 (lambda has no GRPO)."""
+    wanted = twins.cells_of(True, range(20), 240)
+    assert len(wanted) == 3 * 4 * 20 + 5 * (2 * 5 + 1)
+    assert len(twins.cells_of(False, range(5), 240)) == 4 * 5
+    assert wanted["+GCD, from coins, likely 0.6, seed 4"]["likely"] == 0.6
+    assert {settings["seed"] for settings in wanted.values() if settings["flaw"] == 0.1} == set(range(5))
+
+
+@pytest.mark.fast
+def test_numbers_of_a_run_worked_by_hand():
+    one = result(0.2, 1.0, 0.4)
+    assert twins.final(one) == 0.4
+    assert twins.area(one) == pytest.approx((0.6 + 0.7) / 2)                  # two trapezoids of equal width
+    assert twins.cosine_drop(one) == 0.5
+    assert twins.cosine_drop(result(0.2, 0.4, cosine=(1.0, None))) is None
+
+
+@pytest.mark.fast
+def test_an_arm_in_numbers():
+    row = twins.row_of({0: result(0.2, 0.1, auc=1.0), 1: result(0.2, 0.9, cosine=(1.0, None))})
+    assert row["final"]["mean"] == 0.5 and row["final"]["half"] == pytest.approx(12.706 * 0.4, rel=1e-3)
+    assert (row["removed"], row["n"], row["auc"], row["cosine"]) == (1, 2, 1.0, 0.5)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("ends, said", [((0.1, 0.2, 0.1), "less"), ((0.9, 0.95, 0.97), "more"),
+                                        ((0.1, 0.9, 0.5), "no difference shown")])
+def test_a_difference_says_what_its_interval_does(ends, said):
+    reference = {seed: result(0.2, 0.5 + seed / 100) for seed in range(3)}
+    found = twins.against({seed: result(0.2, end) for seed, end in enumerate(ends)}, reference)
+    assert found["verdict"] == said
+    assert twins.against({0: result(0.1)}, {0: result(0.2)})["verdict"] == "not measurable"        # one seed
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("gcd, coins, trunk, cure, controls", [
+    ("less", "no difference shown", "more", "yes", "yes"),
+    ("less", "less", "no difference shown", "yes", "partly"),
+    ("no difference shown", "less", "more", "no", "no"), ("less", "more", None, "yes", "not measurable"),
+    (None, None, None, "not measurable", "not measurable")])
+def test_what_would_agree_with_the_paper_is_a_rule(gcd, coins, trunk, cure, controls):
+    verdicts = {"GCD": gcd, "coins for labels": coins, "a trunk of its own": trunk}
+    found = {f"{arm} against GRPO, from coins": {"verdict": verdict}
+             for arm, verdict in verdicts.items() if verdict}
+    assert twins.agreement(found) == {"cure": cure, "controls": controls}
+
+
+@pytest.mark.fast
+def test_mediation_is_a_rank_correlation_over_the_main_grids_runs():
+    def ending(q_N, cosine):
+        return result(0.9, q_N, cosine=(1.0, cosine))
+
+    table = {("coins", "GRPO", ()): {0: ending(0.9, 0.9), 1: ending(0.5, 0.5)},
+             ("coins", "+GCD", ()): {0: ending(0.1, 0.1), 1: ending(0.1, None)},
+             ("coins", "+GCD", (("flaw", 0.1),)): {0: ending(0.9, 0.0)}}
+    found = twins.mediation(table)
+    assert len(found["points"]) == 3 and found["spearman"] == pytest.approx(1)
+    assert twins.mediation({})["spearman"] is None
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of the study at its smallest, with every arm from the coins' cold start."""
+    out = tmp_path_factory.mktemp("twins")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twins, "COLD_START", ("--demonstrations", "600"))
+        assert twins.main([*SMALL, "--out", str(out / "out"), "--runs", str(out / "runs")]) == 0
+    return out
+
+
+def test_the_study_leaves_its_numbers_figures_and_page(whole):
+    found = json.loads((whole / "out" / "twins.json").read_text())
+    assert [row["arm"] for row in found["rows"]] == list(twins.ARMS)
+    assert all(0 < row["final"]["mean"] < 1 for row in found["rows"])
+    assert [figure["agrees"] for figure in found["figures"]][1:] == ["not measurable"] * 2         # one seed
+    assert {path.suffix for path in (whole / "out").iterdir()} == {".json", ".jsonl", ".svg", ".md"}
+    assert "nan" not in (whole / "out" / "twins.md").read_text()
+
+
+def test_every_arm_begins_where_the_cold_start_ended(whole):
+    """And those that train the policy differently, three of the four, end elsewhere."""
+    paths = [cell["result"]["path"] for cell in common.finished(whole / "out" / "twins.jsonl").values()]
+    assert all(path[0] == paths[0][0] for path in paths)
+    assert len(paths) == 4 and len({path[-1]["q_N"] for path in paths}) == 3
+
+
+def test_what_is_measured_is_the_models_own(whole, monkeypatch):
+    """Against one situation after the other, and a difference quotient: a small step along P's gradient
+    changes the mean log probability in N by the step times the two gradients' inner product."""
+    monkeypatch.setattr(twins, "PROBES", 4)
+    settings = twins.settings_of("coins", "GRPO", 0)
+    cold = twins.cold_folder(settings, whole / "runs") / files.CHECKPOINT
+    actor = common.actor(cold, twins.world(settings))
+    actor.model.double()
+    R, game = actor.chat.encode(twins.twins.R)[0], twins.twins.Game(0.0, Counter())
+
+    def mean_logprob(kind):
+        tasks = [actor.config.world.task(f"probe/{i}", "probe", kind) for i in range(4)]
+        rows = [torch.tensor([actor.chat.observe(game.reset(task), True)]) for task in tasks]
+        return sum(actor.model(row)[0, -1].log_softmax(-1)[R] for row in rows) / 4
+
+    found = twins.probe(actor)
+    with torch.no_grad():
+        assert math.log(found["q_N"]) >= float(mean_logprob("N")) > math.log(found["q_N"]) - 0.5     # Jensen
+    parameters = list(actor.model.parameters())
+    grads = {kind: torch.autograd.grad(mean_logprob(kind), parameters) for kind in "PN"}
+    size = {kind: math.sqrt(sum(float((grad**2).sum()) for grad in grads[kind])) for kind in "PN"}
+    with torch.no_grad():
+        before, eta = float(mean_logprob("N")), 1e-6 / size["P"]
+        for parameter, grad in zip(parameters, grads["P"]):
+            parameter += eta * grad
+        change = float(mean_logprob("N")) - before
+    assert change / (1e-6 * size["N"]) == pytest.approx(found["cosine"], abs=1e-3)
+
+
+def test_a_finished_cell_is_not_run_again_and_one_of_other_settings_is(whole, monkeypatch):
+    monkeypatch.setattr(gcd, "main", lambda argv: pytest.fail("it ran"))
+    flags = ["--out", str(whole / "out"), "--runs", str(whole / "runs")]
+    before = (whole / "out" / "twins.json").read_text()
+    assert twins.main([*SMALL, *flags]) == 0
+    assert (whole / "out" / "twins.json").read_text() == before
+    with pytest.raises(pytest.fail.Exception, match="it ran"):
+        twins.main([*SMALL, *flags, "--iterations", "24"])
+
+
+def test_a_trunk_of_its_own_leaves_the_policy_to_grpo(whole, tmp_path):
+    """Weights equal to GRPO's bit for bit, while the judge on the other trunk is asked and logged."""
+    settings = twins.settings_of("coins", "GRPO", 0, iterations=3)
+    cold = twins.cold_folder(settings, whole / "runs") / files.CHECKPOINT
+    flags = [*twins.world(settings), *twins.RL, "--model", cold, "--demonstrations", 0, "--iterations", 3]
+    twins.train([*flags, *twins.ARMS["GRPO"]], tmp_path / "grpo")
+    with twins.own_trunk():
+        twins.train([*flags, *twins.ARMS[twins.OWN_TRUNK], "--judge-weight", 1], tmp_path / "own")
+    twins.train([*flags, *twins.ARMS["+GCD"], "--judge-weight", 1], tmp_path / "gcd")
+    grpo, own, shared = (load_file(tmp_path / name / files.CHECKPOINT / "model.safetensors")
+                         for name in ("grpo", "own", "gcd"))
+    assert all(torch.equal(grpo[name], own[name]) for name in grpo)
+    assert any(not torch.equal(grpo[name], shared[name]) for name in grpo)
+    lines = files.iterations_in(files.read_lines(tmp_path / "own" / files.METRICS)[0])
+    assert all(line["judge/turns"] > 0 for line in lines)
+    unlike = files.iterations_in(files.read_lines(tmp_path / "gcd" / files.METRICS)[0])
+    assert lines[0]["judge/reward"] == unlike[0]["judge/reward"]                  # the same answers at first
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, message", [
+    (["--iterations", "13"], "--iterations=13: expected a multiple of 12"),
+    (["--seeds", "0"], "--seeds=0: expected 1 to 90"), (["--jobs", "0"], "--jobs=0: expected 1 to 256")])
+def test_mistakes_are_named_before_anything_runs(flags, message, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        twins.main([*flags, "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err and not any(tmp_path.iterdir())
