@@ -7,8 +7,9 @@ whose trunk is its own, so that it can teach the policy nothing; each from cold 
 the judge, with right answers to them, and with answers by coins. Left out: other worlds, which
 studies/coupling.py looks at.
 
-    python -m studies.twins               # five seeds of the main grid's arms from coins; 15 minutes
-    python -m studies.twins --all         # 20 seeds of all, and one setting after the other; 3 core-hours
+    python -m studies.twins               # five seeds of FIRST; ten minutes on two cores
+    python -m studies.twins --all         # 20 seeds of everything; three core-hours
+    python -m studies.twins --all --jobs 0      # only the page, of the cells that there are
 """
 
 import argparse
@@ -45,11 +46,14 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+GCD, coins for labels": ("--judge-labels", "coins"),
         "+judge on its own trunk": ("--judge-labels", "oracle")}
 OWN_TRUNK = "+judge on its own trunk"
-# Committed before the runs; tuned on seeds 90 to 93 (studies/predictions.md)
-COMMON = {"p_tasks": 12, "flaw": 0.3, "likely": 0.25, "judge_weight": 1.0, "iterations": 240}
+MAIN = [(cold, arm) for cold in COLD for arm in ARMS]
+FIRST = [("plain", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"), ("judge", "GRPO"), ("judge", "+GCD")]
+# Committed before the runs; what was tuned, and on which seeds, is in studies/predictions.md
+COMMON = {"p_tasks": 12, "flaw": 0.3, "likely": 0.25, "judge_weight": 1.0, "lr": 6e-4, "iterations": 240}
 COLD_START = ("--demonstrations", "2000")
-RL = ("--lr", "3e-3", "--kl", "loss", "--kl-coef", "0.01")
-# One at a time, from the coins' cold start: what else is said of GRPO and GCD
+RL = ("--kl", "loss", "--kl-coef", "0.01")
+FAST = {"lr": 3e-3}                      # a grid of its own, from the coins' cold start
+# One at a time, five seeds: what else is said of GRPO and GCD
 OTHERS = ({"p_tasks": 4}, {"p_tasks": 8}, {"judge_weight": 0.1}, {"flaw": 0.1}, {"likely": 0.05},
           {"likely": 0.6})
 
@@ -69,12 +73,15 @@ def name_of(settings):
 
 
 def cells_of(whole, seeds, iterations):
-    """{name: settings} of the cells to be run."""
-    colds, few = (COLD if whole else ("coins",)), [seed for seed in seeds if seed in FEW]
-    wanted = [settings_of(cold, arm, seed) for cold in colds for seed in seeds for arm in ARMS]
+    """{name: settings} of the cells to be run, what matters most first."""
+    few = [seed for seed in seeds if seed in FEW]
+    wanted = [settings_of(*pair, seed) for seed in seeds for pair in FIRST]
     if whole:
-        wanted += [settings_of("coins", arm, seed, **change) for change in OTHERS for seed in few
-                   for arm in ("GRPO", "+GCD") if arm != "GRPO" or "judge_weight" not in change]
+        wanted += [settings_of("coins", arm, seed, **FAST) for seed in seeds for arm in ARMS]
+        wanted += [settings_of(cold, arm, seed, **change) for change in OTHERS for seed in few
+                   for cold in ("judge", "coins") for arm in ("GRPO", "+GCD")
+                   if arm != "GRPO" or "judge_weight" not in change]
+        wanted += [settings_of(*pair, seed) for seed in seeds for pair in MAIN if pair not in FIRST]
     wanted = [settings | {"iterations": iterations} for settings in wanted]
     return {name_of(settings): settings for settings in wanted}
 
@@ -84,8 +91,8 @@ def run(name, settings, runs):
     cold, out = cold_folder(settings, runs) / files.CHECKPOINT, runs / name
     shutil.rmtree(out, ignore_errors=True)
     flags = [*world(settings), *RL, *ARMS[settings["arm"]], "--model", cold, "--demonstrations", 0,
-             "--iterations", settings["iterations"], "--keep-checkpoints", settings["iterations"] // POINTS,
-             "--checkpoint-every", 10**6]
+             "--lr", settings["lr"], "--iterations", settings["iterations"],
+             "--keep-checkpoints", settings["iterations"] // POINTS, "--checkpoint-every", 10**6]
     if settings["arm"] != "GRPO":
         flags += ["--judge-weight", settings["judge_weight"]]
     with own_trunk() if settings["arm"] == OWN_TRUNK else nullcontext():
@@ -195,13 +202,16 @@ def cosine_drop(result):
 # What follows
 
 def table_of(wanted, results):
-    """{(cold, arm, changes): {seed: result}}, in the order of the cells."""
-    found = {}
+    """{(cold, arm, changes): {seed: result}} of the results that there are: cold starts and arms in their
+    order, then what changes a setting."""
+    found = {(cold, arm, ()): {} for cold, arm in MAIN}
     for name, settings in wanted.items():
+        if name not in results:
+            continue
         changes = tuple((key, settings[key]) for key in COMMON
                         if settings[key] != COMMON[key] and key != "iterations")
         found.setdefault((settings["cold"], settings["arm"], changes), {})[settings["seed"]] = results[name]
-    return found
+    return {key: of_seed for key, of_seed in found.items() if of_seed}
 
 
 def row_of(results):
@@ -227,12 +237,13 @@ def against(results, reference):
 
 
 def mediation(table):
-    """A point a run of the main grid: how far the cosine fell and how far q_N fell from its peak; their rank
-    correlation, over all runs in which both are known. None below three runs, or where one never varies."""
+    """A point a run at 12:4, slow and fast: how far the cosine fell and how far q_N fell from its peak; their
+    rank correlation, over all runs in which both are known. None below three runs, or where one never
+    varies."""
     from scipy import stats
     points = [{"cold": cold, "arm": arm, "seed": seed, "cosine_drop": cosine_drop(result),
                "removed": max(point["q_N"] for point in result["path"]) - final(result), "auc": result["auc"]}
-              for (cold, arm, changes), of_seed in table.items() if not changes
+              for (cold, arm, changes), of_seed in table.items() if changes in ((), tuple(FAST.items()))
               for seed, result in of_seed.items() if cosine_drop(result) is not None]
     columns = [[point[key] for point in points] for key in ("cosine_drop", "removed")]
     varied = len(points) > 2 and all(len(set(column)) > 1 for column in columns)
@@ -241,27 +252,21 @@ def mediation(table):
 
 def findings(table):
     """Every comparison that the page speaks of, as `against` gives it; those whose arms are there."""
-    wanted = {
-        "GCD against GRPO, from coins": (("coins", "+GCD", ()), ("coins", "GRPO", ())),
-        "coins for labels against GRPO, from coins":
-            (("coins", "+GCD, coins for labels", ()), ("coins", "GRPO", ())),
-        "a trunk of its own against GRPO, from coins": (("coins", OWN_TRUNK, ()), ("coins", "GRPO", ())),
-        "GCD against coins for labels, from coins":
-            (("coins", "+GCD", ()), ("coins", "+GCD, coins for labels", ())),
-        "GCD against a trunk of its own, from coins": (("coins", "+GCD", ()), ("coins", OWN_TRUNK, ())),
-        "GCD against GRPO, from no questions": (("plain", "+GCD", ()), ("plain", "GRPO", ())),
-        "GCD against GRPO, from right answers": (("judge", "+GCD", ()), ("judge", "GRPO", ())),
-        "right answers in the cold start against none, GRPO": (("judge", "GRPO", ()), ("plain", "GRPO", ())),
-        "right answers in the cold start against coins, GRPO": (("judge", "GRPO", ()), ("coins", "GRPO", ())),
-    }
-    for change in OTHERS:
-        (key, value), = change.items()
-        changes = ((key, value),)
-        reference = () if key == "judge_weight" else changes
-        wanted[f"GCD against GRPO, from coins, {key} {value:g}"] = (
-            ("coins", "+GCD", changes), ("coins", "GRPO", reference))
+    wanted = {}
+    for changes in ((), *(tuple(change.items()) for change in (FAST, *OTHERS))):
+        reference = () if "judge_weight" in dict(changes) else changes
+        setting = "".join(f", {key} {value:g}" for key, value in changes)
+        for cold in COLD:
+            for arm in ARMS:
+                wanted[f"{arm} against GRPO, from {cold}{setting}"] = (
+                    (cold, arm, changes), (cold, "GRPO", reference))
+            wanted[f"+GCD against coins for labels, from {cold}{setting}"] = (
+                (cold, "+GCD", changes), (cold, "+GCD, coins for labels", changes))
+    for cold in ("plain", "coins"):
+        wanted[f"GRPO from judge against GRPO from {cold}"] = ("judge", "GRPO", ()), (cold, "GRPO", ())
+    wanted["GRPO from judge against +GCD from coins"] = ("judge", "GRPO", ()), ("coins", "+GCD", ())
     return {name: against(table[one], table[other]) for name, (one, other) in wanted.items()
-            if one in table and other in table}
+            if one in table and other in table and one != other}
 
 
 def verdict(found, name):
@@ -270,15 +275,15 @@ def verdict(found, name):
 
 
 def agreement(found):
-    """Whether the paper's mechanism is seen, by rules set before the runs: {claim: (agrees, found)}."""
-    gcd_helps = verdict(found, "GCD against GRPO, from coins")
+    """Whether the paper's mechanism is seen, by rules set before the runs: {claim: agrees}."""
+    in_rl = verdict(found, "+GCD against GRPO, from coins")
+    at_first = verdict(found, "GRPO from judge against GRPO from coins")
     controls = [verdict(found, f"{arm} against GRPO, from coins")
-                for arm in ("coins for labels", "a trunk of its own")]
-    known = "not measurable" not in (gcd_helps, *controls)
-    cured = gcd_helps == "less"
-    return {"cure": "not measurable" if gcd_helps == "not measurable" else "yes" if cured else "no",
-            "controls": "not measurable" if not known else "yes" if cured and "less" not in controls
-            else "partly" if cured else "no"}
+                for arm in ("+GCD, coins for labels", OWN_TRUNK)]
+    helps, known = [in_rl, at_first].count("less"), "not measurable" not in (in_rl, at_first)
+    return {"cure": ("no", "partly", "yes")[helps] if known else "not measurable",
+            "controls": "not measurable" if "not measurable" in controls
+            else "yes" if helps and "less" not in controls else "no"}
 
 
 def signed(difference):
@@ -295,15 +300,17 @@ TITLES = {"plain": "no questions in the cold start", "coins": "questions, answer
           "judge": "questions, answered rightly"}
 
 
-def draw_paths(table, path):
+def draw_paths(table, path, changes=()):
     """q_N along training, a panel a cold start: each run thin, an arm's mean thick; q_P of GRPO dotted."""
     pyplot = common.pyplot("twins")
-    colds = [cold for cold in ("plain", "coins", "judge") if (cold, "GRPO", ()) in table]
+    colds = [cold for cold in TITLES if (cold, "GRPO", changes) in table]
+    if not colds:
+        return
     figure, axes = pyplot.subplots(1, len(colds), figsize=(1.5 + 3.6 * len(colds), 3.6), layout="constrained",
                                    sharey=True, squeeze=False)
     for axis, cold in zip(axes[0], colds):
         for arm, colour in COLOURS.items():
-            runs = [result["path"] for result in table.get((cold, arm, ()), {}).values()]
+            runs = [result["path"] for result in table.get((cold, arm, changes), {}).values()]
             x = [point["iteration"] for point in runs[0]] if runs else []
             for run in runs:
                 axis.plot(x, [point["q_N"] for point in run], color=colour, linewidth=0.4, alpha=0.35)
@@ -336,18 +343,17 @@ def draw_mediation(found, path):
     common.save(figure, path)
 
 
-def grid(table, changed):
-    """The table of arms: of the main grid, or (changed) of one setting after the other."""
-    head = ["cold start", "arm", *(["setting"] if changed else []), "final q_N(R)", "flaw removed", "area",
-            "q_P(R)", "cosine", "judge's AUC"]
+def grid(table, settings):
+    """The table of the arms with these changes of settings."""
+    head = ["cold start", "arm", "setting", "final q_N(R)", "flaw removed", "area", "q_P(R)", "cosine",
+            "judge's AUC"]
     rows = []
     for (cold, arm, changes), results in table.items():
-        if bool(changes) != changed:
+        if changes not in settings:
             continue
         row = row_of(results)
         low, high = row["removed_interval"]
-        setting = [", ".join(f"{key} {value:g}" for key, value in changes)] if changed else []
-        rows.append([cold, arm, *setting, with_half(row["final"]),
+        rows.append([cold, arm, ", ".join(f"{key} {value:g}" for key, value in changes), with_half(row["final"]),
                      f"{row['removed']}/{row['n']} [{low:.0%}, {high:.0%}]", with_half(row["area"]),
                      *("–" if row[key] is None else f"{row[key]:.2f}" for key in ("q_P", "cosine", "auc"))])
     return "\n".join(markdown(head, rows)) if rows else "not run"
@@ -362,39 +368,53 @@ def page(table, found, mediated, command, seeds):
     """The page's text, from its template beside this file."""
     rho = mediated["spearman"]
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, seeds=f"{min(seeds)} to {max(seeds)}", main=grid(table, False),
-        others=grid(table, True), mediation="not measurable" if rho is None else f"{rho:.2f}",
+        command=command, seeds=f"{min(seeds)} to {max(seeds)}", main=grid(table, [()]),
+        fast=grid(table, [tuple(FAST.items())]),
+        mediation="not measurable" if rho is None else f"{rho:.2f}",
         comparisons="\n".join(markdown(["final q_N(R)", "difference"],
                                        [[name, signed(difference)] for name, difference in found.items()])),
-        runs=len(mediated["points"]))
+        runs=len(mediated["points"]), others=grid(table, [tuple(change.items()) for change in OTHERS]))
 
 
 def figures_of(table, found, mediated):
     """The gallery's entries."""
-    agrees, rho = agreement(found), mediated["spearman"]
-    grpo = table.get(("plain", "GRPO", ()), table.get(("coins", "GRPO", ()), {}))
-    row = row_of(grpo)
-    helps, own = (found.get(name) for name in ("GCD against GRPO, from coins",
-                                              "a trunk of its own against GRPO, from coins"))
+    agrees, rho, row = agreement(found), mediated["spearman"], row_of(table[("plain", "GRPO", ())])
+    at_first, in_rl, coins, own = (signed(found.get(name)) for name in (
+        "GRPO from judge against GRPO from coins", "+GCD against GRPO, from coins",
+        "+GCD, coins for labels against GRPO, from coins", f"{OWN_TRUNK} against GRPO, from coins"))
     return [
         {"paper": "Section 3.3 (danger zone)", "picture": "twins.svg",
          "claim": "Beside a right action in similar states a flawed one can run away, though its advantage "
                   "is negative.",
          "found": f"GRPO alone ends with q_N(R) = {with_half(row['final'])} where three of four tasks push "
                   f"the action; the flaw was removed in {row['removed']} of {row['n']} seeds.",
-         "agrees": "not measurable" if not grpo else "yes" if row["removed"] <= row["n"] / 4
-         else "partly" if row["removed"] < row["n"] else "no"},
+         "agrees": ("yes" if row["removed"] <= row["n"] / 4
+                    else "partly" if row["removed"] < row["n"] else "no")},
         {"paper": "Figure 6 and section 4 (the cure)", "picture": "twins.svg",
          "claim": "Judging one's own actions pulls similar samples apart, and the flawed action goes.",
-         "found": f"GCD minus GRPO in final q_N(R), neither knowing how to judge at first: {signed(helps)}.",
+         "found": f"Final q_N(R), difference. GRPO from a cold start that judges rightly, minus from one by "
+                  f"coins: {at_first}. GCD in RL minus GRPO, both from coins: {in_rl}.",
          "agrees": agrees["cure"]},
         {"paper": "Section 4 (why it works)", "picture": "twins-mediation.svg",
          "claim": "It works through shared features: not by the extra loss, nor by a judge that shares none.",
-         "found": "Minus GRPO: coins for labels "
-                  f"{signed(found.get('coins for labels against GRPO, from coins'))}; a trunk of its own "
-                  f"{signed(own)}. Rank correlation of the cosine's fall with the flaw's: "
+         "found": f"Minus GRPO: coins for labels {coins}; a trunk of its own {own}. Rank correlation of the "
+                  "cosine's fall with the flaw's: "
                   f"{'not measurable' if rho is None else f'{rho:.2f}'}.",
          "agrees": agrees["controls"]}]
+
+
+def results_of(wanted, options):
+    """{name: result} of the cells, those that lack are run after their cold starts (--jobs 0: left out)."""
+    path = options.out / "twins.jsonl"
+    missing = common.missing(path, wanted)
+    if not options.jobs:
+        wanted, missing = {name: wanted[name] for name in wanted if name not in missing}, {}
+    colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
+    lacking = {folder: settings for folder, settings in colds.items()
+               if not (Path(folder) / files.STAGES).exists()}
+    for _ in tqdm(common.results_of(lacking, cold_start, options.jobs or 1), "cold starts", len(lacking)):
+        pass
+    return common.cells(path, wanted, partial(run, runs=options.runs), options.jobs or 1)
 
 
 def main(argv=None):
@@ -403,30 +423,25 @@ def main(argv=None):
     parser.add_argument("--all", action="store_true", help="all cold starts and settings")
     parser.add_argument("--seeds", type=int, help="how many, from 0 on (default 5; with --all 20)")
     parser.add_argument("--iterations", type=int, default=COMMON["iterations"], help="of RL, in each run")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once; 0: only what there is")
     parser.add_argument("--out", type=Path, default=common.OUT, help="folder of what comes out")
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
     options = parser.parse_args(argv)
     seeds = options.seeds if options.seeds is not None else len(SEEDS) if options.all else len(FEW)
-    for name, value, high in (("seeds", seeds, 90), ("iterations", options.iterations, 10**6),
-                              ("jobs", options.jobs, 256)):
-        if not 1 <= value <= high:
-            parser.error(f"--{name}={value}: expected 1 to {high}")
+    for name, value, low, high in (("seeds", seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
+                                   ("jobs", options.jobs, 0, 256)):
+        if not low <= value <= high:
+            parser.error(f"--{name}={value}: expected {low} to {high}")
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, its points of "
                      "measurement")
     wanted = cells_of(options.all, range(seeds), options.iterations)
-    path = options.out / "twins.jsonl"
-    colds = {str(cold_folder(settings, options.runs)): settings
-             for settings in common.missing(path, wanted).values()}
-    lacking = {folder: settings for folder, settings in colds.items()
-               if not (Path(folder) / files.STAGES).exists()}
-    for _ in tqdm(common.results_of(lacking, cold_start, options.jobs), "cold starts", len(lacking)):
-        pass
-    results = common.cells(path, wanted, partial(run, runs=options.runs), options.jobs)
-    table = table_of(wanted, results)
+    table = table_of(wanted, results_of(wanted, options))
+    if ("plain", "GRPO", ()) not in table:
+        parser.error(f"--jobs=0: {options.out / 'twins.jsonl'} holds no cell of GRPO from a plain cold start")
     found, mediated = findings(table), mediation(table)
     draw_paths(table, options.out / "twins.svg")
+    draw_paths(table, options.out / "twins-fast.svg", tuple(FAST.items()))
     draw_mediation(mediated, options.out / "twins-mediation.svg")
     command = ["python", "-m", "studies.twins", *(["--all"] if options.all else []), "--seeds", str(seeds),
                "--iterations", str(options.iterations)]

@@ -27,10 +27,11 @@ def result(*q_N, cosine=(1.0, 0.5), auc=None):
 
 @pytest.mark.fast
 def test_the_cells_are_those_of_the_issue():
-    """Three cold starts x four arms x 20 seeds, and six settings in five: 240 and 55 (lambda has no GRPO)."""
+    """Three cold starts x four arms x 20 seeds, four arms fast, and six settings in five seeds from two cold
+    starts (lambda has no GRPO)."""
     wanted = twins.cells_of(True, range(20), 240)
-    assert len(wanted) == 3 * 4 * 20 + 5 * (2 * 5 + 1)
-    assert len(twins.cells_of(False, range(5), 240)) == 4 * 5
+    assert len(wanted) == 3 * 4 * 20 + 4 * 20 + 2 * 5 * (2 * 5 + 1)
+    assert len(twins.cells_of(False, range(5), 240)) == 5 * 5
     assert wanted["+GCD, from coins, likely 0.6, seed 4"]["likely"] == 0.6
     assert {settings["seed"] for settings in wanted.values() if settings["flaw"] == 0.1} == set(range(5))
 
@@ -62,15 +63,18 @@ def test_a_difference_says_what_its_interval_does(ends, said):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("gcd, coins, trunk, cure, controls", [
-    ("less", "no difference shown", "more", "yes", "yes"),
-    ("less", "less", "no difference shown", "yes", "partly"),
-    ("no difference shown", "less", "more", "no", "no"), ("less", "more", None, "yes", "not measurable"),
-    (None, None, None, "not measurable", "not measurable")])
-def test_what_would_agree_with_the_paper_is_a_rule(gcd, coins, trunk, cure, controls):
-    verdicts = {"GCD": gcd, "coins for labels": coins, "a trunk of its own": trunk}
-    found = {f"{arm} against GRPO, from coins": {"verdict": verdict}
-             for arm, verdict in verdicts.items() if verdict}
+@pytest.mark.parametrize("at_first, in_rl, coins, trunk, cure, controls", [
+    ("less", "less", "no difference shown", "more", "yes", "yes"),
+    ("less", "no difference shown", "less", "no difference shown", "partly", "no"),
+    ("more", "no difference shown", "more", "more", "no", "no"),
+    ("less", "less", "more", None, "yes", "not measurable"),
+    (None, "less", "more", "more", "not measurable", "yes")])
+def test_what_would_agree_with_the_paper_is_a_rule(at_first, in_rl, coins, trunk, cure, controls):
+    verdicts = {"GRPO from judge against GRPO from coins": at_first,
+                "+GCD against GRPO, from coins": in_rl,
+                "+GCD, coins for labels against GRPO, from coins": coins,
+                f"{twins.OWN_TRUNK} against GRPO, from coins": trunk}
+    found = {name: {"verdict": verdict} for name, verdict in verdicts.items() if verdict}
     assert twins.agreement(found) == {"cure": cure, "controls": controls}
 
 
@@ -89,7 +93,7 @@ def test_mediation_is_a_rank_correlation_over_the_main_grids_runs():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of the study at its smallest, with every arm from the coins' cold start."""
+    """The folder of the study at its smallest."""
     out = tmp_path_factory.mktemp("twins")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(twins, "COLD_START", ("--demonstrations", "600"))
@@ -99,18 +103,22 @@ def whole(tmp_path_factory):
 
 def test_the_study_leaves_its_numbers_figures_and_page(whole):
     found = json.loads((whole / "out" / "twins.json").read_text())
-    assert [row["arm"] for row in found["rows"]] == list(twins.ARMS)
+    assert {(row["cold"], row["arm"]) for row in found["rows"]} == set(twins.FIRST)
     assert all(0 < row["final"]["mean"] < 1 for row in found["rows"])
     assert [figure["agrees"] for figure in found["figures"]][1:] == ["not measurable"] * 2         # one seed
+    only = [*SMALL, "--all", "--jobs", "0", "--out", str(whole / "out"), "--runs", str(whole / "runs")]
+    assert twins.main(only) == 0                                     # of all there are these cells
+    assert json.loads((whole / "out" / "twins.json").read_text())["rows"] == found["rows"]
     assert {path.suffix for path in (whole / "out").iterdir()} == {".json", ".jsonl", ".svg", ".md"}
     assert "nan" not in (whole / "out" / "twins.md").read_text()
 
 
-def test_every_arm_begins_where_the_cold_start_ended(whole):
-    """And those that train the policy differently, three of the four, end elsewhere."""
-    paths = [cell["result"]["path"] for cell in common.finished(whole / "out" / "twins.jsonl").values()]
-    assert all(path[0] == paths[0][0] for path in paths)
-    assert len(paths) == 4 and len({path[-1]["q_N"] for path in paths}) == 3
+def test_every_arm_begins_where_its_cold_start_ended(whole):
+    """And ends elsewhere than the others."""
+    cells = common.finished(whole / "out" / "twins.jsonl").values()
+    paths = [(cell["settings"]["cold"], cell["result"]["path"]) for cell in cells]
+    assert len(paths) == 5 and len({path[-1]["q_N"] for _, path in paths}) == 5
+    assert len({(cold, path[0]["q_N"]) for cold, path in paths}) == 3
 
 
 def test_what_is_measured_is_the_models_own(whole, monkeypatch):
