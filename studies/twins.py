@@ -353,7 +353,8 @@ def grid(table, settings):
             continue
         row = row_of(results)
         low, high = row["removed_interval"]
-        rows.append([cold, arm, ", ".join(f"{key} {value:g}" for key, value in changes), with_half(row["final"]),
+        setting = ", ".join(f"{key} {value:g}" for key, value in changes)
+        rows.append([cold, arm, setting, with_half(row["final"]),
                      f"{row['removed']}/{row['n']} [{low:.0%}, {high:.0%}]", with_half(row["area"]),
                      *("–" if row[key] is None else f"{row[key]:.2f}" for key in ("q_P", "cosine", "auc"))])
     return "\n".join(markdown(head, rows)) if rows else "not run"
