@@ -29,6 +29,7 @@ WRITES = (lambda values: bool(values["model"]), "for a model that writes (--mode
 KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
 CORRECTS = (lambda values: values["correction"] != "off", "only with --correction")
 ASKS = (lambda values: bool(values["endpoint"]), "only with --endpoint")
+ANSWERS = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,15 @@ class Config:
     slots: int = opt(128, "episodes played at once on a rank", low=1, high=10**4)
     temperature: float = opt(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = opt(16, "tokens in a response", low=1)
+    admissible_only: bool = opt(False, "a response can give no command but those that are possible now")
     on_truncation: str = opt("fail")  # a response cut at its length ends the episode, or is an "invalid" turn
     algo: str = opt("grpo", "how episodes become advantages: a file of algorithms/", section="RL")
     iterations: int = opt(80, "RL iterations; 0: none", low=0)
     minibatches: int = opt(4, "optimizer steps per iteration, cut by episodes", low=1)
     lr: float = opt(6e-4, "learning rate", low=0)
     lr_decay: bool = opt(True)              # linear, to 0 over the iterations
-    clip_low: float = opt(0.2, "ratio clipped below at 1 - this", low=0, high=1)
-    clip_high: float = opt(0.28, "ratio clipped above at 1 + this", low=0)
+    clip_low: float = opt(0.2)              # ratio clipped below at 1 - this
+    clip_high: float = opt(0.28)            # ratio clipped above at 1 + this
     dual_clip: float = opt(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: no bound
     reduction: str = opt("token", "how tokens' losses become one", ("token", "episode", "constant"))
     kl: str = opt("none", "to RL's first model: k3 in loss, k1 in reward", ("none", "loss", "reward"))
@@ -97,6 +99,8 @@ class Config:
     label_agreement: str = opt("add-good", "rule+endpoint: how both must agree", judge.AGREEMENTS, needs=ASKS)
     judge_turns: int = opt(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = opt(8, "answers to each question", low=2)
+    judge_normalize_std: bool = opt(False, "divide an answer's advantage by the std over its question's",
+                                    needs=ANSWERS)
     judge_weight: float = opt(0.1, "lambda; 0: the judge is logged, the policy the same bit for bit", low=0)
     judge_grad_cap: float = opt(0.0, "judge gradient norm at most this times the policy's; 0: no cap", low=0)
     judge_response_tokens: int = opt(4, "tokens in an answer", low=2, needs=WRITES)
@@ -128,6 +132,8 @@ class Config:
         refuse(self.hidden_size % 8, f"--hidden-size={self.hidden_size}: expected a multiple of 8")
         refuse(self.minibatches > self.tasks * self.group_size,
                f"--minibatches={self.minibatches}: more than {self.tasks * self.group_size} episodes")
+        refuse(self.admissible_only and self.world.templates,
+               f"--admissible-only: {self.env} lists templates of commands, not all that are possible")
         refuse(self.max_response_tokens >= self.context,
                f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
         refuse(self.gcd and self.question_room <= 0, f"--judge-response-tokens={self.judge_response_tokens}: "

@@ -109,7 +109,7 @@ def judge_turns(run, i, episodes):
         return judged, judge.value_samples(judged)
     sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
     judge.judge(run.model, run.chat, judged, config.judge_group_size, sampling, seed, config.slots)
-    return judged, judge.samples(judged)
+    return judged, judge.samples(judged, config.judge_normalize_std)
 
 
 def judge_metrics(run, judged, samples):

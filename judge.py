@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from algorithms.rewards import group_relative_advantage
 from lm.engine import Response, answer
 from rollout import Episode
 from run.parallel import generator, stream
@@ -220,22 +221,32 @@ def record(question, verdicts):
     question.turn.judge_reward = sum(question.rewards) / len(verdicts)
 
 
-def samples(judged):
-    """Judged turns as samples: A = reward - mean over the turn's answers, no std. Only answers are trained.
+def advantages(rewards, normalize_std=False):
+    """Of each answer to one question, against the others; exactly 0 where all rewards are equal.
+
+        A = reward - mean, or (reward - mean) / (std + eps): GRPO's, std over the population
+    """
+    if normalize_std:
+        return group_relative_advantage(torch.tensor(rewards), torch.zeros(len(rewards)), True).tolist()
+    # of equal rewards not the mean, which is rounded: the advantage is exactly 0
+    mean = sum(rewards) / len(rewards) if len(set(rewards)) > 1 else rewards[0]
+    return [reward - mean for reward in rewards]
+
+
+def samples(judged, normalize_std=False):
+    """Judged turns as samples, with `advantages` over each turn's answers. Only answers are trained.
 
     Equal answers to one question have equal tokens, rewards and gradients: they are one sample with a count.
     A good turn and the bad one beside it share an "episode" number, so they meet in one minibatch.
     """
     result = []
     for question in judged:
-        rewards, distinct = question.rewards, {}
-        # of equal rewards not the mean, which is rounded: the advantage is exactly 0
-        mean = sum(rewards) / len(rewards) if len(set(rewards)) > 1 else rewards[0]
-        for given, reward in zip(question.answers, rewards):
+        distinct = {}
+        for given, advantage in zip(question.answers, advantages(question.rewards, normalize_std)):
             if (ids := tuple(given.ids)) in distinct:
                 distinct[ids].count += 1
             else:
-                distinct[ids] = sample(question, question.prompt_ids, given.ids, reward - mean, given.logprob)
+                distinct[ids] = sample(question, question.prompt_ids, given.ids, advantage, given.logprob)
         result += distinct.values()
     return result
 

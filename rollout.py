@@ -37,6 +37,8 @@ class Turn:
     oracle: str | None = None                     # what the world's oracle says of it
     verdicts: list[str | None] = field(default_factory=list)      # the actor's own; None = unreadable
     judge_reward: float | None = None             # mean over the verdicts
+    allowed: list = field(default_factory=list)   # per response token the ids it was drawn from (None: all);
+                                                  # empty: not restricted
 
 
 @dataclass(slots=True)
@@ -104,6 +106,14 @@ class Conversation:
     def next_stream(self):
         return stream(self.stream, len(self.episode.turns))
 
+    def restriction(self):
+        """What the next response may be, if only commands that are possible now. ValueError where the world
+        lists none: nothing would be left to sample."""
+        if not self.reply.admissible:
+            raise ValueError(f"--admissible-only: task {self.seat.task.id} lists no command before turn "
+                             f"{len(self.episode.turns) + 1}")
+        return self.chat.restriction(self.reply.admissible)
+
     def act(self, response, max_turns, room, on_truncation="fail"):
         """`say` the response and `hear` the answer; True at the episode's end."""
         self.say(response, on_truncation)
@@ -116,7 +126,8 @@ class Conversation:
         action, tag = (None, None) if response.truncated else self.chat.parse(text)
         episode.turns.append(Turn(
             before.observation, self.prompt, response.ids, response.logprob, text, action,
-            action in before.admissible, episode.final_anchor, response.truncated, tag))
+            action in before.admissible, episode.final_anchor, response.truncated, tag,
+            allowed=response.allowed))
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
         elif action is not None:
@@ -151,13 +162,15 @@ def check_room(task, prompt, max_response_tokens, context):
 
 
 def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail",
-         on_end=lambda episode: None, asked_to_stop=False):
+         on_end=lambda episode: None, asked_to_stop=False, admissible_only=False):
     """Play every seat once and return its Episode, in the order of the seats.
 
     One slot per environment; a slot whose episode has ended takes the next seat, and when none waits the last
     live slot moves into the hole. history, on_truncation: see `Conversation`. on_end(episode) is called as
     each one ends. Whoever asks to stop (true from one turn to the next) gets those that ended so far; they
-    are not to be used. ValueError where a first prompt leaves no room for a response within `context` tokens.
+    are not to be used. admissible_only: responses give possible commands only, see `Chat.restriction`; one
+    longer than max_response_tokens is cut as ever. ValueError where a first prompt leaves no room for a
+    response within `context` tokens.
     """
     slots, room = Slots(model, min(len(envs), len(seats)), context), context - sampling.max_response_tokens
     share = len({seat.group for seat in seats}) < len(seats)
@@ -180,7 +193,8 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
     while live and not asked_to_stop:
         prompts = [conversation.prompt for _, conversation in live]
         streams = [conversation.next_stream() for _, conversation in live]
-        responses = generate(model, slots, prompts, streams, chat.stop_ids, sampling, share)
+        restrictions = [conversation.restriction() for _, conversation in live] if admissible_only else None
+        responses = generate(model, slots, prompts, streams, chat.stop_ids, sampling, share, restrictions)
         for (_, conversation), response in zip(live, responses):
             conversation.say(response, on_truncation)
         over = []

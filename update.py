@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from algorithms.losses import clipped_policy_loss, entropy, kl_k1, kl_k3, token_weight
+from lm.restrict import restricted
 from run import parallel
 
 
@@ -36,6 +37,7 @@ class Sample:
     label: float | None = None            # of a judged turn for the value head, 1 good, 0 bad
     weight: float = 1.0                   # of each token in the loss; set by `accumulate`
     turns: list = field(default_factory=list)       # rollout.Turns that it was made of, in order
+    allowed: dict = field(default_factory=dict)     # {place: the ids that its token was drawn from}; else all
 
     @property
     def silent(self):
@@ -81,6 +83,8 @@ def samples_of(episode, make=Sample):
             samples.append(make([], [], [], [], episode.index))
         last = samples[-1]
         context, n = turn.prompt_ids[len(last.ids):], len(turn.response_ids)
+        first = len(last.ids) + len(context)
+        last.allowed |= {t: ids for t, ids in enumerate(turn.allowed, first) if ids}
         last.ids += context + turn.response_ids
         last.sampled += [False] * len(context) + [True] * n
         last.advantage += [0.0] * len(context) + (turn.token_advantage or [turn.advantage] * n)
@@ -128,21 +132,24 @@ def collate(samples, device):
         return torch.tensor([columns[row][t] for row, t in places], device=device) if known else None
 
     weight_N = torch.tensor([samples[row].weight for row, _ in places], device=device)
+    restrict = any(sample.allowed for sample in samples)
+    allowed = [samples[row].allowed.get(t) for row, t in places] if restrict else None
     return (ids_BT, (row_N, t_N - 1), ids_BT[row_N, t_N], numbers("advantage"), weight_N,
-            numbers("logprob_old"), numbers("logprob_ref"))
+            numbers("logprob_old"), numbers("logprob_ref"), allowed)
 
 
-def token_logprobs(model, ids_BT, select, target_N, temperature):
-    """Logprob of each target at its position, and the logits (fp32), both at this temperature."""
-    logits_NV = model(ids_BT, select=select).float() / temperature
+def token_logprobs(model, ids_BT, select, target_N, temperature, allowed):
+    """Logprob of each target at its position, and the logits (fp32), both at this temperature and over what
+    was allowed there."""
+    logits_NV = restricted(model(ids_BT, select=select).float() / temperature, allowed)
     return logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0], logits_NV
 
 
 def score(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids: for a reference, or old ones in bf16."""
     def logprobs(batch):
-        ids_BT, select, target_N, *_ = collate(batch, device_of(model))
-        logprob_N, _ = token_logprobs(model, ids_BT, select, target_N, objective.temperature)
+        ids_BT, select, target_N, *_, allowed = collate(batch, device_of(model))
+        logprob_N, _ = token_logprobs(model, ids_BT, select, target_N, objective.temperature, allowed)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
     spoken = [sample for sample in samples if any(sample.sampled)]      # a classifier's have no sampled token
@@ -230,8 +237,8 @@ def accumulate(model, samples, objective, sums):
 
 def batch_loss(model, batch, objective, sums):
     """Weighted loss of one microbatch; adds what `loss_metrics` reports to `sums`."""
-    ids_BT, select, target_N, advantage_N, weight_N, old_N, ref_N = collate(batch, device_of(model))
-    logprob_N, logits_NV = token_logprobs(model, ids_BT, select, target_N, objective.temperature)
+    ids_BT, select, target_N, advantage_N, weight_N, old_N, ref_N, allowed = collate(batch, device_of(model))
+    logprob_N, logits_NV = token_logprobs(model, ids_BT, select, target_N, objective.temperature, allowed)
     now_N = logprob_N.detach()
     loss_N, clipped_N = clipped_policy_loss(logprob_N, now_N if old_N is None else old_N, advantage_N,
                                             objective.clip_low, objective.clip_high, objective.dual_clip)

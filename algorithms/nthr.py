@@ -13,6 +13,7 @@ import torch
 
 import update
 from algorithms import grpo, rewards
+from lm.restrict import restricted
 from run import parallel
 from run.flags import opt
 
@@ -71,9 +72,10 @@ def hidden_and_error(model, samples, columns, objective):
     column_V = torch.tensor(columns, dtype=torch.long, device=device)
 
     def of_batch(batch):
-        ids_BT, select, target_N, *_ = update.collate(batch, device)
+        ids_BT, select, target_N, *_, allowed = update.collate(batch, device)
         hidden_Nd, logits_NV = model(ids_BT, select=select, head="hidden+lm")
-        error_NV = prediction_error(logits_NV.float() / objective.temperature, target_N, column_V)
+        logits_NV = restricted(logits_NV.float() / objective.temperature, allowed)
+        error_NV = prediction_error(logits_NV, target_N, column_V)
         counts = [sum(sample.sampled) for sample in batch]
         return zip(hidden_Nd.float().split(counts), error_NV.split(counts))
 

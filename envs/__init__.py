@@ -97,6 +97,7 @@ class World:
     captions = {}                        # {split: what its tasks are, a clause}, for tables and the report
     nothing = "Nothing happens."         # the observation that means: refused, nothing has changed
     searches = ()                        # verbs, first words, of commands that look for something
+    templates = False                    # whether replies list templates, "open OBJ", and not commands
 
     # What a world may have
     expert = None      # expert(envs): has .show(task, seed, mistake_rate, max_turns) and .restarts so far

@@ -106,6 +106,7 @@ class World(envs.World):
                 "L1": "the official test variations",
                 "L2": "the official test variations of ten tasks that RL never trains on"}
     searches = ("go", "open", "examine", "look", "teleport")
+    templates = True                       # all commands would be hundreds of thousands
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)

@@ -8,6 +8,8 @@ messages but Qwen's own.
 import re
 from functools import lru_cache, partial
 
+from lm.restrict import Restriction, trie_of
+
 # User messages, up to where the assistant begins to speak: the first, and one after an assistant's stop token
 SMALL = ("<|user|>{}<|assistant|>", "<|user|>{}<|assistant|>")
 HEAD = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
@@ -28,9 +30,12 @@ ASK = {
             "</action>.",
 }
 TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
-THOUGHT_ACTION = re.compile(r"\s*<think>.*</think>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
 TAG = f"<({'|'.join(TAGS)})>"
-TAG_ACTION = re.compile(r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*<action>([^<>]*)</action>\s*", re.DOTALL)
+BEGINS, COMMAND = "<action", r">([^<>]*)</action>\s*"         # in Qwen's tokens nothing joins the two
+THOUGHT = r"\s*<think>.*</think>\s*" + BEGINS
+TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*" + BEGINS
+THOUGHT_ACTION, TAG_ACTION = re.compile(THOUGHT + COMMAND, re.DOTALL), re.compile(TAGGED + COMMAND, re.DOTALL)
+BEFORE = {"think": re.compile(THOUGHT, re.DOTALL), "tags": re.compile(TAGGED, re.DOTALL)}
 SMALL_TAG_ACTION = re.compile(TAG + r"([^<>]*)", re.DOTALL)
 THOUGHT = "The next thing to do for the task is: {command}."
 
@@ -57,6 +62,7 @@ class Chat:
         self.admissible, self.nothing = admissible and not self.bare, nothing
         # token ids of a text, remembered: observations repeat by the thousand
         self.encode = lru_cache(100_000)(partial(tokenizer.encode, add_special_tokens=False))
+        self.sayings = lru_cache(100_000)(self._sayings)
 
     @property
     def writes(self):
@@ -98,6 +104,27 @@ class Chat:
             tag = "think" if self.style == "think" else tag
             text = f"<{tag}>{thought or THOUGHT.format(command=command)}</{tag}><action>{command}</action>"
         return self.encode(text) + self.encode("<|im_end|>")
+
+    def restriction(self, commands):
+        """What a response may be where only these commands are possible.
+
+        Of a response with a thought, that and all else before its command are free. Once it has come, in the
+        form that `parse` reads, to "<action", one of the commands follows, then </action> and the stop token.
+        """
+        trie = trie_of(ids for command in commands for ids in self.sayings(command))
+        return Restriction(trie, None if self.bare else self.command_begins)
+
+    def _sayings(self, command):
+        """The ids of a command where it begins, in each way of giving it, as `respond` has them."""
+        ways = [self.respond(command, tag) for tag in (TAGS if self.style == "tags" else ("",))]
+        if any(self.parse(self.decode(ids))[0] != command for ids in ways):
+            raise ValueError(f"--admissible-only: no response can give the command {command!r}")
+        return ways if self.bare else [self.encode(f">{command}</action>") + self.encode("<|im_end|>")]
+
+    def command_begins(self, ids):
+        """Whether a response, free so far, has come to where its command begins."""
+        last = self.tokenizer.decode(ids[-len(BEGINS):])             # a token has a byte or more
+        return last.endswith(BEGINS) and bool(BEFORE[self.style].fullmatch(self.decode(ids)))
 
     def parse(self, text):
         """(command, tag) of a response; (None, None) where it is malformed. Only style "tags" has tags."""

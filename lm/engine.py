@@ -9,16 +9,18 @@ Left out: paged caches. Shapes: B slots in use, T tokens of a chunk, V vocabular
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from lm.model import KVCache
+from lm.restrict import restricted
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How responses are drawn: from the full distribution, which is what training scores."""
+    """How responses are drawn: from the full distribution, or what a Restriction leaves of it. It is what
+    training scores."""
 
     temperature: float = 1.0      # 0 = greedy
     max_response_tokens: int = 16
@@ -31,6 +33,7 @@ class Response:
     ids: list[int]                # the stop token included
     logprob: list[float]          # nats, one per id, at the sampling temperature
     truncated: bool               # no stop token within max_response_tokens
+    allowed: list = field(default_factory=list)     # per id those it was drawn from (None: all)
 
 
 def uniform(stream_B, position):
@@ -134,11 +137,12 @@ def prefill(model, slots, prompts, share):
 
 
 @torch.no_grad()
-def generate(model, slots, prompts, streams, stops, sampling, share=False):
+def generate(model, slots, prompts, streams, stops, sampling, share=False, restrictions=None):
     """Sample one response to each prompt: prompts[i] in slot i, from streams[i]. Returns list[Response].
 
     A row that has sampled a stop id waits for the others. Whether all have is looked up every 16 tokens: a
-    look makes the host wait for the device (on the CPU it costs nothing: at every token).
+    look makes the host wait for the device (on the CPU it costs nothing: at every token). restrictions: a
+    Restriction for each prompt; the host then looks at every token.
     """
     device = next(model.parameters()).device
     n, longest = len(prompts), max(map(len, prompts))
@@ -150,8 +154,12 @@ def generate(model, slots, prompts, streams, stops, sampling, share=False):
     live_B = torch.ones(n, dtype=torch.bool, device=device)
     check, sampled = 1 if device.type == "cpu" else 16, []           # (token_B, logprob_B) by position
     for t in range(sampling.max_response_tokens):
+        if restrictions:
+            logits_BV = restricted(logits_BV, [restriction.next for restriction in restrictions])
         sampled.append(sample_tokens(logits_BV, uniform(stream_B, t), sampling.temperature))
         token_B = sampled[-1][0]
+        for restriction, token in zip(restrictions, token_B.tolist()) if restrictions else ():
+            restriction.take(token)
         live_B = live_B & ~torch.isin(token_B, stop)
         if t + 1 == sampling.max_response_tokens or (t % check == check - 1 and not live_B.any()):
             break
@@ -162,6 +170,8 @@ def generate(model, slots, prompts, streams, stops, sampling, share=False):
     responses = [cut(i, p, stops) for i, p in zip(ids, logprobs)]
     for i, response in enumerate(responses):     # the last token was sampled, not run: it is not in the cache
         slots.held[i] = prompts[i] + response.ids[:-1]
+        if restrictions:
+            response.allowed = restrictions[i].allowed[:len(response.ids)]
     return responses
 
 

@@ -115,7 +115,8 @@ class Run:
         with tqdm(total=len(seats), desc=name, unit="episode", leave=False, disable=hidden) as bar:
             return rollout.play(self.model, self.chat, self.envs, seats, sampling,
                                 max_turns or config.max_turns, config.context, config.history,
-                                config.on_truncation, lambda episode: bar.update(), self.asked_to_stop)
+                                config.on_truncation, lambda episode: bar.update(), self.asked_to_stop,
+                                config.admissible_only)
 
     def step(self, samples, objective, rate):
         """One optimizer step; a batch that is not finite is stored before every rank stops."""

@@ -92,7 +92,8 @@ class Actor:
         try:
             sampling = Sampling(temperature, self.config.max_response_tokens)
             return rollout.play(self.model, self.chat, envs, seats, sampling, self.config.max_turns,
-                                self.config.context, self.config.history, self.config.on_truncation)
+                                self.config.context, self.config.history, self.config.on_truncation,
+                                admissible_only=self.config.admissible_only)
         finally:
             for env in envs:
                 env.close()

@@ -202,7 +202,8 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--no-normalize-std --algo rlvmr",
      "--no-normalize-std: not read here, but with --algo gigpo or --algo grpo"),
     ("--frobnicate 1", "--frobnicate: no such flag"), ("--group 3", "--group: no such flag"),
-    ("--dual-clip 3", "--dual-clip: no such flag"), ("here", "here: no such flag"),
+    ("--dual-clip 3", "--dual-clip: no such flag"), ("--clip-high 1", "--clip-high: no such flag"),
+    ("here", "here: no such flag"),
     # what nothing would read
     ("--kl-coef 1", "--kl-coef: only with --kl loss or reward"),
     ("--no-show-admissible", "--show-admissible: for a model that writes (--model)"),
@@ -210,9 +211,12 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--correction-every 3", "--correction-every: only with --correction"),
     ("--no-correction-at-evaluation", "--correction-at-evaluation: only with --correction"),
     ("--label-agreement both", "--label-agreement: only with --endpoint"),
+    ("--judge-kind value --judge-normalize-std",
+     "--judge-normalize-std: only with --judge-kind generative"),
     # values
     ("--seed x", "argument --seed: invalid int value: 'x'"), ("--seed 100", "--seed=100: expected 0 to 99"),
-    ("--lr", "argument --lr: expected one argument"), ("--clip-low 2", "--clip-low=2.0: expected 0 to 1"),
+    ("--lr", "argument --lr: expected one argument"),
+    ("--mistake-rate 2", "--mistake-rate=2.0: expected 0 to 0.5"),
     ("--lr nan", "--lr=nan"), ("--lr inf", "--lr=inf"), ("--tasks 0", "--tasks=0: expected 1"),
     ("--preset papr", "--preset=papr: expected one of auto, small, paper"),
     ("--protocol foo", "--protocol=foo"),
@@ -240,6 +244,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--judge-labels rule+endpoint", "--judge-labels=rule+endpoint: needs --endpoint"),
     # the world's
     ("--env scienceworld --judge-labels oracle", "--judge-labels=oracle: scienceworld has no oracle"),
+    ("--env scienceworld --admissible-only", "--admissible-only: scienceworld lists templates of commands"),
     ("--env scienceworld --task-ids x", "--task-ids=x"), ("--env alfworld", "--env=alfworld: needs --games"),
     ("--model NOWHERE", "--model=NOWHERE")])
 def test_a_mistake_is_one_line_that_names_the_flag(tmp_path, capsys, monkeypatch, flags, message):

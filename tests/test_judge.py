@@ -467,10 +467,27 @@ def test_samples_by_hand(chat):
     assert sum(s.count * s.advantage[-1] for s in made) == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("normalize_std", [False, True])
 @pytest.mark.parametrize("texts", [["good"] * 8, ["bad"] * 8, ["jump"] * 7, ["jump", "left", "look"]])
-def test_equal_rewards_teach_exactly_nothing(chat, texts):
+def test_equal_rewards_teach_exactly_nothing(chat, texts, normalize_std):
     """Seven times -0.1 have a mean that is not -0.1 in floating point."""
-    assert all(s.silent for s in judge.samples([answered(chat, texts)]))
+    assert all(s.silent for s in judge.samples([answered(chat, texts)], normalize_std))
+
+
+def test_the_std_by_hand(chat):
+    """Rewards 1, 1, 0, 0: std 1/2. 1, 0, 0, 0: mean 1/4, std sqrt(3)/4 over the four (unbiased: 1/2)."""
+    half = judge.samples([answered(chat, ["good", "good", "bad", "bad"])], normalize_std=True)
+    assert [s.advantage[-1] for s in half] == pytest.approx([1.0, -1.0], abs=1e-5)
+    quarter = judge.advantages([1.0, 0.0, 0.0, 0.0], normalize_std=True)
+    assert quarter == pytest.approx([3**0.5] + [-(3**-0.5)] * 3, abs=1e-5)
+    assert judge.advantages([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_each_question_has_its_own_std(chat):
+    judged = [answered(chat, ["good", "bad"]), answered(chat, ["good"] * 3 + ["bad"], index=1)]
+    made = judge.samples(judged, normalize_std=True)
+    assert [s.advantage[-1] for s in made] == pytest.approx([1, -1, 3**-0.5, -(3**0.5)], abs=1e-5)
+    assert [s.advantage[-1] for s in judge.samples(judged)] == [0.5, -0.5, 0.25, -0.75]
 
 
 def test_a_good_turn_and_the_bad_one_beside_it_share_a_minibatch(chat):

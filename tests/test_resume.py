@@ -69,7 +69,8 @@ def train_in_two(monkeypatch, out, flags, stop_at):
 # As if it had not stopped
 
 @pytest.mark.fast
-@pytest.mark.parametrize("flags", [[], ["--kl", "loss", "--kl-coef", 1]], ids=["plain", "kl"])
+@pytest.mark.parametrize("flags", [[], ["--kl", "loss", "--kl-coef", 1], ["--admissible-only"]],
+                         ids=["plain", "kl", "restricted"])
 def test_a_stopped_run_goes_on_as_if_it_had_not(start, tmp_path, monkeypatch, flags):
     whole, parts, flags = tmp_path / "whole", tmp_path / "parts", [*begin(start), *flags]
     assert train(whole, *flags) == 0
