@@ -32,10 +32,9 @@ ASK = {
 TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
 TAG = f"<({'|'.join(TAGS)})>"
 BEGINS, COMMAND = "<action", r">([^<>]*)</action>\s*"         # in Qwen's tokens nothing joins the two
-THOUGHT = r"\s*<think>.*</think>\s*" + BEGINS
-TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*" + BEGINS
-THOUGHT_ACTION, TAG_ACTION = re.compile(THOUGHT + COMMAND, re.DOTALL), re.compile(TAGGED + COMMAND, re.DOTALL)
-BEFORE = {"think": re.compile(THOUGHT, re.DOTALL), "tags": re.compile(TAGGED, re.DOTALL)}
+BEFORE = {"think": r"(?s)\s*<think>.*</think>\s*" + BEGINS,
+          "tags": r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*" + BEGINS}
+THOUGHT_ACTION, TAG_ACTION = (re.compile(before + COMMAND) for before in BEFORE.values())
 SMALL_TAG_ACTION = re.compile(TAG + r"([^<>]*)", re.DOTALL)
 THOUGHT = "The next thing to do for the task is: {command}."
 
@@ -124,7 +123,7 @@ class Chat:
     def command_begins(self, ids):
         """Whether a response, free so far, has come to where its command begins."""
         last = self.tokenizer.decode(ids[-len(BEGINS):])             # a token has a byte or more
-        return last.endswith(BEGINS) and bool(BEFORE[self.style].fullmatch(self.decode(ids)))
+        return last.endswith(BEGINS) and bool(re.fullmatch(BEFORE[self.style], self.decode(ids)))
 
     def parse(self, text):
         """(command, tag) of a response; (None, None) where it is malformed. Only style "tags" has tags."""

@@ -3,7 +3,8 @@
 The commands' token ids are a trie; a `Restriction` walks it as a response is sampled and keeps what was
 allowed at each token. Sampler and trainer bar the others with the same function, so logprobs stay exact: they
 are of the model's distribution, renormalised to the tokens allowed. Where one token is left, its logprob is
-0 and it has no gradient. Left out: what the commands are and how they are said (lm/chat.py).
+0 and it has no gradient (it still counts as a token of the loss's mean). Demonstrations are imitated, and the
+judge's questions answered, over the whole vocabulary. Left out: what the commands are (lm/chat.py).
 Shapes: N rows, V vocabulary, P pairs of a row and a token.
 """
 
