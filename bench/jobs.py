@@ -80,7 +80,8 @@ def same_settings(cell):
 # Running
 
 def run_cell(cell, jobs, children):
-    """Run a cell to its end, unless its folder holds the finished run, and save its result."""
+    """Run a cell to its end, unless its folder holds the finished run, and save the result of one that
+    evaluates; what else a run leaves is its folder's."""
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     if who := files.holder(cell.folder):             # else gcd.py would say so, in its log
         raise Failed(f"{below_root(cell.folder)}: {who} is writing there")
@@ -90,7 +91,8 @@ def run_cell(cell, jobs, children):
         if status or not finished(cell):
             raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see "
                          f"{below_root(Path(log.name))}")
-    files.write_json(cell.result, result_of(cell, cell.folder) | {"jobs": jobs})
+    if cell.splits:
+        files.write_json(cell.result, result_of(cell, cell.folder) | {"jobs": jobs})
 
 
 def run_all(cells, jobs, report):
