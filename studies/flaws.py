@@ -1,10 +1,9 @@
 """Do flawed actions survive training? Figures 1, 2, 5 and 11 of arXiv:2509.23870 on models kept along runs.
 
-All models of a seed are asked about the same states and turns: those of the start model's own episodes, at
-temperature 1, on the first tasks of `dev`, which no table reports. The same tasks with the same draws are
-played by each model. Probabilities are exact, from the logits of a command's tokens. A flaw is an admissible
-command that the world's oracle calls bad, unless refusals are meant. Left out: what two models' gradients
-have in common (studies/coupling.py), and commands that are written with other tokens than the tokenizer's.
+What is measured, and on which states, is told in studies/flaw_measures.py; here are the runs that it is
+measured on, means over seeds, and what came out against the paper. Every model plays the first tasks of
+`dev`, which no table reports. Left out: what the gradients of two samples have in common
+(studies/coupling.py).
 
     python -m studies.flaws               # results/studies/flaws.json, .md and a picture per figure
     python -m studies.flaws --seeds 0,1,2,3,4 --iterations 80
@@ -14,288 +13,392 @@ import argparse
 import math
 import statistics
 import sys
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
-import judge
-import rollout
-import update
 from bench import jobs
 from bench.intervals import markdown, mean_known
-from lm.engine import Sampling, answer
-from run.parallel import generator, stream
 from studies import common, runs
+from studies.flaw_measures import ALIKE, CLASSES, KINDS, MEMBERS, MOVED, TEMPERATURES, TRIALS, measured
 
 PAGE = Path(__file__).with_name("flaws.page.md")
-WORLD, SPLIT, MEMBERS = "household", "dev", 4         # members: episodes of each task
-TEMPERATURES = (1.0, 0.4)
-TRIALS, ALIKE = 10, 5         # answers in a state, and how many alike make it one of high consistency (paper)
-EARLY = 5                     # turns at an episode's start in which a flaw counts as early
-MOVED = 0.1                   # what a probability has to move by to have risen, or fallen again
-KINDS = ("flawed", "refused", "repeated")             # of turns; a repeated one may be either of the others
-EPISODES, STATES, ANSWERS = 11, 12, 13                # what a random stream is for: the second of its name
-ARMS = ("grpo", "grpo+gcd")
-
-
-# Figure 1: repeats
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A state in which commands were given before, so that one can be repeated."""
-
-    prompt_ids: list[int]
-    given: dict[str, bool]        # {command: whether the game took it when it was last given there}
-
-
-def places(episodes):
-    """Every turn whose state (anchor) had been acted on earlier in its episode, as a Place.
-
-    The state is rollout.repeated_turns': what was last seen that was news, so a refused command leaves one
-    where one was. Turns without a command give nothing that could be repeated.
-    """
-    found = []
-    for episode in episodes:
-        given = {}
-        for turn in episode.turns:
-            here = given.setdefault(turn.anchor, {})
-            if here:
-                found.append(Place(turn.prompt_ids, dict(here)))
-            if turn.action is not None:
-                here[turn.action] = turn.valid
-    return found
-
-
-def drawn(found, n, seed):
-    """At most n of a list, drawn at random, in their order."""
-    picked = torch.randperm(len(found), generator=generator(seed, STATES))[:n]
-    return [found[i] for i in sorted(picked.tolist())]
-
-
-def chances(model, pieces, temperature):
-    """The exact probability of each response after its prompt, stop token included, at this temperature.
-
-        P = exp(sum_k log softmax(z_k / T)[y_k])
-
-    pieces: (prompt ids, response ids) pairs. Returns a float each.
-    """
-    samples = [update.Sample(prompt + response, [False] * len(prompt) + [True] * len(response),
-                             [0.0] * (len(prompt) + len(response)), None, 0) for prompt, response in pieces]
-    scores = update.score(model, samples, update.Objective(temperature=temperature, microbatch_tokens=2048))
-    return [math.exp(math.fsum(score)) for score in scores]
-
-
-def repeat_chances(actor, found, temperature):
-    """Of each place {command: the probability that it is given again}, exact."""
-    pieces = [(place.prompt_ids, actor.chat.respond(command)) for place in found for command in place.given]
-    known = iter(chances(actor.model, pieces, temperature))
-    return [{command: next(known) for command in place.given} for place in found]
-
-
-def tried(actor, found, temperature, seed):
-    """TRIALS commands in each place, as the model draws them; None for a response that holds none."""
-    streams = [[stream(seed, ANSWERS, i, k) for k in range(TRIALS)] for i in range(len(found))]
-    sampling = Sampling(temperature, actor.config.max_response_tokens)
-    answers = answer(actor.model, [place.prompt_ids for place in found], streams, actor.chat.stop_ids, sampling,
-                     actor.config.slots)
-    return [[None if response.truncated else actor.chat.parse(actor.chat.decode(response.ids))[0]
-             for response in of_place] for of_place in answers]
-
-
-def repeats(found, trials, chance):
-    """How much is repeated in these places: Figure 1's numbers, each None where there is no place for it.
-
-    trials: share of the trials that repeat a command; alike: share of places where at least ALIKE trials give
-    the same repeated one; confidence: mean over places of the exact probability to repeat any; of it, accepted
-    and refused: to repeat a command that the game took, or refused, in places that have such.
-    """
-    def confidence(took):
-        sums = [[p for command, p in of_place.items() if place.given[command] in took]
-                for place, of_place in zip(found, chance, strict=True)]
-        return mean_known([sum(of_place) for of_place in sums if of_place])
-
-    again = [[command for command in of_place if command in place.given]
-             for place, of_place in zip(found, trials, strict=True)]
-    most = [max(Counter(commands).values(), default=0) for commands in again]
-    return {"places": len(found), "trials": mean_known([len(commands) / TRIALS for commands in again]),
-            "alike": mean_known([float(n >= ALIKE) for n in most]), "confidence": confidence((True, False)),
-            "accepted": confidence((True,)), "refused": confidence((False,))}
-
-
-# Figure 2: flaws in won and in lost episodes
-
-def count(episode, world):
-    """What Figure 2 needs of an episode: shares of its turns by kind, and whether an early one is flawed.
-
-    flawed: the oracle calls it bad, and the game takes it; refused: the game does not, or it held no command;
-    repeated: rollout.repeated_turns.
-    """
-    labels = judge.oracle_labels(episode, world)
-    flawed = [turn.valid and label == "bad" for turn, label in zip(episode.turns, labels, strict=True)]
-    n = len(episode.turns)
-    return {"task": episode.group, "won": episode.won, "flawed": sum(flawed) / n,
-            "refused": sum(not turn.valid for turn in episode.turns) / n,
-            "repeated": rollout.repeated_turns(episode) / n, "early": any(flawed[:EARLY])}
-
-
-def bootstrap(columns_GK, statistic, draws=1000):
-    """A statistic of sums over tasks, with half its 95 % interval: 1.96 standard deviations over `draws`
-    resamples of whole tasks, whose episodes are not independent. None where a class is empty.
-
-    columns_GK: K numbers of each task; statistic: of their sums [.., K], element by element.
-    """
-    columns_GK = np.asarray(columns_GK, dtype=float)
-    times_RG = np.random.default_rng(0).multinomial(len(columns_GK), np.full(len(columns_GK),
-                                                    1 / len(columns_GK)), size=draws)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        value, values_R = statistic(columns_GK.sum(0)), statistic(times_RG @ columns_GK)
-    if not np.isfinite(value):
-        return None
-    return {"value": float(value), "half": 1.96 * float(np.std(values_R[np.isfinite(values_R)]))}
-
-
-def by_task(counts):
-    """The counts of each task's episodes."""
-    return [[count for count in counts if count["task"] == task]
-            for task in sorted({count["task"] for count in counts})]
-
-
-def in_won_and_lost(counts, kind):
-    """The mean share of a kind of turns in won and in lost episodes (None without such), and the difference
-    lost - won with its interval."""
-    def sums(counts):
-        return [f(count[kind] for count in counts if count["won"] == won)
-                for won in (True, False) for f in (sum, lambda shares: len(list(shares)))]
-
-    def difference(sums_4):
-        return sums_4[..., 2] / sums_4[..., 3] - sums_4[..., 0] / sums_4[..., 1]
-
-    shares = {name: mean_known([count[kind] for count in counts if count["won"] == won])
-              for name, won in (("won", True), ("lost", False))}
-    return shares | {"difference": bootstrap([sums(task) for task in by_task(counts)], difference)}
-
-
-def raised(counts):
-    """Lemma 3.1's r, as far as play tells it: how much likelier a loss is where one of the first EARLY turns
-    was flawed, among episodes of the same task: the least-squares slope of lost on flawed within tasks
-
-        r = sum (x - mean_task x)(y - mean_task y) / sum (x - mean_task x)^2
-
-    with its interval; None where no task was played both ways. Tasks differ in difficulty, so a slope across
-    them would not be the action's doing; within a task it still is what went with the flaw, not its effect.
-    """
-    def sums(task):
-        x_E, y_E = (np.array([f(count) for count in task], dtype=float)
-                    for f in (lambda count: count["early"], lambda count: not count["won"]))
-        x_E -= x_E.mean()
-        return [x_E @ (y_E - y_E.mean()), x_E @ x_E]
-
-    return bootstrap([sums(task) for task in by_task(counts)], lambda sums_2: sums_2[..., 0] / sums_2[..., 1])
-
-
-def own(episodes, world):
-    """A model's own episodes: success (and wins of each task), shares of turns by kind, Figure 2's numbers."""
-    counts = [count(episode, world) for episode in episodes]
-    return {"success": mean_known([float(count["won"]) for count in counts]),
-            "wins": [sum(count["won"] for count in task) for task in by_task(counts)],
-            "shares": {kind: mean_known([count[kind] for count in counts]) for kind in KINDS},
-            "won or lost": {kind: in_won_and_lost(counts, kind) for kind in KINDS}, "raised": raised(counts)}
-
-
-# Figure 5: confidence in good and in flawed actions
-
-def classes(episodes, world):
-    """The class of every turn in order: "good" or "flawed" by the oracle of commands that the game took,
-    "refused", or None: not labelled, or no command."""
-    def of(turn, label):
-        if turn.action is None:
-            return None
-        return {"good": "good", "bad": "flawed"}.get(label) if turn.valid else "refused"
-
-    return [of(turn, label) for episode in episodes
-            for turn, label in zip(episode.turns, judge.oracle_labels(episode, world), strict=True)]
-
-
-def turn_chances(model, episodes, temperature):
-    """The exact probability of every turn's response, in order: `chances`, an episode in one forward."""
-    samples = [sample for episode in episodes for sample in update.samples_of(episode)]
-    objective, found = update.Objective(temperature=temperature, microbatch_tokens=2048), []
-    for sample, scores in zip(samples, update.score(model, samples, objective)):
-        spoken = iter([score for score, sampled in zip(scores, sample.sampled) if sampled])
-        found += [math.exp(math.fsum(next(spoken) for _ in turn.response_ids)) for turn in sample.turns]
-    return found
-
-
-def confidence(of_turn, chance):
-    """The mean probability of each class's turns, and how many there are; None of an empty one."""
-    members = {name: [p for turn, p in zip(of_turn, chance, strict=True) if turn == name]
-               for name in ("good", "flawed", "refused")}
-    return {name: {"mean": mean_known(p), "turns": len(p)} for name, p in members.items()}
-
-
-def ways(of_turn, chance_by_model):
-    """What the probability of single turns does along the models, by class: the share that rises, to MOVED
-    above its first or more, and of those the share that has fallen again, by MOVED below its highest or more,
-    at the last. None where there is no such turn."""
-    result = {}
-    for name in ("good", "flawed", "refused"):
-        paths = [path for turn, path in zip(of_turn, zip(*chance_by_model, strict=True)) if turn == name]
-        risen = [path for path in paths if max(path) >= path[0] + MOVED]
-        result[name] = {"risen": mean_known([float(max(path) >= path[0] + MOVED) for path in paths]),
-                        "fallen": mean_known([float(path[-1] <= max(path) - MOVED) for path in risen])}
-    return result
+WORLD, SPLIT, ARMS = "household", "dev", ("grpo", "grpo+gcd")
 
 
 # The runs, and one cell: all models of one
 
-def wanted_runs(arms, seeds, iterations, root):
-    """{(arm, iterations, seed): Run} of the arms, as long and twice as long, and of their cold starts (0)."""
+def wanted_runs(arms, twice, seeds, iterations, root):
+    """{(arm, iterations, seed): Run} of the arms, of those in `twice` as long again below root/twice, and of
+    the cold start (0 iterations) that all of a seed begin from."""
     found = {}
-    for length, place in ((iterations, root), (2 * iterations, root / "twice")):
-        for (arm, seed), run in runs.runs_of(WORLD, arms, seeds, iterations=length, root=place).items():
-            if run.start:                                # the same cold start, however long what follows it
+    for names, length, place in ((arms, iterations, root), (twice, 2 * iterations, root / "twice")):
+        for (arm, seed), run in runs.runs_of(WORLD, names, seeds, iterations=length, root=place).items():
+            if run.start:                           # cold starts come first: the one that is already there
                 run = replace(run, start=found[run.start.row, 0, seed])
             found.setdefault((arm, run.iterations, seed), run)
     return found
 
 
-def seats(tasks, seed):
-    """MEMBERS episodes of each task; a seat's draws are the same for every model."""
-    return [rollout.Seat(task, g, stream(seed, EPISODES, g, member), g * MEMBERS + member)
-            for g, task in enumerate(tasks) for member in range(MEMBERS)]
-
-
-def measured(actors, tasks, n_places, seed):
-    """Every number of a run. actors: (iterations, Actor) pairs, the start model first: its episodes at
-    temperature 1 hold the states and the turns about which all are asked."""
-    models, by_model, fixed = [], {temperature: [] for temperature in TEMPERATURES}, None
-    for done, actor in actors:
-        world, of_model = actor.config.world, {"done": done}
-        for temperature in TEMPERATURES:
-            played = actor.play(seats(tasks, seed), temperature)
-            if fixed is None:                                        # TEMPERATURES begin with 1
-                fixed, found = played, drawn(places(played), n_places, seed)
-                of_turn = classes(fixed, world)
-            chance = turn_chances(actor.model, fixed, temperature)
-            by_model[temperature].append(chance)
-            of_model[str(temperature)] = {
-                "own": own(played, world), "confidence": confidence(of_turn, chance),
-                "repeats": repeats(found, tried(actor, found, temperature, seed),
-                                   repeat_chances(actor, found, temperature))}
-        models.append(of_model)
-    return {"models": models, "ways": {str(temperature): ways(of_turn, chance)
-                                       for temperature, chance in by_model.items()}}
-
-
 def cell(made, name, settings):
     """A cell: all that is measured of one run. made: {cell's name: Run}."""
-    run, torch_threads = made[name], 1
-    torch.set_num_threads(torch_threads)
-    steps = range(0, settings["iterations"] + 1, settings["every"])
-    first = run.actor(0)
-    tasks = first.config.world.split(SPLIT)[:settings["tasks"]]
-    return measured(((done, run.actor(done)) for done in steps), tasks, settings["places"], settings["seed"])
+    torch.set_num_threads(1)
+    tasks = made[name].actor(0).config.world.split(SPLIT)[:settings["tasks"]]
+    actors = ((done, made[name].actor(done)) for done in settings["models"])
+    return measured(actors, tasks, settings["places"], settings["seed"])
+
+
+# Over seeds
+
+def over_seeds(parts):
+    """The results of several seeds as one: means of the numbers that are known, None where none is. Of values
+    with intervals over tasks: their mean and its half, sqrt(sum half^2) / n. Wins are left out."""
+    parts = [part for part in parts if part is not None]
+    if not parts or not isinstance(parts[0], (dict, list)):
+        return mean_known(parts)
+    if isinstance(parts[0], list):
+        return [over_seeds(column) for column in zip(*parts, strict=True)]
+    if parts[0].keys() == {"value", "half"}:
+        return {"value": mean_known([part["value"] for part in parts]),
+                "half": math.hypot(*(part["half"] for part in parts)) / len(parts)}
+    return {key: over_seeds([part[key] for part in parts]) for key in parts[0] if key != "wins"}
+
+
+def more(short, long, temperature):
+    """Success at the end of the runs twice as long less that at the end of the others, paired by seed and
+    task: mean and half its 95 % interval over these pairs, and the mean of each seed.
+
+    short, long: cells' results, a list each in the order of seeds. That another run of the same seed would
+    have come out otherwise is in no interval over tasks: look at the seeds.
+    """
+    before, after = ([result["models"][-1][temperature]["own"]["wins"] for result in results]
+                     for results in (short, long))
+    gains = [[(b - a) / MEMBERS for a, b in zip(*of_seed, strict=True)]
+             for of_seed in zip(before, after, strict=True)]
+    pairs = [gain for of_seed in gains for gain in of_seed]
+    half = 1.96 * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return {"value": statistics.fmean(pairs), "half": half, "seeds": [statistics.fmean(g) for g in gains]}
+
+
+def read(model, *path):
+    """A number deep in a model's; None where it, or a class on the way to it, is not there."""
+    for key in path:
+        model = None if model is None else model[key]
+    return model
+
+
+# What came out, against the paper
+
+def shown(value, form=".1%"):
+    """A number as text."""
+    return "not measurable" if value is None else f"{value:{form}}"
+
+
+def with_half(part, form="+.3f"):
+    """A value with half its interval as text."""
+    return "not measurable" if part is None else f"{part['value']:{form}} ± {part['half']:{form.strip('+')}}"
+
+
+def repeats_survive(result):
+    """Figure 1: "yes" where the run ends with nine tenths or more of the confidence in repeats that it began
+    with, at temperature 1, "partly" from a half on."""
+    first, last = (result["models"][i]["1.0"]["repeats"]["confidence"] for i in (0, -1))
+    if not first:
+        return "not measurable"
+    return "yes" if last >= 0.9 * first else "partly" if last >= 0.5 * first else "no"
+
+
+def flaws_lose(result):
+    """Figure 2: "yes" where at the end, at temperature 1, all three kinds are clearly more frequent in lost
+    episodes than in won ones, "partly" where some are."""
+    found = result["models"][-1]["1.0"]["own"]["won or lost"]
+    known = [found[kind]["difference"] for kind in KINDS if found[kind]["difference"]]
+    clear = sum(part["value"] > part["half"] for part in known)
+    return "not measurable" if not known else "yes" if clear == len(KINDS) else "partly" if clear else "no"
+
+
+def some_rise(result):
+    """Figure 5: "yes" where good actions end likelier than they began, a tenth or more of the flawed ones
+    rise on the way (temperature 1), and half or more of these have fallen again at the end; "partly" where
+    all but the last holds."""
+    first, last = (result["models"][i]["1.0"]["confidence"]["good"]["mean"] for i in (0, -1))
+    way = result["ways"]["1.0"]["flawed"]
+    if first is None or way["risen"] is None:
+        return "not measurable"
+    if last <= first or way["risen"] < 0.1:
+        return "no"
+    return "yes" if way["fallen"] >= 0.5 else "partly"
+
+
+def nothing_more(gain):
+    """Figure 11: "no" where success rises clearly with twice the iterations, "yes" where it does not and the
+    interval rules out more than 5 points, "partly" between."""
+    if gain is None:
+        return "not measurable"
+    low, high = gain["value"] - gain["half"], gain["value"] + gain["half"]
+    return "no" if low > 0 else "yes" if high <= 0.05 else "partly"
+
+
+def entries(found, gains):
+    """What the study has to say of the paper's four figures, for `common.publish`."""
+    short = {arm: result for (arm, twice), result in found.items() if not twice}
+    first = next(iter(short.values()))
+
+    def ends(*path):
+        """A number at start and end, arm by arm."""
+        told = [(arm, [shown(read(result["models"][i], *path), ".2f") for i in (0, -1)])
+                for arm, result in short.items()]
+        return ", ".join(f"{before} to {after} ({title(arm)})" for arm, (before, after) in told)
+
+    start, last = (first["models"][i]["1.0"]["own"] for i in (0, -1))
+    way, apart = first["ways"]["1.0"]["flawed"], last["won or lost"]
+    lost = ", ".join(f"{kind} {with_half(apart[kind]['difference'])}" for kind in KINDS)
+    gained = "; ".join(f"{title(arm)} {with_half(of_arm['1.0'])}, at temperature 0.4 "
+                       f"{with_half(of_arm['0.4'])}" for arm, of_arm in gains.items())
+    figures = [
+        ("1", "Repeats live through training: confidence in them stays or grows, and so does the share of "
+         "states in which five or more of ten trials repeat alike.",
+         f"Probability to repeat: {ends('1.0', 'repeats', 'confidence')}; at temperature 0.4: "
+         f"{ends('0.4', 'repeats', 'confidence')}. States with {ALIKE} or more alike of {TRIALS}: "
+         f"{ends('1.0', 'repeats', 'alike')}; at 0.4: {ends('0.4', 'repeats', 'alike')}.",
+         repeats_survive(first)),
+        ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
+         "assumes.",
+         f"Shares of turns in lost episodes less those in won ones, {title(next(iter(short)))} at its "
+         f"end: {lost}. Within a task an early flaw goes with a chance to lose that is higher by r = "
+         f"{with_half(last['raised'])} (at the start {with_half(start['raised'])}).", flaws_lose(first)),
+        ("5", "Good actions become consistent; some flawed ones rise with them, and fall only once the good "
+         "ones are high.",
+         f"Probability of good actions: {ends('1.0', 'confidence', 'good', 'mean')}; of flawed ones: "
+         f"{ends('1.0', 'confidence', 'flawed', 'mean')}; of refused ones: "
+         f"{ends('1.0', 'confidence', 'refused', 'mean')}. Of the flawed {shown(way['risen'])} rise by "
+         f"{MOVED} or more on the way, and {shown(way['fallen'])} of these have fallen again.",
+         some_rise(first)),
+        ("11", "More than the paper's 200 iterations bring nothing.",
+         f"Success with twice the iterations, less that with the usual ones: {gained or 'not measurable'}.",
+         nothing_more(next(iter(gains.values()))["1.0"] if gains else None))]
+    return [{"paper": f"Figure {number}", "claim": claim, "found": text, "agrees": agrees,
+             "picture": f"flaws.figure{number}.svg"} for number, claim, text, agrees in figures]
+
+
+def title(arm):
+    """An arm's name as the paper writes it."""
+    return arm.replace("grpo", "GRPO").replace("gigpo", "GiGPO").replace("+gcd", "+GCD")
+
+
+# Pictures
+
+COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")      # of the arms, in order
+DASHES = {"1.0": "-", "0.4": "--"}
+
+
+def line(axes, result, path, **style):
+    """A number of a run along its models; those where it is not measurable are left out."""
+    read_ = [(model["done"], read(model, *path)) for model in result["models"]]
+    known = [point for point in read_ if point[1] is not None]
+    axes.plot([done for done, _ in known], [value for _, value in known], marker="o", markersize=3, **style)
+
+
+def finish(figure, panels, path):
+    """What every panel has, {axes: (title, label of y)}; then the file."""
+    for axes, (text, label) in panels.items():
+        axes.set_title(text, fontsize=10)
+        axes.set(xlabel="RL iterations", ylabel=label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    common.save(figure, path)
+
+
+def draw(found, out):
+    """The four pictures, OUT/flaws.figureN.svg. found: {(arm, whether twice as long): result over seeds}."""
+    plotted = common.pyplot("flaws")
+    short = {arm: result for (arm, twice), result in found.items() if not twice}
+    colours = dict(zip(short, COLOURS))
+
+    def panels(rows, columns, **more):
+        return plotted.subplots(rows, columns, figsize=(3.8 * columns, 3.5 * rows), layout="constrained",
+                                squeeze=False, **more)
+
+    figure, ((*axes_3,),) = panels(1, 3)
+    numbers = {"confidence": "probability to repeat, exact", "trials": "share of trials that repeat",
+               "alike": f"states with {ALIKE} or more of {TRIALS} alike"}
+    for axes, name in zip(axes_3, numbers):
+        for arm, result in short.items():
+            for temperature, dash in DASHES.items():
+                line(axes, result, (temperature, "repeats", name), color=colours[arm], linestyle=dash,
+                     label=f"{title(arm)}, temperature {temperature}")
+    finish(figure, {axes: (text, "") for axes, text in zip(axes_3, numbers.values())},
+           out / "flaws.figure1.svg")
+
+    figure, ((*axes_3,),) = panels(1, 3)
+    for axes, kind in zip(axes_3, KINDS):
+        for arm, result in short.items():
+            for which, dash in (("lost", "-"), ("won", "--")):
+                line(axes, result, ("1.0", "own", "won or lost", kind, which), color=colours[arm],
+                     linestyle=dash, label=f"{title(arm)}, {which} episodes")
+    finish(figure, {axes: (f"{kind} turns", "mean share of an episode's turns")
+                    for axes, kind in zip(axes_3, KINDS)}, out / "flaws.figure2.svg")
+
+    (figure, axes_RC), texts = panels(2, len(short), sharey=True), {}
+    for row, temperature in zip(axes_RC, DASHES):
+        for axes, (arm, result) in zip(row, short.items()):
+            for name, colour in zip(CLASSES, ("tab:green", "tab:red", "tab:gray")):
+                turns = result["models"][0][temperature]["confidence"][name]["turns"]
+                line(axes, result, (temperature, "confidence", name, "mean"), color=colour,
+                     linestyle=DASHES[temperature], label=f"{name} ({turns:.0f} turns a seed)")
+            texts[axes] = f"{title(arm)}, temperature {temperature}", "probability of the command"
+    finish(figure, texts, out / "flaws.figure5.svg")
+
+    figure, ((*axes_2,),) = panels(1, 2, sharey=True)
+    for axes, temperature in zip(axes_2, DASHES):
+        for (arm, twice), result in found.items():
+            line(axes, result, (temperature, "own", "success"), color=colours[arm],
+                 linestyle="--" if twice else "-", label=length_of(arm, twice))
+    finish(figure, {axes: (f"temperature {temperature}", f"success on {SPLIT}")
+                    for axes, temperature in zip(axes_2, DASHES)}, out / "flaws.figure11.svg")
+
+
+def length_of(arm, twice):
+    """A run's name."""
+    return title(arm) + (", twice as long" if twice else "")
+
+
+# The page
+
+def tables(found):
+    """{placeholder of the page: a table}: numbers at start and end of every run, at both temperatures."""
+    def table(columns):
+        """columns: {head: (path, form)}; a form is text to fill with a number, or a function to tell it."""
+        rows = []
+        for (arm, twice), result in found.items():
+            for model in (result["models"][0], result["models"][-1]):
+                rows += [[length_of(arm, twice), str(model["done"]), temperature,
+                          *(tell(read(model, temperature, *path)) for path, tell in columns.values())]
+                         for temperature in DASHES]
+        return "\n".join(markdown(["arm", "iterations", "temperature", *columns], rows))
+
+    def three(value):
+        return shown(value, ".3f")
+
+    def apart(kind, which):
+        return "own", "won or lost", kind, which
+
+    ways = [[length_of(*name), temperature, *(shown(result["ways"][temperature][kind][what])
+                                              for kind in CLASSES for what in ("risen", "fallen"))]
+            for name, result in found.items() for temperature in DASHES]
+    return {
+        "repeats": table({head: (("repeats", name), three) for head, name in (
+            ("probability to repeat", "confidence"), ("an accepted command", "accepted"),
+            ("a refused one", "refused"), ("trials", "trials"), (f"{ALIKE} or more alike", "alike"))}),
+        "frequency": table({f"{kind}, {which}": (apart(kind, which), three)
+                            for kind in KINDS for which in ("won", "lost")}),
+        "differences": table({kind: (apart(kind, "difference"), with_half) for kind in KINDS}
+                             | {"r": (("own", "raised"), with_half)}),
+        "confidence": table({name: (("confidence", name, "mean"), three) for name in CLASSES}),
+        "ways": "\n".join(markdown(["arm", "temperature", *(f"{kind}: {what}" for kind in CLASSES
+                                                            for what in ("risen", "fallen again"))], ways)),
+        "success": table({"success": (("own", "success"), three)}
+                         | {kind: (("own", "shares", kind), three) for kind in KINDS})}
+
+
+def by_seed(results):
+    """At the end, at temperature 1: each other arm less the first, seed by seed, as lines of text.
+    results: {arm: cells' results}."""
+    numbers = {"probability to repeat": ("repeats", "confidence"), "success": ("own", "success"),
+               "probability of flawed actions": ("confidence", "flawed", "mean"),
+               "flawed share of turns": ("own", "shares", "flawed")}
+    (base, theirs), *others = results.items()
+    lines = []
+    for arm, ours in others:
+        for text, path in numbers.items():
+            pairs = [[read(result["models"][-1], "1.0", *path) for result in pair]
+                     for pair in zip(theirs, ours, strict=True)]
+            told = [shown(None if None in pair else pair[1] - pair[0], "+.3f") for pair in pairs]
+            lines.append(f"* {title(arm)} less {title(base)}, {text}, by seed: {', '.join(told)}")
+    return "\n".join(lines) or "One arm: nothing to compare."
+
+
+# The study
+
+def study(options, command):
+    """Runs that lack are made, cells that lack measured, the files written; returns the page."""
+    arms, twice = options.arms.split(","), [arm for arm in options.twice.split(",") if arm]
+    seeds, out = [int(seed) for seed in options.seeds.split(",")], Path(options.out)
+    kept = wanted_runs(arms, twice, seeds, options.iterations, Path(options.runs))
+    runs.make(kept, options.jobs)
+    made = {f"{arm} {length} seed{seed}": run for (arm, length, seed), run in kept.items() if length}
+    wanted = {name: {"arm": run.row, "iterations": run.iterations, "seed": run.seed, "tasks": options.tasks,
+                     "places": options.places, "models": looked_at(run.iterations, options)}
+              for name, run in made.items()}
+    done = common.cells(out / "flaws.jsonl", wanted, partial(cell, made), options.jobs)
+    results = {}
+    for name, run in made.items():
+        results.setdefault((run.row, run.iterations > options.iterations), []).append(done[name])
+    found = {name: over_seeds(of_seeds) for name, of_seeds in results.items()}
+    gains = {arm: {str(t): more(results[arm, False], results[arm, True], str(t)) for t in TEMPERATURES}
+             for arm in twice}
+    draw(found, out)
+    figures = entries(found, gains)
+    told = {figure["picture"].split(".")[1]: f"{figure['found']} Agrees with the paper: {figure['agrees']}."
+            for figure in figures}
+    page = PAGE.read_text(encoding="utf-8").format(
+        command=" ".join(command), seeds=options.seeds, tasks=options.tasks, members=MEMBERS,
+        against=by_seed({arm: of_arm for (arm, longer), of_arm in results.items() if not longer}),
+        **told, **tables(found))
+    common.publish(out, "flaws", command, seeds, {
+        "arms": [{"arm": arm, "twice": longer} | found[arm, longer] for arm, longer in found],
+        "twice less once": gains}, figures, page)
+    return page
+
+
+def looked_at(length, options):
+    """Iterations after which a run's models are looked at: as many models, however long the run."""
+    return list(range(0, length + 1, options.every * length // options.iterations))
+
+
+def check(parser, options):
+    """A mistake in the options is one line that names it, before anything runs."""
+    arms = options.arms.split(",")
+    if not all(seed.isdecimal() and int(seed) < 100 for seed in options.seeds.split(",")):
+        parser.error(f"--seeds={options.seeds}: expected numbers below 100, such as 0,1")
+    for flag, names in (("arms", arms), ("twice", [arm for arm in options.twice.split(",") if arm])):
+        known = arms if flag == "twice" else [arm for arm, (start, _) in runs.ARMS.items() if start]
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"--{flag}={unknown[0]}: expected one of {', '.join(known)}")
+    for name, low, high in (("iterations", 1, 10**4), ("every", 1, options.iterations), ("tasks", 2, 256),
+                            ("places", 1, 10**6), ("jobs", 1, 256)):
+        if not low <= (value := getattr(options, name)) <= high:
+            parser.error(f"--{name}={value}: expected {low} to {high}")
+    if options.iterations % options.every or options.every % runs.EVERY:
+        parser.error(f"--every={options.every}: expected a multiple of {runs.EVERY} that divides "
+                     f"--iterations={options.iterations}")
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser("python -m studies.flaws", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    for flag, default, text in (
+            ("seeds", "0,1", ""), ("arms", ",".join(ARMS), "of studies/runs.py; the first is the reference"),
+            ("twice", "grpo", "those of the arms that are trained twice as long, too; empty: none"),
+            ("iterations", runs.ITERATIONS, "of RL"),
+            ("every", 10, "iterations between models looked at; twice as many in a run twice as long"),
+            ("tasks", 32, f"tasks of {SPLIT} that each model plays, {MEMBERS} episodes each"),
+            ("places", 100, "states in which repeats are looked for"), ("jobs", 2, "processes at once"),
+            ("runs", str(runs.RUNS), "folder of the runs"),
+            ("out", str(common.OUT), "folder of what the study writes")):
+        parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)
+    options = parser.parse_args(argv)
+    check(parser, options)
+    try:
+        print(study(options, ["python", "-m", "studies.flaws", *argv]))
+    except (ValueError, jobs.Failed) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
