@@ -152,8 +152,8 @@ def entries(found, gains):
                 for arm, result in short.items()]
         return ", ".join(f"{before} to {after} ({title(arm)})" for arm, (before, after) in told)
 
-    start, last = (first["models"][i]["1.0"]["own"] for i in (0, -1))
-    way, apart = first["ways"]["1.0"]["flawed"], last["won or lost"]
+    way, apart = first["ways"]["1.0"]["flawed"], first["models"][-1]["1.0"]["own"]["won or lost"]
+    raised = over_seeds([model["1.0"]["own"]["raised"] for model in first["models"]])
     lost = ", ".join(f"{kind} {with_half(apart[kind]['difference'])}" for kind in KINDS)
     gained = "; ".join(f"{title(arm)} {with_half(of_arm['1.0'])}, at temperature 0.4 "
                        f"{with_half(of_arm['0.4'])}" for arm, of_arm in gains.items())
@@ -162,13 +162,14 @@ def entries(found, gains):
          "states in which five or more of ten trials repeat alike.",
          f"Probability to repeat: {ends('1.0', 'repeats', 'confidence')}; at temperature 0.4: "
          f"{ends('0.4', 'repeats', 'confidence')}. States with {ALIKE} or more alike of {TRIALS}: "
-         f"{ends('1.0', 'repeats', 'alike')}; at 0.4: {ends('0.4', 'repeats', 'alike')}.",
+         f"{ends('1.0', 'repeats', 'alike')}; at 0.4: {ends('0.4', 'repeats', 'alike')}. Repeats among the "
+         f"turns of a model's own episodes: {ends('1.0', 'own', 'shares', 'repeated')}.",
          repeats_survive(first)),
         ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
          "assumes.",
          f"Shares of turns in lost episodes less those in won ones, {title(next(iter(short)))} at its "
          f"end: {lost}. Within a task an early flaw goes with a chance to lose that is higher by r = "
-         f"{with_half(last['raised'])} (at the start {with_half(start['raised'])}).", flaws_lose(first)),
+         f"{with_half(raised)}, mean of the models looked at.", flaws_lose(first)),
         ("5", "Good actions become consistent; some flawed ones rise with them, and fall only once the good "
          "ones are high.",
          f"Probability of good actions: {ends('1.0', 'confidence', 'good', 'mean')}; of flawed ones: "
@@ -275,7 +276,7 @@ def tables(found):
         rows = []
         for (arm, twice), result in found.items():
             for model in (result["models"][0], result["models"][-1]):
-                rows += [[length_of(arm, twice), str(model["done"]), temperature,
+                rows += [[length_of(arm, twice), f"{model['done']:g}", temperature,
                           *(tell(read(model, temperature, *path)) for path, tell in columns.values())]
                          for temperature in DASHES]
         return "\n".join(markdown(["arm", "iterations", "temperature", *columns], rows))
@@ -292,7 +293,7 @@ def tables(found):
     return {
         "repeats": table({head: (("repeats", name), three) for head, name in (
             ("probability to repeat", "confidence"), ("an accepted command", "accepted"),
-            ("a refused one", "refused"), ("trials", "trials"), (f"{ALIKE} or more alike", "alike"))}),
+            ("a refused one", "refused"), ("trials that repeat", "trials"), (f"{ALIKE} or more alike", "alike"))}),
         "frequency": table({f"{kind}, {which}": (apart(kind, which), three)
                             for kind in KINDS for which in ("won", "lost")}),
         "differences": table({kind: (apart(kind, "difference"), with_half) for kind in KINDS}
