@@ -163,7 +163,8 @@ def entries(found, gains):
          f"Probability to repeat: {ends('1.0', 'repeats', 'confidence')}; at temperature 0.4: "
          f"{ends('0.4', 'repeats', 'confidence')}. States with {ALIKE} or more alike of {TRIALS}: "
          f"{ends('1.0', 'repeats', 'alike')}; at 0.4: {ends('0.4', 'repeats', 'alike')}. Repeats among the "
-         f"turns of a model's own episodes: {ends('1.0', 'own', 'shares', 'repeated')}.",
+         f"turns of a model's own episodes: {ends('1.0', 'own', 'shares', 'repeated')}; at 0.4: "
+         f"{ends('0.4', 'own', 'shares', 'repeated')}.",
          repeats_survive(first)),
         ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
          "assumes.",
@@ -209,7 +210,7 @@ def finish(figure, panels, path):
         axes.set(xlabel="RL iterations", ylabel=label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, handlelength=3)
     common.save(figure, path)
 
 
@@ -293,7 +294,8 @@ def tables(found):
     return {
         "repeats": table({head: (("repeats", name), three) for head, name in (
             ("probability to repeat", "confidence"), ("an accepted command", "accepted"),
-            ("a refused one", "refused"), ("trials that repeat", "trials"), (f"{ALIKE} or more alike", "alike"))}),
+            ("a refused one", "refused"), ("trials that repeat", "trials"),
+            (f"{ALIKE} or more alike", "alike"))}),
         "frequency": table({f"{kind}, {which}": (apart(kind, which), three)
                             for kind in KINDS for which in ("won", "lost")}),
         "differences": table({kind: (apart(kind, "difference"), with_half) for kind in KINDS}
@@ -383,7 +385,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m studies.flaws", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     for flag, default, text in (
-            ("seeds", "0,1", ""), ("arms", ",".join(ARMS), "of studies/runs.py; the first is the reference"),
+            ("seeds", "0,1", "of the runs"), ("arms", ",".join(ARMS), "of studies/runs.py; the first is the reference"),
             ("twice", "grpo", "those of the arms that are trained twice as long, too; empty: none"),
             ("iterations", runs.ITERATIONS, "of RL"),
             ("every", 10, "iterations between models looked at; twice as many in a run twice as long"),
