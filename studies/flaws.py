@@ -385,7 +385,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m studies.flaws", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     for flag, default, text in (
-            ("seeds", "0,1", "of the runs"), ("arms", ",".join(ARMS), "of studies/runs.py; the first is the reference"),
+            ("seeds", "0,1", "of the runs"),
+            ("arms", ",".join(ARMS), "of studies/runs.py; the first is the reference"),
             ("twice", "grpo", "those of the arms that are trained twice as long, too; empty: none"),
             ("iterations", runs.ITERATIONS, "of RL"),
             ("every", 10, "iterations between models looked at; twice as many in a run twice as long"),
