@@ -349,6 +349,7 @@ def study(options, command):
             for figure in figures}
     page = PAGE.read_text(encoding="utf-8").format(
         command=" ".join(command), seeds=options.seeds, tasks=options.tasks, members=MEMBERS,
+        arms=" and ".join(map(title, arms)), iterations=options.iterations,
         against=by_seed({arm: of_arm for (arm, longer), of_arm in results.items() if not longer}),
         **told, **tables(found))
     common.publish(out, "flaws", command, seeds, {
