@@ -1,0 +1,297 @@
+"""Proves that Equation 2 is the output layer's gradient, that a step's effect is linear, and what is counted.
+
+    python -m pytest tests/test_coupling.py
+
+The last tests run the whole study on tiny runs of twin states and household: half a minute on an idle core.
+"""
+
+import json
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from hand_made import make_sample
+
+import gcd
+import update
+from bench import jobs
+from lm import model as qwen
+from studies import common, coupling, influence, runs
+
+TINY = ("--hidden-size 32 --layers 2 --demonstrations 100 --judge-demonstrations 60 --cold-start-epochs 2 "
+        "--cold-start-lr 8e-3 --tasks 4 --group-size 4 --minibatches 2 --judge-turns 8 "
+        "--judge-group-size 4")
+
+
+def shown(sample, task="a", action="look", label="good", kinds=None):
+    """A turn to be measured."""
+    return influence.Shown(sample, task, action, label, kinds or ["verb"] * sum(sample.sampled))
+
+
+def some(n, seed=3):
+    """Turns with random tokens, each of a task of its own."""
+    rng = random.Random(seed)
+    return [shown(make_sample(rng, n=rng.randint(4, 12)), task=str(i), action="ab"[i % 2],
+                  label=("good", "bad")[i % 2]) for i in range(n)]
+
+
+def tied(model):
+    """The tiny model with one matrix for both ends."""
+    config = qwen.ModelConfig(**{**vars(model.config), "tie_word_embeddings": True})
+    other = qwen.Model(config)
+    qwen.init_weights(other, 0)
+    return other
+
+
+# Equation 2
+
+@pytest.mark.fast
+@pytest.mark.parametrize("make", [lambda model: model, tied])
+def test_equation_2_is_the_inner_product_of_output_layer_gradients(model, make):
+    """Of tied weights, by the output projection alone."""
+    model, grads, turns = make(model), [], some(6)
+    for turn in turns:
+        ids_BT, (rows, places), target_N, *_ = update.collate([turn.sample], "cpu")
+        head_Vd = model.lm_head.weight.detach().double().requires_grad_()
+        hidden_Nd = model(ids_BT, select=(rows, places), head="hidden").detach().double()
+        logprob_N = (hidden_Nd @ head_Vd.T).log_softmax(-1).gather(1, target_N[:, None])
+        grads.append(torch.autograd.grad(logprob_N.sum(), head_Vd)[0].flatten())
+    want_SS = torch.stack(grads) @ torch.stack(grads).T
+    pairs = influence.read(model, turns)
+    got_SS = influence.couplings(pairs)
+    largest = float(want_SS.abs().max())
+    torch.testing.assert_close(got_SS.double(), want_SS, atol=1e-4 * largest, rtol=1e-3)
+    places = torch.tensor([i for i, turn in enumerate(turns) for _ in turn.kinds])
+    member_SN = (places == torch.arange(len(turns))[:, None]).float()
+    summed_SS = member_SN @ influence.token_couplings(pairs) @ member_SN.T
+    torch.testing.assert_close(summed_SS, got_SS, atol=1e-4 * largest, rtol=1e-3)
+
+
+@pytest.mark.fast
+def test_equation_2_of_two_tokens_by_hand():
+    """Turn a: g = (1/2, -1/2), h = (1, 2). Turn b: the same g, h = (3, 0), and g = (-1, 1), h = (0, 1)."""
+    a = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -0.5]])
+    b = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.5, -0.5], [-1.0, 1.0]])
+    assert influence.token_couplings([a, b])[0].tolist() == [0.5 * 5, 0.5 * 3, -1.0 * 2]
+    coupling_SS = influence.couplings([a, b])
+    assert coupling_SS.tolist() == [[2.5, -0.5], [-0.5, 6.5]]
+    assert float(influence.cosines(coupling_SS)[0, 1]) == pytest.approx(-0.5 / (2.5 * 6.5) ** 0.5)
+    assert influence.cosines(torch.zeros(2, 2)).tolist() == [[0, 0], [0, 0]]
+
+
+# A gradient step
+
+@pytest.mark.fast
+def test_a_small_step_moves_others_by_the_inner_product_of_gradients(model):
+    samples = [turn.sample for turn in some(5)]
+    change_SS, apart = influence.responses(model, samples, own=1e-5)
+    exact = model.double()
+    grad_SX = torch.stack([torch.cat([g.flatten() for g in influence.gradient(exact, s)]) for s in samples])
+    product_SS = grad_SX @ grad_SX.T
+    step = 1e-5 / product_SS.diagonal().mean()
+    assert float(change_SS.diagonal().mean()) == pytest.approx(1e-5, rel=1e-2)
+    torch.testing.assert_close(change_SS, step * product_SS, atol=1e-7, rtol=1e-2)
+    assert apart < 1e-2
+    larger, smaller = (influence.responses(model, samples, own=own)[1] for own in (0.02, 0.01))
+    assert larger / smaller == pytest.approx(2, rel=0.1)              # what is left is of second order
+
+
+@pytest.mark.fast
+def test_the_model_is_left_as_it_was(model):
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    influence.responses(model, [turn.sample for turn in some(3)])
+    assert all(torch.equal(p, before[name]) and p.dtype == torch.float32
+               for name, p in model.named_parameters())
+
+
+@pytest.mark.fast
+def test_the_heat_map_compares_commands_over_tasks(model):
+    turns = some(12)
+    found = influence.heat(model, turns, 0)
+    assert found["actions"] == ["a"] * 6 + ["b"] * 6 and found["nonlinear"] < 0.1
+    matrix = torch.tensor(found["matrix"])
+    assert matrix.diagonal().tolist() == pytest.approx([1.0] * 12)
+    same = torch.block_diag(torch.ones(6, 6), torch.ones(6, 6)).bool() & ~torch.eye(12, dtype=torch.bool)
+    assert found["same"] == pytest.approx(float(matrix[same].mean()), abs=1e-3)
+    different = ~same & ~torch.eye(12, dtype=torch.bool)
+    assert found["different"] == pytest.approx(float(matrix[different].mean()), abs=1e-3)
+    for turn in turns:
+        turn.task = "the only one"
+    assert influence.heat(model, turns, 0) is None and influence.heat(model, [], 0) is None
+    refused = [shown(turn.sample, str(i), turn.action, "refused") for i, turn in enumerate(turns)]
+    assert influence.heat(model, refused, 0) is None
+
+
+# What is counted
+
+@pytest.mark.fast
+def test_kinds_of_tokens(chat):
+    def kinds(text):
+        return influence.kinds_of(chat, chat.encode(text), {"cabinet", "countertop"})
+
+    assert kinds("look cabinet 1<|im_end|>") == ["verb", "receptacle", "stop"]
+    assert kinds("look drawer 1") == ["verb", "object"] and kinds("look") == ["verb"]
+
+    class Words:                                     # a tokenizer whose ids are places in a list
+        words = ("<monitor>", "take", " apple", " 3", " from", " cabinet 2", "<|im_end|>")
+
+        def decode(self, ids):
+            return self.words[ids[0]]
+
+    chat = type("Chat", (), {"tokenizer": Words(), "stop_ids": (6,)})
+    assert influence.kinds_of(chat, range(7), {"cabinet"}) == [
+        "tag", "verb", "object", "number", "link", "receptacle", "stop"]
+
+
+@pytest.mark.fast
+def test_shares_of_tokens_sum_to_one_and_leave_the_own_task_out(model):
+    turns = some(8)
+    for turn in turns:
+        turn.kinds = ["verb", *["stop"] * (len(turn.kinds) - 1)]
+    found = influence.carriers(model, turns, 64, 0)
+    for key in ("influence", "tokens"):
+        assert sum(share[key] for share in found.values()) == pytest.approx(1, abs=1e-5)
+    assert influence.carriers(model, [turns[0], turns[0]], 64, 0) is None
+
+
+@pytest.mark.fast
+def test_classes_are_balanced_and_refusals_apart():
+    turns = some(20)
+    for turn in turns[:12]:
+        turn.label = "refused"
+    turns[13].label = None
+    found = influence.classes_of(turns, 5, 0)
+    assert {label: len(members) for label, members in found.items()} == {"good": 3, "bad": 3, "refused": 5}
+    assert all(turn.label == label for label, members in found.items() for turn in members)
+
+
+@pytest.mark.fast
+def test_the_gap_by_hand(model, monkeypatch):
+    """One token a turn, all g = 1: influence is <h, h'>. Good (1, 0), (2, 0), bad (0, 1), (1, 1)."""
+    hidden = {"good": [(1.0, 0.0), (2.0, 0.0)], "bad": [(0.0, 1.0), (1.0, 1.0)]}
+    turns = {label: [shown(make_sample(random.Random(0), n=2), f"{label}{i}", label=label) for i in (0, 1)]
+             for label in hidden}
+    monkeypatch.setattr(influence, "read", lambda model, shown: [
+        (torch.tensor([h]), torch.ones(1, 1)) for label in hidden for h in hidden[label]])
+    found = influence.gap(model, turns)
+    assert found["same"] == pytest.approx((2 + 1) / 2)
+    assert found["cross"] == pytest.approx((0 + 1 + 0 + 2) / 4) and found["gap"] == pytest.approx(0.75)
+    assert found["gap of cosines"] == pytest.approx((1 + 0.5**0.5) / 2 - (0 + 0.5**0.5) / 2)
+
+
+@pytest.mark.fast
+def test_an_empty_class_is_not_measurable(model):
+    turns = some(4)
+    classes = influence.classes_of([turn for turn in turns if turn.label == "good"], 5, 0)
+    assert influence.gap(model, classes) is None
+    assert influence.similarity(model, turns[:1], 0) is None
+    assert coupling.verdict([]) == "not measurable"
+
+
+@pytest.mark.fast
+def test_verdicts():
+    assert [coupling.verdict(tests) for tests in ([True], [True, False], [False])] == ["yes", "partly", "no"]
+    assert coupling.above_zero({"mean": 1.0, "half": 0.5})
+    assert not any(coupling.above_zero({"mean": 1.0, "half": half}) for half in (1.5, None))
+    assert coupling.signed({"mean": 0.25, "half": None}) == "+0.25"
+
+
+# Runs, and the whole study
+
+def in_this_process(made, processes=1):
+    """`runs.make` without the seconds that a process takes to begin."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for run in made.values():
+            if not jobs.finished(run):
+                assert gcd.main([*run.arguments, "--overwrite"]) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch, capsys):
+    """The study at a tiny size; returns (exit status, its JSON or None, stderr)."""
+    monkeypatch.setattr(runs, "make", in_this_process)
+    monkeypatch.setattr(influence, "TASKS", 8)
+
+    def run(*flags):
+        status = coupling.main(["--iterations", "5", "--turns", "6", "--jobs", "1", "--flags", TINY, "--runs",
+                                str(tmp_path / "runs"), "--out", str(tmp_path / "out"), *flags])
+        path = tmp_path / "out" / "coupling.json"
+        return status, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr().err
+
+    run.folder = tmp_path
+    return run
+
+
+def test_the_study_at_a_tiny_size_interrupted_and_gone_on(study, monkeypatch):
+    flags = ("--worlds", "household,twins", "--arms", "grpo,grpo+gcd")
+    monkeypatch.setattr(coupling, "along", lambda run, settings: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        study(*flags)
+    lines = study.folder / "out" / "coupling.jsonl"
+    begun = [json.loads(line)["cell"] for line in lines.read_text().splitlines()]
+    assert begun == ["twin states, seed 0", "household, seed 0", "household after GRPO, seed 0"]
+    monkeypatch.undo()
+    monkeypatch.setattr(runs, "make", in_this_process)
+    monkeypatch.setattr(influence, "TASKS", 8)
+    status, found, _ = study(*flags)
+    assert status == 0 and len(lines.read_text().splitlines()) == 5
+    assert [figure["paper"].split()[1] for figure in found["figures"]] == ["3a", "3b", "8", "9", "10b"]
+    assert found["figures"][2]["agrees"] == "not measurable"                  # one seed shows no difference
+    path = found["cells"]["grpo+gcd, seed 0"]["path"]
+    assert [point["iteration"] for point in path] == [0, 5]
+    start = found["cells"]["grpo, seed 0"]["path"][0]
+    assert start == path[0]                                                   # one start, the same turns
+    out = study.folder / "out"
+    assert all((out / figure["picture"]).read_text().count("<svg") == 1 for figure in found["figures"])
+    text = (out / "coupling.md").read_text()
+    assert "{" not in text and "nan" not in text.lower().replace("nance", "")
+    shutil.rmtree(study.folder / "runs")
+    assert study(*flags)[0] == 0 and not (study.folder / "runs").exists()     # all is in the cells
+
+
+def test_what_is_missing_is_named(study, capsys):
+    status, found, error = study("--worlds", "twins,alfworld", "--games", "nowhere.gz")
+    assert status == 0 and "nowhere.gz is not there" in error and "nowhere.gz" in found["without"]
+    assert {*found["cells"]} == {"twin states, seed 0"}
+    for flags, message in (("--worlds mars", "--worlds=mars: expected some of household"),
+                           ("--seeds a", "--seeds=a: expected numbers"), ("--turns 1", "--turns=1: expected"),
+                           ("--arms ppo", "--arms=ppo: expected some of grpo")):
+        with pytest.raises(SystemExit):
+            coupling.main(flags.split())
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_runs_share_their_cold_start_and_name_what_lacks(tmp_path):
+    found = runs.runs_of("household", ["grpo", "grpo+value"], [1], iterations=10, root=tmp_path)
+    assert [*found] == [("cold_start", 1), ("cold_start_value", 1), ("grpo", 1), ("grpo+value", 1)]
+    assert found["grpo", 1].start is found["cold_start", 1]
+    assert found["grpo+value", 1].start is found["cold_start_value", 1]
+    grpo = found["grpo", 1]
+    assert grpo.folder == tmp_path / "household" / "seed1" / "grpo"
+    with pytest.raises(ValueError, match="no models; run gcd.py with --keep-checkpoints"):
+        _ = grpo.models
+    for kept in ("00000", "00010"):
+        (grpo.folder / "kept" / kept).mkdir(parents=True)
+    with pytest.raises(ValueError, match="no model of iteration 5; remove"):
+        _ = grpo.models
+    for world, arms in (("mars", ["grpo"]), ("twins", ["nothing"])):
+        with pytest.raises(ValueError, match="expected one of"):
+            runs.runs_of(world, arms, [0])
+
+
+def test_runs_are_made_once_and_leave_no_result_of_an_evaluation(tmp_path):
+    flags = [*TINY.split(), "--demonstrations", "20", "--judge-demonstrations", "0"]
+    made = runs.runs_of("twins", ["cold_start"], [0], flags, root=tmp_path)
+    runs.make(made, 1)
+    run = made["cold_start", 0]
+    stamp = (run.folder / "stages.json").stat().st_mtime_ns
+    runs.make(made, 1)
+    assert (run.folder / "stages.json").stat().st_mtime_ns == stamp and not run.result.exists()
+    assert isinstance(run.actor(0), common.Actor)
