@@ -145,16 +145,12 @@ class Results:
                  for kind, arm in JUDGES.items() if arm in self.arms}
         return {kind: lines for kind, lines in found.items() if lines}
 
-    def content(self):
-        """{name: (share of the influence, of the tokens)} of what a command says: verbs and names."""
-        found, said = {}, ("verb", "object", "receptacle", "number")
-        for name in self.names:
-            both = [[sum(shares[kind][key] for kind in said if kind in shares)
-                     for key in ("influence", "tokens")]
-                    for seed in self.seeds if (shares := self.of(name, seed)["tokens"])]
-            if both:
-                found[name] = tuple(map(statistics.fmean, zip(*both)))
-        return found
+    def shares(self, name):
+        """{kind of token: its shares of the influence and of the tokens}, means over seeds; {} of none."""
+        found = [shares for seed in self.seeds if (shares := self.of(name, seed)["tokens"])]
+        kinds = dict.fromkeys(kind for shares in found for kind in shares)
+        return {kind: {key: sum(shares[kind][key] for shares in found if kind in shares) / len(found)
+                       for key in ("influence", "tokens")} for kind in kinds}
 
 
 def verdict(tests):
@@ -222,13 +218,15 @@ def figure_8(results):
 
 
 def figure_9(results):
-    """Agrees where what a command says has more of the influence than of the tokens."""
-    content = results.content()
-    told = "; ".join(f"{name} {influence:.1%} of the influence, {tokens:.1%} of the tokens"
-                     for name, (influence, tokens) in content.items())
+    """Agrees where verbs and names have more of the influence than of the tokens."""
+    content = {name: [sum(share[key] for kind, share in shares.items() if kind not in influence.FORM)
+                      for key in ("influence", "tokens")]
+               for name in results.names if (shares := results.shares(name))}
+    told = "; ".join(f"{name} {of_influence:.1%} of the influence, {of_tokens:.1%} of the tokens"
+                     for name, (of_influence, of_tokens) in content.items())
     return {"paper": "Figure 9", "picture": "coupling.tokens.svg",
             "claim": "Tokens of reasoning and action carry the similarity, not those of the format.",
-            "found": f"Verbs, objects and receptacles: {told or 'no two turns'}. A small model's responses "
+            "found": f"Verbs and names: {told or 'no two turns'}. A small model's responses "
             "have no reasoning.", "agrees": verdict([a > b for a, b in content.values()])}
 
 
@@ -264,6 +262,7 @@ def explain(axes, **legend):
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, **legend)
     else:
+        axes.set_axis_off()
         axes.text(0.5, 0.5, "not measurable", ha="center", va="center", transform=axes.transAxes)
 
 
@@ -337,7 +336,7 @@ def draw_tokens(plotted, results, path):
     figure, places = plotted.subplots(1, n, figsize=(3.7 * n, 3), layout="constrained", sharex=True,
                                       squeeze=False)
     for axes, name in zip(places[0], results.names):
-        shares = results.of(name)["tokens"] or {}
+        shares = results.shares(name)
         kinds = [*shares][::-1]
         for i, key in enumerate(("tokens", "influence")):
             axes.barh([k + 0.38 * (i - 0.5) for k in range(len(kinds))],
@@ -386,21 +385,17 @@ def page(results, figures, command, without):
                            ".3f") for turns, key, late in columns)] for arm in results.arms]
     gaps = markdown(["", "gap, start", "late", "of cosines, start", "late", "good and refused, late",
                      "own turns, late"], rows)
-    kinds = dict.fromkeys(kind for name in results.names for kind in results.of(name)["tokens"] or ())
-    tokens = markdown(["", *kinds], [[name, *(share_of(results.of(name)["tokens"], kind) for kind in kinds)]
-                                     for name in results.names])
+    shares = {name: results.shares(name) for name in results.names}
+    kinds = dict.fromkeys(kind for of_name in shares.values() for kind in of_name)
+    tokens = markdown(["", *kinds], [[name, *(
+        "{influence:.1%} of {tokens:.1%}".format(**of_name[kind]) if kind in of_name else "–"
+        for kind in kinds)] for name, of_name in shares.items()])
     said = [f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
             f"Agrees: {figure['agrees']}.\n" for figure in figures]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, results.seeds)), without=without, said="\n".join(said),
         tasks=influence.TASKS, own=influence.OWN, similar=similar, heats=heats, gaps="\n".join(gaps),
         tokens="\n".join(tokens), counts=counts(results))
-
-
-def share_of(shares, kind):
-    """A kind's share of the influence, and of the tokens."""
-    found = (shares or {}).get(kind)
-    return "–" if found is None else f"{found['influence']:.1%} of {found['tokens']:.1%}"
 
 
 def counts(results):

@@ -27,6 +27,7 @@ TASKS = 96                               # of split "dev", each played once: whe
 ACTIONS, CONTEXTS = 6, 6                 # of the heat map: commands, and turns of different tasks for each
 OWN = 0.01                               # nats that its step lifts a turn by, on the average
 CLASSES = ("good", "bad", "refused")
+FORM = ("stop", "tag", "link")           # kinds of tokens that say nothing of what is done; see kinds_of
 BINS = 40                                # of a cosine, from -1 to 1
 NAME, LINKS = re.compile(r"(?<![a-z])[a-z]+ \d+"), ("to", "from", "with", "in", "on")
 

@@ -200,6 +200,13 @@ def test_verdicts():
 
 # Runs, and the whole study
 
+def make_small(monkeypatch):
+    """Runs in this process; few turns, and few of them in the heat map."""
+    monkeypatch.setattr(runs, "make", in_this_process)
+    for name, number in (("TASKS", 16), ("ACTIONS", 3), ("CONTEXTS", 2)):
+        monkeypatch.setattr(influence, name, number)
+
+
 def in_this_process(made, processes=1):
     """`runs.make` without the seconds that a process takes to begin."""
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
@@ -215,8 +222,7 @@ def in_this_process(made, processes=1):
 @pytest.fixture
 def study(tmp_path, monkeypatch, capsys):
     """The study at a tiny size; returns (exit status, its JSON or None, stderr)."""
-    monkeypatch.setattr(runs, "make", in_this_process)
-    monkeypatch.setattr(influence, "TASKS", 8)
+    make_small(monkeypatch)
 
     def run(*flags):
         status = coupling.main(["--iterations", "5", "--turns", "6", "--jobs", "1", "--flags", TINY, "--runs",
@@ -237,8 +243,7 @@ def test_the_study_at_a_tiny_size_interrupted_and_gone_on(study, monkeypatch):
     begun = [json.loads(line)["cell"] for line in lines.read_text().splitlines()]
     assert begun == ["twin states, seed 0", "household, seed 0", "household after GRPO, seed 0"]
     monkeypatch.undo()
-    monkeypatch.setattr(runs, "make", in_this_process)
-    monkeypatch.setattr(influence, "TASKS", 8)
+    make_small(monkeypatch)
     status, found, _ = study(*flags)
     assert status == 0 and len(lines.read_text().splitlines()) == 5
     assert [figure["paper"].split()[1] for figure in found["figures"]] == ["3a", "3b", "8", "9", "10b"]
@@ -246,7 +251,7 @@ def test_the_study_at_a_tiny_size_interrupted_and_gone_on(study, monkeypatch):
     path = found["cells"]["grpo+gcd, seed 0"]["path"]
     assert [point["iteration"] for point in path] == [0, 5]
     start = found["cells"]["grpo, seed 0"]["path"][0]
-    assert start == path[0]                                                   # one start, the same turns
+    assert start == path[0]                                      # one start, the same turns
     out = study.folder / "out"
     assert all((out / figure["picture"]).read_text().count("<svg") == 1 for figure in found["figures"])
     text = (out / "coupling.md").read_text()
