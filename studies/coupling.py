@@ -95,11 +95,10 @@ def work(games, root, name, settings):
 def measured(options, worlds):
     """The result of every cell; the runs of those that lack are made first."""
     path, root, needed = Path(options.out) / "coupling.jsonl", Path(options.runs).resolve(), {}
-    cells, done = wanted(options, worlds), common.finished(path)
-    for name, settings in cells.items():
-        if name not in done or done[name]["settings"] != settings:
-            for key, run in runs_for(settings, options.games, root).items():
-                needed[settings["world"], *key] = run
+    cells = wanted(options, worlds)
+    for settings in common.missing(path, cells).values():
+        for key, run in runs_for(settings, options.games, root).items():
+            needed[settings["world"], *key] = run
     runs.make(dict(sorted(needed.items(), key=lambda item: not item[1].cold)), options.jobs)
     return common.cells(path, cells, partial(work, options.games, root), options.jobs)
 
