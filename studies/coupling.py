@@ -162,6 +162,12 @@ def above_zero(difference):
     return difference["half"] is not None and difference["mean"] > difference["half"]
 
 
+def spread(values):
+    """Mean and standard error of the values; the error of a single one is infinite."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("inf")
+    return statistics.fmean(values), error
+
+
 def signed(difference):
     """A difference, with its interval where there is one."""
     half = "" if difference["half"] is None else f" ± {difference['half']:.2g}"
@@ -230,15 +236,16 @@ def figure_9(results):
 
 
 def figure_10b(results):
-    """Agrees where the judge's cosine with the policy is above the value head's, and its norm smaller."""
-    of = {kind: {key: mean_known(line[key] for line in lines) for key in ("cosine", "ratio")}
+    """Agrees where the value head's cosine with the policy is below 0 and below the judge's, by more than two
+    standard errors over iterations, and its norm the larger."""
+    of = {kind: [spread([line[key] for line in lines]) for key in ("cosine", "ratio")]
           for kind, lines in results.judges().items()}
     tests = []
     if len(of) == len(JUDGES):
-        judge, value = (of[kind] for kind in JUDGES)
-        tests = [judge["cosine"] > value["cosine"], judge["ratio"] < value["ratio"]]
-    told = "; ".join(f"{kind}: cosine {found['cosine']:+.3f}, norm {found['ratio']:.1f} times the policy's"
-                     for kind, found in of.items())
+        (judge, judge_ratio), (value, value_ratio) = (of[kind] for kind in JUDGES)
+        tests = [value[0] + 2 * value[1] < min(0.0, judge[0] - 2 * judge[1]), judge_ratio[0] < value_ratio[0]]
+    told = "; ".join(f"{kind}: cosine {mean:+.3f} (standard error {error:.3f}), norm {ratio:.1f} times the "
+                     "policy's" for kind, ((mean, error), (ratio, _)) in of.items())
     return {"paper": "Figure 10b", "picture": "coupling.conflict.svg",
             "claim": "The value head's gradient is in conflict with the policy's, the generative judge's is "
             "not.", "found": f"Means over training: {told or 'neither was run'}.", "agrees": verdict(tests)}
@@ -281,7 +288,7 @@ def draw_similarity(plotted, results, path):
                  0.25, label=label if known else None)
     bars.set_xticks(range(len(known)), [name.replace(" after ", "\nafter ") for name in known])
     bars.set(ylim=(0, 1.45))
-    explain(spread)
+    explain(spread, loc="upper left")
     explain(bars, loc="upper left")
     common.save(figure, path)
 
@@ -324,7 +331,11 @@ def draw_gap(plotted, results, path):
                 axes.plot([*of], [*map(statistics.fmean, of.values())], "o-", markersize=3, label=arm)
         axes.axhline(0, color="grey", linewidth=0.6)
         axes.set(title=title, xlabel="iteration")
-        explain(axes)
+        if not axes.get_legend_handles_labels()[0]:
+            explain(axes)
+    lines = {label: line for axes in places for line, label in zip(*axes.get_legend_handles_labels())}
+    if lines:
+        figure.legend(lines.values(), lines, loc="outside right center")
     places[0].set_ylabel("same class minus cross class")
     common.save(figure, path)
 
@@ -356,7 +367,7 @@ def draw_conflict(plotted, results, path):
         axes.set(title=title, xlabel="iteration")
         explain(axes)
     places[0].axhline(0, color="grey", linewidth=0.6)
-    places[1].set_yscale("log")
+    places[1].set_ylim(bottom=0)
     common.save(figure, path)
 
 

@@ -196,6 +196,38 @@ def test_verdicts():
     assert coupling.above_zero({"mean": 1.0, "half": 0.5})
     assert not any(coupling.above_zero({"mean": 1.0, "half": half}) for half in (1.5, None))
     assert coupling.signed({"mean": 0.25, "half": None}) == "+0.25"
+    assert coupling.spread([1.0, 3.0]) == (2.0, 1.0) and coupling.spread([1.0])[1] == float("inf")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cosine, ratio, agrees", [
+    (-0.3, 9.0, "yes"), (0.2, 9.0, "partly"), (0.2, 1.0, "no"), (-0.01, 9.0, "partly")])
+def test_a_conflict_is_a_cosine_below_0_beyond_its_error(cosine, ratio, agrees):
+    def cell(cosine, ratio):
+        return {"judge": [{"iteration": i, "cosine": cosine + 0.1 * (-1) ** i, "ratio": ratio}
+                          for i in range(8)]}
+
+    cells = {"grpo+gcd, seed 0": cell(0.1, 2.0), "grpo+value, seed 0": cell(cosine, ratio)}
+    assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == agrees
+    del cells["grpo+value, seed 0"]
+    assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == "not measurable"
+
+
+@pytest.mark.fast
+def test_figure_8_needs_seeds_that_agree():
+    """Late is the last third: of six kept models the last two."""
+    def cell(late):
+        gaps = [9.0] * 4 + [late, late]
+        return {"path": [{"iteration": i, "fixed": {"gap": gap, "gap of cosines": gap}}
+                         for i, gap in enumerate(gaps)]}
+
+    cells = {f"{arm}, seed {seed}": cell(base + 0.1 * seed) for seed in range(3)
+             for arm, base in (("grpo", 1.0), ("grpo+gcd", 2.0))}
+    assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "yes"
+    assert "less grpo: +1" in coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["found"]
+    assert coupling.figure_8(coupling.Results(cells, [0]))["agrees"] == "not measurable"
+    cells["grpo+gcd, seed 2"] = cell(0.0)
+    assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "no"
 
 
 # Runs, and the whole study
