@@ -1,8 +1,8 @@
 """The tables of README.md and RESULTS.md, from results/: a page chooses rows and columns, this fills them in.
 
 A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD),
-`chaos` (attacks and what was survived) or a benchmark: its rows are rows or differences of bench.table1, its
-columns are told by their heads:
+`chaos` (attacks and what was survived), `twins` (the study's arms) or a benchmark: its rows are rows or
+differences of bench.table1, its columns are told by their heads:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the split before it)
@@ -29,7 +29,8 @@ TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "RELIABILITY.md")
-NAMED = {"table4": "table4_household.json", "chaos": "chaos.json"}     # files that are no table1's
+NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files that are no table1's
+         "twins": "studies/twins.json"}
 
 
 def result_path(name):
@@ -41,6 +42,16 @@ def chaos_row(result, name, _):
     """An attack of the chaos target: what was tried, how often, how often it was survived."""
     row = next(row for row in result["attacks"] if row["attack"] == name)
     return [name, row["what"], str(row["tries"]), str(row["survived"])]
+
+
+def twins_row(result, name, _):
+    """An arm of the twin states' main grid, "COLD START: ARM"."""
+    row = next(row for row in result["rows"] if f"{row['cold']}: {row['arm']}" == name and not row["changes"])
+    low, high = row["removed_interval"]
+    half = row["final"]["half"]
+    return [name, f"{row['final']['mean']:.2f}" + ("" if half is None else f" ± {half:.2f}"),
+            f"{row['removed']} of {row['n']} [{100 * low:.0f}, {100 * high:.0f}]",
+            *(number(row[key], ".2f") for key in ("q_P", "cosine", "auc"))]
 
 
 def table4_row(result, name, _):
@@ -73,6 +84,9 @@ def result_row(result, name, heads):
     return cells
 
 
+ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row}
+
+
 def cells_of(line):
     """The cells of a table's line."""
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
@@ -95,7 +109,7 @@ def filled(text):
             return found[0]
         result = files.read_json(result_path(name))
         rows = [cells_of(line)[0] for line in lines]
-        heads, row_of = cells_of(head), {"table4": table4_row, "chaos": chaos_row}.get(name, result_row)
+        heads, row_of = cells_of(head), ROWS.get(name, result_row)
         done = [row_of(result, row, heads) for row in rows]
         return "\n".join([f"<!-- {name} -->", head, rule, *(f"| {' | '.join(row)} |" for row in done), ""])
     def quote(found):

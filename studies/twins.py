@@ -226,10 +226,11 @@ def row_of(results):
             "auc": mean_known([result["auc"] for result in results.values()])}
 
 
-def against(results, reference):
-    """Final q_N minus the reference arm's, seed by seed, with its 95 % t interval, and what it says."""
-    difference = paired({seed: final(result) for seed, result in results.items()},
-                        {seed: final(result) for seed, result in reference.items()})
+def against(results, reference, number=final):
+    """A number of an arm minus the reference arm's, seed by seed, with its 95 % t interval, and what it
+    says."""
+    difference = paired({seed: number(result) for seed, result in results.items()},
+                        {seed: number(result) for seed, result in reference.items()})
     if difference["half"] is None:
         return difference | {"verdict": "not measurable"}
     low, high = difference["mean"] - difference["half"], difference["mean"] + difference["half"]
@@ -265,8 +266,8 @@ def findings(table):
     for cold in ("plain", "coins"):
         wanted[f"GRPO from judge against GRPO from {cold}"] = ("judge", "GRPO", ()), (cold, "GRPO", ())
     wanted["GRPO from judge against +GCD from coins"] = ("judge", "GRPO", ()), ("coins", "+GCD", ())
-    return {name: against(table[one], table[other]) for name, (one, other) in wanted.items()
-            if one in table and other in table and one != other}
+    return {name: against(table[one], table[other]) | {"area": against(table[one], table[other], area)}
+            for name, (one, other) in wanted.items() if one in table and other in table and one != other}
 
 
 def verdict(found, name):
@@ -306,22 +307,26 @@ def draw_paths(table, path, changes=()):
     colds = [cold for cold in TITLES if (cold, "GRPO", changes) in table]
     if not colds:
         return
-    figure, axes = pyplot.subplots(1, len(colds), figsize=(1.5 + 3.6 * len(colds), 3.6), layout="constrained",
+    figure, axes = pyplot.subplots(1, len(colds), figsize=(2.5 + 3 * len(colds), 3.8), layout="constrained",
                                    sharey=True, squeeze=False)
     for axis, cold in zip(axes[0], colds):
         for arm, colour in COLOURS.items():
             runs = [result["path"] for result in table.get((cold, arm, changes), {}).values()]
-            x = [point["iteration"] for point in runs[0]] if runs else []
+            if not runs:
+                continue
+            x = [point["iteration"] for point in runs[0]]
             for run in runs:
                 axis.plot(x, [point["q_N"] for point in run], color=colour, linewidth=0.4, alpha=0.35)
             mean = [sum(run[k]["q_N"] for run in runs) / len(runs) for k in range(len(x))]
             axis.plot(x, mean, color=colour, linewidth=2.2, label=arm)
-            if arm == "GRPO" and runs:
+            if arm == "GRPO":
                 right = [sum(run[k]["q_P"] for run in runs) / len(runs) for k in range(len(x))]
                 axis.plot(x, right, color="black", linewidth=1, linestyle=":", label="GRPO, where right")
         axis.set(title=TITLES[cold], xlabel="RL iteration", ylim=(0, 1.02))
     axes[0][0].set_ylabel("probability of the flawed action")
-    axes[0][-1].legend(fontsize=7, loc="center right")
+    lines = {line.get_label(): line for axis in axes[0] for line in axis.get_lines()
+             if not line.get_label().startswith("_")}
+    figure.legend(lines.values(), lines, fontsize=8, loc="outside lower center", ncols=2 * len(colds))
     common.save(figure, path)
 
 
@@ -360,6 +365,12 @@ def grid(table, settings):
     return "\n".join(markdown(head, rows)) if rows else "not run"
 
 
+def fast_of(table):
+    """The fast grid: its picture and its table."""
+    rows = grid(table, [tuple(FAST.items())])
+    return rows if rows == "not run" else f"![q_N(R), fast](twins-fast.svg)\n\n{rows}"
+
+
 def with_half(value):
     """A mean with half its interval."""
     return f"{value['mean']:.2f}" + ("" if value["half"] is None else f" ± {value['half']:.2f}")
@@ -370,10 +381,10 @@ def page(table, found, mediated, command, seeds):
     rho = mediated["spearman"]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=f"{min(seeds)} to {max(seeds)}", main=grid(table, [()]),
-        fast=grid(table, [tuple(FAST.items())]),
+        fast=fast_of(table),
         mediation="not measurable" if rho is None else f"{rho:.2f}",
-        comparisons="\n".join(markdown(["final q_N(R)", "difference"],
-                                       [[name, signed(difference)] for name, difference in found.items()])),
+        comparisons="\n".join(markdown(["difference", "in final q_N(R)", "in area"], [
+            [name, signed(difference), signed(difference["area"])] for name, difference in found.items()])),
         runs=len(mediated["points"]), others=grid(table, [tuple(change.items()) for change in OTHERS]))
 
 
