@@ -73,9 +73,10 @@ class Lesson:
 
 
 def picture(path, place):
-    """An SVG file as an address that holds it whole. As an image it runs no script and loads nothing."""
+    """An SVG file as an address that holds it whole, but for its indents. As an image it runs no script and
+    loads nothing."""
     try:
-        content = path.read_bytes()
+        content = re.sub(rb"\n +", b"\n", path.read_bytes())
     except OSError as error:
         raise ValueError(f"{place}: its picture {path}: {error.strerror}") from None
     return "data:image/svg+xml;base64," + base64.b64encode(content).decode()

@@ -333,8 +333,10 @@ def panel(axis, metric, curves, healthy, sign=False):
     for label, of_run, colour in (("healthy", healthy, "tab:gray"), ("broken", curves, "tab:red")):
         values = [math.nan if value is None else max(value, lowest) for value in of_run[metric]]
         axis.plot(values, color=colour, linewidth=1.3, label=label)
+    axis.locator_params(nbins=4)
+    axis.locator_params("x", integer=True)
     if math.isfinite(lowest):
-        axis.set_yscale("log")
+        axis.set(yscale="log", ylim=(lowest, 10), yticks=(1e-6, 1e-4, 1e-2, 1))
     axis.set_title(CURVES[metric], fontsize=8.5, fontweight="bold" if sign else "normal")
     axis.tick_params(labelsize=7)
     for spine in axis.spines.values():

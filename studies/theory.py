@@ -207,7 +207,8 @@ def draw_penalty(found, axis):
     for c in C:
         axis.axhline(c, color="tab:blue", linewidth=0.8, linestyle=":")
         axis.text(1.0, c, f"c = {c}", va="bottom", ha="right", fontsize=8, color="tab:blue")
-    axis.set(title="penalty on a flawed action, r = 0.2", xlabel="its probability q", ylabel="|A|")
+    axis.set(title="penalty on a flawed action, r = 0.2", xlabel="its probability q", ylabel="|A|",
+             ylim=(0, 0.067))
 
 
 def draw_lemma(found, axis):
@@ -278,7 +279,9 @@ def figures_of(found, pictures):
         danger += [end > 0.5 for q, end in row["ends"].items() if float(q) > 0.5]
     tipping = ", ".join(f"{row['fixed'][1]:.2f} at c = {row['c']}" for row in settled)
     floors = ", ".join(f"{row['fixed'][0]:.2f}" for row in settled)
-    peaks = ", ".join(f"{row['peak'][0]:.2f} at {row['coupling']}" for row in found["coupled"] if row["peak"])
+    coupled = [row for row in found["coupled"] if row["peak"]]
+    shared = ", ".join(str(row["coupling"]) for row in coupled)
+    peaks = ", ".join(f"{row['peak'][0]:.2f}" for row in coupled)
     turns = [row["exact"] for row in found["turning"]]
     last = found["turning"][-1]
     told = (
@@ -302,7 +305,7 @@ def figures_of(found, pictures):
          "the penalty grows with q; above 1/2 it is in danger and runs away.",
          f"Below 1/2 it settles, at a floor that is never 0 ({floors}); but it runs away only above a "
          f"tipping point that is higher than 1/2 ({tipping}), and everywhere once c > r / 4. Beside a good "
-         f"action, a flawed one peaks at {peaks} of shared advantage, and then falls.",
+         f"action whose advantage it shares by {shared} it peaks at {peaks}, and then falls.",
          "no" if not all(safe) else "yes" if all(danger) else "partly"),
         ("Theorem A.1", "turning", "A flawed action that similar good samples push up begins to fall once "
          "these are likely enough; how far their logit must grow can be bounded.",
