@@ -332,7 +332,7 @@ def panel(axis, metric, curves, healthy, sign=False):
     lowest = 1e-7 if "gap" in metric else -math.inf                   # its axis is logarithmic
     for label, of_run, colour in (("healthy", healthy, "tab:gray"), ("broken", curves, "tab:red")):
         values = [math.nan if value is None else max(value, lowest) for value in of_run[metric]]
-        axis.plot(values, color=colour, linewidth=1.3, label=label)
+        axis.plot(values, ".-", color=colour, linewidth=1.3, markersize=3, label=label)
     axis.locator_params(nbins=4)
     axis.locator_params("x", integer=True)
     if math.isfinite(lowest):
@@ -399,7 +399,7 @@ def main(argv=None):
     command = ["python", "-m", "studies.faults", *changed]
     common.publish(options.out, "faults", command, [options.seed], {
         "faults": taught, "rules": fired(results), "settings": wanted[HEALTHY],
-        "curves": {name: result["curves"] for name, result in results.items()}}, [],
+        "curves": {name: result["curves"] for name, result in results.items() if not result["error"]}}, [],
         page(results, taught, shlex.join(command)))
     print(page(results, taught, shlex.join(command)))
     return 0
