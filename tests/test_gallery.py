@@ -93,7 +93,7 @@ def test_faults_teach_to_read_the_curves_and_are_not_missed(tmp_path):
     assert "python -m studies.faults" in " ".join(built(tmp_path).words)
     write(tmp_path, "faults", faults=[fault(), fault(title="rate", told=False, error="differ by 0.3 nats")])
     words = " ".join(built(tmp_path).words)
-    assert all(text in words for text in ("stop untrained", "fewer tokens", "told by its rule", "0.7 (1.0)",
+    assert all(text in words for text in ("Stop untrained", "fewer tokens", "told by its rule", "0.7 (1.0)",
                                           "not told by its rule", "differ by 0.3 nats"))
 
 
