@@ -206,14 +206,14 @@ FAULTS = {
         "learning rate too high", too_fast, None,
         lambda curves, healthy: early(curves, "policy/clip_frac") > 3 * early(healthy, "policy/clip_frac")
         and late(curves, "rollout/success") < late(healthy, "rollout/success") / 2
-        and max(curves["policy/logprob_gap_max_nats"]) < gcd.LOGPROB_GAP_LIMIT,
-        "thrice as many tokens are clipped and success falls to half, while logprobs are right",
+        and early(curves, "policy/logprob_gap_max_nats") < gcd.LOGPROB_GAP_LIMIT,
+        "thrice as many tokens are clipped and success falls below half, while logprobs are right",
         ("policy/clip_frac", "policy/entropy_nats", "rollout/success")),
     "leak": Fault(
         "judge knows the outcome", judge_knows_the_outcome, None,
-        lambda curves, healthy: late(curves, "judge/auc") - late(curves, "judge/auc_oracle")
-        > late(healthy, "judge/auc") - late(healthy, "judge/auc_oracle") + 0.1,
-        "the judge is far better by its labels than by the oracle, which knows no outcome",
+        lambda curves, healthy: late(curves, "judge/auc") > late(healthy, "judge/auc") + 0.1
+        and late(curves, "rollout/success") > late(healthy, "rollout/success") / 2,
+        "the judge soon tells its labels nearly without a mistake, while play goes on as in the healthy run",
         ("judge/auc", "judge/auc_oracle", "rollout/success"))}
 
 
@@ -356,10 +356,15 @@ def page(results, taught, command):
         [title, *(number(late(results[name]["curves"], metric)) for name in says)]
         for metric, title in CURVES.items()])
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, told=told, rules="\n".join(rules), ends="\n".join(ends),
+        command=command, told=told, gap=number(ahead(results["leak"]) - ahead(results[HEALTHY])), rules="\n".join(rules), ends="\n".join(ends),
         right=sum(row["told"] for row in taught), of=len(taught),
         alone=sum(says[name] == [name] for name in FAULTS),
         healthy="no rule says yes" if not says[HEALTHY] else f"rules say yes: {', '.join(says[HEALTHY])}")
+
+
+def ahead(result):
+    """By how much the judge is better by its labels than by the oracle, at the end."""
+    return late(result["curves"], "judge/auc") - late(result["curves"], "judge/auc_oracle")
 
 
 def number(value):
@@ -386,10 +391,9 @@ def main(argv=None):
     except ValueError as error:
         parser.error(str(error))
     wanted, path = cells_of(options), options.out / "faults.jsonl"
-    found, settings = common.finished(path), wanted[HEALTHY]
+    settings = wanted[HEALTHY]
     cold = cold_folder(options.runs, settings)
-    if not (cold / files.STAGES).exists() and any(
-            name not in found or found[name]["settings"] != settings for name, settings in wanted.items()):
+    if common.missing(path, wanted) and not (cold / files.STAGES).exists():
         if error := train(cold, [*settings["cold"], "--iterations", 0], options.seed):
             parser.error(error)
     results = common.cells(path, wanted, functools.partial(run, options.runs), options.jobs)

@@ -144,9 +144,11 @@ def curves_of(seed, **changes):
 @pytest.mark.parametrize("name, changes", [
     ("stop", {"trained_share": 0.7}), ("environment", {"trained_share": 1.7}),
     ("temperature", {"policy/logprob_gap_max_nats": 0.3}), ("noise", {"rollout/zero_variance_frac": 0.0}),
-    ("rate", {"policy/clip_frac": 0.2, "rollout/success": 0.1}), ("leak", {"judge/auc": 0.95})])
+    ("rate", {"policy/clip_frac": 0.2, "rollout/success": 0.1}), ("leak", {"judge/auc": 0.95, "rollout/success": 0.5})])
 def test_a_rule_says_yes_of_its_fault_alone(name, changes):
     healthy, broken = curves_of(0), curves_of(1, **changes)
+    for metric in ("policy/logprob_gap_max_nats", "policy/clip_frac"):
+        broken[metric][1] = None                       # an iteration in which nothing could be learned
     assert [key for key, fault in faults.FAULTS.items() if fault.told(broken, healthy)] == [name]
     assert not any(fault.told(healthy, healthy) for fault in faults.FAULTS.values())
     nothing = {metric: [None] * 12 for metric in faults.CURVES} | {"rollout/zero_variance_frac": [0.5] * 12}
