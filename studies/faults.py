@@ -356,7 +356,8 @@ def page(results, taught, command):
         [title, *(number(late(results[name]["curves"], metric)) for name in says)]
         for metric, title in CURVES.items()])
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, told=told, gap=number(ahead(results["leak"]) - ahead(results[HEALTHY])), rules="\n".join(rules), ends="\n".join(ends),
+        command=command, told=told,
+        gap=number(ahead(results["leak"]) - ahead(results[HEALTHY])), rules="\n".join(rules), ends="\n".join(ends),
         right=sum(row["told"] for row in taught), of=len(taught),
         alone=sum(says[name] == [name] for name in FAULTS),
         healthy="no rule says yes" if not says[HEALTHY] else f"rules say yes: {', '.join(says[HEALTHY])}")

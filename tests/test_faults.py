@@ -144,7 +144,8 @@ def curves_of(seed, **changes):
 @pytest.mark.parametrize("name, changes", [
     ("stop", {"trained_share": 0.7}), ("environment", {"trained_share": 1.7}),
     ("temperature", {"policy/logprob_gap_max_nats": 0.3}), ("noise", {"rollout/zero_variance_frac": 0.0}),
-    ("rate", {"policy/clip_frac": 0.2, "rollout/success": 0.1}), ("leak", {"judge/auc": 0.95, "rollout/success": 0.5})])
+    ("rate", {"policy/clip_frac": 0.2, "rollout/success": 0.1}),
+    ("leak", {"judge/auc": 0.95, "rollout/success": 0.5})])
 def test_a_rule_says_yes_of_its_fault_alone(name, changes):
     healthy, broken = curves_of(0), curves_of(1, **changes)
     for metric in ("policy/logprob_gap_max_nats", "policy/clip_frac"):
