@@ -1,6 +1,7 @@
 """The command: a run folder -> report.html and summary.json in it, and the table in the terminal.
 
     python -m report runs/main --open
+    python -m report --gallery              # results/studies -> gallery.html in it, the paper's figures
 """
 
 import argparse
@@ -8,7 +9,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from report import page, read, tables
+from report import gallery, page, read, tables
 from run import files
 
 
@@ -33,23 +34,33 @@ def show(path):
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m report", allow_abbrev=False,
                                      description="A run folder -> report.html, summary.json and a table.")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/main"),
-                        help="what holds one folder per method (default: runs/main)")
+    parser.add_argument("folder", type=Path, nargs="?",
+                        help="what holds one folder per method (default: runs/main), or with --gallery the "
+                        "studies' results (default: results/studies)")
+    parser.add_argument("--gallery", action="store_true",
+                        help="the studies' figures beside the paper's claims, as gallery.html")
     parser.add_argument("--open", action="store_true", help="show the page in the browser")
     arguments = parser.parse_args(argv)
-    folder = arguments.folder
+    folder = arguments.folder or (gallery.STUDIES if arguments.gallery else Path("runs/main"))
+    written = folder / ("gallery.html" if arguments.gallery else "report.html")
     try:
-        summary, caption = write(folder)
+        if arguments.gallery:
+            files.write_text(written, gallery.gallery(folder))
+        else:
+            summary, caption = write(folder)
     except ValueError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"report: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    print("\n".join([tables.table(summary), *caption]))
-    print(f"wrote {folder / 'report.html'} and {folder / 'summary.json'}")
+    if arguments.gallery:
+        print(f"wrote {written}")
+    else:
+        print("\n".join([tables.table(summary), *caption]))
+        print(f"wrote {written} and {folder / 'summary.json'}")
     if arguments.open:
-        show(folder / "report.html")
+        show(written)
     return 0
 
 

@@ -5,7 +5,7 @@ another way to the same number: sampling, a step of the softmax, integration in 
 for Theorems 3.2 and A.1 could not be read; what stands here was derived anew from its words. Left out:
 coupling by gradients, which no formula but a model has (studies/twins.py).
 
-    python -m studies.theory              # results/studies/theory.json, .svg and .md; a minute on one core
+    python -m studies.theory         # results/studies/theory.json, .md and pictures; a minute on one core
 """
 
 import argparse
@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from run import files
+from studies import common
 
-ROOT = Path(__file__).resolve().parent.parent
-OUT, PAGE = ROOT / "results" / "studies", ROOT / "studies" / "theory.page.md"
+PAGE = common.ROOT / "studies" / "theory.page.md"
 C = (0.02, 0.04, 0.06)                        # pushes from similar samples, at r = .2, as in section 3.3
+STARTS = (0.05, 0.4, 0.6, 0.95)               # probabilities from which these push
 COUPLINGS = (0.1, 0.3, 0.5, 0.7, 0.9)
 GOOD, FLAWED = (0.3, 0.5), (0.2, 0.1)         # (probability at first, what it takes off or adds to failure)
 
@@ -172,7 +172,7 @@ def measure(n, seed):
             lemma.append({"q": q, "r": r, "p": p, "group": group, "formula": flawed_advantage(q, r, group),
                           "lemma": flawed_advantage(q, r), "sampled": mean, "standard error": error})
     regimes = [{"c": c, "fixed": fixed_points(c, 0.2),
-                "ends": {str(q): pushed(q, c, 0.2)[-1] for q in (0.05, 0.4, 0.6, 0.95)}} for c in C]
+                "ends": {str(q): pushed(q, c, 0.2)[-1] for q in STARTS}} for c in C]
     coupled = [{"coupling": c, "peak": peak(together(c))} for c in COUPLINGS]
     turning = [{"z2": z2, "exact": turning_point(z2, 0.5, 0.5, 0.1),
                 "limit": large_turning_point(z2, 0.5, 0.5, 0.1)} for z2 in (0.5, 1.0, 2.0, 4.0, 8.0)]
@@ -180,43 +180,140 @@ def measure(n, seed):
             "coupled": coupled, "turning": turning}
 
 
-def draw(found, path):
-    """One figure of four: Figure 4, the regimes, the co-evolution, the turning point."""
-    import matplotlib
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "theory"                     # equal numbers, equal file
-    from matplotlib import pyplot
-    figure, ((penalty, pushes), (pair, turn)) = pyplot.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
+def draw(found, out):
+    """theory.svg, all panels, and a picture for each claim: {name: the file's name}."""
+    plotted, pictures = common.pyplot("theory"), {}
+    for name, panels in PICTURES.items():
+        rows = 2 if len(panels) > 2 else 1
+        figure, axes = plotted.subplots(rows, len(panels) // rows, squeeze=False, layout="constrained",
+                                        figsize=(4.5 * len(panels) // rows, 3.2 * rows))
+        for panel, axis in zip(panels, axes.flat):
+            panel(found, axis)
+            if axis.get_legend_handles_labels()[1]:
+                axis.legend(fontsize=8)
+        pictures[name] = f"theory.{name}.svg" if name else "theory.svg"
+        common.save(figure, out / pictures[name])
+    return pictures
+
+
+def draw_penalty(found, axis):
+    """Figure 4, with what was sampled."""
     q = np.linspace(0, 1, 201)
-    penalty.plot(q, 0.2 * q * (1 - q), color="black")
+    axis.plot(q, 0.2 * q * (1 - q), color="black", label="r q (1 - q)")
     points = [row for row in found["lemma"] if row["group"] == 64 and row["r"] == 0.2]
-    penalty.errorbar([row["q"] for row in points], [-row["sampled"] for row in points],
-                     [3 * row["standard error"] for row in points], fmt="o", color="tab:red",
-                     label="sampled, G = 64")
+    axis.errorbar([row["q"] for row in points], [-row["sampled"] for row in points],
+                  [3 * row["standard error"] for row in points], fmt="o", color="tab:red",
+                  label="sampled, G = 64")
     for c in C:
-        penalty.axhline(c, color="tab:blue", linewidth=0.8, linestyle=":")
-        penalty.text(1.0, c, f"c = {c}", va="bottom", ha="right", fontsize=8, color="tab:blue")
-    penalty.set(title="penalty on a flawed action, r q (1 - q), r = 0.2", xlabel="its probability q",
-                ylabel="|A|")
-    penalty.legend(fontsize=8)
+        axis.axhline(c, color="tab:blue", linewidth=0.8, linestyle=":")
+        axis.text(1.0, c, f"c = {c}", va="bottom", ha="right", fontsize=8, color="tab:blue")
+    axis.set(title="penalty on a flawed action, r = 0.2", xlabel="its probability q", ylabel="|A|",
+             ylim=(0, 0.067))
+
+
+def draw_lemma(found, axis):
+    """Lemma 3.1: sampled against formula, each case."""
+    for group, mark in ((8, "o"), (64, "s")):
+        rows = [row for row in found["lemma"] if row["group"] == group]
+        axis.errorbar([row["formula"] for row in rows], [row["sampled"] for row in rows],
+                      [3 * row["standard error"] for row in rows], fmt=mark, markersize=4,
+                      label=f"groups of {group}, 3 standard errors")
+    ends = [row["formula"] for row in found["lemma"]]
+    axis.plot([min(ends), max(ends)], [min(ends), max(ends)], color="grey", linewidth=0.8, label="equal")
+    axis.set(title="expected advantage of a flawed action", xlabel="-q r (1 - q) (1 - 1 / G)",
+             ylabel="sampled")
+
+
+def draw_squeezing(found, axis):
+    """Theorem 3.2: how often a step lifts what."""
+    names = ("flawed rises", "gap rises", "log-odds rise")
+    labels = ("probability", "distance to\nthe good one's", "log-odds to\nthe good one")
+    bars = axis.barh(labels[::-1], [found["three"][name] for name in names[::-1]], color="tab:orange")
+    axis.bar_label(bars, [f" {found['three'][name]:.1%}" for name in names[::-1]], fontsize=8)
+    axis.set(title="what a step lifts, of a flawed action", xlabel="share of random cases", xlim=(0, 0.4))
+
+
+def draw_pushes(found, axis):
+    """Section 3.3: floor, tipping point, runaway."""
     for c, colour in zip(C, ("tab:green", "tab:orange", "tab:red")):
-        for start in (0.05, 0.4, 0.6, 0.95):
-            pushes.plot(pushed(start, c, 0.2)[:1500], color=colour, linewidth=1,
-                        label=f"c = {c}" if start == 0.05 else None)
-    pushes.set(title="pushed by c: floor, tipping point, runaway", xlabel="steps", ylabel="q", ylim=(0, 1))
-    pushes.legend(fontsize=8)
+        for start in STARTS:
+            axis.plot(pushed(start, c, 0.2)[:1500], color=colour, linewidth=1,
+                      label=f"c = {c}" if start == STARTS[0] else None)
+    axis.set(title="pushed by c: floor, tipping point, runaway", xlabel="steps", ylabel="q", ylim=(0, 1))
+
+
+def draw_pair(found, axis):
+    """Section 3.3: a good action and a coupled flawed one."""
     for c in COUPLINGS:
-        pair.plot(together(c)[1][::20], linewidth=1, label=f"coupling {c}")
-    pair.set(title="a flawed action beside a good one", xlabel="steps / 20", ylabel="flawed q", ylim=(0, 1))
-    pair.legend(fontsize=8)
+        axis.plot(together(c)[1][::20], linewidth=1, label=f"coupling {c}")
+    axis.set(title="a flawed action beside a good one", xlabel="steps / 20", ylabel="flawed q", ylim=(0, 1))
+
+
+def draw_turning(found, axis):
+    """Theorem A.1."""
     z2 = [row["z2"] for row in found["turning"]]
-    turn.plot(z2, [row["exact"] for row in found["turning"]], "o-", label="exact")
-    turn.plot(z2, [row["limit"] for row in found["turning"]], "--", label="z2 + ln(c |r1| / r2)")
-    turn.set(title="good logit at which the flawed begins to fall", xlabel="flawed logit z2",
+    axis.plot(z2, [row["exact"] for row in found["turning"]], "o-", label="exact")
+    axis.plot(z2, [row["limit"] for row in found["turning"]], "--", label="z2 + ln(c |r1| / r2)")
+    axis.set(title="good logit at which the flawed begins to fall", xlabel="flawed logit z2",
              ylabel="good logit z1")
-    turn.legend(fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+
+
+PICTURES = {"": (draw_penalty, draw_pushes, draw_pair, draw_turning), "lemma": (draw_lemma,),
+            "squeezing": (draw_squeezing,), "figure4": (draw_penalty,), "regimes": (draw_pushes, draw_pair),
+            "turning": (draw_turning,)}
+
+
+# What it says of the paper
+
+def figures_of(found, pictures):
+    """The gallery's entries, see common.publish."""
+    lemma, three = found["lemma"], found["three"]
+    off = max(abs(row["sampled"] - row["formula"]) / row["standard error"] for row in lemma)
+    negative = all(row["sampled"] < -4 * row["standard error"] for row in lemma if row["r"] > 0)
+    half = next(row for row in lemma if (row["q"], row["r"], row["group"]) == (0.5, 0.2, 64))
+    largest = all(row["sampled"] >= half["sampled"] for row in lemma if (row["r"], row["group"]) == (0.2, 64))
+    settled = [row for row in found["regimes"] if row["fixed"]]          # at c > r / 4 all runs away
+    safe, danger = [], []
+    for row in settled:
+        safe += [end < 0.5 for q, end in row["ends"].items() if float(q) < 0.5]
+        danger += [end > 0.5 for q, end in row["ends"].items() if float(q) > 0.5]
+    tipping = ", ".join(f"{row['fixed'][1]:.2f} at c = {row['c']}" for row in settled)
+    floors = ", ".join(f"{row['fixed'][0]:.2f}" for row in settled)
+    coupled = [row for row in found["coupled"] if row["peak"]]
+    shared = ", ".join(str(row["coupling"]) for row in coupled)
+    peaks = ", ".join(f"{row['peak'][0]:.2f}" for row in coupled)
+    turns = [row["exact"] for row in found["turning"]]
+    last = found["turning"][-1]
+    told = (
+        ("Lemma 3.1", "lemma", "Outcome reward gives a flawed action a negative expected advantage, "
+         "-q r (1 - q), however likely it is.",
+         f"Sampled groups agree within {off:.1f} standard errors with the lemma times 1 - 1/G: a group's own "
+         "mean takes off an eighth in groups of 8. The sign is the lemma's in every case.",
+         "yes" if off < 4 and negative else "no"),
+        ("Theorem 3.2", "squeezing", "Squeezing by the softmax can lift a flawed action's probability for a "
+         "while, but never over the good action's: its log-odds to it do not rise.",
+         f"Of {three['cases']:,} random cases it rises in {three['flawed rises']:.1%}, its log-odds to the "
+         f"good action in {three['log-odds rise']:.1%}. The plain distance of the two does in "
+         f"{three['gap rises']:.1%}.",
+         "yes" if three["flawed rises"] > 0 == three["log-odds rise"] else "no"),
+        ("Figure 4", "figure4", "The penalty on a flawed action, |A| = r q (1 - q), is largest, r / 4, at "
+         "q = 1/2, and vanishes at both ends.",
+         f"At q = 1/2 and r = 0.2 sampled groups of 64 give {-half['sampled']:.4f}; r / 4 less what the "
+         f"group's own mean takes off is {-half['formula']:.4f}.",
+         "yes" if largest and off < 4 else "no"),
+        ("Section 3.3", "regimes", "Pushed by similar samples, a flawed action with q < 1/2 is safe, since "
+         "the penalty grows with q; above 1/2 it is in danger and runs away.",
+         f"Below 1/2 it settles, at a floor that is never 0 ({floors}); but it runs away only above a "
+         f"tipping point that is higher than 1/2 ({tipping}), and everywhere once c > r / 4. Beside a good "
+         f"action whose advantage it shares by {shared} it peaks at {peaks}, and then falls.",
+         "no" if not all(safe) else "yes" if all(danger) else "partly"),
+        ("Theorem A.1", "turning", "A flawed action that similar good samples push up begins to fall once "
+         "these are likely enough; how far their logit must grow can be bounded.",
+         f"It does, at a finite logit for each of {len(turns)} flawed logits; for large ones the good logit "
+         f"is then ln(c |r1| / r2) = {last['limit'] - last['z2']:.2f} above. The paper's own constant could "
+         "not be read.", "yes" if None not in turns else "no"))
+    return [{"paper": paper, "claim": claim, "found": said, "agrees": agrees, "picture": pictures[name]}
+            for paper, name, claim, said, agrees in told]
 
 
 def page(found, command, seed):
@@ -242,17 +339,15 @@ def main(argv=None):
                                      allow_abbrev=False)
     parser.add_argument("--n", type=int, default=200_000, help="groups sampled, and random cases")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default=str(OUT), help="folder of theory.json, theory.svg and theory.md")
+    parser.add_argument("--out", default=str(common.OUT), help="folder of theory.json, .md and pictures")
     options = parser.parse_args(argv)
     if not 100 <= options.n <= 10**7:
         parser.error(f"--n={options.n}: expected 100 to 10000000")
     found, out = measure(options.n, options.seed), Path(options.out)
     command = f"python -m studies.theory --n {options.n} --seed {options.seed}"
-    files.write_json(out / "theory.json", {
-        "study": "theory", "command": command, "commit": files.commit(), "seeds": [options.seed],
-        "versions": {"python": sys.version.split()[0], "numpy": np.__version__}} | found)
-    draw(found, out / "theory.svg")
-    files.write_text(out / "theory.md", page(found, command, options.seed))
+    figures = figures_of(found, draw(found, out))
+    common.publish(out, "theory", command.split(), [options.seed], found | {"numpy": np.__version__}, figures,
+                   page(found, command, options.seed))
     print(page(found, command, options.seed))
     return 0
 
