@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STUDIES = ROOT / "results" / "studies"
 TONES = {"yes": "yes", "partly": "partly", "no": "no", "not measurable": "open"}      # of what "agrees" says
 MISSING = "not measured here"
+WIDE = 2.2                        # times its height: beside a text such a picture is too small to read
 READING = "faults"                # the study whose runs teach to read the curves
 # What the paper (arXiv:2509.23870) has, in its order, and what is said where no study has an entry
 PAPER = {
@@ -50,6 +51,7 @@ class Entry:
     found: str           # here
     agrees: str          # of TONES, or MISSING
     picture: str         # a data: address; empty: none
+    wide: bool           # the picture needs the page's whole width
     study: str           # which file says so
     command: str         # that makes it anew
 
@@ -80,6 +82,13 @@ def picture(path, place):
     except OSError as error:
         raise ValueError(f"{place}: its picture {path}: {error.strerror}") from None
     return "data:image/svg+xml;base64," + base64.b64encode(content).decode()
+
+
+def is_wide(path):
+    """Whether an SVG file says, by its viewBox, that it is much wider than high."""
+    content = path.read_text(encoding="utf-8", errors="replace")
+    box = re.search(r'viewBox="[-\d.]+ [-\d.]+ (\d+\.?\d*) (\d+\.?\d*)"', content)
+    return box is not None and float(box[1]) > WIDE * float(box[2])
 
 
 def studies(folder):
@@ -114,13 +123,14 @@ def entries(found):
                 raise ValueError(f"{place}, agrees: expected one of {', '.join(TONES)}, found {agrees!r:.60}")
             (command,) = words(study, ("command",), path)
             result.append(Entry(f"{path.stem}-{number}", paper, claim, said, agrees,
-                                picture(path.parent / file, place), path.stem, command))
+                                picture(path.parent / file, place), is_wide(path.parent / file),
+                                path.stem, command))
     covered = [name for name in PAPER if any(covers(entry.paper, name) for entry in result)]
     for name, reason in PAPER.items():
         if name not in covered:
             ours = picture(OURS[name], name) if name in OURS else ""
             anchor = name.lower().replace(" ", "-").replace(".", "-")
-            result.append(Entry(anchor, name, "", reason, MISSING, ours, "", ""))
+            result.append(Entry(anchor, name, "", reason, MISSING, ours, False, "", ""))
     order = {name: i for i, name in enumerate(PAPER)}
     return sorted(result, key=lambda entry: min((order[name] for name in PAPER if covers(entry.paper, name)),
                                                 default=len(order)))

@@ -65,6 +65,15 @@ def test_every_link_of_the_table_leads_to_its_figure(tmp_path):
         assert text.count(f'id="{entry.anchor}"') == text.count(f'href="#{entry.anchor}"') == 1
 
 
+def test_a_wide_picture_has_the_whole_page(tmp_path):
+    write(tmp_path, figures=[figure("Figure 1"), figure("Figure 2", picture="wide.svg")])
+    for name, box in (("one", "0 0 200 100"), ("wide", "0 0 920.5 230")):
+        (tmp_path / f"{name}.svg").write_text(SVG.replace("<svg ", f'<svg viewBox="{box}" '))
+    found = gallery.entries(gallery.studies(tmp_path))
+    assert [entry.wide for entry in found if entry.claim] == [False, True]
+    assert gallery.gallery(tmp_path).count('class="card figure whole"') == 1
+
+
 @pytest.mark.parametrize("paper, name, is_so", [
     ("Figure 1", "Figure 1", True), ("Figure 11", "Figure 1", False), ("Figure 10b", "Figure 1", False),
     ("Figure 4 and section 3.3", "Section 3.3", True), ("Table 3 / Figure 7", "Figure 7", True),
