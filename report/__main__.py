@@ -1,7 +1,7 @@
 """The command: a run folder -> report.html and summary.json in it, and the table in the terminal.
 
     python -m report runs/main --open
-    python -m report --gallery              # results/studies -> gallery.html in it, the paper's figures
+    python -m report --gallery              # results/studies -> gallery.html in it, the paper's claims
 """
 
 import argparse

@@ -33,6 +33,7 @@ PAPER = {
     "Figure 5": "It takes the same decisions asked again of models along a run.",
     "Figure 6": "A drawing of the method, not a measurement; this is ours.",
     "Figure 7": "It takes the rows of Table 3, which it draws.",
+    "Table 3": "It takes some eight core-hours: python -m studies.ablation says how.",
     "Figure 8": "It takes the influence between samples along runs of several methods.",
     "Figure 9": "It takes the influence of each token.",
     "Figure 10a": "What it shows could not be read in the sources that this project has.",

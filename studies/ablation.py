@@ -41,13 +41,15 @@ def says(difference):
 
 
 def entry(paper, claim, comparisons, result, split):
-    """One of the gallery's entries: it agrees where every difference has the claimed sign."""
+    """One of the gallery's entries: yes where every difference has the claimed sign beyond its interval, no
+    where one has the other; an interval with 0 in it decides nothing."""
     differences = [(f"{a} - {b}", sign, result["differences"].get(f"{a} - {b}", {}).get(split))
                    for a, b, sign in comparisons]
     said = [says(difference) for _, _, difference in differences]
     wanted = [sign for _, sign, _ in differences]
     agrees = ("not measurable" if None in said else "yes" if said == wanted
-              else "partly" if any(map(int.__eq__, said, wanted)) else "no")
+              else "no" if any(sign and sign != claimed for sign, claimed in zip(said, wanted))
+              else "partly" if any(said) else "not measurable")
     found = "; ".join(f"{name}: {percent(difference, len(result['seeds']), '+')}"
                       for name, _, difference in differences)
     return {"paper": paper, "claim": claim, "agrees": agrees, "picture": "ablation.svg",

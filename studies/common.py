@@ -35,29 +35,31 @@ def cells(path, wanted, work, jobs):
     """The result of every cell: those that the file at `path` lacks are run, `jobs` processes at once.
 
     wanted: {name: settings}, plain values; work(name, settings) gives a cell's result, a dict. A line whose
-    settings are others than those asked for does not count. Returns {name: result} in the order of `wanted`.
+    settings are others than those asked for does not count, and stays. Returns {name: result} in the order of
+    `wanted`.
     """
-    found, todo, path = finished(path), missing(path, wanted), Path(path)
+    todo, path = missing(path, wanted), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.keep(path, lambda record: record.get("cell") not in todo)
+    files.keep(path, lambda record: True)                    # a line that a kill cut short goes
     with tqdm(total=len(wanted), initial=len(wanted) - len(todo), desc=path.stem, unit="cell") as bar:
         for name, result in results_of(todo, work, jobs):
-            found[name] = {"cell": name, "settings": todo[name], "commit": files.commit(), "result": result}
-            files.append(path, found[name])
+            files.append(path, {"cell": name, "settings": todo[name], "commit": files.commit(),
+                                "result": result})
             bar.update()
-    return {name: found[name]["result"] for name in wanted}
+    return {name: record["result"] for name, record in finished(path, wanted).items()}
 
 
 def missing(path, wanted):
     """Those of the cells that the file at `path` has no result of."""
-    found = finished(path)
-    return {name: settings for name, settings in wanted.items()
-            if name not in found or found[name]["settings"] != settings}
+    found = finished(path, wanted)
+    return {name: settings for name, settings in wanted.items() if name not in found}
 
 
-def finished(path):
-    """The cells of a file, {name: record}, read as they were written."""
-    return {record["cell"]: record for record in files.read_lines(path)[0] if "cell" in record}
+def finished(path, wanted):
+    """The lines of a file that are of these cells with these settings, {name: record}, in that order."""
+    lines = [record for record in files.read_lines(path)[0] if "cell" in record]
+    found = {record["cell"]: record for record in lines if record["settings"] == wanted.get(record["cell"])}
+    return {name: found[name] for name in wanted if name in found}
 
 
 def results_of(todo, work, jobs):
@@ -134,14 +136,16 @@ def save(figure, path):
 
 
 def publish(out, name, command, seeds, found, figures, page):
-    """Write OUT/NAME.json and OUT/NAME.md.
+    """Write OUT/NAME.json and OUT/NAME.md. The commits of the cells are those in OUT/NAME.jsonl.
 
     figures: what the study has to say of the paper's figures and claims, a list of {"paper": which one,
     "claim": in our words, "found": here, "agrees": of AGREES, "picture": a file in OUT}; page: the text.
     """
     assert all(figure["agrees"] in AGREES for figure in figures), figures
+    lines = files.read_lines(Path(out) / f"{name}.jsonl")[0]
     files.write_json(Path(out) / f"{name}.json", {
         "study": name, "command": shlex.join(command), "commit": files.commit(), "seeds": list(seeds),
+        "commits of the cells": sorted({record["commit"] for record in lines if "commit" in record}),
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "machine": f"{platform.machine()}, {os.cpu_count()} cores"},
         "figures": figures} | found)

@@ -2,7 +2,8 @@
 
 All begin from one short cold start and play from one seed; the product has no flag for any of these faults.
 Each has a rule, in code, that tells it from the curves of its run and the healthy one's; the rule is put to
-all runs, so that one that always says yes is seen. Left out: faults that stop a run with an error anyway.
+all runs, so that one that always says yes is seen. Two of them gcd.py itself stops: for these its check is
+out of the way, and its message beside. Left out: faults of an engine or a world.
 
     python -m studies.faults --jobs 2     # results/studies/faults.json, .svg and .md; 15 minutes on two cores
 """

@@ -153,7 +153,7 @@ def entries(found, gains):
         return ", ".join(f"{before} to {after} ({title(arm)})" for arm, (before, after) in told)
 
     way, apart = first["ways"]["1.0"]["flawed"], first["models"][-1]["1.0"]["own"]["won or lost"]
-    raised = over_seeds([model["1.0"]["own"]["raised"] for model in first["models"]])
+    raised = first["models"][0]["1.0"]["own"]["raised"]
     lost = ", ".join(f"{kind} {with_half(apart[kind]['difference'])}" for kind in KINDS)
     gained = "; ".join(f"{title(arm)} {with_half(of_arm['1.0'])}, at temperature 0.4 "
                        f"{with_half(of_arm['0.4'])}" for arm, of_arm in gains.items())
@@ -169,8 +169,8 @@ def entries(found, gains):
         ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
          "assumes.",
          f"Shares of turns in lost episodes less those in won ones, {title(next(iter(short)))} at its "
-         f"end: {lost}. Within a task an early flaw goes with a chance to lose that is higher by r = "
-         f"{with_half(raised)}, mean of the models looked at.", flaws_lose(first)),
+         f"end: {lost}. Within a task an early flaw of the start model goes with a chance to lose that is "
+         f"higher by r = {with_half(raised)}.", flaws_lose(first)),
         ("5", "Good actions become consistent; some flawed ones rise with them, and fall only once the good "
          "ones are high.",
          f"Probability of good actions: {ends('1.0', 'confidence', 'good', 'mean')}; of flawed ones: "
@@ -178,7 +178,7 @@ def entries(found, gains):
          f"{ends('1.0', 'confidence', 'refused', 'mean')}. Of the flawed {shown(way['risen'])} rise by "
          f"{MOVED} or more on the way, and {shown(way['fallen'])} of these have fallen again.",
          some_rise(first)),
-        ("11", "More than the paper's 200 iterations bring nothing.",
+        ("11", "Twice the iterations bring nothing more (the paper: more than its 200).",
          f"Success with twice the iterations, less that with the usual ones: {gained or 'not measurable'}.",
          nothing_more(next(iter(gains.values()))["1.0"] if gains else None))]
     return [{"paper": f"Figure {number}", "claim": claim, "found": text, "agrees": agrees,

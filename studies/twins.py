@@ -9,7 +9,7 @@ studies/coupling.py looks at.
 
     python -m studies.twins               # five seeds of FIRST; ten minutes on two cores
     python -m studies.twins --all         # 20 seeds of everything; three core-hours
-    python -m studies.twins --all --jobs 0      # only the page, of the cells that there are
+    python -m studies.twins --jobs 0      # only the page; it is always of all cells that there are
 """
 
 import argparse
@@ -48,7 +48,7 @@ ARMS = {"GRPO": ("--no-gcd",),
 OWN_TRUNK = "+judge on its own trunk"
 MAIN = [(cold, arm) for cold in COLD for arm in ARMS]
 FIRST = [("plain", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"), ("judge", "GRPO"), ("judge", "+GCD")]
-# Committed before the runs; what was tuned, and on which seeds, is in studies/predictions.md
+# What was tuned, on which seeds, and why the main grid is at this learning rate: studies/predictions.md
 COMMON = {"p_tasks": 12, "flaw": 0.3, "likely": 0.25, "judge_weight": 1.0, "lr": 6e-4, "iterations": 240}
 COLD_START = ("--demonstrations", "2000")
 RL = ("--kl", "loss", "--kl-coef", "0.01")
@@ -241,16 +241,26 @@ def against(results, reference, number=final):
 
 def mediation(table):
     """A point a run at 12:4, slow and fast: how far the cosine fell and how far q_N fell from its peak; their
-    rank correlation, over all runs in which both are known. None below three runs, or where one never
-    varies."""
-    from scipy import stats
+    rank correlation over all runs in which both are known, and within each arm of a cold start. Runs with a
+    trunk of their own are left out: their policies are GRPO's, and would count twice. It is an association:
+    arms share seeds and cold starts. None below three runs, or where one never varies."""
     points = [{"cold": cold, "arm": arm, "seed": seed, "cosine_drop": cosine_drop(result),
                "removed": max(point["q_N"] for point in result["path"]) - final(result), "auc": result["auc"]}
-              for (cold, arm, changes), of_seed in table.items() if changes in ((), tuple(FAST.items()))
+              for (cold, arm, changes), of_seed in table.items()
+              if changes in ((), tuple(FAST.items())) and arm != OWN_TRUNK
               for seed, result in of_seed.items() if cosine_drop(result) is not None]
+    arms = dict.fromkeys((point["cold"], point["arm"]) for point in points)
+    within = {": ".join(pair): spearman([p for p in points if (p["cold"], p["arm"]) == pair])
+              for pair in arms}
+    return {"points": points, "spearman": spearman(points), "within": within}
+
+
+def spearman(points):
+    """The rank correlation of the two falls; None below three points, or where one never varies."""
+    from scipy import stats
     columns = [[point[key] for point in points] for key in ("cosine_drop", "removed")]
     varied = len(points) > 2 and all(len(set(column)) > 1 for column in columns)
-    return {"points": points, "spearman": float(stats.spearmanr(*columns).statistic) if varied else None}
+    return float(stats.spearmanr(*columns).statistic) if varied else None
 
 
 def findings(table):
@@ -278,15 +288,19 @@ def verdict(found, name):
 
 
 def agreement(found):
-    """Whether the paper's mechanism is seen, by rules set before the runs: {claim: agrees}."""
+    """Whether the paper's mechanism is seen, {claim: agrees}. Controls say "yes" where the cure's interval is
+    below each of theirs: they do clearly less than it does."""
     in_rl = verdict(found, "+GCD against GRPO, from coins")
     at_first = verdict(found, "GRPO from judge against GRPO from coins")
-    controls = [verdict(found, f"{arm} against GRPO, from coins")
-                for arm in ("+GCD, coins for labels", OWN_TRUNK)]
+    controls = [found.get(f"{arm} against GRPO, from coins") for arm in ("+GCD, coins for labels", OWN_TRUNK)]
     helps, known = [in_rl, at_first].count("less"), "not measurable" not in (in_rl, at_first)
-    return {"cure": ("no", "partly", "yes")[helps] if known else "not measurable",
-            "controls": "not measurable" if "not measurable" in controls
-            else "yes" if helps and "less" not in controls else "no"}
+    if not known or any(control is None or control["half"] is None for control in controls):
+        return {"cure": ("no", "partly", "yes")[helps] if known else "not measurable",
+                "controls": "not measurable"}
+    cures = [found["GRPO from judge against GRPO from coins"], found["+GCD against GRPO, from coins"]]
+    best = min(cures, key=lambda cure: cure["mean"])
+    apart = all(best["mean"] + best["half"] < control["mean"] - control["half"] for control in controls)
+    return {"cure": ("no", "partly", "yes")[helps], "controls": "yes" if helps and apart else "no"}
 
 
 def signed(difference):
@@ -367,6 +381,33 @@ def grid(table, settings):
     return "\n".join(markdown(head, rows)) if rows else "not run"
 
 
+def told(rho):
+    """A rank correlation as text."""
+    return "not measurable" if rho is None else f"{rho:.2f}"
+
+
+def outcomes(table):
+    """[what was predicted of the main grid, what came out] of studies/predictions.md, in its order."""
+    def count(*arm):
+        row = row_of(table[arm]) if arm in table else None
+        return f"{row['removed']} of {row['n']}" if row else "not run"
+
+    grpo, gcd, slow = ("GRPO", ()), ("+GCD", ()), ("+GCD", (("judge_weight", 0.1),))
+    removed = [
+        ("GRPO from plain removes it in at most 5 of 20", count("plain", *grpo)),
+        ("GRPO from coins in at most 5 of 20", count("coins", *grpo)),
+        ("GCD from coins in at most 4 of 20", count("coins", *gcd)),
+        ("GRPO from judge in at least 15 of 20", count("judge", *grpo)),
+        ("GCD from judge, lambda 1, in fewer", count("judge", *gcd)),
+        ("GCD from judge, lambda .1, as without", count("judge", *slow))]
+    for change, claim in (({"p_tasks": 4}, "4:12: removed"), ({"p_tasks": 8}, "8:8: in at least 3 of 5"),
+                          ({"flaw": 0.1}, "r = .1: in fewer"), ({"likely": 0.6}, "q0 = .6: in fewer"),
+                          ({"likely": 0.05}, "q0 = .05: as with .25")):
+        removed += [(f"GRPO from {cold}, {claim}", count(cold, "GRPO", tuple(change.items())))
+                    for cold in ("coins", "judge")]
+    return [[claim, found] for claim, found in removed]
+
+
 def fast_of(table):
     """The fast grid: its picture and its table."""
     rows = grid(table, [tuple(FAST.items())])
@@ -380,19 +421,21 @@ def with_half(value):
 
 def page(table, found, mediated, command, seeds):
     """The page's text, from its template beside this file."""
-    rho = mediated["spearman"]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=f"{min(seeds)} to {max(seeds)}", main=grid(table, [()]),
         fast=fast_of(table),
-        mediation="not measurable" if rho is None else f"{rho:.2f}",
+        mediation=told(mediated["spearman"]),
+        within="; ".join(f"{arm} {told(rho)}" for arm, rho in mediated["within"].items()),
+        outcomes="\n".join(markdown(["predicted", "came out"], outcomes(table))),
         comparisons="\n".join(markdown(["difference", "in final q_N(R)", "in area"], [
             [name, signed(difference), signed(difference["area"])] for name, difference in found.items()])),
-        runs=len(mediated["points"]), others=grid(table, [tuple(change.items()) for change in OTHERS]))
+        runs=len(mediated["points"]), there=sum(map(len, table.values())),
+        others=grid(table, [tuple(change.items()) for change in OTHERS]))
 
 
 def figures_of(table, found, mediated):
     """The gallery's entries."""
-    agrees, rho, row = agreement(found), mediated["spearman"], row_of(table[("plain", "GRPO", ())])
+    agrees, rho, row = agreement(found), told(mediated["spearman"]), row_of(table[("plain", "GRPO", ())])
     at_first, in_rl, coins, own = (signed(found.get(name)) for name in (
         "GRPO from judge against GRPO from coins", "+GCD against GRPO, from coins",
         "+GCD, coins for labels against GRPO, from coins", f"{OWN_TRUNK} against GRPO, from coins"))
@@ -412,23 +455,22 @@ def figures_of(table, found, mediated):
         {"paper": "Section 4 (why it works)", "picture": "twins-mediation.svg",
          "claim": "It works through shared features: not by the extra loss, nor by a judge that shares none.",
          "found": f"Minus GRPO: coins for labels {coins}; a trunk of its own {own}. Rank correlation of the "
-                  "cosine's fall with the flaw's: "
-                  f"{'not measurable' if rho is None else f'{rho:.2f}'}.",
+                  f"cosine's fall with the flaw's: {rho}.",
          "agrees": agrees["controls"]}]
 
 
-def results_of(wanted, options):
-    """{name: result} of the cells, those that lack are run after their cold starts (--jobs 0: left out)."""
+def results_of(everything, wanted, options):
+    """{name: result} of every cell that there is, after those wanted that lack are run, and before them their
+    cold starts (--jobs 0: none is run)."""
     path = options.out / "twins.jsonl"
-    missing = common.missing(path, wanted)
-    if not options.jobs:
-        wanted, missing = {name: wanted[name] for name in wanted if name not in missing}, {}
+    missing = common.missing(path, wanted) if options.jobs else {}
     colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
     lacking = {folder: settings for folder, settings in colds.items()
                if not (Path(folder) / files.STAGES).exists()}
     for _ in tqdm(common.results_of(lacking, cold_start, options.jobs or 1), "cold starts", len(lacking)):
         pass
-    return common.cells(path, wanted, partial(run, runs=options.runs), options.jobs or 1)
+    common.cells(path, missing, partial(run, runs=options.runs), options.jobs or 1)
+    return {name: record["result"] for name, record in common.finished(path, everything).items()}
 
 
 def main(argv=None):
@@ -449,20 +491,22 @@ def main(argv=None):
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, its points of "
                      "measurement")
+    everything = cells_of(True, range(max(seeds, len(SEEDS))), options.iterations)
     wanted = cells_of(options.all, range(seeds), options.iterations)
-    table = table_of(wanted, results_of(wanted, options))
+    table = table_of(everything, results_of(everything, wanted, options))
     if ("plain", "GRPO", ()) not in table:
         parser.error(f"--jobs=0: {options.out / 'twins.jsonl'} holds no cell of GRPO from a plain cold start")
     found, mediated = findings(table), mediation(table)
+    there = sorted({seed for of_seed in table.values() for seed in of_seed})
     draw_paths(table, options.out / "twins.svg")
     draw_paths(table, options.out / "twins-fast.svg", tuple(FAST.items()))
     draw_mediation(mediated, options.out / "twins-mediation.svg")
     command = ["python", "-m", "studies.twins", *(["--all"] if options.all else []), "--seeds", str(seeds),
                "--iterations", str(options.iterations)]
-    text = page(table, found, mediated, " ".join(command), range(seeds))
+    text = page(table, found, mediated, " ".join(command), there)
     rows = [{"cold": cold, "arm": arm, "changes": dict(changes)} | row_of(of_seed)
             for (cold, arm, changes), of_seed in table.items()]
-    common.publish(options.out, "twins", command, range(seeds),
+    common.publish(options.out, "twins", command, there,
                    {"rows": rows, "differences": found, "mediation": mediated},
                    figures_of(table, found, mediated), text)
     print(text)

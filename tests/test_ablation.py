@@ -32,7 +32,8 @@ def test_a_difference_speaks_beyond_its_interval_only(values, sign):
 
 @pytest.mark.parametrize("first, second, agrees", [
     ((0.05, 0.06, 0.07), (0.05, 0.06, 0.07), "yes"), ((0.05, 0.06, 0.07), (-0.1, 0.1, 0), "partly"),
-    ((-0.1, 0.1, 0), (-0.05, -0.06, -0.07), "no"), ((0.05, 0.06, 0.07), (), "not measurable")])
+    ((-0.1, 0.1, 0), (-0.05, -0.06, -0.07), "no"), ((-0.1, 0.1, 0), (-0.1, 0.1, 0), "not measurable"),
+    ((0.05, 0.06, 0.07), (), "not measurable")])
 def test_agreement_needs_every_sign(first, second, agrees):
     result = result_of({}, {"a - b": first, "c - b": second})
     found = ablation.entry("Figure 7", "both beat b", [("a", "b", 1), ("c", "b", 1)], result, "L1")

@@ -201,7 +201,7 @@ def test_verdicts():
 
 @pytest.mark.fast
 @pytest.mark.parametrize("cosine, ratio, agrees", [
-    (-0.3, 9.0, "yes"), (0.2, 9.0, "partly"), (0.2, 1.0, "no"), (-0.01, 9.0, "partly")])
+    (-0.3, 9.0, "yes"), (-0.3, 1.0, "yes"), (0.2, 9.0, "no"), (-0.01, 9.0, "no")])
 def test_a_conflict_is_a_cosine_below_0_beyond_its_error(cosine, ratio, agrees):
     def cell(cosine, ratio):
         return {"judge": [{"iteration": i, "cosine": cosine + 0.1 * (-1) ** i, "ratio": ratio}

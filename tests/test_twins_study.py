@@ -64,17 +64,19 @@ def test_a_difference_says_what_its_interval_does(ends, said):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("at_first, in_rl, coins, trunk, cure, controls", [
-    ("less", "less", "no difference shown", "more", "yes", "yes"),
-    ("less", "no difference shown", "less", "no difference shown", "partly", "no"),
-    ("more", "no difference shown", "more", "more", "no", "no"),
-    ("less", "less", "more", None, "yes", "not measurable"),
-    (None, "less", "more", "more", "not measurable", "yes")])
+    ((-0.7, 0.2), (-0.5, 0.2), (0.0, 0.1), (0.0, 0.0), "yes", "yes"),
+    ((-0.7, 0.2), (-0.1, 0.2), (-0.6, 0.1), (0.0, 0.0), "partly", "no"),        # coins do as well
+    ((0.7, 0.2), (-0.1, 0.2), (0.0, 0.1), (0.0, 0.1), "no", "no"),
+    ((-0.7, 0.2), (-0.5, 0.2), (0.0, 0.1), None, "yes", "not measurable"),
+    ((-0.7, None), (-0.5, 0.2), (0.0, 0.1), (0.0, 0.0), "not measurable", "not measurable")])
 def test_what_would_agree_with_the_paper_is_a_rule(at_first, in_rl, coins, trunk, cure, controls):
     verdicts = {"GRPO from judge against GRPO from coins": at_first,
                 "+GCD against GRPO, from coins": in_rl,
                 "+GCD, coins for labels against GRPO, from coins": coins,
                 f"{twins.OWN_TRUNK} against GRPO, from coins": trunk}
-    found = {name: {"verdict": verdict} for name, verdict in verdicts.items() if verdict}
+    found = {name: {"mean": pair[0], "half": pair[1], "verdict": "not measurable" if pair[1] is None else
+                    "less" if sum(pair) < 0 else "more" if pair[0] > pair[1] else "no difference shown"}
+             for name, pair in verdicts.items() if pair}
     assert twins.agreement(found) == {"cure": cure, "controls": controls}
 
 
@@ -86,8 +88,10 @@ def test_mediation_is_a_rank_correlation_over_the_main_grids_runs():
     table = {("coins", "GRPO", ()): {0: ending(0.9, 0.9), 1: ending(0.5, 0.5)},
              ("coins", "+GCD", ()): {0: ending(0.1, 0.1), 1: ending(0.1, None)},
              ("coins", "+GCD", (("flaw", 0.1),)): {0: ending(0.9, 0.0)}}
+    table["coins", twins.OWN_TRUNK, ()] = {0: ending(0.9, 0.0)}                # GRPO's policy once more
     found = twins.mediation(table)
     assert len(found["points"]) == 3 and found["spearman"] == pytest.approx(1)
+    assert found["within"] == {"coins: GRPO": None, "coins: +GCD": None}                  # of two and one run
     assert twins.mediation({})["spearman"] is None
 
 
@@ -115,7 +119,7 @@ def test_the_study_leaves_its_numbers_figures_and_page(whole):
 
 def test_every_arm_begins_where_its_cold_start_ended(whole):
     """And ends elsewhere than the others."""
-    cells = common.finished(whole / "out" / "twins.jsonl").values()
+    cells = common.finished(whole / "out" / "twins.jsonl", twins.cells_of(False, range(1), 12)).values()
     paths = [(cell["settings"]["cold"], cell["result"]["path"]) for cell in cells]
     assert len(paths) == 5 and len({path[-1]["q_N"] for _, path in paths}) == 5
     assert len({(cold, path[0]["q_N"]) for cold, path in paths}) == 3
@@ -153,9 +157,10 @@ def test_what_is_measured_is_the_models_own(whole, monkeypatch):
 def test_a_finished_cell_is_not_run_again_and_one_of_other_settings_is(whole, monkeypatch):
     monkeypatch.setattr(gcd, "main", lambda argv: pytest.fail("it ran"))
     flags = ["--out", str(whole / "out"), "--runs", str(whole / "runs")]
-    before = (whole / "out" / "twins.json").read_text()
+    before = json.loads((whole / "out" / "twins.json").read_text())
     assert twins.main([*SMALL, *flags]) == 0
-    assert (whole / "out" / "twins.json").read_text() == before
+    after = json.loads((whole / "out" / "twins.json").read_text())
+    assert after | {"command": ""} == before | {"command": ""}
     with pytest.raises(pytest.fail.Exception, match="it ran"):
         twins.main([*SMALL, *flags, "--iterations", "24"])
 
@@ -179,11 +184,26 @@ def test_a_trunk_of_its_own_leaves_the_policy_to_grpo(whole, tmp_path):
     assert lines[0]["judge/reward"] == unlike[0]["judge/reward"]                  # the same answers at first
 
 
+def test_a_model_that_never_says_a_verdict_is_left_to_grpo(whole, tmp_path):
+    """From a cold start without questions GCD changes no weight: all answers are unreadable, and equal."""
+    settings = twins.settings_of("plain", "GRPO", 0)
+    cold = twins.cold_folder(settings, whole / "runs") / files.CHECKPOINT
+    flags = [*twins.world(settings), *twins.RL, "--model", cold, "--demonstrations", 0, "--iterations", 3]
+    for arm in ("GRPO", "+GCD"):
+        twins.train([*flags, *twins.ARMS[arm]], tmp_path / arm)
+    lines = files.iterations_in(files.read_lines(tmp_path / "+GCD" / files.METRICS)[0])
+    assert all(line["judge/unreadable_frac"] == 1 for line in lines)
+    grpo, judged = (load_file(tmp_path / arm / files.CHECKPOINT / "model.safetensors")
+                    for arm in ("GRPO", "+GCD"))
+    assert all(torch.equal(grpo[name], judged[name]) for name in grpo)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     (["--iterations", "13"], "--iterations=13: expected a multiple of 12"),
-    (["--seeds", "0"], "--seeds=0: expected 1 to 90"), (["--jobs", "0"], "--jobs=0: expected 1 to 256")])
+    (["--seeds", "0"], "--seeds=0: expected 1 to 90"), (["--jobs", "-1"], "--jobs=-1: expected 0 to 256"),
+    (["--jobs", "0"], "twins.jsonl holds no cell of GRPO from a plain cold start")])
 def test_mistakes_are_named_before_anything_runs(flags, message, capsys, tmp_path):
     with pytest.raises(SystemExit):
         twins.main([*flags, "--out", str(tmp_path)])
-    assert message in capsys.readouterr().err and not any(tmp_path.iterdir())
+    assert message in capsys.readouterr().err and not any(path.stat().st_size for path in tmp_path.iterdir())
