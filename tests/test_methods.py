@@ -269,7 +269,7 @@ def train_scripted(monkeypatch, qwen_folder, qwen_tokenizer, short_games, engine
     script = Script(qwen_tokenizer, commands)
     generate, next_stream = engine.generate, rollout.Conversation.next_stream
 
-    def scripted(model, slots, prompts, streams, stops, sampling, share=False):
+    def scripted(model, slots, prompts, streams, stops, sampling, share=False, restrictions=None):
         chosen = [script.line(prompt, number) for prompt, number in zip(prompts, streams)]
         place = iter(range(1000))
 
