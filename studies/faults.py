@@ -26,7 +26,7 @@ import gcd
 import judge
 import update
 from algorithms import rewards
-from bench.intervals import markdown
+from bench.intervals import markdown, mean_known
 from lm import engine
 from run import files
 from studies import common
@@ -155,18 +155,18 @@ def rescored():
 
 def early(curves, name):
     """A metric's mean over the first LATE iterations; nan where none of them has it."""
-    return mean_known(curves[name][:LATE])
+    return mean_or_nan(curves[name][:LATE])
 
 
 def late(curves, name):
     """Its mean over the last LATE iterations."""
-    return mean_known(curves[name][-LATE:])
+    return mean_or_nan(curves[name][-LATE:])
 
 
-def mean_known(values):
+def mean_or_nan(values):
     """The mean of what was measured; nan where nothing was, which no rule takes for a sign."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else math.nan
+    mean = mean_known(values)
+    return math.nan if mean is None else mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ FAULTS = {
     "noise": Fault(
         "noise of equal groups amplified", equal_groups_amplified, None,
         lambda curves, healthy: max(curves["rollout/zero_variance_frac"]) == 0.0
-        < mean_known(healthy["rollout/zero_variance_frac"]),
+        < mean_or_nan(healthy["rollout/zero_variance_frac"]),
         "no group is ever equal, although rewards are won or lost",
         ("rollout/zero_variance_frac", "policy/grad_norm", "rollout/success")),
     "rate": Fault(

@@ -387,7 +387,7 @@ def told(rho):
 
 
 def outcomes(table):
-    """[what was predicted of the main grid, what came out] of studies/predictions.md, in its order."""
+    """(what was predicted of the main grid, what came out) of studies/predictions.md, in its order."""
     def count(*arm):
         row = row_of(table[arm]) if arm in table else None
         return f"{row['removed']} of {row['n']}" if row else "not run"
@@ -405,7 +405,7 @@ def outcomes(table):
                           ({"likely": 0.05}, "q0 = .05: as with .25")):
         removed += [(f"GRPO from {cold}, {claim}", count(cold, "GRPO", tuple(change.items())))
                     for cold in ("coins", "judge")]
-    return [[claim, found] for claim, found in removed]
+    return removed
 
 
 def fast_of(table):
