@@ -55,6 +55,7 @@ class Config:
     model: str = opt("", "Hugging Face Qwen2 folder to begin from; empty: a new small one", section="model")
     hidden_size: int = opt(64, "width of the fresh small model", low=16, high=4096)
     layers: int = opt(3, "layers of the fresh small model", low=1, high=64)
+    positions: str = opt("rotary", "how the fresh small model tells positions", ("rotary", "none"))
     context: int = opt(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
     prompt: str = opt("auto", "style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)

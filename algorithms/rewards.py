@@ -22,8 +22,7 @@ class Settings:
     invalid: str = opt("admissible", "invalid is a turn whose command is not admissible, or (verl-agent's "
                        "code) without a command", ("admissible", "format"))
     invalid_penalty: float = opt(0.1, "taken off for invalid turns", low=0)
-    invalid_unit: str = opt("share", "times the share of invalid turns, or for each such turn; --variant "
-                            "code takes it off that turn alone", ("share", "turn"))
+    invalid_unit: str = opt("share")       # of invalid turns; or for each "turn" (--variant code: off it)
 
 
 def episode_reward(won_E, invalid_E, turns_E, settings):

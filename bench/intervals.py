@@ -45,6 +45,12 @@ def percent(result, seeds, sign=""):
     return f"{100 * result['mean']:{sign}.1f}{half}{count}"
 
 
+def with_half(result, form=".2f"):
+    """A mean, and half its interval where there is one, as text; the form's sign is the mean's alone."""
+    half = "" if result["half"] is None else f" ± {result['half']:{form.lstrip('+')}}"
+    return f"{result['mean']:{form}}{half}"
+
+
 def number(value, form=".1f"):
     """A number as text; None is a dash."""
     return "–" if value is None else f"{value:{form}}"

@@ -48,6 +48,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     value_head: bool = False    # ours: a second head with one output; transformers ignores it and its tensors
+    rope: bool = True           # False, ours: no position encoding; written as a rope_type nobody else knows
 
     @classmethod
     def load(cls, folder):
@@ -71,12 +72,13 @@ class ModelConfig:
             "use_sliding_window": not raw.get("use_sliding_window"),
             "layer_types": all(kind == "full_attention" for kind in raw.get("layer_types") or ()),
             "eos_token_id": isinstance(raw.get("eos_token_id"), int | None),
-            "RoPE scaling": rope.get("rope_type", rope.get("type", "default")) == "default",
+            "RoPE scaling": rope.get("rope_type", rope.get("type", "default")) in ("default", "none"),
         }
         if refused := [name for name, fine in implemented.items() if not fine]:
             found = (raw | {"RoPE scaling": rope}).get(refused[0])
             raise ValueError(f"{path}: {refused[0]}={found!r} is not implemented")
         values = {field.name: raw[field.name] for field in fields(cls) if raw.get(field.name) is not None}
+        values["rope"] = rope.get("rope_type") != "none"
         values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
         values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
         width, heads = values.get("hidden_size"), values.get("num_attention_heads")
@@ -109,9 +111,11 @@ class ModelConfig:
 
     def save(self, folder, dtype=torch.float32):
         """Write `folder`/config.json in a form that transformers 4 and 5 read alike."""
+        rope = {"rope_theta": self.rope_theta, "rope_type": "default" if self.rope else "none"}
         raw = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
-               **asdict(self), "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-               "use_sliding_window": False, "torch_dtype": str(dtype).removeprefix("torch.")}
+               **asdict(self), "rope_parameters": rope, "use_sliding_window": False,
+               "torch_dtype": str(dtype).removeprefix("torch.")}
+        del raw["rope"]
         (Path(folder) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
@@ -274,7 +278,8 @@ class Model(nn.Module):
             position_BT = start_B[:, None] + position_BT
             group = self.config.num_attention_heads // self.config.num_key_value_heads
             append = Append(cache, position_BT, n_valid_B, context, group, x_BTC.dtype)
-        cos, sin = rope_tables(position_BT, self.config.head_dim, self.config.rope_theta, x_BTC.dtype)
+        turned_BT = position_BT if self.config.rope else torch.zeros_like(position_BT)       # by no angle
+        cos, sin = rope_tables(turned_BT, self.config.head_dim, self.config.rope_theta, x_BTC.dtype)
         for block in self.model.layers:
             x_BTC = block(x_BTC, cos, sin, append)
         hidden = self.model.norm(x_BTC if select is None else x_BTC[select])

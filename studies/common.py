@@ -10,6 +10,7 @@ import os
 import platform
 import shlex
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 import config
+import gcd
 import rollout
 from lm import model as qwen
 from lm.chat import Chat
@@ -76,6 +78,19 @@ def results_of(todo, work, jobs):
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def train(flags, out):
+    """One run of gcd.py in this process; what it prints goes to OUT.log, which goes when all is well.
+    KeyboardInterrupt where it was stopped, RuntimeError where it failed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{out}.log", "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+        status = gcd.main([*map(str, flags), "--out", str(out)])
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        raise RuntimeError(f"{out}.log: gcd.py ended with {status}")
+    Path(f"{out}.log").unlink()
 
 
 # Kept models

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from bench import jobs
-from bench.intervals import markdown, mean_known, number, paired
+from bench.intervals import markdown, mean_known, number, paired, with_half
 from studies import common, influence, runs
 
 PAGE = Path(__file__).with_name("coupling.page.md")
@@ -168,12 +168,6 @@ def spread(values):
     return statistics.fmean(values), error
 
 
-def signed(difference):
-    """A difference, with its interval where there is one."""
-    half = "" if difference["half"] is None else f" ± {difference['half']:.2g}"
-    return f"{difference['mean']:+.2g}{half}"
-
-
 def figure_3a(results):
     """Not measurable: it would take a set of mathematics. Worlds of different repetitiveness are told."""
     def told(key):
@@ -210,7 +204,7 @@ def figure_8(results):
     for key in GAPS:
         for arm, difference in results.differences(key).items():
             tests.append(above_zero(difference))
-            told.append(f"{key}, +GCD less {arm}: {signed(difference)}")
+            told.append(f"{key}, +GCD less {arm}: {with_half(difference, '+.2g')}")
     few = " One seed has no interval, so it can show no difference." if len(results.seeds) < 2 else ""
     return {"paper": "Figure 8", "picture": "coupling.gap.svg",
             "claim": "GCD widens the gap between same-class and cross-class influence, beyond GRPO and "

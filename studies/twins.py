@@ -17,7 +17,7 @@ import copy
 import shutil
 import sys
 from collections import Counter
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import gcd
 import update
-from bench.intervals import interval, markdown, mean_known, paired
+from bench.intervals import interval, markdown, mean_known, paired, with_half
 from envs import twins
 from rollout import wilson
 from run import files
@@ -98,7 +98,7 @@ def run(name, settings, runs):
     if settings["arm"] != "GRPO":
         flags += ["--judge-weight", settings["judge_weight"]]
     with own_trunk() if settings["arm"] == OWN_TRUNK else nullcontext():
-        train(flags, out)
+        common.train(flags, out)
     result = measured(out, flags)
     shutil.rmtree(out)
     return result
@@ -118,19 +118,7 @@ def cold_folder(settings, runs):
 def cold_start(name, settings):
     """Make the cold start of a cell, in the folder of that name."""
     flags = [*world(settings), *COLD_START, *COLD[settings["cold"]], "--iterations", 0]
-    train([*flags, "--overwrite"], Path(name))
-
-
-def train(flags, out):
-    """One run of gcd.py; what it prints goes to OUT.log. KeyboardInterrupt where it was stopped."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{out}.log", "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
-        status = gcd.main([*map(str, flags), "--out", str(out)])
-    if status == 130:
-        raise KeyboardInterrupt
-    if status:
-        raise RuntimeError(f"{out}.log: gcd.py ended with {status}")
-    Path(f"{out}.log").unlink()
+    common.train([*flags, "--overwrite"], Path(name))
 
 
 @contextmanager
@@ -307,7 +295,7 @@ def signed(difference):
     """A difference as text."""
     if difference is None or difference.get("half") is None:
         return "not measurable"
-    return f"{difference['mean']:+.2f} ± {difference['half']:.2f} ({difference['verdict']})"
+    return f"{with_half(difference, '+.2f')} ({difference['verdict']})"
 
 
 # Figures and page
@@ -412,11 +400,6 @@ def fast_of(table):
     """The fast grid: its picture and its table."""
     rows = grid(table, [tuple(FAST.items())])
     return rows if rows == "not run" else f"![q_N(R), fast](twins-fast.svg)\n\n{rows}"
-
-
-def with_half(value):
-    """A mean with half its interval."""
-    return f"{value['mean']:.2f}" + ("" if value["half"] is None else f" ± {value['half']:.2f}")
 
 
 def page(table, found, mediated, command, seeds):

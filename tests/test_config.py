@@ -220,7 +220,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--lr nan", "--lr=nan"), ("--lr inf", "--lr=inf"), ("--tasks 0", "--tasks=0: expected 1"),
     ("--preset papr", "--preset=papr: expected one of auto, small, paper"),
     ("--protocol foo", "--protocol=foo"),
-    ("--invalid-unit own", "--invalid-unit=own: expected one of share, turn"),
+    ("--positions sine", "--positions=sine: expected one of rotary, none"),
     ("--variant codes", "--variant=codes: expected one of paper, code"),
     ("--judge-labels foo", "--judge-labels=foo"),
     ("--algo rlvmr --step-weight 1.5", "--step-weight=1.5"),

@@ -170,10 +170,10 @@ def test_a_trunk_of_its_own_leaves_the_policy_to_grpo(whole, tmp_path):
     settings = twins.settings_of("coins", "GRPO", 0, iterations=3)
     cold = twins.cold_folder(settings, whole / "runs") / files.CHECKPOINT
     flags = [*twins.world(settings), *twins.RL, "--model", cold, "--demonstrations", 0, "--iterations", 3]
-    twins.train([*flags, *twins.ARMS["GRPO"]], tmp_path / "grpo")
+    common.train([*flags, *twins.ARMS["GRPO"]], tmp_path / "grpo")
     with twins.own_trunk():
-        twins.train([*flags, *twins.ARMS[twins.OWN_TRUNK], "--judge-weight", 1], tmp_path / "own")
-    twins.train([*flags, *twins.ARMS["+GCD"], "--judge-weight", 1], tmp_path / "gcd")
+        common.train([*flags, *twins.ARMS[twins.OWN_TRUNK], "--judge-weight", 1], tmp_path / "own")
+    common.train([*flags, *twins.ARMS["+GCD"], "--judge-weight", 1], tmp_path / "gcd")
     grpo, own, shared = (load_file(tmp_path / name / files.CHECKPOINT / "model.safetensors")
                          for name in ("grpo", "own", "gcd"))
     assert all(torch.equal(grpo[name], own[name]) for name in grpo)
@@ -190,7 +190,7 @@ def test_a_model_that_never_says_a_verdict_is_left_to_grpo(whole, tmp_path):
     cold = twins.cold_folder(settings, whole / "runs") / files.CHECKPOINT
     flags = [*twins.world(settings), *twins.RL, "--model", cold, "--demonstrations", 0, "--iterations", 3]
     for arm in ("GRPO", "+GCD"):
-        twins.train([*flags, *twins.ARMS[arm]], tmp_path / arm)
+        common.train([*flags, *twins.ARMS[arm]], tmp_path / arm)
     lines = files.iterations_in(files.read_lines(tmp_path / "+GCD" / files.METRICS)[0])
     assert all(line["judge/unreadable_frac"] == 1 for line in lines)
     grpo, judged = (load_file(tmp_path / arm / files.CHECKPOINT / "model.safetensors")
