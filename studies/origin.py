@@ -21,6 +21,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from tqdm import tqdm
 
 import update
 from bench.intervals import interval, markdown, paired, with_half
@@ -107,8 +108,8 @@ def pretrain(folder, settings):
         common.train([*flags_of(settings), *length, "--iterations", 0, "--overwrite"], Path(folder))
 
 
-def run(name, settings, runs):
-    """A cell's result."""
+def run(name, settings, runs, results):
+    """A cell's result. results: the file of those that there are."""
     base, what = base_of(settings, runs), settings["what"]
     if what == "base":
         splits = ("id", *AXES) if settings["positions"] == "rotary" else ("id", "length")
@@ -123,7 +124,7 @@ def run(name, settings, runs):
         return {"before": before, "after": [len(of) for of in right_responses(trained, "id")]}
     first, base = load(base / files.CHECKPOINT, settings), base / files.CHECKPOINT
     if what in (SFT, REJECTION):
-        samples = shown(first, settings) if what == SFT else chosen(first, settings)
+        samples = (shown if what == SFT else chosen)(first, grpo_tokens(settings, results))
         tokens = imitate(first, samples)
         return {"right": {settings["axis"]: [len(of) for of in right_responses(first, settings["axis"])]},
                 "tokens": tokens}
@@ -201,9 +202,15 @@ def tasks_of(actor):
     return itertools.chain.from_iterable(world.train("part", start, 1000) for start in itertools.count(0, 1000))
 
 
-def shown(actor, settings):
+def grpo_tokens(settings, results):
+    """How many tokens GRPO sampled where a cell does something instead."""
+    name = name_of(settings | {"what": "GRPO"})
+    return next(record["result"]["tokens"] for record in files.read_lines(results)[0] if record["cell"] == name)
+
+
+def shown(actor, tokens):
     """Solutions of the axis' tasks, with as many tokens in all as GRPO sampled."""
-    samples, tokens = [], settings["tokens"]
+    samples = []
     for task in tasks_of(actor):
         prompt = actor.chat.observe(Game().reset(task), True)
         samples.append(sample_of(prompt, actor.chat.respond(task.problem.response), len(samples)))
@@ -212,15 +219,15 @@ def shown(actor, settings):
             return samples
 
 
-def chosen(actor, settings):
+def chosen(actor, tokens):
     """The right ones among as many responses of the base as GRPO drew, up to PASSES times, while they have
     fewer tokens than GRPO sampled."""
-    n, each = actor.config.tasks * settings["iterations"], actor.config.group_size
-    tasks = list(itertools.islice(tasks_of(actor), n))
+    each = actor.config.group_size
+    tasks = list(itertools.islice(tasks_of(actor), actor.config.tasks * RL[RL.index("--iterations") + 1]))
     found = [sample_of(actor.chat.observe(Game().reset(task), True), response.ids)
              for task, responses in zip(tasks, respond(actor, tasks, each, seed=1))
              for response in responses if is_right(actor, task, response)]
-    passes = min(PASSES, settings["tokens"] // max(1, sum(sum(sample.sampled) for sample in found)))
+    passes = min(PASSES, tokens // max(1, sum(sum(sample.sampled) for sample in found)))
     return found * max(1, passes)
 
 
@@ -233,6 +240,50 @@ def imitate(actor, samples):
         update.update(actor.model, optimizer, [samples[k] for k in batch], objective,
                       RATE * (1 - i / len(batches)))
     return sum(sum(sample.sampled) for sample in samples)
+
+
+# Running
+
+def results_of(everything, wanted, options):
+    """{name: result} of every cell that there is, after those wanted that lack are run, seed by seed: their
+    bases, what GRPO makes of them, and what is done instead, with as many tokens as that (--jobs 0: none)."""
+    path = options.out / "origin.jsonl"
+    work = partial(run, runs=options.runs, results=path)
+    missing = common.missing(path, wanted) if options.jobs else {}
+    for _, cells in itertools.groupby(missing.items(), lambda cell: cell[1]["seed"]):
+        cells = dict(cells)
+        bases = {str(base_of(settings, options.runs)): settings for settings in cells.values()}
+        lacking = {folder: settings for folder, settings in bases.items()
+                   if not (Path(folder) / files.STAGES).exists()}
+        for _ in tqdm(common.results_of(lacking, pretrain, options.jobs), "pretraining", len(lacking)):
+            pass
+        for instead in (False, True):
+            common.cells(path, {name: settings for name, settings in cells.items()
+                                if (settings["what"] in INSTEAD) == instead}, work, options.jobs)
+    return {name: record["result"] for name, record in common.finished(path, everything).items()}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser("python -m studies.origin", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--all", action="store_true", help="every rho, no positions, and what to do instead")
+    parser.add_argument("--seeds", type=int, help="how many, from 0 on (default 1; with --all 5)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once; 0: only what there is")
+    parser.add_argument("--out", type=Path, default=common.OUT, help="folder of what comes out")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their bases")
+    options = parser.parse_args(argv)
+    seeds = options.seeds if options.seeds is not None else len(SEEDS) if options.all else 1
+    for name, value, low, high in (("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256)):
+        if not low <= value <= high:
+            parser.error(f"--{name}={value}: expected {low} to {high}")
+    everything = cells_of(True, range(max(seeds, len(SEEDS))))
+    results = results_of(everything, cells_of(options.all, range(seeds)), options)
+    print(len(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
 
 
 # The toy
