@@ -23,7 +23,7 @@ COPY, COPIES = "copy", 1 / 8           # what capitals are seen in, and this sha
 SEEN = 2                               # operations that pretraining has at most
 DEPTHS, LENGTHS = (3, 4, 6), (8, 10, 12)   # operations, and letters of a string, beyond it
 AXES = ("depth", "length", "representation", "composition")
-PARTS = 16                             # of all problems: one for the splits, one for dev, the rest to train on
+PARTS = 16                             # of all problems: one for the splits, one for dev, the rest to train
 TRIES = 1000                           # draws until a problem of the wanted part is given up
 MOST = 4096                            # responses that are worth listing
 
@@ -207,7 +207,7 @@ class World(envs.World):
         return Problem(cell, text, operations, letters)
 
     def drawn(self, name, cell, fits=lambda problem: problem.part > 1, k=0):
-        """A problem by its name, of the parts to train on or as it has to fit. ValueError where none is found."""
+        """A problem by its name, to train on or as it has to fit. ValueError if none is found."""
         rng = random.Random(name)
         for _ in range(TRIES):
             if fits(problem := self.draw(cell, rng, k)):

@@ -18,244 +18,32 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from unittest import mock
 
-import torch
 from tqdm import tqdm
 
-import update
 from bench.intervals import interval, markdown, paired, with_half
-from envs.strings import AXES, LETTERS, NAMES, Game, Problem
-from lm.engine import Sampling, answer
+from envs.strings import AXES
 from run import files
-from run.parallel import stream
-from run.setup import Run
-from studies import common, tilting
+from studies import common, origin_cells, tilting
+from studies.origin_cells import BETA, EACH, INSTEAD, KINDS, KS, MIDDLE, RHOS, STEPS, TOY_GROUP
 
 PAGE = Path(__file__).with_name("origin.page.md")
-RUNS = common.ROOT / "runs" / "studies" / "origin"
-RHOS, MIDDLE, SEEDS, FEW = (0.0, 0.001, 0.01, 0.1), 0.01, range(5), range(3)
-EACH, SLOTS = 256, 1024                  # responses to each problem, and at once
-KS = [2**i for i in range(9)]            # of pass@k
-# Tuned on seed 90: pretraining until "id" is nearly perfect, RL's learning rate on composition
-WORLD = ("--env", "strings", "--evaluate", "none", "--device", "cpu")
-PRETRAINING = ("--demonstrations", 50000, "--cold-start-batch", 24, "--cold-start-lr", 4e-3)
-ALONG = (400, 600, 900, 1300)            # steps of pretraining (of 2083) after which the model is kept, too
-RL = ("--iterations", 120, "--lr", 3e-4)
-RATE, BATCH, PASSES = 3e-4, 24, 4        # of what is imitated instead of RL
-SFT, REJECTION, LARGER = "SFT on the axis", "rejection fine-tuning", "GRPO, groups of 32"
-INSTEAD = (SFT, REJECTION, LARGER)
-# The toy: 8 possible responses to each problem, one of them right
-TOY = ("--letters", 2, "--length", 3, "--k", 1, "--problems", 6)
-TOY_PRETRAINING = ("--demonstrations", 300, "--cold-start-batch", 8, "--cold-start-lr", 3e-3)
-TOY_RL = ("--admissible-only", "--group-size", 16, "--minibatches", 1, "--iterations", 300, "--lr", 1e-3)
-BETA = 0.5
-KINDS = {"k1 in the reward": ("--kl", "reward"), "k3 in the loss": ("--kl", "loss"),
-         "k1, reward over its std": ("--kl", "reward", "--normalize-std"), "no KL": ()}
-
-
-# Cells
-
-def cells_of(whole, seeds):
-    """{name: settings} of the cells to be run; a cell's base comes before what is made of it."""
-    found = []
-    for seed, rho in itertools.product(seeds, RHOS if whole else (MIDDLE,)):
-        for positions in ("rotary", "none") if whole else ("rotary",):
-            base = {"rho": rho, "positions": positions, "seed": seed}
-            axes = AXES if positions == "rotary" else ("length",)
-            found += [{"what": "base"} | base]
-            found += [{"what": "GRPO", "axis": axis} | base for axis in axes]
-            if positions == "rotary" and rho == MIDDLE:
-                found += [{"what": "saturation", "steps": steps} | base for steps in (*ALONG, 0)]
-                found += [{"what": how, "axis": axis} | base for how in INSTEAD for axis in AXES
-                          if whole and seed in FEW]
-        if rho == MIDDLE:
-            found += [{"what": "toy", "kind": kind, "seed": seed} for kind in KINDS]
-    return {name_of(settings): settings for settings in found}
-
-
-def name_of(settings):
-    """A cell's name."""
-    return ", ".join(f"{key} {value}" if key != "what" else value for key, value in settings.items())
-
-
-def flags_of(settings):
-    """The flags that a cell shares with its base."""
-    if settings["what"] == "toy":
-        return [*WORLD, "--seed", settings["seed"], *TOY]
-    return [*WORLD, "--seed", settings["seed"], "--rho", settings["rho"], "--positions", settings["positions"]]
-
-
-def base_of(settings, runs):
-    """The folder of the run that pretrained a cell's base."""
-    if settings["what"] == "toy":
-        return runs / f"toy, seed {settings['seed']}"
-    return runs / "rho {rho:g}, {positions}, seed {seed}".format(**settings)
-
-
-def pretrain(folder, settings):
-    """Make the base of a cell, in the folder of that name, with models kept along the way."""
-    length = TOY_PRETRAINING if settings["what"] == "toy" else PRETRAINING
-    step, done = Run.step, itertools.count(1)
-
-    def keeping(run, *arguments):
-        metrics = step(run, *arguments)
-        if (n := next(done)) in ALONG:
-            run.keep(n)
-        return metrics
-
-    with mock.patch.object(Run, "step", keeping):        # RL's models alone are kept by a flag
-        common.train([*flags_of(settings), *length, "--iterations", 0, "--overwrite"], Path(folder))
-
-
-def run(name, settings, runs, results):
-    """A cell's result. results: the file of those that there are."""
-    base, what = base_of(settings, runs), settings["what"]
-    if what == "base":
-        splits = ("id", *AXES) if settings["positions"] == "rotary" else ("id", "length")
-        actor = load(base / files.CHECKPOINT, settings)
-        return {"right": {split: [len(of) for of in right_responses(actor, split)] for split in splits}}
-    if what == "toy":
-        return toy(settings, base / files.CHECKPOINT, runs / name)
-    if what == "saturation":
-        kept = base / files.KEPT / f"{settings['steps']:05d}" if settings["steps"] else base / files.CHECKPOINT
-        before = [len(of) for of in right_responses(load(kept, settings), "id")]
-        trained, _ = grpo(settings | {"axis": "id"}, kept, runs / name)
-        return {"before": before, "after": [len(of) for of in right_responses(trained, "id")]}
-    first, base = load(base / files.CHECKPOINT, settings), base / files.CHECKPOINT
-    if what in (SFT, REJECTION):
-        samples = (shown if what == SFT else chosen)(first, grpo_tokens(settings, results))
-        tokens = imitate(first, samples)
-        return {"right": {settings["axis"]: [len(of) for of in right_responses(first, settings["axis"])]},
-                "tokens": tokens}
-    more = ("--tasks", 4, "--group-size", 32) if what == LARGER else ()
-    trained, lines = grpo(settings, base, runs / name, more)
-    right = right_responses(trained, settings["axis"])
-    drawn = sum(line["rollout/episodes"] for line in lines)
-    return {"right": {settings["axis"]: [len(of) for of in right],
-                      "id": [len(of) for of in right_responses(trained, "id", EACH // 16)]},
-            "tokens": sum(line["rollout/response_tokens"] for line in lines),
-            "success": [line["rollout/success"] for line in lines[::10]],
-            "novel": novel(first, settings["axis"], right, drawn)}
-
-
-def load(folder, settings):
-    """A model as an actor in the cell's world."""
-    axis = ["--split", settings["axis"]] if "axis" in settings else []
-    return common.actor(folder, [*flags_of(settings), *axis])
-
-
-def grpo(settings, base, out, more=()):
-    """GRPO on a cell's axis from a base. Returns the actor that it makes, and its metrics' lines."""
-    flags = [*flags_of(settings), "--split", settings["axis"], *RL, *more]
-    common.train([*flags, "--model", base, "--demonstrations", 0, "--overwrite"], out)
-    lines = files.iterations_in(files.read_lines(out / files.METRICS)[0])
-    return load(out / files.CHECKPOINT, settings), lines
-
-
-# What is measured of a model
-
-def respond(actor, tasks, each, seed=0):
-    """So many responses to each task, lists of engine.Response; a model's draws depend on the seed alone."""
-    prompts = [list(actor.chat.observe(Game().reset(task), True)) for task in tasks]
-    streams = [[stream(seed, i, j) for j in range(each)] for i in range(len(tasks))]
-    sampling = Sampling(1.0, actor.config.max_response_tokens)
-    return answer(actor.model, prompts, streams, actor.chat.stop_ids, sampling, SLOTS)
-
-
-def is_right(actor, task, response):
-    """Whether a response would win."""
-    command = actor.chat.parse(actor.chat.decode(response.ids))[0]
-    return not response.truncated and command is not None and task.problem.right(command)
-
-
-def right_responses(actor, split, each=EACH):
-    """For each problem of a split the ids of those of its responses that are right."""
-    tasks = actor.config.world.split(split)
-    return [[response.ids for response in responses if is_right(actor, task, response)]
-            for task, responses in zip(tasks, respond(actor, tasks, each))]
-
-
-def novel(base, split, right, drawn):
-    """How many of the right responses, each counted once, the base gives with a probability below 1 / drawn:
-    so rarely that RL would not be expected to have met them."""
-    prompts = [list(base.chat.observe(Game().reset(task), True)) for task in base.config.world.split(split)]
-    samples = [sample_of(prompt, ids) for prompt, found in zip(prompts, right)
-               for ids in sorted({tuple(ids) for ids in found})]
-    logprobs = [sum(scores) for scores in update.score(base.model, samples, update.Objective())]
-    return {"right": len(samples), "below": sum(logprob < -math.log(drawn) for logprob in logprobs),
-            "drawn": drawn, "rarest_nats": min(logprobs, default=None)}
-
-
-def sample_of(prompt, response, episode=0, allowed=()):
-    """A response to a prompt as a Sample that is to be imitated, or scored."""
-    ids, n = [*prompt, *response], len(response)
-    return update.Sample(ids, [False] * len(prompt) + [True] * n, [0.0] * len(prompt) + [1.0] * n, None,
-                         episode, allowed=dict(enumerate(allowed, len(prompt))))
-
-
-# What one would do instead of GRPO
-
-def tasks_of(actor):
-    """The axis' training tasks, as GRPO sees them."""
-    world = actor.config.world
-    return itertools.chain.from_iterable(world.train("part", start, 1000) for start in itertools.count(0, 1000))
-
-
-def grpo_tokens(settings, results):
-    """How many tokens GRPO sampled where a cell does something instead."""
-    name = name_of(settings | {"what": "GRPO"})
-    return next(record["result"]["tokens"] for record in files.read_lines(results)[0] if record["cell"] == name)
-
-
-def shown(actor, tokens):
-    """Solutions of the axis' tasks, with as many tokens in all as GRPO sampled."""
-    samples = []
-    for task in tasks_of(actor):
-        prompt = actor.chat.observe(Game().reset(task), True)
-        samples.append(sample_of(prompt, actor.chat.respond(task.problem.response), len(samples)))
-        tokens -= sum(samples[-1].sampled)
-        if tokens <= 0:
-            return samples
-
-
-def chosen(actor, tokens):
-    """The right ones among as many responses of the base as GRPO drew, up to PASSES times, while they have
-    fewer tokens than GRPO sampled."""
-    each = actor.config.group_size
-    tasks = list(itertools.islice(tasks_of(actor), actor.config.tasks * RL[RL.index("--iterations") + 1]))
-    found = [sample_of(actor.chat.observe(Game().reset(task), True), response.ids)
-             for task, responses in zip(tasks, respond(actor, tasks, each, seed=1))
-             for response in responses if is_right(actor, task, response)]
-    passes = min(PASSES, tokens // max(1, sum(sum(sample.sampled) for sample in found)))
-    return found * max(1, passes)
-
-
-def imitate(actor, samples):
-    """Cross-entropy on the samples, in place, with RL's learning rate decayed to 0. Returns their tokens."""
-    optimizer, objective = update.adam(actor.model), update.Objective()
-    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
-    batches = [order[i:i + BATCH] for i in range(0, len(order), BATCH)]
-    for i, batch in enumerate(batches):
-        update.update(actor.model, optimizer, [samples[k] for k in batch], objective,
-                      RATE * (1 - i / len(batches)))
-    return sum(sum(sample.sampled) for sample in samples)
 
 
 # Running
 
 def results_of(everything, wanted, options):
-    """{name: result} of every cell that there is, after those wanted that lack are run, seed by seed: their
+    """{name: result} of every cell that there is, after those wanted that lack are origin_cells.run, seed by seed: their
     bases, what GRPO makes of them, and what is done instead, with as many tokens as that (--jobs 0: none)."""
     path = options.out / "origin.jsonl"
-    work = partial(run, runs=options.runs, results=path)
+    work = partial(origin_cells.run, runs=options.runs, results=path)
     missing = common.missing(path, wanted) if options.jobs else {}
     for _, cells in itertools.groupby(missing.items(), lambda cell: cell[1]["seed"]):
         cells = dict(cells)
-        bases = {str(base_of(settings, options.runs)): settings for settings in cells.values()}
+        bases = {str(origin_cells.base_of(settings, options.runs)): settings for settings in cells.values()}
         lacking = {folder: settings for folder, settings in bases.items()
                    if not (Path(folder) / files.STAGES).exists()}
-        for _ in tqdm(common.results_of(lacking, pretrain, options.jobs), "pretraining", len(lacking)):
+        for _ in tqdm(common.results_of(lacking, origin_cells.pretrain, options.jobs), "pretraining", len(lacking)):
             pass
         for instead in (False, True):
             common.cells(path, {name: settings for name, settings in cells.items()
@@ -270,50 +58,329 @@ def main(argv=None):
     parser.add_argument("--seeds", type=int, help="how many, from 0 on (default 1; with --all 5)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once; 0: only what there is")
     parser.add_argument("--out", type=Path, default=common.OUT, help="folder of what comes out")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their bases")
+    parser.add_argument("--runs", type=Path, default=origin_cells.RUNS, help="folder of the runs and their bases")
     options = parser.parse_args(argv)
-    seeds = options.seeds if options.seeds is not None else len(SEEDS) if options.all else 1
+    seeds = options.seeds if options.seeds is not None else len(origin_cells.SEEDS) if options.all else 1
     for name, value, low, high in (("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256)):
         if not low <= value <= high:
             parser.error(f"--{name}={value}: expected {low} to {high}")
-    everything = cells_of(True, range(max(seeds, len(SEEDS))))
-    results = results_of(everything, cells_of(options.all, range(seeds)), options)
-    print(len(results))
+    everything = origin_cells.cells_of(True, range(max(seeds, len(origin_cells.SEEDS))))
+    results = results_of(everything, origin_cells.cells_of(options.all, range(seeds)), options)
+    if not any(everything[name]["what"] == "GRPO" for name in results):
+        parser.error(f"--jobs=0: {options.out / 'origin.jsonl'} holds no run of GRPO")
+    there = sorted({everything[name]["seed"] for name in results})
+    found = findings(everything, results)
+    draw_axes(found["axes"], options.out / "origin.svg")
+    draw_saturation(found["saturation"], options.out / "origin.saturation.svg")
+    draw_masses(found, options.out / "origin.toy.svg")
+    command = ["python", "-m", "studies.origin", *(["--all"] if options.all else []), "--seeds", str(seeds)]
+    text = page(found, " ".join(command), there, len(results), len(everything))
+    common.publish(options.out, "origin", command, there, found, figures_of(found), text)
+    print(text)
     return 0
+
+
+# What follows
+
+def passes(right, k):
+    """pass@k, mean over problems; right: of EACH responses to each."""
+    return statistics.fmean(tilting.pass_at(k, EACH, c) for c in right)
+
+
+def findings(everything, results):
+    """All numbers of the page, from the cells that there are."""
+    cells = [(settings, results[name]) for name, settings in everything.items() if name in results]
+    bases = {(s["rho"], s["positions"], s["seed"]): result["right"] for s, result in cells
+             if s["what"] == "base"}
+    trained, instead = {}, {}
+    for settings, result in cells:
+        key = settings.get("rho"), settings.get("positions"), settings["seed"]
+        if settings["what"] == "GRPO" and key in bases:
+            trained.setdefault((settings["axis"], *key[:2]), {})[key[2]] = bases[key], result
+        if settings["what"] in INSTEAD:
+            instead.setdefault((settings["axis"], settings["what"]), {})[key[2]] = bases[key], result
+    axes = [row_of(*key, of_seed) for key, of_seed in trained.items()]
+    return {"axes": axes, "gain": gains([pair for of_seed in trained.values() for pair in of_seed.values()]),
+            "saturation": saturation(cells),
+            "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
+            "toy": {kind: toy_row(kind, results) for kind in KINDS
+                    if (results := [result for s, result in cells if s.get("kind") == kind])}}
+
+
+def row_of(axis, rho, positions, of_seed):
+    """An axis at one rho: pass@k before and after, and what is new. of_seed: {seed: (base, result)}."""
+    def both(split, k):
+        each = EACH if split == axis else EACH // 16
+        before = {seed: passes(base[split], k) for seed, (base, _) in of_seed.items()}
+        after = {seed: statistics.fmean(tilting.pass_at(k, each, c) for c in result["right"][split])
+                 for seed, (_, result) in of_seed.items()}
+        return {"base": interval(before), "GRPO": interval(after), "gain": paired(after, before)}
+
+    curve = {k: both(axis, k) for k in KS}
+    pairs = [(b, a) for base, result in of_seed.values() for b, a in zip(base[axis], result["right"][axis])]
+    novel = [result["novel"] for _, result in of_seed.values()]
+    right = sum(one["right"] for one in novel)
+    crossing = next((k for k in KS if curve[k]["gain"]["mean"] <= 0), None)
+    return {"axis": axis, "rho": rho, "positions": positions, "curve": curve, "id": both("id", 1),
+            "unsolved": sum(not b for b, _ in pairs), "newly_solved": sum(not b and a > 0 for b, a in pairs),
+            "problems": len(pairs), "crossing": crossing, "right": right,
+            "below": sum(one["below"] for one in novel) / right if right else None}
+
+
+BINS = (0, 1e-9, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0000001)
+
+
+def gains(runs):
+    """Gain by the base's mass Q, over all problems of these (base, result), and the one shift of log-odds
+    that explains it best. Means weigh problems alike; half is twice the standard error over problems."""
+    pairs = [(b / EACH, a / EACH) for base, result in runs for axis in result["right"] if axis != "id"
+             for b, a in zip(base[axis], result["right"][axis])]
+    bins = []
+    for low, high in itertools.pairwise(BINS):
+        inside = [(q, p) for q, p in pairs if low <= q < high]
+        if len(inside) > 1:
+            gain = [p - q for q, p in inside]
+            bins.append({"low": low, "high": min(high, 1), "n": len(inside), "gain": statistics.fmean(gain),
+                         "half": 2 * statistics.stdev(gain) / math.sqrt(len(gain)),
+                         "q": statistics.fmean(q for q, _ in inside),
+                         "shift": tilting.shift_of(inside)})
+    return {"bins": bins, "shift": tilting.shift_of(pairs), "problems": len(pairs)}
+
+
+def saturation(cells):
+    """By steps of pretraining (None: all): pass@1 on "id" before and after GRPO on "id"."""
+    found = {}
+    for settings, result in cells:
+        if settings["what"] == "saturation":
+            found.setdefault(settings["steps"], {})[settings["seed"]] = result
+    return [{"steps": steps or None} | {
+        "base": interval({seed: passes(result["before"], 1) for seed, result in of_seed.items()}),
+        "gain": interval({seed: passes(result["after"], 1) - passes(result["before"], 1)
+                          for seed, result in of_seed.items()})}
+        for steps, of_seed in sorted(found.items(), key=lambda item: item[0] or math.inf)]
+
+
+def instead_row(axis, how, of_seed, trained):
+    """What one would do instead of GRPO: its gain at pass@1 and at pass@256, and less GRPO's."""
+    gain = {k: {seed: passes(result["right"][axis], k) - passes(base[axis], k)
+                for seed, (base, result) in of_seed.items()} for k in (1, EACH)}
+    beside = {seed: passes(result["right"][axis], 1) - passes(base[axis], 1)
+              for seed, (base, result) in trained[axis, MIDDLE, "rotary"].items()}
+    return {"axis": axis, "how": how, "gain": interval(gain[1]), "gain_256": interval(gain[EACH]),
+            "less_GRPO": paired(gain[1], beside)}
+
+
+FORMS = {"k1 in the reward": tilting.tilted, "k3 in the loss": tilting.k3_mass,
+         "k1, reward over its std": tilting.std_mass, "no KL": None}
+
+
+def toy_row(kind, results):
+    """One kind of KL on the toy: (Q, p) of every problem, the shift, the distance to its closed form, and by
+    how much any response's log-probability grew. Distances are those of the runs, not of seeds' means."""
+    form = FORMS[kind]
+    runs = [[(math.exp(problem["before"][problem["right"]]), math.exp(problem["after"][problem["right"]]))
+             for problem in result["problems"]] for result in results]
+    grown = [after - before for result in results for problem in result["problems"]
+             for before, after in zip(problem["before"], problem["after"])]
+    points = [point for run in runs for point in run]
+    return {"points": points, "shift": interval({i: tilting.shift_of(run) for i, run in enumerate(runs)}),
+            "grown_most_nats": max(grown),
+            "distance": statistics.fmean(abs(form(q, BETA) - p) for q, p in points) if form else None,
+            "at_an_end": statistics.fmean(min(p, 1 - p) < 0.02 for _, p in points)}
+
+
+# Figures and page
+
+COLOURS = dict(zip(RHOS, ("tab:gray", "tab:blue", "tab:orange", "tab:red")))
+
+
+def draw_axes(rows, path):
+    """pass@k before (dashed) and after GRPO, an axis a panel, a colour a rho."""
+    pyplot = common.pyplot("origin")
+    figure, panels = pyplot.subplots(1, len(AXES), figsize=(13, 3.6), layout="constrained", sharey=True)
+    for panel, axis in zip(panels, AXES):
+        for row in rows:
+            if (row["axis"], row["positions"]) == (axis, "rotary"):
+                for which, line in (("base", "--"), ("GRPO", "-")):
+                    panel.plot(KS, [row["curve"][k][which]["mean"] for k in KS], line, linewidth=1.6,
+                               color=COLOURS[row["rho"]])
+        panel.set_xscale("log", base=2)
+        panel.set(title=axis, xlabel="k", ylim=(-0.02, 1.02))
+    panels[0].set_ylabel("pass@k")
+    for rho in sorted({row["rho"] for row in rows}):
+        panels[0].plot([], [], color=COLOURS[rho], label=f"rho {rho:g}")
+    panels[0].plot([], [], "--", color="black", label="base")
+    panels[0].plot([], [], "-", color="black", label="after GRPO")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=6)
+    common.save(figure, path)
+
+
+def draw_saturation(rows, path):
+    """GRPO's gain on "id" against its base's accuracy there, a point a run."""
+    pyplot = common.pyplot("origin")
+    figure, panel = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
+    for row in rows:
+        seeds = row["base"]["seeds"]
+        panel.scatter(list(seeds.values()), [row["gain"]["seeds"][seed] for seed in seeds], s=24,
+                      label=f"{row['steps'] or 'all'} steps")
+    panel.axhline(0, color="black", linewidth=0.6)
+    panel.plot([0, 1], [1, 0], ":", color="black", linewidth=0.8, label="all that is left")
+    panel.set(xlabel="base: pass@1 on id", ylabel="gain by GRPO", xlim=(0, 1))
+    panel.legend(fontsize=7, title="of pretraining", title_fontsize=7)
+    common.save(figure, path)
+
+
+def draw_masses(found, path):
+    """Left, the toy: p against Q beside closed forms. Right: the gain by Q in the study's runs."""
+    pyplot = common.pyplot("origin")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+    colours = dict(zip(KINDS, ("tab:blue", "tab:orange", "tab:green", "tab:gray")))
+    grid = [i / 400 for i in range(1, 400)]
+    for kind, row in found["toy"].items():
+        left.scatter(*zip(*row["points"]), s=9, color=colours[kind], alpha=0.6, linewidths=0, label=kind)
+        if FORMS[kind]:
+            left.plot(grid, [FORMS[kind](q, BETA) for q in grid], color=colours[kind], linewidth=1)
+    left.plot(grid, grid, ":", color="black", linewidth=0.8)
+    left.set(xlabel="Q: the base's probability of the right response", ylabel="after GRPO",
+             title=f"toy, beta {BETA:g}: runs and closed forms")
+    left.legend(fontsize=7)
+    bins, shift = found["gain"]["bins"], found["gain"]["shift"]
+    right.errorbar([one["q"] for one in bins], [one["gain"] for one in bins],
+                   [one["half"] for one in bins], fmt="o", color="black", markersize=4)
+    if shift is not None:
+        right.plot(grid, [tilting.sigmoid(tilting.logit(q) + shift) - q for q in grid], color="tab:blue",
+                   linewidth=1, label=f"log-odds + {shift:.2f}")
+        right.legend(fontsize=7)
+    right.axhline(0, color="black", linewidth=0.6)
+    right.set(xlabel="Q of a problem", ylabel="gain", title="all axes, no KL: gain by Q")
+    common.save(figure, path)
+
+
+def points_of(value):
+    """A share with half its interval, in points."""
+    if value is None or value["mean"] is None:
+        return "–"
+    half = "" if value["half"] is None else f" ± {100 * value['half']:.1f}"
+    return f"{100 * value['mean']:.1f}{half}"
+
+
+def axes_table(rows):
+    """The table of axes and rhos."""
+    head = ["axis", "rho", "positions", "pass@1 base", "GRPO", "gain", "pass@256 base", "GRPO",
+            "base passes GRPO at k", "newly solved", "novel", "id, gain"]
+    return markdown(head, [[
+        row["axis"], f"{row['rho']:g}", row["positions"],
+        *(points_of(row["curve"][1][which]) for which in ("base", "GRPO", "gain")),
+        *(points_of(row["curve"][EACH][which]) for which in ("base", "GRPO")),
+        str(row["crossing"] or "never"), f"{row['newly_solved']} of {row['unsolved']}",
+        "–" if row["below"] is None else f"{row['below']:.1%} of {row['right']:,}",
+        points_of(row["id"]["gain"])] for row in rows])
+
+
+def toy_table(toy):
+    """The table of the toy."""
+    rows = []
+    for kind, row in toy.items():
+        rows.append([kind, "–" if row["shift"]["mean"] is None else with_half(row["shift"]),
+                     "–" if row["distance"] is None else f"{100 * row['distance']:.1f}",
+                     f"{row['grown_most_nats']:.2f}", f"{row['at_an_end']:.0%}"])
+    return markdown(["kind", "shift of log-odds", "points from its closed form",
+                     "most that any response grew, nats", "problems at 0 or 1"], rows)
+
+
+def page(found, command, seeds, there, wanted):
+    """The page's text, from its template beside this file."""
+    bins = [[f"{one['low']:.2g} to {one['high']:.2g}" if one["high"] > 1e-6 else "0 of 256", str(one["n"]),
+             f"{100 * one['gain']:+.1f} ± {100 * one['half']:.1f}",
+             "–" if one["shift"] is None else f"{one['shift']:+.2f}"] for one in found["gain"]["bins"]]
+    saturated = [[str(row["steps"] or "all"), points_of(row["base"]), points_of(row["gain"])]
+                 for row in found["saturation"]]
+    instead = [[row["axis"], row["how"], points_of(row["gain"]), points_of(row["less_GRPO"]),
+                points_of(row["gain_256"])] for row in found["instead"]]
+    shift = found["gain"]["shift"]
+    return PAGE.read_text(encoding="utf-8").format(
+        command=command, seeds=", ".join(map(str, seeds)), there=there, wanted=wanted,
+        axes="\n".join(axes_table(found["axes"])), toy="\n".join(toy_table(found["toy"])),
+        outside=(1 - 1 / TOY_GROUP) / BETA, steps=STEPS,
+        shift="none" if shift is None else f"{shift:+.2f}", problems=found["gain"]["problems"],
+        bins="\n".join(markdown(["Q", "problems", "gain, points", "shift of log-odds"], bins)),
+        saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
+        instead="\n".join(markdown(["axis", "instead", "gain at pass@1", "less GRPO's", "gain at pass@256"],
+                                   instead)) if instead else "Not run.\n",
+        agrees="\n".join(markdown(["claim", "agrees", "found"], [
+            [figure["claim"], figure["agrees"], figure["found"]] for figure in figures_of(found)])))
+
+
+def figures_of(found):
+    """The gallery's entries: the abstract's claims. Each rule for "agrees" was set before the runs."""
+    told = (("Origin: theorem", "origin.toy.svg", "GRPO reweights its base: the optimum is the base's "
+             "distribution, tilted by the reward; a gain is a function of the base's mass of right responses.",
+             tilts(found["toy"])),
+            ("Origin: no novel solutions", "origin.svg", "It cannot discover completely novel solutions.",
+             discovers(found["axes"])),
+            ("Origin: out of distribution", "origin.svg", "It improves out of distribution only where the task "
+             "agrees with the base's biases.", aligns(found["axes"])),
+            ("Origin: saturation", "origin.saturation.svg", "Its gains in distribution fade as the base "
+             "saturates.", saturates(found["saturation"])))
+    return [{"paper": paper, "picture": picture, "claim": claim, "agrees": agrees, "found": said}
+            for paper, picture, claim, (agrees, said) in told]
+
+
+def tilts(toy):
+    """Yes where k1 in the reward ends within 3 points of the tilted optimum, its shift within .1 of 1 / beta."""
+    row = toy.get("k1 in the reward")
+    if row is None or row["shift"]["mean"] is None:
+        return "not measurable", "The toy was not run."
+    fits = row["distance"] < 0.03 and abs(row["shift"]["mean"] - 1 / BETA) <= 0.1
+    return ("yes" if fits else "no",
+            f"On a toy with k1 in the reward, beta {BETA:g}, runs end {100 * row['distance']:.1f} points from "
+            f"it; log-odds move by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). k3 in the loss, rewards "
+            "over their std and runs without KL end elsewhere.")
+
+
+def discovers(rows):
+    """Yes where fewer than a tenth of right responses are novel on each axis and rho whose base solves more
+    than a tenth of the problems in 256, partly where in most."""
+    told = [row for row in rows if row["positions"] == "rotary" and row["below"] is not None
+            and row["curve"][EACH]["base"]["mean"] > 0.1]
+    if not told:
+        return "not measurable", "No base solves a tenth of an axis' problems in 256 responses."
+    few, most = sum(row["below"] < 0.1 for row in told), max(told, key=lambda row: row["below"])
+    solved, unsolved = sum(row["newly_solved"] for row in rows), sum(row["unsolved"] for row in rows)
+    return ("yes" if few == len(told) else "partly" if 2 * few > len(told) else "no",
+            "Right responses that the base gives less than once in all that RL drew: at most "
+            f"{most['below']:.1%} ({most['axis']}, rho {most['rho']:g}). Of {unsolved} problems that no base "
+            f"solved in 256 responses GRPO solves {solved}, at least once in 256.")
+
+
+def aligns(rows):
+    """Yes where no axis whose base is right in under 2 % at pass@256 gains 5 points, and one whose base is
+    between 10 and 90 % at pass@1 gains beyond its interval (one seed: 5 points); partly where one of both."""
+    rows = [row["curve"] | row for row in rows if row["positions"] == "rotary"]
+    blind = [row for row in rows if row[EACH]["base"]["mean"] < 0.02]
+    open_ = [row for row in rows if 0.1 <= row[1]["base"]["mean"] <= 0.9]
+    if not blind or not open_:
+        return "not measurable", "It takes axes that the base cannot do, and others that it can in part."
+    none = all(row[1]["gain"]["mean"] < 0.05 for row in blind)
+    some = any(row[1]["gain"]["mean"] > (row[1]["gain"]["half"] or 0.05) for row in open_)
+    largest = [max(of, key=lambda row: row[1]["gain"]["mean"]) for of in (blind, open_)]
+    one, other = (f"{points_of(row[1]['gain'])} points ({row['axis']}, rho {row['rho']:g})" for row in largest)
+    return (("no", "partly", "yes")[none + some],
+            f"Largest gain where the base is right in under 2 % at pass@256: {one}; where it is right in 10 to "
+            f"90 % at pass@1: {other}.")
+
+
+def saturates(rows):
+    """Yes where all of pretraining leaves 2 points or less, and a base of 20 to 70 % gains 10 or more."""
+    early = [row for row in rows if 0.2 <= row["base"]["mean"] <= 0.7]
+    if not early or rows[-1]["steps"] is not None:
+        return "not measurable", "It takes a base between 20 and 70 % and the finished one."
+    best = max(early, key=lambda row: row["gain"]["mean"])
+    late = rows[-1]["gain"]["mean"] <= 0.02
+    return (("no", "partly", "yes")[late + (best["gain"]["mean"] >= 0.1)],
+            f"From {points_of(best['base'])} % GRPO gains {points_of(best['gain'])} points, from "
+            f"{points_of(rows[-1]['base'])} % {points_of(rows[-1]['gain'])}.")
 
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-# The toy
-
-def toy(settings, base, out):
-    """Every response's probability, before GRPO and after it, of every problem that it trains on."""
-    flags = [*flags_of(settings), *TOY_RL, *KINDS[settings["kind"]]]
-    if KINDS[settings["kind"]]:
-        flags += ["--kl-coef", BETA]
-    common.train([*flags, "--model", base, "--demonstrations", 0, "--overwrite"], out)
-    problems = [problem for problem in toy_problems() if problem.part > 1]
-    before, after = (common.actor(folder, flags) for folder in (base, out / files.CHECKPOINT))
-    return {"problems": [{"problem": str(problem), "right": problem.responses().index(problem.response),
-                          "before": listed(before, problem), "after": listed(after, problem)}
-                         for problem in problems]}
-
-
-def toy_problems():
-    """All of the toy's."""
-    letters = LETTERS[:TOY[TOY.index("--letters") + 1]]
-    texts = itertools.product(letters, repeat=TOY[TOY.index("--length") + 1])
-    return [Problem("id", "".join(text), (name,), letters) for text in texts for name in NAMES]
-
-
-def listed(actor, problem):
-    """The log of each possible response's probability, among those possible; they add up to 1."""
-    prompt, possible, samples = actor.chat.message(str(problem), first=True), problem.responses(), []
-    for text in possible:
-        ids, restriction = actor.chat.respond(text), actor.chat.restriction(possible)
-        for token in ids:
-            restriction.take(token)
-        samples.append(sample_of(prompt, ids, allowed=restriction.allowed))
-    return [sum(scores) for scores in update.score(actor.model, samples, update.Objective())]
