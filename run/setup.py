@@ -297,6 +297,9 @@ def chat_of(config, tokenizer):
     A small model has tags if its cold start had. ValueError for flags that ask for words that it has not.
     """
     small, style = is_small(tokenizer), config.prompt
+    if strange := [word for word in config.world.words() if small and len(tokenizer.encode(word)) > 1]:
+        raise ValueError(f"--model={config.model}: has the vocabulary of another world: {strange[0]!r}, of "
+                         f"--env {config.env}, is none of its tokens")
     knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
     if style == "auto":
         style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"

@@ -33,7 +33,7 @@ PAGE = Path(__file__).with_name("origin.page.md")
 # Running
 
 def results_of(everything, wanted, options):
-    """{name: result} of every cell that there is, after those wanted that lack are origin_cells.run, seed by seed: their
+    """{name: result} of every cell that there is, after those wanted that lack are run, seed by seed: their
     bases, what GRPO makes of them, and what is done instead, with as many tokens as that (--jobs 0: none)."""
     path = options.out / "origin.jsonl"
     work = partial(origin_cells.run, runs=options.runs, results=path)
@@ -43,7 +43,8 @@ def results_of(everything, wanted, options):
         bases = {str(origin_cells.base_of(settings, options.runs)): settings for settings in cells.values()}
         lacking = {folder: settings for folder, settings in bases.items()
                    if not (Path(folder) / files.STAGES).exists()}
-        for _ in tqdm(common.results_of(lacking, origin_cells.pretrain, options.jobs), "pretraining", len(lacking)):
+        made = common.results_of(lacking, origin_cells.pretrain, options.jobs)
+        for _ in tqdm(made, "pretraining", len(lacking)):
             pass
         for instead in (False, True):
             common.cells(path, {name: settings for name, settings in cells.items()
@@ -58,7 +59,7 @@ def main(argv=None):
     parser.add_argument("--seeds", type=int, help="how many, from 0 on (default 1; with --all 5)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once; 0: only what there is")
     parser.add_argument("--out", type=Path, default=common.OUT, help="folder of what comes out")
-    parser.add_argument("--runs", type=Path, default=origin_cells.RUNS, help="folder of the runs and their bases")
+    parser.add_argument("--runs", type=Path, default=origin_cells.RUNS, help="folder of the runs")
     options = parser.parse_args(argv)
     seeds = options.seeds if options.seeds is not None else len(origin_cells.SEEDS) if options.all else 1
     for name, value, low, high in (("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256)):
@@ -90,8 +91,7 @@ def passes(right, k):
 def findings(everything, results):
     """All numbers of the page, from the cells that there are."""
     cells = [(settings, results[name]) for name, settings in everything.items() if name in results]
-    bases = {(s["rho"], s["positions"], s["seed"]): result["right"] for s, result in cells
-             if s["what"] == "base"}
+    bases = {(s["rho"], s["positions"], s["seed"]): result for s, result in cells if s["what"] == "base"}
     trained, instead = {}, {}
     for settings, result in cells:
         key = settings.get("rho"), settings.get("positions"), settings["seed"]
@@ -111,20 +111,26 @@ def row_of(axis, rho, positions, of_seed):
     """An axis at one rho: pass@k before and after, and what is new. of_seed: {seed: (base, result)}."""
     def both(split, k):
         each = EACH if split == axis else EACH // 16
-        before = {seed: passes(base[split], k) for seed, (base, _) in of_seed.items()}
+        before = {seed: passes(base["right"][split], k) for seed, (base, _) in of_seed.items()}
         after = {seed: statistics.fmean(tilting.pass_at(k, each, c) for c in result["right"][split])
                  for seed, (_, result) in of_seed.items()}
         return {"base": interval(before), "GRPO": interval(after), "gain": paired(after, before)}
 
     curve = {k: both(axis, k) for k in KS}
-    pairs = [(b, a) for base, result in of_seed.values() for b, a in zip(base[axis], result["right"][axis])]
-    novel = [result["novel"] for _, result in of_seed.values()]
-    right = sum(one["right"] for one in novel)
-    crossing = next((k for k in KS if curve[k]["gain"]["mean"] <= 0), None)
+    pairs = [pair for base, result in of_seed.values()
+             for pair in zip(base["right"][axis], result["right"][axis])]
+    crossing = next((k for k in KS if curve[k]["gain"]["mean"] <= 0 < curve[k]["base"]["mean"]), None)
     return {"axis": axis, "rho": rho, "positions": positions, "curve": curve, "id": both("id", 1),
             "unsolved": sum(not b for b, _ in pairs), "newly_solved": sum(not b and a > 0 for b, a in pairs),
-            "problems": len(pairs), "crossing": crossing, "right": right,
-            "below": sum(one["below"] for one in novel) / right if right else None}
+            "problems": len(pairs), "crossing": crossing,
+            "rare": share([result["rare"] for _, result in of_seed.values()]),
+            "rare_before": share([base["rare"][axis] for base, _ in of_seed.values()])}
+
+
+def share(rare):
+    """The share of right responses that are rare, over seeds; None without any."""
+    n = sum(one["right"] for one in rare)
+    return sum(one["below"] for one in rare) / n if n else None
 
 
 BINS = (0, 1e-9, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0000001)
@@ -134,7 +140,7 @@ def gains(runs):
     """Gain by the base's mass Q, over all problems of these (base, result), and the one shift of log-odds
     that explains it best. Means weigh problems alike; half is twice the standard error over problems."""
     pairs = [(b / EACH, a / EACH) for base, result in runs for axis in result["right"] if axis != "id"
-             for b, a in zip(base[axis], result["right"][axis])]
+             for b, a in zip(base["right"][axis], result["right"][axis])]
     bins = []
     for low, high in itertools.pairwise(BINS):
         inside = [(q, p) for q, p in pairs if low <= q < high]
@@ -162,9 +168,9 @@ def saturation(cells):
 
 def instead_row(axis, how, of_seed, trained):
     """What one would do instead of GRPO: its gain at pass@1 and at pass@256, and less GRPO's."""
-    gain = {k: {seed: passes(result["right"][axis], k) - passes(base[axis], k)
+    gain = {k: {seed: passes(result["right"][axis], k) - passes(base["right"][axis], k)
                 for seed, (base, result) in of_seed.items()} for k in (1, EACH)}
-    beside = {seed: passes(result["right"][axis], 1) - passes(base[axis], 1)
+    beside = {seed: passes(result["right"][axis], 1) - passes(base["right"][axis], 1)
               for seed, (base, result) in trained[axis, MIDDLE, "rotary"].items()}
     return {"axis": axis, "how": how, "gain": interval(gain[1]), "gain_256": interval(gain[EACH]),
             "less_GRPO": paired(gain[1], beside)}
@@ -243,7 +249,7 @@ def draw_masses(found, path):
     left.plot(grid, grid, ":", color="black", linewidth=0.8)
     left.set(xlabel="Q: the base's probability of the right response", ylabel="after GRPO",
              title=f"toy, beta {BETA:g}: runs and closed forms")
-    left.legend(fontsize=7)
+    left.legend(*left.get_legend_handles_labels(), fontsize=7)
     bins, shift = found["gain"]["bins"], found["gain"]["shift"]
     right.errorbar([one["q"] for one in bins], [one["gain"] for one in bins],
                    [one["half"] for one in bins], fmt="o", color="black", markersize=4)
@@ -267,13 +273,13 @@ def points_of(value):
 def axes_table(rows):
     """The table of axes and rhos."""
     head = ["axis", "rho", "positions", "pass@1 base", "GRPO", "gain", "pass@256 base", "GRPO",
-            "base passes GRPO at k", "newly solved", "novel", "id, gain"]
+            "base passes GRPO at k", "newly solved", "rare", "id, gain"]
     return markdown(head, [[
         row["axis"], f"{row['rho']:g}", row["positions"],
         *(points_of(row["curve"][1][which]) for which in ("base", "GRPO", "gain")),
         *(points_of(row["curve"][EACH][which]) for which in ("base", "GRPO")),
         str(row["crossing"] or "never"), f"{row['newly_solved']} of {row['unsolved']}",
-        "–" if row["below"] is None else f"{row['below']:.1%} of {row['right']:,}",
+        " → ".join("–" if value is None else f"{value:.1%}" for value in (row["rare_before"], row["rare"])),
         points_of(row["id"]["gain"])] for row in rows])
 
 
@@ -314,12 +320,12 @@ def page(found, command, seeds, there, wanted):
 def figures_of(found):
     """The gallery's entries: the abstract's claims. Each rule for "agrees" was set before the runs."""
     told = (("Origin: theorem", "origin.toy.svg", "GRPO reweights its base: the optimum is the base's "
-             "distribution, tilted by the reward; a gain is a function of the base's mass of right responses.",
+             "distribution, tilted by the reward; a gain is a function of its mass of right responses.",
              tilts(found["toy"])),
             ("Origin: no novel solutions", "origin.svg", "It cannot discover completely novel solutions.",
              discovers(found["axes"])),
-            ("Origin: out of distribution", "origin.svg", "It improves out of distribution only where the task "
-             "agrees with the base's biases.", aligns(found["axes"])),
+            ("Origin: out of distribution", "origin.svg", "It improves out of distribution only where the "
+             "task agrees with the base's biases.", aligns(found["axes"])),
             ("Origin: saturation", "origin.saturation.svg", "Its gains in distribution fade as the base "
              "saturates.", saturates(found["saturation"])))
     return [{"paper": paper, "picture": picture, "claim": claim, "agrees": agrees, "found": said}
@@ -327,29 +333,29 @@ def figures_of(found):
 
 
 def tilts(toy):
-    """Yes where k1 in the reward ends within 3 points of the tilted optimum, its shift within .1 of 1 / beta."""
+    """Yes where k1 in the reward ends within 3 points of the tilted optimum, and shifts within .1 of it."""
     row = toy.get("k1 in the reward")
     if row is None or row["shift"]["mean"] is None:
         return "not measurable", "The toy was not run."
     fits = row["distance"] < 0.03 and abs(row["shift"]["mean"] - 1 / BETA) <= 0.1
     return ("yes" if fits else "no",
-            f"On a toy with k1 in the reward, beta {BETA:g}, runs end {100 * row['distance']:.1f} points from "
-            f"it; log-odds move by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). k3 in the loss, rewards "
-            "over their std and runs without KL end elsewhere.")
+            f"On a toy with k1 in the reward, beta {BETA:g}, runs end {100 * row['distance']:.1f} points "
+            f"from it; log-odds move by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). k3 in the loss, "
+            "rewards over their std and runs without KL end elsewhere.")
 
 
 def discovers(rows):
-    """Yes where fewer than a tenth of right responses are novel on each axis and rho whose base solves more
-    than a tenth of the problems in 256, partly where in most."""
-    told = [row for row in rows if row["positions"] == "rotary" and row["below"] is not None
+    """Yes where fewer than a tenth of right responses are rare in the base on each axis and rho whose base
+    solves more than a tenth of the problems in 256, partly where in most."""
+    told = [row for row in rows if row["positions"] == "rotary" and row["rare"] is not None
             and row["curve"][EACH]["base"]["mean"] > 0.1]
     if not told:
         return "not measurable", "No base solves a tenth of an axis' problems in 256 responses."
-    few, most = sum(row["below"] < 0.1 for row in told), max(told, key=lambda row: row["below"])
+    few, most = sum(row["rare"] < 0.1 for row in told), max(told, key=lambda row: row["rare"])
     solved, unsolved = sum(row["newly_solved"] for row in rows), sum(row["unsolved"] for row in rows)
     return ("yes" if few == len(told) else "partly" if 2 * few > len(told) else "no",
             "Right responses that the base gives less than once in all that RL drew: at most "
-            f"{most['below']:.1%} ({most['axis']}, rho {most['rho']:g}). Of {unsolved} problems that no base "
+            f"{most['rare']:.1%} ({most['axis']}, rho {most['rho']:g}). Of {unsolved} problems that no base "
             f"solved in 256 responses GRPO solves {solved}, at least once in 256.")
 
 
@@ -364,10 +370,11 @@ def aligns(rows):
     none = all(row[1]["gain"]["mean"] < 0.05 for row in blind)
     some = any(row[1]["gain"]["mean"] > (row[1]["gain"]["half"] or 0.05) for row in open_)
     largest = [max(of, key=lambda row: row[1]["gain"]["mean"]) for of in (blind, open_)]
-    one, other = (f"{points_of(row[1]['gain'])} points ({row['axis']}, rho {row['rho']:g})" for row in largest)
+    one, other = (f"{points_of(row[1]['gain'])} points ({row['axis']}, rho {row['rho']:g})"
+                  for row in largest)
     return (("no", "partly", "yes")[none + some],
-            f"Largest gain where the base is right in under 2 % at pass@256: {one}; where it is right in 10 to "
-            f"90 % at pass@1: {other}.")
+            f"Largest gain where the base is right in under 2 % at pass@256: {one}; where it is right in 10 "
+            f"to 90 % at pass@1: {other}.")
 
 
 def saturates(rows):

