@@ -319,15 +319,15 @@ def page(found, command, seeds, there, wanted):
 
 def figures_of(found):
     """The gallery's entries: the abstract's claims. Each rule for "agrees" was set before the runs."""
-    told = (("Origin: theorem", "origin.toy.svg", "GRPO reweights its base: the optimum is the base's "
+    told = (("GRPO's origin: theorem", "origin.toy.svg", "GRPO reweights its base: the optimum is the base's "
              "distribution, tilted by the reward; a gain is a function of its mass of right responses.",
              tilts(found["toy"])),
-            ("Origin: no novel solutions", "origin.svg", "It cannot discover completely novel solutions.",
-             discovers(found["axes"])),
-            ("Origin: out of distribution", "origin.svg", "It improves out of distribution only where the "
-             "task agrees with the base's biases.", aligns(found["axes"])),
-            ("Origin: saturation", "origin.saturation.svg", "Its gains in distribution fade as the base "
-             "saturates.", saturates(found["saturation"])))
+            ("GRPO's origin: no novel solutions", "origin.svg",
+             "It cannot discover completely novel solutions.", discovers(found["axes"])),
+            ("GRPO's origin: out of distribution", "origin.svg", "It improves out of distribution only where "
+             "the task agrees with the base's biases.", aligns(found["axes"])),
+            ("GRPO's origin: saturation", "origin.saturation.svg",
+             "Its gains in distribution fade as the base saturates.", saturates(found["saturation"])))
     return [{"paper": paper, "picture": picture, "claim": claim, "agrees": agrees, "found": said}
             for paper, picture, claim, (agrees, said) in told]
 

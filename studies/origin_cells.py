@@ -170,9 +170,9 @@ def right_responses(actor, split, each=EACH):
 
 
 def rare(base, split, right, drawn):
-    """How many of the right responses, and of the different ones among them, the base gives with a probability
-    below 1 / drawn: so rarely that RL, which drew so many, would not be expected to have met them. The base's
-    own are counted, too: a long tail of responses is nothing new."""
+    """How many of the right responses, and of the different ones among them, the base gives with a
+    probability below 1 / drawn: so rarely that RL, which drew so many, would not be expected to have met
+    them. The base's own are counted, too: a long tail of responses is nothing new."""
     prompts = [list(base.chat.observe(Game().reset(task), True)) for task in base.config.world.split(split)]
     counts = [(sample_of(prompt, ids), n) for prompt, found in zip(prompts, right)
               for ids, n in sorted(Counter(map(tuple, found)).items())]

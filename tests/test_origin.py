@@ -1,0 +1,187 @@
+"""Proves that studies/origin.py measures what its page says, and goes on where it stopped.
+
+    python -m pytest tests/test_origin.py           # about a minute on one core
+"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from envs.strings import AXES
+from lm.engine import Response
+from rollout import Seat
+from run import files
+from studies import common, origin, tilting
+from studies import origin_cells as cells
+
+WORLD = (*cells.WORLD, "--problems", 6, "--hidden-size", 16, "--layers", 1)
+TINY = {"WORLD": WORLD, "PRETRAINING": ("--demonstrations", 60, "--cold-start-batch", 10), "ALONG": (2,),
+        "RL": ("--iterations", 2, "--tasks", 2, "--group-size", 2, "--minibatches", 1, "--lr", 1e-3),
+        "TOY": ("--letters", 2, "--length", 2, "--k", 1, "--problems", 6, *WORLD[-4:]),
+        "TOY_PRETRAINING": ("--demonstrations", 20,),
+        "TOY_RL": ("--admissible-only", "--tasks", 2, "--group-size", 2, "--minibatches", 1,
+                   "--iterations", 2), "RHOS": (0.01,), "FEW": range(1), "EACH": 16, "KS": [1, 4, 16]}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    for name, value in TINY.items():
+        for module in (cells, origin):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.fast
+def test_the_cells_are_those_of_the_issue():
+    """Five seeds: at each rho a base with positions and its four axes, one without and its length axis; at
+    rho .01 five places along pretraining, four kinds of toy, and for three seeds three other ways."""
+    wanted = cells.cells_of(True, range(5))
+    assert len(wanted) == 5 * 4 * (1 + 4 + 1 + 1) + 5 * (5 + 4) + 3 * 3 * 4
+    default = cells.cells_of(False, range(1))
+    assert len(default) == 1 + 4 + 5 + 4 and {s.get("rho", 0.01) for s in default.values()} == {0.01}
+    names = list(wanted)
+    for name, settings in wanted.items():
+        if settings["what"] in cells.INSTEAD:                # what it is held against comes before it
+            assert names.index(cells.name_of(settings | {"what": "GRPO"})) < names.index(name)
+
+
+@pytest.mark.fast
+def test_the_steps_of_pretraining_are_what_the_page_says():
+    demonstrations, batch = (cells.PRETRAINING[cells.PRETRAINING.index(flag) + 1]
+                             for flag in ("--demonstrations", "--cold-start-batch"))
+    assert demonstrations // batch == cells.STEPS > max(cells.ALONG)
+
+
+def test_the_whole_study_at_its_smallest(tiny, tmp_path, capsys):
+    """Every kind of cell, the page and the figures; another time nothing is run again, and after a lost cell
+    only that; results are the same."""
+    command = ["--all", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path / "out"), "--runs",
+               str(tmp_path / "runs")]
+    assert origin.main(command) == 0
+    path = tmp_path / "out" / "origin.jsonl"
+    lines = path.read_text().splitlines()
+    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + (2 + 12) + 4
+    page = (tmp_path / "out" / "origin.md").read_text()
+    assert "nan" not in page.lower() and all(axis in page for axis in AXES) and "Not run." not in page
+    told = json.loads((tmp_path / "out" / "origin.json").read_text())
+    assert {figure["agrees"] for figure in told["figures"]} <= set(common.AGREES)
+    for figure in told["figures"]:
+        assert (tmp_path / "out" / figure["picture"]).read_text().startswith("<?xml")
+    results = {record["cell"]: record["result"] for record in files.read_lines(path)[0]}
+    lost = next(name for name in results if name.startswith("GRPO, axis depth, rho 0.01"))
+    path.write_text("".join(line + "\n" for line in lines if json.loads(line)["cell"] != lost))
+    assert origin.main(command) == 0
+    assert {record["cell"]: record["result"] for record in files.read_lines(path)[0]} == results
+    sft = results[f"{cells.SFT}, axis depth, rho 0.01, positions rotary, seed 0"]
+    assert 0 <= sft["tokens"] - results[lost]["tokens"] <= 42                # a depth's longest solution
+    capsys.readouterr()
+
+
+def test_without_cells_there_is_no_page(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        origin.main(["--jobs", "0", "--out", str(tmp_path)])
+    assert "holds no run of GRPO" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """The toy's base, hardly trained, and its flags."""
+    folder = tmp_path_factory.mktemp("toys") / "base"
+    flags = [*cells.WORLD, "--seed", 0, *cells.TOY]
+    cold = ("--demonstrations", 50, "--iterations", 0, "--hidden-size", 16, "--layers", 1)
+    common.train([*flags, *cold], folder)
+    return common.actor(folder / files.CHECKPOINT, [*flags, "--admissible-only"])
+
+
+def test_all_responses_are_listed_with_what_sampling_gives_them(toys):
+    """Their probabilities add up to 1, and 2,000 sampled ones come as often, within five standard errors."""
+    problem = cells.toy_problems()[5]
+    logprobs = cells.listed(toys, problem)
+    assert sum(map(math.exp, logprobs)) == pytest.approx(1, abs=1e-5)
+    task = next(task for task in toys.config.world.train("part", 0, 500) if task.problem.part > 1)
+    episodes = toys.play([Seat(task, 0, stream) for stream in range(2000)])
+    counts = {text: sum(e.turns[0].action == text for e in episodes) for text in task.problem.responses()}
+    for text, logprob in zip(task.problem.responses(), cells.listed(toys, task.problem)):
+        p = math.exp(logprob)
+        assert counts[text] / 2000 == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / 2000) + 1e-3)
+
+
+def test_rare_is_counted_by_the_base_own_probabilities(toys):
+    """Against the product of the softmax, token by token."""
+    task = toys.config.world.split("id")[0]
+    prompt = list(toys.chat.observe(cells.Game().reset(task), True))
+    answers = [toys.chat.respond(text) for text in task.problem.responses()[:3]]
+    logprobs = []
+    for ids in answers:
+        logit_TV = toys.model(torch.tensor([prompt + ids]))[0].detach().log_softmax(-1)
+        logprobs.append(sum(float(logit_TV[len(prompt) + t - 1, token]) for t, token in enumerate(ids)))
+    least, middle, most = sorted(logprobs)
+    drawn = math.exp(-(least + middle) / 2)                  # the least likely alone is rare
+    counts = [3 if logprob == least else 1 for logprob in logprobs]
+    right = [[ids for ids, n in zip(answers, counts) for _ in range(n)]] + [[]] * 5
+    found = cells.rare(toys, "id", right, drawn)
+    assert found == {"right": 5, "different": 3, "below": 3, "different_below": 1}
+
+
+def test_right_is_what_the_game_says(toys):
+    task = toys.config.world.split("id")[0]
+    for text in (task.problem.response, "zz", ""):
+        response = Response(toys.chat.respond(text), [], False)
+        assert cells.is_right(toys, task, response) == (text == task.problem.response)
+    assert not cells.is_right(toys, task, Response(toys.chat.respond(task.problem.response), [], True))
+
+
+def row(axis, base, gain, base_256=0.5, rare=0.0, half=None):
+    """A row of the axes' table with what the rules look at."""
+    curve = {1: {"base": {"mean": base}, "gain": {"mean": gain, "half": half}},
+             origin.EACH: {"base": {"mean": base_256}}}
+    return {"axis": axis, "rho": 0.1, "positions": "rotary", "curve": curve, "rare": rare, "unsolved": 3,
+            "newly_solved": 1}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows, agrees", [
+    ([row("depth", 0.0, 0.0, 0.0), row("length", 0.5, 0.1)], "yes"),
+    ([row("depth", 0.0, 0.1, 0.0), row("length", 0.5, 0.1)], "partly"),
+    ([row("depth", 0.0, 0.1, 0.0), row("length", 0.5, 0.1, half=0.2)], "no"),
+    ([row("length", 0.5, 0.1)], "not measurable")])
+def test_the_rule_for_out_of_distribution(rows, agrees):
+    assert origin.aligns(rows)[0] == agrees
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows, agrees", [
+    ([row("depth", 0, 0, rare=0.05), row("length", 0, 0, rare=0.0)], "yes"),
+    ([row("depth", 0, 0, rare=0.5), row("length", 0, 0), row("composition", 0, 0)], "partly"),
+    ([row("depth", 0, 0, rare=0.5), row("length", 0, 0, rare=0.2)], "no"),
+    ([row("depth", 0, 0, base_256=0.05)], "not measurable")])
+def test_the_rule_for_novel_solutions(rows, agrees):
+    assert origin.discovers(rows)[0] == agrees
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("early, late, agrees", [(0.2, 0.01, "yes"), (0.05, 0.01, "partly"),
+                                                 (0.05, 0.1, "no")])
+def test_the_rule_for_saturation(early, late, agrees):
+    rows = [{"steps": 400, "base": {"mean": 0.5, "half": None}, "gain": {"mean": early, "half": None}},
+            {"steps": None, "base": {"mean": 0.97, "half": None}, "gain": {"mean": late, "half": None}}]
+    assert origin.saturates(rows)[0] == agrees and origin.saturates(rows[1:])[0] == "not measurable"
+
+
+@pytest.mark.fast
+def test_the_toys_row_holds_runs_against_their_closed_form():
+    def result(p):
+        before, after = [0.3, 0.2, 0.5], [p, (1 - p) * 2 / 7, (1 - p) * 5 / 7]
+        return {"problems": [{"right": 0, "before": [math.log(x) for x in before],
+                              "after": [math.log(x) for x in after]}]}
+
+    exact = origin.toy_row("k1 in the reward", [result(tilting.tilted(0.3, origin.BETA))] * 2)
+    assert exact["distance"] == pytest.approx(0, abs=1e-9) and exact["shift"]["mean"] == pytest.approx(2)
+    assert origin.tilts({"k1 in the reward": exact})[0] == "yes"
+    off = origin.toy_row("k1 in the reward", [result(0.9)])
+    assert off["distance"] == pytest.approx(0.9 - tilting.tilted(0.3, origin.BETA))
+    assert off["grown_most_nats"] == pytest.approx(math.log(3))
+    assert origin.tilts({"k1 in the reward": off})[0] == "no"
+    assert origin.tilts({})[0] == "not measurable"
