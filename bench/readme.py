@@ -1,8 +1,8 @@
 """The tables of README.md and RESULTS.md, from results/: a page chooses rows and columns, this fills them in.
 
 A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD),
-`chaos` (attacks and what was survived), `twins` (the study's arms) or a benchmark: its rows are rows or
-differences of bench.table1, its columns are told by their heads:
+`chaos` (attacks and what was survived), `twins` (the study's arms), `origin` (its axes) or a benchmark: its
+rows are rows or differences of bench.table1, its columns are told by their heads:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the split before it)
@@ -20,7 +20,7 @@ import ast
 import re
 import statistics
 
-from bench.intervals import number, percent
+from bench.intervals import number, percent, with_half
 from bench.study import ROOT
 from bench.table1 import paper_text, shares_text
 from run import files
@@ -30,7 +30,7 @@ CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MUL
 RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "RELIABILITY.md")
 NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files that are no table1's
-         "twins": "studies/twins.json"}
+         "twins": "studies/twins.json", "origin": "studies/origin.json"}
 
 
 def result_path(name):
@@ -48,10 +48,19 @@ def twins_row(result, name, _):
     """An arm of the twin states' main grid, "COLD START: ARM"."""
     row = next(row for row in result["rows"] if f"{row['cold']}: {row['arm']}" == name and not row["changes"])
     low, high = row["removed_interval"]
-    half = row["final"]["half"]
-    return [name, f"{row['final']['mean']:.2f}" + ("" if half is None else f" ± {half:.2f}"),
-            f"{row['removed']} of {row['n']} [{100 * low:.0f}, {100 * high:.0f}]",
+    removed = f"{row['removed']} of {row['n']} [{100 * low:.0f}, {100 * high:.0f}]"
+    return [name, with_half(row["final"]), removed,
             *(number(row[key], ".2f") for key in ("q_P", "cosine", "auc"))]
+
+
+def origin_row(result, name, _):
+    """An axis of the study of GRPO's origin, "AXIS, rho RHO", or that and ", no positions": pass@1 of the
+    base, after GRPO, and the gain; the same of pass@256."""
+    axis, rho, *bare = name.replace("rho ", "").split(", ")
+    row = next(row for row in result["axes"] if (row["axis"], row["rho"], row["positions"] == "none")
+               == (axis, float(rho), bool(bare)))
+    return [name, *(percent(value, len(value["seeds"]), "+" if which == "gain" else "") for k in ("1", "256")
+                    for which, value in row["curve"][k].items())]
 
 
 def table4_row(result, name, _):
@@ -84,7 +93,7 @@ def result_row(result, name, heads):
     return cells
 
 
-ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row}
+ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row}
 
 
 def cells_of(line):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bench.intervals import interval, markdown, paired, with_half
+from bench.intervals import interval, markdown, paired, percent, with_half
 from envs.strings import AXES
 from run import files
 from studies import common, origin_cells, tilting
@@ -264,10 +264,7 @@ def draw_masses(found, path):
 
 def points_of(value):
     """A share with half its interval, in points."""
-    if value is None or value["mean"] is None:
-        return "–"
-    half = "" if value["half"] is None else f" ± {100 * value['half']:.1f}"
-    return f"{100 * value['mean']:.1f}{half}"
+    return percent(value, len(value["seeds"]))
 
 
 def axes_table(rows):

@@ -135,7 +135,7 @@ def test_right_is_what_the_game_says(toys):
 
 def row(axis, base, gain, base_256=0.5, rare=0.0, half=None):
     """A row of the axes' table with what the rules look at."""
-    curve = {1: {"base": {"mean": base}, "gain": {"mean": gain, "half": half}},
+    curve = {1: {"base": {"mean": base}, "gain": {"mean": gain, "half": half, "seeds": {}}},
              origin.EACH: {"base": {"mean": base_256}}}
     return {"axis": axis, "rho": 0.1, "positions": "rotary", "curve": curve, "rare": rare, "unsolved": 3,
             "newly_solved": 1}
@@ -165,8 +165,8 @@ def test_the_rule_for_novel_solutions(rows, agrees):
 @pytest.mark.parametrize("early, late, agrees", [(0.2, 0.01, "yes"), (0.05, 0.01, "partly"),
                                                  (0.05, 0.1, "no")])
 def test_the_rule_for_saturation(early, late, agrees):
-    rows = [{"steps": 400, "base": {"mean": 0.5, "half": None}, "gain": {"mean": early, "half": None}},
-            {"steps": None, "base": {"mean": 0.97, "half": None}, "gain": {"mean": late, "half": None}}]
+    rows = [{"steps": steps, "base": origin.interval({0: base}), "gain": origin.interval({0: gain})}
+            for steps, base, gain in ((400, 0.5, early), (None, 0.97, late))]
     assert origin.saturates(rows)[0] == agrees and origin.saturates(rows[1:])[0] == "not measurable"
 
 
