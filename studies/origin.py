@@ -25,7 +25,7 @@ from bench.intervals import interval, markdown, paired, percent, with_half
 from envs.strings import AXES
 from run import files
 from studies import common, origin_cells, tilting
-from studies.origin_cells import BETA, EACH, INSTEAD, KINDS, KS, MIDDLE, RHOS, STEPS, TOY_GROUP
+from studies.origin_cells import AGENT, BETA, EACH, INSTEAD, KINDS, KS, MIDDLE, RHOS, STEPS, TOY_GROUP
 
 PAGE = Path(__file__).with_name("origin.page.md")
 
@@ -40,7 +40,8 @@ def results_of(everything, wanted, options):
     missing = common.missing(path, wanted) if options.jobs else {}
     for _, cells in itertools.groupby(missing.items(), lambda cell: cell[1]["seed"]):
         cells = dict(cells)
-        bases = {str(origin_cells.base_of(settings, options.runs)): settings for settings in cells.values()}
+        bases = {str(origin_cells.base_of(settings, options.runs)): settings
+                 for settings in cells.values() if settings["what"] != "agent"}
         lacking = {folder: settings for folder, settings in bases.items()
                    if not (Path(folder) / files.STAGES).exists()}
         made = common.results_of(lacking, origin_cells.pretrain, options.jobs)
@@ -103,6 +104,7 @@ def findings(everything, results):
     return {"axes": axes, "gain": gains([pair for of_seed in trained.values() for pair in of_seed.values()]),
             "saturation": saturation(cells),
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
+            "agent": agent_rows({s["seed"]: result for s, result in cells if s["what"] == "agent"}),
             "toy": {kind: toy_row(kind, results) for kind in KINDS
                     if (results := [result for s, result in cells if s.get("kind") == kind])}}
 
@@ -174,6 +176,18 @@ def instead_row(axis, how, of_seed, trained):
               for seed, (base, result) in trained[axis, MIDDLE, "rotary"].items()}
     return {"axis": axis, "how": how, "gain": interval(gain[1]), "gain_256": interval(gain[EACH]),
             "less_GRPO": paired(gain[1], beside)}
+
+
+def agent_rows(of_seed):
+    """The text game's pass@k on types that RL never trains on, {k: base, GRPO, gain}; None: not run."""
+    if not of_seed:
+        return None
+    trials, curve = AGENT[-1], {}
+    for k in (2**i for i in range(trials.bit_length())):
+        before, after = ({seed: statistics.fmean(tilting.pass_at(k, trials, won) for won in result[name])
+                          for seed, result in of_seed.items()} for name in ("base", "GRPO"))
+        curve[k] = {"base": interval(before), "GRPO": interval(after), "gain": paired(after, before)}
+    return curve
 
 
 FORMS = {"k1 in the reward": tilting.tilted, "k3 in the loss": tilting.k3_mass,
@@ -300,6 +314,7 @@ def page(found, command, seeds, there, wanted):
                  for row in found["saturation"]]
     instead = [[row["axis"], row["how"], points_of(row["gain"]), points_of(row["less_GRPO"]),
                 points_of(row["gain_256"])] for row in found["instead"]]
+    agent = [[str(k), *map(points_of, row.values())] for k, row in (found["agent"] or {}).items()]
     shift = found["gain"]["shift"]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, seeds)), there=there, wanted=wanted,
@@ -310,6 +325,7 @@ def page(found, command, seeds, there, wanted):
         saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
         instead="\n".join(markdown(["axis", "instead", "gain at pass@1", "less GRPO's", "gain at pass@256"],
                                    instead)) if instead else "Not run.\n",
+        agent="\n".join(markdown(["k", "cold start", "GRPO", "gain"], agent)) if agent else "Not run.\n",
         agrees="\n".join(markdown(["claim", "agrees", "found"], [
             [figure["claim"], figure["agrees"], figure["found"]] for figure in figures_of(found)])))
 

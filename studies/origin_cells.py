@@ -15,10 +15,12 @@ import torch
 import update
 from envs.strings import AXES, LETTERS, NAMES, Game, Problem
 from lm.engine import Sampling, answer
+from rollout import Seat
 from run import files
 from run.parallel import stream
 from run.setup import Run
 from studies import common
+from studies import runs as studied
 
 RUNS = common.ROOT / "runs" / "studies" / "origin"
 RHOS, MIDDLE, SEEDS, FEW = (0.0, 0.001, 0.01, 0.1), 0.01, range(5), range(3)
@@ -32,6 +34,7 @@ RL = ("--iterations", 120, "--lr", 3e-4)
 RATE, BATCH, PASSES = 3e-4, 24, 4        # of what is imitated instead of RL
 SFT, REJECTION, LARGER = "SFT on the axis", "rejection fine-tuning", "GRPO, groups of 32"
 INSTEAD = (SFT, REJECTION, LARGER)
+AGENT = ("household", "L2", 80, 64)      # world, split of types that RL never trains on, iterations, trials
 # The toy: 8 possible responses to each problem, one of them right
 TOY = ("--letters", 2, "--length", 3, "--k", 1, "--problems", 6)
 TOY_PRETRAINING = ("--demonstrations", 300, "--cold-start-batch", 8, "--cold-start-lr", 3e-3)
@@ -59,6 +62,7 @@ def cells_of(whole, seeds):
                           if whole and seed in FEW]
         if rho == MIDDLE:
             found += [{"what": "toy", "kind": kind, "seed": seed} for kind in KINDS]
+            found += [{"what": "agent", "seed": seed}] if whole and seed in FEW else []
     return {name_of(settings): settings for settings in found}
 
 
@@ -99,7 +103,10 @@ def pretrain(folder, settings):
 
 def run(name, settings, runs, results):
     """A cell's result. results: the file of those that there are."""
-    base, what = base_of(settings, runs), settings["what"]
+    what = settings["what"]
+    if what == "agent":
+        return agent(settings["seed"], runs / "agent")
+    base = base_of(settings, runs)
     if what == "base":
         splits = ("id", *AXES) if settings["positions"] == "rotary" else ("id", "length")
         actor = load(base / files.CHECKPOINT, settings)
@@ -235,6 +242,25 @@ def imitate(actor, samples):
         update.update(actor.model, optimizer, [samples[k] for k in batch], objective,
                       RATE * (1 - i / len(batches)))
     return sum(sum(sample.sampled) for sample in samples)
+
+
+# The same question to the agent
+
+def agent(seed, root):
+    """Of so many trials of 64 tasks of the types that RL never trains on, how many are won: by the cold
+    start, and after GRPO."""
+    world, split, iterations, trials = AGENT
+    found = studied.runs_of(world, ["grpo"], [seed], iterations=iterations, root=root)
+    studied.make(found, 1)
+    result, after = {}, {"base": (studied.COLD, 0), "GRPO": ("grpo", iterations)}
+    for name, (arm, done) in after.items():
+        actor = found[arm, seed].actor(done)
+        tasks = actor.config.world.split(split)[:64]
+        episodes = actor.play([Seat(task, i, stream(seed, i, j))
+                               for i, task in enumerate(tasks) for j in range(trials)])
+        result[name] = [sum(episode.won for episode in episodes[i:i + trials])
+                        for i in range(0, len(episodes), trials)]
+    return result
 
 
 # The toy

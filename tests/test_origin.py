@@ -22,7 +22,8 @@ TINY = {"WORLD": WORLD, "PRETRAINING": ("--demonstrations", 60, "--cold-start-ba
         "TOY": ("--letters", 2, "--length", 2, "--k", 1, "--problems", 6, *WORLD[-4:]),
         "TOY_PRETRAINING": ("--demonstrations", 20,),
         "TOY_RL": ("--admissible-only", "--tasks", 2, "--group-size", 2, "--minibatches", 1,
-                   "--iterations", 2), "RHOS": (0.01,), "FEW": range(1), "EACH": 16, "KS": [1, 4, 16]}
+                   "--iterations", 2), "RHOS": (0.01,), "FEW": range(1), "EACH": 16,
+        "KS": [1, 4, 16], "agent": lambda seed, root: {"base": [0, 3], "GRPO": [64, 2]}}
 
 
 @pytest.fixture
@@ -36,9 +37,10 @@ def tiny(monkeypatch):
 @pytest.mark.fast
 def test_the_cells_are_those_of_the_issue():
     """Five seeds: at each rho a base with positions and its four axes, one without and its length axis; at
-    rho .01 five places along pretraining, four kinds of toy, and for three seeds three other ways."""
+    rho .01 five places along pretraining, four kinds of toy, and for three seeds three other ways, and the
+    agent."""
     wanted = cells.cells_of(True, range(5))
-    assert len(wanted) == 5 * 4 * (1 + 4 + 1 + 1) + 5 * (5 + 4) + 3 * 3 * 4
+    assert len(wanted) == 5 * 4 * (1 + 4 + 1 + 1) + 5 * (5 + 4) + 3 * (3 * 4 + 1)
     default = cells.cells_of(False, range(1))
     assert len(default) == 1 + 4 + 5 + 4 and {s.get("rho", 0.01) for s in default.values()} == {0.01}
     names = list(wanted)
@@ -62,7 +64,7 @@ def test_the_whole_study_at_its_smallest(tiny, tmp_path, capsys):
     assert origin.main(command) == 0
     path = tmp_path / "out" / "origin.jsonl"
     lines = path.read_text().splitlines()
-    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + (2 + 12) + 4
+    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + (2 + 12) + 4 + 1
     page = (tmp_path / "out" / "origin.md").read_text()
     assert "nan" not in page.lower() and all(axis in page for axis in AXES) and "Not run." not in page
     told = json.loads((tmp_path / "out" / "origin.json").read_text())
@@ -131,6 +133,29 @@ def test_right_is_what_the_game_says(toys):
         response = Response(toys.chat.respond(text), [], False)
         assert cells.is_right(toys, task, response) == (text == task.problem.response)
     assert not cells.is_right(toys, task, Response(toys.chat.respond(task.problem.response), [], True))
+
+
+def test_the_agent_plays_each_task_so_often_before_and_after(toys, monkeypatch):
+    asked = []
+
+    class Kept:
+        def actor(self, done):
+            asked.append(done)
+            return toys
+
+    def runs_of(world, arms, seeds, iterations, root):
+        assert (world, arms, seeds, root) == ("strings", ["grpo"], [3], "there")
+        return {("cold_start", 3): Kept(), ("grpo", 3): Kept()}
+
+    monkeypatch.setattr(cells, "AGENT", ("strings", "id", 80, 4))
+    monkeypatch.setattr(cells.studied, "runs_of", runs_of)
+    monkeypatch.setattr(cells.studied, "make", lambda found, processes: None)
+    result, tasks = cells.agent(3, "there"), toys.config.world.split("id")
+    played = toys.play([Seat(task, i, cells.stream(3, i, j))
+                        for i, task in enumerate(tasks) for j in range(4)])
+    assert asked == [0, 80] and result["base"] == result["GRPO"] == [
+        sum(e.won for e in played if e.task == task) for task in tasks]
+    assert 0 < sum(result["base"]) < 24 == len(played)
 
 
 def row(axis, base, gain, base_256=0.5, rare=0.0, half=None):
