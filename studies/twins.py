@@ -77,13 +77,13 @@ def cells_of(whole, seeds, iterations):
     few = [seed for seed in seeds if seed in FEW]
     wanted = [settings_of(*pair, seed) for seed in seeds for pair in FIRST]
     if whole:
-        rest = sorted([pair for pair in MAIN if pair not in FIRST], key=lambda pair: pair[0] != "coins")
+        rest = sorted([pair for pair in MAIN if pair not in FIRST])          # "plain", which is GRPO's, last
         wanted += [settings_of(*pair, seed) for pair in rest[:2] for seed in seeds]
         wanted += [settings_of("coins", arm, seed, **FAST) for seed in seeds for arm in ARMS]
         wanted += [settings_of(cold, arm, seed, **change) for change in OTHERS for seed in few
                    for cold in ("judge", "coins") for arm in ("GRPO", "+GCD")
                    if arm != "GRPO" or "judge_weight" not in change]
-        wanted += [settings_of(*pair, seed) for seed in seeds for pair in rest[2:]]
+        wanted += [settings_of(*pair, seed) for pair in rest[2:] for seed in seeds]
     wanted = [settings | {"iterations": iterations} for settings in wanted]
     return {name_of(settings): settings for settings in wanted}
 
