@@ -225,6 +225,7 @@ def draw_axes(rows, path):
                     panel.plot(KS, [row["curve"][k][which]["mean"] for k in KS], line, linewidth=1.6,
                                color=COLOURS[row["rho"]])
         panel.set_xscale("log", base=2)
+        panel.set_xticks(KS[::2], map(str, KS[::2]))
         panel.set(title=axis, xlabel="k", ylim=(-0.02, 1.02))
     panels[0].set_ylabel("pass@k")
     for rho in sorted({row["rho"] for row in rows}):

@@ -220,6 +220,50 @@ def test_bfloat16_cache_decodes_close_to_float32():
     torch.testing.assert_close(logits.float(), expected, atol=0.01, rtol=0)
 
 
+# Without positions
+
+
+@pytest.mark.parametrize("layers, rope, alike", [(1, False, True), (1, True, False), (2, False, False)])
+def test_one_layer_without_positions_sees_its_past_as_a_bag(layers, rope, alike):
+    """A second one does not: it reads states that are each of a prefix (arXiv:2203.16634)."""
+    model, ids = make_model(num_hidden_layers=layers, rope=rope), random_ids(2, 12)
+    order = torch.tensor([5, 2, 9, 0, 7, 10, 1, 4, 3, 8, 6, 11])               # the last one stays
+    with torch.no_grad():
+        before, after = model(ids)[:, -1], model(ids[:, order])[:, -1]
+    difference = float((after - before).abs().max())
+    assert difference <= rounding(before) if alike else difference > 0.01
+
+
+@pytest.mark.parametrize("pieces", [RAGGED, SINGLE], ids=["ragged", "single"])
+def test_a_model_without_positions_is_the_same_with_a_cache(pieces):
+    model, ids = make_model(rope=False), random_ids(3, 40)
+    with torch.no_grad():
+        expected = model(ids)
+        assert (expected - make_model()(ids)).abs().max() > 0.01           # the weights with positions
+    cache, start = m.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
+    for turn in zip(*pieces, strict=True):
+        chunks = [ids[b, start[b]:start[b] + n].tolist() for b, n in enumerate(turn)]
+        logits = append(model, cache, chunks, start)
+        for b, n in enumerate(turn):
+            assert_close(logits[b, :n], expected[b, start[b]:start[b] + n])
+            start[b] += n
+
+
+def test_a_model_without_positions_is_saved_as_one_and_transformers_refuses_it(tmp_path):
+    """It has no such model, and stops at the rope_type (version 4 would not: it looks in another place)."""
+    model, ids = make_model(rope=False, rope_theta=777.0), random_ids(2, 11)
+    m.save_pretrained(model, tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["rope_parameters"]["rope_type"] == "none" and "rope" not in raw
+    again = m.load_pretrained(tmp_path)
+    assert again.config == model.config and not again.config.rope
+    assert not m.load_pretrained(tmp_path, value_head=True).config.rope
+    with torch.no_grad():
+        assert torch.equal(again(ids), model(ids))
+    with pytest.raises(KeyError, match="none"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 # Weights and files
 
 

@@ -267,8 +267,8 @@ def test_a_world_too_small_for_its_splits_is_named_before_any_work(tmp_path, cap
 def test_it_is_trained_by_gcd_for_a_reward_of_0_or_1(tmp_path, flags):
     """Restricted to possible responses, some win; cut before their last letter, they are invalid, and cost
     nothing more."""
-    small = ["--letters", 2, "--length", 4, "--k", 1, "--problems", 6, "--evaluate", "id,length"]
-    cold = ["--demonstrations", 100, "--cold-start-lr", 1e-2, "--positions", "none"]
+    small = ["--letters", 2, "--length", 4, "--k", 1, "--problems", 6, "--evaluate", "id,representation"]
+    cold = ["--demonstrations", 100, "--cold-start-lr", 1e-2, "--positions", "none", "--tasks", 16]
     assert train(tmp_path, "--env", "strings", "--max-turns", 1, *small, *cold, *flags.split()) == 0
     lines = rows(tmp_path)
     assert len(lines) == 2 and all(line["rollout/turns"] == 1 for line in lines)
@@ -278,6 +278,6 @@ def test_it_is_trained_by_gcd_for_a_reward_of_0_or_1(tmp_path, flags):
     else:
         assert all(line["rollout/invalid_frac"] > 0 for line in lines)
     found = json.loads((tmp_path / "evaluation.json").read_text())["splits"]
-    assert {name: split["sampled"]["n"] for name, split in found.items()} == {"id": 6, "length": 6}
+    assert {name: split["sampled"]["n"] for name, split in found.items()} == {"id": 6, "representation": 6}
     shape = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert shape["rope_parameters"]["rope_type"] == "none"
