@@ -115,7 +115,8 @@ class ModelConfig:
         raw = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
                **asdict(self), "rope_parameters": rope, "use_sliding_window": False,
                "torch_dtype": str(dtype).removeprefix("torch.")}
-        del raw["rope"]
+        if not raw.pop("rope"):
+            raw["rope_scaling"] = {"rope_type": "none"}       # where transformers 4 looks: it refuses, too
         (Path(folder) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 

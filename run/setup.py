@@ -183,8 +183,10 @@ def prepare(config, ranks, asked_to_stop, held):
     chat = chat_of(config, tokenizer)
     model = parallel.shard(model, ranks, getattr(torch, config.dtype))
     for task in tasks:
-        prompt = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin().prompt
-        rollout.check_room(task, prompt, config.max_response_tokens, config.context)
+        first = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin()
+        rollout.check_room(task, first.prompt, config.max_response_tokens, config.context)
+        if config.admissible_only:
+            first.restriction()                                   # ValueError where nothing is listed
     identity = parallel.on_main(lambda: begin(config, out, state, held))
     kept = source and (config.correction != "off" or not config.iterations)   # RL without correction has none
     return Run(config, ranks, model, update.adam(model), chat, envs, out, asked_to_stop, identity,

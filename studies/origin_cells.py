@@ -29,7 +29,7 @@ KS = [2**i for i in range(9)]            # of pass@k
 # Tuned on seed 90: pretraining until "id" is nearly perfect, RL's learning rate on composition
 WORLD = ("--env", "strings", "--evaluate", "none", "--device", "cpu")
 PRETRAINING = ("--demonstrations", 50000, "--cold-start-batch", 24, "--cold-start-lr", 4e-3)
-ALONG, STEPS = (400, 600, 900, 1300), 2083       # steps of pretraining: the model is kept; in all
+ALONG, STEPS = (400, 600, 900, 1300), 2 * 2083      # steps of pretraining: the model is kept; in all
 RL = ("--iterations", 120, "--lr", 3e-4)
 RATE, BATCH, PASSES = 3e-4, 24, 4        # of what is imitated instead of RL
 SFT, REJECTION, LARGER = "SFT on the axis", "rejection fine-tuning", "GRPO, groups of 32"

@@ -52,13 +52,26 @@ def k3_mass(q, beta):
     return ((1 - beta) + math.sqrt((1 - beta) ** 2 + 4 * beta * q)) / 2
 
 
-def std_mass(q, beta, eps=1e-6, steps=1000):
-    """Where rewards divided by their std lead: logit p_n = logit Q + 1 / (beta (sqrt(p (1 - p)) + eps)), p of
-    step n - 1 (Mroueh, arXiv:2503.06639, has the form)."""
-    p = q
-    for _ in range(steps):
-        p = sigmoid(logit(q) + 1 / (beta * (math.sqrt(p * (1 - p)) + eps)))
-    return p
+def std_mass(q, beta, eps=1e-6, step=1e-3):
+    """Where rewards divided by their std lead: the smallest p above Q with logit p = logit Q + 1 / (beta std),
+    std = sqrt(p (1 - p)) + eps, which small steps from Q come to first; 1 where there is none.
+
+    With p on the right from the step before it is a recursion (of the form of Mroueh's, arXiv:2503.06639),
+    whose steps are not small and may jump past it.
+    """
+    def beyond(x):
+        return x - logit(q) - 1 / (beta * (math.sqrt(sigmoid(x) * (1 - sigmoid(x))) + eps))
+
+    x = logit(q)
+    while beyond(x) < 0:
+        x += step
+        if x > 36:                              # 1 - p would be rounding
+            return 1.0
+    low, high = x - step, x
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if beyond(middle) < 0 else (low, middle)
+    return sigmoid(low)
 
 
 def signal(q, group):
