@@ -52,7 +52,8 @@ class Config:
     env: str = opt("household", "the world: a file of envs/", section="world")
     train_types: str = opt("part", "task types of RL: all, or part: without L2's", ("part", "all"))
     max_turns: int = opt(20, "turns in an episode", low=1, high=10**4)
-    model: str = opt("", "Hugging Face Qwen2 folder to begin from; empty: a new small one", section="model")
+    model: str = opt("", "Hugging Face Qwen2 or Qwen3 folder to begin from; empty: a new small one",
+                     section="model")
     hidden_size: int = opt(64, "width of the fresh small model", low=16, high=4096)
     layers: int = opt(3, "layers of the fresh small model", low=1, high=64)
     positions: str = opt("rotary", "how the fresh small model tells positions", ("rotary", "none"))

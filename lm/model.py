@@ -1,4 +1,5 @@
-"""The Qwen2 decoder in plain PyTorch, for sampling and training alike, and the small model's tokenizer.
+"""The decoder of Qwen2 and Qwen3 (dense) in plain PyTorch, for sampling and training alike, and the small
+model's tokenizer.
 
 Parameter names, config.json and safetensors files are Hugging Face's, so folders load both ways. Left out:
 dropout, sliding windows, RoPE scaling. B rows, T positions of a chunk, S cache slots read, V vocabulary,
@@ -21,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from torch import nn
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 LARGEST, WORDS = 1e9, {int: "a whole number", float: "a number"}      # of what config.json may say
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}<|user|>{{ message.content }}"
@@ -32,7 +34,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Qwen2 model, in Hugging Face's words."""
+    """The shape of a Qwen2 or Qwen3 model, in Hugging Face's words."""
 
     vocab_size: int
     hidden_size: int
@@ -49,6 +51,7 @@ class ModelConfig:
     eos_token_id: int | None = None
     value_head: bool = False    # ours: a second head with one output; transformers ignores it and its tensors
     rope: bool = True           # False, ours: no position encoding; written as a rope_type nobody else knows
+    model_type: str = "qwen2"   # or "qwen3": norms of queries and keys in place of biases on q, k and v
 
     @classmethod
     def load(cls, folder):
@@ -67,7 +70,8 @@ class ModelConfig:
             raise ValueError(f"{path}: rope_parameters={rope!r}, layer_types={raw.get('layer_types')!r}: "
                              "expected an object and a list")
         implemented = {
-            "model_type": raw.get("model_type") == "qwen2",
+            "model_type": raw.get("model_type") in [*ARCHITECTURES],
+            "attention_bias": raw.get("model_type") == "qwen2" or not raw.get("attention_bias"),
             "hidden_act": raw.get("hidden_act", "silu") == "silu",
             "use_sliding_window": not raw.get("use_sliding_window"),
             "layer_types": all(kind == "full_attention" for kind in raw.get("layer_types") or ()),
@@ -82,7 +86,9 @@ class ModelConfig:
         values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
         values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
         width, heads = values.get("hidden_size"), values.get("num_attention_heads")
-        if type(width) is type(heads) is int and heads > 0:
+        if values["model_type"] == "qwen3":
+            values.setdefault("head_dim", 128)     # transformers' default, whatever the width
+        elif type(width) is type(heads) is int and heads > 0:
             values.setdefault("head_dim", width // heads)
         required = [field.name for field in fields(cls) if field.default is MISSING]
         if missing := [name for name in required if name not in values]:
@@ -112,8 +118,8 @@ class ModelConfig:
     def save(self, folder, dtype=torch.float32):
         """Write `folder`/config.json in a form that transformers 4 and 5 read alike."""
         rope = {"rope_theta": self.rope_theta, "rope_type": "default" if self.rope else "none"}
-        raw = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu",
-               **asdict(self), "rope_parameters": rope, "use_sliding_window": False,
+        raw = {"architectures": [ARCHITECTURES[self.model_type]], "model_type": self.model_type,
+               "hidden_act": "silu", **asdict(self), "rope_parameters": rope, "use_sliding_window": False,
                "torch_dtype": str(dtype).removeprefix("torch.")}
         if not raw.pop("rope"):
             raw["rope_scaling"] = {"rope_type": "none"}       # where transformers 4 looks: it refuses, too
@@ -184,20 +190,28 @@ def rope_tables(position_BT, head_dim, theta, dtype):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads; biases on q, k and v as Qwen2 has them."""
+    """Causal self-attention with grouped key/value heads, the two models' one difference: Qwen2 has biases on
+    q, k and v; Qwen3 has none, and an RMSNorm over the head size of each query and key, before RoPE."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim)
+        self.normed = config.model_type == "qwen3"
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=not self.normed)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=not self.normed)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=not self.normed)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        if self.normed:
+            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x_BTC, cos, sin, append):
         B, T, _ = x_BTC.shape
         qk = torch.cat([self.q_proj(x_BTC), self.k_proj(x_BTC)], dim=-1).view(B, T, -1, self.head_dim)
+        if self.normed:
+            q, k = qk.split([self.heads, self.kv_heads], dim=2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         a, b = qk.chunk(2, dim=-1)    # RoPE's pairs are the two halves of D, as in Hugging Face's weights
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
         q, k = rotated.split([self.heads, self.kv_heads], dim=2)
@@ -241,7 +255,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A Qwen2 language model. Weights are torch's defaults until `init_weights` or `load_pretrained`."""
+    """A language model. Weights are torch's defaults until `init_weights` or `load_pretrained`."""
 
     def __init__(self, config):
         super().__init__()

@@ -137,16 +137,21 @@ def chat(tokenizer):
     return Chat(tokenizer, "plain")
 
 
-def config(vocabulary):
-    return qwen.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                            max_position_embeddings=1024)
+def config(vocabulary, **changes):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, head_dim=8, max_position_embeddings=1024)
+    return qwen.ModelConfig(vocabulary, **sizes | changes)
 
 
 @pytest.fixture
 def model(tokenizer):
-    """A fresh tiny model for each test, always with the same weights."""
-    model, generator = qwen.Model(config(len(tokenizer))), torch.Generator().manual_seed(0)
+    return tiny_model(tokenizer)
+
+
+def tiny_model(tokenizer, **changes):
+    """A fresh tiny model for each test, always with the same weights. changes: of its config."""
+    model = qwen.Model(config(len(tokenizer), **changes))
+    generator = torch.Generator().manual_seed(0)
     words = tokenizer.convert_tokens_to_ids([*COMMANDS, "jump", "good", "bad"])
     stops = tokenizer.convert_tokens_to_ids(list(STOPS))
     with torch.no_grad():

@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import tiny_model
 
 from lm import engine
 from lm import model as qwen
@@ -24,6 +25,12 @@ def model(model):
     float32 two ways to compute the same probabilities are up to 1.3e-6 apart, and of thousands of draws some
     are nearer to a boundary."""
     return model.double()
+
+
+@pytest.fixture(params=["qwen2", "qwen3"])
+def either(request, tokenizer):
+    """A model of each family, in double precision."""
+    return tiny_model(tokenizer, model_type=request.param, head_dim=12).double()
 
 
 # The slow oracle
@@ -76,26 +83,26 @@ def test_long_prefills_are_cut_into_blocks_of_rows(model):
     assert widths == [(5, 16), (2, 16), (2, 16), (1, 16)]
 
 
-def test_answers_to_several_prompts_are_the_slow_ones(model, chat):
+def test_answers_to_several_prompts_are_the_slow_ones(either, chat):
     prompts = [[7, 8, 9], [10] * 20, [3, 4]]
     streams = [[17 * p + i for i in range(3)] for p in range(3)]
     for n_slots in (1, 3, 7, 64):
-        answers = engine.answer(model, prompts, streams, chat.stop_ids, Sampling(1.0, 4), n_slots)
+        answers = engine.answer(either, prompts, streams, chat.stop_ids, Sampling(1.0, 4), n_slots)
         for prompt, answers_to_it, row in zip(prompts, answers, streams, strict=True):
             for answer, stream in zip(answers_to_it, row, strict=True):
-                ids, logprobs = slow_response(model, prompt, stream, chat.stop_ids, 1.0, 4)
+                ids, logprobs = slow_response(either, prompt, stream, chat.stop_ids, 1.0, 4)
                 assert answer.ids == ids and answer.logprob == pytest.approx(logprobs, abs=1e-5)
                 assert answer.truncated == (ids[-1] not in chat.stop_ids)
 
 
-def test_greedy_answers_are_transformers_generate(model, chat, tokenizer_folder, tmp_path):
+def test_greedy_answers_are_transformers_generate(either, chat, tmp_path):
     from transformers import AutoModelForCausalLM
     with torch.no_grad():
-        model.model.embed_tokens.weight[:, :2] = 0.0        # else the biases choose every token
-    qwen.save_pretrained(model, tmp_path)
+        either.model.embed_tokens.weight[:, :2] = 0.0       # else the biases choose every token
+    qwen.save_pretrained(either, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     prompts = [chat.message(f"You are at {i}.", first=True) for i in range(6)]
-    ours = engine.answer(model, prompts, [[0]] * 6, chat.stop_ids, Sampling(0.0, 24), 6)
+    ours = engine.answer(either, prompts, [[0]] * 6, chat.stop_ids, Sampling(0.0, 24), 6)
     for prompt, (answer,) in zip(prompts, ours):
         theirs = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24,
                                     pad_token_id=0, eos_token_id=list(chat.stop_ids))

@@ -1,4 +1,4 @@
-"""Proves that lm/model.py is the Qwen2 decoder: logits, files and chat format agree with transformers.
+"""Proves that lm/model.py is the decoder of Qwen2 and Qwen3: logits, files, chat format are transformers'.
 
     python -m pytest tests/test_model.py
 """
@@ -10,7 +10,13 @@ import torch
 from conftest import rounding
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from lm import model as m
 
@@ -19,13 +25,18 @@ PHRASES = [" drawer", " drawer 1", " drawer 12", " go to", "go to", "You arrive 
            "\n> ", " mug"]
 
 
-def make_reference(tied=False, heads=4, kv_heads=2, seed=0):
-    """transformers' own model with random weights, biases and norms too (its init leaves them at 0 and 1)."""
+def make_reference(family="qwen2", tied=False, heads=4, kv_heads=2, seed=0):
+    """transformers' own model with random weights, biases and norms too (its init leaves them at 0 and 1).
+
+    A Qwen3's head size is not hidden / heads here, as in its 0.6B, 4B and 32B.
+    """
     torch.manual_seed(seed)
-    reference = Qwen2ForCausalLM(Qwen2Config(
+    make, shape, more = {"qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+                         "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 12})}[family]
+    reference = make(shape(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=heads,
         num_key_value_heads=kv_heads, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
-        rope_parameters={"rope_theta": 5e4, "rope_type": "default"})).eval()
+        rope_parameters={"rope_theta": 5e4, "rope_type": "default"}, **more)).eval()
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -69,7 +80,9 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, atol=rounding(want), rtol=0)
 
 
-KINDS = [dict(tied=False), dict(tied=True), dict(heads=4, kv_heads=4), dict(heads=4, kv_heads=1)]
+FAMILIES = ["qwen2", "qwen3"]
+KINDS = [dict(tied=False), dict(tied=True), dict(heads=4, kv_heads=4), dict(heads=4, kv_heads=1),
+         dict(family="qwen3"), dict(family="qwen3", tied=True), dict(family="qwen3", heads=4, kv_heads=1)]
 RAGGED, SINGLE = [[7, 3, 12], [5, 9, 1], [8, 0, 7]], [[1] * 20] * 3
 
 
@@ -101,8 +114,9 @@ def test_appends_to_the_cache_equal_transformers(tmp_path, kind, pieces):
             start[b] += n
 
 
-def test_gradients_equal_transformers(tmp_path):
-    reference, model = load_both(tmp_path, tied=True)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_transformers(tmp_path, family):
+    reference, model = load_both(tmp_path, family=family, tied=True)
     ids = random_ids(2, 15, vocabulary=97)
     model(ids).logsumexp(-1).sum().backward()
     reference(ids).logits.logsumexp(-1).sum().backward()
@@ -120,6 +134,28 @@ def test_head_dim_need_not_be_hidden_over_heads(tmp_path):
     ids = torch.arange(20)[None]
     with torch.no_grad():
         assert_close(m.load_pretrained(tmp_path)(ids), reference(ids).logits)
+
+
+def test_qwen3_norms_its_queries_and_keys_and_has_no_biases_there(tmp_path):
+    """Each of these would change what it computes, so that the tests above see them."""
+    reference, model = load_both(tmp_path, family="qwen3")
+    attention, ids = model.model.layers[0].self_attn, random_ids(1, 9, vocabulary=97)
+    assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (12,)
+    assert not any(name.endswith("bias") for name in model.state_dict())
+    with torch.no_grad():
+        before = model(ids)
+        for norm in (attention.q_norm, attention.k_norm):
+            kept = norm.weight.clone()
+            norm.weight.copy_(kept.flip(0))
+            assert (model(ids) - before).abs().max() > 100 * rounding(before)
+            norm.weight.copy_(kept)
+
+
+def test_a_qwen3_that_names_no_head_size_has_transformers_own(tmp_path):
+    small_config(model_type="qwen3").save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "head_dim"}))
+    assert m.ModelConfig.load(tmp_path).head_dim == Qwen3Config.from_pretrained(tmp_path).head_dim == 128
 
 
 # The cache
@@ -207,8 +243,9 @@ def test_selected_positions_equal_the_full_logits():
     assert_close(last, full[:, 8])
 
 
-def test_bfloat16_cache_decodes_close_to_float32():
-    model = make_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_cache_decodes_close_to_float32(family):
+    model = make_model(model_type=family)
     cache = m.KVCache(model.config, 1, 8, torch.bfloat16, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():    # at Qwen2's std, 0.02, where the bound below was measured
@@ -276,14 +313,20 @@ def test_init_weights_are_fixed_by_the_seed():
     assert (one.model.norm.weight == 1).all() and not one.model.layers[0].self_attn.q_proj.bias.any()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_we_save_loads_in_transformers_and_here(tmp_path, tied):
-    model = make_model(tie_word_embeddings=tied, rope_theta=777.0, head_dim=6, eos_token_id=3)
+def test_what_we_save_loads_in_transformers_and_here(tmp_path, tied, family):
+    model = make_model(tie_word_embeddings=tied, rope_theta=777.0, head_dim=6, eos_token_id=3,
+                       model_type=family)
+    with torch.no_grad():
+        for parameter in model.parameters():     # biases and norms too, which would be 0 and 1
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     m.save_pretrained(model, tmp_path)
     assert ("lm_head.weight" in load_file(tmp_path / "model.safetensors")) != tied
     ids = random_ids(2, 11)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     again = m.load_pretrained(tmp_path)
+    assert type(reference).__name__ == reference.config.architectures[0] == m.ARCHITECTURES[family]
     assert reference.config.eos_token_id == 3 and again.config == model.config
     assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
     with torch.no_grad():
@@ -291,8 +334,9 @@ def test_what_we_save_loads_in_transformers_and_here(tmp_path, tied):
         assert torch.equal(model(ids), again(ids))
 
 
-def test_sharded_files_are_read(tmp_path):
-    reference = make_reference()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_files_are_read(tmp_path, family):
+    reference = make_reference(family)
     reference.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     loaded = m.load_pretrained(tmp_path).state_dict()
@@ -300,8 +344,9 @@ def test_sharded_files_are_read(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in reference.state_dict().items())
 
 
-def test_dtype_is_converted_on_load_and_kept_on_save(tmp_path):
-    m.save_pretrained(make_model(), tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dtype_is_converted_on_load_and_kept_on_save(tmp_path, family):
+    m.save_pretrained(make_model(model_type=family), tmp_path)
     half = m.load_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     m.save_pretrained(half, tmp_path)
@@ -332,7 +377,9 @@ def test_rope_theta_is_read_in_either_form(tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"model_type": "llama"}, "model_type='llama'"),
+    ({"model_type": "llama"}, "model_type='llama'"), ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
+    ({"model_type": ["qwen3"]}, r"model_type=\['qwen3'\]"), ({"model_type": None}, "model_type=None"),
+    ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True is not implemented"),
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -358,6 +405,16 @@ def test_configs_we_do_not_implement_are_refused(tmp_path, change, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ValueError, match=f"config.json: .*{message}"):
         m.ModelConfig.load(tmp_path)
+
+
+@pytest.mark.parametrize("is_, says, message", [
+    ("qwen2", "qwen3", "unexpected tensor model.layers.0.self_attn.[kqv]_proj.bias"),
+    ("qwen3", "qwen2", "unexpected tensor model.layers.0.self_attn.[kq]_norm.weight")])
+def test_weights_of_the_other_family_are_refused(tmp_path, is_, says, message):
+    m.save_pretrained(make_model(model_type=is_), tmp_path)
+    small_config(model_type=says).save(tmp_path)
+    with pytest.raises(ValueError, match=f"model.safetensors: {message}"):
+        m.load_pretrained(tmp_path)
 
 
 def break_tensors(change):
