@@ -1,8 +1,10 @@
-"""How text becomes tokens, and back: two chat templates, three styles of prompt, and what a response means.
+"""How text becomes tokens, and back: three chat templates, three styles of prompt, and what a response means.
 
 Templates are rendered by hand, because only so is it certain that a longer conversation begins with the
-shorter one, token for token (tests hold them against the tokenizers' own). Left out: tools, and system
-messages but Qwen's own.
+shorter one, token for token (tests hold them against the tokenizers' own). That is why they differ from
+Qwen3's in one point: its own drops what was thought in earlier turns, and the empty thought before a turn
+that was to have none. Here both stay, as sampled: an episode is one sequence, computed once, and trained on
+what the model had before it. Left out: tools, and system messages but Qwen2.5's own.
 """
 
 import re
@@ -15,6 +17,7 @@ SMALL = ("<|user|>{}<|assistant|>", "<|user|>{}<|assistant|>")
 HEAD = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
 USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CHATML = (HEAD + USER, "\n" + USER)
+THOUGHTLESS = "<think>\n\n</think>\n\n"       # how Qwen3's template has the assistant begin, thinking off
 
 RULES = ("You play a text game. Each turn you give one command and the game answers with what you see.\n\n"
          "{observation}\n\n{ask}")
@@ -46,6 +49,8 @@ class Chat:
     think: rules and admissible commands in, <think> and <action> out           (Hugging Face models)
     tags:  the same with one of RLVMR's tags for <think>; the small model gives the bare tag and the command
 
+    Qwen3, told by its tokenizer, thinks in style think, and not in style tags.
+
     admissible: whether prompts list what is possible (never in the small model's own template).
     nothing: what a response without a command is answered with, and any other that changes nothing.
     """
@@ -54,7 +59,7 @@ class Chat:
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
         assert self.small or style != "plain", "plain is the small model's style"
-        self.templates = SMALL if self.small else CHATML
+        self.templates = templates_of(tokenizer, style)
         ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])   # Qwen2.5 trains both
         self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
         self.bare = style == "plain" or self.small and style == "tags"     # rules are wasted on a small model
@@ -135,6 +140,22 @@ class Chat:
         match = (SMALL_TAG_ACTION if self.small else TAG_ACTION).fullmatch(text)
         command = match[2].strip() if match else ""
         return (command, match[1]) if command else (None, None)
+
+
+def templates_of(tokenizer, style):
+    """The templates of the model that the tokenizer is of: the small one, Qwen3, or Qwen2 and 2.5.
+
+    Qwen3's has <think> as a token and no default system message. Where its own template can switch thinking
+    off, style "tags" does. Those of its 2507 models cannot: Instruct never thinks, and what Thinking's
+    template begins with, "<think>", is here the model's to write.
+    """
+    if is_small(tokenizer):
+        return SMALL
+    if "<think>" not in tokenizer.get_added_vocab():
+        return CHATML
+    switched_off = style == "tags" and "enable_thinking" in (tokenizer.chat_template or "")
+    user = USER + THOUGHTLESS if switched_off else USER
+    return user, "\n" + user
 
 
 def is_small(tokenizer):

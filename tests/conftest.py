@@ -4,6 +4,7 @@ The model is random, but three commands and the two stop tokens are made likely,
 gives valid, invalid, malformed and overlong responses: whatever the engine has to cope with.
 """
 
+import json
 import os
 import subprocess
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer
 
 import rollout
 from envs import Reply, Task
@@ -23,6 +25,45 @@ QWEN_TOKENIZER = Path(os.environ.get("QWEN_TOKENIZER") or
 WITHOUT_QWEN = ("needs Qwen2.5's tokenizer: name the folder of any Qwen2.5 model from the hub in "
                 "$QWEN_TOKENIZER (or ../shared/data/qwen2.5-tokenizer)")
 needs_qwen = pytest.mark.skipif(not (QWEN_TOKENIZER / "tokenizer.json").is_file(), reason=WITHOUT_QWEN)
+QWEN3_TOKENS = ("<tool_response>", "</tool_response>", "<think>", "</think>")    # 151665 to 151668
+# Qwen3's own, but for tools: a system message only where one is given, thoughts only after the last question
+QWEN3_TEMPLATE = """\
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last_query_index=messages|length - 1, searching=true) %}
+{%- for message in messages[::-1] %}
+    {%- if ns.searching and message.role == 'user' %}
+        {%- set ns.searching = false %}
+        {%- set ns.last_query_index = (messages|length - 1) - loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set reasoning_content = '' %}
+        {%- if '</think>' in content %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n') %}
+            {%- set reasoning_content = reasoning_content.split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
+            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') }}
+            {{- '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
 COMMANDS = ("left", "right", "look")
 STOPS = ("<|im_end|>", "<|endoftext|>")
 NOTHING = "Nothing happens."
@@ -135,6 +176,27 @@ def tokenizer(tokenizer_folder):
 @pytest.fixture(scope="session")
 def chat(tokenizer):
     return Chat(tokenizer, "plain")
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer_folder(tmp_path_factory):
+    """Qwen2.5's tokenizer made Qwen3's, which has four tokens more and another template."""
+    if not (QWEN_TOKENIZER / "tokenizer.json").is_file():
+        pytest.skip(WITHOUT_QWEN)
+    folder = tmp_path_factory.mktemp("qwen3_tokenizer")
+    tokenizer = Tokenizer.from_file(str(QWEN_TOKENIZER / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN3_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((QWEN_TOKENIZER / "tokenizer_config.json").read_text())
+    kept = {key: settings[key] for key in ("tokenizer_class", "eos_token", "pad_token")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(kept | {"chat_template": QWEN3_TEMPLATE}))
+    config(151936, model_type="qwen3").save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer(qwen3_tokenizer_folder):
+    return qwen.load_tokenizer(qwen3_tokenizer_folder)
 
 
 def config(vocabulary, **changes):

@@ -3,27 +3,36 @@
     python -m pytest tests/test_chat.py
 """
 
+import re
+
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen
 
+import judge
 from envs import Reply
-from lm.chat import TAGS, Chat
+from lm.chat import TAGS, THOUGHTLESS, Chat
+from lm.model import load_tokenizer
 
 pytestmark = pytest.mark.fast
 
 
-def assert_template(tokenizer, style):
-    """The hand-rendered ids are apply_chat_template's, after every turn."""
-    chat = Chat(tokenizer, style)
-    texts = ["You are in a room.\n\nYour task is to: put a mug in drawer.", "go to drawer 1",
-             "You arrive at drawer 1.", "open drawer 1", "The drawer 1 is open. In it, you see nothing."]
+def prompts(chat, responses=("go to drawer 1", "open drawer 1"), **switches):
+    """Before each turn of a conversation: the hand-rendered ids, and what apply_chat_template makes of it."""
+    texts = ["You are in a room.\n\nYour task is to: put a mug in drawer.", responses[0],
+             "You arrive at drawer 1.", responses[1], "The drawer 1 is open. In it, you see nothing."]
     ids, messages = [], []
     for i, text in enumerate(texts):
         messages.append({"role": ("user", "assistant")[i % 2], "content": text})
         ids += chat.encode(text) + chat.encode("<|im_end|>") if i % 2 else chat.message(text, first=i == 0)
         if i % 2 == 0:
-            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            assert ids == rendered
+            yield list(ids), chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                                                return_dict=False, **switches)
+
+
+def assert_template(tokenizer, style, **switches):
+    """The hand-rendered ids are apply_chat_template's, after every turn."""
+    for ids, rendered in prompts(Chat(tokenizer, style), **switches):
+        assert ids == rendered
 
 
 def test_the_rendered_chat_is_apply_chat_template(tokenizer):
@@ -41,6 +50,83 @@ def test_the_rendered_chat_is_qwens_template_with_its_default_system_message():
     said = tokenizer.decode(chat.message("Hello", first=True))
     assert said.startswith(f"<|im_start|>system\n{system}<|im_end|>\n")
 
+
+# Qwen3
+
+def test_qwen3_may_think_in_style_think_and_has_no_system_message(qwen3_tokenizer):
+    assert_template(qwen3_tokenizer, "think")
+    assert_template(qwen3_tokenizer, "think", enable_thinking=True)
+    chat = Chat(qwen3_tokenizer, "think")
+    assert chat.stop_ids == (151643, 151645)
+    said = qwen3_tokenizer.decode(chat.message("Hello", first=True))
+    assert said == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_qwen3_does_not_think_in_style_tags(qwen3_tokenizer):
+    """Its own template drops the empty thoughts of earlier turns; ours stay, or a prompt would not begin
+    with the one before it."""
+    chat, before = Chat(qwen3_tokenizer, "tags"), []
+    for turn, (ids, rendered) in enumerate(prompts(chat, enable_thinking=False)):
+        text, n = qwen3_tokenizer.decode(ids), len(THOUGHTLESS)
+        assert text.count(THOUGHTLESS) == turn + 1 and text.endswith(THOUGHTLESS)
+        assert ids[:len(before)] == before
+        assert text[:-n].replace(THOUGHTLESS, "") + text[-n:] == qwen3_tokenizer.decode(rendered)
+        assert turn or ids == rendered
+        before = ids
+
+
+def test_what_qwen3_thought_stays_in_its_conversation(qwen3_tokenizer):
+    """As it was sampled; but for that a prompt is what its template makes, which drops earlier thoughts."""
+    thoughts, before = ("<think>\nIt may be there.\n</think>\n\n", "<think>\nIt is closed.\n</think>\n\n"), []
+    said = [f"{thought}<action>look {i}</action>" for i, thought in enumerate(thoughts)]
+    for turn, (ids, rendered) in enumerate(prompts(Chat(qwen3_tokenizer, "think"), said)):
+        text = qwen3_tokenizer.decode(ids)
+        assert [thought in text for thought in thoughts] == [turn > 0, turn > 1]
+        assert ids[:len(before)] == before
+        assert re.sub(r"(?s)<think>.*?</think>\n\n", "", text) == qwen3_tokenizer.decode(rendered)
+        before = ids
+
+
+def test_a_qwen3_whose_template_cannot_switch_thinking_off_has_no_empty_thought(qwen3_tokenizer, monkeypatch):
+    """As those of 2507; nor has one without a template."""
+    template = qwen3_tokenizer.chat_template
+    for other in (template.replace("enable_thinking", "never_given"), None):
+        monkeypatch.setattr(qwen3_tokenizer, "chat_template", other)
+        assert Chat(qwen3_tokenizer, "tags").templates == Chat(qwen3_tokenizer, "think").templates
+
+
+def test_qwen3s_thoughts_are_tokens_of_their_own_that_decoding_keeps(qwen3_tokenizer):
+    chat = Chat(qwen3_tokenizer, "think")
+    ids = chat.respond("go to drawer 1", thought="There.")
+    assert ids[0] == 151667 and ids.count(151668) == 1 and ids[-1] == 151645
+    assert chat.decode(ids) == "<think>There.</think><action>go to drawer 1</action>"
+    assert chat.parse(chat.decode(ids)) == ("go to drawer 1", None)
+    own = chat.encode("<think>\nThere.\n</think>\n\n<action>look</action><|im_end|>")
+    assert chat.parse(chat.decode(own)) == ("look", None)
+    answer = chat.encode("<think>\nIt was <judge>bad</judge>?\n</think>\n\nNo. <judge>good</judge><|im_end|>")
+    assert judge.parse_verdict(chat.decode(answer), judge.wording(chat)) == "good"
+
+
+@pytest.mark.parametrize("style", ["think", "tags"])
+def test_qwen3_is_asked_to_judge_as_it_plays(qwen3_tokenizer, style):
+    chat = Chat(qwen3_tokenizer, style)
+    asked = qwen3_tokenizer.decode(chat.message(judge.QUESTION[judge.wording(chat)]))
+    assert asked.endswith("assistant\n" + THOUGHTLESS * (style == "tags"))
+    ids = chat.respond("look", "monitor", "There.")
+    assert chat.parse(chat.decode(ids)) == ("look", "monitor" if style == "tags" else None)
+
+
+def test_a_saved_qwen3_tokenizer_is_still_one(qwen3_tokenizer, tmp_path):
+    """A checkpoint's, whose template transformers writes into a file of its own."""
+    qwen3_tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    for style in ("think", "tags"):
+        chats = [Chat(tokenizer, style) for tokenizer in (again, qwen3_tokenizer)]
+        assert chats[0].message("Hello", True) == chats[1].message("Hello", True)
+    assert chats[0].templates[0].endswith(THOUGHTLESS)
+
+
+# Prompts and responses
 
 def test_the_think_style_shows_rules_once_and_the_admissible_commands_always(tokenizer):
     chat = Chat(tokenizer, "think")

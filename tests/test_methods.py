@@ -34,7 +34,7 @@ import rollout
 from envs import alfworld, household, scienceworld
 from lm import engine
 from lm import model as qwen
-from lm.chat import TAGS, Chat
+from lm.chat import TAGS, THOUGHTLESS, Chat
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +159,15 @@ def test_a_hugging_face_model_trains_on_real_games(qwen_folder, games, tmp_path)
     assert_loads_in_transformers(tmp_path / "checkpoint", "<think>a fridge 1</think>")
 
 
+def test_a_checkpoint_of_another_architecture_ends_the_run_with_one_line(qwen3_tokenizer_folder, tmp_path,
+                                                                         capsys):
+    folder = random_qwen(tmp_path / "qwen3", qwen3_tokenizer_folder, "Qwen3")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "llama"}))
+    assert train(tmp_path / "run", *begin(folder), "--iterations", 1) == 1
+    assert_one_error(capsys, f"{folder}/config.json: model_type='llama' is not implemented")
+
+
 METHODS = {
     "grpo": "--no-gcd", "grpo+gcd": "", "gigpo": "--algo gigpo --no-gcd",
     "gigpo+gcd": "--algo gigpo --variant code", "rlvmr": "--algo rlvmr --no-gcd",
@@ -281,13 +290,13 @@ def train_scripted(monkeypatch, qwen_folder, qwen_tokenizer, short_games, engine
         monkeypatch.setattr(engine, "sample_tokens", sample)
         return generate(model, slots, prompts, streams, stops, sampling, share)
 
-    def train_in(benchmark, *flags):
+    def train_in(benchmark, *flags, model=qwen_folder):
         for package in PACKAGE[benchmark]:
             pytest.importorskip(package)
         world = BENCHMARKS[benchmark] + ([games] if benchmark != "scienceworld" else [])
         short = ("--preset small --demonstrations 0 --tasks 2 --group-size 2 --max-turns 4 --context 4096 "
                  "--max-response-tokens 64 --dynamic-sampling keep --no-show-admissible").split()
-        assert train(tmp_path, "--model", qwen_folder, *world, *short, *flags) == 0
+        assert train(tmp_path, "--model", model, *world, *short, *flags) == 0
         return rows(tmp_path)
 
     monkeypatch.setattr(rollout.Conversation, "next_stream",
@@ -329,6 +338,29 @@ def test_every_method_trains_a_hugging_face_model_in_every_world(train_scripted,
         assert ("possible" in row["text"], row["control"]) == (method == "correction", method == "control")
         kind = list if method == "correction" else dict                        # critiques; counts by kind
         assert isinstance(row["made_from"], kind)
+
+
+@pytest.mark.parametrize("style", ["think", "tags"])
+def test_a_qwen3_trains_with_thoughts_and_without(train_scripted, qwen3_tokenizer_folder, tmp_path_factory,
+                                                  tmp_path, monkeypatch, style):
+    """GCD: what it says is read, and its questions are put, as Qwen2's; what is saved is a Qwen3."""
+    folder = random_qwen(tmp_path_factory.mktemp("qwen3"), qwen3_tokenizer_folder, "Qwen3", head_dim=16)
+    asked, generate = [], engine.generate                        # of every turn and every question
+    for module in (rollout, engine):
+        monkeypatch.setattr(module, "generate", lambda model, slots, prompts, *more: (
+            asked.extend(prompts), generate(model, slots, prompts, *more))[1])
+    found = train_scripted("household", "--prompt", style, "--judge-labels", "dense",
+                           "--judge-response-tokens", 16, model=folder)
+    assert [row["rollout/success"] for row in found] == [0.5, 0.5]
+    assert all(row["rollout/invalid_frac"] < 0.5 and row["judge/unreadable_frac"] == 0 for row in found)
+    assert all(row["policy/grad_norm"] > 0 and row["policy/logprob_gap_max_nats"] < 1e-4 for row in found)
+    tokenizer = qwen.load_tokenizer(tmp_path / "checkpoint")
+    ends = {tokenizer.decode(prompt).rpartition("<|im_start|>")[2] for prompt in asked}
+    assert ends == {"assistant\n" + THOUGHTLESS * (style == "tags")}
+    saved = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
+    assert (saved["architectures"], saved["head_dim"]) == (["Qwen3ForCausalLM"], 16)
+    assert not same(weights(tmp_path), load_file(folder / "model.safetensors"))
+    assert_loads_in_transformers(tmp_path / "checkpoint", "<think>a fridge 1</think>")
 
 
 def test_nthr_computes_in_bf16(train_scripted):

@@ -355,8 +355,10 @@ def test_after_its_thought_a_command_is_one_of_the_possible(tokenizer, style):
 
 @needs_qwen
 @pytest.mark.parametrize("style", HEADS)
-def test_qwens_tokens_are_those_of_a_demonstration(style):
-    assert_writes(Chat(qwen.load_tokenizer(QWEN_TOKENIZER), style), HEADS[style], OTHERS)
+def test_qwens_tokens_are_those_of_a_demonstration(style, qwen3_tokenizer):
+    """Of Qwen2.5, and of Qwen3, whose thoughts begin and end with one token each."""
+    for tokenizer in (qwen.load_tokenizer(QWEN_TOKENIZER), qwen3_tokenizer):
+        assert_writes(Chat(tokenizer, style), HEADS[style], OTHERS)
 
 
 @pytest.mark.fast

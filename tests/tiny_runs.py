@@ -93,17 +93,17 @@ def assert_one_error(capsys, message):
     assert last.startswith("gcd.py: error: ") and message in last and "Traceback" not in error, error
 
 
-def random_qwen(folder, tokenizer):
+def random_qwen(folder, tokenizer, family="Qwen2", **changes):
     """Write a random Qwen2 of 5 million parameters, nearly all of them the real vocabulary's embedding.
 
-    tokenizer: a folder with the hub's tokenizer, which may also hold a model of gigabytes.
+    tokenizer: a folder with the hub's tokenizer, which may also hold a model of gigabytes. family: or Qwen3.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
     torch.manual_seed(0)
-    shape = Qwen2Config(vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-                        tie_word_embeddings=True)
-    Qwen2ForCausalLM(shape).save_pretrained(folder)
+    shape = getattr(transformers, f"{family}Config")(
+        vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, **changes)
+    getattr(transformers, f"{family}ForCausalLM")(shape).save_pretrained(folder)
     for path in tokenizer.glob("tokenizer*.json"):
         shutil.copy(path, folder)
     return folder
