@@ -53,8 +53,8 @@ def k3_mass(q, beta):
 
 
 def std_mass(q, beta, eps=1e-6, step=1e-3):
-    """Where rewards over their std lead: the smallest p above Q with logit p = logit Q + 1 / (beta std), std =
-    sqrt(p (1 - p)) + eps, which small steps from Q come to first; 1 where there is none.
+    """Where rewards over their std lead: the smallest p above Q with logit p = logit Q + 1 / (beta std),
+    std sqrt(p (1 - p)) + eps, which small steps from Q come to first; 1 where there is none.
 
     With p on the right from the step before it is a recursion (of the form of Mroueh's, arXiv:2503.06639),
     whose steps are not small and may jump past it.
