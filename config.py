@@ -95,6 +95,9 @@ class Config:
                                 "teaches), or also refill (4 rounds)", ("keep", "drop", "refill"))
     max_grad_norm: float = opt(1.0)         # gradient clipping; 0: none
     microbatch_tokens: int = opt(2048, "tokens in a forward, padding too; few stay in a CPU's cache", low=16)
+    checkpoint_activations: str = opt("auto", "compute layers again in backward: a third more time, "
+                                      "a fraction of the memory; auto: on CUDA, unless the model is small",
+                                      ("auto", "on", "off"), needs=WRITES)
     gcd: bool = opt(True, "train the judge beside the policy", section="GCD")
     judge_kind: str = opt("generative", "it answers in words, or a value head (BCE)", ("generative", "value"))
     judge_labels: str = opt("dense", f"good and bad turns: {', '.join(judge.LABELS)}, or a kind of the world")
@@ -190,7 +193,8 @@ def refuse(wrong, message):
 
 # Settings that say where and how fast, not what: a run may go on, and a table be filled, with others.
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "threads", "slots", "microbatch_tokens",
-         "checkpoint_every", "keep_checkpoints", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
+         "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "endpoint_key_variable",
+         "endpoint_cache", "endpoint_limit")
 
 
 def changed(then, config, apart=()):

@@ -16,10 +16,13 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from algorithms.losses import clipped_policy_loss, entropy, kl_k1, kl_k3, token_weight
 from lm.restrict import restricted
 from run import parallel
+
+CHUNK_LOGITS = 2**26      # at most so many are made at once: 256 MB in fp32, a few of them live in a step
 
 
 @dataclass(slots=True)
@@ -138,11 +141,35 @@ def collate(samples, device):
             numbers("logprob_old"), numbers("logprob_ref"), allowed)
 
 
-def token_logprobs(model, ids_BT, select, target_N, temperature, allowed):
-    """Logprob of each target at its position, and the logits (fp32), both at this temperature and over what
-    was allowed there."""
-    logits_NV = restricted(model(ids_BT, select=select).float() / temperature, allowed)
-    return logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0], logits_NV
+def token_logprobs(model, ids_BT, select, target_N, temperature, allowed, entropies=False):
+    """Logprob of each target at its position and, if asked for, the entropy there (without a gradient), fp32,
+    both at this temperature and over what was allowed there."""
+    def said(hidden_NC, lm_head, target_N, allowed):
+        logits_NV = restricted(lm_head(hidden_NC).float() / temperature, allowed)
+        logprob_N1 = logits_NV.log_softmax(-1).gather(1, target_N[:, None])    # FSDP warns of views
+        with torch.no_grad():        # last: what backward makes again stops at what has a gradient
+            return logprob_N1, entropy(logits_NV) if entropies else torch.zeros(len(logits_NV))
+
+    logprob_N1, entropy_N = model(ids_BT, select=select, head=in_chunks(said, target_N, allowed))
+    return logprob_N1[:, 0], entropy_N
+
+
+def in_chunks(said, target_N, allowed):
+    """A head of the model: said(hidden_NC, lm_head, target_N, allowed), tensors with a row for each position.
+
+    Where that takes more than CHUNK_LOGITS logits, it is computed chunk by chunk, and again in backward, so
+    that the logits of one chunk at most are alive.
+    """
+    def head(hidden_NC, lm_head):
+        size, n = max(CHUNK_LOGITS // lm_head.out_features, 1), len(target_N)
+        if n <= size:
+            return said(hidden_NC, lm_head, target_N, allowed)
+        chunks = [checkpoint(said, hidden_NC[i:i + size], lm_head, target_N[i:i + size],
+                             allowed and allowed[i:i + size], use_reentrant=False, preserve_rng_state=False)
+                  for i in range(0, n, size)]
+        return tuple(torch.cat(parts) for parts in zip(*chunks))
+
+    return head
 
 
 def score(model, samples, objective):
@@ -238,7 +265,8 @@ def accumulate(model, samples, objective, sums):
 def batch_loss(model, batch, objective, sums):
     """Weighted loss of one microbatch; adds what `loss_metrics` reports to `sums`."""
     ids_BT, select, target_N, advantage_N, weight_N, old_N, ref_N, allowed = collate(batch, device_of(model))
-    logprob_N, logits_NV = token_logprobs(model, ids_BT, select, target_N, objective.temperature, allowed)
+    logprob_N, entropy_N = token_logprobs(model, ids_BT, select, target_N, objective.temperature, allowed,
+                                          entropies=True)
     now_N = logprob_N.detach()
     loss_N, clipped_N = clipped_policy_loss(logprob_N, now_N if old_N is None else old_N, advantage_N,
                                             objective.clip_low, objective.clip_high, objective.dual_clip)
@@ -248,7 +276,7 @@ def batch_loss(model, batch, objective, sums):
         sums["kl"] += float(kl_N.detach().sum())
     with torch.no_grad():
         sums["nll"] -= float(now_N.sum())
-        sums["entropy"] += float(entropy(logits_NV).sum())
+        sums["entropy"] += float(entropy_N.sum())
         sums["clipped"] += float(clipped_N.sum())
         sums["scored"] += len(now_N)
         if old_N is not None:

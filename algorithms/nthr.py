@@ -71,13 +71,15 @@ def hidden_and_error(model, samples, columns, objective):
     device = update.device_of(model)
     column_V = torch.tensor(columns, dtype=torch.long, device=device)
 
+    def said(hidden_Nd, lm_head, target_N, allowed):
+        logits_NV = restricted(lm_head(hidden_Nd).float() / objective.temperature, allowed)
+        return hidden_Nd.float(), prediction_error(logits_NV, target_N, column_V)
+
     def of_batch(batch):
         ids_BT, select, target_N, *_, allowed = update.collate(batch, device)
-        hidden_Nd, logits_NV = model(ids_BT, select=select, head="hidden+lm")
-        logits_NV = restricted(logits_NV.float() / objective.temperature, allowed)
-        error_NV = prediction_error(logits_NV, target_N, column_V)
+        read = model(ids_BT, select=select, head=update.in_chunks(said, target_N, allowed))
         counts = [sum(sample.sampled) for sample in batch]
-        return zip(hidden_Nd.float().split(counts), error_NV.split(counts))
+        return zip(*(part.split(counts) for part in read))
 
     return update.per_sample(model, samples, objective, of_batch)
 

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -243,6 +244,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One decoder layer: attention, then MLP, each after its RMSNorm and added to what came in."""
 
+    recompute = False    # keep nothing but the layer's input for backward, and compute it again there
+
     def __init__(self, config, layer):
         super().__init__()
         self.self_attn, self.mlp = Attention(config, layer), MLP(config)
@@ -250,6 +253,13 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x_BTC, cos, sin, append):
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.layer, x_BTC, cos, sin, append, use_reentrant=False,
+                              preserve_rng_state=False)
+        return self.layer(x_BTC, cos, sin, append)
+
+    def layer(self, x_BTC, cos, sin, append):
+        """The layer itself."""
         x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos, sin, append)
         return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
 
@@ -274,11 +284,18 @@ class Model(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
+    def recompute_layers(self, yes):
+        """Whether backward computes each layer again, from its input, and holds the activations of one layer
+        instead of all (arXiv:1604.06174)."""
+        for block in self.model.layers:
+            block.recompute = yes
+
     def forward(self, ids_BT, cache=None, start_B=None, n_valid_B=None, context=None, select=None, head="lm"):
         """Logits [B, T, V], or [N, V] at the positions that `select` = (row_N, column_N) names.
 
         head: "value" gives what the value head says instead, fp32 [B, T] or [N]; "hidden" what both heads
-        read, [.., C]; "hidden+lm" the pair of hidden states and logits.
+        read, [.., C]; a function what it makes of these and lm_head, inside the forward: there FSDP has the
+        weights whole.
         Without a cache: each row causally from position 0; pad on the right with anything.
         With one (under no_grad): row b's first n_valid_B[b] ids (all T if None) go to slot start_B[b] onwards
         and see its earlier slots. Logits beyond n_valid_B mean nothing; a row with 0 keeps all it holds.
@@ -300,10 +317,10 @@ class Model(nn.Module):
         hidden = self.model.norm(x_BTC if select is None else x_BTC[select])
         if head == "value":    # in fp32: bf16 has three digits, and returns differ in the third
             return hidden.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
-        assert head in ("lm", "hidden", "hidden+lm"), f"no head {head!r}"
-        if head == "hidden":
-            return hidden
-        return self.lm_head(hidden) if head == "lm" else (hidden, self.lm_head(hidden))
+        if callable(head):
+            return head(hidden, self.lm_head)
+        assert head in ("lm", "hidden"), f"no head {head!r}"
+        return self.lm_head(hidden) if head == "lm" else hidden
 
 
 @torch.no_grad()

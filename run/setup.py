@@ -106,8 +106,8 @@ class Run:
                                 kl_coef=config.kl_coef if config.kl == "loss" else 0.0)
 
     def shard(self, model):
-        """A model over the ranks, in the run's compute dtype."""
-        return parallel.shard(model, self.ranks, getattr(torch, self.config.dtype))
+        """A model over the ranks, by the flags."""
+        return sharded(model, self.config, self.ranks, is_small(self.chat.tokenizer))
 
     def play(self, seats, sampling, name, max_turns=None):
         """Play the seats with the current weights (inside `gathered`), behind a progress bar."""
@@ -181,7 +181,7 @@ def prepare(config, ranks, asked_to_stop, held):
     if config.context > (longest := model.config.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
     chat = chat_of(config, tokenizer)
-    model = parallel.shard(model, ranks, getattr(torch, config.dtype))
+    model = sharded(model, config, ranks, is_small(tokenizer))
     for task in tasks:
         first = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin()
         rollout.check_room(task, first.prompt, config.max_response_tokens, config.context)
@@ -192,6 +192,13 @@ def prepare(config, ranks, asked_to_stop, held):
     return Run(config, ranks, model, update.adam(model), chat, envs, out, asked_to_stop, identity,
                state and state["iteration"], endpoint, instruction=instruction_in(source) if kept else None,
                seconds=dict(state.get("seconds", {}) if state else {}))
+
+
+def sharded(model, config, ranks, small):
+    """A model over the ranks, in the run's compute dtype, its layers computed again in backward or not."""
+    auto = ranks.device.type == "cuda" and not small
+    model.recompute_layers({"auto": auto, "on": True, "off": False}[config.checkpoint_activations])
+    return parallel.shard(model, ranks, getattr(torch, config.dtype))
 
 
 def starting_point(config, out):

@@ -506,7 +506,7 @@ def test_every_head_reads_the_same_hidden_states():
         assert value.shape == (3, 9) and value.std() > 0.1
         assert_close(model(ids, select=select, head="value"), value[select])
         assert_close(model(ids, select=select, head="hidden"), hidden[select])
-        both = model(ids, select=select, head="hidden+lm")
+        both = model(ids, select=select, head=lambda hidden, lm_head: (hidden, lm_head(hidden)))
     for got, want in zip(both, (hidden, logits), strict=True):
         assert_close(got, want[select])
     with pytest.raises(AssertionError, match="no head 'logits'"):
