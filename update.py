@@ -70,8 +70,9 @@ class NonFinite(FloatingPointError):
 
 
 def adam(model):
-    """The optimizer of a model; its learning rate is set at each step."""
-    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0)
+    """The optimizer of a model; its learning rate is set at each step. Fused on CUDA: no temporaries."""
+    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0,
+                             fused=True if device_of(model).type == "cuda" else None)
 
 
 def samples_of(episode, make=Sample):

@@ -216,10 +216,17 @@ def norm(grads):
 
 
 def put_grads(model, scaled):
-    """Make the sum of scale * grads over `scaled` = [(scale, grads), ...] the gradient; None adds nothing."""
+    """Make the sum of scale * grads over `scaled` = [(scale, grads), ...] the gradient; None adds nothing.
+
+    The lists are used up: scaled and added in place, then None, so that no further set is held meanwhile.
+    """
     for index, parameter in enumerate(model.parameters()):
-        terms = [scale * grads[index] for scale, grads in scaled if grads[index] is not None]
-        parameter.grad = sum(terms[1:], terms[0]) if terms else None
+        parameter.grad = None
+        for scale, grads in scaled:
+            if grads[index] is not None:
+                term = grads[index].mul_(scale)
+                parameter.grad = term if parameter.grad is None else parameter.grad.add_(term)
+                grads[index] = None
 
 
 def mix64(x):
@@ -335,7 +342,8 @@ def load_trainer(folder, model, optimizer, critic=None):
     """Restore the optimizer from a checkpoint made at any number of ranks, and return its `state`.
 
     All ranks call it, with a model loaded from the same folder (see `find_checkpoint`) before `shard`.
-    Learning rate and the like become the saved ones. critic: a second (model, optimizer), restored whole.
+    Learning rate and the like become the saved ones, but not how AdamW is computed here. critic: a second
+    (model, optimizer), restored whole.
     """
     path, trainer = Path(folder) / TRAINER_FILE, read_trainer(folder)
     load_optimizer(path, model, optimizer, trainer["optimizer"])
@@ -362,7 +370,8 @@ def load_optimizer(path, model, optimizer, saved):
            for name, parameter in model.named_parameters() if like and name not in known}
     optimizer.state.clear()
     try:
-        states.set_optimizer_state_dict(model, optimizer, saved | {"state": known | new}, options=FROM_FULL)
+        states.set_optimizer_state_dict(model, optimizer, {"state": known | new, "param_groups": groups},
+                                        options=FROM_FULL)
     except Exception as error:                              # torch's, of any kind, for shapes that do not fit
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: no state of this optimizer: {type(error).__name__}: {reason}") from error
@@ -415,3 +424,4 @@ def sync(*paths):
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    groups = [group | {"fused": optimizer.defaults["fused"]} for group in saved["param_groups"]]

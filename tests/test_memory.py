@@ -238,5 +238,35 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path):
         assert torch.equal(again, chunked)
 
 
+# The optimizer
+
+@pytest.mark.fast
+def test_a_checkpoint_does_not_say_how_the_optimizer_is_computed(tmp_path):
+    """Fused on a GPU, not on a CPU: saved there, loaded here; the moments are the same."""
+    there, here = new_model(), new_model()
+    fused = torch.optim.AdamW(there.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
+    samples = some_samples(there)
+    update.update(there, fused, samples, OBJECTIVE, lr=1e-3)
+    parallel.save_checkpoint(tmp_path / "saved", there, fused, {}, qwen.save_pretrained)
+    plain = update.adam(here)
+    parallel.load_trainer(tmp_path / "saved", here, plain)
+    assert [group["fused"] for group in plain.param_groups] == [None]
+    here.load_state_dict(there.state_dict())
+    for model, optimizer in ((there, fused), (here, plain)):
+        update.update(model, optimizer, copy.deepcopy(samples), OBJECTIVE, lr=1e-3)
+    torch.testing.assert_close(flat(here.parameters()), flat(there.parameters()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.fast
+def test_gradients_are_added_without_a_further_set():
+    """Bit for bit scale * a + scale * b, in a's memory; b's is let go on the way."""
+    model = torch.nn.ParameterList([torch.zeros(50) for _ in range(3)])
+    a, b = ([torch.randn(50) for _ in range(3)] for _ in range(2))
+    want, places = [0.3 * x + 0.7 * y for x, y in zip(a, b)], [x.data_ptr() for x in a]
+    parallel.put_grads(model, [(0.3, a), (0.7, b)])
+    assert all(torch.equal(p.grad, x) for p, x in zip(model, want, strict=True))
+    assert [p.grad.data_ptr() for p in model] == places and a == b == [None] * 3
+
+
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
