@@ -150,11 +150,12 @@ def train(run, i, samples, reference):
     """The optimizer steps of an iteration. Returns the mean of their metrics, but the gap of the first: only
     there have sampler and trainer the same weights."""
     config, objective = run.config, run.objective()
-    if config.kl == "loss":
-        for sample, ref in zip(samples, update.score(reference, samples, objective)):
-            sample.logprob_ref = ref
     if config.dtype != "float32":                            # the sampler's are 0.03 nats off in bf16
-        gap = update.rescore(run.model, samples, objective)
+        gap = update.rescore(run.model, update.loud(samples, objective), objective)
+    if config.kl == "loss":
+        policy = [sample for sample in samples if sample.kind == "policy"]         # the judge has no KL
+        for sample, ref in zip(policy, update.score(reference, policy, objective)):
+            sample.logprob_ref = ref
     rate, steps = config.lr * decay(config, i), []
     for part in update.minibatches(samples, config.minibatches):
         if parallel.any_rank(bool(part)):

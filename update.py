@@ -204,14 +204,15 @@ def device_of(model):
 
 def rescore(model, samples, objective):
     """Replace old logprobs by the trainer's own (in bf16 the sampler's differ by up to 0.03). Returns how far
-    off they were, mean and maximum over all ranks."""
+    off they were, mean and maximum over all ranks (nan: there was none)."""
     samples, gaps = [sample for sample in samples if any(sample.sampled)], []      # a classifier's have none
     for sample, new in zip(samples, score(model, samples, objective)):
         gaps.append([abs(a - b) for a, b, sampled in zip(sample.logprob_old, new, sample.sampled) if sampled])
         sample.logprob_old = new
     total = parallel.all_sum({"gap": sum(map(sum, gaps)), "tokens": sum(map(len, gaps))})
-    return {"policy/logprob_gap_nats": total["gap"] / max(total["tokens"], 1),
-            "policy/logprob_gap_max_nats": parallel.all_max(max([0.0, *itertools.chain(*gaps)]))}
+    largest = parallel.all_max(max([0.0, *itertools.chain(*gaps)]))
+    return {"policy/logprob_gap_nats": total["gap"] / (total["tokens"] or math.nan),
+            "policy/logprob_gap_max_nats": largest if total["tokens"] else math.nan}
 
 
 def write_kl(model, reference, episodes, objective, coef, rescored):
@@ -247,6 +248,11 @@ def backward(model, samples, objective, head, loss_of):
     return total
 
 
+def loud(samples, objective):
+    """Those of the samples that have a gradient: by their advantages, or by the KL, which is the policy's."""
+    return [s for s in samples if not s.silent or (objective.kl_coef and s.kind == "policy")]
+
+
 def accumulate(model, samples, objective, sums):
     """Backward through all samples of one kind: their summed gradient stays in .grad, counts go to `sums`."""
     kind = samples[0].kind if samples else "policy"
@@ -257,8 +263,7 @@ def accumulate(model, samples, objective, sums):
     units = max(parallel.all_sum(units), 1.0)
     for sample, weight in zip(samples, weight_S):
         sample.weight = float(weight) * sample.count / units
-    loud = [s for s in samples if not s.silent or (objective.kl_coef and kind == "policy")]
-    sums["loss"] += backward(model, loud, objective, "lm",
+    sums["loss"] += backward(model, loud(samples, objective), objective, "lm",
                              lambda batch: batch_loss(model, batch, objective, sums))
     sums["tokens"] += float(tokens_S.sum())
 

@@ -9,6 +9,7 @@ much is saved on a GPU is not measured here; that there are never more logits th
 
 import copy
 import json
+import math
 import os
 import random
 import subprocess
@@ -266,6 +267,45 @@ def test_gradients_are_added_without_a_further_set():
     parallel.put_grads(model, [(0.3, a), (0.7, b)])
     assert all(torch.equal(p.grad, x) for p, x in zip(model, want, strict=True))
     assert [p.grad.data_ptr() for p in model] == places and a == b == [None] * 3
+
+
+# Passes that nobody reads
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", ["--kl loss --kl-coef 1", "--dtype bfloat16", "--dtype bfloat16 --kl loss"])
+def test_what_is_not_scored_is_not_read(start, tmp_path, monkeypatch, flags):
+    """The judge for the reference, silent samples in bf16: with nan in their place the run is the same."""
+    flags = [*begin(start), *flags.split(), "--dynamic-sampling", "keep"]
+    assert train(tmp_path / "plain", *flags) == 0
+    score, step, scored, left_out = update.score, setup.Run.step, {}, []
+
+    def recording(model, samples, objective):
+        scored.setdefault(id(model), []).extend(samples)
+        return score(model, samples, objective)
+
+    def spoiled(run, samples, objective, rate):
+        mine = {id(s) for s in scored.get(id(run.model), ())}
+        refs = {id(s) for model, found in scored.items() if model != id(run.model) for s in found}
+        for sample in samples:
+            unknown = [math.nan] * len(sample.ids)
+            if objective.kl_coef and id(sample) not in refs:
+                assert sample.kind == "judge"
+                sample.logprob_ref = unknown
+                left_out.append("reference")
+            if run.config.dtype != "float32" and id(sample) not in mine:
+                assert sample.silent
+                sample.logprob_old = unknown
+                left_out.append("silent")
+        return step(run, samples, objective, rate)
+
+    monkeypatch.setattr(update, "score", recording)
+    monkeypatch.setattr(setup.Run, "step", spoiled)
+    assert train(tmp_path / "spoiled", *flags) == 0
+    assert set(left_out) == {word for word, flag in (("reference", "--kl"), ("silent", "bfloat16"))
+                             if flag in flags}
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "spoiled"))
+    assert [untimed(row) for row in rows(tmp_path / "plain")] == [
+        untimed(row) for row in rows(tmp_path / "spoiled")]
 
 
 if __name__ == "__main__":
