@@ -266,22 +266,30 @@ def finish(run):
     return 130
 
 
+def attempt(config, held):
+    """All of a run, from its set-up on. What ends it early is said at once: one rank's end is all ranks'."""
+    try:
+        asked_to_stop = Stop()
+        torch.set_num_threads(config.threads)
+        return finish(prepare(config, parallel.setup(config.device), asked_to_stop, held))
+    except KeyboardInterrupt:
+        print("stopped at once; what was saved before is there", file=sys.stderr)
+        status = 130
+    except MISTAKES as error:
+        first = parallel.failed_rank()               # then this error is only what came of its
+        why = one_line(error, config.out) if first is None else f"rank {first} failed, so this one ends"
+        print(f"gcd.py: error: {why}", file=sys.stderr)
+        status = 1
+    return parallel.fail(status)
+
+
 def main(argv=None):
     """The command: exit status 0, 1 for a mistake that was found late, 130 when it was interrupted."""
     config = parse(argv)
     with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
-        try:
-            with ExitStack() as held:
-                asked_to_stop = Stop()
-                torch.set_num_threads(config.threads)
-                held.callback(parallel.shutdown)
-                return finish(prepare(config, parallel.setup(config.device), asked_to_stop, held))
-        except KeyboardInterrupt:
-            print("stopped at once; what was saved before is there", file=sys.stderr)
-            return 130
-        except MISTAKES as error:
-            print(f"gcd.py: error: {one_line(error, config.out)}", file=sys.stderr)
-            return 1
+        with ExitStack() as held:
+            held.push(parallel.leave)
+            return attempt(config, held)
 
 
 if __name__ == "__main__":

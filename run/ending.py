@@ -58,18 +58,34 @@ class Stop:
 MISTAKES = ValueError, OSError, ArithmeticError, MemoryError, RuntimeError
 
 
+# What was under way when memory ran out, by the files that an error came through, and what needs less
+KNOBS = ((("rollout.py", "engine.py"), "playing", "--slots or --context down"),
+         (("update.py",), "training", "--microbatch-tokens down, then --checkpoint-activations on, then "
+          "--max-response-tokens down"))
+
+
 def one_line(error, out):
     """An error as one line, with what helps against it. Of torch's errors --out gets the traceback."""
     text = " ".join(str(error).split())
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text:
-        return (f"out of memory ({text[:200]}): while playing, --slots or --context down; while training, "
-                "--microbatch-tokens, then --max-response-tokens")
+    if is_memory(error, text):
+        came_through = {Path(frame.f_code.co_filename).name
+                        for frame, _ in traceback.walk_tb(error.__traceback__)}
+        knobs = [knob for knob in KNOBS if came_through & {*knob[0]}] or KNOBS
+        helps = "; ".join(f"while {doing}, {knob}" for _, doing, knob in knobs)
+        return f"out of memory ({text[:200]}): {helps}"
     if isinstance(error, RuntimeError) and not isinstance(error, EpisodeLost):
         with suppress(OSError):
             files.write_text(Path(out) / "traceback.txt", "".join(traceback.format_exception(error)))
             text = f"{text[:300]} (traceback in {out}/traceback.txt)"
         return f"{type(error).__name__}: {text}"
     return text
+
+
+def is_memory(error, text):
+    """Whether memory ran out: the allocators of torch have a type for it, its libraries have words."""
+    kind = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    words = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return kind or isinstance(error, RuntimeError) and any(word in text for word in words)
 
 
 class Unbreakable:

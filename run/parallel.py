@@ -11,8 +11,11 @@ import math
 import operator
 import os
 import shutil
+import sys
+import threading
 import time
-from contextlib import contextmanager
+import traceback
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -29,6 +32,8 @@ MASK64 = (1 << 64) - 1
 TRAINER_FILE = "trainer.pt"
 # counts and names travel as CPU objects over gloo, weights and gradients on GPUs over nccl
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+FAILED = "gcd/failed"            # in the processes' common store: the rank that failed first
+PATIENCE_S = 20                  # for the others to find that out for themselves
 FULL_ON_CPU = states.StateDictOptions(full_state_dict=True, cpu_offload=True)    # on rank 0; empty elsewhere
 FROM_FULL = states.StateDictOptions(full_state_dict=True, strict=False)  # each rank has it all, takes a part
 
@@ -67,6 +72,7 @@ def setup(device="auto", timeout_s=2 * 3600):
         torch.cuda.set_device(place)
     if world > 1:
         dist.init_process_group(BACKENDS[place.type], timeout=timedelta(seconds=timeout_s))
+        threading.Thread(target=end_with_others, daemon=True).start()
     return Ranks(rank, world, place)
 
 
@@ -75,6 +81,60 @@ def shutdown():
     if dist.is_initialized():
         time.sleep(0.2)    # a gloo thread that frees its last tensor while Python exits aborts the process
         dist.destroy_process_group()
+
+
+def several():
+    """Whether other processes may wait for this one."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def fail(status):
+    """The exit status, where this process is alone; else end it with that, at once: it has said why.
+
+    Others may wait in a collective for what never comes, and to leave their group would be to wait for them.
+    They end by the connection that breaks, or by `end_with_others`.
+    """
+    if not several():
+        return status
+    if failed_rank() is None:
+        with suppress(RuntimeError):
+            store().set(FAILED, str(dist.get_rank()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def leave(kind, error, trace):
+    """The last exit callback of a run: `shutdown`, or `fail` after an error that nobody has caught."""
+    if error is not None and several():
+        traceback.print_exception(error)
+        fail(1)
+    shutdown()
+
+
+def store():
+    """What all processes can read and write without waiting for each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def failed_rank():
+    """The rank that failed before this one, if any did."""
+    with suppress(RuntimeError):                                # the store may have gone with torchrun
+        if several() and store().check([FAILED]):
+            return int(store().get(FAILED))
+    return None
+
+
+def end_with_others():
+    """A thread: end this process a while after another one has failed. On GPUs a collective may never learn
+    that its peer is gone; the main thread is in it, and hears no signal either."""
+    with suppress(RuntimeError, ValueError):                    # the store, or the group, is there no more
+        while several():
+            if store().check([FAILED]):
+                time.sleep(PATIENCE_S)
+                print(f"rank {failed_rank()} failed, so this one ends", file=sys.stderr, flush=True)
+                os._exit(1)
+            time.sleep(1)
 
 
 def is_main():
@@ -368,6 +428,7 @@ def load_optimizer(path, model, optimizer, saved):
     like = next(iter(known.values()), {})
     new = {name: {key: torch.zeros(value.shape and parameter.shape) for key, value in like.items()}
            for name, parameter in model.named_parameters() if like and name not in known}
+    groups = [group | {"fused": optimizer.defaults["fused"]} for group in saved["param_groups"]]
     optimizer.state.clear()
     try:
         states.set_optimizer_state_dict(model, optimizer, {"state": known | new, "param_groups": groups},
@@ -424,4 +485,3 @@ def sync(*paths):
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    groups = [group | {"fused": optimizer.defaults["fused"]} for group in saved["param_groups"]]
