@@ -1,4 +1,5 @@
-"""The studies' results -> gallery.html: every figure of the paper, what it claims, and what came out here.
+"""The studies' results -> gallery.html: every figure of the paper, and what else studies look at, what is
+claimed there, and what came out here.
 
 Reads the NAME.json of a folder (studies/common.publish writes them) and the pictures that they name, and puts
 all into one page that needs no other file and no network. A figure without an entry is listed with the reason
