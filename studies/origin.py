@@ -308,8 +308,8 @@ def toy_table(toy):
 
 def page(found, command, seeds, there, wanted):
     """The page's text, from its template beside this file."""
-    bins = [[f"{one['low']:.2g} to {one['high']:.2g}" if one["high"] > 1e-6 else "0 of 256", str(one["n"]),
-             f"{100 * one['gain']:+.1f} ± {100 * one['half']:.1f}",
+    bins = [["0 of 256" if one["high"] < 1e-6 else f"{round(one['low'], 3):g} to {one['high']:g}",
+             str(one["n"]), f"{100 * one['gain']:+.1f} ± {100 * one['half']:.1f}",
              "–" if one["shift"] is None else f"{one['shift']:+.2f}"] for one in found["gain"]["bins"]]
     saturated = [[str(row["steps"] or "all"), points_of(row["base"]), points_of(row["gain"])]
                  for row in found["saturation"]]
