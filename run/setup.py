@@ -181,6 +181,8 @@ def prepare(config, ranks, asked_to_stop, held):
     if config.context > (longest := model.config.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
     chat = chat_of(config, tokenizer)
+    if source and chat.small:
+        check_words(config, source, tokenizer)
     model = sharded(model, config, ranks, is_small(tokenizer))
     for task in tasks:
         first = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin()
@@ -306,9 +308,6 @@ def chat_of(config, tokenizer):
     A small model has tags if its cold start had. ValueError for flags that ask for words that it has not.
     """
     small, style = is_small(tokenizer), config.prompt
-    if strange := [word for word in config.world.words() if small and len(tokenizer.encode(word)) > 1]:
-        raise ValueError(f"--model={config.model}: has the vocabulary of another world: {strange[0]!r}, of "
-                         f"--env {config.env}, is none of its tokens")
     knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
     if style == "auto":
         style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
@@ -327,6 +326,17 @@ def chat_of(config, tokenizer):
         if config.correction_from == "critiques":
             raise ValueError("--correction-from=critiques: this model writes no sentences; it can be counted")
     return chat
+
+
+def check_words(config, source, tokenizer):
+    """ValueError where a small model's tokens are the words of another world than it is to play. That it was
+    trained in this one is known by its checkpoint: ScienceWorld plays games to tell its words."""
+    state = parallel.read_trainer(source)["state"] if (source / parallel.TRAINER_FILE).is_file() else {}
+    if (state.get("settings") or {}).get("env") == config.env:
+        return
+    if strange := [word for word in config.world.words() if len(tokenizer.encode(word)) > 1]:
+        raise ValueError(f"--model={source}: has the vocabulary of another world: {strange[0]!r}, of --env "
+                         f"{config.env}, is none of its tokens")
 
 
 def frozen_copy(run, first):

@@ -13,6 +13,8 @@ from tiny_runs import assert_one_error, rows, train
 
 import config
 from envs import Reply, Task, strings
+from lm import model as qwen
+from run import setup
 
 SPLITS = ("dev", "id", *strings.AXES)
 WITHHELD = {("rotate", "swap"), ("reverse", "shift"), ("swap", "double"), ("shift", "mirror"),
@@ -281,3 +283,14 @@ def test_it_is_trained_by_gcd_for_a_reward_of_0_or_1(tmp_path, flags):
     assert {name: split["sampled"]["n"] for name, split in found.items()} == {"id": 6, "representation": 6}
     shape = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert shape["rope_parameters"]["rope_type"] == "none"
+
+
+@pytest.mark.fast
+def test_a_base_of_another_vocabulary_is_named(tmp_path):
+    """By the words that its tokens are, or by the world that its checkpoint says."""
+    ours, theirs = (config.parsed(["--env", name, "--hidden-size", "16"]) for name in ("strings", "twins"))
+    for name, settings in (("ours", ours), ("theirs", theirs)):
+        setup.small_model_folder(settings, tmp_path / name)
+    setup.check_words(ours, tmp_path / "ours", qwen.load_tokenizer(tmp_path / "ours"))
+    with pytest.raises(ValueError, match="theirs: has the vocabulary of another world: ' rotate', of --env str"):
+        setup.check_words(ours, tmp_path / "theirs", qwen.load_tokenizer(tmp_path / "theirs"))
