@@ -107,7 +107,7 @@ class Run:
 
     def shard(self, model):
         """A model over the ranks, by the flags."""
-        return sharded(model, self.config, self.ranks, is_small(self.chat.tokenizer))
+        return sharded(model, self.config, self.ranks, self.chat.small)
 
     def play(self, seats, sampling, name, max_turns=None):
         """Play the seats with the current weights (inside `gathered`), behind a progress bar."""
@@ -181,9 +181,9 @@ def prepare(config, ranks, asked_to_stop, held):
     if config.context > (longest := model.config.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
     chat = chat_of(config, tokenizer)
-    if source and chat.small:
+    if source and chat.small and not state:                   # what is resumed has this run's settings
         check_words(config, source, tokenizer)
-    model = sharded(model, config, ranks, is_small(tokenizer))
+    model = sharded(model, config, ranks, chat.small)
     for task in tasks:
         first = rollout.Conversation(rollout.Seat(task, 0, 0), envs[0], chat, config.history).begin()
         rollout.check_room(task, first.prompt, config.max_response_tokens, config.context)

@@ -93,6 +93,14 @@ def train(flags, out):
     Path(f"{out}.log").unlink()
 
 
+def make(folders, work, jobs, name):
+    """The runs of these {folder: settings} that have not ended, made by work(folder, settings)."""
+    lacking = {folder: settings for folder, settings in folders.items()
+               if not (Path(folder) / files.STAGES).exists()}
+    for _ in tqdm(results_of(lacking, work, jobs), name, len(lacking)):
+        pass
+
+
 # Kept models
 
 @dataclass(slots=True)

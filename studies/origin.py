@@ -19,11 +19,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from tqdm import tqdm
-
 from bench.intervals import interval, markdown, paired, percent, with_half
 from envs.strings import AXES
-from run import files
 from studies import common, origin_cells, tilting
 from studies.origin_cells import AGENT, BETA, EACH, INSTEAD, KINDS, KS, MIDDLE, RHOS, STEPS, TOY_GROUP
 
@@ -42,11 +39,7 @@ def results_of(everything, wanted, options):
         cells = dict(cells)
         bases = {str(origin_cells.base_of(settings, options.runs)): settings
                  for settings in cells.values() if settings["what"] != "agent"}
-        lacking = {folder: settings for folder, settings in bases.items()
-                   if not (Path(folder) / files.STAGES).exists()}
-        made = common.results_of(lacking, origin_cells.pretrain, options.jobs)
-        for _ in tqdm(made, "pretraining", len(lacking)):
-            pass
+        common.make(bases, origin_cells.pretrain, options.jobs, "pretraining")
         for instead in (False, True):
             common.cells(path, {name: settings for name, settings in cells.items()
                                 if (settings["what"] in INSTEAD) == instead}, work, options.jobs)
@@ -84,9 +77,14 @@ def main(argv=None):
 
 # What follows
 
-def passes(right, k):
-    """pass@k, mean over problems; right: of EACH responses to each."""
-    return statistics.fmean(tilting.pass_at(k, EACH, c) for c in right)
+def passes(right, k, each=EACH):
+    """pass@k, mean over problems; right: of `each` responses to each."""
+    return statistics.fmean(tilting.pass_at(k, each, c) for c in right)
+
+
+def compared(before, after):
+    """A base and what GRPO made of it, {seed: value} each, and the gain."""
+    return {"base": interval(before), "GRPO": interval(after), "gain": paired(after, before)}
 
 
 def findings(everything, results):
@@ -113,10 +111,9 @@ def row_of(axis, rho, positions, of_seed):
     """An axis at one rho: pass@k before and after, and what is new. of_seed: {seed: (base, result)}."""
     def both(split, k):
         each = EACH if split == axis else EACH // 16
-        before = {seed: passes(base["right"][split], k) for seed, (base, _) in of_seed.items()}
-        after = {seed: statistics.fmean(tilting.pass_at(k, each, c) for c in result["right"][split])
-                 for seed, (_, result) in of_seed.items()}
-        return {"base": interval(before), "GRPO": interval(after), "gain": paired(after, before)}
+        return compared({seed: passes(base["right"][split], k) for seed, (base, _) in of_seed.items()},
+                        {seed: passes(result["right"][split], k, each)
+                         for seed, (_, result) in of_seed.items()})
 
     curve = {k: both(axis, k) for k in KS}
     pairs = [pair for base, result in of_seed.values()
@@ -182,12 +179,10 @@ def agent_rows(of_seed):
     """The text game's pass@k on types that RL never trains on, {k: base, GRPO, gain}; None: not run."""
     if not of_seed:
         return None
-    trials, curve = AGENT[-1], {}
-    for k in (2**i for i in range(trials.bit_length())):
-        before, after = ({seed: statistics.fmean(tilting.pass_at(k, trials, won) for won in result[name])
-                          for seed, result in of_seed.items()} for name in ("base", "GRPO"))
-        curve[k] = {"base": interval(before), "GRPO": interval(after), "gain": paired(after, before)}
-    return curve
+    trials = AGENT[-1]
+    return {k: compared(*({seed: passes(result[name], k, trials) for seed, result in of_seed.items()}
+                          for name in ("base", "GRPO")))
+            for k in (2**i for i in range(trials.bit_length()))}
 
 
 FORMS = {"k1 in the reward": tilting.tilted, "k3 in the loss": tilting.k3_mass,

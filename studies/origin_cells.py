@@ -79,6 +79,11 @@ def flags_of(settings):
             "--positions", settings["positions"]]
 
 
+def value_of(flags, name):
+    """What a tuple of flags says of one."""
+    return flags[flags.index(name) + 1]
+
+
 def base_of(settings, runs):
     """The folder of the run that pretrained a cell's base."""
     if settings["what"] == "toy":
@@ -111,7 +116,7 @@ def run(name, settings, runs, results):
         splits = ("id", *AXES) if settings["positions"] == "rotary" else ("id", "length")
         actor = load(base / files.CHECKPOINT, settings)
         right = {split: right_responses(actor, split) for split in splits}
-        drawn = RL[RL.index("--iterations") + 1] * actor.config.tasks * actor.config.group_size
+        drawn = value_of(RL, "--iterations") * actor.config.tasks * actor.config.group_size
         return {"right": {split: [len(of) for of in found] for split, found in right.items()},
                 "rare": {split: rare(actor, split, found, drawn) for split, found in right.items()}}
     if what == "toy":
@@ -155,9 +160,14 @@ def grpo(settings, base, out, more=()):
 
 # What is measured of a model
 
+def prompt_of(actor, task):
+    """The ids of a task's prompt."""
+    return list(actor.chat.observe(Game().reset(task), True))
+
+
 def respond(actor, tasks, each, seed=0):
     """So many responses to each task, lists of engine.Response; a model's draws depend on the seed alone."""
-    prompts = [list(actor.chat.observe(Game().reset(task), True)) for task in tasks]
+    prompts = [prompt_of(actor, task) for task in tasks]
     streams = [[stream(seed, i, j) for j in range(each)] for i in range(len(tasks))]
     sampling = Sampling(1.0, actor.config.max_response_tokens)
     return answer(actor.model, prompts, streams, actor.chat.stop_ids, sampling, SLOTS)
@@ -180,7 +190,7 @@ def rare(base, split, right, drawn):
     """How many of the right responses, and of the different ones among them, the base gives with a
     probability below 1 / drawn: so rarely that RL, which drew so many, would not be expected to have met
     them. The base's own are counted, too: a long tail of responses is nothing new."""
-    prompts = [list(base.chat.observe(Game().reset(task), True)) for task in base.config.world.split(split)]
+    prompts = [prompt_of(base, task) for task in base.config.world.split(split)]
     counts = [(sample_of(prompt, ids), n) for prompt, found in zip(prompts, right)
               for ids, n in sorted(Counter(map(tuple, found)).items())]
     scores = update.score(base.model, [sample for sample, _ in counts], update.Objective())
@@ -214,8 +224,8 @@ def shown(actor, tokens):
     """Solutions of the axis' tasks, with as many tokens in all as GRPO sampled."""
     samples = []
     for task in tasks_of(actor):
-        prompt = actor.chat.observe(Game().reset(task), True)
-        samples.append(sample_of(prompt, actor.chat.respond(task.problem.response), len(samples)))
+        solution = actor.chat.respond(task.problem.response)
+        samples.append(sample_of(prompt_of(actor, task), solution, len(samples)))
         tokens -= sum(samples[-1].sampled)
         if tokens <= 0:
             return samples
@@ -225,8 +235,8 @@ def chosen(actor, tokens):
     """The right ones among as many responses of the base as GRPO drew, up to PASSES times, while they have
     fewer tokens than GRPO sampled."""
     each = actor.config.group_size
-    tasks = list(itertools.islice(tasks_of(actor), actor.config.tasks * RL[RL.index("--iterations") + 1]))
-    found = [sample_of(actor.chat.observe(Game().reset(task), True), response.ids)
+    tasks = list(itertools.islice(tasks_of(actor), actor.config.tasks * value_of(RL, "--iterations")))
+    found = [sample_of(prompt_of(actor, task), response.ids)
              for task, responses in zip(tasks, respond(actor, tasks, each, seed=1))
              for response in responses if is_right(actor, task, response)]
     passes = min(PASSES, tokens // max(1, sum(sum(sample.sampled) for sample in found)))
@@ -280,8 +290,8 @@ def toy(settings, base, out):
 
 def toy_problems():
     """All of the toy's."""
-    letters = LETTERS[:TOY[TOY.index("--letters") + 1]]
-    texts = itertools.product(letters, repeat=TOY[TOY.index("--length") + 1])
+    letters = LETTERS[:value_of(TOY, "--letters")]
+    texts = itertools.product(letters, repeat=value_of(TOY, "--length"))
     return [Problem("id", "".join(text), (name,), letters) for text in texts for name in NAMES]
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from tqdm import tqdm
 
 import gcd
 import update
@@ -448,10 +447,7 @@ def results_of(everything, wanted, options):
     path = options.out / "twins.jsonl"
     missing = common.missing(path, wanted) if options.jobs else {}
     colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
-    lacking = {folder: settings for folder, settings in colds.items()
-               if not (Path(folder) / files.STAGES).exists()}
-    for _ in tqdm(common.results_of(lacking, cold_start, options.jobs or 1), "cold starts", len(lacking)):
-        pass
+    common.make(colds, cold_start, options.jobs or 1, "cold starts")
     common.cells(path, missing, partial(run, runs=options.runs), options.jobs or 1)
     return {name: record["result"] for name, record in common.finished(path, everything).items()}
 

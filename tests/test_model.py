@@ -97,6 +97,17 @@ def test_full_forward_equals_transformers(tmp_path, kind):
         assert_close(model(ids), reference(ids).logits)
 
 
+def assert_appends_equal(model, ids, pieces, expected):
+    """Row b gets pieces[b] of its ids in turn; each time the logits are those expected there."""
+    cache, start = m.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
+    for turn in zip(*pieces, strict=True):
+        chunks = [ids[b, start[b]:start[b] + n].tolist() for b, n in enumerate(turn)]
+        logits = append(model, cache, chunks, start)
+        for b, n in enumerate(turn):
+            assert_close(logits[b, :n], expected[b, start[b]:start[b] + n])
+            start[b] += n
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("pieces", [RAGGED, SINGLE], ids=["ragged", "single"])
 def test_appends_to_the_cache_equal_transformers(tmp_path, kind, pieces):
@@ -105,13 +116,7 @@ def test_appends_to_the_cache_equal_transformers(tmp_path, kind, pieces):
     ids = random_ids(3, 40, vocabulary=97)
     with torch.no_grad():
         expected = reference(ids).logits
-    cache, start = m.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
-    for turn in zip(*pieces, strict=True):
-        chunks = [ids[b, start[b]:start[b] + n].tolist() for b, n in enumerate(turn)]
-        logits = append(model, cache, chunks, start)
-        for b, n in enumerate(turn):
-            assert_close(logits[b, :n], expected[b, start[b]:start[b] + n])
-            start[b] += n
+    assert_appends_equal(model, ids, pieces, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -277,13 +282,7 @@ def test_a_model_without_positions_is_the_same_with_a_cache(pieces):
     with torch.no_grad():
         expected = model(ids)
         assert (expected - make_model()(ids)).abs().max() > 0.01           # the weights with positions
-    cache, start = m.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
-    for turn in zip(*pieces, strict=True):
-        chunks = [ids[b, start[b]:start[b] + n].tolist() for b, n in enumerate(turn)]
-        logits = append(model, cache, chunks, start)
-        for b, n in enumerate(turn):
-            assert_close(logits[b, :n], expected[b, start[b]:start[b] + n])
-            start[b] += n
+    assert_appends_equal(model, ids, pieces, expected)
 
 
 def test_a_model_without_positions_is_saved_as_one_and_transformers_refuses_it(tmp_path):
