@@ -94,7 +94,7 @@ def test_every_algorithm_has_sound_flags_and_no_two_owners_share_one(algo):
         assert len(set(brought)) == len(brought) and not common & set(brought)
     for f in fields(method.Settings):
         assert f.type in (str, int, float, bool) and f.default is not MISSING
-            assert f.metadata["help"] or f.name in config.PAPER          # what is no flag is a preset's
+        assert f.metadata["help"] or f.name in config.PAPER          # what is no flag is a preset's
     settings = {f.name: f.default for f in fields(method.Settings)}
     known = common | settings.keys()
     assert method.defaults.keys() | method.code_defaults.keys() <= known
