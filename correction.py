@@ -125,7 +125,7 @@ def merged(run, critiques, seed):
     if run.endpoint:
         merged, = run.endpoint.ask([question])
     else:
-        (given,), = answer(run.model, [run.chat.message(question, first=True)], [[stream(seed, 1)]],
+        (given,), = answer(run.sampler, [run.chat.message(question, first=True)], [[stream(seed, 1)]],
                            run.chat.stop_ids, run.sampling(), run.config.slots)
         merged = "" if given.truncated else run.chat.decode(given.ids)
     text = textwrap.shorten(plain_text(merged or ""), MOST_CHARACTERS, placeholder="")
@@ -134,7 +134,7 @@ def merged(run, critiques, seed):
 
 def correct(run, i, judged):
     """Every few iterations, an instruction from the turns that the actor found bad, the same on all ranks.
-    Critiques, or counts by kind where it cannot write. All ranks call this, inside `gathered`."""
+    Critiques, or counts by kind where it cannot write. All ranks call this."""
     config = run.config
     if config.correction == "off" or (i + 1) % config.correction_every:
         return

@@ -18,6 +18,7 @@ def evaluation(run):
     modes = {"full": MODES, "sampled": {"sampled": 1.0}}.get(config.protocol, {"sampled": 0.4})
     instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
     turns, splits = PROTOCOL.get(config.protocol), {}
+    parallel.copy_weights(run.model, run.sampler)
     if run.ranks.rank == 0:                                # an earlier evaluation's, of a run that went on
         files.keep(run.out / files.EPISODES, lambda record: record.get("phase") != "evaluation")
     for name in config.splits:
@@ -28,8 +29,7 @@ def evaluation(run):
             seats = [Seat(task, g, stream(config.seed, EVALUATION, m, g), g, instruction)
                      for g, task in enumerate(tasks)][run.ranks.rank::run.ranks.world]
             sampling = run.sampling(temperature=temperature)
-            with parallel.gathered(run.model):
-                episodes = run.play(seats, sampling, f"{name} {mode}", turns) if seats else []
+            episodes = run.play(seats, sampling, f"{name} {mode}", turns) if seats else []
             run.stop_if_asked(None)
             splits[name][mode] = success_rate(parallel.all_sum(summary(episodes)))
             if mode == "sampled":

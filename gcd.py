@@ -43,12 +43,12 @@ EPISODES_EVERY = 5                # iterations between stored episodes (one grou
 def iteration(run, i, reference):
     """One iteration: play, judge, give credit, update. Returns its metrics."""
     config, times = run.config, [time.perf_counter()]
-    with parallel.gathered(run.model):               # whole weights on every rank: no forward needs another
-        episodes, played = collect(run, i)
-        times.append(time.perf_counter())
-        judged, questions = judge_turns(run, i, episodes) if config.gcd else ([], [])
-        correction.correct(run, i, judged)
-        times.append(time.perf_counter())
+    parallel.copy_weights(run.model, run.sampler)
+    episodes, played = collect(run, i)
+    times.append(time.perf_counter())
+    judged, questions = judge_turns(run, i, episodes) if config.gcd else ([], [])
+    correction.correct(run, i, judged)
+    times.append(time.perf_counter())
     metrics = judge_metrics(run, judged, questions) if config.gcd else {}
     metrics |= give_credit(run, i, episodes, reference)
     samples = [sample for episode in teaching(run, episodes) for sample in update.samples_of(episode)]
@@ -110,7 +110,7 @@ def judge_turns(run, i, episodes):
     if config.judge_kind == "value":
         return judged, judge.value_samples(judged)
     sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
-    judge.judge(run.model, run.chat, judged, config.judge_group_size, sampling, seed, config.slots)
+    judge.judge(run.sampler, run.chat, judged, config.judge_group_size, sampling, seed, config.slots)
     return judged, judge.samples(judged, config.judge_normalize_std)
 
 

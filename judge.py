@@ -237,6 +237,7 @@ def samples(judged, normalize_std=False):
     """Judged turns as samples, with `advantages` over each turn's answers. Only answers are trained.
 
     Equal answers to one question have equal tokens, rewards and gradients: they are one sample with a count.
+    Different ones share the question as their trunk.
     A good turn and the bad one beside it share an "episode" number, so they meet in one minibatch.
     """
     result = []
@@ -246,7 +247,8 @@ def samples(judged, normalize_std=False):
             if (ids := tuple(given.ids)) in distinct:
                 distinct[ids].count += 1
             else:
-                distinct[ids] = sample(question, question.prompt_ids, given.ids, advantage, given.logprob)
+                answered = sample(question, question.prompt_ids, given.ids, advantage, given.logprob)
+                distinct[ids] = replace(answered, trunk=(question.index, len(question.prompt_ids)))
         result += distinct.values()
     return result
 

@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from time import perf_counter
 
 from envs import EpisodeLost, Task
-from lm.engine import Slots, generate
+from lm.engine import Slots
 from run.parallel import stream
 
 # What is recorded
@@ -87,10 +88,12 @@ class Conversation:
     Made, it has asked for a reset; `begin` waits for the answer. Then `say` and `hear`, or `act` for both:
     many say before one is heard, so that environments in other processes work at once. `begin`, `hear` may
     raise EpisodeLost. on_truncation: a response cut at its length "fail"s the episode, or is "invalid".
+    number: its place among the seats.
     """
 
-    def __init__(self, seat, env, chat, history):
+    def __init__(self, seat, env, chat, history, number=0):
         self.seat, self.chat, self.history, self.stream = seat, chat, history, seat.stream
+        self.number, self.begun = number, False
         self.env = env if hasattr(env, "send") else Local(env)
         self.episode = Episode(seat.task, seat.group, seat.index)
         self.env.send("reset", seat.task, 0)
@@ -99,7 +102,7 @@ class Conversation:
         """Receive the first observation and make the first prompt; returns self."""
         self.reply = self.env.receive()
         self.head = self.prompt = list(self.chat.observe(self.reply, True, self.seat.instruction))
-        self.exchanges, self.episode.score_100 = [], self.reply.score_100
+        self.exchanges, self.episode.score_100, self.begun = [], self.reply.score_100, True
         self.episode.final_anchor = self.reply.observation
         return self
 
@@ -162,60 +165,74 @@ def check_room(task, prompt, max_response_tokens, context):
 
 
 def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail",
-         on_end=lambda episode: None, asked_to_stop=False, admissible_only=False):
+         on_end=lambda episode: None, asked_to_stop=False, admissible_only=False, waits=None):
     """Play every seat once and return its Episode, in the order of the seats.
 
     One slot per environment; a slot whose episode has ended takes the next seat, and when none waits the last
-    live slot moves into the hole. history, on_truncation: see `Conversation`. on_end(episode) is called as
-    each one ends. Whoever asks to stop (true from one turn to the next) gets those that ended so far; they
-    are not to be used. admissible_only: responses give possible commands only, see `Chat.restriction`; one
-    longer than max_response_tokens is cut as ever. ValueError where a first prompt leaves no room for a
-    response within `context` tokens.
+    live slot moves into the hole. No slot waits for another: environments answer those whose response has
+    ended while the device draws the others'. history, on_truncation: see `Conversation`. on_end(episode) is
+    called as each one ends. Whoever asks to stop (true from one tick to the next) gets those that ended so
+    far; they are not to be used. admissible_only: responses give possible commands only, see
+    `Chat.restriction`; one longer than max_response_tokens is cut as ever. waits: a dict to which the seconds
+    are added that "environments" and "device" were waited for. ValueError where a first prompt leaves no room
+    for a response within `context` tokens.
     """
-    slots, room = Slots(model, min(len(envs), len(seats)), context), context - sampling.max_response_tokens
-    share = len({seat.group for seat in seats}) < len(seats)
+    slots = Slots(model, min(len(envs), len(seats)), context, chat.stop_ids, sampling)
+    room, share = context - sampling.max_response_tokens, len({seat.group for seat in seats}) < len(seats)
     waiting, ended, first_prompt = iter(range(len(slots.held), len(seats))), {}, {}
 
-    def begin(i, conversation):
-        """Seat i's conversation with its first prompt: anew where an engine dies, checked against others."""
-        try:
-            conversation.begin()
-        except EpisodeLost as loss:
-            return begin(i, again(conversation, loss))
-        check_room(seats[i].task, conversation.prompt, sampling.max_response_tokens, context)
-        start = (seats[i].task.id, conversation.prompt)
-        first = first_prompt.setdefault(seats[i].group, start)
-        assert first == start, f"group {seats[i].group} does not start alike: {first[0]}, {start[0]}"
-        return i, conversation
+    def hear(conversation):
+        """Receive what its environment says; True at the episode's end. A first prompt is checked."""
+        if conversation.begun:
+            return conversation.hear(max_turns, room)
+        conversation.begin()
+        seat = conversation.seat
+        check_room(seat.task, conversation.prompt, sampling.max_response_tokens, context)
+        start = (seat.task.id, conversation.prompt)
+        first = first_prompt.setdefault(seat.group, start)
+        assert first == start, f"group {seat.group} does not start alike: {first[0]}, {start[0]}"
 
-    sent = [Conversation(seat, env, chat, history) for seat, env in zip(seats, envs)]
-    live = [begin(i, conversation) for i, conversation in enumerate(sent)]
+    def seat_at(row, conversation):
+        """Let a new conversation have a row, of which nothing is held any more; returns it."""
+        conversation.row, slots.held[row] = row, []
+        live[row:row + 1] = [conversation]
+        return conversation
+
+    live, pairs = [], enumerate(zip(seats, envs))
+    asked = [seat_at(row, Conversation(*pair, chat, history, row)) for row, pair in pairs]
     while live and not asked_to_stop:
-        prompts = [conversation.prompt for _, conversation in live]
-        streams = [conversation.next_stream() for _, conversation in live]
-        restrictions = [conversation.restriction() for _, conversation in live] if admissible_only else None
-        responses = generate(model, slots, prompts, streams, chat.stop_ids, sampling, share, restrictions)
-        for (_, conversation), response in zip(live, responses):
-            conversation.say(response, on_truncation)
-        over = []
-        for row, (i, conversation) in enumerate(live):
+        start = perf_counter()
+        slots.tick()                                             # the device begins to draw,
+        middle, ready, over, lost = perf_counter(), [], [], []
+        for conversation in asked:                               # while those environments answer
             try:
-                if conversation.hear(max_turns, room):
-                    over.append(row)
+                (over if hear(conversation) else ready).append(conversation)
             except EpisodeLost as loss:
-                live[row], slots.held[row] = begin(i, again(conversation, loss)), []
-        for row in reversed(over):
-            i, conversation = live[row]
-            ended[i] = conversation.episode
+                lost.append((conversation.row, again(conversation, loss)))
+        end = perf_counter()
+        asked = [seat_at(*place) for place in lost]
+        for row, response in slots.land():
+            live[row].say(response, on_truncation)
+            asked.append(live[row])
+        for conversation in over:
+            ended[conversation.number], row = conversation.episode, conversation.row
             on_end(conversation.episode)
-            if (i := next(waiting, None)) is not None:
-                live[row] = begin(i, Conversation(seats[i], conversation.env, chat, history))
-                slots.held[row] = []
+            if (new := next(waiting, None)) is not None:
+                asked.append(seat_at(row, Conversation(seats[new], conversation.env, chat, history, new)))
             else:
-                slots.move(len(live) - 1, row)
-                live[row] = live[-1]
+                live[row], live[-1].row = live[-1], row
                 live.pop()
-    return [ended[i] for i in sorted(ended)]
+                slots.move(len(live), row)
+        if ready:
+            ready.sort(key=lambda conversation: conversation.row)
+            slots.begin([conversation.row for conversation in ready],
+                        [conversation.prompt for conversation in ready],
+                        [conversation.next_stream() for conversation in ready], share,
+                        [conversation.restriction() for conversation in ready] if admissible_only else None)
+        if waits is not None:
+            waits["environments"] = waits.get("environments", 0.0) + end - middle
+            waits["device"] = waits.get("device", 0.0) + perf_counter() - end + middle - start
+    return [ended[number] for number in sorted(ended)]
 
 
 def again(conversation, loss, most=5):
@@ -223,7 +240,7 @@ def again(conversation, loss, most=5):
     seat, restarts = conversation.seat, conversation.episode.restarts + 1
     if restarts > most:
         raise EpisodeLost(f"task {seat.task.id}: lost {restarts} times: {loss}") from loss
-    anew = Conversation(seat, conversation.env, conversation.chat, conversation.history)
+    anew = Conversation(seat, conversation.env, conversation.chat, conversation.history, conversation.number)
     anew.episode.restarts = restarts
     anew.stream = stream(seat.stream, 1 << 40, restarts)         # 1 << 40: no turn has this number
     return anew

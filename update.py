@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from algorithms.losses import clipped_policy_loss, entropy, kl_k1, kl_k3, token_weight
+from lm.attention import Packed, Rows, varlen
 from lm.restrict import restricted
 from run import parallel
 
@@ -41,6 +42,8 @@ class Sample:
     weight: float = 1.0                   # of each token in the loss; set by `accumulate`
     turns: list = field(default_factory=list)       # rollout.Turns that it was made of, in order
     allowed: dict = field(default_factory=dict)     # {place: the ids that its token was drawn from}; else all
+    trunk: tuple | None = None            # (name, n): all of that name begin with the same n tokens, none of
+                                          # them sampled, and these are run once
 
     @property
     def silent(self):
@@ -102,47 +105,97 @@ def minibatches(samples, n):
     return [[sample for sample in samples if sample.episode % n == i] for i in range(n)]
 
 
-def microbatches(samples, max_tokens):
-    """Samples, by length, in lists of at most max_tokens with padding (but for what rounds rows up to 16)."""
-    batches = []
-    for sample in sorted(samples, key=lambda sample: len(sample.ids)):
-        if not batches or len(sample.ids) * (len(batches[-1]) + 1) > max_tokens:
+def families(samples):
+    """The samples by what they begin with: those of one trunk side by side, shortest row first."""
+    found = {}
+    for sample in samples:
+        found.setdefault(sample.trunk or object(), []).append(sample)
+    return sorted(found.values(), key=width)
+
+
+def width(family):
+    """The tokens of a family's row: its first sample's, and what the others do not share with it."""
+    return len(family[0].ids) + sum(len(sample.ids) - sample.trunk[1] for sample in family[1:])
+
+
+def microbatches(samples, max_tokens, packed=False):
+    """Samples, by length, in lists of at most max_tokens; where rows are padded, padding counts (but for what
+    rounds them up to 16). A family is never parted."""
+    batches, tokens = [], 0
+    for family in families(samples):
+        n = width(family)
+        tokens = tokens + n if packed else n * (len(batches[-1]) + 1) if batches else n
+        if not batches or tokens > max_tokens:
             batches.append([])
-        batches[-1].append(sample)
-    return batches
+            tokens = n
+        batches[-1].append(family)
+    return [list(itertools.chain.from_iterable(batch)) for batch in batches]
 
 
-def right_padded(samples, device):
-    """The samples' ids as rows of one tensor, ids_BT."""
-    width = -(-max(len(sample.ids) for sample in samples) // 16) * 16
-    return torch.tensor([sample.ids + [0] * (width - len(sample.ids)) for sample in samples], device=device)
+def packing(model):
+    """The attention for packed rows, where the device has one; None: rows are padded."""
+    return varlen(device_of(model), model.compute_dtype)
 
 
-def collate(samples, device):
-    """A microbatch as tensors: ids_BT (right-padded) and, per sampled token, its place and its numbers.
+def laid_out(samples, model):
+    """A microbatch for a forward: ids_BT, their place (lm.attention), and place_of(i, t), the row and the
+    column of sample i's token t. A family is a row: the trunk, then what of each sample goes on from there.
+    """
+    device, attention, rows, lengths, begins = device_of(model), packing(model), [], [], []
+    for _, family in itertools.groupby(samples, key=lambda sample: sample.trunk or object()):
+        first, *others = family = list(family)
+        trunk = first.trunk[1] if others else len(first.ids)
+        ids, parts = first.ids[:trunk], [trunk]
+        for sample in family:
+            assert sample.ids[:trunk] == first.ids[:trunk], f"samples of trunk {sample.trunk} do not share it"
+            begins.append((len(rows), trunk, len(ids) - trunk))
+            ids = ids + sample.ids[trunk:]
+            parts += [len(sample.ids) - trunk] if others else []
+        rows.append(ids)
+        lengths.append(parts)
+    shift = [0, *itertools.accumulate(map(len, rows))] if attention else [0] * len(rows)
+
+    def place_of(i, t):
+        row, trunk, behind = begins[i]
+        return 0 if attention else row, shift[row] + t + (behind if t >= trunk else 0)
+
+    if attention:
+        ids_1T = torch.tensor([[*itertools.chain(*rows)]], device=device)
+        return ids_1T, Packed(lengths, device, attention), place_of
+    longest = -(-max(map(len, rows)) // 16) * 16
+    ids_BT = torch.tensor([ids + [0] * (longest - len(ids)) for ids in rows], device=device)
+    return ids_BT, Rows(longest, device, lengths), place_of
+
+
+def collate(samples, model):
+    """A microbatch as tensors: `laid_out` and, per sampled token, its place and its numbers.
 
     Masks come from what was recorded, never from token ids. Position t - 1 predicts token t.
     """
-    ids_BT = right_padded(samples, device)
-    places = [(row, t) for row, sample in enumerate(samples)
-              for t, sampled in enumerate(sample.sampled) if sampled]
-    row_N, t_N = torch.tensor(places, device=device).unbind(1)
-    assert (t_N > 0).all(), "a sample's first token cannot be sampled: nothing predicts it"
+    ids_BT, place, place_of = laid_out(samples, model)
+    device, spoken = ids_BT.device, [[*itertools.compress(range(len(s.ids)), s.sampled)] for s in samples]
+    assert all(where[0] > 0 for where in spoken if where), (
+        "a sample's first token cannot be sampled: nothing predicts it")
 
     def numbers(name):
         columns = [getattr(sample, name) for sample in samples]
         known = sum(column is not None for column in columns)
         assert known in (0, len(samples)), f"{name} is known for some samples of a microbatch only"
-        return torch.tensor([columns[row][t] for row, t in places], device=device) if known else None
+        return torch.tensor(of_spoken(columns), device=device) if known else None
 
-    weight_N = torch.tensor([samples[row].weight for row, _ in places], device=device)
+    def of_spoken(columns):
+        return [column[t] for column, where in zip(columns, spoken) for t in where]
+
+    before = [place_of(i, t - 1) for i, where in enumerate(spoken) for t in where]
+    target_N = torch.tensor(of_spoken([sample.ids for sample in samples]), device=device)
+    weight_N = torch.tensor([s.weight for s, where in zip(samples, spoken) for _ in where], device=device)
     restrict = any(sample.allowed for sample in samples)
-    allowed = [samples[row].allowed.get(t) for row, t in places] if restrict else None
-    return (ids_BT, (row_N, t_N - 1), ids_BT[row_N, t_N], numbers("advantage"), weight_N,
-            numbers("logprob_old"), numbers("logprob_ref"), allowed)
+    allowed = [s.allowed.get(t) for s, where in zip(samples, spoken) for t in where] if restrict else None
+    return (ids_BT, place, torch.tensor(before, device=device).unbind(1), target_N, numbers("advantage"),
+            weight_N, numbers("logprob_old"), numbers("logprob_ref"), allowed)
 
 
-def token_logprobs(model, ids_BT, select, target_N, temperature, allowed, entropies=False):
+def token_logprobs(model, ids_BT, place, select, target_N, temperature, allowed, entropies=False):
     """Logprob of each target at its position and, if asked for, the entropy there (without a gradient), fp32,
     both at this temperature and over what was allowed there."""
     def said(hidden_NC, lm_head, target_N, allowed):
@@ -151,7 +204,7 @@ def token_logprobs(model, ids_BT, select, target_N, temperature, allowed, entrop
         with torch.no_grad():        # last: what backward makes again stops at what has a gradient
             return logprob_N1, entropy(logits_NV) if entropies else torch.zeros(len(logits_NV))
 
-    logprob_N1, entropy_N = model(ids_BT, select=select, head=in_chunks(said, target_N, allowed))
+    logprob_N1, entropy_N = model(ids_BT, place, select, in_chunks(said, target_N, allowed))
     return logprob_N1[:, 0], entropy_N
 
 
@@ -176,8 +229,8 @@ def in_chunks(said, target_N, allowed):
 def score(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids: for a reference, or old ones in bf16."""
     def logprobs(batch):
-        ids_BT, select, target_N, *_, allowed = collate(batch, device_of(model))
-        logprob_N, _ = token_logprobs(model, ids_BT, select, target_N, objective.temperature, allowed)
+        *where, target_N, _, _, _, _, allowed = collate(batch, model)
+        logprob_N, _ = token_logprobs(model, *where, target_N, objective.temperature, allowed)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
     spoken = [sample for sample in samples if any(sample.sampled)]      # a classifier's have no sampled token
@@ -190,7 +243,7 @@ def per_sample(model, samples, objective, of_batch):
     """One result per sample, in their order; of_batch(batch) gives those of a microbatch. Ranks may hold
     different numbers of samples: short ones run empty forwards."""
     results = {}
-    for batch in padded(microbatches(samples, objective.microbatch_tokens)):
+    for batch in padded(microbatches(samples, objective.microbatch_tokens, packing(model))):
         if batch:
             results |= zip(map(id, batch), of_batch(batch), strict=True)
         else:
@@ -241,7 +294,7 @@ def empty_forward(model, head="lm"):
 def backward(model, samples, objective, head, loss_of):
     """Backward through the samples, equally many microbatches on all ranks. Returns the sum of the losses."""
     total = 0.0
-    for batch in padded(microbatches(samples, objective.microbatch_tokens)):
+    for batch in padded(microbatches(samples, objective.microbatch_tokens, packing(model))):
         loss = loss_of(batch) if batch else empty_forward(model, head)
         loss.backward()
         total += float(loss.detach())
@@ -270,8 +323,8 @@ def accumulate(model, samples, objective, sums):
 
 def batch_loss(model, batch, objective, sums):
     """Weighted loss of one microbatch; adds what `loss_metrics` reports to `sums`."""
-    ids_BT, select, target_N, advantage_N, weight_N, old_N, ref_N, allowed = collate(batch, device_of(model))
-    logprob_N, entropy_N = token_logprobs(model, ids_BT, select, target_N, objective.temperature, allowed,
+    *where, target_N, advantage_N, weight_N, old_N, ref_N, allowed = collate(batch, model)
+    logprob_N, entropy_N = token_logprobs(model, *where, target_N, objective.temperature, allowed,
                                           entropies=True)
     now_N = logprob_N.detach()
     loss_N, clipped_N = clipped_policy_loss(logprob_N, now_N if old_N is None else old_N, advantage_N,
@@ -403,6 +456,7 @@ def last_values(model, batch):
 
 def values_at(model, batch, positions):
     """value_N in fp32 at the listed positions of each sample of a microbatch."""
-    places, device = [(row, t) for row, of_row in enumerate(positions) for t in of_row], device_of(model)
-    select = torch.tensor(places, device=device).unbind(1)
-    return model(right_padded(batch, device), select=select, head="value")
+    ids_BT, place, place_of = laid_out(batch, model)
+    select = torch.tensor([place_of(i, t) for i, of_sample in enumerate(positions) for t in of_sample],
+                          device=ids_BT.device)
+    return model(ids_BT, place, select.unbind(1), "value")

@@ -76,8 +76,8 @@ def hidden_and_error(model, samples, columns, objective):
         return hidden_Nd.float(), prediction_error(logits_NV, target_N, column_V)
 
     def of_batch(batch):
-        ids_BT, select, target_N, *_, allowed = update.collate(batch, device)
-        read = model(ids_BT, select=select, head=update.in_chunks(said, target_N, allowed))
+        ids_BT, place, select, target_N, *_, allowed = update.collate(batch, model)
+        read = model(ids_BT, place, select, update.in_chunks(said, target_N, allowed))
         counts = [sum(sample.sampled) for sample in batch]
         return zip(*(part.split(counts) for part in read))
 

@@ -22,7 +22,7 @@ from envs.alfred import expert, rooms
 from envs.alfred.game import Game
 from lm import model as qwen
 from lm.chat import Chat
-from lm.engine import Sampling, cut
+from lm.engine import Sampling
 from run.parallel import stream
 
 RESPONSE_TOKENS = 6      # about what a command and its stop token take
@@ -77,7 +77,7 @@ def theirs(model, chat, observations, turns):
                              pad_token_id=pad, max_new_tokens=RESPONSE_TOKENS,
                              eos_token_id=list(chat.stop_ids))
         for i, ids in enumerate(out[:, width:].tolist()):
-            response = cut(ids, [0.0] * len(ids), chat.stop_ids).ids
+            response = ids[:next((t for t, token in enumerate(ids, 1) if token in chat.stop_ids), None)]
             new += len(response)
             prompts[i] = prompts[i] + response + chat.message(observations[i][turn % len(observations[i])])
     return time.perf_counter() - started, new

@@ -3,7 +3,8 @@
 Every token is computed once. An episode keeps its slot, and of each new prompt only what the slot does not
 hold yet is run: with an append-only conversation that is the last observation. The members of a group start
 from one prefill. Token in, token out: what was sampled is what is trained on, no response is tokenised again.
-Left out: paged caches. Shapes: B slots in use, T tokens of a chunk, V vocabulary.
+Left out: paged caches. Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens of the
+longest response.
 
     python -m bench.rollout           # against transformers' generate
 """
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lm.model import KVCache
+from lm.attention import Append, KVCache, varlen
 from lm.restrict import restricted
+
+TICK = 16     # tokens that are drawn before the host looks at what has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +39,12 @@ class Response:
     allowed: list = field(default_factory=list)     # per id those it was drawn from (None: all)
 
 
-def uniform(stream_B, position):
+def uniform(stream_B, position_B):
     """One number in (0, 1) per row, from a counter: splitmix64 of (stream, position), 52 bits, in int64.
 
     So an episode draws the same numbers in any slot, beside any other, on any rank.
     """
-    step = (position + 1) * 0x9E3779B97F4A7C15 & (2**64 - 1)
-    x = stream_B + (step - 2**64 if step >= 2**63 else step)
+    x = stream_B + (position_B + 1) * (0x9E3779B97F4A7C15 - 2**64)     # in int64, where it wraps
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -66,19 +68,152 @@ def sample_tokens(logits_BV, uniform_B, temperature=1.0):
 
 
 class Slots:
-    """The rows of a KV cache and the token ids that each of them holds; live rows are kept at the front."""
+    """The rows of a KV cache: the token ids that each holds, and the responses under way in them.
 
-    def __init__(self, model, n, context):
+    `begin` prefills prompts and draws their first tokens, `tick` draws some more of every response under way,
+    `land` hands over those that have ended: rows do not wait for each other. Between `begin` and `land` all
+    that changes is on the device, and no number is read by the host. context: the most tokens of a row; the
+    cache grows to what is needed. Rows in use are best kept at the front: a step runs up to the last of them.
+    """
+
+    def __init__(self, model, n, context, stops, sampling):
         weight = next(model.parameters())
-        self.cache = KVCache(model.config, n, context, weight.dtype, weight.device)
+        device, longest = weight.device, sampling.max_response_tokens
+        self.model, self.sampling, self.context, self.device = model, sampling, context, device
+        self.cache = KVCache(model.config, n, 1, weight.dtype, device)
         self.held = [[] for _ in range(n)]
         self.first_prompts = {}          # prompt -> (K/V, logits_V): what a group's later members start from
+        self.running, self.restrictions, self.steps, self.graphs = {}, {}, 0, {}
+        self.stops, self.stop = stops, torch.tensor(stops, device=device)
+        self.row_B = torch.arange(n, device=device)
+        self.stream_B, self.length_B, self.drawn_B, self.token_B = torch.zeros(4, n, device=device).long()
+        self.live_B = torch.zeros(n, dtype=torch.bool, device=device)
+        self.ids_BM = torch.zeros(n, longest + 1, device=device).long()     # the last column is a bin
+        self.logprob_BM = torch.zeros(n, longest + 1, device=device)
+
+    @torch.no_grad()
+    def begin(self, rows, prompts, streams, share=False, restrictions=None):
+        """Start a response to each of the prompts, prompts[i] in row rows[i], from streams[i].
+
+        share: keep the prompts that start from nothing for members of their groups that start later.
+        restrictions: a Restriction for each.
+        """
+        longest = max(map(len, prompts)) + self.sampling.max_response_tokens
+        assert longest <= self.context, (longest, self.context)
+        logits_RV = prefill(self, rows, prompts, share)
+        row_R = torch.tensor(rows, device=self.device)
+        self.stream_B[row_R], self.length_B[row_R] = torch.tensor(
+            [streams, [len(prompt) for prompt in prompts]], device=self.device)
+        self.drawn_B[row_R], self.live_B[row_R] = 0, True
+        self.running |= {row: (prompt, self.steps) for row, prompt in zip(rows, prompts)}
+        self.restrictions |= zip(rows, restrictions or ())
+        self.draw(logits_RV, row_R, rows)
+
+    def reserve(self, length):
+        """Have room for so many tokens in every row: the cache grows by doubling, up to the context."""
+        if length > self.cache.length:
+            self.cache.grow(min(max(bucket(length), 2 * self.cache.length), bucket(self.context + 16)))
+            self.graphs.clear()                                 # they know the tensors that there were
+
+    def draw(self, logits_RV, rows, numbers):
+        """The next token of those of the rows that are live. rows: a slice, or a tensor of `numbers`."""
+        drawn_R, live_R, row_R = self.drawn_B[rows], self.live_B[rows], self.row_B[rows]
+        if self.restrictions:
+            limits = [self.restrictions.get(row) for row in numbers]
+            logits_RV = restricted(logits_RV, [limit and limit.next for limit in limits])
+        token_R, logprob_R = sample_tokens(logits_RV, uniform(self.stream_B[rows], drawn_R),
+                                           self.sampling.temperature)
+        if self.restrictions:
+            for limit, token, live in zip(limits, token_R.tolist(), live_R.tolist()):
+                if limit and live:
+                    limit.take(token)
+        longest = self.sampling.max_response_tokens
+        place_R = torch.where(live_R, drawn_R, longest)
+        self.ids_BM[row_R, place_R], self.logprob_BM[row_R, place_R] = token_R, logprob_R
+        drawn_R = drawn_R + live_R
+        self.token_B[rows], self.drawn_B[rows] = token_R, drawn_R
+        self.live_B[rows] = live_R & ~torch.isin(token_R, self.stop) & (drawn_R < longest)
+
+    def step(self, n, context):
+        """Run the last token of the first n rows' live responses and draw the next one."""
+        rows = slice(0, n)
+        live_B, start_B = self.live_B[rows], self.length_B[rows]
+        place = Append(self.cache, rows, start_B, live_B.long(), 1, context)
+        first = self.row_B[rows], torch.zeros_like(self.row_B[rows])
+        logits_BV = self.model(self.token_B[rows, None], place, select=first)
+        self.length_B[rows] = start_B + live_B
+        self.draw(logits_BV, rows, range(n))
+
+    @torch.no_grad()
+    def tick(self):
+        """Draw up to TICK tokens of each response under way. Whether all have ended is looked up where
+        that costs nothing, on the CPU, and where the host chooses what may be drawn."""
+        n = max(self.running, default=-1) + 1
+        looks = self.device.type == "cpu" or self.restrictions
+        graphs = self.device.type == "cuda" and not looks and varlen(self.device, self.cache.kv[0].dtype)
+        for _ in range(TICK if n else 0):
+            if looks and not self.live_B[:n].any():
+                break
+            if graphs:
+                self.replay(min(bucket(n, 16), len(self.held)))
+            else:
+                self.step(n, min(bucket(max(map(self.reach, self.running)) + 1), self.cache.length))
+            self.steps += 1
+
+    def reach(self, row):
+        """The most tokens that a row's response has brought it to."""
+        prompt, since = self.running[row]
+        return len(prompt) + self.steps - since
+
+    def replay(self, n):
+        """`step` as one CUDA graph, captured where it is not yet: its ~760 kernels are launched at once."""
+        if n not in self.graphs:
+            live_B = self.live_B.clone()
+            self.live_B.zero_()                                 # so the steps before the capture draw nothing
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self.step(n, self.cache.length)
+            torch.cuda.current_stream().wait_stream(side)
+            self.graphs[n] = graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.step(n, self.cache.length)
+            self.live_B.copy_(live_B)
+        self.graphs[n].replay()
+
+    def land(self):
+        """The responses that have ended, [(row, Response)] in the order of the rows; waits for the device."""
+        live = self.live_B.tolist() if self.running else ()
+        rows = [row for row in sorted(self.running) if not live[row]]
+        row_R, landed = torch.tensor(rows, device=self.device).long(), []
+        columns = (x[row_R].tolist() for x in (self.drawn_B, self.ids_BM, self.logprob_BM))
+        for row, n, ids, logprob in zip(rows, *columns):
+            (prompt, _), ids, logprob = self.running.pop(row), ids[:n], logprob[:n]
+            if not math.isfinite(sum(logprob)):
+                raise FloatingPointError("the model's logprobs are not finite: its weights, or the numbers "
+                                         "in its config.json, give no probabilities")
+            restriction = self.restrictions.pop(row, None)
+            landed.append((row, Response(ids, logprob, ids[-1] not in self.stops,
+                                         restriction.allowed if restriction else [])))
+            self.held[row] = prompt + ids[:-1]                  # the last token was drawn, not run
+        return landed
 
     def move(self, source, target):
-        """Let `target` hold what `source` held: an ended episode's hole is filled from the back."""
+        """Let `target` hold what `source` held, and what is under way there; `source` is free."""
         if source != target:
-            self.cache.copy_row(source, target, len(self.held[source]))
-        self.held[target], self.held[source] = self.held[source], []
+            for x in (self.stream_B, self.length_B, self.drawn_B, self.token_B, self.live_B, self.ids_BM,
+                      self.logprob_BM):
+                x[target] = x[source]
+            holds = len(self.held[source])
+            if source in self.running:
+                holds = min(self.reach(source), self.cache.length)
+                self.running[target] = self.running.pop(source)
+            if source in self.restrictions:
+                self.restrictions[target] = self.restrictions.pop(source)
+            self.cache.copy_row(source, target, holds)
+            self.held[target] = self.held[source]
+        self.held[source], self.live_B[source] = [], False
 
 
 def bucket(n, size=64):
@@ -92,96 +227,63 @@ def common_prefix(held, prompt):
     return n if held[:n] == prompt[:n] else next(i for i in range(n) if held[i] != prompt[i])
 
 
-def run_chunks(model, cache, chunks, starts, context, max_tokens=16384):
-    """Append chunks[i] to row i at position starts[i], at most max_tokens (padding included) in one forward.
-
-    Returns logits_BV after each chunk's last token; of a row with an empty chunk they mean nothing.
-    """
-    device = next(model.parameters()).device
-    width = bucket(max(map(len, chunks)), 16)
-    ids_BT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=device)
-    start_B, n_B = torch.tensor([starts, [len(c) for c in chunks]], device=device)
-    block, logits = max(1, max_tokens // width), []
+def run_chunks(model, cache, rows, chunks, starts, context, max_tokens=16384):
+    """Append chunks[i] to row rows[i] at position starts[i], at most max_tokens (padding included) in one
+    forward. Returns logits_RV after each chunk's last token."""
+    device, width, logits = cache.kv[0].device, bucket(max(map(len, chunks)), 16), []
+    ids_RT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=device)
+    start_R, n_R, row_R = torch.tensor([starts, [len(c) for c in chunks], rows], device=device)
+    block = max(1, max_tokens // width)
     for a in range(0, len(chunks), block):
         b = min(a + block, len(chunks))
-        last = torch.arange(b - a, device=device), (n_B[a:b] - 1).clamp(min=0)
-        logits.append(model(ids_BT[a:b], cache=cache.rows(b, start=a), start_B=start_B[a:b],
-                            n_valid_B=n_B[a:b], context=min(context, cache.length), select=last))
+        together = rows[b - 1] - rows[a] == b - 1 - a              # then K/V are read where they are
+        place = Append(cache, slice(rows[a], rows[b - 1] + 1) if together else row_R[a:b], start_R[a:b],
+                       n_R[a:b], width, min(context, cache.length))
+        logits.append(model(ids_RT[a:b], place, select=(torch.arange(b - a, device=device), n_R[a:b] - 1)))
     return torch.cat(logits)
 
 
-def prefill(model, slots, prompts, share):
-    """Bring slot i to hold prompts[i] and return logits_BV after it, running only what is not there yet.
+def prefill(slots, rows, prompts, share):
+    """Bring row rows[i], in ascending order, to hold prompts[i] and return logits_RV after it, running only
+    what is not there yet.
 
     Prompts that start from nothing are run once each and copied (a group's members begin alike), and kept
     with `share` for members that start later.
     """
-    keep = [common_prefix(held, prompt) for held, prompt in zip(slots.held, prompts)]
-    fresh = [i for i, k in enumerate(keep) if k == 0]
-    known = slots.first_prompts if share else {}
-    if new := list(dict.fromkeys(tuple(prompts[i]) for i in fresh if tuple(prompts[i]) not in known)):
+    model, keep = slots.model, [common_prefix(slots.held[row], prompt) for row, prompt in zip(rows, prompts)]
+    slots.reserve(max(map(len, prompts)) + max(16, slots.sampling.max_response_tokens))
+    known, members, going_on = slots.first_prompts if share else {}, {}, []
+    for i, prompt in enumerate(prompts):
+        if keep[i]:
+            going_on.append(i)
+        else:
+            members.setdefault(tuple(prompt), []).append(i)
+    if new := [list(prompt) for prompt in members if prompt not in known]:
         width = bucket(max(map(len, new)), 16)
-        scratch = Slots(model, len(new), width).cache
-        new_logits = run_chunks(model, scratch, [list(p) for p in new], [0] * len(new), width)
-        known.update((p, (scratch.export_row(j, len(p)), new_logits[j])) for j, p in enumerate(new))
-    if len(fresh) < len(prompts):
-        chunks = [prompt[k:] if k else [] for prompt, k in zip(prompts, keep)]
-        context = bucket(max(map(len, prompts)) + 16)
-        logits_BV = run_chunks(model, slots.cache.rows(len(prompts)), chunks, keep, context)
-    else:
-        logits_BV = next(iter(known.values()))[1].new_empty(len(prompts), model.config.vocab_size)
-    for i in fresh:
-        kv, logits_BV[i] = known[tuple(prompts[i])]
-        slots.cache.import_row(i, kv)
-    return logits_BV
+        scratch = KVCache(model.config, len(new), width, slots.cache.kv[0].dtype, slots.device)
+        logits = run_chunks(model, scratch, range(len(new)), new, [0] * len(new), width)
+        known |= {tuple(p): (scratch.export_row(j, len(p)), logits[j]) for j, p in enumerate(new)}
+    parts, order = [], list(going_on)
+    if going_on:
+        parts.append(run_chunks(model, slots.cache, [rows[i] for i in going_on],
+                                [prompts[i][keep[i]:] for i in going_on], [keep[i] for i in going_on],
+                                bucket(max(map(len, prompts)) + 16)))
+    for prompt, of in members.items():
+        exported, logits_V = known[prompt]
+        slots.cache.import_rows([rows[i] for i in of], exported)
+        parts.append(logits_V.expand(len(of), -1))
+        order += of
+    return torch.cat(parts)[torch.tensor(order, device=slots.device).argsort()]
 
 
-@torch.no_grad()
-def generate(model, slots, prompts, streams, stops, sampling, share=False, restrictions=None):
-    """Sample one response to each prompt: prompts[i] in slot i, from streams[i]. Returns list[Response].
-
-    A row that has sampled a stop id waits for the others. Whether all have is looked up every 16 tokens: a
-    look makes the host wait for the device (on the CPU it costs nothing: at every token). restrictions: a
-    Restriction for each prompt; the host then looks at every token.
-    """
-    device = next(model.parameters()).device
-    n, longest = len(prompts), max(map(len, prompts))
-    assert longest + sampling.max_response_tokens <= slots.cache.length, (longest, slots.cache.length)
-    logits_BV = prefill(model, slots, prompts, share)
-    cache, first = slots.cache.rows(n), (torch.arange(n, device=device), torch.zeros(n, device=device).long())
-    stream_B, stop = torch.tensor(streams, device=device), torch.tensor(stops, device=device)
-    length_B = torch.tensor([len(p) for p in prompts], device=device)
-    live_B = torch.ones(n, dtype=torch.bool, device=device)
-    check, sampled = 1 if device.type == "cpu" else 16, []           # (token_B, logprob_B) by position
-    for t in range(sampling.max_response_tokens):
-        if restrictions:
-            logits_BV = restricted(logits_BV, [restriction.next for restriction in restrictions])
-        sampled.append(sample_tokens(logits_BV, uniform(stream_B, t), sampling.temperature))
-        token_B = sampled[-1][0]
-        for restriction, token in zip(restrictions, token_B.tolist()) if restrictions else ():
-            restriction.take(token)
-        live_B = live_B & ~torch.isin(token_B, stop)
-        if t + 1 == sampling.max_response_tokens or (t % check == check - 1 and not live_B.any()):
-            break
-        logits_BV = model(token_B[:, None], cache=cache, start_B=length_B, n_valid_B=live_B.long(),
-                          context=min(bucket(longest + t + 1), cache.length), select=first)
-        length_B = length_B + live_B
-    ids, logprobs = (torch.stack(columns, 1).tolist() for columns in zip(*sampled))
-    responses = [cut(i, p, stops) for i, p in zip(ids, logprobs)]
-    for i, response in enumerate(responses):     # the last token was sampled, not run: it is not in the cache
-        slots.held[i] = prompts[i] + response.ids[:-1]
-        if restrictions:
-            response.allowed = restrictions[i].allowed[:len(response.ids)]
-    return responses
-
-
-def cut(ids, logprob, stops):
-    """The response within a row of samples: up to the first stop token, that token included."""
-    end = next((i + 1 for i, token in enumerate(ids) if token in stops), None)
-    if not math.isfinite(sum(logprob[:end])):
-        raise FloatingPointError("the model's logprobs are not finite: its weights, or the numbers in its "
-                                 "config.json, give no probabilities")
-    return Response(ids[:end], logprob[:end], truncated=end is None)
+def generate(slots, prompts, streams, share=False, restrictions=None):
+    """One response to each prompt, prompts[i] in slot i, from streams[i]: a list of Responses."""
+    responses = {}
+    slots.begin(range(len(prompts)), prompts, streams, share, restrictions)
+    while slots.running:
+        slots.tick()
+        responses |= slots.land()
+    return [responses[row] for row in range(len(prompts))]
 
 
 def answer(model, prompts, streams, stops, sampling, n_slots):
@@ -193,8 +295,8 @@ def answer(model, prompts, streams, stops, sampling, n_slots):
     per_batch = max(1, n_slots // each)
     for a in range(0, len(prompts), per_batch):
         batch = [p for p in prompts[a:a + per_batch] for _ in range(each)]
-        slots = Slots(model, len(batch), bucket(max(map(len, batch)) + sampling.max_response_tokens))
         flat = [s for row in streams[a:a + per_batch] for s in row]
-        responses = generate(model, slots, batch, flat, stops, sampling)
+        longest = max(map(len, batch)) + sampling.max_response_tokens
+        responses = generate(Slots(model, len(batch), longest, stops, sampling), batch, flat)
         answers += [responses[i:i + each] for i in range(0, len(responses), each)]
     return answers

@@ -2,12 +2,10 @@
 model's tokenizer.
 
 Parameter names, config.json and safetensors files are Hugging Face's, so folders load both ways. Left out:
-dropout, sliding windows, RoPE scaling. B rows, T positions of a chunk, S cache slots read, V vocabulary,
-L layers, H query heads, K key/value heads, G = H / K query heads that share one of them, Q = G * T queries
-of one key/value head, D head size, C hidden size, N selected positions.
+dropout, sliding windows, RoPE scaling. What a token sees is lm/attention.py's. B rows, T positions of a
+chunk, V vocabulary, H query heads, K key/value heads, D head size, C hidden size, N selected positions.
 """
 
-import copy
 import hashlib
 import json
 import shutil
@@ -21,6 +19,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from lm.attention import Rows
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -127,59 +127,6 @@ class ModelConfig:
         (Path(folder) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-class KVCache:
-    """Keys and values of some rows of text: kv is [2, L, B, K, length + 1, D].
-
-    Slot index = absolute position = RoPE position. The last slot is a bin for padding: written, never read.
-    No dataclass: FSDP casts, so copies, tensors that it finds inside one, and writes to a copy are lost.
-    """
-
-    def __init__(self, config, slots, length, dtype, device):
-        shape = (2, config.num_hidden_layers, slots, config.num_key_value_heads, length + 1, config.head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)    # zeros: masked garbage must be finite
-        self.length = length
-
-    def rows(self, stop, start=0):
-        """Rows start to stop, as a view: writes reach this cache."""
-        view = copy.copy(self)
-        view.kv = self.kv[:, :, start:stop]
-        return view
-
-    def copy_row(self, src, dst, length):
-        """Let row dst hold what row src holds in its first `length` slots."""
-        self.kv[:, :, dst, :, :length] = self.kv[:, :, src, :, :length]
-
-    def export_row(self, row, length):
-        """A copy of the row's first `length` slots, [2, L, K, length, D], for `import_row`."""
-        return self.kv[:, :, row, :, :length].clone()
-
-    def import_row(self, row, kv):
-        """Write what `export_row` gave into the first slots of a row."""
-        self.kv[:, :, row, :, :kv.shape[3]] = kv
-
-
-class Append:
-    """Where a chunk goes in a cache and what it sees there, for every layer; like `KVCache` no dataclass."""
-
-    def __init__(self, cache, position_BT, n_valid_B, context, group, dtype):
-        (B, T), device = position_BT.shape, position_BT.device
-        self.cache, self.slot_BT, self.context = cache, position_BT, context
-        if n_valid_B is not None:
-            padding_BT = torch.arange(T, device=device) >= n_valid_B[:, None]
-            self.slot_BT = position_BT.masked_fill(padding_BT, cache.length)
-        self.row_B1 = torch.arange(B, device=device)[:, None]
-        future_BTS = torch.arange(context, device=device) > position_BT[:, :, None]
-        mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
-        self.mask_B1QS = mask_BTS.repeat(1, group, 1)[:, None]    # head-major, like the queries
-
-    def write(self, layer, k_BTKD, v_BTKD):
-        """Put the chunk's keys and values into their slots; returns all it may read, [B, K, S, D] each."""
-        k, v = self.cache.kv[:, layer]
-        k[self.row_B1, :, self.slot_BT] = k_BTKD
-        v[self.row_B1, :, self.slot_BT] = v_BTKD
-        return k[:, :, :self.context], v[:, :, :self.context]
-
-
 def rope_tables(position_BT, head_dim, theta, dtype):
     """cos and sin of position * theta^(-2i / D), [B, T, 1, D / 2] each; RoFormer, arXiv:2104.09864 §3.2.2.
 
@@ -207,7 +154,7 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x_BTC, cos, sin, append):
+    def forward(self, x_BTC, cos, sin, place):
         B, T, _ = x_BTC.shape
         qk = torch.cat([self.q_proj(x_BTC), self.k_proj(x_BTC)], dim=-1).view(B, T, -1, self.head_dim)
         if self.normed:
@@ -217,15 +164,7 @@ class Attention(nn.Module):
         rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
         q, k = rotated.split([self.heads, self.kv_heads], dim=2)
         v = self.v_proj(x_BTC).view(B, T, self.kv_heads, self.head_dim)
-        q_BHTD = q.transpose(1, 2)
-        if append is None:
-            out = F.scaled_dot_product_attention(q_BHTD, k.transpose(1, 2), v.transpose(1, 2), is_causal=True,
-                                                 enable_gqa=True)
-        else:    # G heads of T queries become one head of G * T: K/V are never repeated
-            k_BKSD, v_BKSD = append.write(self.layer, k, v)
-            q_BKQD = q_BHTD.reshape(B, self.kv_heads, -1, self.head_dim)
-            out = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=append.mask_B1QS)
-        return self.o_proj(out.reshape(B, self.heads, T, -1).transpose(1, 2).reshape(B, T, -1))
+        return self.o_proj(place.attend(self.layer, q, k, v))
 
 
 class MLP(nn.Module):
@@ -252,20 +191,22 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, x_BTC, cos, sin, append):
+    def forward(self, x_BTC, cos, sin, place):
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.layer, x_BTC, cos, sin, append, use_reentrant=False,
+            return checkpoint(self.layer, x_BTC, cos, sin, place, use_reentrant=False,
                               preserve_rng_state=False)
-        return self.layer(x_BTC, cos, sin, append)
+        return self.layer(x_BTC, cos, sin, place)
 
-    def layer(self, x_BTC, cos, sin, append):
+    def layer(self, x_BTC, cos, sin, place):
         """The layer itself."""
-        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos, sin, append)
+        x_BTC = x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos, sin, place)
         return x_BTC + self.mlp(self.post_attention_layernorm(x_BTC))
 
 
 class Model(nn.Module):
     """A language model. Weights are torch's defaults until `init_weights` or `load_pretrained`."""
+
+    compute_dtype = torch.float32      # of a forward that trains; `parallel.shard` may set another
 
     def __init__(self, config):
         super().__init__()
@@ -290,30 +231,19 @@ class Model(nn.Module):
         for block in self.model.layers:
             block.recompute = yes
 
-    def forward(self, ids_BT, cache=None, start_B=None, n_valid_B=None, context=None, select=None, head="lm"):
+    def forward(self, ids_BT, place=None, select=None, head="lm"):
         """Logits [B, T, V], or [N, V] at the positions that `select` = (row_N, column_N) names.
 
         head: "value" gives what the value head says instead, fp32 [B, T] or [N]; "hidden" what both heads
         read, [.., C]; a function what it makes of these and lm_head, inside the forward: there FSDP has the
-        weights whole.
-        Without a cache: each row causally from position 0; pad on the right with anything.
-        With one (under no_grad): row b's first n_valid_B[b] ids (all T if None) go to slot start_B[b] onwards
-        and see its earlier slots. Logits beyond n_valid_B mean nothing; a row with 0 keeps all it holds.
-        context: slots to read, at least the longest row's length after this chunk; an int, to spare a sync.
+        weights whole. place: of lm.attention; None: `Rows`, each causal from position 0.
         """
-        T, append = ids_BT.shape[1], None
-        x_BTC = self.model.embed_tokens(ids_BT)
-        position_BT = torch.arange(T, device=ids_BT.device)[None]
-        if cache is not None:
-            assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
-            assert 0 < context <= cache.length, f"context {context} of a cache of length {cache.length}"
-            position_BT = start_B[:, None] + position_BT
-            group = self.config.num_attention_heads // self.config.num_key_value_heads
-            append = Append(cache, position_BT, n_valid_B, context, group, x_BTC.dtype)
+        x_BTC, place = self.model.embed_tokens(ids_BT), place or Rows(ids_BT.shape[1], ids_BT.device)
+        position_BT = place.position_BT
         turned_BT = position_BT if self.config.rope else torch.zeros_like(position_BT)       # by no angle
         cos, sin = rope_tables(turned_BT, self.config.head_dim, self.config.rope_theta, x_BTC.dtype)
         for block in self.model.layers:
-            x_BTC = block(x_BTC, cos, sin, append)
+            x_BTC = block(x_BTC, cos, sin, place)
         hidden = self.model.norm(x_BTC if select is None else x_BTC[select])
         if head == "value":    # in fp32: bf16 has three digits, and returns differ in the third
             return hidden.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()

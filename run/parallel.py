@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -153,7 +153,7 @@ def shard(model, ranks, compute_dtype=torch.float32):
 
     Every rank gets rank 0's weights; the model passes through its memory whole, once. compute_dtype: that of
     forward and backward. Gradients are summed in fp32, not averaged: divide the loss by a count over all
-    ranks. From then on ranks make equal numbers of forwards and backwards, except inside `gathered`. Make the
+    ranks. From then on ranks make equal numbers of forwards and backwards (but see `plain_copy`). Make the
     optimizer afterwards. One process is left unwrapped in fp32, to save time; bf16 needs FSDP's fp32 masters.
     """
     model.to(device=ranks.device, dtype=torch.float32)
@@ -170,26 +170,29 @@ def shard(model, ranks, compute_dtype=torch.float32):
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)    # gloo has no scaled sum
+    model.compute_dtype = compute_dtype
     return model
 
 
-@contextmanager
-def gathered(model):
-    """Hold the full weights on every rank, so that ranks may call forward different numbers of times.
+def plain_copy(model, make, dtype):
+    """What generates for a model: make(), another of its shape, which `copy_weights` gives its weights, whole
+    and in this dtype on every rank, without hooks, at addresses that stay; an unwrapped model does itself."""
+    if not isinstance(model, FSDPModule):
+        return model
+    with torch.device("meta"):
+        copy = make()
+    copy.to(dtype).to_empty(device=next(model.parameters()).device)
+    copy.tie_weights()
+    return copy.requires_grad_(False)
 
-    Under no_grad, not to train. Costs one all-gather on entry and, while open, all the weights in the compute
-    dtype on every rank; for an unwrapped model nothing.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
-    try:
-        yield model
-    finally:
-        for unit in units:
-            unit.set_reshard_after_forward(unit is not model, recurse=False)
-            unit.reshard()
+
+@torch.no_grad()
+def copy_weights(model, copy):
+    """Bring a plain copy to the weights that a model has now, so that ranks may call its forward different
+    numbers of times. All ranks call it: one all-gather a parameter."""
+    if copy is not model:
+        for mine, its in zip(copy.parameters(), model.parameters(), strict=True):
+            mine.copy_(its.full_tensor())
 
 
 def full_weights(model):

@@ -33,7 +33,8 @@ class Run:
 
     config: object                # config.Config
     ranks: parallel.Ranks
-    model: torch.nn.Module
+    model: torch.nn.Module        # to train
+    sampler: torch.nn.Module      # to generate: `parallel.copy_weights` brings it to the model's weights
     optimizer: torch.optim.Optimizer
     chat: Chat
     envs: list
@@ -110,10 +111,10 @@ class Run:
         return sharded(model, self.config, self.ranks, self.chat.small)
 
     def play(self, seats, sampling, name, max_turns=None):
-        """Play the seats with the current weights (inside `gathered`), behind a progress bar."""
+        """Play the seats with the sampler's weights, behind a progress bar."""
         config, hidden = self.config, self.ranks.rank > 0
         with tqdm(total=len(seats), desc=name, unit="episode", leave=False, disable=hidden) as bar:
-            return rollout.play(self.model, self.chat, self.envs, seats, sampling,
+            return rollout.play(self.sampler, self.chat, self.envs, seats, sampling,
                                 max_turns or config.max_turns, config.context, config.history,
                                 config.on_truncation, lambda episode: bar.update(), self.asked_to_stop,
                                 config.admissible_only)
@@ -191,7 +192,8 @@ def prepare(config, ranks, asked_to_stop, held):
             first.restriction()                                   # ValueError where nothing is listed
     identity = parallel.on_main(lambda: begin(config, out, state, held))
     kept = source and (config.correction != "off" or not config.iterations)   # RL without correction has none
-    return Run(config, ranks, model, update.adam(model), chat, envs, out, asked_to_stop, identity,
+    sampler = parallel.plain_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
+    return Run(config, ranks, model, sampler, update.adam(model), chat, envs, out, asked_to_stop, identity,
                state and state["iteration"], endpoint, instruction=instruction_in(source) if kept else None,
                seconds=dict(state.get("seconds", {}) if state else {}))
 

@@ -174,8 +174,8 @@ def similarity(model, shown, seed):
 
 def logprobs(model, samples):
     """Log-probability of each whole response, nats, in the model's own precision and with its gradient."""
-    ids_BT, select, target_N, *_ = update.collate(samples, update.device_of(model))
-    token_N = model(ids_BT, select=select).log_softmax(-1).gather(1, target_N[:, None])[:, 0]
+    ids_BT, place, select, target_N, *_ = update.collate(samples, model)
+    token_N = model(ids_BT, place, select).log_softmax(-1).gather(1, target_N[:, None])[:, 0]
     return torch.stack([part.sum() for part in token_N.split([sum(sample.sampled) for sample in samples])])
 
 

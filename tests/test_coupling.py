@@ -53,9 +53,9 @@ def test_equation_2_is_the_inner_product_of_output_layer_gradients(model, make):
     """Of tied weights, by the output projection alone."""
     model, grads, turns = make(model), [], some(6)
     for turn in turns:
-        ids_BT, (rows, places), target_N, *_ = update.collate([turn.sample], "cpu")
+        ids_BT, _, select, target_N, *_ = update.collate([turn.sample], model)
         head_Vd = model.lm_head.weight.detach().double().requires_grad_()
-        hidden_Nd = model(ids_BT, select=(rows, places), head="hidden").detach().double()
+        hidden_Nd = model(ids_BT, select=select, head="hidden").detach().double()
         logprob_N = (hidden_Nd @ head_Vd.T).log_softmax(-1).gather(1, target_N[:, None])
         grads.append(torch.autograd.grad(logprob_N.sum(), head_Vd)[0].flatten())
     want_SS = torch.stack(grads) @ torch.stack(grads).T

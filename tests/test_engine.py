@@ -14,7 +14,8 @@ from conftest import tiny_model
 
 from lm import engine
 from lm import model as qwen
-from lm.engine import Response, Sampling
+from lm.attention import KVCache
+from lm.engine import Sampling
 
 pytestmark = pytest.mark.fast
 
@@ -61,14 +62,14 @@ def slow_response(model, prompt, stream, stops, temperature, limit):
 # The engine against it
 
 def test_a_re_rendered_prompt_runs_only_what_the_slot_does_not_hold(model):
-    cache = engine.Slots(model, 2, 32)
-    cache.held = [[5, 6, 7, 8, 9], [5, 6]]
-    chunks = []
-    model.register_forward_pre_hook(lambda module, args, kwargs: chunks.append(
-        (kwargs["start_B"].tolist(), kwargs["n_valid_B"].tolist())), with_kwargs=True)
+    slots = engine.Slots(model, 2, 32, (1,), Sampling())
+    slots.held = [[5, 6, 7, 8, 9], [5, 6]]
+    run = []
+    model.register_forward_pre_hook(lambda module, args: run.append(
+        [ids[slot < args[1].cache.length].tolist() for ids, slot in zip(args[0], args[1].slot_BT)]))
     with torch.no_grad():
-        engine.prefill(model, cache, [[5, 6, 1, 2], [5, 6]], share=False)
-    assert chunks == [([2, 1], [2, 1])]     # a prompt that is held whole runs its last token, for the logits
+        engine.prefill(slots, [0, 1], [[5, 6, 1, 2], [5, 6]], share=False)
+    assert run == [[[1, 2], [6]]]           # a prompt that is held whole runs its last token, for the logits
 
 
 def test_long_prefills_are_cut_into_blocks_of_rows(model):
@@ -76,9 +77,9 @@ def test_long_prefills_are_cut_into_blocks_of_rows(model):
     logits, widths = [], []
     model.register_forward_pre_hook(lambda module, arguments: widths.append(arguments[0].shape))
     for max_tokens in (16384, 40):
-        cache = qwen.KVCache(model.config, 5, 32, torch.float64, "cpu")
+        cache = KVCache(model.config, 5, 32, torch.float64, "cpu")
         with torch.no_grad():
-            logits.append(engine.run_chunks(model, cache, prompts, [0] * 5, 32, max_tokens))
+            logits.append(engine.run_chunks(model, cache, range(5), prompts, [0] * 5, 32, max_tokens))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-9)             # in double
     assert widths == [(5, 16), (2, 16), (2, 16), (1, 16)]
 
@@ -110,13 +111,6 @@ def test_greedy_answers_are_transformers_generate(either, chat, tmp_path):
     assert len({tuple(answer.ids) for answer, in ours}) > 1
 
 
-def test_a_response_ends_with_its_first_stop_token_and_both_stop():
-    logprob = [-1.0, -2.0, -3.0, -4.0]
-    assert engine.cut([5, 9, 8, 9], logprob, (8, 9)) == Response([5, 9], [-1.0, -2.0], False)
-    assert engine.cut([8, 5], logprob[:2], (8, 9)) == Response([8], [-1.0], False)
-    assert engine.cut([5, 6], logprob[:2], (8, 9)) == Response([5, 6], [-1.0, -2.0], True)
-
-
 # Drawing one token
 
 def test_uniform_is_splitmix64():
@@ -124,7 +118,7 @@ def test_uniform_is_splitmix64():
     assert [splitmix64(1234567, n) for n in range(3)] == published
     streams = [0, 1, 1234567, 2**62 + 12345, 2**63 - 1]
     for position in (0, 1, 2, 500):
-        got = engine.uniform(torch.tensor(streams), position).tolist()
+        got = engine.uniform(torch.tensor(streams), torch.tensor(position)).tolist()
         assert got == [((splitmix64(s, position) >> 12) + 0.5) / 2**52 for s in streams]
 
 
@@ -143,12 +137,12 @@ def test_uniform_never_reaches_0_or_1(output):
     """With 53 bits, the largest and its half rounded up to exactly 1."""
     state = unmix(output)
     assert splitmix64(state, 0) == output
-    u = engine.uniform(torch.tensor([state - 2**64 if state >= 2**63 else state]), 0).item()
+    u = engine.uniform(torch.tensor([state - 2**64 if state >= 2**63 else state]), torch.tensor(0)).item()
     assert 0 < u < 1
 
 
 def draws(logits_V, n=200_000, **options):
-    uniform = engine.uniform(torch.arange(n), 0)
+    uniform = engine.uniform(torch.arange(n), torch.tensor(0))
     token, logprob = engine.sample_tokens(logits_V.expand(n, -1), uniform, **options)
     return torch.bincount(token, minlength=len(logits_V)).double() / n, token, logprob
 

@@ -276,19 +276,20 @@ def train_scripted(monkeypatch, qwen_folder, qwen_tokenizer, short_games, engine
     """`train` in a world, two games of four turns at most, by a random Qwen2 that says what a Script has."""
     games, commands = short_games
     script = Script(qwen_tokenizer, commands)
-    generate, next_stream = engine.generate, rollout.Conversation.next_stream
+    begin, draw, next_stream = engine.Slots.begin, engine.Slots.draw, rollout.Conversation.next_stream
+    lines = {}                                      # of a Slots' rows: what the response under way says
 
-    def scripted(model, slots, prompts, streams, stops, sampling, share=False, restrictions=None):
-        chosen = [script.line(prompt, number) for prompt, number in zip(prompts, streams)]
-        place = iter(range(1000))
+    def begin_scripted(slots, rows, prompts, streams, *more):
+        lines.update({(slots, row): script.line(*asked) for row, *asked in zip(rows, prompts, streams)})
+        begin(slots, rows, prompts, streams, *more)
 
-        def sample(logits_BV, *_):
-            t = next(place)
-            token_B = torch.tensor([line[min(t, len(line) - 1)] for line in chosen])
-            return token_B, logits_BV.log_softmax(-1).gather(1, token_B[:, None])[:, 0]
-
-        monkeypatch.setattr(engine, "sample_tokens", sample)
-        return generate(model, slots, prompts, streams, stops, sampling, share)
+    def draw_scripted(slots, logits_RV, rows, numbers):
+        said = [(lines.get((slots, row), [0]), int(slots.drawn_B[row])) for row in numbers]
+        token_R = torch.tensor([line[min(t, len(line) - 1)] for line, t in said])
+        logprob_R = logits_RV.float().log_softmax(-1).gather(1, token_R[:, None])[:, 0]
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "sample_tokens", lambda *_: (token_R, logprob_R))
+            draw(slots, logits_RV, rows, numbers)
 
     def train_in(benchmark, *flags, model=qwen_folder):
         for package in PACKAGE[benchmark]:
@@ -301,8 +302,8 @@ def train_scripted(monkeypatch, qwen_folder, qwen_tokenizer, short_games, engine
 
     monkeypatch.setattr(rollout.Conversation, "next_stream",
                         lambda conversation: script.stream_of(conversation, next_stream(conversation)))
-    monkeypatch.setattr(rollout, "generate", scripted)           # where episodes are played
-    monkeypatch.setattr(engine, "generate", scripted)            # and where questions are answered
+    monkeypatch.setattr(engine.Slots, "begin", begin_scripted)
+    monkeypatch.setattr(engine.Slots, "draw", draw_scripted)
     for world in (alfworld.World, scienceworld.World):
         monkeypatch.setattr(world, "make", engines)
     return train_in
@@ -345,10 +346,9 @@ def test_a_qwen3_trains_with_thoughts_and_without(train_scripted, qwen3_tokenize
                                                   tmp_path, monkeypatch, style):
     """GCD: what it says is read, and its questions are put, as Qwen2's; what is saved is a Qwen3."""
     folder = random_qwen(tmp_path_factory.mktemp("qwen3"), qwen3_tokenizer_folder, "Qwen3", head_dim=16)
-    asked, generate = [], engine.generate                        # of every turn and every question
-    for module in (rollout, engine):
-        monkeypatch.setattr(module, "generate", lambda model, slots, prompts, *more: (
-            asked.extend(prompts), generate(model, slots, prompts, *more))[1])
+    asked, begin = [], engine.Slots.begin                        # of every turn and every question
+    monkeypatch.setattr(engine.Slots, "begin", lambda slots, rows, prompts, *more: (
+        asked.extend(prompts), begin(slots, rows, prompts, *more))[1])
     found = train_scripted("household", "--prompt", style, "--judge-labels", "dense",
                            "--judge-response-tokens", 16, model=folder)
     assert [row["rollout/success"] for row in found] == [0.5, 0.5]

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from lm import attention
 from lm import model as m
 
 pytestmark = pytest.mark.fast
@@ -72,7 +73,8 @@ def append(model, cache, chunks, start, context=None):
     n_valid = torch.tensor([len(chunk) for chunk in chunks])
     start = torch.tensor(start)
     with torch.no_grad():
-        return model(ids, cache.rows(len(chunks)), start, n_valid, context or int((start + n_valid).max()))
+        return model(ids, attention.Append(cache, slice(0, len(chunks)), start, n_valid, width,
+                                           context or int((start + n_valid).max())))
 
 
 def assert_close(got, want):
@@ -99,7 +101,7 @@ def test_full_forward_equals_transformers(tmp_path, kind):
 
 def assert_appends_equal(model, ids, pieces, expected):
     """Row b gets pieces[b] of its ids in turn; each time the logits are those expected there."""
-    cache, start = m.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
+    cache, start = attention.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
     for turn in zip(*pieces, strict=True):
         chunks = [ids[b, start[b]:start[b] + n].tolist() for b, n in enumerate(turn)]
         logits = append(model, cache, chunks, start)
@@ -177,21 +179,22 @@ def test_padding_content_does_not_matter():
 
 def test_padding_never_reaches_a_live_slot():
     model = make_model()
-    cache = m.KVCache(model.config, 2, 8, torch.float32, "cpu")
+    cache = attention.KVCache(model.config, 2, 8, torch.float32, "cpu")
     append(model, cache, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5]], [0, 0])
-    before = cache.kv[0][:, :, :, :8].clone(), cache.kv[1][:, :, :, :8].clone()
+    before = torch.stack(cache.kv)[:, :, :, :8]
     append(model, cache, [[], [9, 9, 9]], [0, 5])    # row 0 is full, and its start is not even right
-    assert torch.equal(cache.kv[0][:, 0, :, :8], before[0][:, 0])
-    assert torch.equal(cache.kv[1][:, 0, :, :8], before[1][:, 0])
-    assert torch.equal(cache.kv[0][:, 1, :, :5], before[0][:, 1, :, :5])
-    assert not torch.equal(cache.kv[0][:, 1, :, 5:8], before[0][:, 1, :, 5:])
+    after = torch.stack(cache.kv)[:, :, :, :8]
+    assert torch.equal(after[:, :, 0], before[:, :, 0])
+    assert torch.equal(after[:, :, 1, :5], before[:, :, 1, :5])
+    assert not torch.equal(after[:, :, 1, 5:], before[:, :, 1, 5:])
 
 
 def test_reading_more_slots_than_are_filled_changes_nothing():
     model = make_model()
-    caches = [m.KVCache(model.config, 1, 20, torch.float32, "cpu") for _ in range(2)]
+    caches = [attention.KVCache(model.config, 1, 20, torch.float32, "cpu") for _ in range(2)]
     for cache in caches:
-        cache.kv.normal_()    # what an earlier, longer episode left in the row
+        for kv in cache.kv:
+            kv.normal_()      # what an earlier, longer episode left in the row
     tight = append(model, caches[0], [[4, 5, 6]], [0], context=3)
     loose = append(model, caches[1], [[4, 5, 6]], [0], context=20)
     assert_close(tight, loose)
@@ -199,10 +202,10 @@ def test_reading_more_slots_than_are_filled_changes_nothing():
 
 def test_a_copied_or_imported_prefix_continues_like_its_source():
     model = make_model()
-    cache = m.KVCache(model.config, 4, 16, torch.float32, "cpu")
+    cache = attention.KVCache(model.config, 4, 16, torch.float32, "cpu")
     append(model, cache, [[1, 2, 3, 4]], [0])
     cache.copy_row(0, 2, 4)
-    cache.import_row(3, cache.export_row(0, 4))
+    cache.import_rows([3], cache.export_row(0, 4))
     logits = append(model, cache, [[5, 6], [], [5, 6], [5, 6]], [4, 0, 4, 4])
     with torch.no_grad():
         expected = model(torch.tensor([[1, 2, 3, 4, 5, 6]]))[0, 4:]
@@ -211,28 +214,48 @@ def test_a_copied_or_imported_prefix_continues_like_its_source():
 
 
 def test_an_exported_row_is_a_copy():
-    cache = m.KVCache(small_config(), 2, 8, torch.float32, "cpu")
-    kv = cache.export_row(0, 3)
+    cache = attention.KVCache(small_config(), 2, 8, torch.float32, "cpu")
+    first, second = cache.export_row(0, 3)
     cache.kv[0].fill_(1.0)
-    assert kv.shape == (2, 2, 2, 3, 4) and not kv.any()
+    assert first.shape == second.shape == (2, 3, 2, 4) and not first.any()
 
 
-def test_rows_is_a_view():
-    cache = m.KVCache(small_config(), 4, 8, torch.float32, "cpu")
-    cache.rows(2).kv[0].fill_(1.0)
-    assert cache.kv[0][:, :2].all() and not cache.kv[0][:, 2:].any()
-    cache.rows(4, start=3).kv[1].fill_(1.0)
-    assert cache.kv[1][:, 3:].all() and not cache.kv[1][:, :3].any()
+def test_a_cache_that_grew_holds_what_it_held():
+    model = make_model()
+    cache, roomy = (attention.KVCache(model.config, 2, n, torch.float32, "cpu") for n in (4, 9))
+    for c in (cache, roomy):
+        append(model, c, [[1, 2, 3, 4], [5, 6]], [0, 0])
+    cache.grow(9)
+    assert cache.length == 9 and all(kv.shape == (2, 2, 10, 2, 4) for kv in cache.kv)
+    more = [append(model, c, [[7, 8], [9]], [4, 2]) for c in (cache, roomy)]
+    assert torch.equal(*more)
+
+
+def test_some_rows_of_a_cache_are_appended_to_and_the_others_stay():
+    """By their numbers, where they do not lie side by side."""
+    model = make_model()
+    cache, all_rows = (attention.KVCache(model.config, 4, 8, torch.float32, "cpu") for _ in range(2))
+    for c in (cache, all_rows):
+        append(model, c, [[1, 2], [3], [4, 5, 6], [7]], [0, 0, 0, 0])
+    expected = append(model, all_rows, [[8, 9], [], [1], []], [2, 1, 3, 1])
+    with torch.no_grad():
+        rows, start, n_valid = torch.tensor([[0, 2], [2, 3], [2, 1]])
+        place = attention.Append(cache, rows, start, n_valid, 2, 4)
+        logits = model(torch.tensor([[8, 9], [1, 0]]), place)
+    assert_close(logits[0], expected[0])
+    assert_close(logits[1, 0], expected[2, 0])
+    for kv, other in zip(cache.kv, all_rows.kv):
+        torch.testing.assert_close(kv[:, :, :8], other[:, :, :8])
 
 
 def test_a_cached_forward_refuses_gradients_and_too_long_a_context():
     model = make_model()
-    cache = m.KVCache(model.config, 1, 8, torch.float32, "cpu")
-    ids, start = torch.tensor([[1]]), torch.tensor([0])
+    cache = attention.KVCache(model.config, 1, 8, torch.float32, "cpu")
+    start = torch.tensor([0])
     with pytest.raises(AssertionError, match="no_grad"):
-        model(ids, cache, start, None, 1)
+        attention.Append(cache, slice(0, 1), start, None, 1, 1)
     with torch.no_grad(), pytest.raises(AssertionError, match="context 9 of a cache of length 8"):
-        model(ids, cache, start, None, 9)
+        attention.Append(cache, slice(0, 1), start, None, 1, 9)
 
 
 def test_selected_positions_equal_the_full_logits():
@@ -241,17 +264,17 @@ def test_selected_positions_equal_the_full_logits():
     full, some = model(ids), model(ids, select=(rows, columns))
     assert some.shape == (3, 31)
     assert_close(some, full[rows, columns])
-    cache = m.KVCache(model.config, 3, 9, torch.float32, "cpu")
+    cache = attention.KVCache(model.config, 3, 9, torch.float32, "cpu")
     start, end = torch.zeros(3, dtype=torch.long), (torch.arange(3), torch.full((3,), 8))
     with torch.no_grad():
-        last = model(ids, cache, start, None, 9, select=end)
+        last = model(ids, attention.Append(cache, slice(0, 3), start, None, 9, 9), select=end)
     assert_close(last, full[:, 8])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_cache_decodes_close_to_float32(family):
     model = make_model(model_type=family)
-    cache = m.KVCache(model.config, 1, 8, torch.bfloat16, "cpu")
+    cache = attention.KVCache(model.config, 1, 8, torch.bfloat16, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():    # at Qwen2's std, 0.02, where the bound below was measured
             if parameter.dim() == 2:

@@ -83,14 +83,19 @@ def save(folder, model, optimizer, state):
     parallel.save_checkpoint(folder, model, optimizer, state, qwen.save_pretrained)
 
 
+def sampler_of(model, dtype=torch.float32):
+    return parallel.plain_copy(model, lambda: qwen.Model(model.config), dtype)
+
+
 def train_and_save(ranks, out):
     """Two steps with a ragged rollout between them, a checkpoint, a third step and another checkpoint."""
     model = parallel.shard(new_model(seed=ranks.rank), ranks)    # rank 0's weights must win
     optimizer = new_optimizer(model)
     logged = [train_step(model, optimizer, ranks, name=1)]
-    with parallel.gathered(model), torch.no_grad():
-        for _ in range(3 - 3 * ranks.rank):    # none at all on rank 1
-            logits = model(sequences(5))
+    sampler = sampler_of(model)
+    parallel.copy_weights(model, sampler)
+    for _ in range(3 - 3 * ranks.rank):        # none at all on rank 1
+        logits = sampler(sequences(5)).detach()
     parallel.on_main(lambda: torch.save(logits, out / "logits.pt"))
     logged.append(train_step(model, optimizer, ranks, name=2))
     save(out / "two", model, optimizer, {"step": 2, "rng": torch.arange(3)})
@@ -311,7 +316,7 @@ def test_two_ranks_reach_the_weights_and_moments_of_one(one, two):
     assert_same_checkpoint(one / "three", two / "three", rtol=1e-4, atol=2e-5)
 
 
-def test_ragged_forwards_inside_gathered_see_the_same_weights(one, two):
+def test_ragged_forwards_of_a_plain_copy_see_the_same_weights(one, two):
     """That they do not hang is the time limit of `two`."""
     logits = [torch.load(out / "logits.pt") for out in (one, two)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
@@ -416,8 +421,9 @@ def test_bf16_keeps_fp32_masters_on_one_rank():
     """A step of 1e-4 is lost in bf16 weights of size 1, not in fp32 ones."""
     try:
         model = parallel.shard(new_model(), ALONE, torch.bfloat16)
-        with parallel.gathered(model), torch.no_grad():
-            assert next(model.parameters()).dtype == model(sequences(1)).dtype == torch.bfloat16
+        sampler = sampler_of(model, torch.bfloat16)
+        parallel.copy_weights(model, sampler)
+        assert next(sampler.parameters()).dtype == sampler(sequences(1)).dtype == torch.bfloat16
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         loss, grads = loss_and_grads(model, ALONE, 1)
         plain_loss, plain_grads = loss_and_grads(new_model(), ALONE, 1)

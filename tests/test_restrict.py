@@ -146,8 +146,8 @@ def test_a_responses_probability_is_the_chain_of_the_renormalised_ones(model, ch
     n, counts = 4000, dict.fromkeys(chance, 0)
     for a in range(0, n, 500):
         restrictions = [chat.restriction(NAMES) for _ in range(500)]
-        drawn = generate(model, Slots(model, 500, 64), [prompt] * 500, range(a, a + 500), chat.stop_ids,
-                         Sampling(1.0, LIMIT), restrictions=restrictions)
+        slots = Slots(model, 500, 64, chat.stop_ids, Sampling(1.0, LIMIT))
+        drawn = generate(slots, [prompt] * 500, range(a, a + 500), restrictions=restrictions)
         for response in drawn:
             counts[tuple(response.ids)] += 1                 # KeyError: something else was sampled
             assert sum(response.logprob) == pytest.approx(math.log(chance[tuple(response.ids)]), abs=1e-5)
@@ -173,8 +173,8 @@ def test_free_tokens_come_before_restricted_ones(model, chat):
     prompt, sampling = chat.message("You are at 2.", first=True), Sampling(1.0, LIMIT + 2)
     free = engine.answer(model, [prompt], [streams], chat.stop_ids, sampling, 160)[0]
     restrictions = [Restriction(trie_of(sayings), lambda ids: len(ids) == 2) for _ in streams]
-    drawn = generate(model, Slots(model, 160, 64), [prompt] * 160, streams, chat.stop_ids, sampling,
-                     restrictions=restrictions)
+    slots = Slots(model, 160, 64, chat.stop_ids, sampling)
+    drawn = generate(slots, [prompt] * 160, streams, restrictions=restrictions)
     begun = [(one, other) for one, other in zip(drawn, free) if not set(one.ids[:2]) & set(chat.stop_ids)]
     assert len(begun) > 10
     for response, unrestricted in begun:

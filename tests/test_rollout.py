@@ -15,6 +15,7 @@ from test_engine import slow_response
 
 import rollout
 from envs import EpisodeLost, Reply, Task
+from lm import engine
 from lm.chat import Chat
 from lm.engine import Response, Sampling
 from rollout import Episode, Turn
@@ -104,6 +105,20 @@ def test_any_number_of_slots_plays_the_same_episodes(model, chat, slots, history
     assert [(e.task, e.group, e.index) for e in together] == [(s.task, s.group, s.index) for s in seats]
 
 
+@pytest.mark.parametrize("history", [0, 2])
+def test_ticks_change_nothing_but_who_waits_for_whom(model, chat, monkeypatch, history):
+    """A tick of one token: rows that end before others act, and begin again beside them."""
+    seats, options = make_seats(3, 3), {"history": history, "on_truncation": "invalid"}
+    alone = [fast_play(model, chat, [seat], slots=1, **options)[0] for seat in seats]
+    begun, begin = [], engine.Slots.begin
+    monkeypatch.setattr(engine, "TICK", 1)
+    monkeypatch.setattr(engine.Slots, "begin", lambda slots, rows, *more: (
+        begun.append((len(rows), len(slots.running))), begin(slots, rows, *more)))
+    together = fast_play(model, chat, seats, slots=4, **options)
+    assert tokens_of(together) == tokens_of(alone) and [e.won for e in together] == [e.won for e in alone]
+    assert any(new and going_on for new, going_on in begun)      # some begin while others are under way
+
+
 def test_same_streams_same_episodes_and_other_streams_others(model, chat):
     one, same = (tokens_of(fast_play(model, chat, make_seats(2, 4))) for _ in range(2))
     other = tokens_of(fast_play(model, chat, make_seats(2, 4, first_stream=5)))
@@ -115,9 +130,9 @@ def test_same_streams_same_episodes_and_other_streams_others(model, chat):
 def test_every_token_is_computed_once_and_a_groups_first_prompt_once(model, chat, slots, groups, size):
     computed = []
 
-    def count(module, args, kwargs):
-        computed.append(int(kwargs["n_valid_B"].sum()))
-    model.register_forward_pre_hook(count, with_kwargs=True)
+    def count(module, args):
+        computed.append(int((args[1].slot_BT < args[1].cache.length).sum()))
+    model.register_forward_pre_hook(count)
     episodes = fast_play(model, chat, make_seats(groups, size), slots=slots, on_truncation="invalid")
     first = {e.group: len(e.turns[0].prompt_ids) for e in episodes}
     ends = [e.turns[-1] for e in episodes]

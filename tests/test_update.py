@@ -192,8 +192,8 @@ def test_padding_content_does_not_matter(model, samples, monkeypatch):
     whole, _ = gradient(model, samples)
     collate = update.collate
 
-    def other_padding(batch, device):
-        ids_BT, *rest = collate(batch, device)
+    def other_padding(batch, model):
+        ids_BT, *rest = collate(batch, model)
         for row, sample in enumerate(batch):
             assert ids_BT[row, :len(sample.ids)].tolist() == sample.ids
             assert not ids_BT[row, len(sample.ids):].any()

@@ -1,0 +1,233 @@
+"""Proves that every place of lm/attention.py sees what it should: packed = padded, branches = apart, and the
+calls of torch's variable-length attention mean what today's masks mean.
+
+    python -m pytest tests/test_attention.py
+
+That attention runs on a GPU only, so `by_loop` stands for it here: what its documentation says, one sequence
+after the other. Appends to a cache are held against transformers in tests/test_model.py, by masks.
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import tiny_model
+from test_update import make_sample
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import update
+from algorithms.losses import clipped_policy_loss
+from lm import attention, engine
+from lm import model as qwen
+from lm.engine import Sampling, Slots, generate
+
+pytestmark = pytest.mark.fast
+
+
+def by_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False,
+            seqused_k=None, num_splits=None):
+    """torch.nn.attention.varlen.varlen_attn: query i of n of a sequence sees keys 0 to m - n + i of its m."""
+    assert window_size == (-1, 0) and enable_gqa and {cu_seq_q.dtype, cu_seq_k.dtype} == {torch.int32}
+    assert num_splits == (None if seqused_k is None else 1)      # more gave wrong results: pytorch#194167
+    out = []
+    for i, (a, b) in enumerate(zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:])):
+        first = int(cu_seq_k[i])
+        m = int(cu_seq_k[i + 1]) - first if seqused_k is None else int(seqused_k[i])
+        assert 0 < b - a <= max_q and b - a <= m <= max_k and first + m <= len(key)
+        seen = torch.ones(b - a, m, dtype=torch.bool).tril(m - (b - a))
+        keys = slice(first, first + m)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[keys], value[keys]))
+        out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)[0])
+    return torch.cat(out, 1).transpose(0, 1)
+
+
+@pytest.fixture
+def with_varlen(monkeypatch):
+    """Call it, and the device has variable-length attention."""
+    def use(function=by_loop):
+        for module in (attention, update):
+            monkeypatch.setattr(module, "varlen", lambda device, dtype: function)
+    return use
+
+
+@pytest.fixture(params=["qwen2", "qwen3"])
+def model(request, tokenizer):
+    return tiny_model(tokenizer, model_type=request.param, head_dim=12).double()
+
+
+def answers_to(question, rng, lengths, name):
+    """Samples that begin with the same question and end in different answers."""
+    n = len(question)
+    return [replace(make_sample(rng, kind="judge"), ids=question + [rng.randrange(90) for _ in range(m)],
+                    sampled=[False] * n + [True] * m, advantage=[0.0] * n + [rng.gauss(0, 1)] * m,
+                    logprob_old=[0.0] * n + [-3.0] * m, trunk=(name, n)) for m in lengths]
+
+
+@pytest.fixture
+def samples():
+    """Some alone, and families of one, two and three."""
+    rng, kept = random.Random(0), []
+    for name, lengths in enumerate([[2, 5, 1], [4], [3, 3]]):
+        kept += answers_to([rng.randrange(90) for _ in range(9 + 7 * name)], rng, lengths, name)
+    return kept + [make_sample(rng, kind="judge") for _ in range(3)]
+
+
+def gradient_of(model, samples, **objective):
+    """The gradient of an update's judge loss, a vector, and its metrics."""
+    counted = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max")
+    sums = dict.fromkeys(counted, 0.0)
+    model.zero_grad()
+    update.accumulate(model, samples, replace(update.Objective(), **objective), sums)
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), sums
+
+
+def assert_close(got, want):
+    """Equal but for the order of sums; logprobs, and what follows, are fp32 in a double model, too."""
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max().clamp(min=1)))
+
+
+def apart(samples):
+    """The same, each with its question to itself."""
+    return [replace(sample, trunk=None) for sample in samples]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
+@pytest.mark.parametrize("packed", [False, True])
+def test_branches_of_a_trunk_and_packed_rows_are_padded_rows_of_each_alone(model, samples, with_varlen,
+                                                                           packed, max_tokens):
+    """Loss, logprobs and gradient; and the trunk is run once."""
+    want, expected = gradient_of(model, apart(samples))
+    scores = update.score(model, apart(samples), update.Objective())
+    if packed:
+        with_varlen()
+    run = []
+    model.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
+    got, sums = gradient_of(model, samples, microbatch_tokens=max_tokens)
+    tokens = sum(map(update.width, update.families(samples)))
+    assert tokens < sum(len(sample.ids) for sample in samples) - 40
+    if packed:
+        assert sum(run) == tokens
+    assert_close(got, want)
+    assert sums == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    for one, other in zip(update.score(model, samples, update.Objective()), scores, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_in_float32_they_agree_as_far_as_it_rounds(model, samples):
+    model.float()
+    assert_close(gradient_of(model, samples)[0], gradient_of(model, apart(samples))[0])
+
+
+def test_a_branch_does_not_see_another(model, samples):
+    """Whatever stands in the second answer, the first has the same logprobs."""
+    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], "a")
+    other = replace(second, ids=second.ids[:3] + [8] * 4)
+    one, same = (update.score(model, [first, x], update.Objective()) for x in (second, other))
+    assert one[0] == same[0] and one[1] != same[1]
+
+
+def test_samples_that_claim_a_trunk_and_differ_in_it_are_refused(model):
+    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], "a")
+    second.ids[1] = 60
+    with pytest.raises(AssertionError, match="do not share it"):
+        update.score(model, [first, second], update.Objective())
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_packed_rows_can_be_recomputed(model, samples, with_varlen, checkpointed):
+    want, _ = gradient_of(model, samples)
+    with_varlen()
+    model.recompute_layers(checkpointed)
+    assert_close(gradient_of(model, samples)[0], want)
+
+
+def test_decoding_by_lengths_is_decoding_by_masks(model, with_varlen, chat, monkeypatch):
+    """Prompts of which a row holds a part or nothing, short and long; rows that begin at other times."""
+    prompts = [[7, 8, 9], [10] * 37, [3, 4, 5, 6]]
+    again = [prompts[0] + [1] * 20, prompts[1] + [2], [9, 9]]
+
+    monkeypatch.setattr(engine, "TICK", 2)
+
+    def play():
+        slots = Slots(model, 3, 120, chat.stop_ids, Sampling(1.0, 6))
+        first = generate(slots, prompts, [1, 2, 3])
+        slots.begin([0, 2], [again[0], again[2]], [4, 5])
+        slots.tick()
+        slots.begin([1], [again[1]], [6])
+        landed = []
+        while slots.running:
+            slots.tick()
+            landed += slots.land()
+        return [(r.ids, r.logprob) for r in first] + [(r.ids, r.logprob) for _, r in sorted(landed)]
+
+    want = play()
+    with_varlen()
+    for (ids, logprob), (same, close) in zip(play(), want, strict=True):
+        assert ids == same and logprob == pytest.approx(close, abs=1e-5)
+
+
+def test_a_device_without_it_falls_back_and_says_so_once(capsys, monkeypatch):
+    attention.varlen.cache_clear()
+    assert attention.varlen(torch.device("cpu"), torch.bfloat16) is None
+    assert capsys.readouterr().err == ""                         # nothing is missed there
+    for _ in range(2):
+        assert attention.varlen(torch.device("meta"), torch.float32) is None
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
+    attention.varlen.cache_clear()
+    assert attention.varlen(torch.device("meta"), torch.bfloat16) is None
+    assert "enable_gqa, seqused_k, num_splits" in capsys.readouterr().err
+    attention.varlen.cache_clear()
+
+
+# What a CUDA graph needs
+
+class HostReads(TorchDispatchMode):
+    """Refuses what makes a host wait, or has a shape that depends on numbers, and tensors not on meta."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "item", "equal", "masked_select"), name
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                assert tensor.device.type == "meta", f"{name} of a tensor on {tensor.device}"
+        return out
+
+
+def on_meta(model):
+    with torch.device("meta"):
+        return qwen.Model(model.config).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_a_decoding_step_reads_nothing_back_and_its_shapes_are_fixed(model, with_varlen, chat, lengths):
+    """Neither the first nor the next step, sampling included, so that a graph can hold it."""
+    if lengths:
+        with_varlen(lambda query, *_, **__: torch.empty_like(query))
+    slots = Slots(on_meta(model), 4, 256, chat.stop_ids, Sampling(1.0, 32))
+    slots.reserve(192)
+    with torch.no_grad(), HostReads():
+        for _ in range(2):
+            slots.step(3, 192)
+
+
+def test_an_update_reads_nothing_back_between_its_layers(model, samples):
+    """From a microbatch's tensors to its gradients; its numbers are read once it is over."""
+    meta = on_meta(model).float()
+    *where, target_N, advantage_N, weight_N, old_N, _, allowed = update.collate(samples, meta)
+    with HostReads():
+        logprob_N, entropy_N = update.token_logprobs(meta, *where, target_N, 1.0, allowed, entropies=True)
+        loss_N, _ = clipped_policy_loss(logprob_N, old_N, advantage_N, 0.2, 0.28, 0.0)
+        (weight_N * loss_N).sum().backward()
+    assert all(p.grad is not None for p in meta.parameters())
+
+
+def test_the_lint_sees_a_host_read_and_a_mixed_device():
+    with HostReads(), pytest.raises(AssertionError, match="nonzero"):
+        torch.ones(3, device="meta").nonzero()
+    with HostReads(), pytest.raises(AssertionError, match="on cpu"):
+        torch.ones(3)
