@@ -44,6 +44,7 @@ def iteration(run, i, reference):
     """One iteration: play, judge, give credit, update. Returns its metrics."""
     config, times = run.config, [time.perf_counter()]
     parallel.copy_weights(run.model, run.sampler)
+    run.waits.clear()
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
     judged, questions = judge_turns(run, i, episodes) if config.gcd else ([], [])
@@ -58,6 +59,7 @@ def iteration(run, i, reference):
     store(run, i, episodes)
     names = ("time/rollout_s", "time/judge_s", "time/update_s")
     seconds = {name: end - start for name, start, end in zip(names, times, times[1:])}
+    seconds |= {f"time/rollout_{name}_s": spent for name, spent in run.waits.items()}
     return metrics | rollout_metrics(run, played) | seconds
 
 

@@ -229,9 +229,9 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
                         [conversation.prompt for conversation in ready],
                         [conversation.next_stream() for conversation in ready], share,
                         [conversation.restriction() for conversation in ready] if admissible_only else None)
+        spent = {"environments": end - middle, "device": middle - start + perf_counter() - end}
         if waits is not None:
-            waits["environments"] = waits.get("environments", 0.0) + end - middle
-            waits["device"] = waits.get("device", 0.0) + perf_counter() - end + middle - start
+            waits |= {name: waits.get(name, 0.0) + seconds for name, seconds in spent.items()}
     return [ended[number] for number in sorted(ended)]
 
 

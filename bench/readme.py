@@ -1,8 +1,8 @@
 """The tables of README.md and RESULTS.md, from results/: a page chooses rows and columns, this fills them in.
 
 A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD),
-`chaos` (attacks and what was survived), `twins` (the study's arms), `origin` (its axes) or a benchmark: its
-rows are rows or differences of bench.table1, its columns are told by their heads:
+`chaos` (attacks and what was survived), `twins` (the study's arms), `origin` (its axes), `memory` (stages) or
+a benchmark: its rows are rows or differences of bench.table1, its columns are told by their heads:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the split before it)
@@ -28,9 +28,9 @@ from run import files
 TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "results"
-PAGES = (ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "RELIABILITY.md")
+PAGES = tuple(ROOT / f"{name}.md" for name in ("README", "RESULTS", "RELIABILITY", "GPUS"))
 NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files that are no table1's
-         "twins": "studies/twins.json", "origin": "studies/origin.json"}
+         "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json"}
 
 
 def result_path(name):
@@ -93,7 +93,15 @@ def result_row(result, name, heads):
     return cells
 
 
-ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row}
+def memory_row(result, name, _):
+    """A model on some GPUs: gigabytes by stage, and before; seconds of an iteration."""
+    row = next(row for row in result["rows"] if row["row"] == name)
+    sizes = [f"{row['now'][stage] / 1e9:.0f} ({row['before'][stage] / 1e9:.0f})" for stage in row["now"]]
+    return [name, *sizes, f"{sum(row['seconds'].values()):.0f}"]
+
+
+ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
+        "memory": memory_row}
 
 
 def cells_of(line):

@@ -12,6 +12,7 @@ import argparse
 import json
 import tempfile
 import time
+from contextlib import contextmanager
 
 import torch
 import transformers
@@ -26,6 +27,7 @@ from lm.engine import Sampling
 from run.parallel import stream
 
 RESPONSE_TOKENS = 6      # about what a command and its stop token take
+CONTEXT = 4096
 
 
 class Recorded:
@@ -53,14 +55,25 @@ def recorded(n):
     return tasks, [demonstration.observations for demonstration in shown]
 
 
+@contextmanager
+def counted(model):
+    """A list to which every forward adds how many positions it ran, padding included."""
+    run = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: run.append((args or [kwargs["input_ids"]])[0].numel()), with_kwargs=True)
+    yield run
+    hook.remove()
+
+
 def ours(model, chat, tasks, observations, turns):
-    """Seconds and new tokens of one play() of all episodes."""
+    """Seconds, new tokens and positions run of one play() of all episodes."""
     seats = [rollout.Seat(task, i, stream(0, i)) for i, task in enumerate(tasks)]
     sampling = Sampling(max_response_tokens=RESPONSE_TOKENS)
     envs = [Recorded(o) for o in observations]
-    started = time.perf_counter()
-    episodes = rollout.play(model, chat, envs, seats, sampling, turns, 2048, on_truncation="invalid")
-    return time.perf_counter() - started, rollout.summary(episodes)["response_tokens"]
+    with counted(model) as run:
+        started = time.perf_counter()
+        episodes = rollout.play(model, chat, envs, seats, sampling, turns, CONTEXT, on_truncation="invalid")
+        return time.perf_counter() - started, rollout.summary(episodes)["response_tokens"], sum(run)
 
 
 @torch.no_grad()
@@ -68,19 +81,39 @@ def theirs(model, chat, observations, turns):
     """The same with transformers: each turn, generate from the whole conversation, left-padded."""
     pad, new = chat.tokenizer.pad_token_id, 0
     prompts = [chat.message(o[0], first=True) for o in observations]
-    started = time.perf_counter()
-    for turn in range(1, turns + 1):
-        width = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0,
-                             pad_token_id=pad, max_new_tokens=RESPONSE_TOKENS,
-                             eos_token_id=list(chat.stop_ids))
-        for i, ids in enumerate(out[:, width:].tolist()):
-            response = ids[:next((t for t, token in enumerate(ids, 1) if token in chat.stop_ids), None)]
-            new += len(response)
-            prompts[i] = prompts[i] + response + chat.message(observations[i][turn % len(observations[i])])
-    return time.perf_counter() - started, new
+    with counted(model) as run:
+        started = time.perf_counter()
+        for turn in range(1, turns + 1):
+            new += say(model, chat, prompts, pad)
+            prompts = [p + chat.message(seen[turn % len(seen)]) for p, seen in zip(prompts, observations)]
+        return time.perf_counter() - started, new, sum(run)
+
+
+def say(model, chat, prompts, pad):
+    """One `generate` from the prompts, to which the responses are added; how many tokens these have."""
+    width, new = max(map(len, prompts)), 0
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, pad_token_id=pad,
+                         max_new_tokens=RESPONSE_TOKENS, eos_token_id=list(chat.stop_ids))
+    for i, ids in enumerate(out[:, width:].tolist()):
+        response = ids[:next((t for t, token in enumerate(ids, 1) if token in chat.stop_ids), None)]
+        prompts[i] = prompts[i] + response
+        new += len(response)
+    return new
+
+
+def both_models(hidden_size):
+    """The same random weights as ours and as transformers' model, and their chat."""
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
+        shape = qwen.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 2, hidden_size // 4,
+                                 max_position_embeddings=CONTEXT, tie_word_embeddings=True)
+        model = qwen.Model(shape)
+        qwen.init_weights(model, 0)
+        qwen.save_pretrained(model, folder)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return model, peer, Chat(qwen.load_tokenizer(folder), "plain")
 
 
 def main():
@@ -91,21 +124,12 @@ def main():
     parser.add_argument("--hidden-size", type=int, default=64)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
-        shape = qwen.ModelConfig(vocabulary, args.hidden_size, 3 * args.hidden_size, 3, 4, 2,
-                                 args.hidden_size // 4, max_position_embeddings=2048,
-                                 tie_word_embeddings=True)
-        model = qwen.Model(shape)
-        qwen.init_weights(model, 0)
-        qwen.save_pretrained(model, folder)
-        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        chat = Chat(qwen.load_tokenizer(folder), "plain")
+    model, peer, chat = both_models(args.hidden_size)
     tasks, observations = recorded(args.episodes)
     ours(model, chat, tasks[:4], observations[:4], 2)          # warm up both
     theirs(peer, chat, observations[:4], 2)
-    our_s, our_tokens = ours(model, chat, tasks, observations, args.turns)
-    their_s, their_tokens = theirs(peer, chat, observations, args.turns)
+    our_s, our_tokens, _ = ours(model, chat, tasks, observations, args.turns)
+    their_s, their_tokens, _ = theirs(peer, chat, observations, args.turns)
     print(json.dumps({
         "what": "new tokens/s, multi-turn episodes", "ours": round(our_tokens / our_s),
         "transformers": round(their_tokens / their_s),

@@ -253,6 +253,12 @@ class Model(nn.Module):
         return self.lm_head(hidden) if head == "lm" else hidden
 
 
+def count_parameters(config):
+    """The parameters of a model of this shape."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Model(config).parameters())
+
+
 @torch.no_grad()
 def init_weights(model, seed):
     """Fresh weights: normal with std 1 / sqrt(hidden size), biases and value head 0, norms 1.

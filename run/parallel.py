@@ -148,15 +148,16 @@ def print0(*values, file=None):
         print(*values, file=file, flush=True)
 
 
-def shard(model, ranks, compute_dtype=torch.float32):
+def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
     """Spread fp32 master weights over the ranks: FSDP2, a unit per layer of `model.model.layers`, one root.
+    frozen: weights that are not trained, in compute_dtype.
 
     Every rank gets rank 0's weights; the model passes through its memory whole, once. compute_dtype: that of
     forward and backward. Gradients are summed in fp32, not averaged: divide the loss by a count over all
     ranks. From then on ranks make equal numbers of forwards and backwards (but see `plain_copy`). Make the
     optimizer afterwards. One process is left unwrapped in fp32, to save time; bf16 needs FSDP's fp32 masters.
     """
-    model.to(device=ranks.device, dtype=torch.float32)
+    model.to(device=ranks.device, dtype=compute_dtype if frozen else torch.float32).requires_grad_(not frozen)
     if ranks.world == 1 and compute_dtype == torch.float32:
         return model
     if not dist.is_initialized():    # one process: FSDP asks for a group, this one needs no network

@@ -25,6 +25,7 @@ from lm.engine import Sampling
 from run import files, parallel
 from run.ending import Interrupted
 from run.endpoint import Endpoint
+from run.memory import check_room
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class Run:
     stage: str = ""                                        # the one under way, and when it began
     began: float = 0.0
     iteration: int | None = None                           # of RL, while it is under way
+    waits: dict = field(default_factory=dict)              # seconds that `play` waited for what, so far
 
     @property
     def world(self):
@@ -106,9 +108,9 @@ class Run:
                                 longest=config.max_turns * config.max_response_tokens,
                                 kl_coef=config.kl_coef if config.kl == "loss" else 0.0)
 
-    def shard(self, model):
+    def shard(self, model, frozen=False):
         """A model over the ranks, by the flags."""
-        return sharded(model, self.config, self.ranks, self.chat.small)
+        return sharded(model, self.config, self.ranks, self.chat.small, frozen)
 
     def play(self, seats, sampling, name, max_turns=None):
         """Play the seats with the sampler's weights, behind a progress bar."""
@@ -117,7 +119,7 @@ class Run:
             return rollout.play(self.sampler, self.chat, self.envs, seats, sampling,
                                 max_turns or config.max_turns, config.context, config.history,
                                 config.on_truncation, lambda episode: bar.update(), self.asked_to_stop,
-                                config.admissible_only)
+                                config.admissible_only, self.waits)
 
     def step(self, samples, objective, rate):
         """One optimizer step; a batch that is not finite is stored before every rank stops."""
@@ -171,6 +173,8 @@ def prepare(config, ranks, asked_to_stop, held):
     try:
         if source is None:
             small_model_folder(config, fresh)
+        parameters = qwen.count_parameters(qwen.ModelConfig.load(source or fresh))
+        check_room(parameters, ranks.world, getattr(torch, config.dtype), config.kl != "none", ranks.device)
         head = True if config.judge_kind == "value" else None
         model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
         tokenizer = qwen.load_tokenizer(source or fresh)
@@ -198,11 +202,11 @@ def prepare(config, ranks, asked_to_stop, held):
                seconds=dict(state.get("seconds", {}) if state else {}))
 
 
-def sharded(model, config, ranks, small):
+def sharded(model, config, ranks, small, frozen=False):
     """A model over the ranks, in the run's compute dtype, its layers computed again in backward or not."""
     auto = ranks.device.type == "cuda" and not small
     model.recompute_layers({"auto": auto, "on": True, "off": False}[config.checkpoint_activations])
-    return parallel.shard(model, ranks, getattr(torch, config.dtype))
+    return parallel.shard(model, ranks, getattr(torch, config.dtype), frozen)
 
 
 def starting_point(config, out):
@@ -348,4 +352,6 @@ def frozen_copy(run, first):
         weights = parallel.full_weights(run.model)
         folder.mkdir(exist_ok=True)
         parallel.on_main(lambda: qwen.save_pretrained(run.model, folder, state=weights))
-    return run.shard(qwen.load_pretrained(folder, torch.float32, run.ranks.device)).requires_grad_(False)
+    here = run.ranks.rank == 0              # other machines may lack the folder; `shard` sends the weights
+    model = qwen.load_pretrained(folder) if here else qwen.Model(run.model.config)
+    return run.shard(model, frozen=True)

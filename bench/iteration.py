@@ -1,0 +1,114 @@
+"""How fast a laptop is: rollouts against transformers, an iteration against TRL, what GCD adds; in one run.
+
+Every ratio is of seconds taken side by side, three times over, with its interval. The default run's cold
+start is trained first, and both sides go on from it at a learning rate that changes nothing: they play alike.
+
+    rollout     new tokens a second of multi-turn episodes, ours over `generate` re-prompted each turn, at 10,
+                20 and 40 turns, and the tokens that each computes and seconds that it takes an episode
+    iteration   128 episodes in household rooms and one step on them: TRL's GRPOTrainer, which re-prompts
+                `generate` too (bench/trl_grpo.py), over gcd.iteration
+    GCD         gcd.iteration with GCD over without
+
+    python -m bench.iteration            # results/cpu.json; 15 minutes (pip install -r requirements-trl.txt)
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import config
+import gcd
+from bench import rollout, trl_grpo
+from bench.intervals import interval, with_half
+from bench.study import ROOT
+from run import files, parallel
+from run.setup import prepare
+
+OUT = ROOT / "results" / "cpu.json"
+TURNS, REPEATS = (10, 20, 40), 3
+COLD_START = ("--iterations", "0", "--evaluate", "none")
+SAME = ("--demonstrations", "0", "--minibatches", "1", "--lr", "1e-12", "--evaluate", "none",
+        "--dynamic-sampling", "keep")
+
+
+def ratio(ours, theirs):
+    """Of seconds, theirs over ours, repeat by repeat; lists."""
+    return interval({i: b / a for i, (a, b) in enumerate(zip(ours, theirs, strict=True))})
+
+
+def of_rollouts(turns, repeats, episodes=64):
+    """{turns: the ratio of new tokens a second, and what an episode costs each}."""
+    found, (model, peer, chat) = {}, rollout.both_models(64)
+    for n in turns:
+        tasks, seen = rollout.recorded(episodes)
+        ran = {"ours": [], "generate": []}
+        for _ in range(repeats):
+            ran["ours"].append(rollout.ours(model, chat, tasks, seen, n))
+            ran["generate"].append(rollout.theirs(peer, chat, seen, n))
+        per_token = {side: [s / new for s, new, _ in runs] for side, runs in ran.items()}
+        found[n] = {"ratio": ratio(per_token["ours"], per_token["generate"])} | {
+            side: {"s_per_episode": min(s for s, _, _ in runs) / episodes,
+                   "tokens_per_episode": runs[0][2] / episodes} for side, runs in ran.items()}
+    return found
+
+
+def iteration_seconds(folder, out, *flags):
+    """Seconds of gcd.iteration, the second one."""
+    settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *SAME, *flags])
+    with contextlib.ExitStack() as held, contextlib.redirect_stderr(io.StringIO()):
+        run = prepare(settings, parallel.Ranks(0, 1, torch.device("cpu")), False, held)
+        settings.algorithm.begin(run.model, run.objective(), settings.minibatches, run.shard)
+        for i in range(2):
+            start = time.perf_counter()
+            gcd.iteration(run, i, None)
+    return time.perf_counter() - start
+
+
+def trl_seconds(folder, out):
+    """Seconds of one step of TRL's trainer on as many episodes."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        trl_grpo.main(["--model", str(folder), "--out", str(out), "--lr", "1e-12"])
+    line = next(line for line in printed.getvalue().splitlines() if line.startswith('{"bench"'))
+    return json.loads(line)["s_per_step"]
+
+
+def measure(turns=TURNS, repeats=REPEATS):
+    """All of it; a dict."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        cold, out = Path(folder) / "cold", Path(folder) / "run"
+        assert gcd.main([*COLD_START, "--out", str(cold)]) == 0
+        start = cold / files.CHECKPOINT
+        sides = {"grpo": lambda: iteration_seconds(start, out, "--no-gcd"),
+                 "gcd": lambda: iteration_seconds(start, out, "--gcd"),
+                 "trl": lambda: trl_seconds(start, out)}
+        seconds = {side: [] for side in sides}
+        for _ in range(repeats):
+            for side, run in sides.items():
+                seconds[side].append(run())
+    return {"what": "seconds on this CPU, one thread", "command": "python -m bench.iteration",
+            "commit": files.commit(), "torch": torch.__version__, "repeats": repeats,
+            "rollout": of_rollouts(turns, repeats), "seconds": seconds,
+            "iteration": ratio(seconds["grpo"], seconds["trl"]),
+            "gcd": ratio(seconds["grpo"], seconds["gcd"])}
+
+
+def main():
+    argparse.ArgumentParser("python -m bench.iteration", description=__doc__.splitlines()[0]).parse_args()
+    found = measure()
+    files.write_json(OUT, found)
+    for turns, row in found["rollout"].items():
+        print(f"rollout of {turns} turns: {with_half(row['ratio'])} times generate")
+    print(f"iteration: TRL takes {with_half(found['iteration'])} times as long")
+    print(f"GCD: {with_half(found['gcd'])} times without")
+
+
+if __name__ == "__main__":
+    main()
