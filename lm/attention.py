@@ -81,27 +81,34 @@ class KVCache:
 class Append:
     """A chunk that is appended to rows of a cache, and sees what these hold before it.
 
-    rows: a slice of the cache's, or a tensor of their numbers. Row b's first n_valid_B[b] ids (all T if None)
+    rows: a slice of the cache's, or a tensor of their numbers. Row b's first n_valid[b] ids (all T if None)
     go to slot start_B[b] onwards and see its earlier slots; logits beyond mean nothing, and a row with 0
-    keeps all it holds. context: slots to read, at least the longest row's length after this chunk; an int, to
-    spare a sync. Under no_grad: writes to a cache have no gradient.
+    keeps all it holds. n_valid: a list of chunks' lengths, or a tensor where T is 1. context: slots to read,
+    at least the longest row's length after this chunk; an int, to spare a sync. Under no_grad: writes to a
+    cache have no gradient.
     """
 
-    def __init__(self, cache, rows, start_B, n_valid_B, T, context):
+    def __init__(self, cache, rows, start_B, n_valid, T, context):
         assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
         assert 0 < context <= cache.length, f"context {context} of a cache of length {cache.length}"
         self.cache, self.rows, self.context, device = cache, rows, context, start_B.device
         dtype, step_T = cache.kv[0].dtype, torch.arange(T, device=device)
         self.position_BT = self.slot_BT = start_B[:, None] + step_T
-        if n_valid_B is not None:
+        if n_valid is not None:
+            n_valid_B = torch.as_tensor(n_valid, device=device)
             self.slot_BT = self.position_BT.masked_fill(step_T >= n_valid_B[:, None], cache.length)
         row_B = torch.arange(cache.kv[0].shape[1], device=device)[rows]
         self.row_B1, self.varlen = row_B[:, None], varlen(device, dtype)
         if self.varlen:
             first_B = (row_B * (cache.length + 1)).int()
-            self.q_starts = torch.arange(len(row_B) + 1, device=device, dtype=torch.int32) * T
             self.k_starts = torch.cat([first_B, first_B[-1:] + cache.length + 1])
-            self.seen_B = (start_B + T).int()        # padding sees what lies where it would have been written
+            self.valid, asked_B = slice(None), torch.full_like(start_B, T)
+            if isinstance(n_valid, list):        # a chunk's padding is left out; a step's shapes stay
+                asked_B = n_valid_B
+                valid_BT = torch.arange(T) < torch.tensor(n_valid)[:, None]
+                self.valid = valid_BT.flatten().nonzero()[:, 0].to(device)
+            self.q_starts = F.pad(asked_B.cumsum(0), (1, 0)).int()
+            self.seen_B = (start_B + asked_B).int()
         else:
             future_BTS = torch.arange(context, device=device) > self.position_BT[:, :, None]
             mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
@@ -112,10 +119,13 @@ class Append:
         (B, T, H, D), (k, v) = q_BTHD.shape, self.cache.kv[layer]
         k[self.row_B1, self.slot_BT] = k_BTKD
         v[self.row_B1, self.slot_BT] = v_BTKD
-        if self.varlen:
-            return self.varlen(q_BTHD.reshape(B * T, H, D), k.flatten(0, 1), v.flatten(0, 1), self.q_starts,
-                               self.k_starts, T, k.shape[1], window_size=(-1, 0), enable_gqa=True,
-                               seqused_k=self.seen_B, num_splits=1).reshape(B, T, -1)
+        if self.varlen:      # one split: more gave silently wrong results (pytorch#194167)
+            out = torch.zeros_like(q_BTHD).view(B * T, H, D)
+            out[self.valid] = self.varlen(
+                q_BTHD.reshape(B * T, H, D)[self.valid], k.flatten(0, 1), v.flatten(0, 1), self.q_starts,
+                self.k_starts, T, k.shape[1], window_size=(-1, 0), enable_gqa=True, seqused_k=self.seen_B,
+                num_splits=1)
+            return out.view(B, T, -1)
         k_BKSD, v_BKSD = (x[self.rows].transpose(1, 2)[:, :, :self.context] for x in (k, v))
         # G heads of T queries become one head of G * T: K/V are never repeated
         q_BKQD = q_BTHD.transpose(1, 2).reshape(B, k.shape[2], -1, D)

@@ -83,7 +83,7 @@ class Slots:
         self.cache = KVCache(model.config, n, 1, weight.dtype, device)
         self.held = [[] for _ in range(n)]
         self.first_prompts = {}          # prompt -> (K/V, logits_V): what a group's later members start from
-        self.running, self.restrictions, self.steps, self.graphs = {}, {}, 0, {}
+        self.running, self.restrictions, self.steps, self.graphs, self.pool = {}, {}, 0, {}, None
         self.stops, self.stop = stops, torch.tensor(stops, device=device)
         self.row_B = torch.arange(n, device=device)
         self.stream_B, self.length_B, self.drawn_B, self.token_B = torch.zeros(4, n, device=device).long()
@@ -176,8 +176,9 @@ class Slots:
                 for _ in range(2):
                     self.step(n, self.cache.length)
             torch.cuda.current_stream().wait_stream(side)
+            self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: they never run side by side
             self.graphs[n] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self.pool):
                 self.step(n, self.cache.length)
             self.live_B.copy_(live_B)
         self.graphs[n].replay()
@@ -232,13 +233,14 @@ def run_chunks(model, cache, rows, chunks, starts, context, max_tokens=16384):
     forward. Returns logits_RV after each chunk's last token."""
     device, width, logits = cache.kv[0].device, bucket(max(map(len, chunks)), 16), []
     ids_RT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=device)
-    start_R, n_R, row_R = torch.tensor([starts, [len(c) for c in chunks], rows], device=device)
+    lengths = [len(chunk) for chunk in chunks]
+    start_R, n_R, row_R = torch.tensor([starts, lengths, rows], device=device)
     block = max(1, max_tokens // width)
     for a in range(0, len(chunks), block):
         b = min(a + block, len(chunks))
         together = rows[b - 1] - rows[a] == b - 1 - a              # then K/V are read where they are
         place = Append(cache, slice(rows[a], rows[b - 1] + 1) if together else row_R[a:b], start_R[a:b],
-                       n_R[a:b], width, min(context, cache.length))
+                       lengths[a:b], width, min(context, cache.length))
         logits.append(model(ids_RT[a:b], place, select=(torch.arange(b - a, device=device), n_R[a:b] - 1)))
     return torch.cat(logits)
 

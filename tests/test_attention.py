@@ -36,7 +36,7 @@ def by_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=
     for i, (a, b) in enumerate(zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:])):
         first = int(cu_seq_k[i])
         m = int(cu_seq_k[i + 1]) - first if seqused_k is None else int(seqused_k[i])
-        assert 0 < b - a <= max_q and b - a <= m <= max_k and first + m <= len(key)
+        assert 0 < b - a <= max_q and b - a <= m <= max_k and first + m <= len(key), (a, b, m, first)
         seen = torch.ones(b - a, m, dtype=torch.bool).tril(m - (b - a))
         keys = slice(first, first + m)
         q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[keys], value[keys]))
@@ -146,8 +146,8 @@ def test_packed_rows_can_be_recomputed(model, samples, with_varlen, checkpointed
 
 def test_decoding_by_lengths_is_decoding_by_masks(model, with_varlen, chat, monkeypatch):
     """Prompts of which a row holds a part or nothing, short and long; rows that begin at other times."""
-    prompts = [[7, 8, 9], [10] * 37, [3, 4, 5, 6]]
-    again = [prompts[0] + [1] * 20, prompts[1] + [2], [9, 9]]
+    prompts = [[7, 8, 9], [10] * 37, [3, 4, 5, 6] * 24]
+    again = [prompts[0] + [1] * 90, prompts[1] + [2], prompts[2] + [9, 9]]   # a long chunk beside a full row
 
     monkeypatch.setattr(engine, "TICK", 2)
 

@@ -70,11 +70,10 @@ def append(model, cache, chunks, start, context=None):
     """Append one list of ids per row, right-padded to the longest; returns the logits [B, T, V]."""
     width = max(len(chunk) for chunk in chunks)
     ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks])
-    n_valid = torch.tensor([len(chunk) for chunk in chunks])
-    start = torch.tensor(start)
+    n_valid, start = [len(chunk) for chunk in chunks], torch.tensor(start)
     with torch.no_grad():
         return model(ids, attention.Append(cache, slice(0, len(chunks)), start, n_valid, width,
-                                           context or int((start + n_valid).max())))
+                                           context or max(map(sum, zip(start.tolist(), n_valid)))))
 
 
 def assert_close(got, want):
@@ -239,8 +238,8 @@ def test_some_rows_of_a_cache_are_appended_to_and_the_others_stay():
         append(model, c, [[1, 2], [3], [4, 5, 6], [7]], [0, 0, 0, 0])
     expected = append(model, all_rows, [[8, 9], [], [1], []], [2, 1, 3, 1])
     with torch.no_grad():
-        rows, start, n_valid = torch.tensor([[0, 2], [2, 3], [2, 1]])
-        place = attention.Append(cache, rows, start, n_valid, 2, 4)
+        rows, start = torch.tensor([[0, 2], [2, 3]])
+        place = attention.Append(cache, rows, start, [2, 1], 2, 4)
         logits = model(torch.tensor([[8, 9], [1, 0]]), place)
     assert_close(logits[0], expected[0])
     assert_close(logits[1, 0], expected[2, 0])
