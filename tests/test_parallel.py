@@ -236,13 +236,14 @@ def train_with_value_heads(ranks, out):
 
 
 def main(out, source):
-    """What torchrun runs on each of two ranks."""
+    """What torchrun runs on each of two ranks, and the most of it on each of four."""
     torch.set_num_threads(1)
     ranks = parallel.setup("cpu", timeout_s=120)
     train_and_save(ranks, out)
     resume(ranks, source, out)
-    train_with_value_heads(ranks, out)
-    reductions_and_failure(ranks, out)
+    if ranks.world == 2:
+        train_with_value_heads(ranks, out)
+        reductions_and_failure(ranks, out)
     parallel.print0("done")
     parallel.shutdown()
 
@@ -259,9 +260,19 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(one, tmp_path_factory):
     """The folder of the same run on two ranks, which also resumed `one`. Fails if a rank hangs."""
-    out = tmp_path_factory.mktemp("two")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run([*torchrun, __file__, out, one], timeout=300, check=False,
+    return torchrun(2, tmp_path_factory.mktemp("two"), one)
+
+
+@pytest.fixture(scope="module")
+def four(two, tmp_path_factory):
+    """The same on four ranks, which also resumed `two`."""
+    return torchrun(4, tmp_path_factory.mktemp("four"), two)
+
+
+def torchrun(n, out, source):
+    """Run `main` on n ranks; returns its folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
+    run = subprocess.run([*command, __file__, out, source], timeout=300, check=False,
                          capture_output=True, text=True, cwd=ROOT,
                          env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr[-4000:]
@@ -325,6 +336,14 @@ def test_ragged_forwards_of_a_plain_copy_see_the_same_weights(one, two):
 def test_a_checkpoint_of_one_rank_loads_on_two(one, two):
     assert_same_checkpoint(one / "two", two / "two_again")
     assert_same_checkpoint(one / "three", two / "three_resumed", rtol=1e-4, atol=2e-5)
+
+
+def test_four_ranks_do_what_two_do_and_go_on_from_their_checkpoint(two, four):
+    for a, b in zip(*(json.loads((out / "logged.json").read_text()) for out in (two, four)), strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-7)
+    assert_same_checkpoint(two / "two", four / "two_again")
+    for name in ("three", "three_resumed"):
+        assert_same_checkpoint(two / "three", four / name, rtol=1e-4, atol=2e-5)
 
 
 def test_a_checkpoint_of_two_ranks_loads_on_one(two, tmp_path):
