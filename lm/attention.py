@@ -126,7 +126,7 @@ class Append:
                 self.k_starts, T, k.shape[1], window_size=(-1, 0), enable_gqa=True, seqused_k=self.seen_B,
                 num_splits=1)
             return out.view(B, T, -1)
-        k_BKSD, v_BKSD = (x[self.rows].transpose(1, 2)[:, :, :self.context] for x in (k, v))
+        k_BKSD, v_BKSD = (x[self.rows, :self.context].transpose(1, 2) for x in (k, v))
         # G heads of T queries become one head of G * T: K/V are never repeated
         q_BKQD = q_BTHD.transpose(1, 2).reshape(B, k.shape[2], -1, D)
         out = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=self.mask_B1QS)

@@ -157,7 +157,7 @@ class Slots:
             if graphs:
                 self.replay(min(bucket(n, 16), len(self.held)))
             else:
-                self.step(n, min(bucket(max(map(self.reach, self.running)) + 1), self.cache.length))
+                self.step(n, min(bucket(max(map(self.reach, self.running)) + 1, 16), self.cache.length))
             self.steps += 1
 
     def reach(self, row):
@@ -228,21 +228,35 @@ def common_prefix(held, prompt):
     return n if held[:n] == prompt[:n] else next(i for i in range(n) if held[i] != prompt[i])
 
 
-def run_chunks(model, cache, rows, chunks, starts, context, max_tokens=16384):
-    """Append chunks[i] to row rows[i] at position starts[i], at most max_tokens (padding included) in one
-    forward. Returns logits_RV after each chunk's last token."""
-    device, width, logits = cache.kv[0].device, bucket(max(map(len, chunks)), 16), []
-    ids_RT = torch.tensor([c + [0] * (width - len(c)) for c in chunks], device=device)
-    lengths = [len(chunk) for chunk in chunks]
-    start_R, n_R, row_R = torch.tensor([starts, lengths, rows], device=device)
-    block = max(1, max_tokens // width)
-    for a in range(0, len(chunks), block):
-        b = min(a + block, len(chunks))
-        together = rows[b - 1] - rows[a] == b - 1 - a              # then K/V are read where they are
-        place = Append(cache, slice(rows[a], rows[b - 1] + 1) if together else row_R[a:b], start_R[a:b],
-                       lengths[a:b], width, min(context, cache.length))
-        logits.append(model(ids_RT[a:b], place, select=(torch.arange(b - a, device=device), n_R[a:b] - 1)))
-    return torch.cat(logits)
+def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
+    """Append chunks[i] to row rows[i], ascending, at position starts[i]. Returns logits_RV after each chunk's
+    last token.
+
+    Chunks of up to 4, 16, 64, ... tokens go together, so that long ones pad no short ones; at most max_tokens
+    (padding included) in one forward.
+    """
+    device, order, logits, alike = cache.kv[0].device, [], [], {}
+    for i, chunk in enumerate(chunks):
+        alike.setdefault(((len(chunk) - 1).bit_length() + 1) // 2 or 1, []).append(i)
+    for members in alike.values():
+        longest = max(len(chunks[i]) for i in members)
+        width = bucket(longest, 4 if longest <= 16 else 16)
+        size = max(1, max_tokens // width)
+        for block in (members[a:a + size] for a in range(0, len(members), size)):
+            first, last = rows[block[0]], rows[block[-1]]
+            dense = last - first < min(2 * len(block), size)       # then K/V are read where they are
+            run = dict(zip((rows[i] for i in block), block))
+            lying = range(first, last + 1) if dense else [*run]
+            here = [chunks[run[row]] if row in run else [] for row in lying]
+            ids_BT = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in here], device=device)
+            start_B = torch.tensor([starts[run[row]] if row in run else 0 for row in lying], device=device)
+            context = bucket(max(starts[i] + len(chunks[i]) for i in block), 16)
+            place = Append(cache, slice(first, last + 1) if dense else torch.tensor(lying, device=device),
+                           start_B, [len(chunk) for chunk in here], width, min(context, cache.length))
+            ends = [(b, len(chunk) - 1) for b, chunk in enumerate(here) if chunk]
+            logits.append(model(ids_BT, place, select=torch.tensor(ends, device=device).unbind(1)))
+            order += block
+    return torch.cat(logits)[torch.tensor(order, device=device).argsort()]
 
 
 def prefill(slots, rows, prompts, share):
@@ -263,13 +277,12 @@ def prefill(slots, rows, prompts, share):
     if new := [list(prompt) for prompt in members if prompt not in known]:
         width = bucket(max(map(len, new)), 16)
         scratch = KVCache(model.config, len(new), width, slots.cache.kv[0].dtype, slots.device)
-        logits = run_chunks(model, scratch, range(len(new)), new, [0] * len(new), width)
+        logits = run_chunks(model, scratch, range(len(new)), new, [0] * len(new))
         known |= {tuple(p): (scratch.export_row(j, len(p)), logits[j]) for j, p in enumerate(new)}
     parts, order = [], list(going_on)
     if going_on:
         parts.append(run_chunks(model, slots.cache, [rows[i] for i in going_on],
-                                [prompts[i][keep[i]:] for i in going_on], [keep[i] for i in going_on],
-                                bucket(max(map(len, prompts)) + 16)))
+                                [prompts[i][keep[i]:] for i in going_on], [keep[i] for i in going_on]))
     for prompt, of in members.items():
         exported, logits_V = known[prompt]
         slots.cache.import_rows([rows[i] for i in of], exported)

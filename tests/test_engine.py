@@ -76,12 +76,33 @@ def test_long_prefills_are_cut_into_blocks_of_rows(model):
     prompts = [[i + 1] * (3 + i) for i in range(5)]
     logits, widths = [], []
     model.register_forward_pre_hook(lambda module, arguments: widths.append(arguments[0].shape))
-    for max_tokens in (16384, 40):
+    for max_tokens in (16384, 16):
         cache = KVCache(model.config, 5, 32, torch.float64, "cpu")
         with torch.no_grad():
-            logits.append(engine.run_chunks(model, cache, range(5), prompts, [0] * 5, 32, max_tokens))
+            logits.append(engine.run_chunks(model, cache, range(5), prompts, [0] * 5, max_tokens))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-9)             # in double
-    assert widths == [(5, 16), (2, 16), (2, 16), (1, 16)]
+    assert widths == [(2, 4), (3, 8), (2, 4), (2, 8), (1, 8)]
+
+
+@pytest.mark.parametrize("rows", [range(7), [0, 2, 3, 5, 6, 7, 9]])
+def test_chunks_of_any_length_after_what_rows_hold_are_whole_forwards(model, rows):
+    """Long ones among short ones, side by side and not; rows that get nothing keep what they hold."""
+    held = [[i + 1] * (2 + i) for i in range(7)]
+    chunks = [[20 + i] * n for i, n in enumerate((3, 19, 1, 4, 30, 2, 7))]
+    cache, runs = KVCache(model.config, 10, 64, torch.float64, "cpu"), []
+    with torch.no_grad():
+        engine.run_chunks(model, cache, rows, held, [0] * 7)
+        before = [kv.clone() for kv in cache.kv]
+        model.register_forward_pre_hook(lambda module, args: runs.append(args[0].shape[0]))
+        logits = engine.run_chunks(model, cache, rows, chunks, [*map(len, held)])
+        assert len(runs) == 3                                          # up to 4, 16 and 64 tokens
+        for row, beginning, chunk, logits_V in zip(rows, held, chunks, logits):
+            whole = model(torch.tensor([beginning + chunk]))[0, -1]
+            torch.testing.assert_close(logits_V, whole, rtol=0, atol=1e-9)
+            for kv, was in zip(cache.kv, before):
+                assert torch.equal(kv[:, row, :len(beginning)], was[:, row, :len(beginning)])
+    for row in {*range(10)} - {*rows}:
+        assert all(torch.equal(kv[:, row, :64], was[:, row, :64]) for kv, was in zip(cache.kv, before))
 
 
 def test_answers_to_several_prompts_are_the_slow_ones(either, chat):
