@@ -107,7 +107,7 @@ def rollout_bytes(model, slots, context, longest, chunk):
         held = Slots(model, slots, context, (0,), Sampling(1.0, 512))
         held.held = [[0] * (longest - chunk) for _ in range(slots)]
         held.begin(range(slots), [[0] * longest] * slots, range(slots))
-        held.step(slots, held.cache.length)
+        held.step(slice(0, slots), held.cache.length)
     return meter.peak
 
 

@@ -107,7 +107,7 @@ class Slots:
         self.drawn_B[row_R], self.live_B[row_R] = 0, True
         self.running |= {row: (prompt, self.steps) for row, prompt in zip(rows, prompts)}
         self.restrictions |= zip(rows, restrictions or ())
-        self.draw(logits_RV, row_R, rows)
+        self.draw(logits_RV, row_R)
 
     def reserve(self, length):
         """Have room for so many tokens in every row: the cache grows by doubling, up to the context."""
@@ -115,11 +115,11 @@ class Slots:
             self.cache.grow(min(max(bucket(length), 2 * self.cache.length), bucket(self.context + 16)))
             self.graphs.clear()                                 # they know the tensors that there were
 
-    def draw(self, logits_RV, rows, numbers):
-        """The next token of those of the rows that are live. rows: a slice, or a tensor of `numbers`."""
+    def draw(self, logits_RV, rows):
+        """The next token of those of the rows that are live. rows: a slice, or a tensor of numbers."""
         drawn_R, live_R, row_R = self.drawn_B[rows], self.live_B[rows], self.row_B[rows]
         if self.restrictions:
-            limits = [self.restrictions.get(row) for row in numbers]
+            limits = [self.restrictions.get(row) for row in row_R.tolist()]
             logits_RV = restricted(logits_RV, [limit and limit.next for limit in limits])
         token_R, logprob_R = sample_tokens(logits_RV, uniform(self.stream_B[rows], drawn_R),
                                            self.sampling.temperature)
@@ -134,30 +134,33 @@ class Slots:
         self.token_B[rows], self.drawn_B[rows] = token_R, drawn_R
         self.live_B[rows] = live_R & ~torch.isin(token_R, self.stop) & (drawn_R < longest)
 
-    def step(self, n, context):
-        """Run the last token of the first n rows' live responses and draw the next one."""
-        rows = slice(0, n)
+    def step(self, rows, context):
+        """Run the last token of those of the rows that are live and draw the next one."""
         live_B, start_B = self.live_B[rows], self.length_B[rows]
         place = Append(self.cache, rows, start_B, live_B.long(), 1, context)
-        first = self.row_B[rows], torch.zeros_like(self.row_B[rows])
+        first = self.row_B[:len(live_B)], torch.zeros_like(start_B)
         logits_BV = self.model(self.token_B[rows, None], place, select=first)
         self.length_B[rows] = start_B + live_B
-        self.draw(logits_BV, rows, range(n))
+        self.draw(logits_BV, rows)
 
     @torch.no_grad()
     def tick(self):
-        """Draw up to TICK tokens of each response under way. Whether all have ended is looked up where
-        that costs nothing, on the CPU, and where the host chooses what may be drawn."""
+        """Draw up to TICK tokens of each response under way. What has ended is looked up where that costs
+        nothing, on the CPU, and where the host chooses what may be drawn: a few rows are then run alone."""
         n = max(self.running, default=-1) + 1
         looks = self.device.type == "cpu" or self.restrictions
         graphs = self.device.type == "cuda" and not looks and varlen(self.device, self.cache.kv[0].dtype)
         for _ in range(TICK if n else 0):
-            if looks and not self.live_B[:n].any():
-                break
+            rows = slice(0, n)
+            if looks and 2 * len(live := self.live_B[:n].nonzero()[:, 0]) < n:
+                rows = live
+                if not len(live):
+                    break
             if graphs:
                 self.replay(min(bucket(n, 16), len(self.held)))
             else:
-                self.step(n, min(bucket(max(map(self.reach, self.running)) + 1, 16), self.cache.length))
+                reach = bucket(max(map(self.reach, self.running)) + 1, 16)
+                self.step(rows, min(reach, self.cache.length))
             self.steps += 1
 
     def reach(self, row):
@@ -174,12 +177,12 @@ class Slots:
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
-                    self.step(n, self.cache.length)
+                    self.step(slice(0, n), self.cache.length)
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: they never run side by side
             self.graphs[n] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
-                self.step(n, self.cache.length)
+                self.step(slice(0, n), self.cache.length)
             self.live_B.copy_(live_B)
         self.graphs[n].replay()
 

@@ -212,7 +212,7 @@ def test_a_decoding_step_reads_nothing_back_and_its_shapes_are_fixed(model, with
     slots.reserve(192)
     with torch.no_grad(), HostReads():
         for _ in range(2):
-            slots.step(3, 192)
+            slots.step(slice(0, 3), 192)
 
 
 def test_an_update_reads_nothing_back_between_its_layers(model, samples):

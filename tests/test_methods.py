@@ -283,13 +283,14 @@ def train_scripted(monkeypatch, qwen_folder, qwen_tokenizer, short_games, engine
         lines.update({(slots, row): script.line(*asked) for row, *asked in zip(rows, prompts, streams)})
         begin(slots, rows, prompts, streams, *more)
 
-    def draw_scripted(slots, logits_RV, rows, numbers):
+    def draw_scripted(slots, logits_RV, rows):
+        numbers = slots.row_B[rows].tolist()
         said = [(lines.get((slots, row), [0]), int(slots.drawn_B[row])) for row in numbers]
         token_R = torch.tensor([line[min(t, len(line) - 1)] for line, t in said])
         logprob_R = logits_RV.float().log_softmax(-1).gather(1, token_R[:, None])[:, 0]
         with monkeypatch.context() as patched:
             patched.setattr(engine, "sample_tokens", lambda *_: (token_R, logprob_R))
-            draw(slots, logits_RV, rows, numbers)
+            draw(slots, logits_RV, rows)
 
     def train_in(benchmark, *flags, model=qwen_folder):
         for package in PACKAGE[benchmark]:
