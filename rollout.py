@@ -8,7 +8,7 @@ is lm/chat.py's, how tokens are sampled lm/engine.py's.
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from time import perf_counter
 
 from envs import EpisodeLost, Task
@@ -201,17 +201,19 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
     live, pairs = [], enumerate(zip(seats, envs))
     asked = [seat_at(row, Conversation(*pair, chat, history, row)) for row, pair in pairs]
     while live and not asked_to_stop:
-        start = perf_counter()
+        clock, ready, over, lost = [perf_counter()], [], [], []
         slots.tick()                                             # the device begins to draw,
-        middle, ready, over, lost = perf_counter(), [], [], []
+        clock.append(perf_counter())
         for conversation in asked:                               # while those environments answer
             try:
                 (over if hear(conversation) else ready).append(conversation)
             except EpisodeLost as loss:
                 lost.append((conversation.row, again(conversation, loss)))
-        end = perf_counter()
+        clock.append(perf_counter())
+        landed = slots.land()
+        clock.append(perf_counter())
         asked = [seat_at(*place) for place in lost]
-        for row, response in slots.land():
+        for row, response in landed:
             live[row].say(response, on_truncation)
             asked.append(live[row])
         for conversation in over:
@@ -223,15 +225,18 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
                 live[row], live[-1].row = live[-1], row
                 live.pop()
                 slots.move(len(live), row)
+        clock.append(perf_counter())
         if ready:
             ready.sort(key=lambda conversation: conversation.row)
             slots.begin([conversation.row for conversation in ready],
                         [conversation.prompt for conversation in ready],
                         [conversation.next_stream() for conversation in ready], share,
                         [conversation.restriction() for conversation in ready] if admissible_only else None)
-        spent = {"environments": end - middle, "device": middle - start + perf_counter() - end}
+        clock.append(perf_counter())
         if waits is not None:
-            waits |= {name: waits.get(name, 0.0) + seconds for name, seconds in spent.items()}
+            drew, heard, landing, _, began = (b - a for a, b in pairwise(clock))
+            waits |= {"environments": waits.get("environments", 0.0) + heard,
+                      "device": waits.get("device", 0.0) + drew + landing + began}
     return [ended[number] for number in sorted(ended)]
 
 

@@ -134,7 +134,7 @@ def microbatches(samples, max_tokens, packed=False):
 
 def packing(model):
     """The attention for packed rows, where the device has one; None: rows are padded."""
-    return varlen(device_of(model), model.compute_dtype)
+    return varlen(device_of(model), model.compute_dtype, model.config.head_dim)
 
 
 def laid_out(samples, model):

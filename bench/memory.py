@@ -105,6 +105,8 @@ def rollout_bytes(model, slots, context, longest, chunk):
     """
     with Meter() as meter, torch.no_grad():
         held = Slots(model, slots, context, (0,), Sampling(1.0, 512))
+        for length in range(chunk, longest, chunk):         # as it grows turn by turn
+            held.reserve(length + 512)
         held.held = [[0] * (longest - chunk) for _ in range(slots)]
         held.begin(range(slots), [[0] * longest] * slots, range(slots))
         held.step(slice(0, slots), held.cache.length)

@@ -3,8 +3,7 @@
 A forward takes one of three places: `Rows`, to train on (None is the plainest of them, one sample a row);
 `Packed`, the same tokens without padding; `Append`, a chunk after what a `KVCache` holds of its row. Where
 the device has attention over sequences of any length (`varlen`), Packed and Append use it; elsewhere Rows and
-Append mask what is not to be seen. No place is a dataclass: FSDP casts, so copies, tensors that it finds
-inside one, and writes to a copy are lost.
+Append mask what is not to be seen.
 
 B rows, T positions of a chunk, S cache slots read, H query heads, K key/value heads, G = H / K query heads
 that share one of them, Q = G * T queries of one key/value head, D head size.
@@ -20,9 +19,10 @@ import torch.nn.functional as F
 
 
 @cache
-def varlen(device, dtype):
+def varlen(device, dtype, head_dim):
     """torch's attention over sequences of any length, where this torch and this device have all of it that is
-    used here (2.12 and up, Ampere and up, half precision); else None, said once where it might be missed."""
+    used here (2.12 and up, Ampere and up, half precision, heads of a multiple of 8); else None, and each rank
+    says why, once, where it might be missed."""
     if device.type == "cpu":
         return None
     try:
@@ -35,6 +35,8 @@ def varlen(device, dtype):
         lack = f"torch {torch.__version__}'s varlen_attn without {', '.join(lacks)}"
     elif dtype not in (torch.bfloat16, torch.float16):
         lack = f"{dtype}"
+    elif head_dim % 8:
+        lack = f"a head size of {head_dim}"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         lack = f"a {torch.cuda.get_device_name(device)}"
     else:
@@ -52,6 +54,7 @@ class KVCache:
 
     def __init__(self, config, slots, length, dtype, device):
         self.length, self.group = length, config.num_attention_heads // config.num_key_value_heads
+        self.varlen = varlen(torch.device(device), dtype, config.head_dim)
         shape = (2, slots, length + 1, config.num_key_value_heads, config.head_dim)
         self.kv = [torch.zeros(shape, dtype=dtype, device=device)       # zeros: masked garbage must be finite
                    for _ in range(config.num_hidden_layers)]
@@ -98,8 +101,8 @@ class Append:
             n_valid_B = torch.as_tensor(n_valid, device=device)
             self.slot_BT = self.position_BT.masked_fill(step_T >= n_valid_B[:, None], cache.length)
         row_B = torch.arange(cache.kv[0].shape[1], device=device)[rows]
-        self.row_B1, self.varlen = row_B[:, None], varlen(device, dtype)
-        if self.varlen:
+        self.row_B1 = row_B[:, None]
+        if cache.varlen:
             first_B = (row_B * (cache.length + 1)).int()
             self.k_starts = torch.cat([first_B, first_B[-1:] + cache.length + 1])
             self.valid, asked_B = slice(None), torch.full_like(start_B, T)
@@ -119,11 +122,13 @@ class Append:
         (B, T, H, D), (k, v) = q_BTHD.shape, self.cache.kv[layer]
         k[self.row_B1, self.slot_BT] = k_BTKD
         v[self.row_B1, self.slot_BT] = v_BTKD
-        if self.varlen:      # one split: more gave silently wrong results (pytorch#194167)
-            out = torch.zeros_like(q_BTHD).view(B * T, H, D)
-            out[self.valid] = self.varlen(
+        if self.cache.varlen:
+            # a single query is causal by seqused_k; told so, it would lose the kernel that reads K/V once for
+            # all heads of a group. One split: else what a row gets depends on the others' lengths
+            out, window = torch.zeros_like(q_BTHD).view(B * T, H, D), (-1, -1 if T == 1 else 0)
+            out[self.valid] = self.cache.varlen(
                 q_BTHD.reshape(B * T, H, D)[self.valid], k.flatten(0, 1), v.flatten(0, 1), self.q_starts,
-                self.k_starts, T, k.shape[1], window_size=(-1, 0), enable_gqa=True, seqused_k=self.seen_B,
+                self.k_starts, T, k.shape[1], window_size=window, enable_gqa=True, seqused_k=self.seen_B,
                 num_splits=1)
             return out.view(B, T, -1)
         k_BKSD, v_BKSD = (x[self.rows, :self.context].transpose(1, 2) for x in (k, v))

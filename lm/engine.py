@@ -11,13 +11,15 @@ longest response.
 
 import math
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 
-from lm.attention import Append, KVCache, varlen
+from lm.attention import Append, KVCache
 from lm.restrict import restricted
 
-TICK = 16     # tokens that are drawn before the host looks at what has ended
+TICK = 16          # tokens that are drawn before the host looks at what has ended
+GROWTH = 2048      # slots by which a row's cache grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,11 @@ class Slots:
         self.draw(logits_RV, row_R)
 
     def reserve(self, length):
-        """Have room for so many tokens in every row: the cache grows by doubling, up to the context."""
+        """Have room for so many tokens in every row: the cache grows by GROWTH, up to the context."""
         if length > self.cache.length:
-            self.cache.grow(min(max(bucket(length), 2 * self.cache.length), bucket(self.context + 16)))
+            self.cache.grow(min(bucket(length, GROWTH), bucket(self.context + 16)))
             self.graphs.clear()                                 # they know the tensors that there were
+            self.pool = None
 
     def draw(self, logits_RV, rows):
         """The next token of those of the rows that are live. rows: a slice, or a tensor of numbers."""
@@ -131,7 +134,8 @@ class Slots:
         place_R = torch.where(live_R, drawn_R, longest)
         self.ids_BM[row_R, place_R], self.logprob_BM[row_R, place_R] = token_R, logprob_R
         drawn_R = drawn_R + live_R
-        self.token_B[rows], self.drawn_B[rows] = token_R, drawn_R
+        self.token_B[rows] = torch.where(live_R, token_R, self.token_B[rows])
+        self.drawn_B[rows] = drawn_R
         self.live_B[rows] = live_R & ~torch.isin(token_R, self.stop) & (drawn_R < longest)
 
     def step(self, rows, context):
@@ -149,7 +153,7 @@ class Slots:
         nothing, on the CPU, and where the host chooses what may be drawn: a few rows are then run alone."""
         n = max(self.running, default=-1) + 1
         looks = self.device.type == "cpu" or self.restrictions
-        graphs = self.device.type == "cuda" and not looks and varlen(self.device, self.cache.kv[0].dtype)
+        graphs = self.device.type == "cuda" and not looks and self.cache.varlen
         for _ in range(TICK if n else 0):
             rows = slice(0, n)
             if looks and 2 * len(live := self.live_B[:n].nonzero()[:, 0]) < n:
@@ -171,9 +175,8 @@ class Slots:
     def replay(self, n):
         """`step` as one CUDA graph, captured where it is not yet: its ~760 kernels are launched at once."""
         if n not in self.graphs:
-            live_B = self.live_B.clone()
-            self.live_B.zero_()                                 # so the steps before the capture draw nothing
-            side = torch.cuda.Stream()
+            live_B, side = self.live_B.clone(), side_stream(self.device)
+            self.live_B.zero_()                        # so that the steps before the capture change nothing
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
@@ -181,7 +184,7 @@ class Slots:
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: they never run side by side
             self.graphs[n] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.graph(graph, pool=self.pool, stream=side):
                 self.step(slice(0, n), self.cache.length)
             self.live_B.copy_(live_B)
         self.graphs[n].replay()
@@ -218,6 +221,12 @@ class Slots:
             self.cache.copy_row(source, target, holds)
             self.held[target] = self.held[source]
         self.held[source], self.live_B[source] = [], False
+
+
+@cache
+def side_stream(device):
+    """The stream on which steps are captured: one, for cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream(device)
 
 
 def bucket(n, size=64):

@@ -165,7 +165,7 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
-    # inputs keep their dtype: a cache that FSDP casts to a copy would lose its writes
+    # inputs keep their dtype: positions and masks are no bf16
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -192,6 +192,7 @@ def copy_weights(model, copy):
     """Bring a plain copy to the weights that a model has now, so that ranks may call its forward different
     numbers of times. All ranks call it: one all-gather a parameter."""
     if copy is not model:
+        model.reshard()           # after a forward without a backward the root still has its weights whole
         for mine, its in zip(copy.parameters(), model.parameters(), strict=True):
             mine.copy_(its.full_tensor())
 

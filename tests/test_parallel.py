@@ -441,6 +441,8 @@ def test_bf16_keeps_fp32_masters_on_one_rank():
     try:
         model = parallel.shard(new_model(), ALONE, torch.bfloat16)
         sampler = sampler_of(model, torch.bfloat16)
+        with torch.no_grad():
+            model(sequences(1))                      # no backward follows, which leaves FSDP's root whole
         parallel.copy_weights(model, sampler)
         assert next(sampler.parameters()).dtype == sampler(sequences(1)).dtype == torch.bfloat16
         assert {p.dtype for p in model.parameters()} == {torch.float32}
