@@ -58,6 +58,8 @@ class ModelConfig:
     def load(cls, folder):
         """Read `folder`/config.json. ValueError names the file and what is missing or not implemented."""
         path = Path(folder) / "config.json"
+        if not path.parent.is_dir():
+            raise ValueError(f"{folder}: no such folder")
         if not path.is_file():
             raise ValueError(f"{path}: not found")
         try:
@@ -298,8 +300,6 @@ def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
 
     value_head: True adds one of zeros where the folder has none; else there is one where the folder has one.
     """
-    if not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder")
     config = ModelConfig.load(folder)
     new_head = value_head and not config.value_head
     with torch.device("meta"):

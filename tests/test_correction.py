@@ -175,7 +175,7 @@ def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(),
     settings = SimpleNamespace(**{"correction": "critiques", "correction_every": 1, "correction_from": "auto",
                                   "seed": seed, "slots": slots} | changes)
     rows = []
-    run = SimpleNamespace(config=settings, chat=chat, model=model, endpoint=endpoint, instruction=None,
+    run = SimpleNamespace(config=settings, chat=chat, sampler=model, endpoint=endpoint, instruction=None,
                           sampling=lambda: sampling, log=rows.append, log_endpoint=lambda: None)
     correction.correct(run, i, judged)
     assert rows == ([{"phase": "correction"} | asdict(run.instruction)] if run.instruction else [])
