@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from algorithms.losses import clipped_policy_loss, entropy, kl_k1, kl_k3, token_weight
 from lm.attention import Packed, Rows, varlen
+from lm.engine import bucket
 from lm.restrict import restricted
 from run import parallel
 
@@ -162,7 +163,7 @@ def laid_out(samples, model):
     if attention:
         ids_1T = torch.tensor([[*itertools.chain(*rows)]], device=device)
         return ids_1T, Packed(lengths, device, attention), place_of
-    longest = -(-max(map(len, rows)) // 16) * 16
+    longest = bucket(max(map(len, rows)), 16)
     ids_BT = torch.tensor([ids + [0] * (longest - len(ids)) for ids in rows], device=device)
     return ids_BT, Rows(longest, device, lengths), place_of
 

@@ -1,8 +1,8 @@
 """The first ten minutes on a GPU: what nobody could check without one, a JSON line a check with its target.
 
 Random weights, so nothing is downloaded. A check that fails, or ends in an error, is a line with "ok": false,
-and the next one goes on. In this order: what the device can do; attention by lengths against masks; decoding
-by graphs against eager, token for token; sampler and trainer in bf16; the update at two sizes, and its
+and the next one goes on. In this order: what the device can do; decoding by lengths against whole forwards,
+and by graphs against eager, token for token; sampler and trainer in bf16; the update at two sizes, and its
 memory; a whole iteration of GRPO and of GRPO with GCD at ALFWorld's sizes; faults put in, which must be seen.
 Targets are computed (GPUS.md) until somebody has met them.
 
@@ -48,8 +48,7 @@ class Bench:
         self.tiny, self.folder = tiny, Path(folder)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        self.name, self.work = "1.5B", memory.Work()
-        shape = memory.shape(self.name)
+        self.work, shape = memory.Work(), memory.shape("1.5B")
         vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
         if tiny:
             self.work = memory.Work(turns=3, most_turns=3, observation=20, response=8, judged=4, answers=2)
@@ -69,6 +68,11 @@ class Bench:
     def sampler(self):
         """What generates: loaded once."""
         return self.model().requires_grad_(False)
+
+    @cached_property
+    def prompts(self):
+        """A first prompt for each row."""
+        return [self.chat.message(seen[0], first=True) for seen in recorded(self.rows)[1]]
 
     def sync(self):
         """Wait for the device."""
@@ -107,8 +111,8 @@ def lengths(bench):
     rounds."""
     ids, logprobs = decode(bench, 24)
     with without_varlen():
-        _, others = decode(bench, 24, forced=ids)
-    gap = max(abs(a - b) for one, other in zip(logprobs, others) for a, b in zip(one, other))
+        found = update.rescore(bench.sampler, spoken(bench, ids, logprobs), update.Objective())
+    gap = found["policy/logprob_gap_max_nats"]
     used = bool(attention.varlen(bench.device, bench.dtype, bench.shape.head_dim))
     return {"largest_gap_nats": gap, "varlen": used}, gap < 0.3
 
@@ -199,38 +203,29 @@ def without_varlen():
         yield
 
 
-def decode(bench, n, forced=None):
-    """n tokens after each of the recorded episodes' first prompts: ids and logprobs by row. forced: the ids
-    to score instead of drawing."""
-    _, observations = recorded(bench.rows)
-    prompts = [bench.chat.message(seen[0], first=True) for seen in observations]
-    model = bench.sampler
-    if forced:
-        samples = [update.Sample(p + ids, [False] * len(p) + [True] * len(ids), [0.0] * len(p + ids), None, i)
-                   for i, (p, ids) in enumerate(zip(prompts, forced))]
-        scores = update.score(model, samples, update.Objective())
-        return forced, [[x for x, said in zip(score, s.sampled) if said] for score, s in zip(scores, samples)]
-    longest = max(map(len, prompts)) + n
-    slots = engine.Slots(model, bench.rows, longest, (), engine.Sampling(1.0, n))
+def decode(bench, n):
+    """n tokens after each of the prompts: ids and logprobs by row."""
+    longest = max(map(len, bench.prompts)) + n
+    slots = engine.Slots(bench.sampler, bench.rows, longest, (), engine.Sampling(1.0, n))
     slots.stop = torch.tensor([-1], device=bench.device)                       # nothing stops
-    responses = engine.generate(slots, prompts, [stream(0, i) for i in range(bench.rows)])
+    responses = engine.generate(slots, bench.prompts, [stream(0, i) for i in range(bench.rows)])
     bench.sync()
     return [r.ids for r in responses], [r.logprob for r in responses]
 
 
+def spoken(bench, ids, logprobs):
+    """What was decoded after the prompts, as Samples."""
+    return [update.Sample(p + r, [False] * len(p) + [True] * len(r), [0.0] * len(p + r),
+                          [0.0] * len(p) + old, i)
+            for i, (p, r, old) in enumerate(zip(bench.prompts, ids, logprobs))]
+
+
 def gap_of(bench, stale=False, temperature=1.0):
     """Mean and largest gap between the sampler's logprobs and a trainer's, FSDP and all."""
-    ids, logprobs = decode(bench, 16)
-    _, observations = recorded(bench.rows)
-    model = bench.model(torch.float32)
+    samples, model = spoken(bench, *decode(bench, 16)), bench.model(torch.float32)
     if stale:
         qwen.init_weights(model, 1)
-    ranks = parallel.Ranks(0, 1, bench.device)
-    model = parallel.shard(model, ranks, bench.dtype)
-    prompts = [bench.chat.message(seen[0], first=True) for seen in observations]
-    samples = [update.Sample(p + r, [False] * len(p) + [True] * len(r), [0.0] * len(p + r),
-                             [0.0] * len(p) + old, i)
-               for i, (p, r, old) in enumerate(zip(prompts, ids, logprobs))]
+    model = parallel.shard(model, parallel.Ranks(0, 1, bench.device), bench.dtype)
     found = update.rescore(model, samples, replace(update.Objective(), temperature=temperature))
     return found["policy/logprob_gap_nats"], found["policy/logprob_gap_max_nats"]
 
