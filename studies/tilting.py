@@ -52,7 +52,7 @@ def k3_mass(q, beta):
     return ((1 - beta) + math.sqrt((1 - beta) ** 2 + 4 * beta * q)) / 2
 
 
-def std_mass(q, beta, eps=1e-6, step=1e-3):
+def std_mass(q, beta, eps=1e-6):
     """Where rewards over their std lead: the smallest p above Q with logit p = logit Q + 1 / (beta std),
     std sqrt(p (1 - p)) + eps, which small steps from Q come to first; 1 where there is none.
 
@@ -62,12 +62,9 @@ def std_mass(q, beta, eps=1e-6, step=1e-3):
     def beyond(x):
         return x - logit(q) - 1 / (beta * (math.sqrt(sigmoid(x) * (1 - sigmoid(x))) + eps))
 
-    x = logit(q)
-    while beyond(x) < 0:
-        x += step
-        if x > 36:                              # 1 - p would be rounding
-            return 1.0
-    low, high = x - step, x
+    low, high = logit(q), 2 * math.asinh(beta)     # there x - 1 / (beta std), concave, is largest: 1 / std is
+    if low >= high or beyond(high) < 0:            # 2 cosh(x / 2), but for eps
+        return 1.0
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (middle, high) if beyond(middle) < 0 else (low, middle)
