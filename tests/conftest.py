@@ -20,6 +20,7 @@ from lm import model as qwen
 from lm.chat import Chat
 
 torch.set_num_threads(1)          # as in runs of gcd.py: more are slower on models of this size
+os.fsync = lambda descriptor: None      # no test cuts the power, and waiting for the disk is a tenth of them
 QWEN_TOKENIZER = Path(os.environ.get("QWEN_TOKENIZER") or
                       Path(__file__).parents[2] / "shared" / "data" / "qwen2.5-tokenizer")
 WITHOUT_QWEN = ("needs Qwen2.5's tokenizer: name the folder of any Qwen2.5 model from the hub in "
