@@ -15,7 +15,9 @@ start is trained first, and both sides go on from it at a learning rate that cha
 import argparse
 import contextlib
 import io
+import itertools
 import json
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -31,7 +33,7 @@ from run import files, parallel
 from run.setup import prepare
 
 OUT = ROOT / "results" / "cpu.json"
-TURNS, REPEATS = (10, 20, 40), 3
+TURNS, REPEATS, STEPS = (10, 20, 40), 3, 3
 COLD_START = ("--iterations", "0", "--evaluate", "none")
 SAME = ("--demonstrations", "0", "--minibatches", "1", "--lr", "1e-12", "--evaluate", "none",
         "--dynamic-sampling", "keep")
@@ -59,22 +61,21 @@ def of_rollouts(turns, repeats, episodes=64):
 
 
 def iteration_seconds(folder, out, *flags):
-    """Seconds of gcd.iteration, the second one."""
+    """Seconds of gcd.iteration, the median of STEPS after a first one, which meets an empty allocator."""
     settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *SAME, *flags])
     with contextlib.ExitStack() as held, contextlib.redirect_stderr(io.StringIO()):
         run = prepare(settings, parallel.Ranks(0, 1, torch.device("cpu")), False, held)
         settings.algorithm.begin(run.model, run.objective(), settings.minibatches, run.shard)
-        for i in range(2):
-            start = time.perf_counter()
-            gcd.iteration(run, i, None)
-    return time.perf_counter() - start
+        clock = [time.perf_counter() for i in range(1 + STEPS) if gcd.iteration(run, i, None)]
+    return statistics.median(end - start for start, end in itertools.pairwise(clock))
 
 
 def trl_seconds(folder, out):
-    """Seconds of one step of TRL's trainer on as many episodes."""
+    """Seconds of a step of TRL's trainer on as many episodes, the mean of STEPS."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
-        trl_grpo.main(["--model", str(folder), "--out", str(out), "--lr", "1e-12"])
+        trl_grpo.main(["--model", str(folder), "--out", str(out), "--lr", "1e-12",
+                        "--steps", str(STEPS)])
     line = next(line for line in printed.getvalue().splitlines() if line.startswith('{"bench"'))
     return json.loads(line)["s_per_step"]
 
