@@ -28,7 +28,7 @@ from run import files
 TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "results"
-PAGES = tuple(ROOT / f"{name}.md" for name in ("README", "RESULTS", "RELIABILITY", "GPUS"))
+PAGES = tuple(ROOT / f"{name}.md" for name in ("README", "RESULTS", "RELIABILITY"))
 NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files that are no table1's
          "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json"}
 
