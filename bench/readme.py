@@ -1,8 +1,8 @@
 """The tables of README.md and RESULTS.md, from results/: a page chooses rows and columns, this fills them in.
 
 A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD),
-`chaos` (attacks and what was survived), `twins` (the study's arms), `origin` (its axes), `memory` (stages) or
-a benchmark: its rows are rows or differences of bench.table1, its columns are told by their heads:
+`chaos` (attacks and what was survived), `twins` (the study's arms), `origin` (its axes), `memory` (stages),
+`cpu` (ratios) or a benchmark: its rows are rows or differences of bench.table1, its columns are told by their heads:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the split before it)
@@ -30,7 +30,8 @@ CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MUL
 RESULTS = ROOT / "results"
 PAGES = tuple(ROOT / f"{name}.md" for name in ("README", "RESULTS", "RELIABILITY"))
 NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files that are no table1's
-         "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json"}
+         "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json",
+         "cpu": "cpu.json"}
 
 
 def result_path(name):
@@ -100,8 +101,21 @@ def memory_row(result, name, _):
     return [name, *sizes, f"{sum(row['seconds'].values()):.0f}"]
 
 
+def cpu_row(result, name, _):
+    """A ratio of seconds: "rollout of N turns" with seconds and tokens of an episode, ours and generate's;
+    "iteration", TRL's over ours; "GCD", with it over without."""
+    if name in ("iteration", "GCD"):
+        ours, theirs = {"iteration": ("grpo", "trl"), "GCD": ("gcd", "grpo")}[name]
+        seconds = (f"{statistics.fmean(result['seconds'][side]):.2f} s" for side in (ours, theirs))
+        return [name, with_half(result[name.lower()]), *seconds, "", ""]
+    row = result["rollout"][name.split()[2]]
+    sides = [row["ours"], row["generate"]]
+    return [name, with_half(row["ratio"]), *(f"{1000 * side['s_per_episode']:.1f} ms" for side in sides),
+            *(f"{side['tokens_per_episode']:,.0f}" for side in sides)]
+
+
 ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
-        "memory": memory_row}
+        "memory": memory_row, "cpu": cpu_row}
 
 
 def cells_of(line):
