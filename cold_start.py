@@ -3,7 +3,8 @@
 Demonstrations are those of the world's expert, replayed through the very `Conversation` that RL plays in, and
 imitated through `update()` itself. Flags say which kind of cold start it is: none (--demonstrations 0), plain
 (--judge-demonstrations 0), with generative judge examples, or with value examples (--judge-kind value); with
-RLVMR's tags by rule (--prompt tags); with instructions. Left out: rejection sampling of the model's episodes.
+RLVMR's tags by rule (--prompt tags); with instructions; with practice beside the expert (--dagger). Left out:
+rejection sampling of the model's episodes.
 """
 
 import itertools
@@ -22,23 +23,88 @@ import rollout
 import update
 from envs import EpisodeLost
 from lm.engine import Response
+from rollout import Seat
 from run import parallel
 from run.parallel import generator, stream
 
-DEMONSTRATION, QUESTIONS, ORDER = 2, 3, 4      # what a random stream is for: the second number of its name
+# What a random stream is for: the second number of its name
+DEMONSTRATION, QUESTIONS, ORDER, PRACTICE = 2, 3, 4, 9
 # Where demonstrations begin among training tasks: other rooms than RL's; real games are few and shared
 FIRST = 5_000_000
+ROUND = 512            # episodes that the learner practises between two looks at how it plays now
 
 
 def cold_start(run):
     """Imitate the expert: the policy first, then policy and judge. Joint from scratch the policy starves."""
     config = run.config
     episodes = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
-    policy = [replace(sample, logprob_old=None)              # imitated: there is no old policy
-              for episode in episodes for sample in update.samples_of(episode)]
-    done = imitate(run, policy, len(episodes), config.cold_start_epochs, "cold start: policy", 0)
-    policy_and_judge = policy + judge_questions(run)
-    imitate(run, policy_and_judge, len(episodes), config.judge_epochs, "cold start: policy and judge", done)
+    policy = samples_of(episodes)
+    batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
+    imitate(run, batches, len(batches), "cold start: policy", 0)
+    done, judged = len(batches), judge_questions(run)
+    if config.dagger:
+        batches, n = practice(run, judged), sum(steps_of(run, episodes) for _, episodes in rounds_of(config))
+    else:
+        batches = batches_of(run, policy + judged, len(episodes), config.judge_epochs)
+        n = len(batches)
+    imitate(run, batches, n, "cold start: policy and judge", done)
+
+
+def samples_of(episodes):
+    """Episodes as what is to be imitated: there is no old policy."""
+    return [replace(sample, logprob_old=None) for episode in episodes
+            for sample in update.samples_of(episode)]
+
+
+def rounds_of(config):
+    """(place of the first, how many) of the episodes of each round of practice."""
+    return [(k, min(ROUND, config.dagger - k)) for k in range(0, config.dagger, ROUND)]
+
+
+def practice(run, judged):
+    """DAgger (arXiv:1011.0686), batch by batch: the learner plays, the expert beside it.
+
+    Of each episode a share of the turns, drawn between 0 and 1, is the learner's and the rest the expert's;
+    imitated is what the expert would do, where that was done. So states are met to which the learner's own
+    mistakes lead. Each round is played with the weights that there are. The judge's questions are spread over
+    all rounds.
+    """
+    config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
+    first = FIRST + config.demonstrations + config.judge_demonstrations
+    for i, (k, n) in enumerate(rounds):
+        parallel.copy_weights(run.model, run.sampler)
+        tasks = run.world.train(config.cold_start_types, first + k, n)
+        coached = [Coached(Seat(task, j, stream(config.seed, PRACTICE, k + j), j), run)
+                   for j, task in enumerate(tasks) if j % ranks.world == ranks.rank]
+        coaches = {one.seat.index: one.speak for one in coached}
+        episodes = run.play([one.seat for one in coached], run.sampling(), f"practice {i}", coaches=coaches)
+        run.stop_if_asked({"iteration": None})
+        for episode, one in zip(episodes, coached, strict=True):
+            for turn, advice in zip(episode.turns, one.advice, strict=True):
+                turn.advantage = float(turn.action == advice)
+        shares = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
+        run.log({"phase": "practice", "round": i} | {key: shares[key] for key in ("success", "invalid_frac")})
+        questions = [sample for sample in judged if sample.episode % len(rounds) == i]
+        yield from shuffled_batches(samples_of(episodes) + questions, steps_of(run, n),
+                                    generator(config.seed, ORDER, k + 1))
+
+
+class Coached:
+    """An episode of practice: what the expert would do at each turn, and whether it does."""
+
+    def __init__(self, seat, run):
+        self.seat, self.chat, self.advice = seat, run.chat, []
+        self.coach, self.rng = run.world.coach(seat.task, seat.stream), random.Random(seat.stream)
+        self.share = self.rng.random()
+
+    def speak(self, conversation):
+        """The expert's response to the turn that comes, or None: the learner's."""
+        turns = conversation.episode.turns
+        if not turns:
+            self.advice = []                     # it begins, or begins again
+        self.coach.see(conversation.reply.observation, (turns[-1].action or "") if turns else None)
+        self.advice.append(self.coach.advice())
+        return None if self.rng.random() < self.share else self.chat.respond(self.advice[-1])
 
 
 def shown_to_all(run, first, n, mistake_rate):
@@ -147,28 +213,35 @@ def judge_questions(run):
     return samples
 
 
-def imitate(run, samples, n_episodes, epochs, name, done):
-    """Epochs of cross-entropy on samples, a good and a bad judge question in one step; the number of steps.
-    done: steps of earlier stages, so that the log counts on."""
+def batches_of(run, samples, n_episodes, epochs):
+    """Epochs of samples in batches, a good and a bad judge question in one step."""
+    n = steps_of(run, n_episodes)
+    return [batch for epoch in range(epochs)
+            for batch in shuffled_batches(samples, n, generator(run.config.seed, ORDER, epoch))]
+
+
+def steps_of(run, n_episodes):
+    """The steps of an epoch of so many episodes."""
+    return max(1, n_episodes // run.config.cold_start_batch)
+
+
+def imitate(run, batches, n, name, done):
+    """Cross-entropy on n batches. done: steps of earlier stages, so that the log counts on."""
     config, ranks = run.config, run.ranks
     objective = update.Objective(
         judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
         microbatch_tokens=config.microbatch_tokens)
-    n, batches = max(1, n_episodes // config.cold_start_batch), []
-    for epoch in range(epochs):
-        batches += shuffled_batches(samples, n, generator(config.seed, ORDER, epoch))
-    bar = tqdm(batches, desc=name, unit="step", disable=ranks.rank > 0)
+    bar = tqdm(batches, desc=name, unit="step", total=n, disable=ranks.rank > 0)
     for step, batch in enumerate(bar):
         mine = [s for s in batch if s.episode % ranks.world == ranks.rank]
-        metrics = run.step(mine, objective, config.cold_start_lr * (1 - step / len(batches)))
-        if step % 20 == 0 or step == len(batches) - 1:
+        metrics = run.step(mine, objective, config.cold_start_lr * (1 - step / n))
+        if step % 20 == 0 or step == n - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
             run.log({"phase": "cold_start", "stage": name, "step": done + step,
                      "cold_start/loss": metrics["policy/nll_nats"],
                      "cold_start/judge_loss": metrics["judge/nll_nats"],
                      "cold_start/grad_norm": metrics["policy/grad_norm"]})
         run.stop_if_asked({"iteration": None})      # nothing to resume from
-    return len(batches)
 
 
 def shuffled_batches(samples, n, rng):

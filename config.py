@@ -66,6 +66,8 @@ class Config:
     thoughts: str = opt("template", "a set sentence, or --endpoint's", ("template", "endpoint"), needs=WRITES)
     instructions: bool = opt(False, "instructions in a random half of the demonstrations, for --correction")
     mistake_rate: float = opt(0.05, "share of mistakes injected; recoveries are imitated", low=0, high=0.5)
+    dagger: int = opt(0, "episodes that the learner plays in the second stage, the expert beside it; 0: the "
+                      "demonstrations are shown again", low=0)
     cold_start_epochs: int = opt(1, "epochs of policy imitation", low=0)
     cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
     cold_start_batch: int = opt(4, "episodes per step", low=1)
@@ -161,6 +163,9 @@ class Config:
                f"--judge-labels={labels}: {self.env} has no oracle")
         refuse(self.demonstrations and self.world.expert is None,
                f"--demonstrations={self.demonstrations}: {self.env} has no expert; 0 starts RL from nothing")
+        refuse(self.dagger and self.world.coach is None,
+               f"--dagger={self.dagger}: {self.env} has no expert that goes on from what another has played")
+        refuse(self.dagger and not self.demonstrations, f"--dagger={self.dagger}: needs --demonstrations")
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
                                          (f"--judge-labels={labels}", "endpoint" in labels)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")

@@ -12,7 +12,7 @@ from itertools import chain, pairwise
 from time import perf_counter
 
 from envs import EpisodeLost, Task
-from lm.engine import Slots
+from lm.engine import Response, Slots
 from run.parallel import stream
 
 # What is recorded
@@ -165,7 +165,7 @@ def check_room(task, prompt, max_response_tokens, context):
 
 
 def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail",
-         on_end=lambda episode: None, asked_to_stop=False, admissible_only=False, waits=None):
+         on_end=lambda episode: None, asked_to_stop=False, admissible_only=False, waits=None, coaches=None):
     """Play every seat once and return its Episode, in the order of the seats.
 
     One slot per environment; a slot whose episode has ended takes the next seat, and when none waits the last
@@ -174,8 +174,9 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
     called as each one ends. Whoever asks to stop (true from one tick to the next) gets those that ended so
     far; they are not to be used. admissible_only: responses give possible commands only, see
     `Chat.restriction`; one longer than max_response_tokens is cut as ever. waits: a dict to which the seconds
-    are added that "environments" and "device" were waited for. ValueError where a first prompt leaves no room
-    for a response within `context` tokens.
+    are added that "environments" and "device" were waited for. coaches: {a seat's index: a function of its
+    Conversation that gives the ids of a response in the model's place, or None}. ValueError where a first
+    prompt leaves no room for a response within `context` tokens.
     """
     slots = Slots(model, min(len(envs), len(seats)), context, chat.stop_ids, sampling)
     room, share = context - sampling.max_response_tokens, len({seat.group for seat in seats}) < len(seats)
@@ -225,6 +226,11 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
                 live[row], live[-1].row = live[-1], row
                 live.pop()
                 slots.move(len(live), row)
+        for conversation in list(ready) if coaches else ():
+            if ids := coaches[conversation.seat.index](conversation):
+                conversation.say(Response(ids, [], False))
+                ready.remove(conversation)
+                asked.append(conversation)
         clock.append(perf_counter())
         if ready:
             ready.sort(key=lambda conversation: conversation.row)

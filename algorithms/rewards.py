@@ -18,7 +18,7 @@ class Settings:
     """What an episode earns; every algorithm has these flags."""
 
     variant = "paper"            # no flag; an algorithm that has a second variant makes it one
-    success_reward: float = opt(1.0, "reward of a won episode")
+    success_reward: float = opt(1.0)       # of a won episode
     invalid: str = opt("admissible", "invalid is a turn whose command is not admissible, or (verl-agent's "
                        "code) without a command", ("admissible", "format"))
     invalid_penalty: float = opt(0.1, "taken off for invalid turns", low=0)

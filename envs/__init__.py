@@ -101,6 +101,8 @@ class World:
 
     # What a world may have
     expert = None      # expert(envs): has .show(task, seed, mistake_rate, max_turns) and .restarts so far
+    coach = None       # coach(task, seed): the expert beside a player; has .see(observation, command=None),
+                       # the first observation or a command's answer, and .advice(), a command
     oracle = None      # oracle(observations, commands): "good", "bad" or None for each, from its prefix
     labels = {}        # {kind: function(episode) -> a label per turn}: kinds of labels beside the judge's
 

@@ -11,6 +11,7 @@ other stacks, the game also stands behind ALFWorld's interface: `from envs.house
 
 import argparse
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import envs
 from envs._terminal import play_in_terminal
@@ -75,9 +76,18 @@ class World(envs.World):
         """The text of a real game; a generated room is all in its id."""
         return f"{task.problem.task_desc}\n{task.problem.pddl}" if hasattr(task.problem, "pddl") else ""
 
+    @cached_property
+    def searcher(self):
+        """The search expert; its prior is counted once."""
+        return expert.Expert(self.train("all", *PRIOR))
+
     def expert(self, envs):
         """The search expert; it plays in the pure Python game whatever the engine, so not in `envs`."""
-        return expert.Expert(self.train("all", *PRIOR))
+        return self.searcher
+
+    def coach(self, task, seed):
+        """The search expert beside a player: it reads what is observed, so any engine will do."""
+        return self.searcher.coach(task, seed)
 
     def oracle(self, observations, commands):
         """What the prefix lets one know of each turn, see expert.oracle_labels."""

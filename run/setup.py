@@ -112,14 +112,14 @@ class Run:
         """A model over the ranks, by the flags."""
         return sharded(model, self.config, self.ranks, self.chat.small, frozen)
 
-    def play(self, seats, sampling, name, max_turns=None):
+    def play(self, seats, sampling, name, max_turns=None, coaches=None):
         """Play the seats with the sampler's weights, behind a progress bar."""
         config, hidden = self.config, self.ranks.rank > 0
         with tqdm(total=len(seats), desc=name, unit="episode", leave=False, disable=hidden) as bar:
             return rollout.play(self.sampler, self.chat, self.envs, seats, sampling,
                                 max_turns or config.max_turns, config.context, config.history,
                                 config.on_truncation, lambda episode: bar.update(), self.asked_to_stop,
-                                config.admissible_only, self.waits)
+                                config.admissible_only, self.waits, coaches)
 
     def step(self, samples, objective, rate):
         """One optimizer step; a batch that is not finite is stored before every rank stops."""

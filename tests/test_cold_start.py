@@ -6,6 +6,7 @@ and tags, and in which steps.
 That a model learns from it is tests/test_train.py's.
 """
 
+import math
 import random
 import re
 from dataclasses import replace
@@ -27,6 +28,7 @@ from lm import model as qwen
 from lm.chat import TAGS, Chat
 from lm.engine import Response
 from rollout import Seat
+from run.parallel import stream
 from update import Sample
 
 pytestmark = pytest.mark.fast
@@ -408,7 +410,9 @@ def test_batches_are_drawn_from_the_generator():
 def test_imitation_shows_everything_once_an_epoch_at_a_falling_rate(chat):
     run = make_run(chat, "--cold-start-lr", 0.01)
     samples = make_samples(9, 4, random.Random(1))
-    assert cold_start.imitate(run, samples, 9, 3, "stage", 100) == 12        # 9 // 2 steps an epoch
+    batches = cold_start.batches_of(run, samples, 9, 3)
+    cold_start.imitate(run, batches, len(batches), "stage", 100)
+    assert len(run.steps) == 12                                                # 9 // 2 steps an epoch
     assert all({s.kind for s in batch} == {"policy", "judge"} for batch, _ in run.steps)
     for epoch in range(3):
         shown = [s for batch, _ in run.steps[4 * epoch:4 * epoch + 4] for s in batch]
@@ -423,7 +427,7 @@ def test_ranks_share_a_step_out():
     samples = make_samples(9, 4, random.Random(2))
     alone, *ranks = runs = [make_run(None), make_run(None, ranks=2, rank=0), make_run(None, ranks=2, rank=1)]
     for run in runs:
-        cold_start.imitate(run, samples, 9, 2, "stage", 0)
+        cold_start.imitate(run, cold_start.batches_of(run, samples, 9, 2), 8, "stage", 0)
     for (whole, rate), *parts in zip(alone.steps, *[run.steps for run in ranks], strict=True):
         assert sorted(map(id, whole)) == sorted(id(s) for batch, _ in parts for s in batch)
         assert [part_rate for _, part_rate in parts] == [rate, rate]
@@ -449,3 +453,87 @@ def test_without_a_judge_there_is_one_kind(chat):
     cold_start.cold_start(run)
     assert {sample.kind for batch, _ in run.steps for sample in batch} == {"policy"}
     assert {row["stage"] for row in run.rows if "stage" in row} == {"cold start: policy"}
+
+
+# Practice beside the expert
+
+@pytest.fixture
+def practising(chat, monkeypatch):
+    """make(*flags): a run in generated rooms with rounds of 4 episodes; its learner only says "look"."""
+    copied = []
+    monkeypatch.setattr(cold_start, "ROUND", 4)
+    monkeypatch.setattr(cold_start.parallel, "copy_weights", lambda model, copy: copied.append(model))
+
+    def play(seats, sampling, name, coaches):
+        episodes = []
+        for seat in seats:
+            conversation, ended = rollout.Conversation(seat, Game(), chat, 0).begin(), False
+            while not ended:
+                ids = coaches[seat.index](conversation) or chat.respond("look")
+                ended = conversation.act(Response(ids, [], False), 20, math.inf)
+            episodes.append(conversation.episode)
+        return episodes
+
+    def make(*flags, **changes):
+        run = make_run(chat, "--demonstrations", 4, *flags, **changes)
+        run.model, run.sampler, run.sampling, run.play = "model", "copy", lambda: None, play
+        run.copied = copied
+        return run
+    return make
+
+
+def practised(run, judged=()):
+    """The batches of practice, and {episode's place: its sample}."""
+    batches = list(cold_start.practice(run, list(judged)))
+    policy = [s for batch in batches for s in batch if s.kind == "policy"]
+    return batches, {(s.turns[0].observation, s.episode): s for s in policy}
+
+
+def test_in_practice_the_experts_commands_are_imitated_and_no_others(practising):
+    run = practising("--dagger", 40)
+    batches, samples = practised(run)
+    assert len(samples) == 40 and len(run.copied) == 10 == len(run.rows)
+    shares = []
+    for i in range(10):
+        tasks = run.world.train("all", cold_start.FIRST + 2004 + 4 * i, 4)
+        for j, task in enumerate(tasks):
+            sample = samples[Game().reset(task).observation, j]
+            coach = run.world.coach(task, stream(0, cold_start.PRACTICE, 4 * i + j))
+            coach.see(sample.turns[0].observation)
+            for turn, after in zip(sample.turns, [*sample.turns[1:], None]):
+                assert turn.advantage == float(turn.action == coach.advice())
+                if after:
+                    coach.see(after.observation, turn.action)
+            shares.append(sum(turn.advantage for turn in sample.turns) / len(sample.turns))
+            weights = [a for a, sampled in zip(sample.advantage, sample.sampled) if sampled]
+            assert set(weights) <= {0.0, 1.0} and sample.logprob_old is None
+    assert min(shares) < 0.3 and max(shares) == 1.0               # a share of its own for each
+    assert len(batches) == sum(cold_start.steps_of(run, n) for _, n in cold_start.rounds_of(run.config)) == 20
+
+
+def test_a_last_round_may_be_short_and_questions_are_asked_once(practising):
+    run, judged = practising("--dagger", 10), make_samples(0, 6, random.Random(3))
+    batches, samples = practised(run, judged)
+    assert [n for _, n in cold_start.rounds_of(run.config)] == [4, 4, 2] and len(batches) == 2 + 2 + 1
+    asked = [s for batch in batches for s in batch if s.kind == "judge"]
+    assert sorted(map(id, asked)) == sorted(map(id, judged))
+    for batch in batches:                                                    # a good one and its bad one
+        numbers = [s.episode for s in batch if s.kind == "judge"]
+        assert sorted(numbers) == sorted(2 * [*dict.fromkeys(numbers)])
+
+
+def test_ranks_share_a_round_out(practising):
+    alone, *ranks = (practised(practising("--dagger", 8, ranks=n, rank=rank))[1]
+                     for n, rank in ((1, 0), (2, 0), (2, 1)))
+    assert not ranks[0].keys() & ranks[1].keys()
+    assert {key: sample.ids for part in ranks for key, sample in part.items()} == {
+        key: sample.ids for key, sample in alone.items()}
+
+
+def test_practice_takes_the_place_of_the_second_showing(practising):
+    run = practising("--dagger", 8, "--judge-demonstrations", 4, "--judge-labels", "oracle")
+    cold_start.cold_start(run)
+    assert len(run.steps) == 2 + 4
+    assert [rate for _, rate in run.steps[2:]] == pytest.approx(
+        [run.config.cold_start_lr * (1 - step / 4) for step in range(4)])
+    assert sum(s.kind == "judge" for batch, _ in run.steps for s in batch) == 4

@@ -79,8 +79,8 @@ def test_help_shows_what_a_flag_brings(capsys, chosen, more):
 
 def test_help_shows_the_defaults_of_the_run_that_is_asked_about(capsys):
     _, printed = help_of(capsys, "--preset", "paper", "--algo", "ppo", "--variant", "code")
-    for flag, default in (("--tasks", "128"), ("--lr", "1e-06"), ("--success-reward", "10.0"),
-                          ("--invalid", "format"), ("--demonstrations", "300")):
+    for flag, default in (("--tasks", "128"), ("--lr", "1e-06"), ("--invalid", "format"),
+                          ("--demonstrations", "300")):
         text = re.search(rf"(?ms)^  {flag}\b.*?\(default:\s+(\S+)\)", printed)
         assert text[1] == default, flag
 
@@ -166,8 +166,8 @@ def test_the_released_code_brings_its_defaults(algo):
         assert {name: told[name] for name in brought} == brought
     assert brought["success_reward"] == 10.0 and brought["invalid"] == "format"
     assert parse("--algo", algo).settings()["success_reward"] == 1.0
-    told = parse("--algo", algo, "--variant", "code", "--success-reward", 3).settings()
-    assert told == parse("--algo", algo, "--variant", "code").settings() | {"success_reward": 3.0}
+    told = parse("--algo", algo, "--variant", "code", "--invalid-penalty", 3).settings()
+    assert told == parse("--algo", algo, "--variant", "code").settings() | {"invalid_penalty": 3.0}
 
 
 def test_a_world_brings_its_defaults():
@@ -231,7 +231,9 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--max-response-tokens 1024", "--max-response-tokens=1024: not below --context=1024"),
     ("--context 64", "--judge-response-tokens=4: leaves no room"), ("--hidden-size 33", "--hidden-size=33"),
     ("--threads 1000000", "--threads=1000000: expected 1 to 256"), ("--tasks 1e9", "--tasks"),
-    ("--lr 1e300", "--lr=1e+300"), ("--success-reward nan", "--success-reward=nan"),
+    ("--env twins --dagger 8", "--dagger=8: twins has no expert that goes on"),
+    ("--demonstrations 0 --dagger 8", "--dagger=8: needs --demonstrations"),
+    ("--lr 1e300", "--lr=1e+300"), ("--invalid-penalty nan", "--invalid-penalty=nan"),
     ("--algo gigpo --group-size 1", "--group-size=1: --algo gigpo compares"),
     ("--algo ppo --dynamic-sampling drop", "--dynamic-sampling=drop: --algo ppo compares no groups"),
     ("--algo reinforce --dynamic-sampling refill", "--dynamic-sampling=refill: --algo reinforce compares no"),

@@ -222,7 +222,7 @@ def wait_for(condition, run, limit_s=300):
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     (["--algo", "gigpo"], "algo was grpo, is gigpo; normalize_std was False, is True"),
-    (["--seed", 1], "seed was 0, is 1"), (["--success-reward", 2], "success_reward was 1.0, is 2.0"),
+    (["--seed", 1], "seed was 0, is 1"), (["--invalid-penalty", 2], "invalid_penalty was 0.1, is 2.0"),
     (["--iterations", 1], "--iterations=1: --resume finds 2 done"),
     (["--iterations", 9], "iterations was 2, is 9")])
 def test_a_run_goes_on_with_its_own_settings_only(start, trained, tmp_path, capsys, flags, message):

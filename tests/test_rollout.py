@@ -10,7 +10,7 @@ import json
 from collections import Counter
 
 import pytest
-from conftest import NOTHING, Corridor, make_seats
+from conftest import COMMANDS, NOTHING, Corridor, make_seats
 from test_engine import slow_response
 
 import rollout
@@ -33,8 +33,9 @@ def model(model):
 
 # The slow oracle
 
-def slow_play(model, tokenizer, seat, sampling, max_turns, history=0, on_truncation="fail"):
-    """(prompt ids, response ids, logprobs) of each turn; the prompts are put together from scratch."""
+def slow_play(model, tokenizer, seat, sampling, max_turns, history=0, on_truncation="fail", told=()):
+    """(prompt ids, response ids, logprobs) of each turn; the prompts are put together from scratch.
+    told: {turn: text of the response that is given there}."""
     def encode(text):
         return tokenizer.encode(text, add_special_tokens=False)
 
@@ -44,8 +45,11 @@ def slow_play(model, tokenizer, seat, sampling, max_turns, history=0, on_truncat
     head = encode(f"<|user|>{reply.observation}<|assistant|>")
     while len(turns) < max_turns and not reply.done:
         prompt = head + [i for exchange in exchanges[-history:] for i in exchange]      # -0 is 0: all of them
-        ids, logprobs = slow_response(model, prompt, parallel.stream(seat.stream, len(turns)), stops,
-                                      sampling.temperature, sampling.max_response_tokens)
+        if len(turns) in told:
+            ids, logprobs = encode(told[len(turns)]), []
+        else:
+            ids, logprobs = slow_response(model, prompt, parallel.stream(seat.stream, len(turns)), stops,
+                                          sampling.temperature, sampling.max_response_tokens)
         turns.append((prompt, ids, logprobs))
         cut = ids[-1] not in stops
         if cut and on_truncation == "fail":
@@ -80,6 +84,26 @@ def test_played_tokens_and_logprobs_are_the_slow_ones(model, chat, tokenizer, te
         assert tokens_of([episode]) == [[(prompt, ids) for prompt, ids, _ in slow]]
         for turn, (_, _, logprobs) in zip(episode.turns, slow):
             assert turn.logprob_old == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+def test_a_coach_may_speak_in_the_models_place(model, chat, tokenizer, slots):
+    seats = make_seats(4, 2)
+    told = {i: {t: f"{COMMANDS[(i + t) % 3]}<|im_end|>" for t in range(i % 3, 9, 2)} for i in range(8)}
+
+    def coach(conversation):
+        text = told[conversation.seat.index].get(len(conversation.episode.turns))
+        return text and chat.encode(text)
+
+    coaches = {seat.index: coach for seat in seats}
+    episodes = fast_play(model, chat, seats, slots=slots, on_truncation="invalid", coaches=coaches)
+    for seat, episode in zip(seats, episodes, strict=True):
+        slow = slow_play(model, tokenizer, seat, Sampling(max_response_tokens=LIMIT), 6, 0, "invalid",
+                         told[seat.index])
+        assert tokens_of([episode]) == [[(prompt, ids) for prompt, ids, _ in slow]]
+        for turn, (_, _, logprobs) in zip(episode.turns, slow, strict=True):
+            assert turn.logprob_old == pytest.approx(logprobs, abs=1e-5)
+    assert {bool(turn.logprob_old) for episode in episodes for turn in episode.turns} == {True, False}
 
 
 def test_the_fixture_meets_every_case(model, chat):

@@ -459,6 +459,16 @@ def test_out_of_memory_names_what_to_turn(start, tmp_path, capsys, monkeypatch, 
 
 
 @pytest.mark.fast
+def test_a_learner_practises_beside_the_expert(tmp_path):
+    assert train(tmp_path, "--demonstrations", 8, "--judge-demonstrations", 4, "--dagger", 6,
+                 "--iterations", 0) == 0
+    lines = files.read_lines(tmp_path / "metrics.jsonl")[0]
+    practice, = (line for line in lines if line.get("phase") == "practice")
+    assert 0 <= practice["success"] <= 1 and 0 < practice["invalid_frac"] < 1
+    assert {line["stage"] for line in lines if line.get("phase") == "cold_start"} == {
+        "cold start: policy", "cold start: policy and judge"}
+
+
 def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
     """The critic and the reference once passed through the temporary directory, gigabytes of them."""
     def refuse(*arguments, **options):

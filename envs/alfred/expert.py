@@ -287,15 +287,16 @@ class SearchExpert:
         if not unsearched:            # it has been moved out of sight: look into everything again
             far = [name for name in belief.receptacles if not belief.is_near(name)]
             return f"go to {self.rng.choice(far)}"
-        place = max(unsearched, key=lambda name: (self._chance(belief, name), self.rng.random()))
+        counts = Counter(map(type_of, belief.receptacles))
+        place = max(unsearched, key=lambda name: (self._chance(belief, name, counts), self.rng.random()))
         if not belief.is_near(place):
             return f"go to {place}"
         return f"open {place}" if place in belief.closed else f"examine {place}"
 
-    def _chance(self, belief, receptacle):
-        """Chance per turn of finding the missing thing there."""
-        count = sum(type_of(name) == type_of(receptacle) for name in belief.receptacles)
-        chance = self.prior.get(missing(belief), {}).get(type_of(receptacle), self.UNHEARD) / count
+    def _chance(self, belief, receptacle, counts):
+        """Chance per turn of finding the missing thing there. counts: of the room's receptacles, by type."""
+        kind = type_of(receptacle)
+        chance = self.prior.get(missing(belief), {}).get(kind, self.UNHEARD) / counts[kind]
         is_far = not belief.is_near(receptacle)
         has_door = type_of(receptacle) in DOORS and receptacle not in belief.opened
         return chance / max(1, is_far + has_door)
@@ -303,19 +304,37 @@ class SearchExpert:
 
 # Demonstrations
 
+class Coach:
+    """The expert beside a player: what it would do now, whoever gave the commands so far."""
+
+    def __init__(self, prior, rng):
+        self.expert, self.belief = SearchExpert(prior, rng), None
+
+    def see(self, observation, command=None):
+        """Take in the first observation, then each command with the answer to it."""
+        if command is None:
+            self.belief = Belief(observation)
+        else:
+            self.belief.update(command, observation)
+
+    def advice(self):
+        """The command that the expert would give."""
+        return self.expert.act(self.belief)
+
+
 def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
     """One episode of the expert, who now and then errs and then goes on from what it sees."""
     rng = random.Random(f"{task.id}/{seed}")
-    expert, reply = SearchExpert(prior, rng), env.reset(task, seed)
-    belief = Belief(reply.observation)
+    coach, reply = Coach(prior, rng), env.reset(task, seed)
+    coach.see(reply.observation)
     replies, commands, mistakes = [reply], [], []
     while not reply.done and len(commands) < max_turns:
-        command, erred = expert.act(belief), rng.random() < mistake_rate
+        command, erred = coach.advice(), rng.random() < mistake_rate
         if erred:
-            wrong = mistake(belief, reply.admissible, rng)
+            wrong = mistake(coach.belief, reply.admissible, rng)
             command, erred = wrong, wrong != command
         reply = env.step(command)
-        belief.update(command, reply.observation)
+        coach.see(reply.observation, command)
         commands.append(command)
         mistakes.append(erred)
         replies.append(reply)
@@ -345,6 +364,10 @@ class Expert:
     def show(self, task, seed, mistake_rate=0.05, max_turns=30):
         """`demonstrate` with the prior that the expert has from its tasks."""
         return demonstrate(self.game, task, self.prior, seed, mistake_rate, max_turns)
+
+    def coach(self, task, seed):
+        """The expert beside a player of this task."""
+        return Coach(self.prior, random.Random(f"{task.id}/{seed}"))
 
 
 # Labels

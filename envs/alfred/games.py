@@ -61,7 +61,7 @@ class PddlText:
     task_desc: str
     pddl: str
 
-    @lru_cache(maxsize=256)            # the episodes of a group play one game
+    @lru_cache(maxsize=4096)           # ALFWorld trains on 3,553 games: 14 ms each, and played many times
     def parse(self) -> Problem:
         """The problem of this text. Raises ValueError naming the source of broken PDDL."""
         try:

@@ -6,6 +6,7 @@ changes during a game (game.py), and goals outside ALFWorld's six types.
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from envs import Task
 
@@ -94,6 +95,7 @@ def parse_goal(text, source=""):
     raise ValueError(f"{source}{': ' * bool(source)}task {text!r}: not one of ALFWorld's phrasings")
 
 
+@lru_cache(maxsize=4096)
 def type_of(name):
     """The type in a name: "apple" of "apple 1"."""
     return name.rpartition(" ")[0]
