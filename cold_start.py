@@ -93,7 +93,7 @@ class Coached:
     """An episode of practice: what the expert would do at each turn, and whether it does."""
 
     def __init__(self, seat, run):
-        self.seat, self.chat, self.advice = seat, run.chat, []
+        self.seat, self.chat, self.searches, self.advice = seat, run.chat, run.world.searches, []
         self.coach, self.rng = run.world.coach(seat.task, seat.stream), random.Random(seat.stream)
         self.share = self.rng.random()
 
@@ -103,8 +103,10 @@ class Coached:
         if not turns:
             self.advice = []                     # it begins, or begins again
         self.coach.see(conversation.reply.observation, (turns[-1].action or "") if turns else None)
-        self.advice.append(self.coach.advice())
-        return None if self.rng.random() < self.share else self.chat.respond(self.advice[-1])
+        self.advice.append(command := self.coach.advice())
+        if self.rng.random() < self.share:
+            return None
+        return self.chat.respond(command, rule_tag(conversation.episode, command, self.searches))
 
 
 def shown_to_all(run, first, n, mistake_rate):

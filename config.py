@@ -166,6 +166,7 @@ class Config:
         refuse(self.dagger and self.world.coach is None,
                f"--dagger={self.dagger}: {self.env} has no expert that goes on from what another has played")
         refuse(self.dagger and not self.demonstrations, f"--dagger={self.dagger}: needs --demonstrations")
+        refuse(self.dagger and self.instructions, f"--dagger={self.dagger}: not with --instructions")
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
                                          (f"--judge-labels={labels}", "endpoint" in labels)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
