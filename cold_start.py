@@ -23,7 +23,6 @@ import rollout
 import update
 from envs import EpisodeLost
 from lm.engine import Response
-from rollout import Seat
 from run import parallel
 from run.parallel import generator, stream
 
@@ -31,7 +30,7 @@ from run.parallel import generator, stream
 DEMONSTRATION, QUESTIONS, ORDER, PRACTICE = 2, 3, 4, 9
 # Where demonstrations begin among training tasks: other rooms than RL's; real games are few and shared
 FIRST = 5_000_000
-ROUND = 512            # episodes that the learner practises between two looks at how it plays now
+ROUND = 512            # episodes of practice that are played with the same weights
 
 
 def cold_start(run):
@@ -43,7 +42,7 @@ def cold_start(run):
     imitate(run, batches, len(batches), "cold start: policy", 0)
     done, judged = len(batches), judge_questions(run)
     if config.dagger:
-        batches, n = practice(run, judged), sum(steps_of(run, episodes) for _, episodes in rounds_of(config))
+        batches, n = practice(run, judged), sum(steps_of(run, size) for _, size in rounds_of(config))
     else:
         batches = batches_of(run, policy + judged, len(episodes), config.judge_epochs)
         n = len(batches)
@@ -51,8 +50,8 @@ def cold_start(run):
 
 
 def samples_of(episodes):
-    """Episodes as what is to be imitated: there is no old policy."""
-    return [replace(sample, logprob_old=None) for episode in episodes
+    """Episodes as what is to be imitated: from all that could be said, and there is no old policy."""
+    return [replace(sample, logprob_old=None, allowed={}) for episode in episodes
             for sample in update.samples_of(episode)]
 
 
@@ -65,28 +64,30 @@ def practice(run, judged):
     """DAgger (arXiv:1011.0686), batch by batch: the learner plays, the expert beside it.
 
     Of each episode a share of the turns, drawn between 0 and 1, is the learner's and the rest the expert's;
-    imitated is what the expert would do, where that was done. So states are met to which the learner's own
-    mistakes lead. Each round is played with the weights that there are. The judge's questions are spread over
-    all rounds.
+    imitated is what the expert would do, where that was done; other turns weigh nothing. So states are met to
+    which the learner's own mistakes lead. The judge's questions are spread over all rounds.
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
     first = FIRST + config.demonstrations + config.judge_demonstrations
     for i, (k, n) in enumerate(rounds):
         parallel.copy_weights(run.model, run.sampler)
         tasks = run.world.train(config.cold_start_types, first + k, n)
-        coached = [Coached(Seat(task, j, stream(config.seed, PRACTICE, k + j), j), run)
+        coached = [Coached(rollout.Seat(task, j, stream(config.seed, PRACTICE, k + j), j), run)
                    for j, task in enumerate(tasks) if j % ranks.world == ranks.rank]
         coaches = {one.seat.index: one.speak for one in coached}
         episodes = run.play([one.seat for one in coached], run.sampling(), f"practice {i}", coaches=coaches)
         run.stop_if_asked({"iteration": None})
         for episode, one in zip(episodes, coached, strict=True):
             for turn, advice in zip(episode.turns, one.advice, strict=True):
-                turn.advantage = float(turn.action == advice)
+                turn.advantage = float((turn.action, turn.tag) == advice)
         shares = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
         run.log({"phase": "practice", "round": i} | {key: shares[key] for key in ("success", "invalid_frac")})
-        questions = [sample for sample in judged if sample.episode % len(rounds) == i]
-        yield from shuffled_batches(samples_of(episodes) + questions, steps_of(run, n),
-                                    generator(config.seed, ORDER, k + 1))
+        questions = [sample for sample in judged if sample.episode // ranks.world % len(rounds) == i]
+        rng = generator(config.seed, PRACTICE, k)             # the same on every rank, and so the batches
+        place, batches = torch.randperm(n, generator=rng), shuffled_batches(questions, steps_of(run, n), rng)
+        for sample in samples_of(episodes):
+            batches[place[sample.episode] % len(batches)].append(sample)
+        yield from batches
 
 
 class Coached:
@@ -98,15 +99,15 @@ class Coached:
         self.share = self.rng.random()
 
     def speak(self, conversation):
-        """The expert's response to the turn that comes, or None: the learner's."""
+        """The ids of the expert's response to the turn that comes, or None: the learner is to speak."""
         turns = conversation.episode.turns
         if not turns:
             self.advice = []                     # it begins, or begins again
         self.coach.see(conversation.reply.observation, (turns[-1].action or "") if turns else None)
-        self.advice.append(command := self.coach.advice())
-        if self.rng.random() < self.share:
-            return None
-        return self.chat.respond(command, rule_tag(conversation.episode, command, self.searches))
+        command = self.coach.advice()
+        tag = rule_tag(conversation.episode, command, self.searches)
+        self.advice.append((command, tag if self.chat.style == "tags" else None))
+        return None if self.rng.random() < self.share else self.chat.respond(command, tag)
 
 
 def shown_to_all(run, first, n, mistake_rate):

@@ -27,6 +27,7 @@ def exchanges(text):
 # What a flag needs to be read at all, and what is said where it would not be
 WRITES = (lambda values: bool(values["model"]), "for a model that writes (--model)")
 KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
+SHOWS = (lambda values: not values["dagger"], "only without --dagger")
 CORRECTS = (lambda values: values["correction"] != "off", "only with --correction")
 ASKS = (lambda values: bool(values["endpoint"]), "only with --endpoint")
 ANSWERS = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
@@ -72,7 +73,7 @@ class Config:
     cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
     cold_start_batch: int = opt(4, "episodes per step", low=1)
     judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
-    judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0)
+    judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0, needs=SHOWS)
     judge_cold_start_weight: float = opt(0.5)              # of the judge's loss in it
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,
                      section="rollout")
@@ -165,8 +166,10 @@ class Config:
                f"--demonstrations={self.demonstrations}: {self.env} has no expert; 0 starts RL from nothing")
         refuse(self.dagger and self.world.coach is None,
                f"--dagger={self.dagger}: {self.env} has no expert that goes on from what another has played")
-        refuse(self.dagger and not self.demonstrations, f"--dagger={self.dagger}: needs --demonstrations")
-        refuse(self.dagger and self.instructions, f"--dagger={self.dagger}: not with --instructions")
+        refuse(self.dagger and not (self.demonstrations and self.cold_start_epochs),
+               f"--dagger={self.dagger}: needs --demonstrations and --cold-start-epochs first")
+        refuse(self.dagger and (self.instructions or self.thoughts == "endpoint"),
+               f"--dagger={self.dagger}: not with --instructions, nor with --thoughts endpoint")
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
                                          (f"--judge-labels={labels}", "endpoint" in labels)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")

@@ -32,7 +32,7 @@ from run.ending import MISTAKES, Interrupted, Stop, Unbreakable, one_line
 from run.parallel import stream
 from run.setup import frozen_copy, prepare
 
-# What a random stream is for: the second number of its name (cold_start.py has 2 to 4, evaluation.py 8)
+# What a random stream is for: the second number of its name (cold_start.py has 2 to 4 and 9, evaluation.py 8)
 ROLLOUT, JUDGE = 5, 6
 # Nats between sampler and trainer that stop a float32 run. Rounding came to 3e-4, in one of 500,000 tokens of
 # a sharp model (1e-13 in float64), an error to 0.1 and more.

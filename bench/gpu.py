@@ -4,7 +4,7 @@ Random weights, so nothing is downloaded. A check that fails, or ends in an erro
 and the next one goes on. In this order: what the device can do; decoding by lengths against whole forwards,
 and by graphs against eager, token for token; sampler and trainer in bf16; the update at two sizes, and its
 memory; a whole iteration of GRPO and of GRPO with GCD at ALFWorld's sizes; faults put in, which must be seen.
-Targets are computed (GPUS.md) until somebody has met them.
+Targets are computed until somebody has met them.
 
     python -m bench.gpu                            # 1.5B; under ten minutes on an H100
     python -m bench.gpu --tiny                     # the same on anything, in seconds: tests/test_gpu.py

@@ -1,7 +1,8 @@
 """How fast a laptop is: rollouts against transformers, an iteration against TRL, what GCD adds; in one run.
 
-Every ratio is of seconds taken side by side, three times over, with its interval. The default run's cold
-start is trained first, and both sides go on from it at a learning rate that changes nothing: they play alike.
+Every ratio is of seconds taken side by side, three times over, with its interval. Rollouts are a random
+model's, after observations of recorded episodes. For the rest the default run's cold start is trained first,
+and both sides go on from it at a learning rate that changes nothing: they play alike.
 
     rollout     new tokens a second of multi-turn episodes, ours over `generate` re-prompted each turn, at 10,
                 20 and 40 turns, and the tokens that each computes and seconds that it takes an episode
@@ -55,7 +56,7 @@ def of_rollouts(turns, repeats, episodes=64):
             ran["generate"].append(rollout.theirs(peer, chat, seen, n))
         per_token = {side: [s / new for s, new, _ in runs] for side, runs in ran.items()}
         found[n] = {"ratio": ratio(per_token["ours"], per_token["generate"])} | {
-            side: {"s_per_episode": min(s for s, _, _ in runs) / episodes,
+            side: {"s_per_episode": statistics.fmean(s for s, _, _ in runs) / episodes,
                    "tokens_per_episode": runs[0][2] / episodes} for side, runs in ran.items()}
     return found
 
@@ -66,18 +67,35 @@ def iteration_seconds(folder, out, *flags):
     with contextlib.ExitStack() as held, contextlib.redirect_stderr(io.StringIO()):
         run = prepare(settings, parallel.Ranks(0, 1, torch.device("cpu")), False, held)
         settings.algorithm.begin(run.model, run.objective(), settings.minibatches, run.shard)
-        clock = [time.perf_counter() for i in range(1 + STEPS) if gcd.iteration(run, i, None)]
+        clock = []
+        for i in range(1 + STEPS):
+            gcd.iteration(run, i, None)
+            clock.append(time.perf_counter())
     return statistics.median(end - start for start, end in itertools.pairwise(clock))
 
 
+def kernels(folder, out):
+    """{torch's operator: its share of an iteration's time on the CPU} of GRPO with GCD; those above 2 %."""
+    settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *SAME])
+    with contextlib.ExitStack() as held, contextlib.redirect_stderr(io.StringIO()):
+        run = prepare(settings, parallel.Ranks(0, 1, torch.device("cpu")), False, held)
+        settings.algorithm.begin(run.model, run.objective(), settings.minibatches, run.shard)
+        gcd.iteration(run, 0, None)
+        with torch.profiler.profile() as profile:
+            gcd.iteration(run, 1, None)
+    spent = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
+    return {key: t / sum(spent.values()) for key, t in sorted(spent.items(), key=lambda item: -item[1])
+            if t > 0.02 * sum(spent.values())}
+
+
 def trl_seconds(folder, out):
-    """Seconds of a step of TRL's trainer on as many episodes, the mean of STEPS."""
+    """Seconds of a step of TRL's trainer on as many episodes, the median of STEPS after a first one."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         trl_grpo.main(["--model", str(folder), "--out", str(out), "--lr", "1e-12",
-                        "--steps", str(STEPS)])
+                        "--steps", str(1 + STEPS)])
     line = next(line for line in printed.getvalue().splitlines() if line.startswith('{"bench"'))
-    return json.loads(line)["s_per_step"]
+    return statistics.median(json.loads(line)["s_per_step"][1:])
 
 
 def measure(turns=TURNS, repeats=REPEATS):
@@ -94,11 +112,12 @@ def measure(turns=TURNS, repeats=REPEATS):
         for _ in range(repeats):
             for side, run in sides.items():
                 seconds[side].append(run())
+        shares = kernels(start, out)
     return {"what": "seconds on this CPU, one thread", "command": "python -m bench.iteration",
             "commit": files.commit(), "torch": torch.__version__, "repeats": repeats,
             "rollout": of_rollouts(turns, repeats), "seconds": seconds,
             "iteration": ratio(seconds["grpo"], seconds["trl"]),
-            "gcd": ratio(seconds["grpo"], seconds["gcd"])}
+            "gcd": ratio(seconds["grpo"], seconds["gcd"]), "kernels": shares}
 
 
 def main():

@@ -30,7 +30,7 @@ TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "results"
 PAGES = tuple(ROOT / f"{name}.md" for name in ("README", "RESULTS", "RELIABILITY"))
-NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files that are no table1's
+NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files of other names
          "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json",
          "cpu": "cpu.json", "admissible": "table3_admissible_result.json"}
 

@@ -523,11 +523,17 @@ def test_a_last_round_may_be_short_and_questions_are_asked_once(practising):
 
 
 def test_ranks_share_a_round_out(practising):
-    alone, *ranks = (practised(practising("--dagger", 8, ranks=n, rank=rank))[1]
-                     for n, rank in ((1, 0), (2, 0), (2, 1)))
-    assert not ranks[0].keys() & ranks[1].keys()
-    assert {key: sample.ids for part in ranks for key, sample in part.items()} == {
-        key: sample.ids for key, sample in alone.items()}
+    """Three ranks, each with fewer episodes than a round has steps: step for step what one alone does."""
+    judged = make_samples(0, 5, random.Random(4))
+    flags = ("--dagger", 14, "--cold-start-batch", 1)
+    alone, *ranks = (practised(practising(*flags, ranks=n, rank=rank), judged)[0]
+                     for n, rank in ((1, 0), (3, 0), (3, 1), (3, 2)))
+    for batch, *parts in zip(alone, *ranks, strict=True):
+        whole = {(s.episode, *s.ids) for s in batch if s.kind == "policy"}
+        theirs = [{(s.episode, *s.ids) for s in part if s.kind == "policy"} for part in parts]
+        assert whole == set.union(*theirs) and len(whole) == sum(map(len, theirs)) == 1
+        questions = [[s for s in part if s.kind == "judge"] for part in parts]
+        assert questions[0] == questions[1] == questions[2]
 
 
 def test_practice_takes_the_place_of_the_second_showing(practising):

@@ -233,6 +233,8 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--threads 1000000", "--threads=1000000: expected 1 to 256"), ("--tasks 1e9", "--tasks"),
     ("--env twins --dagger 8", "--dagger=8: twins has no expert that goes on"),
     ("--demonstrations 0 --dagger 8", "--dagger=8: needs --demonstrations"),
+    ("--cold-start-epochs 0 --dagger 8", "--dagger=8: needs --demonstrations"),
+    ("--judge-epochs 2 --dagger 8", "--judge-epochs: only without --dagger"),
     ("--instructions --dagger 8", "--dagger=8: not with --instructions"),
     ("--lr 1e300", "--lr=1e+300"), ("--invalid-penalty nan", "--invalid-penalty=nan"),
     ("--algo gigpo --group-size 1", "--group-size=1: --algo gigpo compares"),

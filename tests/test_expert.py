@@ -72,7 +72,9 @@ def test_belief_equals_the_engines_state_on_random_play():
         assert belief.receptacles == [receptacle.name for receptacle in task.problem.receptacles]
         for _ in range(150):
             local = [command for command in reply.admissible if not command.startswith("go ")]
-            kind = rng.choice((local, reply.admissible, ["take apple 9 from fridge 1", "dance"]))
+            far = rng.choice(belief.receptacles)
+            nonsense = ["take apple 9 from fridge 1", "dance", f"go {far}", f"go to {far} {far}"]
+            kind = rng.choice((local, reply.admissible, nonsense))
             command = rng.choice(kind)
             reply = env.step(command)
             belief.update(command, reply.observation)

@@ -136,7 +136,7 @@ def test_a_step_trains_on_sampled_tokens_alone(tokenizer_folder, model, chat, tm
     trl_grpo.main(["--model", str(start), "--out", str(end), "--tasks", "2", "--group-size", "4",
                    "--max-turns", "3", "--max-response-tokens", "4"])
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert line["steps"] == 1 and line["reward"] == 0.5 and line["s_per_step"] > 0
+    assert line["steps"] == 1 and line["reward"] == 0.5 and min(line["s_per_step"]) > 0
     [episodes] = played                                            # one rollout a step, a loss for each group
     masked = zip(episodes["completion_ids"], episodes["env_mask"], strict=True)
     sampled = [[token for token, mask in zip(*episode, strict=True) if mask] for episode in masked]

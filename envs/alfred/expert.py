@@ -54,7 +54,7 @@ class Belief:
         """Take in one turn. `command` is what was sent, `observation` the game's whole answer."""
         verb, names = command.split(" ", 1)[0], NAME.findall(command)
         if observation == NOTHING:
-            self._refused(verb, names)
+            self._refused(command, names)
             return
         if verb in ("look", "inventory", "help", "examine"):
             self.looked.add(command)
@@ -68,9 +68,9 @@ class Belief:
         """Whether one stands at a receptacle, or at another of its location."""
         return self.at is not None and receptacle in self.beside[self.at]
 
-    def _refused(self, verb, names):
+    def _refused(self, command, names):
         # one can go to every receptacle but those at one's own place, so this refusal is news
-        if verb == "go" and self.at and names and names[0] in self.beside:
+        if self.at and names and names[0] in self.beside and command == f"go to {names[0]}":
             self._join(names[0])
 
     def _join(self, receptacle):
