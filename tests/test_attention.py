@@ -8,7 +8,9 @@ after the other. Appends to a cache are held against transformers in tests/test_
 """
 
 import random
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,7 +173,12 @@ def test_decoding_by_lengths_is_decoding_by_masks(model, with_varlen, chat, monk
 
 
 def test_a_device_without_it_falls_back_and_says_so_once(capsys, monkeypatch):
-    attention.varlen.cache_clear()
+    def has(function):
+        """A torch whose attention over lengths is this."""
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
+        attention.varlen.cache_clear()
+
+    has(lambda query, key, value, enable_gqa, seqused_k, num_splits: None)
     assert attention.varlen(torch.device("cpu"), torch.bfloat16, 64) is None
     assert capsys.readouterr().err == ""                         # nothing is missed there
     for _ in range(2):
@@ -179,8 +186,7 @@ def test_a_device_without_it_falls_back_and_says_so_once(capsys, monkeypatch):
     assert capsys.readouterr().err.count("\n") == 1
     assert attention.varlen(torch.device("meta"), torch.bfloat16, 12) is None
     assert "a head size of 12" in capsys.readouterr().err
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query, key, value: None)
-    attention.varlen.cache_clear()
+    has(lambda query, key, value: None)
     assert attention.varlen(torch.device("meta"), torch.bfloat16, 64) is None
     assert "enable_gqa, seqused_k, num_splits" in capsys.readouterr().err
     attention.varlen.cache_clear()

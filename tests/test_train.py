@@ -469,7 +469,6 @@ def test_a_learner_practises_beside_the_expert(tmp_path):
         "cold start: policy", "cold start: policy and judge"}
 
 
-@pytest.mark.fast
 def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
     """The critic and the reference once passed through the temporary directory, gigabytes of them."""
     def refuse(*arguments, **options):
