@@ -61,13 +61,20 @@ def of_rollouts(turns, repeats, episodes=64):
     return found
 
 
-def iteration_seconds(folder, out, *flags):
-    """Seconds of gcd.iteration, the median of STEPS after a first one, which meets an empty allocator."""
+@contextlib.contextmanager
+def begun(folder, out, *flags):
+    """A run of these flags from the model in a folder, about to play its first iteration."""
     settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *SAME, *flags])
     with contextlib.ExitStack() as held, contextlib.redirect_stderr(io.StringIO()):
         run = prepare(settings, parallel.Ranks(0, 1, torch.device("cpu")), False, held)
         settings.algorithm.begin(run.model, run.objective(), settings.minibatches, run.shard)
-        clock = []
+        yield run
+
+
+def iteration_seconds(folder, out, *flags):
+    """Seconds of gcd.iteration, the median of STEPS after a first one, which meets an empty allocator."""
+    clock = []
+    with begun(folder, out, *flags) as run:
         for i in range(1 + STEPS):
             gcd.iteration(run, i, None)
             clock.append(time.perf_counter())
@@ -76,16 +83,13 @@ def iteration_seconds(folder, out, *flags):
 
 def kernels(folder, out):
     """{torch's operator: its share of an iteration's time on the CPU} of GRPO with GCD; those above 2 %."""
-    settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *SAME])
-    with contextlib.ExitStack() as held, contextlib.redirect_stderr(io.StringIO()):
-        run = prepare(settings, parallel.Ranks(0, 1, torch.device("cpu")), False, held)
-        settings.algorithm.begin(run.model, run.objective(), settings.minibatches, run.shard)
+    with begun(folder, out) as run:
         gcd.iteration(run, 0, None)
         with torch.profiler.profile() as profile:
             gcd.iteration(run, 1, None)
     spent = {event.key: event.self_cpu_time_total for event in profile.key_averages()}
-    return {key: t / sum(spent.values()) for key, t in sorted(spent.items(), key=lambda item: -item[1])
-            if t > 0.02 * sum(spent.values())}
+    total = sum(spent.values())
+    return {key: t / total for key, t in sorted(spent.items(), key=lambda item: -item[1]) if t > 0.02 * total}
 
 
 def trl_seconds(folder, out):

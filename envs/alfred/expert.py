@@ -307,8 +307,9 @@ class SearchExpert:
 class Coach:
     """The expert beside a player: what it would do now, whoever gave the commands so far."""
 
-    def __init__(self, prior, rng):
-        self.expert, self.belief = SearchExpert(prior, rng), None
+    def __init__(self, prior, task, seed):
+        self.rng = random.Random(f"{task.id}/{seed}")
+        self.expert, self.belief = SearchExpert(prior, self.rng), None
 
     def see(self, observation, command=None):
         """Take in the first observation, then each command with the answer to it."""
@@ -324,8 +325,8 @@ class Coach:
 
 def demonstrate(env, task, prior, seed, mistake_rate=0.05, max_turns=30):
     """One episode of the expert, who now and then errs and then goes on from what it sees."""
-    rng = random.Random(f"{task.id}/{seed}")
-    coach, reply = Coach(prior, rng), env.reset(task, seed)
+    coach, reply = Coach(prior, task, seed), env.reset(task, seed)
+    rng = coach.rng
     coach.see(reply.observation)
     replies, commands, mistakes = [reply], [], []
     while not reply.done and len(commands) < max_turns:
@@ -367,7 +368,7 @@ class Expert:
 
     def coach(self, task, seed):
         """The expert beside a player of this task."""
-        return Coach(self.prior, random.Random(f"{task.id}/{seed}"))
+        return Coach(self.prior, task, seed)
 
 
 # Labels
