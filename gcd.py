@@ -37,7 +37,7 @@ ROLLOUT, JUDGE = 5, 6
 # Nats between sampler and trainer that stop a float32 run. Rounding came to 3e-4, in one of 500,000 tokens of
 # a sharp model (1e-13 in float64), an error to 0.1 and more.
 LOGPROB_GAP_LIMIT = 2e-3
-EPISODES_EVERY = 5                # iterations between stored episodes (one group)
+LOOK_EVERY = 5        # iterations between what is dear: a group's episodes stored, the two gradients compared
 
 
 def iteration(run, i, reference):
@@ -163,7 +163,7 @@ def train(run, i, samples, reference):
     rate, steps = config.lr * decay(config, i), []
     for part in update.minibatches(samples, config.minibatches):
         if parallel.any_rank(bool(part)):
-            steps.append(run.step(part, objective, rate))
+            steps.append(run.step(part, objective, rate, compare=not steps and i % LOOK_EVERY == 0))
             if len(steps) == 1 and config.dtype == "float32":
                 gap = {key: value for key, value in steps[0].items() if key.startswith("policy/logprob_gap")}
                 if (largest := gap["policy/logprob_gap_max_nats"]) > LOGPROB_GAP_LIMIT:
@@ -192,7 +192,7 @@ def rollout_metrics(run, episodes):
 
 def store(run, i, episodes):
     """Every few iterations, the group with the strongest advantages, for the report."""
-    if i % EPISODES_EVERY and i != run.config.iterations - 1:
+    if i % LOOK_EVERY and i != run.config.iterations - 1:
         return
     strength = {group: sum(max(abs(turn.advantage) for turn in episode.turns) for episode in members)
                 for group, members in rewards.groups_of(episodes).items()}

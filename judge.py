@@ -237,8 +237,7 @@ def samples(judged, normalize_std=False):
     """Judged turns as samples, with `advantages` over each turn's answers. Only answers are trained.
 
     Equal answers to one question have equal tokens, rewards and gradients: they are one sample with a count.
-    Different ones share the question as their trunk.
-    A good turn and the bad one beside it share an "episode" number, so they meet in one minibatch.
+    They are in the minibatch of the episode that they are about, whose row they go on from.
     """
     result = []
     for question in judged:
@@ -248,7 +247,7 @@ def samples(judged, normalize_std=False):
                 distinct[ids].count += 1
             else:
                 answered = sample(question, question.prompt_ids, given.ids, advantage, given.logprob)
-                distinct[ids] = replace(answered, trunk=(question.index, len(question.prompt_ids)))
+                distinct[ids] = replace(answered, episode=question.episode.index, turns=[question.turn])
         result += distinct.values()
     return result
 

@@ -41,10 +41,8 @@ class Sample:
     logprob_ref: list[float] | None = None
     label: float | None = None            # of a judged turn for the value head, 1 good, 0 bad
     weight: float = 1.0                   # of each token in the loss; set by `accumulate`
-    turns: list = field(default_factory=list)       # rollout.Turns that it was made of, in order
+    turns: list = field(default_factory=list)       # rollout.Turns that it is made of, in order, or about
     allowed: dict = field(default_factory=dict)     # {place: the ids that its token was drawn from}; else all
-    trunk: tuple | None = None            # (name, n): all of that name begin with the same n tokens, none of
-                                          # them sampled, and these are run once
 
     @property
     def silent(self):
@@ -106,31 +104,57 @@ def minibatches(samples, n):
     return [[sample for sample in samples if sample.episode % n == i] for i in range(n)]
 
 
-def families(samples):
-    """The samples by what they begin with: those of one trunk side by side, shortest row first."""
-    found = {}
+class Row:
+    """Samples in one row of tokens, in which what they begin with in common is there, and is run, once.
+
+    ids: the row's. columns: for each sample those of its tokens. parts: see lm.attention.Rows.
+    """
+
+    def __init__(self, samples):
+        self.samples, self.ids, self.columns, self.parts = samples, [], [], []
+        for sample in samples:
+            shared = [columns[:alike(sample.ids, other.ids)] for other, columns in zip(samples, self.columns)]
+            before = max(shared, key=len, default=[])
+            new = range(len(self.ids), len(self.ids) + len(sample.ids) - len(before))
+            self.columns.append([*before, *new])
+            self.ids = self.ids + sample.ids[len(before):]
+            self.parts += [(len(new), before)] if new else []
+
+
+def alike(a, b):
+    """How many ids two lists begin with in common."""
+    known, end = 0, min(len(a), len(b))
+    while known < end:
+        middle = (known + end + 1) // 2
+        known, end = (middle, end) if a[known:middle] == b[known:middle] else (known, middle - 1)
+    return known
+
+
+def rows_of(samples):
+    """The samples in Rows, shortest first: those with a turn in common in one, as a judged turn's answers and
+    the episode that it is of."""
+    found, of_turn = [], {}
     for sample in samples:
-        found.setdefault(sample.trunk or object(), []).append(sample)
-    return sorted(found.values(), key=width)
-
-
-def width(family):
-    """The tokens of a family's row: its first sample's, and what the others do not share with it."""
-    return len(family[0].ids) + sum(len(sample.ids) - sample.trunk[1] for sample in family[1:])
+        together = next((of_turn[id(turn)] for turn in sample.turns if id(turn) in of_turn), None)
+        if together is None:
+            found.append(together := [])
+        together.append(sample)
+        of_turn |= {id(turn): together for turn in sample.turns}
+    return sorted(map(Row, found), key=lambda row: len(row.ids))
 
 
 def microbatches(samples, max_tokens, packed=False):
     """Samples, by length, in lists of at most max_tokens; where rows are padded, padding counts (but for what
-    rounds them up to 16). A family is never parted."""
+    rounds them up to 16). A row is never parted."""
     batches, tokens = [], 0
-    for family in families(samples):
-        n = width(family)
+    for row in rows_of(samples):
+        n = len(row.ids)
         tokens = tokens + n if packed else n * (len(batches[-1]) + 1) if batches else n
         if not batches or tokens > max_tokens:
             batches.append([])
             tokens = n
-        batches[-1].append(family)
-    return [list(itertools.chain.from_iterable(batch)) for batch in batches]
+        batches[-1].append(row)
+    return [[sample for row in batch for sample in row.samples] for batch in batches]
 
 
 def packing(model):
@@ -140,32 +164,24 @@ def packing(model):
 
 def laid_out(samples, model):
     """A microbatch for a forward: ids_BT, their place (lm.attention), and place_of(i, t), the row and the
-    column of sample i's token t. A family is a row: the trunk, then what of each sample goes on from there.
-    """
-    device, attention, rows, lengths, begins = device_of(model), packing(model), [], [], []
-    for _, family in itertools.groupby(samples, key=lambda sample: sample.trunk or object()):
-        first, *others = family = list(family)
-        trunk = first.trunk[1] if others else len(first.ids)
-        ids, parts = first.ids[:trunk], [trunk]
-        for sample in family:
-            assert sample.ids[:trunk] == first.ids[:trunk], f"samples of trunk {sample.trunk} do not share it"
-            begins.append((len(rows), trunk, len(ids) - trunk))
-            ids = ids + sample.ids[trunk:]
-            parts += [len(sample.ids) - trunk] if others else []
-        rows.append(ids)
-        lengths.append(parts)
-    shift = [0, *itertools.accumulate(map(len, rows))] if attention else [0] * len(rows)
+    column of sample i's token t."""
+    device, attention, rows = device_of(model), packing(model), rows_of(samples)
+    first = itertools.accumulate([len(row.ids) for row in rows], initial=0)       # of each row, where packed
+    where = {id(sample): (0, start, columns) if attention else (b, 0, columns)
+             for b, (row, start) in enumerate(zip(rows, first))
+             for sample, columns in zip(row.samples, row.columns)}
 
     def place_of(i, t):
-        row, trunk, behind = begins[i]
-        return 0 if attention else row, shift[row] + t + (behind if t >= trunk else 0)
+        b, start, columns = where[id(samples[i])]
+        return b, start + columns[t]
 
+    parts = [row.parts for row in rows]
     if attention:
-        ids_1T = torch.tensor([[*itertools.chain(*rows)]], device=device)
-        return ids_1T, Packed(lengths, device, attention), place_of
-    longest = bucket(max(map(len, rows)), 16)
-    ids_BT = torch.tensor([ids + [0] * (longest - len(ids)) for ids in rows], device=device)
-    return ids_BT, Rows(longest, device, lengths), place_of
+        ids_1T = torch.tensor([[token for row in rows for token in row.ids]], device=device)
+        return ids_1T, Packed(parts, device, attention), place_of
+    longest = bucket(max(len(row.ids) for row in rows), 16)
+    ids_BT = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in rows], device=device)
+    return ids_BT, Rows(longest, device, parts), place_of
 
 
 def collate(samples, model):
@@ -181,7 +197,9 @@ def collate(samples, model):
     def numbers(name):
         columns = [getattr(sample, name) for sample in samples]
         known = sum(column is not None for column in columns)
-        assert known in (0, len(samples)), f"{name} is known for some samples of a microbatch only"
+        assert known in (0, len(samples)) or name == "logprob_ref", (
+            f"{name} is known for some samples of a microbatch only")
+        columns = [column or [math.nan] * len(sample.ids) for sample, column in zip(samples, columns)]
         return torch.tensor(of_spoken(columns), device=device) if known else None
 
     def of_spoken(columns):
@@ -293,13 +311,10 @@ def empty_forward(model, head="lm"):
 
 
 def backward(model, samples, objective, head, loss_of):
-    """Backward through the samples, equally many microbatches on all ranks. Returns the sum of the losses."""
-    total = 0.0
+    """Backward through the samples, equally many microbatches on all ranks."""
     for batch in padded(microbatches(samples, objective.microbatch_tokens, packing(model))):
         loss = loss_of(batch) if batch else empty_forward(model, head)
         loss.backward()
-        total += float(loss.detach())
-    return total
 
 
 def loud(samples, objective):
@@ -307,73 +322,97 @@ def loud(samples, objective):
     return [s for s in samples if not s.silent or (objective.kl_coef and s.kind == "policy")]
 
 
-def accumulate(model, samples, objective, sums):
-    """Backward through all samples of one kind: their summed gradient stays in .grad, counts go to `sums`."""
-    kind = samples[0].kind if samples else "policy"
-    tokens_S = torch.tensor([sum(sample.sampled) * sample.count for sample in samples])
-    episode_S = torch.tensor([sample.episode for sample in samples])
-    reduction = objective.reduction if kind == "policy" else "token"
-    weight_S, units = token_weight(tokens_S, episode_S, reduction, objective.longest)
-    units = max(parallel.all_sum(units), 1.0)
-    for sample, weight in zip(samples, weight_S):
-        sample.weight = float(weight) * sample.count / units
-    sums["loss"] += backward(model, loud(samples, objective), objective, "lm",
-                             lambda batch: batch_loss(model, batch, objective, sums))
-    sums["tokens"] += float(tokens_S.sum())
+def accumulate(model, of_kind, objective, scale, sums):
+    """Backward through samples, {kind: its own}: the gradient of the losses, each times its kind's scale,
+    stays in .grad, counts go to sums[kind]."""
+    for kind, samples in of_kind.items():
+        tokens_S = torch.tensor([sum(sample.sampled) * sample.count for sample in samples])
+        episode_S = torch.tensor([sample.episode for sample in samples])
+        reduction = objective.reduction if kind == "policy" else "token"
+        weight_S, units = token_weight(tokens_S, episode_S, reduction, objective.longest)
+        units = max(parallel.all_sum(units), 1.0)
+        for sample, weight in zip(samples, weight_S):
+            sample.weight = float(weight) * sample.count / units
+        sums[kind]["tokens"] += float(tokens_S.sum())
+    backward(model, loud([*itertools.chain(*of_kind.values())], objective), objective, "lm",
+             lambda batch: batch_loss(model, batch, objective, scale, sums))
 
 
-def batch_loss(model, batch, objective, sums):
+def batch_loss(model, batch, objective, scale, sums):
     """Weighted loss of one microbatch; adds what `loss_metrics` reports to `sums`."""
     *where, target_N, advantage_N, weight_N, old_N, ref_N, allowed = collate(batch, model)
+    kinds, device = [sample.kind for sample in batch for _ in range(sum(sample.sampled))], target_N.device
     logprob_N, entropy_N = token_logprobs(model, *where, target_N, objective.temperature, allowed,
                                           entropies=True)
     now_N = logprob_N.detach()
-    loss_N, clipped_N = clipped_policy_loss(logprob_N, now_N if old_N is None else old_N, advantage_N,
+    old_N = now_N if old_N is None else old_N
+    loss_N, clipped_N = clipped_policy_loss(logprob_N, old_N, advantage_N,
                                             objective.clip_low, objective.clip_high, objective.dual_clip)
-    if objective.kl_coef and batch[0].kind == "policy":
-        kl_N = kl_k3(logprob_N, ref_N)
+    kl_N = torch.zeros_like(now_N)
+    if objective.kl_coef and "policy" in kinds:
+        judge_N = torch.tensor([kind == "judge" for kind in kinds], device=device)
+        kl_N = kl_k3(logprob_N, ref_N.where(~judge_N, now_N))          # the judge's is 0, without a gradient
         loss_N = loss_N + objective.kl_coef * kl_N
-        sums["kl"] += float(kl_N.detach().sum())
-    with torch.no_grad():
-        sums["nll"] -= float(now_N.sum())
-        sums["entropy"] += float(entropy_N.sum())
-        sums["clipped"] += float(clipped_N.sum())
-        sums["scored"] += len(now_N)
-        if old_N is not None:
-            gap_N = (now_N - old_N).abs()
-            sums["gap"] += float(gap_N.sum())
-            sums["gap_max"] = max(sums["gap_max"], float(gap_N.max()))
-    return (weight_N * loss_N).sum()
+    loss_N, gap_N = weight_N * loss_N, (now_N - old_N).abs()
+    added = {"loss": loss_N, "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N, "kl": kl_N,
+             "gap": gap_N}
+    for kind in {*kinds}:
+        here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=device)
+        found = [of_token_N.detach()[here].double() for of_token_N in added.values()]
+        *totals, largest = torch.stack([*(of_kind.sum() for of_kind in found), found[-1].max()]).tolist()
+        for name, total in zip(added, totals):
+            sums[kind][name] += total
+        sums[kind]["scored"] += len(here)
+        sums[kind]["gap_max"] = max(sums[kind]["gap_max"], largest)
+    return (torch.tensor([scale[kind] for kind in kinds], device=device) * loss_N).sum()
 
 
-def update(model, optimizer, samples, objective, lr):
+def update(model, optimizer, samples, objective, lr, compare=False):
     """One optimizer step on the samples (policy and judge). Returns metrics, equal on every rank.
-
-    The two kinds are backpropagated apart, so that their gradients can be compared and the judge's limited:
 
         g = g_policy + weight * min(1, cap * |g_policy| / (weight * |g_judge|)) * g_judge
 
-    then clipped to max_grad_norm. Raises NonFinite as `step` does.
+    then clipped to max_grad_norm. Without a cap the two kinds are backpropagated as one loss, and answers go
+    on from their episode's row; with one, or to compare the two gradients, each kind for itself. Raises
+    NonFinite as `step` does.
     """
     of_kind = {kind: [s for s in samples if s.kind == kind] for kind in ("policy", "judge")}
+    of_kind = {kind: members for kind, members in of_kind.items() if parallel.any_rank(bool(members))}
     counted = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max")
-    sums, grads = {kind: dict.fromkeys(counted, 0.0) for kind in of_kind}, {}
-    for kind, members in of_kind.items():
-        if parallel.any_rank(bool(members)):
-            labelled = parallel.any_rank(any(s.label is not None for s in members))
-            assert all((s.label is not None) == labelled for s in members), f"{kind}: some labelled, some not"
-            (accumulate_labels if labelled else accumulate)(model, members, objective, sums[kind])
-            grads[kind] = parallel.take_grads(model)
-    norms = {kind: parallel.norm(g) for kind, g in grads.items()}
+    sums = {kind: dict.fromkeys(counted, 0.0) for kind in ("policy", "judge")}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
-    if objective.judge_grad_cap and weight["judge"] * norms.get("judge", 0.0) > 0:
-        cap = objective.judge_grad_cap * norms.get("policy", 0.0) / (weight["judge"] * norms["judge"])
-        weight["judge"] *= min(1.0, cap)
-    metrics = gradient_metrics(grads, norms, weight) | loss_metrics(sums)
+    if compare or objective.judge_grad_cap:
+        grads = {}
+        for kind, members in of_kind.items():
+            backpropagate(model, {kind: members}, objective, {kind: 1.0}, sums)
+            grads[kind] = parallel.take_grads(model)
+        norms = {kind: parallel.norm(g) for kind, g in grads.items()}
+        if objective.judge_grad_cap and weight["judge"] * norms.get("judge", 0.0) > 0:
+            cap = objective.judge_grad_cap * norms.get("policy", 0.0) / (weight["judge"] * norms["judge"])
+            weight["judge"] *= min(1.0, cap)
+        metrics = gradient_metrics(grads, norms, weight)
+        weighted = [(weight[kind], grad) for kind, grad in grads.items()]
+    else:
+        backpropagate(model, of_kind, objective, weight, sums)
+        grads = parallel.take_grads(model)
+        metrics, weighted = {"policy/grad_norm": parallel.norm(grads)}, [(1.0, grads)]
+    metrics |= loss_metrics(sums) | ({"judge/weight": weight["judge"]} if len(of_kind) == 2 else {})
     losses = {"loss": metrics["policy/loss"], "judge loss": metrics["judge/loss"]}
-    weighted = [(weight[kind], grad) for kind, grad in grads.items()]
     step(model, optimizer, weighted, losses, metrics["policy/grad_norm"], objective.max_grad_norm, lr)
     return metrics
+
+
+def backpropagate(model, of_kind, objective, scale, sums):
+    """`accumulate`, but for labelled samples, a kind of which is labelled whole, `accumulate_labels`."""
+    labelled = [kind for kind, members in of_kind.items()
+                if parallel.any_rank(any(sample.label is not None for sample in members))]
+    for kind, members in of_kind.items():
+        assert all((s.label is not None) == (kind in labelled) for s in members), (
+            f"{kind}: some labelled, some not")
+    if spoken := {kind: members for kind, members in of_kind.items() if kind not in labelled}:
+        accumulate(model, spoken, objective, scale, sums)
+    for kind in labelled:
+        accumulate_labels(model, of_kind[kind], objective, scale[kind], sums[kind])
 
 
 def mean_of(steps):
@@ -399,7 +438,7 @@ def step(model, optimizer, weighted, losses, norm, max_norm, lr):
 
 def gradient_metrics(grads, norms, weight):
     """The norm of the weighted sum, before clipping; with both kinds also the judge's norm over the policy's
-    (unweighted), their cosine, and the judge's weight after the cap."""
+    (unweighted) and their cosine."""
     policy, judge = norms.get("policy", 0.0), norms.get("judge", 0.0)
     metrics = {"policy/grad_norm": weight["policy"] * policy + weight["judge"] * judge}
     if len(grads) == 2:
@@ -408,7 +447,6 @@ def gradient_metrics(grads, norms, weight):
         metrics["policy/grad_norm"] = math.sqrt(max(square, 0.0))
         metrics["judge/grad_ratio"] = judge / policy if policy else math.nan
         metrics["judge/grad_cosine"] = product / (policy * judge) if policy * judge else math.nan
-        metrics["judge/weight"] = weight["judge"]
     return metrics
 
 
@@ -426,7 +464,7 @@ def loss_metrics(sums):
     return metrics
 
 
-def accumulate_labels(model, samples, objective, sums):
+def accumulate_labels(model, samples, objective, scale, sums):
     """`accumulate` for labelled samples: binary cross-entropy, mean over the judged turns of all ranks."""
     units = max(parallel.all_sum(float(sum(sample.count for sample in samples))), 1.0)
 
@@ -439,9 +477,11 @@ def accumulate_labels(model, samples, objective, sums):
         sums["nll"] += float(loss_B.detach().sum())
         sums["entropy"] += float(F.binary_cross_entropy_with_logits(now_B, now_B.sigmoid(), reduction="sum"))
         sums["scored"] += len(batch)
-        return (count_B * loss_B).sum() / units
+        loss = (count_B * loss_B).sum() / units
+        sums["loss"] += float(loss.detach())
+        return scale * loss
 
-    sums["loss"] += backward(model, samples, objective, "value", loss_of)
+    backward(model, samples, objective, "value", loss_of)
     sums["tokens"] += float(sum(sample.count for sample in samples))
 
 

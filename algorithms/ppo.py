@@ -109,7 +109,8 @@ def lesson(sample):
 def update_critic(critic, optimizer, samples, objective, value_clip, lr):
     """One optimizer step on the clipped value loss of Valued samples, mean over the targets of all ranks.
     Returns metrics, equal on every rank; raises NonFinite as `update.step` does."""
-    taught, sums = [sample for sample in samples if lesson(sample)], {"clipped": 0.0, "value": 0.0}
+    taught = [sample for sample in samples if lesson(sample)]
+    sums = dict.fromkeys(("loss", "clipped", "value"), 0.0)
     units = max(parallel.all_sum(float(sum(len(lesson(sample)) for sample in taught))), 1.0)
 
     def loss_of(batch):
@@ -120,9 +121,11 @@ def update_critic(critic, optimizer, samples, objective, value_clip, lr):
         loss_N, clipped_N = clipped_value_loss(value_N, old_N, return_N, value_clip)
         sums["clipped"] += float(clipped_N.sum())
         sums["value"] += float(value_N.detach().sum())
-        return loss_N.sum() / units
+        loss = loss_N.sum() / units
+        sums["loss"] += float(loss.detach())
+        return loss
 
-    sums["loss"] = update.backward(critic, taught, objective, "value", loss_of)
+    update.backward(critic, taught, objective, "value", loss_of)
     grads, total = parallel.take_grads(critic), parallel.all_sum(sums)
     norm = parallel.norm(grads)
     update.step(critic, optimizer, [(1.0, grads)], {"critic loss": total["loss"]}, norm,

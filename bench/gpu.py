@@ -290,9 +290,9 @@ def whole_iteration(bench, *flags):
             metrics = gcd.iteration(run, i, None)
             seconds = time.perf_counter() - start
     peak = torch.cuda.max_memory_allocated() / 1e9 if bench.device.type == "cuda" else 0.0
-    told = ("policy/grad_norm", "judge/grad_ratio", *(key for key in metrics if key.startswith("time/")))
+    told = ("policy/grad_norm", "judge/tokens", *(key for key in metrics if key.startswith("time/")))
     kept = {key: metrics[key] for key in told if key in metrics}
-    trained = metrics["policy/grad_norm"] > 0 and (flags == ("--no-gcd",) or metrics["judge/grad_ratio"] > 0)
+    trained = metrics["policy/grad_norm"] > 0 and (flags == ("--no-gcd",) or metrics["judge/tokens"] > 0)
     return {"s": seconds, "peak_gb": peak, **kept}, trained and peak < 60
 
 

@@ -12,7 +12,7 @@ against a real process in tests/test_meter.py. Left out: fragmentation, NCCL's b
 
 import argparse
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -71,7 +71,8 @@ class Work:
     most_turns: int = 30
     observation: int = 100              # tokens a turn that the environment and the chat bring
     response: int = 150
-    judged: int = 32                    # turns, each with two different answers or more
+    judged: int = 32                    # turns, each with different answers
+    question: int = 52                  # tokens, and so many answers of `response` tokens
     answers: int = 8
 
 
@@ -132,6 +133,16 @@ def episode(turns, work):
     return update.Sample([0] * len(sampled), sampled, numbers, numbers, 0)
 
 
+def judged(sample, work):
+    """A Sample, and those of the answers to a question about its middle."""
+    n, sample.turns = len(sample.ids) // 2 + work.question, [object()]
+    sampled = [False] * n + [True] * work.response
+    numbers = [float(x) for x in sampled]
+    return [sample, *(update.Sample([0] * (n - work.question) + [1] * work.question + [2 + i] * work.response,
+                                    sampled, numbers, numbers, 0, "judge", turns=sample.turns)
+                      for i in range(work.answers))]
+
+
 def layers_whole(model):
     """Bytes of what FSDP has whole at once in bf16: embedding and head, and two layers, with one's gradients
     before and after their cast to fp32."""
@@ -159,7 +170,9 @@ def stages(name, ranks, settings, work, before=False):
     longest = settings.context - 512 if before else work.most_turns * (work.observation + work.response)
     playing = rollout_bytes(model, slots, settings.context, longest, work.observation)
     with mock.patch.object(update, "CHUNK_LOGITS", 2**62 if before else update.CHUNK_LOGITS):
-        training = update_bytes(model, [episode(work.turns, work) for _ in range(8)],
+        asked = 0 if before else work.judged * 8 // (settings.tasks * settings.group_size)
+        samples = [sample for _ in range(asked) for sample in judged(episode(work.turns, work), work)]
+        training = update_bytes(model, samples + [episode(work.turns, work) for _ in range(8 - asked)],
                                 update.Objective(microbatch_tokens=settings.microbatch_tokens))
     here, sets = sum(lies.values()), 3 if before else 2
     there = here - sampler * before                                    # what was gathered is given back
@@ -181,7 +194,7 @@ def seconds(name, ranks, settings, work, machine):
     read = {"rollout": 2 * P + held, "judge": 2 * P + kept * judged * work.answers * question}
     flops = {"rollout": 2 * P * tokens, "judge": 2 * P * judged * question,
              "score": 2 * P * tokens * (1 + (settings.kl != "none")),
-             "update": 8 * P * (tokens + judged * (question + work.answers * work.response))}
+             "update": 8 * P * (tokens + judged * (work.question + work.answers * work.response))}
     return {stage: steps.get(stage, 0) * read.get(stage, 0) / machine.bandwidth + flops[stage] / machine.flops
             for stage in flops}
 
@@ -193,7 +206,8 @@ def table(work, machine):
     for name, ranks in (("1.5B", 1), ("1.5B", 8), ("7B", 8)):
         now, then = (stages(name, ranks, settings, work, before) for before in (False, True))
         rows.append({"row": f"{name} on {ranks} × 80 GB", "now": now, "before": then,
-                     "seconds": seconds(name, ranks, settings, work, machine)})
+                     "seconds": seconds(name, ranks, settings, work, machine),
+                     "seconds_without_gcd": seconds(name, ranks, settings, replace(work, judged=0), machine)})
     return {"what": "computed on meta tensors, not measured: peak bytes a GPU and seconds an iteration",
             "command": "python -m bench.memory", "commit": files.commit(), "torch": torch.__version__,
             "settings": {key: getattr(settings, key) for key in
@@ -235,7 +249,8 @@ def main():
     for row in found["rows"]:
         print(row["row"], {stage: f"{size / GB:.1f} GB, was {row['before'][stage] / GB:.1f}"
                            for stage, size in row["now"].items()},
-              {stage: f"{s:.1f} s" for stage, s in row["seconds"].items()})
+              {stage: f"{s:.1f} s" for stage, s in row["seconds"].items()},
+              f"without GCD {sum(row['seconds_without_gcd'].values()):.1f} s")
 
 
 if __name__ == "__main__":

@@ -141,17 +141,24 @@ class Append:
 class Rows:
     """Rows of tokens to train on, each causal from position 0; pad on the right with anything.
 
-    lengths: for each row those of its parts: a trunk, then branches, each of which goes on where the trunk
-    ends and sees the trunk and itself. None: all rows are trunks.
+    parts: for each row those of which it is made, one after the other: (n, before), n tokens that see each
+    other causally and, before themselves, the columns of the row in this list, in this order. So a row may
+    hold a text and what goes on from some place in it. None: each row is one part.
     """
 
-    def __init__(self, T, device, lengths=None):
+    def __init__(self, T, device, parts=None):
         self.position_BT, self.mask_B1TT = torch.arange(T, device=device)[None], None
-        if lengths and any(len(parts) > 1 for parts in lengths):
-            shapes = [positions_and_parts(parts, T) for parts in lengths]
-            self.position_BT, part_BT = torch.tensor(shapes, device=device).unbind(1)
-            same_BTT = (part_BT[:, None] == 0) | (part_BT[:, None] == part_BT[:, :, None])
-            self.mask_B1TT = (same_BTT & torch.ones_like(same_BTT[0]).tril())[:, None]
+        if parts and any(len(of_row) > 1 for of_row in parts):
+            position_BT = torch.zeros(len(parts), T, dtype=torch.long)
+            mask_BTT = torch.eye(T, dtype=torch.bool).repeat(len(parts), 1, 1)    # padding sees itself
+            for position_T, mask_TT, of_row in zip(position_BT, mask_BTT, parts):
+                first = 0
+                for n, before in of_row:
+                    here = slice(first, first := first + n)
+                    position_T[here] = torch.arange(len(before), len(before) + n)
+                    mask_TT[here, before] = True
+                    mask_TT[here, here] = torch.ones(n, n, dtype=torch.bool).tril()
+            self.position_BT, self.mask_B1TT = position_BT.to(device), mask_BTT.to(device)[:, None]
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """What the queries make of what each may see, [B, T, H * D]."""
@@ -161,33 +168,22 @@ class Rows:
         return out.transpose(1, 2).flatten(2)
 
 
-def positions_and_parts(lengths, T):
-    """Of each of a row's T places the position, and which part it is of (padding: one of its own)."""
-    trunk, *branches = lengths
-    positions, parts = list(range(trunk)), [0] * trunk
-    for part, n in enumerate(branches, 1):
-        positions += range(trunk, trunk + n)
-        parts += [part] * n
-    padding = T - len(parts)
-    return positions + [0] * padding, parts + [len(lengths)] * padding
-
-
 class Packed:
     """`Rows` one after the other in a single row without padding, for `varlen`.
 
-    A branch meets the keys of its trunk and then its own: they are gathered, and nothing else is repeated.
+    A part meets the keys that it sees and then its own: they are gathered, and nothing else is repeated.
     """
 
-    def __init__(self, lengths, device, attention):
+    def __init__(self, parts, device, attention):
         self.attention, positions, keys, q_lengths, k_lengths = attention, [], [], [], []
-        for parts in lengths:
+        for of_row in parts:
             first = len(positions)                   # of the row, in the single one
-            for i, n in enumerate(parts):
-                before, here = parts[0] if i else 0, len(positions)
-                keys += [*range(first, first + before), *range(here, here + n)]
-                positions += range(before, before + n)
+            for n, before in of_row:
+                here = len(positions)
+                keys += [*(first + column for column in before), *range(here, here + n)]
+                positions += range(len(before), len(before) + n)
                 q_lengths.append(n)
-                k_lengths.append(before + n)
+                k_lengths.append(len(before) + n)
         self.position_BT = torch.tensor([positions], device=device)
         self.keys = torch.tensor(keys, device=device) if len(keys) > len(positions) else slice(None)
         self.q_starts, self.k_starts = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device)

@@ -121,10 +121,10 @@ class Run:
                                 config.on_truncation, lambda episode: bar.update(), self.asked_to_stop,
                                 config.admissible_only, self.waits, coaches)
 
-    def step(self, samples, objective, rate):
+    def step(self, samples, objective, rate, compare=False):
         """One optimizer step; a batch that is not finite is stored before every rank stops."""
         try:
-            return update.update(self.model, self.optimizer, samples, objective, rate)
+            return update.update(self.model, self.optimizer, samples, objective, rate, compare)
         except update.NonFinite:
             batch = [asdict(replace(sample, turns=[])) for sample in samples]
             torch.save(batch, self.out / f"nonfinite_batch_rank{self.ranks.rank}.pt")

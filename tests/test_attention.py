@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_model
+from conftest import Recorder, tiny_model
 from test_update import make_sample
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,30 +61,34 @@ def model(request, tokenizer):
     return tiny_model(tokenizer, model_type=request.param, head_dim=12).double()
 
 
-def answers_to(question, rng, lengths, name):
-    """Samples that begin with the same question and end in different answers."""
+def answers_to(question, rng, lengths, turn):
+    """Samples that begin with the same question, about this turn, and end in different answers."""
     n = len(question)
-    return [replace(make_sample(rng, kind="judge"), ids=question + [rng.randrange(90) for _ in range(m)],
+    return [replace(make_sample(rng, kind="judge"), ids=question + [90 + i] + [rng.randrange(90)] * (m - 1),
                     sampled=[False] * n + [True] * m, advantage=[0.0] * n + [rng.gauss(0, 1)] * m,
-                    logprob_old=[0.0] * n + [-3.0] * m, trunk=(name, n)) for m in lengths]
+                    logprob_old=[0.0] * n + [-3.0] * m, turns=[turn]) for i, m in enumerate(lengths)]
 
 
 @pytest.fixture
 def samples():
-    """Some alone, and families of one, two and three."""
+    """Some alone; questions without their episode, of one to three answers; and an episode of four turns with
+    questions about two of them, which go on from its middle and from its end."""
     rng, kept = random.Random(0), []
-    for name, lengths in enumerate([[2, 5, 1], [4], [3, 3]]):
-        kept += answers_to([rng.randrange(90) for _ in range(9 + 7 * name)], rng, lengths, name)
+    for k, lengths in enumerate([[2, 5, 1], [4], [3, 3]]):
+        kept += answers_to([rng.randrange(90) for _ in range(9 + 7 * k)], rng, lengths, object())
+    turns = [object() for _ in range(4)]
+    episode = replace(make_sample(rng, n=30), turns=turns)
+    kept += [episode, *answers_to(episode.ids[:17] + [91, 92, 93], rng, [3, 1], turns[1]),
+             *answers_to(episode.ids + [91, 92, 93], rng, [2, 4, 1], turns[3])]
     return kept + [make_sample(rng, kind="judge") for _ in range(3)]
 
 
 def gradient_of(model, samples, **objective):
-    """The gradient of an update's judge loss, a vector, and its metrics."""
-    counted = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max")
-    sums = dict.fromkeys(counted, 0.0)
-    model.zero_grad()
-    update.accumulate(model, samples, replace(update.Objective(), **objective), sums)
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), sums
+    """The gradient of an update's loss, a vector, and its metrics."""
+    recorder = Recorder(model)
+    settings = replace(update.Objective(), **{"judge_weight": 0.7, "max_grad_norm": 0.0} | objective)
+    metrics = update.update(model, recorder, samples, settings, lr=0.1)
+    return recorder.gradient, metrics
 
 
 def assert_close(got, want):
@@ -93,15 +97,15 @@ def assert_close(got, want):
 
 
 def apart(samples):
-    """The same, each with its question to itself."""
-    return [replace(sample, trunk=None) for sample in samples]
+    """The same, each in a row of its own."""
+    return [replace(sample, turns=[]) for sample in samples]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
 @pytest.mark.parametrize("packed", [False, True])
-def test_branches_of_a_trunk_and_packed_rows_are_padded_rows_of_each_alone(model, samples, with_varlen,
-                                                                           packed, max_tokens):
-    """Loss, logprobs and gradient; and the trunk is run once."""
+def test_parts_of_a_row_and_packed_rows_are_padded_rows_of_each(model, samples, with_varlen, packed,
+                                                                max_tokens):
+    """Loss, logprobs and gradient; and what is shared is run once."""
     want, expected = gradient_of(model, apart(samples))
     scores = update.score(model, apart(samples), update.Objective())
     if packed:
@@ -109,12 +113,13 @@ def test_branches_of_a_trunk_and_packed_rows_are_padded_rows_of_each_alone(model
     run = []
     model.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
     got, sums = gradient_of(model, samples, microbatch_tokens=max_tokens)
-    tokens = sum(map(update.width, update.families(samples)))
-    assert tokens < sum(len(sample.ids) for sample in samples) - 40
+    alone = sum(len(sample.ids) for sample in samples)
+    shared = 2 * 9 + 23 + (17 + 20) + (30 + 2 * 33)           # by the second answer and on; by each question
+    assert sum(len(row.ids) for row in update.rows_of(samples)) == alone - shared
     if packed:
-        assert sum(run) == tokens
+        assert sum(run) == alone - shared
     assert_close(got, want)
-    assert sums == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert sums == pytest.approx(expected, rel=1e-5, abs=1e-5, nan_ok=True)
     for one, other in zip(update.score(model, samples, update.Objective()), scores, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
 
@@ -126,17 +131,27 @@ def test_in_float32_they_agree_as_far_as_it_rounds(model, samples):
 
 def test_a_branch_does_not_see_another(model, samples):
     """Whatever stands in the second answer, the first has the same logprobs."""
-    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], "a")
+    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], object())
     other = replace(second, ids=second.ids[:3] + [8] * 4)
     one, same = (update.score(model, [first, x], update.Objective()) for x in (second, other))
     assert one[0] == same[0] and one[1] != same[1]
 
 
-def test_samples_that_claim_a_trunk_and_differ_in_it_are_refused(model):
-    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], "a")
-    second.ids[1] = 60
-    with pytest.raises(AssertionError, match="do not share it"):
-        update.score(model, [first, second], update.Objective())
+@pytest.mark.parametrize("a, b, n", [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2),
+                                     ([1, 2, 3, 4], [1, 2, 9, 4], 2), ([5, 2], [1, 2], 0)])
+def test_what_two_lists_begin_with_in_common(a, b, n):
+    assert update.alike(a, b) == update.alike(b, a) == n
+
+
+def test_samples_of_one_turn_that_are_not_alike_are_run_apart_in_one_row(model):
+    """A judge that was shown something else than the episode, as an injected fault does."""
+    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], object())
+    second.ids[0] = 60
+    row, = update.rows_of([first, second])
+    assert row.parts == [(6, []), (7, [])]
+    scores = update.score(model, [first, second], update.Objective())
+    for one, other in zip(scores, update.score(model, apart([first, second]), update.Objective())):
+        assert one == pytest.approx(other, abs=1e-5)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

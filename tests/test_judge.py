@@ -463,7 +463,7 @@ def test_samples_by_hand(chat):
     for s in made:
         assert s.sampled == [False] * 3 + [True] * 2
         assert s.advantage[:3] == [0.0] * 3 and s.advantage[3] == s.advantage[4]
-        assert s.logprob_old == [0.0] * 3 + [-0.5, -0.25] and (s.kind, s.episode) == ("judge", 3)
+        assert s.logprob_old == [0.0] * 3 + [-0.5, -0.25] and s.kind == "judge"
     assert sum(s.count * s.advantage[-1] for s in made) == pytest.approx(0.0)
 
 
@@ -490,11 +490,22 @@ def test_each_question_has_its_own_std(chat):
     assert [s.advantage[-1] for s in judge.samples(judged)] == [0.5, -0.5, 0.25, -0.75]
 
 
-def test_a_good_turn_and_the_bad_one_beside_it_share_a_minibatch(chat):
-    made = judge.samples([answered(chat, ["good", "bad"], index=i) for i in range(8)])
-    for part in update.minibatches(made, 4):
-        assert len({s.episode for s in part}) == 1 and len(part) == 4
-    assert [s.episode for s in made] == [i // 2 for i in range(8) for _ in range(2)]
+def test_answers_go_on_from_the_row_of_the_episode_that_they_are_about(chat):
+    """In its minibatch; without the episode's sample only the answers to one question share a row."""
+    judged = asked_by(chat)
+    for question in judged:
+        question.answers = [Response(chat.encode(text), [-0.5], False) for text in ("good", "bad")]
+        judge.record(question, ["good", "bad"])
+    made, episode = judge.samples(judged), judged[0].episode
+    policy, = update.samples_of(episode)
+    assert {sample.episode for sample in made} == {episode.index}
+    row, = update.rows_of([policy, *made])
+    for sample, columns in zip(row.samples[1:], row.columns[1:]):
+        spoken = len(sample.turns[0].prompt_ids) + len(sample.turns[0].response_ids)
+        assert columns[:spoken] == [*range(spoken)] and columns[-1] >= len(policy.ids)
+    asked = len(chat.message(judge.QUESTION["plain"]))
+    assert len(row.ids) <= len(policy.ids) + (asked + 2) * len(judged)
+    assert len(update.rows_of(made)) == len(judged)
 
 
 def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):

@@ -34,10 +34,10 @@ def imitated(samples):
     return [replace(sample, logprob_old=None) for sample in samples]
 
 
-def gradient(model, samples, objective=PLAIN):
+def gradient(model, samples, objective=PLAIN, compare=False):
     """The gradient that update() steps on, and its metrics."""
     recorder = Recorder(model)
-    metrics = update.update(model, recorder, samples, objective, lr=0.25)
+    metrics = update.update(model, recorder, samples, objective, lr=0.25, compare=compare)
     assert recorder.param_groups == [{"lr": 0.25}]
     return recorder.gradient, metrics
 
@@ -250,19 +250,22 @@ def test_a_count_of_three_is_three_equal_samples(model, judgements):
 
 # Policy and judge
 
+@pytest.mark.parametrize("compare", [False, True])
 @pytest.mark.parametrize("weight, cap", [(0.1, 0.0), (1.0, 0.0), (1.0, 0.3), (1.0, 1000.0), (0.0, 0.5)])
-def test_policy_and_judge_add_up_by_the_stated_formula(model, samples, judgements, weight, cap):
+def test_policy_and_judge_add_up_by_the_stated_formula(model, samples, judgements, weight, cap, compare):
     """g = g_policy + weight * min(1, cap |g_policy| / (weight |g_judge|)) * g_judge."""
     policy, judge = plain_gradient(model, samples), plain_gradient(model, judgements)
     limit = cap * policy.norm() / (weight * judge.norm()) if cap and weight else math.inf
     want = policy + weight * min(1.0, limit) * judge
     objective = replace(PLAIN, judge_weight=weight, judge_grad_cap=cap)
-    got, metrics = gradient(model, samples + judgements, objective)
+    got, metrics = gradient(model, samples + judgements, objective, compare)
     assert_same(got, want)
     assert metrics["policy/grad_norm"] == pytest.approx(want.norm().item(), rel=1e-4)
-    assert metrics["judge/grad_ratio"] == pytest.approx((judge.norm() / policy.norm()).item(), rel=1e-4)
-    cosine = F.cosine_similarity(judge, policy, dim=0).item()
-    assert metrics["judge/grad_cosine"] == pytest.approx(cosine, abs=1e-4)
+    assert ("judge/grad_ratio" in metrics) == ("judge/grad_cosine" in metrics) == bool(compare or cap)
+    if compare or cap:
+        assert metrics["judge/grad_ratio"] == pytest.approx((judge.norm() / policy.norm()).item(), rel=1e-4)
+        cosine = F.cosine_similarity(judge, policy, dim=0).item()
+        assert metrics["judge/grad_cosine"] == pytest.approx(cosine, abs=1e-4)
     assert metrics["judge/weight"] == pytest.approx(weight * min(1.0, float(limit)), rel=1e-4)
     if cap == 0.3:
         assert limit < 1                         # else the cap was not tested
@@ -274,8 +277,32 @@ def test_the_judge_alone_is_weighted_too(model, judgements):
     assert metrics["policy/grad_norm"] == pytest.approx(got.norm().item(), rel=1e-4)
 
 
+def test_each_kinds_metrics_are_its_own_however_they_are_backpropagated(model, samples, judgements):
+    _, both = gradient(model, samples + judgements)
+    _, compared = gradient(model, samples + judgements, compare=True)
+    assert both == pytest.approx({key: compared[key] for key in both}, rel=1e-5, abs=1e-6, nan_ok=True)
+    for kind, members in (("policy", samples), ("judge", judgements)):
+        own = {key: value for key, value in gradient(model, members)[1].items() if key.startswith(f"{kind}/")}
+        own.pop("policy/grad_norm", None)
+        assert own == pytest.approx({key: both[key] for key in own}, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+def test_the_judge_has_no_kl(model, samples, judgements):
+    """Reference logprobs of the policy's samples only, in one backward with the judge's."""
+    rng, objective = random.Random(4), replace(PLAIN, kl_coef=0.3, judge_weight=1.0)
+    for sample in samples:
+        pairs = zip(sample.logprob_old, sample.sampled)
+        sample.logprob_ref = [p + sampled * rng.uniform(-0.4, 0.4) for p, sampled in pairs]
+    got, metrics = gradient(model, samples + judgements, objective)
+    assert_same(got, plain_gradient(model, samples, objective) + plain_gradient(model, judgements))
+    assert metrics["policy/kl_nats"] > 0 == metrics["judge/kl_nats"]
+    samples[0].logprob_ref = None
+    with pytest.raises(update.NonFinite):
+        gradient(model, samples + judgements, objective)
+
+
 def test_judge_weight_0_leaves_the_policys_gradient_bit_for_bit(model, samples, judgements):
-    with_it, _ = gradient(model, samples + judgements, replace(PLAIN, judge_weight=0.0))
+    with_it, _ = gradient(model, samples + judgements, replace(PLAIN, judge_weight=0.0), compare=True)
     assert torch.equal(with_it, gradient(model, samples)[0])
 
 
@@ -422,7 +449,9 @@ def test_policy_and_classifier_add_up_by_the_same_formula(headed, samples, turns
     policy = gradient_of(headed, plain_loss(headed, samples))
     judge = gradient_of(headed, plain_cross_entropy(headed, turns))
     weight = 2.0 * min(1.0, cap * policy.norm() / (2.0 * judge.norm()) if cap else 1.0)
-    got, metrics = gradient(headed, samples + turns, replace(PLAIN, judge_weight=2.0, judge_grad_cap=cap))
+    objective = replace(PLAIN, judge_weight=2.0, judge_grad_cap=cap)
+    assert_same(gradient(headed, samples + turns, objective)[0], policy + weight * judge)
+    got, metrics = gradient(headed, samples + turns, objective, compare=True)
     assert_same(got, policy + weight * judge)
     assert metrics["judge/grad_ratio"] == pytest.approx((judge.norm() / policy.norm()).item(), rel=1e-4)
     assert metrics["judge/weight"] == pytest.approx(float(weight), rel=1e-4)
