@@ -1,0 +1,93 @@
+"""Proves that a person can play beside a model: its command, its judge's word, either's command in the game.
+
+    python -m pytest tests/test_play.py
+"""
+
+import io
+import re
+from types import SimpleNamespace
+
+import pytest
+from conftest import Corridor
+
+import judge
+from envs import Task
+from lm.engine import Response
+from report import play
+
+pytestmark = pytest.mark.fast
+
+TASK = Task("train/3", "train", "walk", (1, 4))
+SETTINGS = SimpleNamespace(max_response_tokens=4, judge_response_tokens=2, history=0, max_turns=5, seed=0,
+                           context=400, on_truncation="fail")
+
+
+class Recording(Corridor):
+    """The corridor, and the commands that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.commands = []
+
+    def step(self, command):
+        self.commands.append(command)
+        return super().step(command)
+
+
+@pytest.fixture
+def player(model, chat):
+    return play.Player(model, chat, SETTINGS)
+
+
+def saying(chat, monkeypatch, command):
+    """The model would always give this command."""
+    monkeypatch.setattr(play.Player, "respond", lambda *_: Response(chat.respond(command), [], False))
+
+
+def played(player, capsys, *lines):
+    """(commands that the game was given, what was printed, whether it was won)."""
+    env = Recording()
+    won = play.play(player, TASK, env, iter(lines))
+    return env.commands, capsys.readouterr().out, won
+
+
+def test_an_empty_line_is_the_models_command_and_any_other_the_persons(player, capsys, monkeypatch):
+    saying(player.chat, monkeypatch, "left")
+    commands, text, won = played(player, capsys, "\n", " right\n", "\n")
+    assert commands == ["left", "right", "left"] and won is False
+    assert text.count("the model: left ") == 4 and text.count("of yours it says") == 1
+
+
+def test_its_own_response_is_what_it_would_sample(player, capsys):
+    """Played without a word from the person, the model's commands are those that were shown."""
+    commands, text, _ = played(player, capsys, *["\n"] * 9)
+    shown = re.findall(r"the model: (.*)   \(", text)
+    assert 0 < len(commands) <= len(shown) <= 5 and [c for c in shown if c in commands] == commands
+
+
+def test_a_won_game_says_so_and_the_turn_limit_ends_one(player, capsys, monkeypatch):
+    for command, n, end in (("right", 3, "You have won."), ("left", 5, "Over after 5 turns, not won.")):
+        saying(player.chat, monkeypatch, command)
+        commands, text, won = played(player, capsys, *["\n"] * 9)
+        assert commands == [command] * n and text.endswith(f"{end}\n") and won == (command == "right")
+
+
+def test_the_judge_is_asked_eight_times_about_just_this_response(player, monkeypatch):
+    asked, prompts = play.answer, []
+    monkeypatch.setattr(play, "answer", lambda model, questions, *rest: prompts.append(questions[0])
+                        or asked(model, questions, *rest))
+    said = player.judged([5, 6], [7], 3)
+    assert prompts == [[5, 6, 7] + player.chat.message(judge.QUESTION["plain"])]
+    assert sum(map(int, re.findall(r"\d+", said))) == 8 and said == player.judged([5, 6], [7], 3)
+
+
+@pytest.mark.parametrize("name", ["L9/0", "L0", "L0/x", "L0/-1", "L0/99999"])
+def test_a_game_that_there_is_not_is_named(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    world = SimpleNamespace(splits=("dev", "L0"), split=lambda _: [TASK])
+    with pytest.raises(ValueError, match=f"--game={name}: "):
+        play.task_named(world, name)
+    assert play.task_named(world, "L0/0") is TASK
+    with pytest.raises(SystemExit):
+        play.main(["--model", str(tmp_path / "none")])
+    assert "none" in capsys.readouterr().err
