@@ -50,7 +50,8 @@ class Player:
                           sampling, ASKED)
         style = judge.wording(self.chat)
         said = [judge.parse_verdict(self.chat.decode(a.ids), style) or "unreadable" for a in given]
-        return ", ".join(f"{word} {said.count(word)}" for word in ("good", "bad", "unreadable") if word in said)
+        words = ("good", "bad", "unreadable")
+        return ", ".join(f"{word} {said.count(word)}" for word in words if word in said)
 
 
 def task_named(world, name):
