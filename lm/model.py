@@ -278,6 +278,20 @@ def init_weights(model, seed):
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
+@torch.no_grad()
+def relate_names(model, vocabulary):
+    """Begin the embedding of a numbered name, " drawer 12", as that of its kind and that of its number, where
+    all three are in the vocabulary, {token: id}: what is learned of one drawer then holds for the others.
+
+        e(kind n) = (e(kind) + e(n)) / sqrt(2)                                      ours
+    """
+    embedding_VC = model.model.embed_tokens.weight
+    for name, i in vocabulary.items():
+        kind, space, number = name.rpartition(" ")
+        if kind in vocabulary and number.isdecimal() and space + number in vocabulary:
+            embedding_VC[i] = embedding_VC[[vocabulary[kind], vocabulary[space + number]]].sum(0) / 2**0.5
+
+
 def save_pretrained(model, folder, state=None):
     """Write config.json and model.safetensors into an existing folder.
 

@@ -305,6 +305,7 @@ def small_model_folder(config, folder):
         head_dim=config.hidden_size // 4, max_position_embeddings=max(config.context, 1024),
         tie_word_embeddings=True, rope=config.positions == "rotary"))
     qwen.init_weights(model, config.seed)
+    qwen.relate_names(model, qwen.small_tokenizer(words).get_vocab())
     qwen.save_pretrained(model, folder)
 
 

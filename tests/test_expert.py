@@ -197,6 +197,21 @@ def test_the_expert_frees_its_hand_of_what_it_should_not_hold(prior):
     assert reply.won
 
 
+@pytest.mark.fast
+def test_of_equally_good_places_the_first_listed_is_chosen():
+    """Searched and, with the thing in hand, gone to: whatever the random numbers."""
+    intro = ("You are in the middle of a room. Looking quickly around you, you see a drawer 2, a drawer 1, "
+             "a shelf 3, and a shelf 1.\n\nYour task is to: put some mug in shelf.")
+    for seed in range(5):
+        belief = Belief(intro)
+        expert = SearchExpert({"mug": {"drawer": 0.9, "shelf": 0.1}}, random.Random(seed))
+        assert expert.act(belief) == "go to drawer 2"
+        belief.update("go to drawer 2", "On the drawer 2, you see a mug 1.")
+        assert expert.act(belief) == "take mug 1 from drawer 2"
+        belief.update("take mug 1 from drawer 2", "You pick up the mug 1 from the drawer 2.")
+        assert expert.act(belief) == "go to shelf 3"
+
+
 # The labels, on scripted episodes: each line is a command and its label
 
 KITCHEN_PLACES = (("cabinet 1", True), ("countertop 1", False), ("drawer 2", True), ("drawer 1", True),

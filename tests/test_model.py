@@ -334,6 +334,19 @@ def test_init_weights_are_fixed_by_the_seed():
     assert (one.model.norm.weight == 1).all() and not one.model.layers[0].self_attn.q_proj.bias.any()
 
 
+def test_a_numbered_name_begins_as_its_kind_and_its_number():
+    phrases = [" drawer", " 1", " drawer 1", " drawer 12", " mug", " mug 1", "go to 1"]
+    vocabulary = m.small_tokenizer(phrases).get_vocab()
+    model, untouched = (make_model(seed=1, vocab_size=len(vocabulary)) for _ in range(2))
+    m.relate_names(model, vocabulary)
+    new, old = model.model.embed_tokens.weight, untouched.model.embed_tokens.weight
+    for kind in (" drawer", " mug"):
+        want = (old[vocabulary[kind]] + old[vocabulary[" 1"]]) / 2**0.5
+        torch.testing.assert_close(new[vocabulary[f"{kind} 1"]], want)
+    others = [i for token, i in vocabulary.items() if token not in (" drawer 1", " mug 1")]
+    assert torch.equal(new[others], old[others])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_we_save_loads_in_transformers_and_here(tmp_path, tied, family):

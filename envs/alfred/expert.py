@@ -273,7 +273,7 @@ class SearchExpert:
             return next_command(belief, *steps[0])
         seen_open = belief.searched - belief.closed
         is_open = [step for step in steps if type_of(step[0]) not in DOORS or step[0] in seen_open]
-        return next_command(belief, *self.rng.choice(is_open or steps))
+        return next_command(belief, *(is_open or steps)[0])
 
     def _put_down(self, belief):
         """Frees the hand: here, if such things are kept here, or where the thing came from."""
@@ -288,7 +288,8 @@ class SearchExpert:
             far = [name for name in belief.receptacles if not belief.is_near(name)]
             return f"go to {self.rng.choice(far)}"
         counts = Counter(map(type_of, belief.receptacles))
-        place = max(unsearched, key=lambda name: (self._chance(belief, name, counts), self.rng.random()))
+        # of equal ones the first that was listed, here as in `act`: a player can learn which that is
+        place = max(unsearched, key=lambda name: self._chance(belief, name, counts))
         if not belief.is_near(place):
             return f"go to {place}"
         return f"open {place}" if place in belief.closed else f"examine {place}"
