@@ -243,7 +243,7 @@ def update_at(bench, tokens):
         torch.cuda.reset_peak_memory_stats()
 
     def there_and_back():
-        update.accumulate(model, samples, objective, sums)
+        update.accumulate(model, {"policy": samples}, objective, {"policy": 1.0}, {"policy": sums})
         model.zero_grad()
 
     seconds = bench.seconds(there_and_back, 2)

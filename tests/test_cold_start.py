@@ -542,4 +542,5 @@ def test_practice_takes_the_place_of_the_second_showing(practising):
     assert len(run.steps) == 2 + 4
     assert [rate for _, rate in run.steps[2:]] == pytest.approx(
         [run.config.cold_start_lr * (1 - step / 4) for step in range(4)])
-    assert sum(s.kind == "judge" for batch, _ in run.steps for s in batch) == 4
+    asked = len(cold_start.judge_questions(run))
+    assert sum(s.kind == "judge" for batch, _ in run.steps for s in batch) == asked > 0

@@ -283,7 +283,7 @@ def test_what_is_not_scored_is_not_read(start, tmp_path, monkeypatch, flags):
         scored.setdefault(id(model), []).extend(samples)
         return score(model, samples, objective)
 
-    def spoiled(run, samples, objective, rate):
+    def spoiled(run, samples, objective, rate, compare):
         mine = {id(s) for s in scored.get(id(run.model), ())}
         refs = {id(s) for model, found in scored.items() if model != id(run.model) for s in found}
         for sample in samples:
@@ -296,7 +296,7 @@ def test_what_is_not_scored_is_not_read(start, tmp_path, monkeypatch, flags):
                 assert sample.silent
                 sample.logprob_old = unknown
                 left_out.append("silent")
-        return step(run, samples, objective, rate)
+        return step(run, samples, objective, rate, compare)
 
     monkeypatch.setattr(update, "score", recording)
     monkeypatch.setattr(setup.Run, "step", spoiled)
