@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job from nothing: cold start, then GRPO and GRPO+GCD side by side, then the table and the report.
 #
-#   bash run.sh          4 to 6 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler
+#   bash run.sh          3 to 6 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler
 #   bash run.sh test     set up what the tests need, run them (what follows "test" goes to pytest: -m fast)
 #   bash run.sh chaos    attack it, for about 20 minutes (see tests/chaos/__main__.py; --part: under five)
 #
