@@ -49,7 +49,7 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.work, shape = memory.Work(), memory.shape("1.5B")
-        vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
+        vocabulary = len(qwen.save_small_tokenizer(rooms.phrases(), folder))
         if tiny:
             self.work = memory.Work(turns=3, most_turns=3, observation=20, response=8, judged=4, answers=2)
             shape = replace(shape, vocab_size=vocabulary, hidden_size=32, intermediate_size=96,

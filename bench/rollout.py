@@ -106,7 +106,7 @@ def say(model, chat, prompts, pad):
 def both_models(hidden_size):
     """The same random weights as ours and as transformers' model, and their chat."""
     with tempfile.TemporaryDirectory() as folder:
-        vocabulary = qwen.save_small_tokenizer(rooms.phrases(), folder)
+        vocabulary = len(qwen.save_small_tokenizer(rooms.phrases(), folder))
         shape = qwen.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 2, hidden_size // 4,
                                  max_position_embeddings=CONTEXT, tie_word_embeddings=True)
         model = qwen.Model(shape)

@@ -405,7 +405,8 @@ def small_tokenizer(phrases):
 
 
 def save_small_tokenizer(phrases, folder):
-    """Write `small_tokenizer(phrases)` and its chat template into a folder; returns the vocabulary size.
+    """Write `small_tokenizer(phrases)` and its chat template into a folder; returns the vocabulary,
+    {token: id}.
 
     Beside a config.json of model_type qwen2, AutoTokenizer ignores the class and makes a Qwen2Tokenizer:
     vocabulary, merges and added tokens stay, its own normaliser and pre-tokeniser come around them. Bytes and
@@ -420,7 +421,7 @@ def save_small_tokenizer(phrases, folder):
                 "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
     path = Path(folder) / "tokenizer_config.json"
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    return tokenizer.get_vocab_size()
+    return tokenizer.get_vocab()
 
 
 def load_tokenizer(folder):

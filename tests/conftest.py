@@ -164,7 +164,7 @@ def rounding(values, times=64):
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small_tokenizer")
-    vocabulary = qwen.save_small_tokenizer(PHRASES, folder)
+    vocabulary = len(qwen.save_small_tokenizer(PHRASES, folder))
     config(vocabulary).save(folder)              # AutoTokenizer looks for the model's type beside it
     return folder
 

@@ -80,7 +80,7 @@ def test_the_most_frequent_kinds_are_named(counts, kinds):
 
 
 def small_chat(folder):
-    vocabulary = qwen.save_small_tokenizer([*rooms.phrases(), *correction.instruction_phrases()], folder)
+    vocabulary = len(qwen.save_small_tokenizer([*rooms.phrases(), *correction.instruction_phrases()], folder))
     qwen.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                      num_attention_heads=4, num_key_value_heads=2, head_dim=8,
                      max_position_embeddings=64).save(folder)

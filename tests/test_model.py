@@ -592,7 +592,7 @@ def test_a_value_head_that_is_promised_and_not_there_is_named(tmp_path):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    small_config(vocab_size=m.save_small_tokenizer(PHRASES, folder)).save(folder)
+    small_config(vocab_size=len(m.save_small_tokenizer(PHRASES, folder))).save(folder)
     return m.load_tokenizer(folder)
 
 
