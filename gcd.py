@@ -157,9 +157,7 @@ def train(run, i, samples, reference):
     if config.dtype != "float32":                            # the sampler's are 0.03 nats off in bf16
         gap = update.rescore(run.model, update.loud(samples, objective), objective)
     if config.kl == "loss":
-        policy = [sample for sample in samples if sample.kind == "policy"]         # the judge has no KL
-        for sample, ref in zip(policy, update.score(reference, policy, objective)):
-            sample.logprob_ref = ref
+        update.write_reference(run.model, reference, samples, objective)
     rate, steps = config.lr * decay(config, i), []
     for part in update.minibatches(samples, config.minibatches):
         if parallel.any_rank(bool(part)):

@@ -292,11 +292,21 @@ def write_kl(model, reference, episodes, objective, coef, rescored):
     samples = [sample for episode in episodes for sample in samples_of(episode)]
     if rescored:
         rescore(model, samples, objective)
-    for sample, ref in zip(samples, score(reference, samples, objective)):
+    write_reference(model, reference, samples, objective)
+    for sample in samples:
         penalties = iter([coef * kl_k1(old, new) for old, new, sampled in
-                          zip(sample.logprob_old, ref, sample.sampled) if sampled])
+                          zip(sample.logprob_old, sample.logprob_ref, sample.sampled) if sampled])
         for turn in sample.turns:
             turn.kl = [next(penalties) for _ in turn.response_ids]
+
+
+def write_reference(model, reference, samples, objective):
+    """Write the `logprob_ref` of the policy's samples; the judge has no KL. The reference is on the model's
+    device for that time."""
+    policy = [sample for sample in samples if sample.kind == "policy"]
+    with parallel.beside(model, reference):
+        for sample, ref in zip(policy, score(reference, policy, objective)):
+            sample.logprob_ref = ref
 
 
 def padded(batches):

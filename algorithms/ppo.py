@@ -87,7 +87,9 @@ def new_critic(policy, shard):
     torch.nn.init.zeros_(model.value_head.weight)            # a judge's classifier may have been there
     torch.nn.init.zeros_(model.value_head.bias)
     model = shard(model)
-    return model, update.adam(model)
+    optimizer = update.adam(model)
+    parallel.put_away(model)
+    return model, optimizer
 
 
 def values(critic, samples, objective):
@@ -157,6 +159,11 @@ class Method(algorithms.Method):
 
     def assign(self, episodes, decay=1.0):
         """Advantages against the critic's values, whitened over all ranks; then the critic's own steps."""
+        with parallel.beside(self.model, *self.critic):
+            return self.valued(episodes, decay)
+
+    def valued(self, episodes, decay):
+        """`assign`, with the critic at hand."""
         samples = [sample for e in episodes for sample in update.samples_of(e, make=Valued)]
         for sample, value in zip(samples, values(self.critic[0], samples, self.objective)):
             sample.value = value

@@ -162,10 +162,10 @@ def stages(name, ranks, settings, work, before=False):
     model.compute_dtype = dtype
     model.recompute_layers(not before)
     P, slots = sum(p.numel() for p in model.parameters()), settings.tasks * settings.group_size // ranks
-    lies = state_bytes(P, ranks, dtype, settings.kl != "none")
+    lies = state_bytes(P, ranks, dtype)
     gradients, sampler = lies.pop("gradients"), lies["sampler"]
     if before:
-        lies |= {"reference": 2 * lies["reference"]}
+        lies["reference"] = 4 * P / ranks
         gradients *= 1.5
     longest = settings.context - 512 if before else work.most_turns * (work.observation + work.response)
     playing = rollout_bytes(model, slots, settings.context, longest, work.observation)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -197,6 +197,28 @@ def copy_weights(model, copy):
             mine.copy_(its.full_tensor())
 
 
+def put_away(model, optimizer=None):
+    """Move a model that is needed now and then to CPU memory, and its optimizer's state; see `beside`."""
+    _move(model, optimizer, torch.device("cpu"))
+
+
+@contextmanager
+def beside(used, model, optimizer=None):
+    """Within, a model that is needed now and then is on the device of one in use, and so is its optimizer's
+    state; afterwards in CPU memory, and their room is for others. On a CPU nothing moves."""
+    _move(model, optimizer, next(used.parameters()).device)
+    try:
+        yield model
+    finally:
+        put_away(model, optimizer)
+
+
+def _move(model, optimizer, device):
+    model.to(device)                   # FSDP's moves its shards; a parameter stays the optimizer's key
+    for state in optimizer.state.values() if optimizer else ():
+        state |= {key: tensor.to(device) for key, tensor in state.items()}
+
+
 def full_weights(model):
     """The whole fp32 weights by name, on the CPU of rank 0; empty on the others. All ranks call it.
 
@@ -329,7 +351,8 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     weights = full_weights(model)
     trainer = {"optimizer": optimizer_state(model, optimizer), "state": state}
     if critic is not None:
-        trainer["critic"] = {"weights": full_weights(critic[0]), "optimizer": optimizer_state(*critic)}
+        with beside(model, *critic):
+            trainer["critic"] = {"weights": full_weights(critic[0]), "optimizer": optimizer_state(*critic)}
 
     def fill(written):
         save_model(model, written, state=weights)
@@ -419,8 +442,9 @@ def load_trainer(folder, model, optimizer, critic=None):
                        for weights in (critic[0].state_dict(), saved["weights"]))
         if here != there:
             raise ValueError(f"{path}: the critic's {min(here ^ there)[0]} differs: saved from another model")
-        states.set_model_state_dict(critic[0], saved["weights"], options=FROM_FULL)
-        load_optimizer(path, *critic, saved["optimizer"])
+        with beside(model, *critic):
+            states.set_model_state_dict(critic[0], saved["weights"], options=FROM_FULL)
+            load_optimizer(path, *critic, saved["optimizer"])
     return trainer["state"]
 
 

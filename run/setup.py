@@ -174,7 +174,7 @@ def prepare(config, ranks, asked_to_stop, held):
         if source is None:
             small_model_folder(config, fresh)
         parameters = qwen.count_parameters(qwen.ModelConfig.load(source or fresh))
-        check_room(parameters, ranks.world, getattr(torch, config.dtype), config.kl != "none", ranks.device)
+        check_room(parameters, ranks.world, getattr(torch, config.dtype), ranks.device)
         head = True if config.judge_kind == "value" else None
         model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
         tokenizer = qwen.load_tokenizer(source or fresh)
@@ -355,4 +355,6 @@ def frozen_copy(run, first):
         parallel.on_main(lambda: qwen.save_pretrained(run.model, folder, state=weights))
     here = run.ranks.rank == 0              # other machines may lack the folder; `shard` sends the weights
     model = qwen.load_pretrained(folder) if here else qwen.Model(run.model.config)
-    return run.shard(model, frozen=True)
+    model = run.shard(model, frozen=True)
+    parallel.put_away(model)
+    return model

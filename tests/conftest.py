@@ -109,6 +109,7 @@ class Recorder:
 
     def __init__(self, model):
         self.model, self.param_groups, self.gradient = model, [{"lr": None}], None
+        self.state = {}
 
     def step(self):
         parameters = self.model.parameters()

@@ -86,10 +86,10 @@ def test_the_state_is_what_a_model_and_its_optimizer_hold():
     moments = sum(t.numel() for s in optimizer.state.values() for t in s.values() if t.dim())
     state = state_bytes(n, 1, torch.float32)
     assert state == {"master weights": 4 * n, "Adam's moments": 4 * moments, "gradients": 2 * 4 * n,
-                     "sampler": 0, "reference": 0}
-    halves = state_bytes(n, 2, torch.bfloat16, reference=True)
+                     "sampler": 0}
+    halves = state_bytes(n, 2, torch.bfloat16)
     assert halves == {"master weights": 2 * n, "Adam's moments": 2 * moments, "gradients": 4 * n,
-                      "sampler": 2 * n, "reference": n}
+                      "sampler": 2 * n}
 
 
 @pytest.mark.fast
@@ -99,7 +99,7 @@ def test_what_cannot_fit_is_refused_by_name(monkeypatch):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     with pytest.raises(ValueError, match=r"--dtype=float32: .* 1\.5 billion parameters take 30 GB on each of "
                                          r"1 ranks, which has 24; --dtype bfloat16, or more ranks"):
-        check_room(int(1.5e9), 1, torch.float32, False, cuda)
-    check_room(int(1.5e9), 1, torch.float32, False, cpu)
-    check_room(int(1.5e9), 2, torch.float32, False, cuda)
-    check_room(int(1e9), 1, torch.bfloat16, False, cuda)
+        check_room(int(1.5e9), 1, torch.float32, cuda)
+    check_room(int(1.5e9), 1, torch.float32, cpu)
+    check_room(int(1.5e9), 2, torch.float32, cuda)
+    check_room(int(1e9), 1, torch.bfloat16, cuda)

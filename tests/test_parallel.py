@@ -209,7 +209,8 @@ def headed_step(actor, critic, ranks, name):
 def critics_step(critic, episodes):
     """PPO's advantages by its critic, whitened over all ranks, and the critic's own step."""
     method = ppo.Method(ppo.Settings(variant="code", critic_lr=1e-3))
-    method.objective, method.minibatches, method.critic = OBJECTIVE, 1, critic
+    method.begin(critic[0], OBJECTIVE, 1, lambda model: model)         # and makes a critic of its own
+    method.critic = critic
     metrics = method.assign(episodes)
     squares = [a * a for e in episodes for turn in e.turns for a in turn.token_advantage]
     return metrics | {"squares": parallel.all_sum(sum(squares)) / parallel.all_sum(len(squares))}
@@ -456,6 +457,47 @@ def test_bf16_keeps_fp32_masters_on_one_rank():
         torch.testing.assert_close(moved, -1e-4 * plain_grads[-1], rtol=0.1, atol=1e-6)
     finally:
         parallel.shutdown()
+
+
+@pytest.mark.fast
+def test_all_of_a_model_and_its_optimizer_is_beside_the_one_in_use():
+    """On a device that holds no values, so nothing could come back from it."""
+    model, used = new_model(), new_model().to("meta")
+    optimizer, n = update.adam(model), len([*model.parameters()])
+    nudge(model, optimizer)
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        with parallel.beside(used, model, optimizer):
+            pass
+    moments = [tensor for state in optimizer.state.values() for tensor in state.values()]
+    assert len(moments) == 3 * n
+    assert {tensor.device.type for tensor in (*moments, *model.parameters())} == {"meta"}
+
+
+@pytest.mark.fast
+def test_a_sharded_model_trains_on_after_it_was_moved():
+    """By a change of dtype and back, for which FSDP does what it does for one of device."""
+    try:
+        model = parallel.shard(new_model(), ALONE, torch.bfloat16)
+        optimizer, parameters = update.adam(model), [*model.parameters()]
+        nudge(model, optimizer)
+        before = parallel.full_weights(model)
+        model.to(torch.float64)
+        assert {p.dtype for p in parameters} == {torch.float64}          # the very ones that it had
+        model.to(torch.float32)
+        parallel.put_away(model, optimizer)
+        torch.testing.assert_close(parallel.full_weights(model), before, rtol=0, atol=0)
+        nudge(model, optimizer)
+        assert all(not torch.equal(was, parallel.full_weights(model)[name]) for name, was in before.items())
+    finally:
+        parallel.shutdown()
+
+
+def nudge(model, optimizer):
+    """A step of any kind."""
+    model(torch.arange(8)[None]).float().square().mean().backward()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.fast

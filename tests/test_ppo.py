@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from statistics import fmean, pstdev, pvariance
 
@@ -141,13 +142,14 @@ def stand(monkeypatch):
     stand = Stand()
     monkeypatch.setattr(ppo, "values", stand.values)
     monkeypatch.setattr(ppo, "update_critic", stand.update_critic)
+    monkeypatch.setattr(parallel, "beside", lambda *given: nullcontext())
     return stand
 
 
 def ppo_of(minibatches=1, **settings):
     """PPO with the stand-in for its critic."""
     method = method_of("ppo", **{"gae_lambda": 0.8, **settings})
-    method.objective, method.minibatches = "an objective", minibatches
+    method.model, method.objective, method.minibatches = "a policy", "an objective", minibatches
     method.critic = "a critic", "its optimizer"
     return method
 
@@ -460,7 +462,7 @@ def test_a_real_critic_values_the_text_before_each_response(model, chat, variant
     episodes = rollout.play(model, chat, [Corridor() for _ in range(6)], make_seats(3, 2),
                             Sampling(max_response_tokens=4), 4, 400, history)
     method, critic, steps = method_of("ppo", variant=variant, gae_lambda=0.8), with_value_head(model), []
-    method.objective, method.minibatches = Objective(microbatch_tokens=200), 1
+    method.model, method.objective, method.minibatches = model, Objective(microbatch_tokens=200), 1
     method.critic, taken = (critic, Recorder(critic)), ppo.update_critic
     monkeypatch.setattr(ppo, "update_critic", lambda *given: steps.append(given[2]) or taken(*given))
     _, metrics = credited(method, episodes)

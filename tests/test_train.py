@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -181,6 +181,40 @@ def test_the_kl_penalty_is_the_reverse_kl_centred_in_its_group(start, tmp_path):
     penalty = taken_off(run, other, episodes)
     torch.testing.assert_close(penalty, 0.5 * centred, atol=rounding(largest), rtol=0)
     assert taken_off(run, run.model, episodes).abs().max() < rounding(largest)         # 0 against itself
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", ["--kl loss", "--kl reward", "--algo ppo --group-size 1 --no-gcd"])
+def test_what_is_needed_now_and_then_is_away_when_it_is_not(start, tmp_path, monkeypatch, flags):
+    """The reference, or PPO's critic: put away as soon as there, and back for each forward of its own."""
+    away, used, there, collect = set(), [], parallel.beside, gcd.collect
+
+    def put_away(model, optimizer=None):
+        away.add(model)
+
+    @contextmanager
+    def beside(policy, model, optimizer=None):
+        assert model in away and policy not in away
+        away.remove(model)
+        with there(policy, model, optimizer):
+            yield model
+        used.append(model)
+
+    def all_away(run, i):
+        assert len(away) == 1 and run.model not in away
+        return collect(run, i)
+
+    def forward(self, *args, **kwargs):
+        assert self not in away
+        return plain(self, *args, **kwargs)
+
+    plain = qwen.Model.forward
+    monkeypatch.setattr(parallel, "put_away", put_away)
+    monkeypatch.setattr(parallel, "beside", beside)
+    monkeypatch.setattr(gcd, "collect", all_away)
+    monkeypatch.setattr(qwen.Model, "forward", forward)
+    assert train(tmp_path, *begin(start), *flags.split()) == 0
+    assert len(used) >= 2 and {*used} == away
 
 
 def taken_off(run, reference, episodes):
