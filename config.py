@@ -125,9 +125,9 @@ class Config:
     endpoint_cache: str = opt("runs/endpoint.jsonl", "answers: no question is paid twice", needs=ASKS)
     endpoint_limit: int = opt(10000, "requests of a process, retries too; 0: cache only", low=0, needs=ASKS)
     evaluate: str = opt("auto", "splits: L0,L1; auto: those unseen in training; none", section="evaluation")
-    protocol: str = opt("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
-                        "verl-agent, rlvmr: 128 drawn with replacement, at 0.4, in 50 or 30 turns",
-                        ("full", "sampled", "verl-agent", "rlvmr"))
+    protocol: str = opt("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; eight: "
+                        "eight times at 1 and at 0.4; verl-agent, rlvmr: 128 drawn with replacement, at 0.4, "
+                        "in 50 or 30 turns", ("full", "sampled", "eight", "verl-agent", "rlvmr"))
     algorithm: algorithms.Method = None           # the object that --algo and its flags make
     world: envs.World = None                      # and --env
 

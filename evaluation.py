@@ -8,16 +8,19 @@ from run import files, parallel
 from run.parallel import stream
 
 EVALUATION = 8                                  # what a random stream is for: the second number of its name
-MODES = {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}
-PROTOCOL = {"verl-agent": 50, "rlvmr": 30}      # turns of others' evaluations: 128 games at temperature 0.4
+# Temperatures by --protocol; how often each game is played; turns of others' evaluations, of 128 games
+MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
+         "eight": {"sampled": 1.0, "t0.4": 0.4}, "verl-agent": {"sampled": 0.4}, "rlvmr": {"sampled": 0.4}}
+PLAYS = {"eight": 8}
+TURNS = {"verl-agent": 50, "rlvmr": 30}
 
 
 def evaluation(run):
     """Success on each split in each mode; written to evaluation.json, some episodes to episodes.jsonl."""
     config, started = run.config, time.perf_counter()
-    modes = {"full": MODES, "sampled": {"sampled": 1.0}}.get(config.protocol, {"sampled": 0.4})
+    modes, plays = MODES[config.protocol], PLAYS.get(config.protocol, 1)
     instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
-    turns, splits = PROTOCOL.get(config.protocol), {}
+    turns, splits = TURNS.get(config.protocol), {}
     parallel.copy_weights(run.model, run.sampler)
     if run.ranks.rank == 0:                                # an earlier evaluation's, of a run that went on
         files.keep(run.out / files.EPISODES, lambda record: record.get("phase") != "evaluation")
@@ -26,14 +29,16 @@ def evaluation(run):
         if turns:
             tasks = random.Random(config.seed).choices(tasks, k=128)          # drawn with replacement
         for m, (mode, temperature) in enumerate(modes.items()):
-            seats = [Seat(task, g, stream(config.seed, EVALUATION, m, g), g, instruction)
-                     for g, task in enumerate(tasks)][run.ranks.rank::run.ranks.world]
+            seats = [Seat(task, g, stream(config.seed, EVALUATION, m, g, *([k] if k else [])), g,
+                          instruction)
+                     for k in range(plays) for g, task in enumerate(tasks)][run.ranks.rank::run.ranks.world]
             sampling = run.sampling(temperature=temperature)
             episodes = run.play(seats, sampling, f"{name} {mode}", turns) if seats else []
             run.stop_if_asked(None)
             splits[name][mode] = success_rate(parallel.all_sum(summary(episodes)))
             if mode == "sampled":
-                run.store(episodes[::len(episodes) // 12 or 1][:12], {"phase": "evaluation", "split": name})
+                once = episodes[:len(episodes) // plays]
+                run.store(once[::len(once) // 12 or 1][:12], {"phase": "evaluation", "split": name})
     if run.ranks.rank == 0:
         files.write_json(run.out / files.EVALUATION, {
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},

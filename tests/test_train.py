@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -45,6 +46,7 @@ import rollout
 import update
 from algorithms import rewards
 from envs.alfred import rooms
+from envs.household import World
 from lm import engine
 from lm import model as qwen
 from run import files, parallel, setup
@@ -128,6 +130,19 @@ def test_the_evaluation_counts_every_task_of_a_split_in_three_modes(start, tmp_p
     assert train(tmp_path / "one", *flags, "--protocol", "sampled") == 0
     sampled = json.loads((tmp_path / "one" / "evaluation.json").read_text())
     assert sampled["splits"] == {"dev": {"sampled": found["splits"]["dev"]["sampled"]}}
+
+
+def test_eight_plays_are_eight_different_ones_of_every_task(start, tmp_path, monkeypatch):
+    seats, play = [], rollout.play
+    monkeypatch.setattr(rollout, "play", lambda *given: seats.append(given[3]) or play(*given))
+    monkeypatch.setattr(World, "split", lambda self, name: rooms.tasks(name)[:5])
+    flags = ["--iterations", 0, "--evaluate", "dev", "--max-turns", 2, "--protocol", "eight"]
+    assert train(tmp_path, *begin(start), *flags) == 0
+    modes = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["dev"]
+    assert {name: mode["n"] for name, mode in modes.items()} == {"sampled": 40, "t0.4": 40}
+    assert len({seat.stream for played in seats for seat in played}) == 80
+    every = {task.id: 8 for task in rooms.tasks("dev")[:5]}
+    assert [Counter(seat.task.id for seat in played) for played in seats] == [every, every]
 
 
 # What it computes
