@@ -11,6 +11,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,6 +37,9 @@ ROUND = 512            # episodes of practice that are played with the same weig
 def cold_start(run):
     """Imitate the expert: the policy first, then policy and judge. Joint from scratch the policy starves."""
     config = run.config
+    if run.chat.small:
+        run = copy(run)
+        run.optimizer = update.Muon(run.model)                             # this stage's own: no checkpoint's
     episodes = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
     policy = samples_of(episodes)
     batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)

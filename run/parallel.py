@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 MASK64 = (1 << 64) - 1
 TRAINER_FILE = "trainer.pt"
@@ -225,6 +225,19 @@ def full_weights(model):
     A sharded model has no deepcopy: load these into a new one on rank 0; `shard` gives each rank its part.
     """
     return states.get_model_state_dict(model, options=FULL_ON_CPU)
+
+
+def whole(tensor):
+    """A parameter or gradient as it is without shards, on every rank."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def put_whole(parameter, tensor):
+    """Give a parameter the values of a tensor of its whole shape, which is equal on all ranks."""
+    if isinstance(parameter, DTensor):
+        there = DTensor.from_local(tensor, parameter.device_mesh, [Replicate()], run_check=False)
+        parameter.copy_(there.redistribute(placements=parameter.placements))
 
 
 def gather(value):

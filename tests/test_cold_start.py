@@ -207,7 +207,8 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
         return {"policy/nll_nats": 1.0, "judge/nll_nats": 2.0, "policy/grad_norm": 3.0}
 
     return SimpleNamespace(
-        config=settings, world=settings.world, chat=chat, ranks=SimpleNamespace(rank=rank, world=ranks),
+        model=qwen.Model(qwen.ModelConfig(9, 8, 8, 1, 1, 1, 8)), config=settings, world=settings.world,
+        chat=chat, ranks=SimpleNamespace(rank=rank, world=ranks),
         envs=[Game()], endpoint=endpoint, step=step, log=rows.append, steps=steps, rows=rows,
         asked_to_stop=False, stop_if_asked=lambda state: None, log_endpoint=lambda: None,
         endpoint_labels=lambda episodes, n, seed: None)
@@ -476,7 +477,7 @@ def practising(chat, monkeypatch):
 
     def make(*flags, **changes):
         run = make_run(chat, "--demonstrations", 4, *flags, **changes)
-        run.model, run.sampler, run.sampling, run.play = "model", "copy", lambda: None, play
+        run.sampler, run.sampling, run.play = "copy", lambda: None, play
         run.copied = copied
         return run
     return make

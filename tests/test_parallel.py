@@ -115,6 +115,18 @@ def resume(ranks, source, out):
     save(out / "three_resumed", model, optimizer, {"step": 3})
 
 
+def step_by_muon(ranks, out):
+    """Two steps of Muon on what the ranks share out, and the weights after them."""
+    model = parallel.shard(new_model(), ranks)
+    optimizer = update.Muon(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3
+    for name in (1, 2):
+        train_step(model, optimizer, ranks, name)
+    weights = parallel.full_weights(model)
+    parallel.on_main(lambda: torch.save(weights, out / "muon.pt"))
+
+
 def full_disk(model, folder, state):
     (folder / "model.safetensors").write_bytes(b"half a fi")
     raise OSError(errno.ENOSPC, "No space left on device")
@@ -241,6 +253,7 @@ def main(out, source):
     torch.set_num_threads(1)
     ranks = parallel.setup("cpu", timeout_s=120)
     train_and_save(ranks, out)
+    step_by_muon(ranks, out)
     resume(ranks, source, out)
     if ranks.world == 2:
         train_with_value_heads(ranks, out)
@@ -254,6 +267,7 @@ def one(tmp_path_factory):
     """The folder of a run on one rank."""
     out = tmp_path_factory.mktemp("one")
     train_and_save(ALONE, out)
+    step_by_muon(ALONE, out)
     train_with_value_heads(ALONE, out)
     return out
 
@@ -326,6 +340,13 @@ def test_two_ranks_log_what_one_does(one, two):
 def test_two_ranks_reach_the_weights_and_moments_of_one(one, two):
     # Adam divides by the root of the second moment: after steps of 1e-3, rounding in tiny gradients shows
     assert_same_checkpoint(one / "three", two / "three", rtol=1e-4, atol=2e-5)
+
+
+def test_two_ranks_step_by_muon_as_one_does(one, two):
+    """It rounds to bf16: in a step of 1e-3 * .2 * sqrt(96) at most, by 2^-8 of it a few times over."""
+    weights = [torch.load(out / "muon.pt") for out in (one, two)]
+    torch.testing.assert_close(*weights, rtol=0, atol=2 * 4 * 2**-8 * 2e-3)
+    assert max((new_model().state_dict()[name] - w).abs().max() for name, w in weights[1].items()) > 1e-3
 
 
 def test_ragged_forwards_of_a_plain_copy_see_the_same_weights(one, two):

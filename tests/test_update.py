@@ -340,6 +340,32 @@ def test_a_step_makes_what_was_rewarded_likelier(model, samples):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_muon_moves_a_layers_matrix_alike_in_all_directions_of_its_gradient(model, samples):
+    """The first step. With the gradient's singular vectors U and V, by an SVD, U' step V is diagonal, its
+    entries between .5 and 1.5 of lr * .2 * sqrt(longer side), where the gradient's own differ by far more.
+    What is no matrix of a layer moves by lr against the gradient's sign, as AdamW does."""
+    optimizer, lr = update.Muon(model), 1e-3
+    before, gradient = [p.detach().clone() for p in model.parameters()], {}
+    step, named = optimizer.step, dict(model.named_parameters())
+    optimizer.step = lambda: gradient.update({name: p.grad.clone() for name, p in named.items()}) or step()
+    update.update(model, optimizer, imitated(samples), PLAIN, lr=lr)
+    spread = []
+    for (name, parameter), was in zip(model.named_parameters(), before, strict=True):
+        moved = parameter.detach() - was
+        if ".layers." in name and moved.dim() == 2:
+            u, values, vh = torch.linalg.svd(gradient[name], full_matrices=False)
+            clear = values > 0.05 * values[0]                         # small ones are not brought to 1
+            along = u[:, clear].T @ (-moved / (lr * 0.2 * max(moved.shape)**0.5)) @ vh[clear].T
+            assert along.diagonal().min() > 0.5 and along.diagonal().max() < 1.5
+            assert (along - along.diagonal().diag()).abs().max() < 0.1                   # bf16
+            spread.append(values[0] / values[clear][-1])
+        else:
+            sure = gradient[name].abs() > 1e-6                                           # eps is 1e-8
+            torch.testing.assert_close(moved[sure], -lr * gradient[name][sure].sign(), rtol=0.02, atol=1e-7)
+    assert max(spread) > 5
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("broken", ["advantage", "logprob_old", "weights"])
 def test_what_is_not_finite_is_raised_before_the_weights_change(model, samples, broken):
     if broken == "weights":
