@@ -62,7 +62,7 @@ class Config:
     prompt: str = opt("auto", "style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)
     history: int = opt(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
-    demonstrations: int = opt(4500, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
+    demonstrations: int = opt(2000, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
     cold_start_types: str = opt("all")     # task types it sees: of "part" a small model lacks L2's words
     thoughts: str = opt("template", "a set sentence, or --endpoint's", ("template", "endpoint"), needs=WRITES)
     instructions: bool = opt(False, "instructions in a random half of the demonstrations, for --correction")
