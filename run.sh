@@ -2,16 +2,18 @@
 # The main job from nothing: cold start, then GRPO and GRPO+GCD side by side, then the table and the report.
 #
 #   bash run.sh          3 to 6 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler
+#   bash run.sh alfworld the same on the real games of $ALFWORLD_DATA (ALFWorld's own default where it is not
+#                        set), 40 minutes: six task types for L0 and L1, four for L2
 #   bash run.sh test     set up what the tests need, run them (what follows "test" goes to pytest: -m fast)
 #   bash run.sh chaos    attack it, for about 20 minutes (see tests/chaos/__main__.py; --part: under five)
 #
 # All make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run
 # again; an interrupted RL stage goes on from its checkpoint, an interrupted cold start begins again. Remove
-# runs/main to start over. $OUT is where everything goes (runs/main), $SEED the seed (0; give another seed
+# $OUT to start over: where everything goes (runs/main, runs/alfworld). $SEED is the seed (0; give another seed
 # another $OUT). However this script ends, its runs end too: they save, even where it was killed.
 set -euo pipefail
 cd "$(dirname "$0")"
-OUT=${OUT:-runs/main} SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
+SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
 
 install() {                                     # a requirements file, once
     cmp -s "$1" ".venv/$1" && return
@@ -44,13 +46,36 @@ if [ "${1:-}" = chaos ]; then
     install requirements-endpoint.txt
     OMP_NUM_THREADS=1 exec .venv/bin/python tests/chaos "${@:2}"
 fi
-[ $# = 0 ] || { echo "run.sh: unknown argument $1 (nothing, or: test, chaos)" >&2; exit 2; }
+# Flags of every run, of the cold start, of RL
+world=(--env household) cold_start=(--iterations 0) rl=(--demonstrations 0)
+if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld.json
+    games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
+    [ -d "$games/valid_seen" ] || {
+        echo "run.sh: $games holds no games; .venv/bin/pip install -r requirements-alfworld.txt and" \
+             ".venv/bin/alfworld-download fetch them, to \$ALFWORLD_DATA where that is set" >&2; exit 2; }
+    world+=(--games "$games" --hidden-size 96 --max-turns 30)
+    cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 24576)
+    rl+=(--iterations 100 --lr 3e-4)
+    OUT=${OUT:-runs/alfworld}
+elif [ $# != 0 ]; then
+    echo "run.sh: unknown argument $1 (nothing, or: alfworld, test, chaos)" >&2
+    exit 2
+fi
+OUT=${OUT:-runs/main}
 install requirements.txt
 
 method() {                              # one RL method from the cold start, or from where it was interrupted
     [ ! -e "$OUT/$1/stages.json" ] || return 0
-    exec .venv/bin/python gcd.py --seed "$SEED" --model "$OUT/cold_start/checkpoint" --demonstrations 0 \
-        --out "$OUT/$1" --resume --overwrite "${@:2}"
+    exec .venv/bin/python gcd.py --seed "$SEED" --model "$OUT/cold_start/checkpoint" --out "$OUT/$1" \
+        --resume --overwrite "${world[@]}" "${rl[@]}" "${@:2}"
+}
+
+both() {                                # with GCD and without at once; $1: the end of their names
+    method "grpo$1" --no-gcd "${@:2}" > "$OUT/grpo$1.log" 2>&1 &       # its progress is in the log
+    local grpo=$!
+    method "grpo+gcd$1" --gcd "${@:2}" &
+    wait $!
+    wait $grpo || { cat "$OUT/grpo$1.log" >&2; exit 1; }
 }
 
 tell() { kill $(jobs -p) 2> /dev/null || true; }   # told once the runs save and end, told twice they end
@@ -68,14 +93,16 @@ trap stop EXIT
 trap 'exit 130' INT TERM HUP
 set -m                                  # Ctrl-C is for this script alone, and reaches the runs through `tell`
 if [ ! -e "$OUT/cold_start/stages.json" ]; then
-    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --iterations 0 --overwrite &
+    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --overwrite \
+        "${world[@]}" "${cold_start[@]}" &
     wait $!
 fi
-method grpo --no-gcd > "$OUT/grpo.log" 2>&1 &   # its progress is in the log
-grpo=$!
-method grpo+gcd --gcd &
-wait $!
-wait $grpo || { cat "$OUT/grpo.log" >&2; exit 1; }
+if [ "${1:-}" = alfworld ]; then
+    both "" --train-types all
+    both -part --train-types part
+else
+    both ""
+fi
 .venv/bin/python -m report "$OUT"
 echo "next: see it, .venv/bin/python -m report $OUT --open; play a game, .venv/bin/python -m envs.household;"
 echo "      read one step of training: gcd.py, function iteration"

@@ -58,6 +58,8 @@ def versions():
 class World(household.World):
     """Real games on the real engine. Tasks, words, expert and oracle are household's."""
 
+    rearranges = False         # the engine plays games that there are
+
     @dataclass(frozen=True)
     class Settings:
         """Where the games come from."""

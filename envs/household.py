@@ -37,10 +37,11 @@ class World(envs.World):
     captions = splits.CAPTIONS
     nothing = NOTHING
     searches = ("go", "open", "examine", "look")
+    rearranges = True          # plays what is made of real games, too
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)
-        self.tasks = splits.Tasks(self.settings.games, train_types, seed)
+        self.tasks = splits.Tasks(self.settings.games, train_types, seed, endless=self.rearranges)
 
     def make(self, n):
         """n games that can be played at once."""

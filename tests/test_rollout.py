@@ -8,6 +8,7 @@ The oracle is `slow_play`: one episode at a time, no cache, a whole forward for 
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from conftest import COMMANDS, NOTHING, Corridor, make_seats
@@ -15,6 +16,8 @@ from test_engine import slow_response
 
 import rollout
 from envs import EpisodeLost, Reply, Task
+from envs.alfred import rooms
+from envs.alfred.game import Game
 from lm import engine
 from lm.chat import Chat
 from lm.engine import Response, Sampling
@@ -172,6 +175,27 @@ def test_each_prompt_extends_the_last_prompt_and_response(model, chat):
     assert len(pairs) > 10
     for a, b in pairs:
         assert b.prompt_ids[:len(a.prompt_ids + a.response_ids)] == a.prompt_ids + a.response_ids
+
+
+def test_the_small_model_is_told_what_was_observed_and_no_more(chat):
+    """In two rooms that differ in a place where nobody looks its prompts are equal, token for token: the
+    intro with the task, and each command with its answer."""
+    task = rooms.task("train", 0)
+    (looked, *_, unseen), (thing, *things) = task.problem.receptacles, task.problem.things
+    things, texts = [replace(other, receptacle=looked.name) for other in things], []
+    for all_things in (things, [replace(thing, receptacle=unseen.name), *things]):
+        problem = replace(task.problem, things=tuple(all_things))
+        seat = rollout.Seat(replace(task, problem=problem), 0, 0)
+        conversation = rollout.Conversation(seat, Game(), chat, 0).begin()
+        said = [conversation.reply.observation]
+        for command in (f"go to {looked.name}", "fly", f"open {looked.name}", "inventory", "look"):
+            conversation.act(Response(chat.respond(command), [], False), 20, 10**6)
+            said += [command, conversation.reply.observation]
+        text = "<|user|>" + said[0] + "".join(f"<|assistant|>{command}<|im_end|><|user|>{answer}"
+                                              for command, answer in zip(said[1::2], said[2::2]))
+        assert chat.tokenizer.decode(conversation.prompt) == text + "<|assistant|>"
+        texts.append(text)
+    assert texts[0] == texts[1]
 
 
 def test_a_history_window_keeps_the_first_message_and_the_last_exchanges(model, chat):

@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 from conftest import is_alive
 
+import config
+from bench.study import cells_of, read_config
+
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 90                   # with a busy machine; nothing here takes a second on an idle one
@@ -134,6 +137,47 @@ def test_stopped_within_the_cold_start_it_tells_that(folder):
     assert process.wait(PATIENCE_S) == 130
     assert (folder / "told").read_text() == "cold_start\n" and stages(folder) == ["cold_start"]
     assert not is_running(folder, "cold_start")
+
+
+def with_games(folder, monkeypatch):
+    """Where ALFWorld's games would be."""
+    (folder / "data/json_2.1.1/valid_seen").mkdir(parents=True)
+    monkeypatch.setenv("ALFWORLD_DATA", str(folder / "data"))
+
+
+def test_on_alfworld_it_trains_on_six_types_and_on_four_as_the_table_does(folder, monkeypatch):
+    """Call for call the cells of results/table1_alfworld.json, but for where models and results lie."""
+    with_games(folder, monkeypatch)
+    assert run_sh(folder, "alfworld").wait(PATIENCE_S) == 0
+    names = ["grpo", "grpo+gcd"]
+    done = stages(folder)
+    assert done[0] == "cold_start" and done[5:] == ["report"]
+    assert sorted(done[1:3]) == names and {*done[3:5]} == {f"{name}-part" for name in names}
+    calls = {line.split()[0]: line.split()[2:] for line in (folder / "calls").read_text().splitlines()[:5]}
+    for cell in cells_of(read_config(ROOT / "results/table1_alfworld.json")):
+        if cell.seed == 0 and (called := calls.pop(cell.row + cell.suffix, None)):
+            ours, theirs = (settings_of([f for f in flags if f not in ("--resume", "--overwrite")])
+                            for flags in (called, cell.arguments))
+            assert ours == theirs
+    assert not calls
+
+
+def settings_of(flags):
+    """What gcd.py makes of flags; where things lie, and what is evaluated by a protocol, are let be."""
+    if "--model" in flags:                                     # which is not there: the small one
+        at = flags.index("--model")
+        flags = flags[:at] + flags[at + 2:]
+    settings = config.parsed(["--preset", "small", *flags]).settings()
+    return {name: value for name, value in settings.items()
+            if name not in ("out", "games", "protocol", "evaluate")}
+
+
+def test_without_the_games_it_says_how_to_get_them(folder, monkeypatch):
+    monkeypatch.setenv("ALFWORLD_DATA", str(folder / "nowhere"))
+    process = run_sh(folder, "alfworld")
+    assert process.wait(PATIENCE_S) == 2 and not (folder / "calls").exists()
+    (line,) = process.stderr.read().splitlines()
+    assert "nowhere/json_2.1.1" in line and "alfworld-download" in line
 
 
 def test_an_unknown_argument_is_named(folder):

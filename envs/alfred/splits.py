@@ -1,7 +1,7 @@
 """Which tasks there are to train on and to evaluate, of generated rooms or of real ALFWorld games.
 
             generated rooms (rooms.py)                      real games (games.py)
-    train   training rooms, endless                         train, 3,553 games
+    train   training rooms, endless                         train, 3,553 games, then these rearranged
     dev     for tuning: training and other rooms            valid_train, 199
     L0      training rooms, new placements and goals        valid_seen, 140
     L1      other rooms                                     valid_unseen, 134
@@ -14,6 +14,7 @@ import random
 
 from envs.alfred import games, rooms
 from envs.alfred.problem import parse_goal
+from envs.alfred.rearranged import rearranged
 
 TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
 HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
@@ -29,11 +30,12 @@ class Tasks:
     source: "" for generated rooms, else what --games names, a folder or file for games.load_games; each split
     is read once, when it is needed; before the first is, a source where no game can be raises ValueError.
     train_types: what the run trains on: "all" six task types, or the "part" that leaves L2's two out.
+    endless: whether real training games come rearranged once all have been there; else they come again.
     """
 
-    def __init__(self, source, train_types, seed):
-        self.source, self.train_types, self.seed = source, train_types, seed
-        self.loaded, self.checked = {}, set()
+    def __init__(self, source, train_types, seed, endless=False):
+        self.source, self.train_types, self.seed, self.endless = source, train_types, seed, endless
+        self.loaded, self.checked, self.goals = {}, set(), {}
 
     def real(self, split, types):
         """The real games of a split that are of these types, remembered."""
@@ -59,7 +61,19 @@ class Tasks:
             return [rooms.task("train", start + i, TYPES[types]) for i in range(n)]
         real = list(self.real("train", TYPES[types]))
         random.Random(self.seed).shuffle(real)
-        return self.sound([real[(start + i) % len(real)] for i in range(n)])
+        tasks = self.sound([real[(start + i) % len(real)] for i in range(n)])
+        if not self.endless or start + n <= len(real):
+            return tasks
+        if types not in self.goals:
+            texts = [task.problem.task_desc for task in real]
+            self.goals[types] = [(text, parse_goal(text)) for text in texts]
+        return [task if place < len(real) else self.another(task, self.goals[types], place)
+                for place, task in enumerate(tasks, start)]
+
+    def another(self, task, goals, place):
+        """A real game rearranged; the seed and its place in the sequence say how."""
+        name = f"rearranged/{self.seed}-{place}"
+        return rearranged(task, goals, random.Random(name), name)
 
     def split(self, name):
         """Every task of a split, in a fixed order. Raises ValueError for a split that there is not."""
