@@ -48,7 +48,7 @@ if [ "${1:-}" = chaos ]; then
 fi
 # Flags of every run, of the cold start, of RL
 world=(--env household) cold_start=(--iterations 0) rl=(--demonstrations 0)
-if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld.json
+if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld_hour.json
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
     [ -d "$games/valid_seen" ] || {
         echo "run.sh: $games holds no games; .venv/bin/pip install -r requirements-alfworld.txt and" \

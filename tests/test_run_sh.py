@@ -146,7 +146,7 @@ def with_games(folder, monkeypatch):
 
 
 def test_on_alfworld_it_trains_on_six_types_and_on_four_as_the_table_does(folder, monkeypatch):
-    """Call for call the cells of results/table1_alfworld.json, but for where models and results lie."""
+    """Call for call the cells of results/table1_alfworld_hour.json, but for where models and results lie."""
     with_games(folder, monkeypatch)
     assert run_sh(folder, "alfworld").wait(PATIENCE_S) == 0
     names = ["grpo", "grpo+gcd"]
@@ -154,7 +154,7 @@ def test_on_alfworld_it_trains_on_six_types_and_on_four_as_the_table_does(folder
     assert done[0] == "cold_start" and done[5:] == ["report"]
     assert sorted(done[1:3]) == names and {*done[3:5]} == {f"{name}-part" for name in names}
     calls = {line.split()[0]: line.split()[2:] for line in (folder / "calls").read_text().splitlines()[:5]}
-    for cell in cells_of(read_config(ROOT / "results/table1_alfworld.json")):
+    for cell in cells_of(read_config(ROOT / "results/table1_alfworld_hour.json")):
         if cell.seed == 0 and (called := calls.pop(cell.row + cell.suffix, None)):
             ours, theirs = (settings_of([f for f in flags if f not in ("--resume", "--overwrite")])
                             for flags in (called, cell.arguments))
