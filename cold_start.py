@@ -24,7 +24,7 @@ import rollout
 import update
 from envs import EpisodeLost
 from lm.engine import Response
-from run import parallel
+from run import files, parallel
 from run.parallel import generator, stream
 
 # What a random stream is for: the second number of its name
@@ -35,22 +35,52 @@ ROUND = 512            # episodes of practice that are played with the same weig
 
 
 def cold_start(run):
-    """Imitate the expert: the policy first, then policy and judge. Joint from scratch the policy starves."""
-    config = run.config
+    """Imitate the expert: the policy first, then policy and judge. Joint from scratch the policy starves.
+
+    With --dagger it is saved between rounds of practice, and resumed there.
+    """
+    config, learner = run.config, run
     if run.chat.small:
-        run = copy(run)
-        run.optimizer = update.Muon(run.model)                             # this stage's own: no checkpoint's
-    episodes = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
-    policy = samples_of(episodes)
-    batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
-    imitate(run, batches, len(batches), "cold start: policy", 0)
-    done, judged = len(batches), judge_questions(run)
+        learner = copy(run)
+        learner.optimizer = update.Muon(run.model)           # this stage's own; RL's begins anew
+    if run.cold:
+        done = run.cold["steps"] - begun(run)
+        resume(run, learner)
+    else:
+        episodes = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
+        policy = samples_of(episodes)
+        batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
+        imitate(learner, batches, len(batches), "cold start: policy", 0)
+        done = len(batches)
+    judged = judge_questions(run)
     if config.dagger:
-        batches, n = practice(run, judged), sum(steps_of(run, size) for _, size in rounds_of(config))
+        batches, n = practice(run, judged, learner, done), begun(run, len(rounds_of(config)))
     else:
         batches = batches_of(run, policy + judged, len(episodes), config.judge_epochs)
         n = len(batches)
-    imitate(run, batches, n, "cold start: policy and judge", done)
+    imitate(learner, batches, n, "cold start: policy and judge", done, begun(run))
+
+
+def begun(run, rounds=None):
+    """The steps of so many rounds of practice; None: of those that had been when the run was resumed."""
+    rounds = run.cold.get("rounds", 0) if rounds is None else rounds
+    return sum(steps_of(run, size) for _, size in rounds_of(run.config)[:rounds])
+
+
+def save(run, learner, rounds, step):
+    """A checkpoint after so many rounds of practice, and steps of the cold start."""
+    of_muon = None if learner is run else learner.optimizer.saved()
+    run.cold |= {"rounds": rounds, "steps": step}                        # the learner's, too
+    run.save({"iteration": None, "cold": run.cold | {"muon": of_muon}})
+
+
+def resume(run, learner):
+    """The optimizer as such a checkpoint has it."""
+    of_muon = run.cold.pop("muon")
+    if learner is run:
+        parallel.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer)
+    else:
+        learner.optimizer.load(of_muon)
 
 
 def samples_of(episodes):
@@ -64,28 +94,34 @@ def rounds_of(config):
     return [(k, min(ROUND, config.dagger - k)) for k in range(0, config.dagger, ROUND)]
 
 
-def practice(run, judged):
+def practice(run, judged, learner, done):
     """DAgger (arXiv:1011.0686), batch by batch: the learner plays, the expert beside it.
 
     Of each episode a share of the turns, drawn between 0 and 1, is the learner's and the rest the expert's;
     imitated is what the expert would do, where that was done; other turns weigh nothing. So states are met to
-    which the learner's own mistakes lead. The judge's questions are spread over all rounds.
+    which the learner's own mistakes lead. The judge's questions are spread over all rounds. learner: the run
+    with the optimizer that steps; done: steps of earlier stages.
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
     first = FIRST + config.demonstrations + config.judge_demonstrations
-    for i, (k, n) in enumerate(rounds):
+    resumed = run.cold.get("rounds", 0)
+    for i, (k, n) in list(enumerate(rounds))[resumed:]:
+        step = done + begun(run, i)
+        if i > resumed and i % config.checkpoint_every == 0:
+            save(run, learner, i, step)
         parallel.copy_weights(run.model, run.sampler)
         tasks = run.world.train(config.cold_start_types, first + k, n)
         coached = [Coached(rollout.Seat(task, j, stream(config.seed, PRACTICE, k + j), j), run)
                    for j, task in enumerate(tasks) if j % ranks.world == ranks.rank]
         coaches = {one.seat.index: one.speak for one in coached}
         episodes = run.play([one.seat for one in coached], run.sampling(), f"practice {i}", coaches=coaches)
-        run.stop_if_asked({"iteration": None})
+        run.stop_if_asked(stopped(run))
         for episode, one in zip(episodes, coached, strict=True):
             for turn, advice in zip(episode.turns, one.advice, strict=True):
                 turn.advantage = float((turn.action, turn.tag) == advice)
         shares = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
-        run.log({"phase": "practice", "round": i} | {key: shares[key] for key in ("success", "invalid_frac")})
+        run.log({"phase": "practice", "round": i, "step": step,
+                 "success": shares["success"], "invalid_frac": shares["invalid_frac"]})
         questions = [sample for sample in judged if sample.episode // ranks.world % len(rounds) == i]
         rng = generator(config.seed, PRACTICE, k)             # the same on every rank, and so the batches
         place, batches = torch.randperm(n, generator=rng), shuffled_batches(questions, steps_of(run, n), rng)
@@ -232,14 +268,21 @@ def steps_of(run, n_episodes):
     return max(1, n_episodes // run.config.cold_start_batch)
 
 
-def imitate(run, batches, n, name, done):
-    """Cross-entropy on n batches. done: steps of earlier stages, so that the log counts on."""
+def stopped(run):
+    """What is to be saved of a cold start that is stopped: the model, which cannot be resumed; None where
+    there is a checkpoint that can."""
+    return None if run.cold else {"iteration": None}
+
+
+def imitate(run, batches, n, name, done, begun=0):
+    """Cross-entropy on n batches, of which `begun` have been. done: steps of earlier stages, so that the log
+    counts on."""
     config, ranks = run.config, run.ranks
     objective = update.Objective(
         judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
         microbatch_tokens=config.microbatch_tokens)
-    bar = tqdm(batches, desc=name, unit="step", total=n, disable=ranks.rank > 0)
-    for step, batch in enumerate(bar):
+    bar = tqdm(batches, desc=name, unit="step", initial=begun, total=n, disable=ranks.rank > 0)
+    for step, batch in enumerate(bar, begun):
         mine = [s for s in batch if s.episode % ranks.world == ranks.rank]
         metrics = run.step(mine, objective, config.cold_start_lr * (1 - step / n))
         if step % 20 == 0 or step == n - 1:
@@ -248,7 +291,7 @@ def imitate(run, batches, n, name, done):
                      "cold_start/loss": metrics["policy/nll_nats"],
                      "cold_start/judge_loss": metrics["judge/nll_nats"],
                      "cold_start/grad_norm": metrics["policy/grad_norm"]})
-        run.stop_if_asked({"iteration": None})      # nothing to resume from
+        run.stop_if_asked(stopped(run))
 
 
 def shuffled_batches(samples, n, rng):

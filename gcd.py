@@ -264,6 +264,8 @@ def finish(run):
     saved = "nothing to save yet" if not folder.is_dir() else f"{folder} holds the model"
     if run.stage == "rl" and state:
         saved += f" after {state['iteration']} of {run.config.iterations} iterations; --resume goes on"
+    if run.stage == "cold_start" and run.cold:
+        saved += f" after {run.cold['rounds']} rounds of practice; --resume goes on"
     parallel.print0(f"stopped; {saved}", file=sys.stderr)
     return 130
 

@@ -8,9 +8,10 @@
 #   bash run.sh chaos    attack it, for about 20 minutes (see tests/chaos/__main__.py; --part: under five)
 #
 # All make .venv on first use ($PYTHON names another python3.11 or 3.12). A stage that has ended is not run
-# again; an interrupted RL stage goes on from its checkpoint, an interrupted cold start begins again. Remove
-# $OUT to start over: where everything goes (runs/main, runs/alfworld). $SEED is the seed (0; give another seed
-# another $OUT). However this script ends, its runs end too: they save, even where it was killed.
+# again; an interrupted RL stage goes on from its checkpoint, and so does practice beside the expert; another
+# cold start begins again. $OUT is where everything goes (runs/main, runs/alfworld; remove it to start over),
+# $SEED the seed (0; give another seed another $OUT). However this script ends, its runs end too: they save,
+# even where it was killed.
 set -euo pipefail
 cd "$(dirname "$0")"
 SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
@@ -93,7 +94,7 @@ trap stop EXIT
 trap 'exit 130' INT TERM HUP
 set -m                                  # Ctrl-C is for this script alone, and reaches the runs through `tell`
 if [ ! -e "$OUT/cold_start/stages.json" ]; then
-    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --overwrite \
+    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --resume --overwrite \
         "${world[@]}" "${cold_start[@]}" &
     wait $!
 fi

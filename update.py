@@ -85,7 +85,7 @@ class Muon:
     needs fewer steps with it (results/tries_alfworld.md).
 
     torch's, with the step's size matched to AdamW's (arXiv:2502.16982 Eq. 4), so that one learning rate will
-    do. A matrix over several ranks is gathered, stepped whole on each, and parted again. Not for checkpoints.
+    do. A matrix over several ranks is gathered, stepped whole on each, and parted again.
     """
 
     def __init__(self, model):
@@ -103,6 +103,21 @@ class Muon:
             part.step()
         for matrix, whole in zip(self.matrices, self.whole):
             parallel.put_whole(matrix, whole)
+
+    def states(self):
+        """(a part, its parameter) in a fixed order."""
+        return [(part, parameter) for part in self.parts for group in part.param_groups
+                for parameter in group["params"]]
+
+    def saved(self):
+        """All that it remembers, as plain tensors, on every rank: for `load`, at any number of ranks."""
+        return [{key: parallel.whole(value).cpu() for key, value in part.state[parameter].items()}
+                for part, parameter in self.states()]
+
+    def load(self, saved):
+        """Remember what another of the same model has saved."""
+        for (part, parameter), state in zip(self.states(), saved, strict=True):
+            part.state[parameter] = {key: parallel.laid_out_as(parameter, t) for key, t in state.items()}
 
     def zero_grad(self, set_to_none=True):
         """Forget them."""

@@ -1,8 +1,8 @@
 """Cells run as processes of gcd.py: several at once, stopped and started at will.
 
 A cell whose result is kept is not run again; one whose folder holds the finished run is only read; an
-interrupted one resumes within its RL stage. A failed cell stops only those that begin from it. Left out:
-which cells there are (bench/study.py).
+interrupted one resumes within its RL stage, or its practice. A failed cell stops only those that begin from
+it. Left out: which cells there are (bench/study.py).
 """
 
 import os

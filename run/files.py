@@ -109,13 +109,14 @@ def write_json(path, value, indent=1):
     write_text(path, json.dumps(finite(value), indent=indent, allow_nan=False) + "\n")
 
 
-def go_on(folder, done):
-    """A run goes on from iteration `done`: what it logged of that and later ones is dropped, for it comes
-    again; stages.json, which says that it has ended, becomes stages.json.old."""
+def go_on(folder, done, step=math.inf):
+    """A run goes on from iteration `done`, or from a step of its cold start: what it logged of that and later
+    ones is dropped, for it comes again; stages.json, which says that it has ended, becomes stages.json.old.
+    """
     if (folder / STAGES).exists():
         os.replace(folder / STAGES, folder / f"{STAGES}.old")
     for log in (METRICS, EPISODES):
-        keep(folder / log, lambda record: record.get("iteration", -1) < done)
+        keep(folder / log, lambda line: line.get("iteration", -1) < done and line.get("step", -1) < step)
 
 
 def keep(path, wanted):

@@ -232,12 +232,23 @@ def whole(tensor):
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 
+def laid_out_as(parameter, tensor):
+    """A tensor of a parameter's whole shape, equal on all ranks, as that lies: on its device, over the ranks.
+    One of another shape, a count say, stays."""
+    if tensor.shape != parameter.shape:
+        return tensor
+    tensor = tensor.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return tensor
+    there = DTensor.from_local(tensor, parameter.device_mesh, [Replicate()], run_check=False)
+    return there.redistribute(placements=parameter.placements)
+
+
 @torch.no_grad()
 def put_whole(parameter, tensor):
     """Give a parameter the values of a tensor of its whole shape, which is equal on all ranks."""
     if isinstance(parameter, DTensor):
-        there = DTensor.from_local(tensor, parameter.device_mesh, [Replicate()], run_check=False)
-        parameter.copy_(there.redistribute(placements=parameter.placements))
+        parameter.copy_(laid_out_as(parameter, tensor))
 
 
 def gather(value):

@@ -4,6 +4,7 @@ Mistakes of the user surface in `prepare`, before any work. Left out: what a run
 evaluation.py), and its flags (config.py).
 """
 
+import math
 import secrets
 import shutil
 import sys
@@ -50,6 +51,7 @@ class Run:
     stage: str = ""                                        # the one under way, and when it began
     began: float = 0.0
     iteration: int | None = None                           # of RL, while it is under way
+    cold: dict = field(default_factory=dict)               # of a cold start: what its last checkpoint says
     waits: dict = field(default_factory=dict)              # seconds that `play` waited for what, so far
 
     @property
@@ -199,7 +201,8 @@ def prepare(config, ranks, asked_to_stop, held):
     sampler = parallel.plain_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
     return Run(config, ranks, model, sampler, update.adam(model), chat, envs, out, asked_to_stop, identity,
                state and state["iteration"], endpoint, instruction=instruction_in(source) if kept else None,
-               seconds=dict(state.get("seconds", {}) if state else {}))
+               seconds=dict(state.get("seconds", {}) if state else {}),
+               cold=dict(state.get("cold") or {} if state else {}))
 
 
 def sharded(model, config, ranks, small, frozen=False):
@@ -238,7 +241,7 @@ def begin(config, out, state, held):
     """On rank 0, before the first line is written: what --out holds goes on, or is set aside under another
     name. Returns the run's identity: a name of its own, and the hash of the weights that it began with."""
     if state:
-        files.go_on(out, state["iteration"])
+        files.go_on(out, state["iteration"] or 0, (state.get("cold") or {}).get("steps", math.inf))
         return {key: state.get(key) for key in ("run", "start")}
     start = qwen.weights_hash(config.model) if config.model else None
     if files.holds_run(out):
@@ -270,8 +273,9 @@ def check_state(path, state):
 def check_resumed(config, state):
     """ValueError unless a checkpoint's RL can go on as these flags say. How it is evaluated may differ."""
     done = state["iteration"]
-    if done is None:
+    if done is None and not state.get("cold"):
         raise ValueError(f"--resume: {config.out} stopped in its cold start; run it again without --resume")
+    done = done or 0
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
     apart = ["protocol", "correction_at_evaluation"]

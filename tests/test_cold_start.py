@@ -210,7 +210,7 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
         model=qwen.Model(qwen.ModelConfig(9, 8, 8, 1, 1, 1, 8)), config=settings, world=settings.world,
         chat=chat, ranks=SimpleNamespace(rank=rank, world=ranks),
         envs=[Game()], endpoint=endpoint, step=step, log=rows.append, steps=steps, rows=rows,
-        asked_to_stop=False, stop_if_asked=lambda state: None, log_endpoint=lambda: None,
+        asked_to_stop=False, stop_if_asked=lambda state: None, log_endpoint=lambda: None, cold={},
         endpoint_labels=lambda episodes, n, seed: None)
 
 
@@ -485,7 +485,7 @@ def practising(chat, monkeypatch):
 
 def practised(run, judged=()):
     """The batches of practice, and {episode's place: its sample}."""
-    batches = list(cold_start.practice(run, list(judged)))
+    batches = list(cold_start.practice(run, list(judged), run, 0))
     policy = [s for batch in batches for s in batch if s.kind == "policy"]
     return batches, {(s.turns[0].observation, s.episode): s for s in policy}
 

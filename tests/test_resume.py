@@ -32,7 +32,7 @@ from tiny_runs import (
 import cold_start
 import gcd
 import rollout
-from run import files, parallel
+from run import files, parallel, setup
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,34 @@ def test_a_crashed_run_goes_on_from_its_last_checkpoint(start, tmp_path, monkeyp
         assert train(tmp_path / "parts", *flags) == 1
     assert train(tmp_path / "parts", *flags, "--resume") == 0
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize("how", ["stopped", "crashed"])
+def test_practice_goes_on_between_its_rounds_as_if_it_had_not_stopped(tmp_path, monkeypatch, capsys, how):
+    """Saved every second round, ended in the one with number 3, resumed from 2; Muon's moments come back."""
+    monkeypatch.setattr(cold_start, "ROUND", 6)
+    whole, parts, play = tmp_path / "whole", tmp_path / "parts", setup.Run.play
+    flags = ["--demonstrations", 12, "--dagger", 28, "--judge-demonstrations", 8, "--cold-start-batch", 2,
+             "--checkpoint-every", 2]
+    assert train(whole, *flags) == 0
+
+    def ending(run, seats, sampling, name, **others):
+        if name == "practice 3":
+            if how == "crashed":
+                raise OSError("the power went")
+            os.kill(os.getpid(), signal.SIGINT)
+        return play(run, seats, sampling, name, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.Run, "play", ending)
+        assert train(parts, *flags) == (1 if how == "crashed" else 130)
+    if how == "stopped":
+        assert "checkpoint holds the model after 2 rounds of practice; --resume" in capsys.readouterr().err
+    before = len(rows(parts, "practice"))
+    assert train(parts, *flags, "--resume") == 0
+    assert same(weights(whole), weights(parts)) and before == 3
+    for phase in ("cold_start", "practice", "rl"):
+        assert [untimed(row) for row in rows(whole, phase)] == [untimed(row) for row in rows(parts, phase)]
 
 
 def test_ppo_goes_on_with_its_critic_as_if_it_had_not_stopped(start, tmp_path, monkeypatch):
