@@ -48,7 +48,7 @@ class Config:
     device: str = opt("auto", "where tensors live", ("auto", "cpu", "cuda"))
     dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
     threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1, high=256)
-    checkpoint_every: int = opt(20, "iterations between checkpoints", low=1)
+    checkpoint_every: int = opt(20, "iterations, or rounds of practice, between checkpoints", low=1)
     keep_checkpoints: int = opt(0, "iterations between models kept in OUT/kept, from 0 on; 0: none", low=0)
     env: str = opt("household", "the world: a file of envs/", section="world")
     train_types: str = opt("part", "task types of RL: all, or part: without L2's", ("part", "all"))
@@ -62,7 +62,7 @@ class Config:
     prompt: str = opt("auto", "style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
     show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)
     history: int = opt(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
-    demonstrations: int = opt(2000, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
+    demonstrations: int = opt(3000, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
     cold_start_types: str = opt("all")     # task types it sees: of "part" a small model lacks L2's words
     thoughts: str = opt("template", "a set sentence, or --endpoint's", ("template", "endpoint"), needs=WRITES)
     instructions: bool = opt(False, "instructions in a random half of the demonstrations, for --correction")
@@ -72,7 +72,7 @@ class Config:
     cold_start_epochs: int = opt(1, "epochs of policy imitation", low=0)
     cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
     cold_start_batch: int = opt(4, "episodes per step", low=1)
-    judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
+    judge_demonstrations: int = opt(3000, "judge questions in the second stage; 0: policy only", low=0)
     judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0, needs=SHOWS)
     judge_cold_start_weight: float = opt(0.5)              # of the judge's loss in it
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,

@@ -2,8 +2,8 @@
 # The main job from nothing: cold start, then GRPO and GRPO+GCD side by side, then the table and the report.
 #
 #   bash run.sh          3 to 6 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler
-#   bash run.sh alfworld the same on the real games of $ALFWORLD_DATA (ALFWorld's own default where it is not
-#                        set), 40 minutes: six task types for L0 and L1, four for L2
+#   bash run.sh alfworld the same on the real games of $ALFWORLD_DATA (or where ALFWorld puts them without it), in
+#                        under an hour: six task types for L0 and L1, four for L2
 #   bash run.sh test     set up what the tests need, run them (what follows "test" goes to pytest: -m fast)
 #   bash run.sh chaos    attack it, for about 20 minutes (see tests/chaos/__main__.py; --part: under five)
 #

@@ -123,7 +123,7 @@ def test_a_world_that_does_not_import_shows_its_error(write_world, capsys, text,
 def test_a_world_is_asked_only_for_what_it_has(write_world, capsys):
     write_world("bare", GUESS.replace("def expert", "def unused").replace("def oracle", "def unused_too"))
     line = refused(capsys, "--env", "bare")
-    assert line == "--demonstrations=2000: bare has no expert; 0 starts RL from nothing"
+    assert line == "--demonstrations=3000: bare has no expert; 0 starts RL from nothing"
     line = refused(capsys, "--env", "bare", "--demonstrations", 0, "--judge-labels", "oracle")
     assert line == "--judge-labels=oracle: bare has no oracle"
     bare = ["--env", "bare", "--demonstrations", "0"]

@@ -1,37 +1,57 @@
 """Games without end from the real ones: rooms in which things have changed places, with other games' tasks.
 
-A small model that sees the 3,553 training games ten times each knows them by heart, and plays others worse
-(results/tries_alfworld.md). So whoever trains on more gets rooms in which
+The 3,553 training games are played in 108 rooms. A small model that sees them ten times each knows these by
+heart: in another room it goes to a shelf that there is not (results/tries_alfworld.md). So whoever trains on
+more gets rooms in which
 
-    things    lie in receptacles like those they lay in: another drawer for a drawer
-    the task  is one of the training games', with what it needs in the room, and not done yet
+    receptacles  are fewer, a share drawn for each room, and numbered anew
+    things       lie in receptacles like those they lay in: another drawer for a drawer
+    the task     is one of the training games', with what it needs in the room, and not done yet
 
-Left out: new rooms, new kinds of things, and things in bowls and boxes, which stay where they are.
+Left out: new kinds of things, more receptacles than there were, and things in bowls and boxes, which stay.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from envs import Task
-from envs.alfred.problem import problem_of
+from envs.alfred.problem import problem_of, type_of
 
 # What treats a thing, and which things it can treat
 TREATED = {"pick_clean_then_place_in_recep": ("sinkbasin", "cleanable"),
            "pick_heat_then_place_in_recep": ("microwave", "heatable"),
            "pick_cool_then_place_in_recep": ("fridge", "coolable")}
-TRIES = 30          # goals looked at; where none can be reached, the game keeps its own
+TRIES = 30              # goals looked at; where none can be reached, the room stays whole, with its own
+MOST_LEFT_OUT = 0.6     # of a room's receptacles
 
 
 def rearranged(task, goals, rng, name):
     """Another game in a task's room, drawn from rng. goals: (text, Goal) of games, to choose from; name: put
     behind the task's id."""
-    problem = with_things_moved(problem_of(task), rng)
-    for _ in range(TRIES):
-        text, goal = rng.choice(goals)
-        if is_open(problem, goal):
-            problem = replace(problem, task_desc=text, goal=goal)
-            break
+    whole = with_things_moved(problem_of(task), rng)
+    problem = with_fewer_places(whole, rng)
+    drawn = (rng.choice(goals) for _ in range(TRIES))
+    text, goal = next((pair for pair in drawn if is_open(problem, pair[1])), (None, None))
+    problem = replace(problem, task_desc=text, goal=goal) if goal else whole
     return Task(f"{task.id}/{name}", task.split, problem.goal.task_type, problem)
+
+
+def with_fewer_places(problem, rng):
+    """The problem without some of its receptacles and what lies in them; the others numbered from 1 again."""
+    share = rng.uniform(0, MOST_LEFT_OUT)
+    kept = [place for place in problem.receptacles if rng.random() >= share]
+    names, count = {}, Counter()
+    for place in reversed(kept):                              # the intro names the last number first
+        kind = type_of(place.name)
+        count[kind] += 1
+        names[place.name] = f"{kind} {count[kind]}"
+    there = {thing.name for thing in problem.things if thing.receptacle is None or thing.receptacle in names}
+    things = [replace(thing, receptacle=names.get(thing.receptacle),
+                      also_in=tuple(names[place] for place in thing.also_in if place in names),
+                      holding=tuple(held for held in thing.holding if held in there))
+              for thing in problem.things if thing.name in there]
+    places = [replace(place, name=names[place.name]) for place in kept]
+    return replace(problem, receptacles=tuple(places), things=tuple(things))
 
 
 def with_things_moved(problem, rng):
