@@ -72,7 +72,7 @@ class Config:
     cold_start_epochs: int = opt(1, "epochs of policy imitation", low=0)
     cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
     cold_start_batch: int = opt(4, "episodes per step", low=1)
-    judge_demonstrations: int = opt(3000, "judge questions in the second stage; 0: policy only", low=0)
+    judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
     judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0, needs=SHOWS)
     judge_cold_start_weight: float = opt(0.5)              # of the judge's loss in it
     tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,

@@ -163,7 +163,7 @@ def study(tmp_path_factory):
     tiny = [flag for flag in TINY if flag not in ("--device", "cpu", "--evaluate", "none")]
     tiny = tiny[:tiny.index("--iterations")] + tiny[tiny.index("--iterations") + 2:]
     flags = ["--iterations", "2", "--jobs", "1", "--runs", str(folder / "runs"), "--out", str(folder / "out"),
-             "--cold", "--hidden-size 32 --layers 2 --demonstrations 60 --judge-demonstrations 40",
+             "--cold", "--hidden-size 32 --layers 2 --demonstrations 200 --judge-demonstrations 40",
              "--flags", " ".join(tiny) + " --normalize-std --dynamic-sampling keep"]
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     assert faults.main(flags) == 0

@@ -403,8 +403,8 @@ def test_a_cold_start_teaches_to_win(tmp_path):
 
 
 def test_rl_unlearns_invalid_turns(start, tmp_path):
-    """25 iterations where each invalid turn costs. Five seeds fell from 0.67 or more to 0.38 or less."""
-    flags = ["--iterations", 25, "--tasks", 8, "--group-size", 8, "--invalid-penalty", 1, "--lr", 3e-3,
+    """60 iterations where each invalid turn costs. Four seeds fell by 0.24 or more, from 0.64 or more."""
+    flags = ["--iterations", 60, "--tasks", 8, "--group-size", 8, "--invalid-penalty", 1, "--lr", 2e-3,
              "--seed", 2]
     assert train(tmp_path, *begin(start), *flags, lr_decay=False) == 0
     invalid = [row["rollout/invalid_frac"] for row in rows(tmp_path)]
