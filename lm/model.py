@@ -25,6 +25,7 @@ from lm.attention import Rows
 SPECIAL_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|im_end|>")
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 LARGEST, WORDS = 1e9, {int: "a whole number", float: "a number"}      # of what config.json may say
+ALIKE = 0.7                  # of a head's queries that begin as its keys
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}<|user|>{{ message.content }}"
     "{% elif message.role == 'assistant' %}<|assistant|>{{ message.content }}<|im_end|>"
@@ -290,6 +291,26 @@ def relate_names(model, vocabulary):
         kind, space, number = name.rpartition(" ")
         if kind in vocabulary and number.isdecimal() and space + number in vocabulary:
             embedding_VC[i] = embedding_VC[[vocabulary[kind], vocabulary[space + number]]].sum(0) / 2**0.5
+
+
+@torch.no_grad()
+def begin_to_copy(model):
+    """Begin each head as one that looks for tokens like its own and copies what it finds: a small model has no
+    other way to a name that it has to repeat, and finds it late (results/tries_alfworld.md).
+
+        W_Q = a W_K + sqrt(1 - a^2) W_Q',    W_O = W_V^T
+
+    for each query head and its key/value head; W_K, W_V and W_Q' as `init_weights` has them, a = ALIKE. This is
+    mimetic initialization (arXiv:2305.09828), with the sign for W_V W_O that copies.
+    """
+    config = model.config
+    shape = config.num_key_value_heads, -1, config.head_dim, config.hidden_size
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        query, key, value = (one.weight.view(shape) for one in (
+            attention.q_proj, attention.k_proj, attention.v_proj))
+        query.mul_((1 - ALIKE**2) ** 0.5).add_(ALIKE * key)
+        attention.o_proj.weight.copy_(value.expand_as(query).flatten(0, 2).T)
 
 
 def save_pretrained(model, folder, state=None):

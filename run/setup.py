@@ -310,6 +310,7 @@ def small_model_folder(config, folder):
         tie_word_embeddings=True, rope=config.positions == "rotary"))
     qwen.init_weights(model, config.seed)
     qwen.relate_names(model, vocabulary)
+    qwen.begin_to_copy(model)
     qwen.save_pretrained(model, folder)
 
 

@@ -347,6 +347,26 @@ def test_a_numbered_name_begins_as_its_kind_and_its_number():
     assert torch.equal(new[others], old[others])
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (2, 1), (3, 3)])
+def test_a_head_begins_by_looking_for_tokens_like_its_own_and_copying_them(heads):
+    sizes = dict(zip(("num_attention_heads", "num_key_value_heads"), heads), hidden_size=24, head_dim=6)
+    model, plain = make_model(**sizes), make_model(**sizes)
+    m.begin_to_copy(model)
+    for layer, old in zip(model.model.layers, plain.model.layers, strict=True):
+        new, was = layer.self_attn, old.self_attn
+        assert torch.equal(new.k_proj.weight, was.k_proj.weight)
+        assert torch.equal(new.v_proj.weight, was.v_proj.weight)
+        for head in range(heads[0]):
+            mine = slice(6 * head, 6 * head + 6)
+            of_keys = slice(6 * (head * heads[1] // heads[0]), 6 * (head * heads[1] // heads[0]) + 6)
+            query = 0.7 * was.k_proj.weight[of_keys] + 0.51**0.5 * was.q_proj.weight[mine]
+            torch.testing.assert_close(new.q_proj.weight[mine], query)
+            assert torch.equal(new.o_proj.weight[:, mine], was.v_proj.weight[of_keys].T)
+    others = [name for name, p in model.named_parameters() if "q_proj" not in name and "o_proj" not in name]
+    new, was = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert all(torch.equal(new[name], was[name]) for name in others)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_we_save_loads_in_transformers_and_here(tmp_path, tied, family):

@@ -4,13 +4,15 @@ The 3,553 training games are played in 108 rooms. A small model that sees them t
 heart: in another room it goes to a shelf that there is not (results/tries_alfworld.md). So whoever trains on
 more gets rooms in which
 
-    receptacles  are fewer, a share drawn for each room, and numbered anew
+    receptacles  of each kind are the room's own or those of another kitchen (bedroom ...), with what they have;
+                 fewer, a share drawn for each room; and numbered anew
     things       lie in receptacles like those they lay in: another drawer for a drawer
     the task     is one of the training games', with what it needs in the room, and not done yet
 
-Left out: new kinds of things, more receptacles than there were, and things in bowls and boxes, which stay.
+Left out: new kinds of things, and things in bowls and boxes, which stay.
 """
 
+import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -22,36 +24,68 @@ TREATED = {"pick_clean_then_place_in_recep": ("sinkbasin", "cleanable"),
            "pick_heat_then_place_in_recep": ("microwave", "heatable"),
            "pick_cool_then_place_in_recep": ("fridge", "coolable")}
 TRIES = 30              # goals looked at; where none can be reached, the room stays whole, with its own
-MOST_LEFT_OUT = 0.6     # of a room's receptacles
+MOST_LEFT_OUT = 0.3     # of a room's receptacles
 
 
-def rearranged(task, goals, rng, name):
-    """Another game in a task's room, drawn from rng. goals: (text, Goal) of games, to choose from; name: put
-    behind the task's id."""
-    whole = with_things_moved(problem_of(task), rng)
-    problem = with_fewer_places(whole, rng)
+def rearranged(task, other, goals, rng, name):
+    """Another game in a task's room, drawn from rng. other: a task in a room of the same sort, which lends some
+    of its receptacles; goals: (text, Goal) of games, to choose from; name: put behind the task's id."""
+    own = problem_of(task)
+    problem = with_things_moved(mixed(own, problem_of(other), rng), rng)
     drawn = (rng.choice(goals) for _ in range(TRIES))
     text, goal = next((pair for pair in drawn if is_open(problem, pair[1])), (None, None))
-    problem = replace(problem, task_desc=text, goal=goal) if goal else whole
+    problem = replace(problem, task_desc=text, goal=goal) if goal else with_things_moved(own, rng)
     return Task(f"{task.id}/{name}", task.split, problem.goal.task_type, problem)
 
 
-def with_fewer_places(problem, rng):
-    """The problem without some of its receptacles and what lies in them; the others numbered from 1 again."""
+def sort_of(task):
+    """A real game's sort of room, kitchen or bedroom, as its scene's number has it in the hundreds (AI2-THOR);
+    0 for another game."""
+    scene = re.search(r"-(\d+)/[^/]*$", task.id)
+    return int(scene[1]) // 100 if scene else 0
+
+
+def mixed(one, other, rng):
+    """One problem in a room that has, of each kind, its own receptacles or the other's, fewer of them, with
+    what is in them. Places and things are numbered anew, in the order in which the intro and lists have them.
+    """
+    kinds = sorted({type_of(place.name) for room in (one, other) for place in room.receptacles})
+    lent = {kind for kind in kinds if rng.random() < 0.5}
     share = rng.uniform(0, MOST_LEFT_OUT)
-    kept = [place for place in problem.receptacles if rng.random() >= share]
+    far = 1 + max(place.location for place in one.receptacles)          # where the other's locations begin
+    places, things = [], []                                              # (whether it is lent, place or thing)
+    for is_lent, room in enumerate((one, other)):
+        kept = {place.name for place in room.receptacles
+                if (type_of(place.name) in lent) == is_lent and rng.random() >= share}
+        places += [(is_lent, place) for place in room.receptacles if place.name in kept]
+        things += [(is_lent, thing) for thing in room.things if thing.receptacle in kept]
+    place_names, thing_names = numbered(places), numbered(things)
+
+    def there(is_lent, location):
+        return location + far if is_lent and location >= 0 else location
+
+    def named(names, is_lent, old):
+        return tuple(names[is_lent, name] for name in old if (is_lent, name) in names)
+
+    receptacles = [replace(place, name=place_names[is_lent, place.name], location=there(is_lent, place.location))
+                   for is_lent, place in places]
+    moved = [replace(thing, name=thing_names[is_lent, thing.name], location=there(is_lent, thing.location),
+                     receptacle=place_names[is_lent, thing.receptacle],
+                     also_in=named(place_names, is_lent, thing.also_in),
+                     holding=named(thing_names, is_lent, thing.holding)) for is_lent, thing in things]
+    return replace(one, receptacles=tuple(receptacles), things=tuple(moved), start=-1)
+
+
+def numbered(found):
+    """Sort (whether it is lent, place or thing) by kind, and return {(whether, name): its name by that order}:
+    the last of a kind is number 1, as where games are read."""
+    found.sort(key=lambda pair: type_of(pair[1].name))
     names, count = {}, Counter()
-    for place in reversed(kept):                              # the intro names the last number first
-        kind = type_of(place.name)
+    for is_lent, one in reversed(found):
+        kind = type_of(one.name)
         count[kind] += 1
-        names[place.name] = f"{kind} {count[kind]}"
-    there = {thing.name for thing in problem.things if thing.receptacle is None or thing.receptacle in names}
-    things = [replace(thing, receptacle=names.get(thing.receptacle),
-                      also_in=tuple(names[place] for place in thing.also_in if place in names),
-                      holding=tuple(held for held in thing.holding if held in there))
-              for thing in problem.things if thing.name in there]
-    places = [replace(place, name=names[place.name]) for place in kept]
-    return replace(problem, receptacles=tuple(places), things=tuple(things))
+        names[is_lent, one.name] = f"{kind} {count[kind]}"
+    return names
 
 
 def with_things_moved(problem, rng):

@@ -11,10 +11,11 @@ The splits L0, L1 and L2 are RLVMR's (arXiv:2507.22844); L2 needs a training run
 """
 
 import random
+from collections import defaultdict
 
 from envs.alfred import games, rooms
 from envs.alfred.problem import parse_goal
-from envs.alfred.rearranged import rearranged
+from envs.alfred.rearranged import rearranged, sort_of
 
 TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
 HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
@@ -30,12 +31,13 @@ class Tasks:
     source: "" for generated rooms, else what --games names, a folder or file for games.load_games; each split
     is read once, when it is needed; before the first is, a source where no game can be raises ValueError.
     train_types: what the run trains on: "all" six task types, or the "part" that leaves L2's two out.
-    endless: whether real training games come rearranged once all have been there; else they come again.
+    endless: whether, once all real training games have been there, two in three come rearranged; else they
+    all come again.
     """
 
     def __init__(self, source, train_types, seed, endless=False):
         self.source, self.train_types, self.seed, self.endless = source, train_types, seed, endless
-        self.loaded, self.checked, self.goals = {}, set(), {}
+        self.loaded, self.checked, self.to_mix = {}, set(), {}
 
     def real(self, split, types):
         """The real games of a split that are of these types, remembered."""
@@ -64,16 +66,20 @@ class Tasks:
         tasks = self.sound([real[(start + i) % len(real)] for i in range(n)])
         if not self.endless or start + n <= len(real):
             return tasks
-        if types not in self.goals:
-            texts = [task.problem.task_desc for task in real]
-            self.goals[types] = [(text, parse_goal(text)) for text in texts]
-        return [task if place < len(real) else self.another(task, self.goals[types], place)
+        if types not in self.to_mix:
+            texts, sorts = [task.problem.task_desc for task in real], defaultdict(list)
+            for task in real:
+                sorts[sort_of(task)].append(task)
+            self.to_mix[types] = sorts, [(text, parse_goal(text)) for text in texts]
+        return [task if place < len(real) or place % 3 == 0 else self.another(task, *self.to_mix[types], place)
                 for place, task in enumerate(tasks, start)]
 
-    def another(self, task, goals, place):
+    def another(self, task, sorts, goals, place):
         """A real game rearranged; the seed and its place in the sequence say how."""
         name = f"rearranged/{self.seed}-{place}"
-        return rearranged(task, goals, random.Random(name), name)
+        rng = random.Random(name)
+        (other,) = self.sound([rng.choice(sorts[sort_of(task)])])
+        return rearranged(task, other, goals, rng, name)
 
     def split(self, name):
         """Every task of a split, in a fixed order. Raises ValueError for a split that there is not."""
