@@ -4,7 +4,7 @@ The 3,553 training games are played in 108 rooms. A small model that sees them t
 heart: in another room it goes to a shelf that there is not (results/tries_alfworld.md). So whoever trains on
 more gets rooms in which
 
-    receptacles  of each kind are the room's own or those of another kitchen (bedroom ...), with what they have;
+    receptacles  of each kind are the room's own or another kitchen's (bedroom's ...), with what they have;
                  fewer, a share drawn for each room; and numbered anew
     things       lie in receptacles like those they lay in: another drawer for a drawer
     the task     is one of the training games', with what it needs in the room, and not done yet
@@ -28,8 +28,8 @@ MOST_LEFT_OUT = 0.3     # of a room's receptacles
 
 
 def rearranged(task, other, goals, rng, name):
-    """Another game in a task's room, drawn from rng. other: a task in a room of the same sort, which lends some
-    of its receptacles; goals: (text, Goal) of games, to choose from; name: put behind the task's id."""
+    """Another game in a task's room, drawn from rng. other: a task in a room of the same sort, which lends
+    some of its receptacles; goals: (text, Goal) of games, to choose from; name: put behind the task's id."""
     own = problem_of(task)
     problem = with_things_moved(mixed(own, problem_of(other), rng), rng)
     drawn = (rng.choice(goals) for _ in range(TRIES))
@@ -39,8 +39,8 @@ def rearranged(task, other, goals, rng, name):
 
 
 def sort_of(task):
-    """A real game's sort of room, kitchen or bedroom, as its scene's number has it in the hundreds (AI2-THOR);
-    0 for another game."""
+    """A real game's sort of room, kitchen or bedroom: the hundreds of its scene's number (AI2-THOR); 0 for
+    another game."""
     scene = re.search(r"-(\d+)/[^/]*$", task.id)
     return int(scene[1]) // 100 if scene else 0
 
@@ -53,7 +53,7 @@ def mixed(one, other, rng):
     lent = {kind for kind in kinds if rng.random() < 0.5}
     share = rng.uniform(0, MOST_LEFT_OUT)
     far = 1 + max(place.location for place in one.receptacles)          # where the other's locations begin
-    places, things = [], []                                              # (whether it is lent, place or thing)
+    places, things = [], []                                         # (whether it is lent, place or thing)
     for is_lent, room in enumerate((one, other)):
         kept = {place.name for place in room.receptacles
                 if (type_of(place.name) in lent) == is_lent and rng.random() >= share}
@@ -67,8 +67,8 @@ def mixed(one, other, rng):
     def named(names, is_lent, old):
         return tuple(names[is_lent, name] for name in old if (is_lent, name) in names)
 
-    receptacles = [replace(place, name=place_names[is_lent, place.name], location=there(is_lent, place.location))
-                   for is_lent, place in places]
+    receptacles = [replace(place, name=place_names[is_lent, place.name],
+                           location=there(is_lent, place.location)) for is_lent, place in places]
     moved = [replace(thing, name=thing_names[is_lent, thing.name], location=there(is_lent, thing.location),
                      receptacle=place_names[is_lent, thing.receptacle],
                      also_in=named(place_names, is_lent, thing.also_in),
@@ -77,8 +77,8 @@ def mixed(one, other, rng):
 
 
 def numbered(found):
-    """Sort (whether it is lent, place or thing) by kind, and return {(whether, name): its name by that order}:
-    the last of a kind is number 1, as where games are read."""
+    """Sort (whether it is lent, place or thing) by kind; returns {(whether, name): its name by that order}.
+    The last of a kind is number 1, as where games are read."""
     found.sort(key=lambda pair: type_of(pair[1].name))
     names, count = {}, Counter()
     for is_lent, one in reversed(found):
