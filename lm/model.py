@@ -295,13 +295,13 @@ def relate_names(model, vocabulary):
 
 @torch.no_grad()
 def begin_to_copy(model):
-    """Begin each head as one that looks for tokens like its own and copies what it finds: a small model has no
-    other way to a name that it has to repeat, and finds it late (results/tries_alfworld.md).
+    """Begin each head as one that looks for tokens like its own and copies what it finds: a small model has
+    no other way to a name that it has to repeat, and finds it late (results/tries_alfworld.md).
 
         W_Q = a W_K + sqrt(1 - a^2) W_Q',    W_O = W_V^T
 
-    for each query head and its key/value head; W_K, W_V and W_Q' as `init_weights` has them, a = ALIKE. This is
-    mimetic initialization (arXiv:2305.09828), with the sign for W_V W_O that copies.
+    for each query head and its key/value head; W_K, W_V and W_Q' as `init_weights` has them, a = ALIKE. This
+    is mimetic initialization (arXiv:2305.09828), with the sign for W_V W_O that copies.
     """
     config = model.config
     shape = config.num_key_value_heads, -1, config.head_dim, config.hidden_size

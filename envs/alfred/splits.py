@@ -21,7 +21,7 @@ TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
 HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
 FOLDER = {"train": "train", "dev": "valid_train", "L0": "valid_seen", "L1": "valid_unseen",
           "L2": "valid_unseen"}
-REAL = 3                # one in so many tasks is a real game, once each has been there
+REAL = 3                # one task in so many is a real game, once each has been there
 CAPTIONS = {"dev": "for tuning, training rooms and other rooms", "L0": "training rooms, new tasks",
             "L1": "other rooms", "L2": "other rooms and task types that RL never trains on"}
 
@@ -72,8 +72,8 @@ class Tasks:
             for task in real:
                 sorts[sort_of(task)].append(task)
             self.to_mix[types] = sorts, [(text, parse_goal(text)) for text in texts]
-        return [task if place < len(real) or place % REAL == 0
-                else self.another(task, *self.to_mix[types], place) for place, task in enumerate(tasks, start)]
+        return [task if place < len(real) or place % REAL == 0 else
+                self.another(task, *self.to_mix[types], place) for place, task in enumerate(tasks, start)]
 
     def another(self, task, sorts, goals, place):
         """A real game rearranged; the seed and its place in the sequence say how."""
