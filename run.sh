@@ -55,7 +55,7 @@ if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld_hour.
         echo "run.sh: $games holds no games; .venv/bin/pip install -r requirements-alfworld.txt and" \
              ".venv/bin/alfworld-download fetch them, to \$ALFWORLD_DATA where that is set" >&2; exit 2; }
     world+=(--games "$games" --hidden-size 96 --max-turns 30)
-    cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 24576)
+    cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 49152)
     rl+=(--iterations 100 --lr 3e-4)
     OUT=${OUT:-runs/alfworld}
 elif [ $# != 0 ]; then

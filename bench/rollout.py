@@ -107,7 +107,7 @@ def both_models(hidden_size):
     """The same random weights as ours and as transformers' model, and their chat."""
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = len(qwen.save_small_tokenizer(rooms.phrases(), folder))
-        shape = qwen.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 2, hidden_size // 4,
+        shape = qwen.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 4, hidden_size // 2,
                                  max_position_embeddings=CONTEXT, tie_word_embeddings=True)
         model = qwen.Model(shape)
         qwen.init_weights(model, 0)

@@ -305,8 +305,8 @@ def small_model_folder(config, folder):
     vocabulary = qwen.save_small_tokenizer(words, folder)
     model = qwen.Model(qwen.ModelConfig(
         vocab_size=len(vocabulary), hidden_size=config.hidden_size, intermediate_size=3 * config.hidden_size,
-        num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=config.hidden_size // 4, max_position_embeddings=max(config.context, 1024),
+        num_hidden_layers=config.layers, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=config.hidden_size // 2, max_position_embeddings=max(config.context, 1024),
         tie_word_embeddings=True, rope=config.positions == "rotary"))
     qwen.init_weights(model, config.seed)
     qwen.relate_names(model, vocabulary)
