@@ -289,6 +289,19 @@ def is_small(folder):
         raise ValueError(f"--model={folder}: tokenizer.json is not a tokenizer: {error}") from None
 
 
+def flags_of(settings):
+    """Those of a run's settings, {name: value}, that are flags which it read: others are set by presets, or
+    read by nothing in such a run."""
+    shelves = [Config]
+    for find, kind in ((algorithms.find, "algo"), (envs.find, "env")):
+        with contextlib.suppress(ValueError):                # of a run of another version
+            shelves.append(find(str(settings.get(kind))).Settings)
+    known = {f.name: f for shelf in shelves for f in fields(shelf)}
+    values = {name: f.default for name, f in known.items()} | settings
+    return {name: value for name, value in settings.items() if name not in known
+            or known[name].metadata.get("help") and needed(known[name].metadata, values)}
+
+
 def why_unknown(flag):
     """What a flag that this run does not have is: another algorithm's, another world's, or nobody's."""
     name, owners = flag.partition("=")[0].replace("--no-", "--"), []

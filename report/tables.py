@@ -2,6 +2,7 @@
 
 import shlex
 
+from config import flags_of
 from report.read import is_number
 from run.files import finite
 
@@ -145,9 +146,9 @@ def difference_rows(runs):
 
 
 def command(run):
-    """The command line that repeats this run: every flag with its value."""
+    """The command line that repeats this run: every flag that it read, with its value."""
     words = ["python", "gcd.py"]
-    for name, value in run.header.get("config", {}).items():
+    for name, value in flags_of(run.header.get("config", {})).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")

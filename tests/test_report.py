@@ -5,11 +5,13 @@
 
 import json
 import re
+import shlex
 import webbrowser
 from html.parser import HTMLParser
 
 import pytest
 
+import config
 from report import charts, page, read, tables
 from report.__main__ import main, write
 
@@ -235,6 +237,22 @@ def test_command_repeats_every_flag(tmp_path):
     write_method(tmp_path, "grpo", config=config)
     assert tables.command(read.read_runs(tmp_path)[0]) == (
         "python gcd.py --group-size=8 --no-gcd --resume --model='a b'")
+
+
+@pytest.mark.parametrize("flags", ["", "--no-gcd --iterations 0 --dagger 64", "--algo ppo --kl loss",
+                                   "--algo rlvmr --judge-kind value", "--env twins --max-turns 1"])
+def test_the_command_is_one_that_the_program_takes_and_repeats_the_run(tmp_path, flags):
+    settings = config.parsed(flags.split())
+    write_method(tmp_path, "grpo", config=settings.settings())
+    words = shlex.split(tables.command(read.read_runs(tmp_path)[0]))
+    assert words[:2] == ["python", "gcd.py"]
+    assert config.parsed(words[2:]).settings() == settings.settings()
+
+
+def test_a_run_of_another_version_has_its_command(tmp_path):
+    write_method(tmp_path, "grpo", config={"algo": "gone", "env": "none", "long_gone": 3})
+    assert tables.command(read.read_runs(tmp_path)[0]) == (
+        "python gcd.py --algo=gone --env=none --long-gone=3")
 
 
 @pytest.mark.parametrize("low, high, expected", [

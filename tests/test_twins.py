@@ -84,6 +84,6 @@ def test_labels():
 
 def test_it_is_trained_by_gcd(tmp_path):
     flags = ["--env", "twins", "--max-turns", 1, "--demonstrations", 64, "--judge-demonstrations", 32]
-    assert train(tmp_path, *flags, "--cold-start-lr", 1e-2, "--cold-start-epochs", 6) == 0
+    assert train(tmp_path, *flags, "--cold-start-lr", 3e-3, "--cold-start-epochs", 24, "--tasks", 16) == 0
     assert [row["rollout/turns"] for row in rows(tmp_path)] == [1.0, 1.0]
     assert all(row["judge/turns"] > 0 and row["rollout/invalid_frac"] < 0.5 for row in rows(tmp_path))
