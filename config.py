@@ -251,7 +251,7 @@ def parsed(argv):
             parser.add(settings, section, values)
         parser.print_help()
         raise SystemExit(0)
-    for f in fields(Config):
+    for f in (f for settings in shelves.values() for f in fields(settings)):
         if f.name in flags and not needed(f.metadata, values):
             raise ValueError(f"{flag_of(f.name)}: {f.metadata['needs'][1]}")     # its value may be a key
     values["algorithm"] = algorithm(made_of(algorithm.Settings, values))

@@ -15,7 +15,8 @@ from run import files
 
 PLACES = ("out", "model", "resume", "overwrite", "evaluate", "games")     # name places: not kept
 YOUNGER = {"dual_clip": 0.0, "invalid": "admissible", "correction_from": "auto",   # flags; what was before
-           "admissible_only": False, "judge_normalize_std": False, "positions": "rotary"}
+           "admissible_only": False, "judge_normalize_std": False, "positions": "rotary",
+           "rearranged": False}
 # Settings that --variant took the place of: without it, and in the released code of each algorithm's paper.
 PAPER_FORM = {"baseline": "episode", "anchor": "state", "composition": "paper", "tag_rewards": "paper",
               "ppo_form": "turn"}

@@ -33,6 +33,9 @@ class World(envs.World):
         """Where the games come from."""
         games: str = field(default="", metadata={
             "help": "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms"})
+        rearranged: bool = field(default=False, metadata={
+            "help": "RL plays two in three of them rearranged, as all that is trained on after one pass is",
+            "needs": (lambda values: bool(values["games"]), "only with --games")})
 
     captions = splits.CAPTIONS
     nothing = NOTHING
@@ -41,7 +44,8 @@ class World(envs.World):
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)
-        self.tasks = splits.Tasks(self.settings.games, train_types, seed, endless=self.rearranges)
+        when = "never" if not self.rearranges else "always" if self.settings.rearranged else "later"
+        self.tasks = splits.Tasks(self.settings.games, train_types, seed, when)
 
     def make(self, n):
         """n games that can be played at once."""
@@ -62,7 +66,7 @@ class World(envs.World):
     def words(self):
         """The texts' phrases and the names of things: in 400 real games, or in generated rooms."""
         if self.settings.games:
-            return rooms.phrases(numbered=False) + games.names(self.train("all", 0, 400))
+            return rooms.phrases(numbered=False) + games.names(self.tasks.whole("all", 0, 400))
         return rooms.phrases()
 
     def games(self):

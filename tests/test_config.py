@@ -211,6 +211,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_names_who_has_it(capsys, alg
     ("--thoughts endpoint", "--thoughts: for a model that writes (--model)"),
     ("--correction-every 3", "--correction-every: only with --correction"),
     ("--no-correction-at-evaluation", "--correction-at-evaluation: only with --correction"),
+    ("--rearranged", "--rearranged: only with --games"),
     ("--label-agreement both", "--label-agreement: only with --endpoint"),
     ("--judge-kind value --judge-normalize-std",
      "--judge-normalize-std: only with --judge-kind generative"),

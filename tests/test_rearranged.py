@@ -163,7 +163,7 @@ def test_a_goal_needs_what_it_asks_for_and_is_not_met(tasks, change, fine):
 
 @needs_games
 def test_real_games_come_first_and_then_others_without_end():
-    plain, endless = Tasks(GAMES, "part", 3), Tasks(GAMES, "part", 3, endless=True)
+    plain, endless = Tasks(GAMES, "part", 3), Tasks(GAMES, "part", 3, "later")
     n = len(plain.real("train", TYPES["part"]))
     assert endless.train("part", 0, 5) == plain.train("part", 0, 5)
     assert plain.train("part", n, 5) == plain.train("part", 0, 5)
@@ -174,11 +174,16 @@ def test_real_games_come_first_and_then_others_without_end():
     known = {task.id for task in plain.real("train", TYPES["part"])}
     assert sum(task.id in known for task in later) == 100
     assert {task.id.split("/rearranged/")[0] for task in later} <= known
-    assert later != Tasks(GAMES, "part", 4, endless=True).train("part", 100 * n, 300)
+    assert later != Tasks(GAMES, "part", 4, "later").train("part", 100 * n, 300)
     expert = Expert(plain.train("all", 0, 200))
     played = Counter(expert.show(task, 0, 0.0, 50).won for task in later)
     assert played[True] >= 292
-    assert household.World(household.World.Settings(GAMES)).tasks.endless
+    always = Tasks(GAMES, "part", 3, "always")
+    assert always.train("part", 100 * n, 300) == later
+    assert sum(task.id in known for task in always.train("part", 0, 30)) == 10
+    world, other = (household.World(household.World.Settings(GAMES, flag)) for flag in (False, True))
+    assert (world.tasks.rearrange, other.tasks.rearrange) == ("later", "always")
+    assert world.words() == other.words()
 
 
 def test_a_rearranged_game_is_played_as_any_other(others):

@@ -21,7 +21,7 @@ TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
 HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
 FOLDER = {"train": "train", "dev": "valid_train", "L0": "valid_seen", "L1": "valid_unseen",
           "L2": "valid_unseen"}
-REAL = 3                # one task in so many is a real game, once each has been there
+REAL = 3                # one task in so many is a real game, where others come rearranged
 CAPTIONS = {"dev": "for tuning, training rooms and other rooms", "L0": "training rooms, new tasks",
             "L1": "other rooms", "L2": "other rooms and task types that RL never trains on"}
 
@@ -32,12 +32,12 @@ class Tasks:
     source: "" for generated rooms, else what --games names, a folder or file for games.load_games; each split
     is read once, when it is needed; before the first is, a source where no game can be raises ValueError.
     train_types: what the run trains on: "all" six task types, or the "part" that leaves L2's two out.
-    endless: whether, once all real training games have been there, two in three come rearranged; else they
-    all come again.
+    rearrange: when two real training games in three come rearranged: "later", once all have been there, or
+    "always"; "never": they all come again.
     """
 
-    def __init__(self, source, train_types, seed, endless=False):
-        self.source, self.train_types, self.seed, self.endless = source, train_types, seed, endless
+    def __init__(self, source, train_types, seed, rearrange="never"):
+        self.source, self.train_types, self.seed, self.rearrange = source, train_types, seed, rearrange
         self.loaded, self.checked, self.to_mix = {}, set(), {}
 
     def real(self, split, types):
@@ -62,18 +62,23 @@ class Tasks:
         if not self.source:
             start += self.seed * 10_000_000
             return [rooms.task("train", start + i, TYPES[types]) for i in range(n)]
-        real = list(self.real("train", TYPES[types]))
-        random.Random(self.seed).shuffle(real)
-        tasks = self.sound([real[(start + i) % len(real)] for i in range(n)])
-        if not self.endless or start + n <= len(real):
+        tasks, real = self.whole(types, start, n), self.real("train", TYPES[types])
+        first = {"always": 0, "later": len(real)}.get(self.rearrange, start + n)
+        if start + n <= first:
             return tasks
         if types not in self.to_mix:
             texts, sorts = [task.problem.task_desc for task in real], defaultdict(list)
             for task in real:
                 sorts[sort_of(task)].append(task)
             self.to_mix[types] = sorts, [(text, parse_goal(text)) for text in texts]
-        return [task if place < len(real) or place % REAL == 0 else
+        return [task if place < first or place % REAL == 0 else
                 self.another(task, *self.to_mix[types], place) for place, task in enumerate(tasks, start)]
+
+    def whole(self, types, start, n):
+        """n real training games as they are, in an order that the seed fixes; after the last the first."""
+        real = list(self.real("train", TYPES[types]))
+        random.Random(self.seed).shuffle(real)
+        return self.sound([real[(start + i) % len(real)] for i in range(n)])
 
     def another(self, task, sorts, goals, place):
         """A real game rearranged; the seed and its place in the sequence say how."""
