@@ -2,8 +2,8 @@
 
 A table below a line <!-- NAME --> is filled, each row by its first cell. NAME is `table4` (the cost of GCD),
 `chaos` (attacks and what was survived), `twins` (the study's arms), `origin` (its axes), `memory` (stages),
-`cpu` (ratios) or a benchmark (`ablation`, `admissible`: Table 3's): its rows are rows or differences of
-bench.table1, its columns are told by their heads:
+`cpu` (ratios) or a benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3's): its rows are
+rows or differences of bench.table1, its columns are told by their heads:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the split before it)
@@ -33,7 +33,7 @@ PAGES = tuple(ROOT / f"{name}.md" for name in ("README", "RESULTS", "RELIABILITY
 NAMED = {"table4": "table4_household.json", "chaos": "chaos.json",     # files of other names
          "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json",
          "cpu": "cpu.json", "admissible": "table3_admissible_result.json",
-         "ablation": "table3_household_result.json"}
+         "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
 
 
 def result_path(name):

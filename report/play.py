@@ -1,7 +1,8 @@
 """A game on the terminal beside a model: at each turn its next command, and what its judge makes of that.
 
-    python -m report.play --model runs/main/grpo+gcd/checkpoint --game L0/3
-    python -m report.play --model DIR --game L1/0 --games "$ALFWORLD_DATA"/json_2.1.1
+    python -m report.play --model results/alfworld_model --game L0/3        # a generated room: at once
+    python -m report.play --model results/alfworld_model --game L1/0 --games "$ALFWORLD_DATA"/json_2.1.1
+    python -m report.play --model runs/main/grpo+gcd/checkpoint
 
 An empty line takes the model's command; any other line is a command of yours, which is judged too, before the
 game has answered. Other flags are gcd.py's: give those that the model was trained with. The judge is asked

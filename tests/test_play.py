@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import Corridor
+from test_household import GAMES, needs_games
+from tiny_runs import ROOT
 
 import judge
 from envs import Task
@@ -91,3 +93,29 @@ def test_a_game_that_there_is_not_is_named(name, tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         play.main(["--model", str(tmp_path / "none")])
     assert "none" in capsys.readouterr().err
+
+
+COMMITTED = ROOT / "results" / "alfworld_model"
+
+
+def test_the_committed_model_can_be_played_beside_at_once(capsys, monkeypatch):
+    """It learned in real games, and wins three of four generated ones; no games are needed to try it."""
+    monkeypatch.setattr(play.Player, "judged", lambda *_: "")
+    won = 0
+    for k in range(12):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 20))
+        play.main(["--model", str(COMMITTED), "--game", f"L0/{k}"])
+        won += capsys.readouterr().out.endswith("You have won.\n")
+    assert won >= 4
+    assert sum(path.stat().st_size for path in COMMITTED.iterdir()) < 2.5e6
+
+
+@needs_games
+def test_it_wins_real_games(capsys, monkeypatch):
+    monkeypatch.setattr(play.Player, "judged", lambda *_: "")
+    won = 0
+    for k in range(0, 130, 13):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 30))
+        play.main(["--model", str(COMMITTED), "--game", f"L1/{k}", "--games", str(GAMES), "--max-turns", "30"])
+        won += capsys.readouterr().out.endswith("You have won.\n")
+    assert won >= 7
