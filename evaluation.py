@@ -37,11 +37,20 @@ def evaluation(run):
             run.stop_if_asked(None)
             splits[name][mode] = success_rate(parallel.all_sum(summary(episodes)))
             if mode == "sampled":
-                once = episodes[:len(episodes) // plays]
-                run.store(once[::len(once) // 12 or 1][:12], {"phase": "evaluation", "split": name})
+                shown = to_look_at(episodes[:len(episodes) // plays])
+                run.store(shown, {"phase": "evaluation", "split": name})
     if run.ranks.rank == 0:
         files.write_json(run.out / files.EVALUATION, {
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},
             "splits": splits, "seed": config.seed, "protocol": config.protocol, "instruction": instruction,
             "temperature": modes["sampled"], "seconds": time.perf_counter() - started})
     return splits
+
+
+def to_look_at(episodes):
+    """Twelve to store, spread over the split; of both ends, won and lost, where there are both."""
+    shown = episodes[::len(episodes) // 12 or 1][:12]
+    for won in (True, False):
+        if shown and all(episode.won != won for episode in shown):
+            shown[-1:] = [episode for episode in episodes if episode.won == won][:1] or shown[-1:]
+    return shown

@@ -8,10 +8,12 @@ import re
 import shlex
 import webbrowser
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 
 import config
+from evaluation import to_look_at
 from report import charts, page, read, tables
 from report.__main__ import main, write
 
@@ -253,6 +255,15 @@ def test_a_run_of_another_version_has_its_command(tmp_path):
     write_method(tmp_path, "grpo", config={"algo": "gone", "env": "none", "long_gone": 3})
     assert tables.command(read.read_runs(tmp_path)[0]) == (
         "python gcd.py --algo=gone --env=none --long-gone=3")
+
+
+@pytest.mark.parametrize("lost", [[], [5], [0, 100], range(140), range(1, 140)])
+def test_of_a_splits_episodes_twelve_are_kept_won_and_lost(lost):
+    episodes = [SimpleNamespace(won=k not in lost, k=k) for k in range(140)]
+    kept = to_look_at(episodes)
+    assert [episode.k for episode in kept[:-1]] == list(range(0, 121, 11))[:11] and len(kept) == 12
+    assert {episode.won for episode in kept} == {episode.won for episode in episodes}
+    assert to_look_at(episodes[:1]) == episodes[:1] and to_look_at([]) == []
 
 
 @pytest.mark.parametrize("low, high, expected", [
