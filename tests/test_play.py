@@ -116,6 +116,7 @@ def test_it_wins_real_games(capsys, monkeypatch):
     won = 0
     for k in range(0, 130, 13):
         monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 30))
-        play.main(["--model", str(COMMITTED), "--game", f"L1/{k}", "--games", str(GAMES), "--max-turns", "30"])
+        play.main(["--model", str(COMMITTED), "--game", f"L1/{k}", "--games", str(GAMES),
+                   "--max-turns", "30"])
         won += capsys.readouterr().out.endswith("You have won.\n")
     assert won >= 7
