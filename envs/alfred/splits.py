@@ -1,7 +1,7 @@
 """Which tasks there are to train on and to evaluate, of generated rooms or of real ALFWorld games.
 
             generated rooms (rooms.py)                      real games (games.py)
-    train   training rooms, endless                         train, 3,553 games, then these rearranged
+    train   training rooms, endless                         train, 3,553 games, then also rearranged
     dev     for tuning: training and other rooms            valid_train, 199
     L0      training rooms, new placements and goals        valid_seen, 140
     L1      other rooms                                     valid_unseen, 134
