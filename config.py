@@ -47,7 +47,6 @@ class Config:
                     "is asked, and --dynamic-sampling refill, are each rank's own)", low=0, high=99)
     device: str = opt("auto", "where tensors live", ("auto", "cpu", "cuda"))
     dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
-    threads: int = opt(1, "CPU threads per process (more slow the small model down)", low=1, high=256)
     checkpoint_every: int = opt(20, "iterations, or rounds of practice, between checkpoints", low=1)
     keep_checkpoints: int = opt(0, "iterations between models kept in OUT/kept, from 0 on; 0: none", low=0)
     env: str = opt("household", "the world: a file of envs/", section="world")
@@ -63,7 +62,8 @@ class Config:
     show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)
     history: int = opt(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
     demonstrations: int = opt(3000, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
-    cold_start_types: str = opt("all")     # task types it sees: of "part" a small model lacks L2's words
+    cold_start_types: str = opt("all", "task types that the expert shows: all, or part: without L2's; paper: "
+                                "those of --train-types", ("part", "all"))
     thoughts: str = opt("template", "a set sentence, or --endpoint's", ("template", "endpoint"), needs=WRITES)
     instructions: bool = opt(False, "instructions in a random half of the demonstrations, for --correction")
     mistake_rate: float = opt(0.05, "share of mistakes injected; recoveries are imitated", low=0, high=0.5)
@@ -201,7 +201,7 @@ def refuse(wrong, message):
 
 
 # Settings that say where and how fast, not what: a run may go on, and a table be filled, with others.
-WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "threads", "slots", "microbatch_tokens",
+WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "slots", "microbatch_tokens",
          "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "endpoint_key_variable",
          "endpoint_cache", "endpoint_limit")
 

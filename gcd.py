@@ -16,7 +16,6 @@ import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
 
-import torch
 from tqdm import tqdm
 
 import correction
@@ -274,7 +273,6 @@ def attempt(config, held):
     """All of a run, from its set-up on. What ends it early is said at once: one rank's end is all ranks'."""
     try:
         asked_to_stop = Stop()
-        torch.set_num_threads(config.threads)
         return finish(prepare(config, parallel.setup(config.device), asked_to_stop, held))
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is there", file=sys.stderr)

@@ -101,15 +101,12 @@ class World(envs.World):
     @staticmethod
     def note(settings):
         """Which task types the cold start saw: it decides what "never trained on" means."""
-        types = settings.get("cold_start_types")
-        if not types:
-            return ""
         if settings.get("train_types") == "all":
             return ""                                              # nothing is called unseen then
-        if types == "all":
-            return "The cold start sees all six task types, the two of L2 that RL never trains on included."
-        types = ", ".join(types) if isinstance(types, list) else types
-        return f"The cold start sees the task types {types}. RL never trains on those of L2."
+        return {"all": "The cold start sees all six task types, the two of L2 that RL never trains on "
+                       "included.",
+                "part": "The cold start sees the four task types that RL trains on, none of L2's two.",
+                }.get(settings.get("cold_start_types"), "")
 
 
 # The player on the command line

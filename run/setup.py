@@ -188,6 +188,8 @@ def prepare(config, ranks, asked_to_stop, held):
     if config.context > (longest := model.config.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
     chat = chat_of(config, tokenizer)
+    if chat.small:
+        torch.set_num_threads(1)                              # more are slower with matrices of its size
     if source and chat.small and not state:                   # what is resumed has this run's settings
         check_words(config, source, tokenizer)
     model = sharded(model, config, ranks, chat.small)

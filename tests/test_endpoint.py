@@ -77,12 +77,14 @@ class Server:
                     server.now += 1
                     server.most = max(server.most, server.now)
                 try:
-                    self.give(server.reply(question, nth))
-                except (BrokenPipeError, ConnectionResetError):
-                    pass
-                finally:
+                    reply = server.reply(question, nth)
+                finally:  # before it is sent: who has an answer may ask again at once
                     with server.lock:
                         server.now -= 1
+                try:
+                    self.give(reply)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
 
             def give(self, reply):
                 if callable(reply):
