@@ -29,7 +29,7 @@ from run.parallel import generator, stream
 
 # What a random stream is for: the second number of its name
 DEMONSTRATION, QUESTIONS, ORDER, PRACTICE = 2, 3, 4, 9
-# Where demonstrations begin among training tasks: other rooms than RL's; real games are few and shared
+# Where demonstrations begin among training tasks: other tasks than RL's; real games are few and shared
 FIRST = 5_000_000
 ROUND = 512            # episodes of practice that are played with the same weights
 

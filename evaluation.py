@@ -35,7 +35,7 @@ def evaluation(run):
             sampling = run.sampling(temperature=temperature)
             episodes = run.play(seats, sampling, f"{name} {mode}", turns) if seats else []
             run.stop_if_asked(None)
-            splits[name][mode] = success_rate(parallel.all_sum(summary(episodes)))
+            splits[name][mode] = success_rate(parallel.all_sum(summary(episodes)), plays)
             if mode == "sampled":
                 shown = to_look_at(episodes[:len(episodes) // plays])
                 run.store(shown, {"phase": "evaluation", "split": name})

@@ -277,10 +277,11 @@ def summary(episodes):
         "score_100": sum(e.score_100 or 0.0 for e in episodes)}
 
 
-def success_rate(counts):
-    """What `summary` counted, as shares of episodes or turns; success with its 95 % Wilson interval."""
+def success_rate(counts, plays=1):
+    """What `summary` counted, as shares of episodes or turns; success with its 95 % Wilson interval. Several
+    plays of a game count as one in that: a game that is won once is likely to be won again."""
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
-    low, high = wilson(counts["won"], counts["episodes"])
+    low, high = wilson(counts["won"] / plays, counts["episodes"] / plays)
     score = {"score_100": counts["score_100"] / counts["scored"]} if counts["scored"] else {}
     return {"success": counts["won"] / n, "n": counts["episodes"], "low": low, "high": high,
             "turns": counts["turns"] / n, "invalid_frac": counts["invalid"] / turns,

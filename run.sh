@@ -54,7 +54,7 @@ if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld_hour.
     [ -d "$games/valid_seen" ] || {
         echo "run.sh: $games holds no games; .venv/bin/pip install -r requirements-alfworld.txt and" \
              ".venv/bin/alfworld-download fetch them, to \$ALFWORLD_DATA where that is set" >&2; exit 2; }
-    world+=(--games "$games" --hidden-size 96 --max-turns 30)
+    world+=(--games "$games" --hidden-size 96 --max-turns 30 --protocol eight)
     cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 49152)
     rl+=(--rearranged --iterations 60 --lr 3e-4 --invalid-penalty 0.5)
     OUT=${OUT:-runs/alfworld}

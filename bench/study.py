@@ -5,7 +5,8 @@ that a benchmark needs (real games need two: L2 is played by a model that never 
 row, seed and training run is a cell. Left out: running them (bench/jobs.py) and what is kept of them
 (bench/cells.py).
 
-A row may have a "note", which its table shows. One with "rerun", the reason in words, is read from the
+A row may have a "note", which its table shows, and "splits", where only some are asked of it (a training run
+that evaluates none of these is left out). One with "rerun", the reason in words, is read from the
 cells that there are and never run: a method that no flag asks for any more.
 """
 
@@ -24,7 +25,7 @@ COLUMN = {"household": "ALFWorld", "alfworld": "ALFWorld", "scienceworld": "Scie
 NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold_starts", "rows",
           "differences"}
 OPTIONAL = {"study", "env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start", "processes"}
-ROW, ROW_OPTIONAL = {"start", "flags", "paper"}, {"note", "rerun"}
+ROW, ROW_OPTIONAL = {"start", "flags", "paper"}, {"note", "rerun", "splits"}
 RUN, RUN_OPTIONAL = {"train_types", "splits"}, {"flags"}
 
 
@@ -105,7 +106,7 @@ def check_shapes(path, config):
     for name, row in config["rows"].items():
         if not ROW <= set(row) <= ROW | ROW_OPTIONAL:
             raise ValueError(f"{path}: row {name} has {', '.join(row)}: expected start, flags, paper and, if "
-                             "need be, note, rerun")
+                             "need be, note, rerun, splits")
     if sorted(split for run in runs_of(config) for split in run["splits"]) != sorted(config["splits"]):
         raise ValueError(f"{path}: runs must evaluate each of the splits {config['splits']} once")
 
@@ -140,6 +141,8 @@ def cells_of(config):
             for k, run in enumerate(runs_of(config)):
                 if k and name in config["cold_starts"] and config.get("one_cold_start"):
                     cold[name, seed, k] = cold[name, seed, 0]
+                    continue
+                if not set(run["splits"]) & set(config["rows"].get(name, {}).get("splits", run["splits"])):
                     continue
                 cell = make_cell(config, name, seed, run, k, cold)
                 cells.append(cell)

@@ -1,7 +1,7 @@
 """A game on the terminal beside a model: at each turn its next command, and what its judge makes of that.
 
     python -m report.play --model results/alfworld_model --game L0/3        # a generated room: at once
-    python -m report.play --model results/alfworld_model --game L1/0 --games "$ALFWORLD_DATA"/json_2.1.1
+    python -m report.play --model results/alfworld_model --max-turns 30 --games "$ALFWORLD_DATA"/json_2.1.1
     python -m report.play --model runs/main/grpo+gcd/checkpoint
 
 An empty line takes the model's command; any other line is a command of yours, which is judged too, before the
@@ -40,7 +40,8 @@ class Player:
         sampling = Sampling(TEMPERATURE, self.settings.max_response_tokens)
         room = len(conversation.prompt) + sampling.max_response_tokens
         slots = Slots(self.model, 1, room, self.chat.stop_ids, sampling)
-        return generate(slots, [conversation.prompt], [conversation.next_stream()])[0]
+        only = [conversation.restriction()] if self.settings.admissible_only else None
+        return generate(slots, [conversation.prompt], [conversation.next_stream()], restrictions=only)[0]
 
     def judged(self, prompt_ids, response_ids, seed):
         """What it says of a response of its own or of another, counted: "good 7, bad 1"."""
@@ -98,7 +99,7 @@ def main(argv=None):
     parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER")
     options, flags = parser.parse_known_args(argv)
     try:
-        settings = config.parsed(["--model", options.model, "--demonstrations", "0", *flags])
+        settings = config.parsed(["--model", options.model, *flags, "--demonstrations", "0", "--dagger", "0"])
         task, model = task_named(settings.world, options.game), qwen.load_pretrained(options.model)
         player = Player(model, chat_of(settings, qwen.load_tokenizer(options.model)), settings)
         (env,) = settings.world.make(1)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fast
 
 TASK = Task("train/3", "train", "walk", (1, 4))
 SETTINGS = SimpleNamespace(max_response_tokens=4, judge_response_tokens=2, history=0, max_turns=5, seed=0,
-                           context=400, on_truncation="fail")
+                           context=400, on_truncation="fail", admissible_only=False)
 
 
 class Recording(Corridor):
@@ -108,6 +108,14 @@ def test_the_committed_model_can_be_played_beside_at_once(capsys, monkeypatch):
         won += capsys.readouterr().out.endswith("You have won.\n")
     assert won >= 4
     assert sum(path.stat().st_size for path in COMMITTED.iterdir()) < 2.5e6
+
+
+def test_it_can_be_held_to_what_is_possible(capsys, monkeypatch):
+    monkeypatch.setattr(play.Player, "judged", lambda *_: "")
+    for k in range(3):
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 20))
+        play.main(["--model", str(COMMITTED), "--game", f"L1/{k}", "--admissible-only", "--dagger", "8"])
+        assert "Nothing happens." not in capsys.readouterr().out
 
 
 @needs_games

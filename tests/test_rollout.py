@@ -390,6 +390,8 @@ def test_summary_and_success_rate_by_hand():
     assert (shares["success"], shares["n"], shares["turns"], shares["truncated_frac"]) == (0.25, 4, 2.25, 0.5)
     assert (shares["invalid_frac"], shares["repeated_frac"]) == (2 / 9, 3 / 9)
     assert (shares["low"], shares["high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson's, of 1 in 4
+    again = rollout.success_rate({name: 8 * count for name, count in counts.items()}, plays=8)
+    assert again == shares | {"n": 32}                        # eight plays of a game tell of one game
 
 
 def test_no_episodes_have_no_success_and_divide_nothing():

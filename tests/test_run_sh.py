@@ -163,13 +163,13 @@ def test_on_alfworld_it_trains_on_six_types_and_on_four_as_the_table_does(folder
 
 
 def settings_of(flags):
-    """What gcd.py makes of flags; where things lie, and what is evaluated by a protocol, are let be."""
+    """What gcd.py makes of flags; where things lie, and which splits are evaluated, are let be."""
     if "--model" in flags:                                     # which is not there: the small one
         at = flags.index("--model")
         flags = flags[:at] + flags[at + 2:]
     settings = config.parsed(["--preset", "small", *flags]).settings()
     return {name: value for name, value in settings.items()
-            if name not in ("out", "games", "protocol", "evaluate")}
+            if name not in ("out", "games", "evaluate")}
 
 
 def test_without_the_games_it_says_how_to_get_them(folder, monkeypatch):

@@ -9,6 +9,7 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 from tiny_runs import assert_one_error, rows, train
 
 import config
@@ -291,6 +292,8 @@ def test_a_base_of_another_vocabulary_is_named(tmp_path):
     ours, theirs = (config.parsed(["--env", name, "--hidden-size", "16"]) for name in ("strings", "twins"))
     for name, settings in (("ours", ours), ("theirs", theirs)):
         setup.small_model_folder(settings, tmp_path / name)
+    weights = qwen.load_pretrained(tmp_path / "ours").model.layers[0].self_attn
+    assert torch.equal(weights.o_proj.weight, weights.v_proj.weight.T)       # it begins by copying
     setup.check_words(ours, tmp_path / "ours", qwen.load_tokenizer(tmp_path / "ours"))
     with pytest.raises(ValueError, match="theirs: has the vocabulary of another world: ' rotate'"):
         setup.check_words(ours, tmp_path / "theirs", qwen.load_tokenizer(tmp_path / "theirs"))

@@ -35,6 +35,14 @@ def test_a_benchmark_of_two_runs_has_two_cells_a_row_each_with_its_cold_start(be
     assert bench.result()["rows"]["grpo"]["L2"]["seeds"] == {"1": 0.25}     # grpo-part is another run
 
 
+def test_of_a_row_only_some_splits_may_be_asked(bench):
+    runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
+    rows = CONFIG["rows"] | {"grpo": CONFIG["rows"]["grpo"] | {"splits": ["L2"]}}
+    bench.write(CONFIG | {"runs": runs, "rows": rows, "one_cold_start": True})
+    assert bench.main("--rows", "grpo", "--seeds", "1") == 0
+    assert bench.calls() == [("cold", 1), ("grpo-part", 1)]
+
+
 def test_two_runs_may_begin_from_one_cold_start(bench):
     runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
     bench.write(CONFIG | {"runs": runs, "one_cold_start": True})
