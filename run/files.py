@@ -190,7 +190,8 @@ def origin_of(config):
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores"} | world.versions()
     return {"versions": versions, "commit": commit(), "world": config.env, "games": world.games(),
             "games_hash": hashes, "captions": dict(world.captions),
-            "note": world.note(config.settings()), "warning": world.warning()}
+            "note": world.note(config.settings()) if config.demonstrations or config.model else "",
+            "warning": world.warning()}
 
 
 def episode_record(episode, credited):

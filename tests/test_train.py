@@ -86,6 +86,8 @@ def test_every_line_of_the_metrics_is_complete(trained):
     splits = {split: world.tasks_hash(world.split(split)) for split in ("L0", "L2")}
     evaluated = config.parse([*TINY, "--iterations", "0", "--evaluate", "L0,L2"])
     assert files.origin_of(evaluated)["games_hash"] == splits
+    notes = [files.origin_of(config.parse(["--demonstrations", n]))["note"] for n in ("0", "1")]
+    assert notes[0] == "" != notes[1]                                     # nothing was seen, or all types
     assert [line["iteration"] for line in lines] == [0, 1]
     for line in lines:
         for key in ("rollout/truncated_frac", "rollout/invalid_frac", "rollout/zero_variance_frac",
