@@ -40,7 +40,7 @@ class Config:
     preset: str = opt("auto", "small: these defaults; paper: the settings of arXiv:2509.23870 App. B; auto: "
                       "paper where --model is a Hugging Face model, else small", ("auto", "small", "paper"))
     out: str = opt("runs/default", "folder that everything is written to")
-    resume: bool = opt(False, "continue the RL stage of --out where its checkpoint stopped")
+    resume: bool = opt(False, "go on where --out's checkpoint stopped, in RL or between rounds of practice")
     overwrite: bool = opt(False, "begin anew where --out holds a run, which is set aside as OUT.old-1; with "
                           "--resume, only where that cannot go on")
     seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks (but what a large model "

@@ -276,7 +276,8 @@ def check_resumed(config, state):
     """ValueError unless a checkpoint's RL can go on as these flags say. How it is evaluated may differ."""
     done = state["iteration"]
     if done is None and not state.get("cold"):
-        raise ValueError(f"--resume: {config.out} stopped in its cold start; run it again without --resume")
+        raise ValueError(f"--resume: {config.out} stopped in its cold start, before practice; --overwrite "
+                         "begins it anew")
     done = done or 0
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")

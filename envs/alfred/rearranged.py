@@ -23,8 +23,8 @@ from envs.alfred.problem import problem_of, type_of
 TREATED = {"pick_clean_then_place_in_recep": ("sinkbasin", "cleanable"),
            "pick_heat_then_place_in_recep": ("microwave", "heatable"),
            "pick_cool_then_place_in_recep": ("fridge", "coolable")}
-# Goals looked at, of all rooms' games; where none of them can be reached, the room stays whole, with its own:
-# most of a bedroom's and living room's draws are kitchens' goals, so that happens to a third of them
+# Goals looked at, of all rooms' games; where none of them can be reached, the room keeps its receptacles and
+# its own goal: most draws are kitchens' goals, so that happens to a quarter to a third of the other rooms
 TRIES = 30
 MOST_LEFT_OUT = 0.3     # of a room's receptacles
 
