@@ -5,7 +5,7 @@ commands of a trained model. Prints one JSON line and ends with status 1 if an o
 differs, or if there are fewer episodes than asked for. Left out: episodes with a malformed or cut response,
 whose turn reached no game.
 
-    python -m bench.spotcheck runs/table1/alfworld/seed0/grpo --games $ALFWORLD_DATA/json_2.1.1
+    python -m bench.spotcheck runs/table1/alfworld_hour/seed0/grpo --games $ALFWORLD_DATA/json_2.1.1
 """
 
 import argparse
