@@ -1,4 +1,4 @@
-"""Stage 3: every split once per mode, the headline at temperature 1 over every game, or others' protocols."""
+"""Stage 3: every game of the splits in each mode, the headline at temperature 1, or others' protocols."""
 
 import random
 import time

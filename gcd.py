@@ -228,7 +228,7 @@ def reinforce(run):
 def run_stages(run):
     """Cold start, RL, evaluation: those that the flags ask for; a checkpoint after each of the first two."""
     config = run.config
-    run.origin = files.origin_of(config) if run.ranks.rank == 0 else {}
+    run.origin = files.origin_of(config, run.identity["cold_start_types"]) if run.ranks.rank == 0 else {}
     run.stop_if_asked(None)
     run.log({**run.identity, "config": config.settings(), **run.origin,
              "parameters": sum(p.numel() for p in run.model.parameters()),

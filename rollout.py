@@ -283,7 +283,7 @@ def success_rate(counts, plays=1):
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
     low, high = wilson(counts["won"] / plays, counts["episodes"] / plays)
     score = {"score_100": counts["score_100"] / counts["scored"]} if counts["scored"] else {}
-    return {"success": counts["won"] / n, "n": counts["episodes"], "low": low, "high": high,
+    return {"success": counts["won"] / n, "n": counts["episodes"], "plays": plays, "low": low, "high": high,
             "turns": counts["turns"] / n, "invalid_frac": counts["invalid"] / turns,
             "repeated_frac": counts["repeated"] / turns, "truncated_frac": counts["truncated"] / n,
             "restarts": counts["restarts"]} | score

@@ -49,6 +49,10 @@ if [ "${1:-}" = chaos ]; then
 fi
 # Flags of every run, of the cold start, of RL
 world=(--env household) cold_start=(--iterations 0) rl=(--demonstrations 0)
+if [ $# -gt 1 ] || [ $# = 1 -a "${1:-}" != alfworld ]; then
+    echo "run.sh: unknown argument ${2:-$1} (nothing, or: alfworld, test, chaos)" >&2
+    exit 2
+fi
 if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld_hour.json
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
     [ -d "$games/valid_seen" ] || {
@@ -58,9 +62,6 @@ if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld_hour.
     cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 49152)
     rl+=(--rearranged --iterations 60 --lr 3e-4 --invalid-penalty 0.5)
     OUT=${OUT:-runs/alfworld}
-elif [ $# != 0 ]; then
-    echo "run.sh: unknown argument $1 (nothing, or: alfworld, test, chaos)" >&2
-    exit 2
 fi
 OUT=${OUT:-runs/main}
 install requirements.txt

@@ -110,13 +110,15 @@ class Muon:
                 for parameter in group["params"]]
 
     def saved(self):
-        """All that it remembers, as plain tensors, on every rank: for `load`, at any number of ranks."""
+        """All that it remembers, as plain tensors on the CPU of every rank: for `load`, at any number."""
         return [{key: parallel.whole(value).cpu() for key, value in part.state[parameter].items()}
                 for part, parameter in self.states()]
 
     def load(self, saved):
         """Remember what another of the same model has saved."""
         for (part, parameter), state in zip(self.states(), saved, strict=True):
+            if part.defaults.get("fused"):                   # it counts its steps where the parameter is
+                state = {key: tensor.to(parameter.device) for key, tensor in state.items()}
             part.state[parameter] = {key: parallel.laid_out_as(parameter, t) for key, t in state.items()}
 
     def zero_grad(self, set_to_none=True):

@@ -34,7 +34,8 @@ class World(envs.World):
         games: str = field(default="", metadata={
             "help": "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms"})
         rearranged: bool = field(default=False, metadata={
-            "help": "RL plays two in three of them rearranged, as all that is trained on after one pass is",
+            "help": "RL plays two in three of them rearranged from the start, not only after one pass, as "
+                    "all demonstrations and practice are",
             "needs": (lambda values: bool(values["games"]), "only with --games")})
 
     captions = splits.CAPTIONS
@@ -78,8 +79,12 @@ class World(envs.World):
         return "" if self.settings.games else "Numbers on generated rooms are not ALFWorld scores."
 
     def text_of(self, task):
-        """The text of a real game; a generated room is all in its id."""
-        return f"{task.problem.task_desc}\n{task.problem.pddl}" if hasattr(task.problem, "pddl") else ""
+        """The text of a real game; of one rearranged what lies where; a generated room is all in its id."""
+        if hasattr(task.problem, "pddl"):
+            return f"{task.problem.task_desc}\n{task.problem.pddl}"
+        things = (f"{thing.name} in {thing.receptacle}" for thing in task.problem.things)
+        places = (place.name for place in task.problem.receptacles)
+        return "\n".join([task.problem.task_desc, *places, *things]) if self.settings.games else ""
 
     @cached_property
     def searcher(self):

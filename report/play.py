@@ -98,8 +98,14 @@ def main(argv=None):
     parser.add_argument("--model", required=True, help="its folder")
     parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER")
     options, flags = parser.parse_known_args(argv)
+    if sys.stdin is None:
+        parser.error("stdin is closed: commands are read from it")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")            # what is no text is no command, either
     try:
         settings = config.parsed(["--model", options.model, *flags, "--demonstrations", "0", "--dagger", "0"])
+        if settings.judge_kind == "value":
+            raise ValueError("--judge-kind=value: this judge is asked in words, a value head gives none")
         task, model = task_named(settings.world, options.game), qwen.load_pretrained(options.model)
         player = Player(model, chat_of(settings, qwen.load_tokenizer(options.model)), settings)
         (env,) = settings.world.make(1)
@@ -109,6 +115,8 @@ def main(argv=None):
             env.close()
     except (ValueError, OSError, EpisodeLost) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        print()
 
 
 if __name__ == "__main__":

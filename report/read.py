@@ -105,7 +105,7 @@ def check_evaluation(record, place):
     for split, ways in expect(record.get("splits", {}), dict, f"{place}, splits").items():
         for way, scores in expect(ways, dict, f"{place}, {split}").items():
             here = f"{place}, {split}, {way}"
-            names = ("success", "n", "low", "high", "turns", "invalid_frac", "repeated_frac")
+            names = ("success", "n", "plays", "low", "high", "turns", "invalid_frac", "repeated_frac")
             expect_fields(expect(scores, dict, here), float, names, here)
 
 

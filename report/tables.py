@@ -25,8 +25,8 @@ def summarize(runs):
     for run in runs:
         splits = run.evaluation.get("splits", {})
         sampled = {split: scores["sampled"] for split, scores in splits.items() if "sampled" in scores}
-        methods[run.name] = {split: {key: score.get(key) for key in ("success", "n", "low", "high")}
-                             for split, score in sampled.items()}
+        methods[run.name] = {split: {key: score.get(key) for key in ("success", "n", "low", "high")} |
+                                    {"plays": score.get("plays", 1)} for split, score in sampled.items()}
         if run.stages:
             seconds[run.name] = sum(value for value in run.stages.values() if is_number(value))
         seconds |= {f"{run.name}/{stage}": value for stage, value in run.stages.items()}
@@ -40,12 +40,19 @@ def split_names(summary):
 
 
 def split_heads(summary):
-    """{split: "L0 (n=256)"}; n of several sizes are all named."""
+    """{split: "L0 (n=256)"}, or "L0 (n=140 × 8)" where each game was played eight times; n of several sizes
+    are all named."""
     heads = {}
     for split in split_names(summary):
-        sizes = {str(scores[split]["n"] or "–") for scores in summary["methods"].values() if split in scores}
+        sizes = {games_and_plays(scores[split]) for scores in summary["methods"].values() if split in scores}
         heads[split] = f"{split} (n={'/'.join(sorted(sizes))})"
     return heads
+
+
+def games_and_plays(score):
+    """"256", or "140 × 8": the interval's games, and how often each was played."""
+    n, plays = score["n"], score["plays"] or 1
+    return f"{n // plays} × {plays}" if n and plays > 1 else str(n or "–")
 
 
 def aligned(rows):

@@ -174,9 +174,10 @@ def commit():
         return ""
 
 
-def origin_of(config):
+def origin_of(config, cold_start_types=None):
     """What a run was made with: versions of what computes and plays, commit, games, and the world's words.
 
+    cold_start_types: those that the cold start behind the run's model saw; None: there is nothing to say.
     games_hash: of each split that the run evaluates and, as "train", of the first MOST_HASHED that RL plays.
     """
     import torch
@@ -190,7 +191,7 @@ def origin_of(config):
                 "machine": f"{platform.machine()}, {os.cpu_count()} cores"} | world.versions()
     return {"versions": versions, "commit": commit(), "world": config.env, "games": world.games(),
             "games_hash": hashes, "captions": dict(world.captions),
-            "note": world.note(config.settings()) if config.demonstrations or config.model else "",
+            "note": world.note(config.settings() | {"cold_start_types": cold_start_types}),
             "warning": world.warning()}
 
 

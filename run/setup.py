@@ -42,7 +42,7 @@ class Run:
     envs: list
     out: Path
     asked_to_stop: object         # whether it was: see Stop; looked at between steps, and turns
-    identity: dict                # {"run", "start"}: what its checkpoint and its metrics share
+    identity: dict                # what its checkpoint and its metrics share, see `begin`
     done: int | None = None       # iterations that the checkpoint resumed had done; None: not resumed
     endpoint: Endpoint | None = None                       # where one is asked
     instruction: correction.Instruction | None = None      # of prompt-based correction, once there is one
@@ -241,16 +241,19 @@ def starting_point(config, out):
 
 def begin(config, out, state, held):
     """On rank 0, before the first line is written: what --out holds goes on, or is set aside under another
-    name. Returns the run's identity: a name of its own, and the hash of the weights that it began with."""
+    name. Returns the run's identity: a name of its own, the hash of the weights that it began with, and the
+    task types of the cold start behind it (None: there was none, or nobody knows)."""
     if state:
         files.go_on(out, state["iteration"] or 0, (state.get("cold") or {}).get("steps", math.inf))
-        return {key: state.get(key) for key in ("run", "start")}
+        return {key: state.get(key) for key in ("run", "start", "cold_start_types")}
     start = qwen.weights_hash(config.model) if config.model else None
     if files.holds_run(out):
         aside = files.set_aside(out)
         print(f"the run that {out} held is now {aside}", file=sys.stderr)
         held.enter_context(files.held(out))
-    return {"run": secrets.token_hex(8), "start": start}
+    before = state_in(config.model).get("cold_start_types")
+    return {"run": secrets.token_hex(8), "start": start,
+            "cold_start_types": config.cold_start_types if config.demonstrations else before}
 
 
 def not_its_own(config, out, state):
@@ -270,6 +273,10 @@ def check_state(path, state):
     for name, kind in kinds.items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f"{path}: not a run's: its {name} is {state.get(name)!r:.60}")
+    cold = state.get("cold")
+    if cold and not (isinstance(cold, dict) and "muon" in cold and
+                     all(isinstance(cold.get(name), int) for name in ("rounds", "steps"))):
+        raise ValueError(f"{path}: not a run's: its cold is {cold!r:.60}")
 
 
 def check_resumed(config, state):
@@ -289,9 +296,15 @@ def check_resumed(config, state):
         raise ValueError(f"--resume: {config.out} was made with other settings: {differences}")
 
 
+def state_in(source):
+    """The run's state that lies beside a model; {} where none does."""
+    here = bool(source) and (Path(source) / parallel.TRAINER_FILE).is_file()
+    return parallel.read_trainer(source)["state"] if here else {}
+
+
 def instruction_in(source):
     """The instruction that a checkpoint's model was last given, if it was trained with correction."""
-    state = parallel.read_trainer(source)["state"] if (source / parallel.TRAINER_FILE).is_file() else {}
+    state = state_in(source)
     try:
         return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
     except TypeError as error:

@@ -10,6 +10,7 @@ Other flags are gcd.py's, those that the models were made with. Left out: other 
 """
 
 import argparse
+import math
 import shlex
 import sys
 from collections import Counter
@@ -117,6 +118,8 @@ def main(argv=None):
     parser.add_argument("--out", default="", help="a Markdown file to write")
     options, flags = parser.parse_known_args(argv)
     columns, names = [], []
+    if not 0 <= options.temperature < math.inf:
+        parser.error(f"--temperature={options.temperature:g}: expected 0 (greedy) or more")
     try:
         for pair in options.models.split(","):
             name, _, folder = pair.partition("=")

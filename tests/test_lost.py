@@ -99,3 +99,10 @@ def test_a_model_without_a_name_is_a_mistake(capsys):
     with pytest.raises(SystemExit):
         lost.main(["--models", "runs/a"])
     assert "--models=runs/a: expected NAME=FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_a_temperature_that_is_none_is_a_mistake(value, capsys):
+    with pytest.raises(SystemExit):
+        lost.main(["--models", "a=b", "--temperature", value])
+    assert f"--temperature={value}: expected 0" in capsys.readouterr().err

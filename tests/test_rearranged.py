@@ -7,6 +7,7 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_household import GAMES, needs_games
@@ -184,6 +185,25 @@ def test_real_games_come_first_and_then_others_without_end():
     world, other = (household.World(household.World.Settings(GAMES, flag)) for flag in (False, True))
     assert (world.tasks.rearrange, other.tasks.rearrange) == ("later", "always")
     assert world.words() == other.words()
+
+
+def test_what_lies_where_is_in_its_hash(tasks, others):
+    world, one, other = household.World(household.World.Settings("games")), others[0], others[1]
+    renamed = Task(one.id, one.split, one.task_type, other.problem)
+    moved = Task(one.id, one.split, one.task_type, with_things_moved(one.problem, random.Random(5)))
+    assert len({world.tasks_hash([task]) for task in (one, renamed, moved)}) == 3
+    assert household.World().text_of(tasks[0]) == ""
+
+
+def test_a_game_whose_text_is_none_of_alfworlds_is_named_in_mixing(monkeypatch):
+    """Its goal is another room's, whoever plays there."""
+    tasks = Tasks("somewhere", "all", 0, "always")
+    good, bad = (SimpleNamespace(id=f"{name}-301/trial", split="train", problem=SimpleNamespace(
+        task_desc=text, source=name)) for name, text in (("a", "put a cup in fridge"), ("b", "dance")))
+    monkeypatch.setattr(tasks, "real", lambda *_: [good, bad])
+    monkeypatch.setattr(tasks, "sound", lambda tasks: tasks)
+    with pytest.raises(ValueError, match="b.*dance"):
+        tasks.train("all", 1, 1)
 
 
 def test_a_rearranged_game_is_played_as_any_other(others):

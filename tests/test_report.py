@@ -92,7 +92,7 @@ def test_summary_has_exactly_the_stored_numbers(tmp_path):
     write_method(tmp_path, "cold_start", success={"L0": 0.25}, stages={"cold_start": 4.0})
     build(tmp_path)
     def score(p):
-        return {"success": p, "n": 256, "low": p - 0.1, "high": p + 0.1}
+        return {"success": p, "n": 256, "plays": 1, "low": p - 0.1, "high": p + 0.1}
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "methods": {"cold_start": {"L0": score(0.25)}, "grpo": {"L0": score(0.5), "L2": score(0.25)}},
         "seconds": {"cold_start": 4.0, "cold_start/cold_start": 4.0,
@@ -232,6 +232,13 @@ def test_table_is_aligned(tmp_path):
         "success %  L0 (n=256)         L1 (n=256)           seconds",
         "grpo       25.0 [15.0, 35.0]  –                    –",
         "grpo+gcd   50.0 [40.0, 60.0]  100.0 [90.0, 110.0]  100"]
+
+
+def test_games_played_several_times_are_told_apart_from_plays():
+    """The interval is of games, so its n is theirs."""
+    methods = {"grpo": {"L0": {"n": 1120, "plays": 8}, "L1": {"n": 256, "plays": 1}},
+               "older": {"L0": {"n": 134, "plays": 1}}}
+    assert tables.split_heads({"methods": methods}) == {"L0": "L0 (n=134/140 × 8)", "L1": "L1 (n=256)"}
 
 
 def test_command_repeats_every_flag(tmp_path):

@@ -276,6 +276,15 @@ def test_half_a_cold_start_is_not_taken_for_a_whole_one(tmp_path, monkeypatch, c
     assert_one_error(capsys, "--resume: ")
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("cold", [5, {"rounds": 2}, {"rounds": "2", "steps": 3, "muon": None}])
+def test_a_cold_start_in_a_checkpoint_that_is_none_is_named(cold):
+    state = {"iteration": None, "settings": {}, "seconds": {}, "instruction": None}
+    setup.check_state("trainer.pt", state | {"cold": {"rounds": 2, "steps": 3, "muon": None}})
+    with pytest.raises(ValueError, match="trainer.pt: not a run's: its cold is"):
+        setup.check_state("trainer.pt", state | {"cold": cold})
+
+
 # One run in a folder
 
 @pytest.fixture

@@ -100,6 +100,13 @@ def test_each_stage_runs_once_and_an_interrupted_one_goes_on(folder):
     assert last.startswith("grpo ") and "--resume --overwrite" in last and "--no-gcd" in last
 
 
+@pytest.mark.parametrize("arguments", [["alfwrld"], ["alfworld", "--seed"], ["alfworld", "twice"]])
+def test_an_argument_that_it_does_not_know_is_named(folder, arguments):
+    process = run_sh(folder, *arguments)
+    assert f"unknown argument {arguments[-1]} (" in process.communicate()[1] and process.returncode == 2
+    assert not (folder / "runs").exists()
+
+
 def test_a_failed_method_leaves_the_other_none_to_run_on(folder):
     (folder / "plan-grpo").write_text("wait")
     (folder / "plan-grpo+gcd").write_text("fail")

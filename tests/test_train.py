@@ -71,6 +71,23 @@ def prepared(out, *flags):
     return setup.prepare(settings, parallel.setup("cpu"), False, ExitStack())
 
 
+def test_what_is_said_of_the_cold_start_is_what_the_models_saw(tmp_path):
+    """Of the cold start that made the weights, through RL and what goes on; of none where there was none."""
+    few = ["--demonstrations", 4, "--judge-demonstrations", 0, "--cold-start-types"]
+    run = prepared(tmp_path / "cold", *few, "part")
+    assert run.identity["cold_start_types"] == "part"
+    run.save({"iteration": 0})
+    after = prepared(tmp_path / "rl", "--model", tmp_path / "cold" / "checkpoint", "--demonstrations", 0)
+    assert after.identity["cold_start_types"] == "part"               # though the flag's default is "all"
+    again = prepared(tmp_path / "again", "--model", tmp_path / "cold" / "checkpoint", *few, "all")
+    assert again.identity["cold_start_types"] == "all"
+    after.save({"iteration": 1})
+    went_on = prepared(tmp_path / "rl", "--model", tmp_path / "cold" / "checkpoint", "--demonstrations", 0,
+                       "--resume")
+    assert went_on.identity == after.identity
+    assert prepared(tmp_path / "none", "--demonstrations", 0).identity["cold_start_types"] is None
+
+
 # What a run writes
 
 @pytest.mark.fast
@@ -86,8 +103,7 @@ def test_every_line_of_the_metrics_is_complete(trained):
     splits = {split: world.tasks_hash(world.split(split)) for split in ("L0", "L2")}
     evaluated = config.parse([*TINY, "--iterations", "0", "--evaluate", "L0,L2"])
     assert files.origin_of(evaluated)["games_hash"] == splits
-    notes = [files.origin_of(config.parse(["--demonstrations", n]))["note"] for n in ("0", "1")]
-    assert notes[0] == "" != notes[1]                                     # nothing was seen, or all types
+    assert files.origin_of(evaluated)["note"] == "" and "four" in files.origin_of(evaluated, "part")["note"]
     assert [line["iteration"] for line in lines] == [0, 1]
     for line in lines:
         for key in ("rollout/truncated_frac", "rollout/invalid_frac", "rollout/zero_variance_frac",

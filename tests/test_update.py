@@ -366,6 +366,22 @@ def test_muon_moves_a_layers_matrix_alike_in_all_directions_of_its_gradient(mode
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_loaded_muon_counts_its_steps_where_adamw_looks_for_them(model, samples, fused):
+    """Fused AdamW, which CUDA's is, reads the count on the parameter's device; the other on the CPU. The
+    device is "meta" here, so that any machine tells them apart."""
+    optimizer = update.Muon(model)
+    update.update(model, optimizer, imitated(samples), PLAIN, lr=1e-3)
+    saved = optimizer.saved()
+    assert {tensor.device.type for state in saved for tensor in state.values()} == {"cpu"}
+    elsewhere = update.Muon(copy.deepcopy(model).to("meta"))
+    elsewhere.parts[1].defaults["fused"] = fused
+    elsewhere.load(saved)
+    for parameter, state in elsewhere.parts[1].state.items():
+        assert state["exp_avg"].device == parameter.device
+        assert state["step"].device.type == ("meta" if fused else "cpu")
+
+
 @pytest.mark.parametrize("broken", ["advantage", "logprob_old", "weights"])
 def test_what_is_not_finite_is_raised_before_the_weights_change(model, samples, broken):
     if broken == "weights":

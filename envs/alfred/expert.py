@@ -16,12 +16,9 @@ from collections import Counter, defaultdict
 
 from envs import Demonstration
 from envs.alfred.game import Game
-from envs.alfred.problem import NOTHING, parse_goal, problem_of, type_of
+from envs.alfred.problem import NOTHING, TREATED, UNTREATED, parse_goal, problem_of, type_of
 from envs.alfred.splits import Tasks
 
-APPLIANCES = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin"),
-              "pick_heat_then_place_in_recep": ("heat", "microwave"),
-              "pick_cool_then_place_in_recep": ("cool", "fridge")}
 DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types that may be closed
 NAME = re.compile(r"(?<![a-z])[a-z]+ \d+")      # begins with a word: no long one is read at each letter
 CONTENTS = re.compile(r"(?:On|In) (?:the ([a-z]+ \d+)|it), you see (.*)\.$")
@@ -168,7 +165,7 @@ def wanted(belief):
 def is_treated(belief, name):
     """Whether an object has been cleaned, heated or cooled as the task says; True where it says nothing."""
     states = {"clean": belief.clean, "heat": belief.hot, "cool": belief.cool}
-    verb, _ = APPLIANCES.get(belief.goal.task_type, (None, None))
+    verb, _, _ = TREATED.get(belief.goal.task_type, UNTREATED)
     return verb is None or name in states[verb]
 
 
@@ -210,7 +207,7 @@ def plan(belief):
         return [(place, f"use {lamp}") for lamp, place in belief.where.items()
                 if type_of(lamp) == goal.toggle]
     if not is_treated(belief, held):
-        verb, appliance = APPLIANCES[goal.task_type]
+        verb, appliance, _ = TREATED[goal.task_type]
         return [(name, f"{verb} {held} with {name}") for name in belief.receptacles
                 if type_of(name) == appliance]
     return [(name, f"move {held} to {name}") for name in targets(belief)]
@@ -414,7 +411,7 @@ def _undoes(belief, command):
     if verb == "move":
         return is_goals
     if verb in ("heat", "cool"):
-        undone, _ = APPLIANCES.get(belief.goal.task_type, (None, None))
+        undone, _, _ = TREATED.get(belief.goal.task_type, UNTREATED)
         return is_goals and {verb, undone} == {"heat", "cool"} and is_treated(belief, names[0])
     return verb == "close" and any(place == names[0] and step.startswith(("take", "move"))
                                    for place, step in steps_now(belief))

@@ -12,7 +12,7 @@ from bisect import insort
 from collections import defaultdict
 
 from envs import Reply, Task
-from envs.alfred.problem import NOTHING, listing, problem_of
+from envs.alfred.problem import NOTHING, TREATED, UNTREATED, listing, problem_of
 
 HELP = """Available commands:
   look:                             look around your current location
@@ -78,8 +78,7 @@ class Game:
         goal = self.problem.goal
         self.goal_receptacles = [r for r, place in enumerate(self.receptacles)
                                  if place.type == goal.receptacle]
-        needed = {"pick_clean_then_place_in_recep": "cleanable", "pick_heat_then_place_in_recep": "heatable",
-                  "pick_cool_then_place_in_recep": "coolable"}.get(goal.task_type)
+        _, _, needed = TREATED.get(goal.task_type, UNTREATED)
         self.goal_things = {o for o, thing in enumerate(self.things)
                             if thing.type == goal.object and (needed is None or getattr(thing, needed))}
         self.lamps = {o for o, thing in enumerate(self.things)

@@ -22,6 +22,11 @@ TASKS = [(re.compile(pattern), task_type) for pattern, task_type in (
     (r"cool some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_cool_then_place_in_recep"),
     (r"put (?:a|some) (?P<object>\w+) (?:in|on) (?P<receptacle>\w+)", "pick_and_place_simple"),
 )]
+# What a task does to its thing: the verb, what it is done with, and which things take it
+TREATED = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin", "cleanable"),
+           "pick_heat_then_place_in_recep": ("heat", "microwave", "heatable"),
+           "pick_cool_then_place_in_recep": ("cool", "fridge", "coolable")}
+UNTREATED = None, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,8 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from envs import Task
-from envs.alfred.problem import problem_of, type_of
+from envs.alfred.problem import TREATED, problem_of, type_of
 
-# What treats a thing, and which things it can treat
-TREATED = {"pick_clean_then_place_in_recep": ("sinkbasin", "cleanable"),
-           "pick_heat_then_place_in_recep": ("microwave", "heatable"),
-           "pick_cool_then_place_in_recep": ("fridge", "coolable")}
 # Goals looked at, of all rooms' games; where none of them can be reached, the room keeps its receptacles and
 # its own goal: most draws are kitchens' goals, so that happens to a quarter to a third of the other rooms
 TRIES = 30
@@ -121,6 +117,6 @@ def is_open(problem, goal):
              if goal.receptacle in map(kind.get, (thing.receptacle, *thing.also_in))]
     if goal.task_type not in TREATED:
         return not there
-    appliance, able = TREATED[goal.task_type]
-    cool = goal.task_type == "pick_cool_then_place_in_recep" and any(thing.cool for thing in there)
+    verb, appliance, able = TREATED[goal.task_type]
+    cool = verb == "cool" and any(thing.cool for thing in there)
     return appliance in kind.values() and all(getattr(thing, able) for thing in wanted) and not cool

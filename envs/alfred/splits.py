@@ -32,8 +32,9 @@ class Tasks:
     source: "" for generated rooms, else what --games names, a folder or file for games.load_games; each split
     is read once, when it is needed; before the first is, a source where no game can be raises ValueError.
     train_types: what the run trains on: "all" six task types, or the "part" that leaves L2's two out.
-    rearrange: when two real training games in three come rearranged: "later", once all have been there, or
-    "always"; "never": they all come again.
+    rearrange: when two real training games in three come rearranged: "later", beyond as many places as there
+    are games (so RL's after one pass, and all of a cold start's, whose places lie far beyond), or "always";
+    "never": they all come again.
     """
 
     def __init__(self, source, train_types, seed, rearrange="never"):
@@ -67,10 +68,12 @@ class Tasks:
         if start + n <= first:
             return tasks
         if types not in self.to_mix:
-            texts, sorts = [task.problem.task_desc for task in real], defaultdict(list)
+            sorts, goals = defaultdict(list), []
             for task in real:
                 sorts[sort_of(task)].append(task)
-            self.to_mix[types] = sorts, [(text, parse_goal(text)) for text in texts]
+                text = task.problem.task_desc
+                goals.append((text, parse_goal(text, task.problem.source)))
+            self.to_mix[types] = sorts, goals
         return [task if place < first or place % REAL == 0 else
                 self.another(task, *self.to_mix[types], place) for place, task in enumerate(tasks, start)]
 
