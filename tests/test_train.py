@@ -71,8 +71,9 @@ def prepared(out, *flags):
     return setup.prepare(settings, parallel.setup("cpu"), False, ExitStack())
 
 
-def test_what_is_said_of_the_cold_start_is_what_the_models_saw(tmp_path):
-    """Of the cold start that made the weights, through RL and what goes on; of none where there was none."""
+@pytest.mark.fast
+def test_what_is_said_of_the_cold_start_is_what_the_weights_own_saw(tmp_path):
+    """Through RL and through --resume; of none where there was none."""
     few = ["--demonstrations", 4, "--judge-demonstrations", 0, "--cold-start-types"]
     run = prepared(tmp_path / "cold", *few, "part")
     assert run.identity["cold_start_types"] == "part"
@@ -81,6 +82,7 @@ def test_what_is_said_of_the_cold_start_is_what_the_models_saw(tmp_path):
     assert after.identity["cold_start_types"] == "part"               # though the flag's default is "all"
     again = prepared(tmp_path / "again", "--model", tmp_path / "cold" / "checkpoint", *few, "all")
     assert again.identity["cold_start_types"] == "all"
+    after.log(after.identity)
     after.save({"iteration": 1})
     went_on = prepared(tmp_path / "rl", "--model", tmp_path / "cold" / "checkpoint", "--demonstrations", 0,
                        "--resume")
