@@ -16,6 +16,11 @@ set -euo pipefail
 cd "$(dirname "$0")"
 SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
 
+unknown() {
+    echo "run.sh: unknown argument $1 (nothing, or: alfworld, test, chaos)" >&2
+    exit 2
+}
+
 install() {                                     # a requirements file, once
     cmp -s "$1" ".venv/$1" && return
     echo "installing $1 into .venv (the first time this takes minutes)"
@@ -49,11 +54,8 @@ if [ "${1:-}" = chaos ]; then
 fi
 # Flags of every run, of the cold start, of RL
 world=(--env household) cold_start=(--iterations 0) rl=(--demonstrations 0)
-if [ $# -gt 1 ] || [ $# = 1 -a "${1:-}" != alfworld ]; then
-    echo "run.sh: unknown argument ${2:-$1} (nothing, or: alfworld, test, chaos)" >&2
-    exit 2
-fi
 if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld_hour.json
+    [ $# = 1 ] || unknown "$2"
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
     [ -d "$games/valid_seen" ] || {
         echo "run.sh: $games holds no games; .venv/bin/pip install -r requirements-alfworld.txt and" \
@@ -62,6 +64,8 @@ if [ "${1:-}" = alfworld ]; then        # those of results/table1_alfworld_hour.
     cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 49152)
     rl+=(--rearranged --iterations 60 --lr 3e-4 --invalid-penalty 0.5)
     OUT=${OUT:-runs/alfworld}
+elif [ $# != 0 ]; then
+    unknown "$1"
 fi
 OUT=${OUT:-runs/main}
 install requirements.txt

@@ -1,4 +1,4 @@
-"""A game on the terminal, for whoever types or a program that pipes: what the worlds' players share.
+"""A game on the terminal, for whoever types or a program that pipes: what all players share.
 
 One command a line in, the game's text out, or with --json one Reply a line.
 
@@ -8,27 +8,35 @@ One command a line in, the game's text out, or with --json one Reply a line.
 import json
 import os
 import sys
+from contextlib import closing, contextmanager
 
 from envs import EpisodeLost
 
 
 def play_in_terminal(parser, argv, task_of, make):
-    """Play the task of the parsed options in one environment of make(1), with commands from stdin.
-
-    Mistakes end with the parser's error; a reader who goes away, as `head` does, ends the game.
-    """
+    """Play the task of the parsed options in one environment of make(1), see `at_terminal`."""
     parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
     options = parser.parse_args(argv)
-    if sys.stdin is None:
-        parser.error("stdin is closed: commands are read from it")
-    sys.stdin.reconfigure(errors="surrogateescape")    # what is no text is no command, either
-    try:
+    with at_terminal(parser):
         task = task_of(options)
         (env,) = make(1)
-        try:
+        with closing(env):
             play(env, task, sys.stdin, as_json=options.json)
-        finally:
-            env.close()
+
+
+@contextmanager
+def at_terminal(parser, undecodable="surrogateescape"):
+    """Meanwhile commands are read from stdin; undecodable: what becomes of bytes in it that are no text.
+
+    Mistakes end with the parser's error; Ctrl-C, or a reader who goes away, as `head` does, ends the game.
+    """
+    if sys.stdin is None:
+        parser.error("stdin is closed: commands are read from it")
+    sys.stdin.reconfigure(errors=undecodable)          # what is no text is no command, either
+    try:
+        yield
+    except KeyboardInterrupt:
+        print()
     except (ValueError, OSError, EpisodeLost) as error:
         if isinstance(error, OSError):       # stdout's; Python would complain at its exit too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

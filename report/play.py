@@ -11,12 +11,13 @@ eight times, at temperature 1. Left out: taking back a command.
 
 import argparse
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import config
 import judge
-from envs import EpisodeLost
+from envs._terminal import at_terminal
 from lm import model as qwen
 from lm.chat import Chat
 from lm.engine import Response, Sampling, Slots, answer, generate
@@ -98,25 +99,15 @@ def main(argv=None):
     parser.add_argument("--model", required=True, help="its folder")
     parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER")
     options, flags = parser.parse_known_args(argv)
-    if sys.stdin is None:
-        parser.error("stdin is closed: commands are read from it")
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")            # what is no text is no command, either
-    try:
+    with at_terminal(parser, undecodable="replace"):             # a tokenizer takes no lone surrogate
         settings = config.parsed(["--model", options.model, *flags, "--demonstrations", "0", "--dagger", "0"])
         if settings.judge_kind == "value":
             raise ValueError("--judge-kind=value: this judge is asked in words, a value head gives none")
         task, model = task_named(settings.world, options.game), qwen.load_pretrained(options.model)
         player = Player(model, chat_of(settings, qwen.load_tokenizer(options.model)), settings)
         (env,) = settings.world.make(1)
-        try:
+        with closing(env):
             play(player, task, env, iter(sys.stdin))
-        finally:
-            env.close()
-    except (ValueError, OSError, EpisodeLost) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        print()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def summarize(runs):
         splits = run.evaluation.get("splits", {})
         sampled = {split: scores["sampled"] for split, scores in splits.items() if "sampled" in scores}
         methods[run.name] = {split: {key: score.get(key) for key in ("success", "n", "low", "high")} |
-                                    {"plays": score.get("plays", 1)} for split, score in sampled.items()}
+                                    {"plays": score.get("plays") or 1} for split, score in sampled.items()}
         if run.stages:
             seconds[run.name] = sum(value for value in run.stages.values() if is_number(value))
         seconds |= {f"{run.name}/{stage}": value for stage, value in run.stages.items()}
@@ -51,7 +51,7 @@ def split_heads(summary):
 
 def games_and_plays(score):
     """"256", or "140 × 8": the interval's games, and how often each was played."""
-    n, plays = score["n"], score["plays"] or 1
+    n, plays = score["n"], score["plays"]
     return f"{n // plays} × {plays}" if n and plays > 1 else str(n or "–")
 
 

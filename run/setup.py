@@ -169,6 +169,7 @@ def prepare(config, ranks, asked_to_stop, held):
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
                         config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
     source, state = starting_point(config, out)
+    before = state or state_in(source)                            # what the model's own run says of it
     envs, fresh = world.make(config.slots), out / f"fresh{ranks.rank}"
     for held_open in (*envs, *([endpoint] if endpoint else [])):
         held.callback(held_open.close)
@@ -198,11 +199,12 @@ def prepare(config, ranks, asked_to_stop, held):
         rollout.check_room(task, first.prompt, config.max_response_tokens, config.context)
         if config.admissible_only:
             first.restriction()                                   # ValueError where nothing is listed
-    identity = parallel.on_main(lambda: begin(config, out, state, held))
     kept = source and (config.correction != "off" or not config.iterations)   # RL without correction has none
+    instruction = instruction_in(source, before) if kept else None
+    identity = parallel.on_main(lambda: begin(config, out, state, before, held))
     sampler = parallel.plain_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
     return Run(config, ranks, model, sampler, update.adam(model), chat, envs, out, asked_to_stop, identity,
-               state and state["iteration"], endpoint, instruction=instruction_in(source) if kept else None,
+               state and state["iteration"], endpoint, instruction=instruction,
                seconds=dict(state.get("seconds", {}) if state else {}),
                cold=dict(state.get("cold") or {} if state else {}))
 
@@ -239,10 +241,11 @@ def starting_point(config, out):
     return Path(config.model) if config.model else None, None
 
 
-def begin(config, out, state, held):
+def begin(config, out, state, before, held):
     """On rank 0, before the first line is written: what --out holds goes on, or is set aside under another
     name. Returns the run's identity: a name of its own, the hash of the weights that it began with, and the
-    task types of the cold start behind it (None: there was none, or nobody knows)."""
+    task types of the cold start behind it (None: there was none, or nobody knows). before: the state of the
+    run that the model is of."""
     if state:
         files.go_on(out, state["iteration"] or 0, (state.get("cold") or {}).get("steps", math.inf))
         return {key: state.get(key) for key in ("run", "start", "cold_start_types")}
@@ -251,9 +254,8 @@ def begin(config, out, state, held):
         aside = files.set_aside(out)
         print(f"the run that {out} held is now {aside}", file=sys.stderr)
         held.enter_context(files.held(out))
-    before = state_in(config.model).get("cold_start_types")
-    return {"run": secrets.token_hex(8), "start": start,
-            "cold_start_types": config.cold_start_types if config.demonstrations else before}
+    types = config.cold_start_types if config.demonstrations else before.get("cold_start_types")
+    return {"run": secrets.token_hex(8), "start": start, "cold_start_types": types}
 
 
 def not_its_own(config, out, state):
@@ -298,13 +300,12 @@ def check_resumed(config, state):
 
 def state_in(source):
     """The run's state that lies beside a model; {} where none does."""
-    here = bool(source) and (Path(source) / parallel.TRAINER_FILE).is_file()
+    here = source and (source / parallel.TRAINER_FILE).is_file()
     return parallel.read_trainer(source)["state"] if here else {}
 
 
-def instruction_in(source):
+def instruction_in(source, state):
     """The instruction that a checkpoint's model was last given, if it was trained with correction."""
-    state = state_in(source)
     try:
         return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
     except TypeError as error:

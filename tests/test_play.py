@@ -42,6 +42,11 @@ def player(model, chat):
     return play.Player(model, chat, SETTINGS)
 
 
+def typed(what):
+    """A stdin in which this is typed."""
+    return io.TextIOWrapper(io.BytesIO(what if isinstance(what, bytes) else what.encode()), encoding="utf-8")
+
+
 def saying(chat, monkeypatch, command):
     """The model would always give this command."""
     monkeypatch.setattr(play.Player, "respond", lambda *_: Response(chat.respond(command), [], False))
@@ -86,7 +91,7 @@ def test_the_judge_is_asked_eight_times_about_just_this_response(player, monkeyp
 
 @pytest.mark.parametrize("name", ["L9/0", "L0", "L0/x", "L0/-1", "L0/99999"])
 def test_a_game_that_there_is_not_is_named(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    monkeypatch.setattr("sys.stdin", typed(""))
     world = SimpleNamespace(splits=("dev", "L0"), split=lambda _: [TASK])
     with pytest.raises(ValueError, match=f"--game={name}: "):
         play.task_named(world, name)
@@ -105,7 +110,7 @@ def test_the_committed_model_can_be_played_beside_at_once(capsys, monkeypatch):
     monkeypatch.setattr(play.Player, "judged", lambda *_: "")
     won = 0
     for k in range(12):
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 20))
+        monkeypatch.setattr("sys.stdin", typed("\n" * 20))
         play.main(["--model", str(COMMITTED), "--game", f"L0/{k}"])
         won += capsys.readouterr().out.endswith("You have won.\n")
     assert won >= 4
@@ -127,7 +132,7 @@ def test_a_model_can_be_held_to_what_is_possible(capsys, monkeypatch):
     monkeypatch.setattr(play.Player, "judged", lambda *_: "")
     turns = []
     for flags in ([], ["--admissible-only"]):
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 20))
+        monkeypatch.setattr("sys.stdin", typed("\n" * 20))
         play.main(["--model", str(COMMITTED), "--game", "L1/0", "--dagger", "8", *flags])
         text = capsys.readouterr().out
         turns.append(text.count("the model: "))
@@ -136,7 +141,7 @@ def test_a_model_can_be_held_to_what_is_possible(capsys, monkeypatch):
 
 @pytest.mark.parametrize("flags, said", [(["--judge-kind", "value"], "--judge-kind=value"), ([], "closed")])
 def test_what_cannot_be_played_is_said_in_one_line(flags, said, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("") if flags else None)
+    monkeypatch.setattr("sys.stdin", typed("") if flags else None)
     with pytest.raises(SystemExit):
         play.main(["--model", str(COMMITTED), *flags])
     assert said in capsys.readouterr().err.splitlines()[-1]
@@ -144,7 +149,7 @@ def test_what_cannot_be_played_is_said_in_one_line(flags, said, capsys, monkeypa
 
 def test_what_is_typed_may_be_no_text_and_ctrl_c_ends_it(capsys, monkeypatch):
     monkeypatch.setattr(play.Player, "judged", lambda *_: "")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
+    monkeypatch.setattr("sys.stdin", typed(b"\xff\xfe\n"))
     play.main(["--model", str(COMMITTED)])
     assert capsys.readouterr().out.count("the model:") == 2
 
@@ -159,7 +164,7 @@ def test_it_wins_real_games(capsys, monkeypatch):
     monkeypatch.setattr(play.Player, "judged", lambda *_: "")
     won = 0
     for k in range(0, 130, 13):
-        monkeypatch.setattr("sys.stdin", io.StringIO("\n" * 30))
+        monkeypatch.setattr("sys.stdin", typed("\n" * 30))
         play.main(["--model", str(COMMITTED), "--game", f"L1/{k}", "--games", str(GAMES),
                    "--max-turns", "30"])
         won += capsys.readouterr().out.endswith("You have won.\n")

@@ -88,6 +88,10 @@ def test_what_is_said_of_the_cold_start_is_what_the_weights_own_saw(tmp_path):
                        "--resume")
     assert went_on.identity == after.identity
     assert prepared(tmp_path / "none", "--demonstrations", 0).identity["cold_start_types"] is None
+    inside = ["--model", tmp_path / "cold" / "checkpoint", "--demonstrations", 0, "--overwrite"]
+    (tmp_path / "cold" / "metrics.jsonl").touch()
+    assert prepared(tmp_path / "cold", *inside).identity["cold_start_types"] == "part"     # and is set aside
+    assert not (tmp_path / "cold" / "checkpoint").exists()
 
 
 # What a run writes
