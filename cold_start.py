@@ -1,10 +1,11 @@
-"""Stage 1: imitate an expert's episodes, then its judgements too, so that RL has something to reinforce.
+"""Stage 1, the cold start: imitate an expert's episodes and judgements, so that RL has something to
+reinforce.
 
-Demonstrations are those of the world's expert, replayed through the very `Conversation` that RL plays in, and
-imitated through `update()` itself. Flags say which kind of cold start it is: none (--demonstrations 0), plain
-(--judge-demonstrations 0), with generative judge examples, or with value examples (--judge-kind value); with
-RLVMR's tags by rule (--prompt tags); with instructions; with practice beside the expert (--dagger). Left out:
-rejection sampling of the model's episodes.
+The expert's demonstrations are replayed through the same `Conversation` that RL plays in, and imitated
+through the same `update`. Flags choose the kind: none (--demonstrations 0), plain (--judge-demonstrations 0),
+with judge questions answered in words or by a value head (--judge-kind value), with RLVMR's tags by rule
+(--prompt tags), with instructions, with DAgger (--dagger). Left out: rejection sampling of the model's own
+episodes.
 """
 
 import itertools
@@ -16,180 +17,197 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
-from tqdm import tqdm
 
+import batching
 import correction
 import judge
 import rollout
 import update
 from envs import EpisodeLost
+from infra import checkpoint, files, parallel
+from infra.progress import progress
+from infra.streams import COLD_START_ORDER, DAGGER, DAGGER_ORDER, DEMONSTRATIONS, QUESTIONS, generator, stream
 from lm.engine import Response
-from run import files, parallel
-from run.parallel import generator, stream
+from lm.optim import Muon
 
-# What a random stream is for: the second number of its name
-DEMONSTRATION, QUESTIONS, ORDER, PRACTICE = 2, 3, 4, 9
-# Where demonstrations begin among training tasks: other tasks than RL's; real games are few and shared
+# The first training task that is demonstrated: generated ones are then other tasks than RL's (real games
+# are few)
 FIRST = 5_000_000
-ROUND = 512            # episodes of practice that are played with the same weights
+ROUND = 512            # episodes of a DAgger round, which are played with the same weights
 
 
 def cold_start(run):
-    """Imitate the expert: the policy first, then policy and judge. Joint from scratch the policy starves.
+    """Imitate the expert: first the policy, then policy and judge together. Jointly from scratch, the judge's
+    questions take over and the policy learns little.
 
-    With --dagger it is saved between rounds of practice, and resumed there.
+    With --dagger, checkpoints are saved between rounds, from which --resume continues.
     """
     config, learner = run.config, run
     if run.chat.small:
         learner = copy(run)
-        learner.optimizer = update.Muon(run.model)           # this stage's own; RL's begins anew
+        learner.optimizer = Muon(run.model)                  # this stage's own; RL starts its AdamW anew
     if run.cold:
-        done = run.cold["steps"] - begun(run)
-        resume(run, learner)
+        done = run.cold["steps"] - steps_before_round(run, run.cold["rounds"])
+        restore(run, learner)
     else:
-        episodes = shown_to_all(run, FIRST, config.demonstrations, config.mistake_rate)
-        policy = samples_of(episodes)
+        episodes = demonstrate_on_rank0(run, FIRST, config.demonstrations, config.mistake_rate)
+        policy = imitation_samples(episodes)
         batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
         imitate(learner, batches, len(batches), "cold start: policy", 0)
         done = len(batches)
-    judged = judge_questions(run)
+    questions = judge_questions(run)
     if config.dagger:
-        batches, n = practice(run, judged, learner, done), begun(run, len(rounds_of(config)))
+        batches, n = dagger(run, questions, learner, done), steps_before_round(run, len(rounds_of(config)))
     else:
-        batches = batches_of(run, policy + judged, len(episodes), config.judge_epochs)
+        batches = batches_of(run, policy + questions, len(episodes), config.judge_epochs)
         n = len(batches)
-    imitate(learner, batches, n, "cold start: policy and judge", done, begun(run))
+    imitate(learner, batches, n, "cold start: policy and judge", done,
+            steps_before_round(run, run.cold.get("rounds", 0)))
 
 
-def begun(run, rounds=None):
-    """The steps of so many rounds of practice; None: of those that had been when the run was resumed."""
-    rounds = run.cold.get("rounds", 0) if rounds is None else rounds
+def steps_before_round(run, rounds):
+    """Optimizer steps taken in the first `rounds` DAgger rounds."""
     return sum(steps_of(run, size) for _, size in rounds_of(run.config)[:rounds])
 
 
 def save(run, learner, rounds, step):
-    """A checkpoint after so many rounds of practice, and steps of the cold start."""
-    of_muon = None if learner is run else learner.optimizer.saved()
-    run.cold |= {"rounds": rounds, "steps": step}                        # the learner's, too
-    run.save({"iteration": None, "cold": run.cold | {"muon": of_muon}})
+    """Save a checkpoint after `rounds` DAgger rounds and `step` steps of the cold start."""
+    muon = None if learner is run else learner.optimizer.state_dict()
+    run.cold |= {"rounds": rounds, "steps": step}                        # shared with the learner's copy
+    run.save({"iteration": None, "cold": run.cold | {"muon": muon}})
 
 
-def resume(run, learner):
-    """The optimizer as such a checkpoint has it."""
-    of_muon = run.cold.pop("muon")
+def restore(run, learner):
+    """Restore the optimizer of such a checkpoint."""
+    muon = run.cold.pop("muon")
     if learner is run:
-        parallel.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer)
+        checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer)
     else:
-        learner.optimizer.load(of_muon)
+        learner.optimizer.load_state_dict(muon)
 
 
-def samples_of(episodes):
-    """Episodes as what is to be imitated: from all that could be said, and there is no old policy."""
+def imitation_samples(episodes):
+    """Samples to imitate: no old policy, and targets compete with all tokens, not only with possible
+    commands.
+    """
     return [replace(sample, logprob_old=None, allowed={}) for episode in episodes
-            for sample in update.samples_of(episode)]
+            for sample in batching.samples_of(episode)]
 
 
 def rounds_of(config):
-    """(place of the first, how many) of the episodes of each round of practice."""
+    """[(index of the first episode, number of episodes)] of the DAgger rounds."""
     return [(k, min(ROUND, config.dagger - k)) for k in range(0, config.dagger, ROUND)]
 
 
-def practice(run, judged, learner, done):
-    """DAgger (arXiv:1011.0686), batch by batch: the learner plays, the expert beside it.
+def dagger(run, questions, learner, done):
+    """DAgger (arXiv:1011.0686): yields batches to imitate, from episodes that learner and expert play
+    together.
 
-    Of each episode a share of the turns, drawn between 0 and 1, is the learner's and the rest the expert's;
-    imitated is what the expert would do, where that was done; other turns weigh nothing. So states are met to
-    which the learner's own mistakes lead. The judge's questions are spread over all rounds. learner: the run
-    with the optimizer that steps; done: steps of earlier stages.
+    In each episode a share of the turns, drawn uniformly from [0, 1], is played by the learner and the rest
+    by the expert. The expert's command is imitated in those turns in which it was the one given; other turns
+    have weight 0. So the expert is seen in states that the learner's own mistakes lead to. The judge's
+    questions are spread over all rounds. learner: the run with the optimizer that steps. done: steps of
+    earlier stages.
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
     first = FIRST + config.demonstrations + config.judge_demonstrations
     resumed = run.cold.get("rounds", 0)
     for i, (k, n) in list(enumerate(rounds))[resumed:]:
-        step = done + begun(run, i)
+        step = done + steps_before_round(run, i)
         if i > resumed and i % config.checkpoint_every == 0:
             save(run, learner, i, step)
         parallel.copy_weights(run.model, run.sampler)
-        tasks = run.world.train(config.cold_start_types, first + k, n)
-        coached = [Coached(rollout.Seat(task, j, stream(config.seed, PRACTICE, k + j), j), run)
-                   for j, task in enumerate(tasks) if j % ranks.world == ranks.rank]
-        coaches = {one.seat.index: one.speak for one in coached}
-        episodes = run.play([one.seat for one in coached], run.sampling(), f"practice {i}", coaches=coaches)
-        run.stop_if_asked(stopped(run))
-        for episode, one in zip(episodes, coached, strict=True):
-            for turn, advice in zip(episode.turns, one.advice, strict=True):
-                turn.advantage = float((turn.action, turn.tag) == advice)
+        tasks = run.environment.train_tasks(config.cold_start_types, first + k, n)
+        players = [DaggerPlayer(rollout.EpisodeSpec(task, j, stream(config.seed, DAGGER, k + j), j), run)
+                   for j, task in enumerate(tasks) if j % ranks.world_size == ranks.rank]
+        overrides = {player.spec.index: player.override for player in players}
+        episodes = run.play([player.spec for player in players], run.sampling(), f"DAgger round {i}",
+                            overrides=overrides)
+        run.stop_if_asked(state_to_save(run))
+        for episode, player in zip(episodes, players, strict=True):
+            for turn, label in zip(episode.turns, player.expert_labels, strict=True):
+                turn.advantage = float((turn.action, turn.tag) == label)
         shares = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
         run.log({"phase": "practice", "round": i, "step": step,
                  "success": shares["success"], "invalid_frac": shares["invalid_frac"]})
-        questions = [sample for sample in judged if sample.episode // ranks.world % len(rounds) == i]
-        rng = generator(config.seed, PRACTICE, k)             # the same on every rank, and so the batches
-        place, batches = torch.randperm(n, generator=rng), shuffled_batches(questions, steps_of(run, n), rng)
-        for sample in samples_of(episodes):
-            batches[place[sample.episode] % len(batches)].append(sample)
+        pending = [sample for sample in questions if sample.episode // ranks.world_size % len(rounds) == i]
+        rng = generator(config.seed, DAGGER_ORDER, k)         # equal on all ranks, and so are the batches
+        order, batches = torch.randperm(n, generator=rng), shuffled_batches(pending, steps_of(run, n), rng)
+        for sample in imitation_samples(episodes):
+            batches[order[sample.episode] % len(batches)].append(sample)
         yield from batches
 
 
-class Coached:
-    """An episode of practice: what the expert would do at each turn, and whether it does."""
+class DaggerPlayer:
+    """One DAgger episode: the expert's command at each turn, and whether the expert plays it.
 
-    def __init__(self, seat, run):
-        self.seat, self.chat, self.searches, self.advice = seat, run.chat, run.world.searches, []
-        self.coach, self.rng = run.world.coach(seat.task, seat.stream), random.Random(seat.stream)
+    expert_labels: (command, tag) of the expert for each turn so far.
+    """
+
+    def __init__(self, spec, run):
+        self.spec, self.chat, self.search_verbs = spec, run.chat, run.environment.search_verbs
+        self.expert = run.environment.online_expert(spec.task, spec.stream)
+        self.rng, self.expert_labels = random.Random(spec.stream), []
         self.share = self.rng.random()
 
-    def speak(self, conversation):
-        """The ids of the expert's response to the turn that comes, or None: the learner is to speak."""
+    def override(self, conversation):
+        """Token ids of the expert's response to the coming turn; None: the learner plays it."""
         turns = conversation.episode.turns
         if not turns:
-            self.advice = []                     # it begins, or begins again
-        self.coach.see(conversation.reply.observation, (turns[-1].action or "") if turns else None)
-        command = self.coach.advice()
-        tag = rule_tag(conversation.episode, command, self.searches)
-        self.advice.append((command, tag if self.chat.style == "tags" else None))
+            self.expert_labels = []              # the episode starts, or starts again
+        self.expert.observe(conversation.reply.observation, (turns[-1].action or "") if turns else None)
+        command = self.expert.command()
+        tag = rule_tag(conversation.episode, command, self.search_verbs)
+        self.expert_labels.append((command, tag if self.chat.style == "tags" else None))
         return None if self.rng.random() < self.share else self.chat.respond(command, tag)
 
 
-def shown_to_all(run, first, n, mistake_rate):
-    """`demonstrate` on rank 0, for all: engines die and endpoints fall silent on one rank, not on another."""
-    shown = parallel.on_main(lambda: demonstrate(run, first, n, mistake_rate))
+def demonstrate_on_rank0(run, first, n, mistake_rate):
+    """`demonstrate` on rank 0, for all ranks: its engine may die and its large model fall silent on one
+    alone.
+    """
+    episodes = parallel.on_rank0(lambda: demonstrate(run, first, n, mistake_rate))
     run.stop_if_asked(None)
     if run.config.thoughts == "endpoint":
         run.log_endpoint()
-    return shown
+    return episodes
 
 
 def demonstrate(run, first, n, mistake_rate):
-    """Episodes of the world's expert on n training tasks: those that it won and that fit. A turn's advantage
-    is its weight in the imitation: 1, or 0 for a mistake that is not to be imitated."""
-    config, expert = run.config, run.world.expert(run.envs)
+    """Episodes of the expert on n training tasks from number `first` on: those that are won and fit the
+    context.
+
+    A turn's advantage is its weight in the imitation: 1, or 0 for an injected mistake. ValueError if no
+    episode remains.
+    """
+    config, expert, search_verbs = run.config, run.environment.expert(run.games), run.environment.search_verbs
     episodes, counts, restarts = [], Counter(), expert.restarts
-    bar = tqdm(run.world.train(config.cold_start_types, first, n), desc="demonstrations", leave=False)
-    for i, task in enumerate(bar):
-        if run.asked_to_stop:
+    tasks = run.environment.train_tasks(config.cold_start_types, first, n)
+    for i, task in enumerate(progress(tasks, desc="demonstrations", leave=False)):
+        if run.should_stop:
             return episodes
-        seed = stream(config.seed, DEMONSTRATION, first + i)
+        seed = stream(config.seed, DEMONSTRATIONS, first + i)
         try:
-            shown = expert.show(task, seed, mistake_rate, config.max_turns)
+            demonstration = expert.show(task, seed, mistake_rate, config.max_turns)
         except EpisodeLost:
             counts["lost"] += 1
             continue
-        counts[f"tries {shown.tries}"] += 1
-        if not shown.won:
+        counts[f"tries {demonstration.tries}"] += 1
+        if not demonstration.won:
             counts["not won"] += 1
             continue
         instruction = correction.random_instruction(random.Random(seed)) if config.instructions else None
-        seat = rollout.Seat(task, i, 0, len(episodes), instruction or "")
-        episode = replay(run.chat, seat, shown, config.history, run.world.searches)
+        spec = rollout.EpisodeSpec(task, i, 0, len(episodes), instruction or "")
+        episode = replay(run.chat, spec, demonstration, config.history, search_verbs)
         if config.thoughts == "endpoint":
-            asked = [judge.told(episode, t, judge.THINK_AHEAD) for t in range(len(episode.turns))]
-            thoughts = [correction.plain_text(text or "") for text in run.endpoint.ask(asked)]
+            pending = [judge.transcript(episode, t, judge.THINK_AHEAD) for t in range(len(episode.turns))]
+            thoughts = [correction.plain_text(text or "") for text in run.endpoint.ask(pending)]
             counts["thoughts not written"] += thoughts.count("")            # they are the template's
-            episode = replay(run.chat, seat, shown, config.history, run.world.searches, thoughts)
+            episode = replay(run.chat, spec, demonstration, config.history, search_verbs, thoughts)
         if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) > config.context:
             counts["too long"] += 1
             continue
-        write_weights(episode, shown.mistakes, instruction)
+        write_weights(episode, demonstration.mistakes, instruction)
         episodes.append(episode)
     if restarts := expert.restarts - restarts:
         counts["restarts"] = restarts
@@ -201,55 +219,63 @@ def demonstrate(run, first, n, mistake_rate):
 
 
 def write_weights(episode, mistakes, instruction):
-    """What each turn weighs: mistakes are left out, all of them (None), or those that the instruction names.
-    The others are then imitated: only so do its words mean anything."""
+    """Write each turn's weight: injected mistakes get 0; with an instruction, only those that it names.
+
+    Imitating the others is what gives the instruction's words a meaning.
+    """
     named = [True] * len(mistakes) if instruction is None else correction.forbidden(instruction, episode)
     for turn, mistake, wrong in zip(episode.turns, mistakes, named, strict=True):
         turn.advantage = 0.0 if mistake and wrong else 1.0
 
 
-def replay(chat, seat, shown, history, searches, thoughts=None):
-    """An expert's commands as an Episode, as if the model had sampled them: played against their record.
-
-    searches: first words of commands that look for something, for `rule_tag`. thoughts: one per command.
-    """
-    recorded = SimpleNamespace(send=lambda *asked: None, receive=iter(shown.replies).__next__)
-    conversation = rollout.Conversation(seat, recorded, chat, history).begin()
-    for command, thought in zip(shown.commands, thoughts or [None] * len(shown.commands), strict=True):
-        ids = chat.respond(command, rule_tag(conversation.episode, command, searches), thought)
-        conversation.act(Response(ids, [], False), len(shown.commands), math.inf)
+def replay(chat, spec, demonstration, history, search_verbs, thoughts=None):
+    """A demonstration as an Episode, as if the model had sampled its commands. thoughts: one per command."""
+    recorded = SimpleNamespace(send=lambda *pending: None, receive=iter(demonstration.replies).__next__)
+    conversation = rollout.Conversation(spec, recorded, chat, history).start()
+    commands = demonstration.commands
+    for command, thought in zip(commands, thoughts or [None] * len(commands), strict=True):
+        ids = chat.respond(command, rule_tag(conversation.episode, command, search_verbs), thought)
+        conversation.act(Response(ids, [], False), len(commands), math.inf)
     return conversation.episode
 
 
-def rule_tag(episode, command, searches):
-    """RLVMR's tag for a demonstrated turn, by rule (its own are GPT-4o's): planning first, reflection after a
-    refused turn, explore for a search not made before, else monitor."""
+def rule_tag(episode, command, search_verbs):
+    """RLVMR's tag for a demonstrated turn, by rule (its own are GPT-4o's).
+
+    planning at the first turn; reflection after a refused turn; explore for a search command (by its first
+    word) that was not given before; else monitor.
+    """
     if not episode.turns:
         return "planning"
     if not episode.turns[-1].valid:
         return "reflection"
     new = all(turn.action != command for turn in episode.turns)
-    return "explore" if new and command.split(" ")[0] in searches else "monitor"
+    return "explore" if new and command.split(" ")[0] in search_verbs else "monitor"
 
 
 def judge_questions(run):
-    """Labelled turns, as many good as bad, of demonstrations with more mistakes: else few would be bad."""
+    """Judge samples from further demonstrations: equally many good and bad turns. More mistakes are injected
+    there, because few turns would be bad otherwise.
+    """
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
-    episodes = shown_to_all(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
-    seed = stream(config.seed, QUESTIONS)
-    asked = parallel.gather(run.endpoint_labels(episodes if parallel.is_main() else [], 2 * n, seed))[0]
-    writes = "endpoint" in config.judge_labels and run.chat.writes and config.judge_kind == "generative"
-    room = config.question_room + (0 if writes else config.judge_response_tokens)
-    places = judge.candidates(episodes, config.judge_labels, room, run.world, asked, config.label_agreement)
+    episodes = demonstrate_on_rank0(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
+    seed, by_endpoint = stream(config.seed, QUESTIONS), None
+    if "endpoint" in config.judge_labels:
+        given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)
+        by_endpoint = parallel.all_gather(given)[0]
+    writes = "endpoint" in config.judge_labels and run.chat.writes_prose and config.judge_kind == "generative"
+    max_tokens = config.question_room + (0 if writes else config.judge_response_tokens)
+    places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint,
+                              config.label_agreement)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
-    judged, written = judge.questions(run.chat, episodes, chosen, run.world), None
+    judged, written = judge.questions(run.chat, episodes, chosen, run.environment), None
     if config.judge_kind == "value":
         return judge.value_samples(judged)
-    if writes:       # critic data, as the paper has DeepSeek-V3 write it; paid for where not asked before
-        asked = [judge.told(question.episode, question.t) for question in judged]
-        written = parallel.on_main(lambda: run.endpoint.ask(asked))
+    if writes:       # critic data, which the paper has DeepSeek-V3 write
+        prompts = [judge.transcript(question.episode, question.t) for question in judged]
+        written = parallel.on_rank0(lambda: run.endpoint.ask(prompts))
         run.log_endpoint()
     samples, n_written = judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
     run.log({"phase": "judge demonstrations", "asked": n, "kept": len(samples), "written": n_written})
@@ -257,45 +283,48 @@ def judge_questions(run):
 
 
 def batches_of(run, samples, n_episodes, epochs):
-    """Epochs of samples in batches, a good and a bad judge question in one step."""
+    """Batches of several epochs; each holds pairs of a good and a bad judge question."""
     n = steps_of(run, n_episodes)
     return [batch for epoch in range(epochs)
-            for batch in shuffled_batches(samples, n, generator(run.config.seed, ORDER, epoch))]
+            for batch in shuffled_batches(samples, n, generator(run.config.seed, COLD_START_ORDER, epoch))]
 
 
 def steps_of(run, n_episodes):
-    """The steps of an epoch of so many episodes."""
+    """Optimizer steps in an epoch of n_episodes episodes."""
     return max(1, n_episodes // run.config.cold_start_batch)
 
 
-def stopped(run):
-    """What is to be saved of a cold start that is stopped: the model, which cannot be resumed; None where
-    there is a checkpoint that can."""
+def state_to_save(run):
+    """The state to save if the cold start is stopped now: the model alone, which cannot be resumed; None if
+    there is a checkpoint of DAgger, which can.
+    """
     return None if run.cold else {"iteration": None}
 
 
-def imitate(run, batches, n, name, done, begun=0):
-    """Cross-entropy on n batches, of which `begun` have been. done: steps of earlier stages, so that the log
-    counts on."""
+def imitate(run, batches, n, name, done, first=0):
+    """Imitate n batches by cross-entropy, from number `first` on. done: steps of earlier stages, for the
+    log.
+    """
     config, ranks = run.config, run.ranks
     objective = update.Objective(
         judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
         microbatch_tokens=config.microbatch_tokens)
-    bar = tqdm(batches, desc=name, unit="step", initial=begun, total=n, disable=ranks.rank > 0)
-    for step, batch in enumerate(bar, begun):
-        mine = [s for s in batch if s.episode % ranks.world == ranks.rank]
-        metrics = run.step(mine, objective, config.cold_start_lr * (1 - step / n))
+    bar = progress(batches, desc=name, unit="step", initial=first, total=n, disable=ranks.rank > 0)
+    for step, batch in enumerate(bar, first):
+        mine = [s for s in batch if s.episode % ranks.world_size == ranks.rank]
+        rate = config.cold_start_lr * (1 - step / n)
+        metrics = update.update(run.model, run.optimizer, mine, objective, rate)
         if step % 20 == 0 or step == n - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
             run.log({"phase": "cold_start", "stage": name, "step": done + step,
                      "cold_start/loss": metrics["policy/nll_nats"],
                      "cold_start/judge_loss": metrics["judge/nll_nats"],
                      "cold_start/grad_norm": metrics["policy/grad_norm"]})
-        run.stop_if_asked(stopped(run))
+        run.stop_if_asked(state_to_save(run))
 
 
 def shuffled_batches(samples, n, rng):
-    """Samples in n batches, whole episodes and judge pairs (neighbours in the list), in an order from rng."""
+    """Shuffle samples into n batches by whole episodes, and by judge pairs (neighbours in the list)."""
     batches = [[] for _ in range(n)]
     for kind in ("policy", "judge"):
         of_kind = [sample for sample in samples if sample.kind == kind]

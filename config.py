@@ -1,30 +1,38 @@
-"""The flags of gcd.py: each field of `Config` with a help text; the algorithm and the world bring their own.
+"""The flags of gcd.py: the fields of `Config` that have a help text, and those of algorithm and environment.
 
-    python gcd.py --help                             # those of the default run
-    python gcd.py --algo ppo --env alfworld --help   # those of another
+    python gcd.py --help                             # the flags of the default run
+    python gcd.py --algo ppo --env alfworld --help   # the flags of another run
 
-Defaults come first from `Config` (the small model's, tuned on `dev`), then from the preset, the algorithm,
-the world, and the command line. Mistakes are one line that names the flag, before anything is loaded.
+A value comes from the command line, else from the environment's defaults, the algorithm's, the preset's, or
+`Config`'s (the small model's, tuned on split dev). A mistake is one line that names the flag, before any
+model is loaded.
 """
 
 import contextlib
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import algorithms
 import envs
-import judge
-from run.flags import Parser, flag_of, given, made_of, needed, opt
+from infra import plugins
+from infra.flags import Parser, flag_of, is_used, make_settings, parse_known, setting
+from infra.lazy import deferred
+from labels import AGREEMENTS, LABELS
+
+# Modules that wait until they are used: --help and wrong flags are answered without them
+HEAVY = ("torch", "losses", "infra.parallel")
+with deferred(*HEAVY):
+    import algorithms
 
 
 def exchanges(text):
-    """--history's number; "full" is 0."""
+    """The value of --history: a number, or "full" for 0."""
     return 0 if text == "full" else int(text)
 
 
-# What a flag needs to be read at all, and what is said where it would not be
+# When a flag is read at all, and the error where it is not
 WRITES = (lambda values: bool(values["model"]), "for a model that writes (--model)")
 KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
 SHOWS = (lambda values: not values["dagger"], "only without --dagger")
@@ -35,112 +43,135 @@ ANSWERS = (lambda values: values["judge_kind"] == "generative", "only with --jud
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run, the small model's by default; those without a help text are set by presets."""
+    """Every setting of a run. Those without a help text are no flags: presets set them."""
 
-    preset: str = opt("auto", "small: these defaults; paper: the settings of arXiv:2509.23870 App. B; auto: "
-                      "paper where --model is a Hugging Face model, else small", ("auto", "small", "paper"))
-    out: str = opt("runs/default", "folder that everything is written to")
-    resume: bool = opt(False, "go on where --out's checkpoint stopped, in RL or between rounds of practice")
-    overwrite: bool = opt(False, "begin anew where --out holds a run, which is set aside as OUT.old-1; with "
-                          "--resume, only where that cannot go on")
-    seed: int = opt(0, "fixes weights, tasks and every draw, at any number of ranks (but what a large model "
-                    "is asked, and --dynamic-sampling refill, are each rank's own)", low=0, high=99)
-    device: str = opt("auto", "where tensors live", ("auto", "cpu", "cuda"))
-    dtype: str = opt("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
-    checkpoint_every: int = opt(20, "iterations, or rounds of practice, between checkpoints", low=1)
-    keep_checkpoints: int = opt(0, "iterations between models kept in OUT/kept, from 0 on; 0: none", low=0)
-    env: str = opt("household", "the world: a file of envs/", section="world")
-    train_types: str = opt("part", "task types of RL: all, or part: without L2's", ("part", "all"))
-    max_turns: int = opt(20, "turns in an episode", low=1, high=10**4)
-    model: str = opt("", "Hugging Face Qwen2 or Qwen3 folder to begin from; empty: a new small one",
-                     section="model")
-    hidden_size: int = opt(64, "width of the fresh small model", low=16, high=4096)
-    layers: int = opt(3, "layers of the fresh small model", low=1, high=64)
-    positions: str = opt("rotary", "how the fresh small model tells positions", ("rotary", "none"))
-    context: int = opt(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
-    prompt: str = opt("auto", "style; auto: by model and algorithm", ("auto", "plain", "think", "tags"))
-    show_admissible: bool = opt(True, "list what is possible in prompts", needs=WRITES)
-    history: int = opt(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0, read=exchanges)
-    demonstrations: int = opt(3000, "expert episodes imitated; 0: no cold start", low=0, section="cold start")
-    cold_start_types: str = opt("all", "task types that the expert shows: all, or part: without L2's; paper: "
-                                "those of --train-types", ("part", "all"))
-    thoughts: str = opt("template", "a set sentence, or --endpoint's", ("template", "endpoint"), needs=WRITES)
-    instructions: bool = opt(False, "instructions in a random half of the demonstrations, for --correction")
-    mistake_rate: float = opt(0.05, "share of mistakes injected; recoveries are imitated", low=0, high=0.5)
-    dagger: int = opt(0, "episodes that the learner plays in the second stage, the expert beside it; 0: the "
-                      "demonstrations are shown again", low=0)
-    cold_start_epochs: int = opt(1, "epochs of policy imitation", low=0)
-    cold_start_lr: float = opt(3e-3, "its learning rate, decayed linearly to 0", low=0)
-    cold_start_batch: int = opt(4, "episodes per step", low=1)
-    judge_demonstrations: int = opt(2000, "judge questions in the second stage; 0: policy only", low=0)
-    judge_epochs: int = opt(1, "epochs of the second stage: policy and judge together", low=0, needs=SHOWS)
-    judge_cold_start_weight: float = opt(0.5)              # of the judge's loss in it
-    tasks: int = opt(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,
-                     section="rollout")
-    group_size: int = opt(8, "episodes per task", low=1, high=10**4)
-    slots: int = opt(128, "episodes played at once on a rank", low=1, high=10**4)
-    temperature: float = opt(1.0, "of sampling in training", low=0.01)
-    max_response_tokens: int = opt(16, "tokens in a response", low=1)
-    admissible_only: bool = opt(False, "a response can give no command but those that are possible now")
-    on_truncation: str = opt("fail")  # a response cut at its length ends the episode, or is an "invalid" turn
-    algo: str = opt("grpo", "how episodes become advantages: a file of algorithms/", section="RL")
-    iterations: int = opt(80, "RL iterations; 0: none", low=0)
-    minibatches: int = opt(4, "optimizer steps per iteration, cut by episodes", low=1)
-    lr: float = opt(6e-4, "learning rate", low=0)
-    lr_decay: bool = opt(True)              # linear, to 0 over the iterations
-    clip_low: float = opt(0.2)              # ratio clipped below at 1 - this
-    clip_high: float = opt(0.28)            # ratio clipped above at 1 + this
-    dual_clip: float = opt(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: no bound
-    reduction: str = opt("token", "how tokens' losses become one", ("token", "episode", "constant"))
-    kl: str = opt("none", "to RL's first model: k3 in loss, k1 in reward", ("none", "loss", "reward"))
-    kl_coef: float = opt(0.01, "its coefficient", low=0, needs=KL)
-    dynamic_sampling: str = opt("drop", "groups that teach nothing: keep, drop (not with --kl, which still "
-                                "teaches), or also refill (4 rounds)", ("keep", "drop", "refill"))
-    max_grad_norm: float = opt(1.0)         # gradient clipping; 0: none
-    microbatch_tokens: int = opt(2048, "tokens in a forward, padding too; few stay in a CPU's cache", low=16)
-    checkpoint_activations: str = opt("auto", "compute layers again in backward: a third more time, "
-                                      "a fraction of the memory; auto: on CUDA, unless the model is small",
-                                      ("auto", "on", "off"), needs=WRITES)
-    gcd: bool = opt(True, "train the judge beside the policy", section="GCD")
-    judge_kind: str = opt("generative", "it answers in words, or a value head (BCE)", ("generative", "value"))
-    judge_labels: str = opt("dense", f"good and bad turns: {', '.join(judge.LABELS)}, or a kind of the world")
-    label_agreement: str = opt("add-good", "rule+endpoint: how both must agree", judge.AGREEMENTS, needs=ASKS)
-    judge_turns: int = opt(32, "turns judged per iteration (over all ranks), half of them good", low=2)
-    judge_group_size: int = opt(8, "answers to each question", low=2)
-    judge_normalize_std: bool = opt(False, "divide an answer's advantage by the std over its question's",
-                                    needs=ANSWERS)
-    judge_weight: float = opt(0.1, "lambda; 0: the judge is logged, the policy the same bit for bit", low=0)
-    judge_grad_cap: float = opt(0.0, "judge gradient norm at most this times the policy's; 0: no cap", low=0)
-    judge_response_tokens: int = opt(4, "tokens in an answer", low=2, needs=WRITES)
-    correction: str = opt("off", "an instruction before later tasks: from mistakes that the judge found, or "
-                          "(control) an irrelevant one of equal length", ("off", "critiques", "irrelevant"),
-                          section="correction and large models")
-    correction_from: str = opt("auto", "from written critiques, counts by kind, or (auto) as the model can: "
-                               "a small one cannot write", ("auto", "critiques", "counts"), needs=CORRECTS)
-    correction_every: int = opt(10, "iterations between new instructions", low=1, needs=CORRECTS)
-    correction_at_evaluation: bool = opt(True, "keep the instruction at evaluation", needs=CORRECTS)
-    endpoint: str = opt("", "URL of a large model's OpenAI-compatible server: https://api.deepseek.com/v1")
-    endpoint_model: str = opt("deepseek-chat", "model that it is asked for", needs=ASKS)
-    endpoint_key_variable: str = opt("OPENAI_API_KEY", "environment variable that holds the key", needs=ASKS)
-    endpoint_cache: str = opt("runs/endpoint.jsonl", "answers: no question is paid twice", needs=ASKS)
-    endpoint_limit: int = opt(10000, "requests of a process, retries too; 0: cache only", low=0, needs=ASKS)
-    evaluate: str = opt("auto", "splits: L0,L1; auto: those unseen in training; none", section="evaluation")
-    protocol: str = opt("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; eight: "
-                        "eight times at 1 and at 0.4; verl-agent, rlvmr: 128 drawn with replacement, at 0.4, "
-                        "in 50 or 30 turns", ("full", "sampled", "eight", "verl-agent", "rlvmr"))
-    algorithm: algorithms.Method = None           # the object that --algo and its flags make
-    world: envs.World = None                      # and --env
+    preset: str = setting("auto", "small: these defaults; paper: the settings of arXiv:2509.23870 App. B; "
+                          "auto: paper where --model is a Hugging Face model, else small",
+                          ("auto", "small", "paper"))
+    out: str = setting("runs/default", "folder that everything is written to")
+    resume: bool = setting(False, "continue from the checkpoint in --out, in RL or between DAgger rounds")
+    overwrite: bool = setting(False, "start over if --out holds a run, which is set aside as OUT.old-1; with "
+                              "--resume, only if that run cannot be continued")
+    seed: int = setting(0, "fixes weights, tasks and every random draw, at any number of ranks (except which "
+                        "turns a large model labels, and --dynamic-sampling refill)", low=0, high=99)
+    device: str = setting("auto", "where tensors live", ("auto", "cpu", "cuda"))
+    dtype: str = setting("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
+    checkpoint_every: int = setting(20, "iterations, or DAgger rounds, between checkpoints", low=1)
+    keep_checkpoints: int = setting(0, "iterations between models kept in OUT/kept, from 0 on; 0: none",
+                                    low=0)
+    env: str = setting("household", "environment: a file of envs/, or a path to one", section="environment")
+    train_types: str = setting("part", "task types of RL: all, or part (without L2's)", ("part", "all"))
+    max_turns: int = setting(20, "turns in an episode", low=1, high=10**4)
+    model: str = setting("", "Hugging Face Qwen2 or Qwen3 folder to start from; empty: a fresh small model",
+                         section="model")
+    hidden_size: int = setting(64, "width of the fresh small model", low=16, high=4096)
+    layers: int = setting(3, "layers of the fresh small model", low=1, high=64)
+    positions: str = setting("rotary", "position encoding of the fresh small model", ("rotary", "none"))
+    context: int = setting(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
+    prompt: str = setting("auto", "prompt style; auto: by model and algorithm",
+                          ("auto", "plain", "think", "tags"))
+    show_admissible: bool = setting(True, "list the admissible commands in prompts", needs=WRITES)
+    history: int = setting(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0,
+                           read=exchanges)
+    demonstrations: int = setting(3000, "expert episodes imitated; 0: no cold start", low=0,
+                                  section="cold start")
+    cold_start_types: str = setting("all", "task types of the demonstrations: all, or part (without L2's); "
+                                    "paper: those of --train-types", ("part", "all"))
+    thoughts: str = setting("template", "a template's sentence, or a large model's (--endpoint)",
+                            ("template", "endpoint"), needs=WRITES)
+    instructions: bool = setting(False, "instructions in a random half of the demonstrations, for "
+                                 "--correction")
+    mistake_rate: float = setting(0.05, "share of mistakes injected; recoveries are imitated", low=0,
+                                  high=0.5)
+    dagger: int = setting(0, "DAgger episodes in the second stage, in which the learner plays and the expert "
+                          "labels; 0: imitate the demonstrations again", low=0)
+    cold_start_epochs: int = setting(1, "epochs of policy imitation", low=0)
+    cold_start_lr: float = setting(3e-3, "its learning rate, decayed linearly to 0", low=0)
+    cold_start_batch: int = setting(4, "episodes per step", low=1)
+    judge_demonstrations: int = setting(2000, "judge questions in the second stage; 0: policy only", low=0)
+    judge_epochs: int = setting(1, "epochs of the second stage: policy and judge together", low=0,
+                                needs=SHOWS)
+    judge_cold_start_weight: float = setting(0.5)              # of the judge's loss in it
+    tasks: int = setting(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,
+                         section="rollout")
+    group_size: int = setting(8, "episodes per task", low=1, high=10**4)
+    slots: int = setting(128, "episodes played at once on a rank", low=1, high=10**4)
+    temperature: float = setting(1.0, "of sampling in training", low=0.01)
+    max_response_tokens: int = setting(16, "tokens in a response", low=1)
+    admissible_only: bool = setting(False, "sample only commands that are admissible now")
+    on_truncation: str = setting("fail")    # a response that is cut ends the episode ("invalid": the turn)
+    algo: str = setting("grpo", "algorithm: a file of algorithms/, or a path to one", section="RL")
+    iterations: int = setting(80, "RL iterations; 0: none", low=0)
+    minibatches: int = setting(4, "optimizer steps per iteration, cut by episodes", low=1)
+    lr: float = setting(6e-4, "learning rate", low=0)
+    lr_decay: bool = setting(True)              # linear, to 0 over the iterations
+    clip_low: float = setting(0.2)              # ratio clipped below at 1 - this
+    clip_high: float = setting(0.28)            # ratio clipped above at 1 + this
+    dual_clip: float = setting(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: none
+    reduction: str = setting("token", "how the tokens' losses are averaged", ("token", "episode", "constant"))
+    kl: str = setting("none", "KL to RL's first model: k3 in the loss, or k1 in the reward",
+                      ("none", "loss", "reward"))
+    kl_coef: float = setting(0.01, "its coefficient", low=0, needs=KL)
+    dynamic_sampling: str = setting("drop", "groups without advantages: keep, drop (not with --kl, which "
+                                    "gives them a gradient), or also refill (4 rounds)",
+                                    ("keep", "drop", "refill"))
+    max_grad_norm: float = setting(1.0)         # gradient clipping; 0: none
+    microbatch_tokens: int = setting(2048, "tokens in a forward pass, padding included; few fit a CPU's "
+                                     "cache", low=16)
+    checkpoint_activations: str = setting("auto", "compute layers again in backward: a third more time, a "
+                                          "fraction of the memory; auto: on CUDA, unless the model is small",
+                                          ("auto", "on", "off"), needs=WRITES)
+    gcd: bool = setting(True, "train the judge beside the policy", section="GCD")
+    judge_kind: str = setting("generative", "verdicts in words, or by a value head (BCE)",
+                              ("generative", "value"))
+    judge_labels: str = setting("dense", f"good and bad turns: {', '.join(LABELS)}, or the environment's")
+    label_agreement: str = setting("add-good", "for rule+endpoint: how the two are combined", AGREEMENTS,
+                                   needs=ASKS)
+    judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
+    judge_group_size: int = setting(8, "answers to each question", low=2)
+    judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
+                                        needs=ANSWERS)
+    judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
+                                  "bit", low=0)
+    judge_grad_cap: float = setting(0.0, "judge gradient norm at most this times the policy's; 0: no cap",
+                                    low=0)
+    judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=WRITES)
+    correction: str = setting("off", "put an instruction before later tasks: from mistakes that the judge "
+                              "found, or (control) irrelevant text of equal length",
+                              ("off", "critiques", "irrelevant"), section="correction and large models")
+    correction_from: str = setting("auto", "from written critiques, from counts by kind, or auto: by the "
+                                   "model (a small one cannot write)", ("auto", "critiques", "counts"),
+                                   needs=CORRECTS)
+    correction_every: int = setting(10, "iterations between new instructions", low=1, needs=CORRECTS)
+    correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation", needs=CORRECTS)
+    endpoint: str = setting("", "URL of a large model's OpenAI-compatible server: "
+                            "https://api.deepseek.com/v1")
+    endpoint_model: str = setting("deepseek-chat", "the model's name there", needs=ASKS)
+    endpoint_key_variable: str = setting("OPENAI_API_KEY", "environment variable that holds the key",
+                                         needs=ASKS)
+    endpoint_cache: str = setting("runs/endpoint.jsonl", "cache of answers, so that no question is paid "
+                                  "twice", needs=ASKS)
+    endpoint_limit: int = setting(10000, "requests of a process, retries too; 0: cache only", low=0,
+                                  needs=ASKS)
+    evaluate: str = setting("auto", "splits, such as L0,L1; auto: those unseen in training; none",
+                            section="evaluation")
+    protocol: str = setting("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
+                            "eight: eight times at 1 and at 0.4; verl-agent, rlvmr: 128 drawn with "
+                            "replacement, at 0.4, in 50 or 30 turns",
+                            ("full", "sampled", "eight", "verl-agent", "rlvmr"))
+    algorithm: algorithms.Method = None           # made from --algo and its flags
+    environment: envs.Environment = None          # made from --env and its flags
 
     def __post_init__(self):
-        """ValueError for settings that do not go together."""
+        """ValueError for settings that contradict each other."""
         algorithm, algo, labels = self.algorithm, f"--algo {self.algo}", self.judge_labels
         for split in self.splits:
-            refuse(split not in self.world.splits,
-                   f"--evaluate={self.evaluate}: no split {split!r} ({', '.join(self.world.splits)})")
+            refuse(split not in self.environment.splits,
+                   f"--evaluate={self.evaluate}: no split {split!r} ({', '.join(self.environment.splits)})")
         refuse(self.hidden_size % 8, f"--hidden-size={self.hidden_size}: expected a multiple of 8")
         refuse(self.minibatches > self.tasks * self.group_size,
                f"--minibatches={self.minibatches}: more than {self.tasks * self.group_size} episodes")
-        refuse(self.admissible_only and self.world.templates,
+        refuse(self.admissible_only and self.environment.templates,
                f"--admissible-only: {self.env} lists templates of commands, not all that are possible")
         refuse(self.max_response_tokens >= self.context,
                f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
@@ -158,14 +189,14 @@ class Config:
         refuse(self.kl == "reward" and not algorithm.kl_in_reward, f"--kl=reward: not with {algo}; loss is")
         refuse(algorithm.tags and self.prompt not in ("tags", "auto"),
                f"--prompt={self.prompt}: {algo} needs tags")
-        known = (*judge.LABELS, *self.world.labels)
+        known = (*LABELS, *self.environment.labels)
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
-        refuse(self.gcd and "oracle" in labels and self.world.oracle is None,
+        refuse(self.gcd and "oracle" in labels and self.environment.oracle is None,
                f"--judge-labels={labels}: {self.env} has no oracle")
-        refuse(self.demonstrations and self.world.expert is None,
-               f"--demonstrations={self.demonstrations}: {self.env} has no expert; 0 starts RL from nothing")
-        refuse(self.dagger and self.world.coach is None,
-               f"--dagger={self.dagger}: {self.env} has no expert that goes on from what another has played")
+        refuse(self.demonstrations and self.environment.expert is None,
+               f"--demonstrations={self.demonstrations}: {self.env} has no expert; 0 starts RL from scratch")
+        refuse(self.dagger and self.environment.online_expert is None,
+               f"--dagger={self.dagger}: {self.env} has no online_expert, which follows the learner's play")
         refuse(self.dagger and not (self.demonstrations and self.cold_start_epochs),
                f"--dagger={self.dagger}: needs --demonstrations and --cold-start-epochs first")
         refuse(self.dagger and (self.instructions or self.thoughts == "endpoint"),
@@ -178,7 +209,9 @@ class Config:
 
     @property
     def question_room(self):
-        """Tokens that an episode may have, to be judged: all but the question's (amply) and the answer's."""
+        """Tokens that an episode may have if it is to be judged: the context less question (64) and
+        answer.
+        """
         return self.context - self.judge_response_tokens - 64
 
     @property
@@ -186,31 +219,39 @@ class Config:
         """The splits to evaluate."""
         if self.evaluate == "none":
             return []
-        return self.world.unseen() if self.evaluate == "auto" else self.evaluate.split(",")
+        return self.environment.unseen_splits() if self.evaluate == "auto" else self.evaluate.split(",")
 
     def settings(self):
-        """All settings, the algorithm's and the world's too, as a flat dict: what a run's files say of it."""
-        common = {name: value for name, value in vars(self).items() if name not in ("algorithm", "world")}
-        return common | asdict(self.algorithm.settings) | asdict(self.world.settings)
+        """All settings, including the algorithm's and the environment's, as a flat dict."""
+        common = {name: value for name, value in vars(self).items()
+                  if name not in ("algorithm", "environment")}
+        return common | asdict(self.algorithm.settings) | asdict(self.environment.settings)
 
 
 def refuse(wrong, message):
-    """ValueError with this message if something is wrong."""
+    """Raise ValueError with this message if `wrong`."""
     if wrong:
         raise ValueError(message)
 
 
-# Settings that say where and how fast, not what: a run may go on, and a table be filled, with others.
+# Settings of place and speed, which may differ when a run is resumed or a table is filled
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "slots", "microbatch_tokens",
          "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "endpoint_key_variable",
          "endpoint_cache", "endpoint_limit")
 
 
-def changed(then, config, apart=()):
-    """Where a run's settings, a dict, differ from a Config, but in WHERE and `apart`: {name: (then, now)}."""
+def changed(then, config, ignored=()):
+    """{name: (then, now)} of settings that differ between a dict and a Config, except WHERE and `ignored`.
+
+    A plug-in counts as the same under its name and under a path that ends in it.
+    """
+    def same(name):
+        normal = plugins.name_of if name in ("env", "algo") else lambda value: value
+        return normal(then[name]) == normal(now[name])
+
     now = config.settings()
     return {name: (value, now[name]) for name, value in then.items()
-            if name in now and name not in (*WHERE, *apart) and value != now[name]}
+            if name in now and name not in (*WHERE, *ignored) and not same(name)}
 
 
 # The paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per batch;
@@ -225,49 +266,78 @@ PAPER = dict(
 
 
 def parse(argv=None):
-    """Command line -> Config. A flag that nothing reads, or a wrong value, ends the program with one line."""
+    """Command line to Config. A wrong flag or value ends the program with one line and exit status 2."""
     try:
         return parsed(argv)
     except ValueError as error:
-        Parser("gcd.py").error(str(error))
+        print(f"gcd.py: error: {error}; see --help", file=sys.stderr)
+        sys.exit(2)
 
 
-def parsed(argv):
-    """First the flags that choose an algorithm and a world, then what these bring, then all defaults."""
-    chosen = {"algo": Config.algo, "env": Config.env} | given("gcd.py", argv, Config)[0]
-    algorithm, world = algorithms.find(chosen["algo"]), envs.find(chosen["env"])
-    shelves = {"run": Config, f"--algo {chosen['algo']}": algorithm.Settings,
-               f"--env {chosen['env']}": world.Settings}
-    names = [f.name for settings in shelves.values() for f in fields(settings)]
+def arguments(settings):
+    """Settings as command-line arguments: {"iterations": 2, "gcd": False} gives ["--iterations=2",
+    "--no-gcd"].
+    """
+    def argument(name, value):
+        if isinstance(value, bool):
+            return flag_of(name) if value else flag_of(f"no_{name}")
+        return f"{flag_of(name)}={value}"
+
+    return [argument(name, value) for name, value in settings.items()]
+
+
+def find_algorithm(name):
+    """Class Method of --algo, by name or path. ValueError if there is none."""
+    with deferred(*HEAVY):
+        return plugins.find(algorithms, algorithms.Method, "--algo", name)
+
+
+def find_environment(name):
+    """Class Environment of --env, by name or path. ValueError if there is none."""
+    with deferred(*HEAVY):
+        return plugins.find(envs, envs.Environment, "--env", name)
+
+
+def parsed(argv=None):
+    """Command line to Config; ValueError for a wrong flag or value. --help prints and exits.
+
+    The flags --algo and --env are read first, then the flags that those two bring.
+    """
+    chosen = {"algo": Config.algo, "env": Config.env} | parse_known("gcd.py", argv, Config)[0]
+    algorithm, environment = find_algorithm(chosen["algo"]), find_environment(chosen["env"])
+    sources = {"run": Config, f"--algo {chosen['algo']}": algorithm.Settings,
+               f"--env {chosen['env']}": environment.Settings}
+    names = [f.name for settings in sources.values() for f in fields(settings)]
     refuse(twice := {name for name in names if names.count(name) > 1},
-           f"{' '.join([*shelves][1:])}: names two settings alike: {', '.join(sorted(twice))}")
-    flags, unknown = given("gcd.py", argv, *shelves.values())
+           f"{' '.join([*sources][1:])}: have settings of the same name: {', '.join(sorted(twice))}")
+    flags, unknown = parse_known("gcd.py", argv, *sources.values())
     if unknown:
         raise ValueError(f"{unknown[0]}: {why_unknown(unknown[0])}")
-    values = values_of(flags, shelves.values(), algorithm, world)
+    values = values_of(flags, sources.values(), algorithm, environment)
     if values.pop("help", False):
-        parser = Parser("gcd.py", description="Cold start, RL with a self-judge, evaluation; these flags:")
-        for section, settings in shelves.items():
+        parser = Parser("gcd.py", description="Cold start, RL with a self-judge (GCD), evaluation.")
+        for section, settings in sources.items():
             parser.add(settings, section, values)
         parser.print_help()
         raise SystemExit(0)
-    for f in (f for settings in shelves.values() for f in fields(settings)):
-        if f.name in flags and not needed(f.metadata, values):
+    for f in (f for settings in sources.values() for f in fields(settings)):
+        if f.name in flags and not is_used(f.metadata, values):
             raise ValueError(f"{flag_of(f.name)}: {f.metadata['needs'][1]}")     # its value may be a key
-    values["algorithm"] = algorithm(made_of(algorithm.Settings, values))
-    values["world"] = world(made_of(world.Settings, values), values["train_types"], values["seed"])
-    return made_of(Config, values)
+    values["algorithm"] = algorithm(make_settings(algorithm.Settings, values))
+    settings = make_settings(environment.Settings, values)
+    values["environment"] = environment(settings, values["train_types"], values["seed"])
+    return make_settings(Config, values)
 
 
-def values_of(flags, shelves, algorithm, world):
-    """The value of every setting: the flag's, where one was given, else the last default that there is."""
-    values = {f.name: f.default for settings in shelves for f in fields(settings)}
+def values_of(flags, sources, algorithm, environment):
+    """The value of every setting: the flag's if it is given, else the last applicable default."""
+    values = {f.name: f.default for settings in sources for f in fields(settings)}
     preset = flags.get("preset", "auto")
     if preset == "auto":
         preset = "paper" if flags.get("model") and not is_small(flags["model"]) else "small"
-    changes = algorithm.defaults | world.defaults
+    changes = algorithm.defaults | environment.defaults
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
-        labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if world.oracle else "rule"
+        labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"
         types = flags.get("train_types", Config.train_types)
         changes = PAPER | dict(judge_labels=labels, cold_start_types=types) | changes
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
@@ -276,7 +346,7 @@ def values_of(flags, shelves, algorithm, world):
 
 
 def is_small(folder):
-    """Whether a model's folder has the small model's tokenizer, by its file: so early nothing is loaded."""
+    """Whether a model folder has the small model's tokenizer, from its file alone."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"--model={folder}: {path}: not found")
@@ -290,24 +360,31 @@ def is_small(folder):
 
 
 def flags_of(settings):
-    """Those of a run's settings, {name: value}, that are flags which it read: others are set by presets, or
-    read by nothing in such a run."""
-    shelves = [Config]
-    for find, kind in ((algorithms.find, "algo"), (envs.find, "env")):
+    """The settings of a run, {name: value}, that are flags and that the run read."""
+    sources = [Config]
+    for find, kind in ((find_algorithm, "algo"), (find_environment, "env")):
         with contextlib.suppress(ValueError):                # of a run of another version
-            shelves.append(find(str(settings.get(kind))).Settings)
-    known = {f.name: f for shelf in shelves for f in fields(shelf)}
+            sources.append(find(str(settings.get(kind))).Settings)
+    known = {f.name: f for source in sources for f in fields(source)}
     values = {name: f.default for name, f in known.items()} | settings
     return {name: value for name, value in settings.items() if name not in known
-            or known[name].metadata.get("help") and needed(known[name].metadata, values)}
+            or known[name].metadata.get("help") and is_used(known[name].metadata, values)}
 
 
 def why_unknown(flag):
-    """What a flag that this run does not have is: another algorithm's, another world's, or nobody's."""
-    name, owners = flag.partition("=")[0].replace("--no-", "--"), []
-    for kind, shelf in (("algo", algorithms), ("env", envs)):
-        for owner in shelf.names():
+    """Explain an unknown flag: another algorithm's, another environment's, a setting without a flag, or
+    nobody's.
+    """
+    name, owners, settings = flag.partition("=")[0].replace("--no-", "--"), [], [Config]
+    for kind, package, base, find in (("algo", algorithms, algorithms.Method, find_algorithm),
+                                      ("env", envs, envs.Environment, find_environment)):
+        for owner in plugins.names(package, base):
             with contextlib.suppress(ValueError):            # a broken file has no flags
-                if name in (flag_of(f.name) for f in fields(shelf.find(owner).Settings)):
+                settings.append(find(owner).Settings)
+                if name in (flag_of(f.name) for f in fields(settings[-1]) if f.metadata.get("help")):
                     owners.append(f"--{kind} {owner}")
-    return f"not read here, but with {' or '.join(owners)}" if owners else "no such flag"
+    if owners:
+        return f"not read here, but with {' or '.join(owners)}"
+    if name in (flag_of(f.name) for source in settings for f in fields(source)):
+        return "a setting, but no flag: --preset and --variant set it"
+    return "no such flag"

@@ -1,13 +1,14 @@
-"""Cold start → RL with a self-judge (GCD) → evaluation, of a language-model agent in a text world.
+"""Train a language-model agent in a text environment: cold start, RL with a self-judge (GCD), evaluation.
 
-    python gcd.py                                   # everything, small model, generated rooms, CPU
+    python gcd.py                                   # everything: small model, generated rooms, CPU
     python gcd.py --algo gigpo --no-gcd             # another algorithm, without the judge
     torchrun --nproc-per-node 8 gcd.py --model DIR  # a Hugging Face Qwen2, 2.5 or 3 folder on eight GPUs
     python gcd.py --help                            # every flag, with its meaning and unit
 
-Read `iteration`, one training step in named calls; then what it calls, from here down. Each stage writes to
---out as it goes: `checkpoint/` (a Hugging Face folder), `metrics.jsonl`, `episodes.jsonl`, `evaluation.json`
-and, at the end, `stages.json`; `python -m report` draws them. Left out: other optimizers, schedules, loggers.
+Start reading at `iteration`, one training step, and continue with the functions that it calls, in the order
+below. Each stage writes to --out as it goes: `checkpoint/` (a Hugging Face folder), `metrics.jsonl`,
+`episodes.jsonl`, `evaluation.json` and, at the end, `stages.json`; `python -m report` draws them. As a
+library: `load` and `train`. Left out: learning-rate schedules other than linear decay.
 """
 
 import math
@@ -16,44 +17,52 @@ import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
 
-from tqdm import tqdm
+from config import parse
 
+if __name__ == "__main__":
+    parse()                            # answers --help and wrong flags, before the imports below load torch
+
+import batching
+import config as flags
 import correction
 import judge
 import update
+from agent import load
 from algorithms import rewards
 from cold_start import cold_start
-from config import parse
+from envs import EpisodeLost
 from evaluation import evaluation
-from rollout import Seat, success_rate, summary
-from run import files, parallel
-from run.ending import MISTAKES, Interrupted, Stop, Unbreakable, one_line
-from run.parallel import stream
-from run.setup import frozen_copy, prepare
+from infra import checkpoint, files, parallel
+from infra.errors import EXPECTED, one_line
+from infra.progress import progress
+from infra.signals import Interrupted, Stop, Unbreakable
+from infra.streams import JUDGE, ROLLOUT, stream
+from rollout import EpisodeSpec, success_rate, summary
+from session import frozen_copy, prepare
 
-# What a random stream is for: the second number of its name (cold_start.py has 2 to 4 and 9, evaluation.py 8)
-ROLLOUT, JUDGE = 5, 6
-# Nats between sampler and trainer that stop a float32 run. Rounding came to 3e-4, in one of 500,000 tokens of
-# a sharp model (1e-13 in float64), an error to 0.1 and more.
+__all__ = ["load", "train", "main"]
+
+# Largest difference between the sampler's and the trainer's logprobs, in nats, that a float32 run accepts.
+# Rounding
+# reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and more.
 LOGPROB_GAP_LIMIT = 2e-3
-LOOK_EVERY = 5        # iterations between what is dear: a group's episodes stored, the two gradients compared
+RARELY = 5            # iterations between storing a group's episodes, and between comparing the two gradients
 
 
 def iteration(run, i, reference):
-    """One iteration: play, judge, give credit, update. Returns its metrics."""
+    """One training step: play, judge, assign credit, update. Returns its metrics."""
     config, times = run.config, [time.perf_counter()]
     parallel.copy_weights(run.model, run.sampler)
     run.waits.clear()
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
-    judged, questions = judge_turns(run, i, episodes) if config.gcd else ([], [])
-    correction.correct(run, i, judged)
+    judged, answers = judge_turns(run, i, episodes) if config.gcd else ([], [])
     times.append(time.perf_counter())
-    metrics = judge_metrics(run, judged, questions) if config.gcd else {}
-    metrics |= give_credit(run, i, episodes, reference)
-    samples = [sample for episode in teaching(run, episodes) for sample in update.samples_of(episode)]
-    samples += questions if config.judge_weight else []      # at 0 the update never sees the judge
-    metrics |= train(run, i, samples, reference)
+    metrics = judge_metrics(run, judged, answers) if config.gcd else {}
+    metrics |= assign_credit(run, i, episodes, reference)
+    samples = [sample for episode in informative(run, episodes) for sample in batching.samples_of(episode)]
+    samples += answers if config.judge_weight else []        # at lambda 0 the update never sees the judge
+    metrics |= optimize(run, i, samples, reference)
     times.append(time.perf_counter())
     store(run, i, episodes)
     names = ("time/rollout_s", "time/judge_s", "time/update_s")
@@ -63,119 +72,140 @@ def iteration(run, i, reference):
 
 
 def collect(run, i):
-    """This rank's episodes of an iteration: those to learn from, and all that were played.
+    """Play this rank's episodes of iteration i. Returns those to learn from, and all that were played.
 
-    They differ with --dynamic-sampling refill: groups whose rewards differ, of up to 4 rounds, until there
-    are enough (each rank fills its own share).
+    They differ with --dynamic-sampling refill: groups with unequal rewards, from up to 4 rounds of play,
+    until there are enough (each rank fills its own share).
     """
     config, kept, played = run.config, [], []
-    wanted = config.tasks // run.ranks.world * config.group_size
-    for round in range(4 if config.dynamic_sampling == "refill" else 1):
+    refill = config.dynamic_sampling == "refill"
+    wanted = config.tasks // run.ranks.world_size * config.group_size
+    for round in range(4 if refill else 1):
         name = f"refill {round}" if round else f"iteration {i}"
-        fresh = run.play(seats_of(run, i, round), run.sampling(), name)
-        if run.asked_to_stop:                    # then these are not all; the iteration will be begun again
+        fresh = run.play(episode_specs(run, i, round), run.sampling(), name)
+        if run.should_stop:                      # some episodes are missing; --resume repeats the iteration
             break
-        rewards.write_rewards(fresh, config.algorithm.settings)
         played += fresh
-        equal = config.algorithm.without_spread(fresh)
+        if refill:
+            rewards.write_rewards(fresh, config.algorithm.settings)
+        equal = config.algorithm.zero_variance_groups(fresh) if refill else ()
         kept += [episode for episode in fresh if episode.group not in equal]
         if len(kept) >= wanted:
             break
     run.stop_if_asked({"iteration": i})
-    episodes = (kept[:wanted] or played[:wanted]) if config.dynamic_sampling == "refill" else played
+    episodes = (kept[:wanted] or played[:wanted]) if refill else played
     for k, episode in enumerate(episodes):
         episode.index = run.ranks.rank * wanted + k
     return episodes, played
 
 
-def seats_of(run, i, round):
-    """This rank's episodes of an iteration: whole groups, every member on a random stream of its own."""
-    config, per_rank = run.config, run.config.tasks // run.ranks.world
+def episode_specs(run, i, round):
+    """This rank's episodes of an iteration: whole groups, each member with a random stream of its own."""
+    config, per_rank = run.config, run.config.tasks // run.ranks.world_size
     first = run.ranks.rank * per_rank
     start = (i * 4 + round if config.dynamic_sampling == "refill" else i) * config.tasks
     instruction = run.instruction.text if run.instruction else ""
-    tasks = run.world.train(config.train_types, start + first, per_rank)
-    return [Seat(task, round * config.tasks + first + g,
-                 stream(config.seed, ROLLOUT, i, round, first + g, member), instruction=instruction)
+    tasks = run.environment.train_tasks(config.train_types, start + first, per_rank)
+    return [EpisodeSpec(task, round * config.tasks + first + g,
+                        stream(config.seed, ROLLOUT, i, round, first + g, member), instruction=instruction)
             for g, task in enumerate(tasks) for member in range(config.group_size)]
 
 
 def judge_turns(run, i, episodes):
-    """GCD: turns → labels → questions → answers. Returns the judged turns, and their samples for `train`."""
+    """GCD: label turns, ask the actor about them. Returns the judged turns, and their samples for
+    `optimize`.
+    """
     config, ranks, seed = run.config, run.ranks, stream(run.config.seed, JUDGE, i)
-    asked = run.endpoint_labels(episodes, config.judge_turns // ranks.world, stream(seed, 2, ranks.rank))
-    places = parallel.gather(judge.candidates(episodes, config.judge_labels, config.question_room, run.world,
-                                              asked, config.label_agreement))
-    chosen = judge.choose(sum(places, []), config.judge_labels, config.judge_turns // 2, seed)
-    judged = judge.questions(run.chat, episodes, chosen, run.world)
+    by_endpoint = None
+    if "endpoint" in config.judge_labels:
+        n = config.judge_turns // ranks.world_size
+        by_endpoint = run.endpoint_labels(episodes, n, stream(seed, 2, ranks.rank))
+    places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
+                              by_endpoint, config.label_agreement)
+    places = sum(parallel.all_gather(places), [])
+    chosen = judge.choose(places, config.judge_labels, config.judge_turns // 2, seed)
+    if not chosen:
+        run.warn_once("no turn was judged", judge.why_none(places, config.judge_labels))
+    judged = judge.questions(run.chat, episodes, chosen, run.environment)
     if config.judge_kind == "value":
         return judged, judge.value_samples(judged)
     sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
-    judge.judge(run.sampler, run.chat, judged, config.judge_group_size, sampling, seed, config.slots)
+    judge.answer_questions(run.sampler, run.chat, judged, config.judge_group_size, sampling, seed,
+                           config.slots)
+    correction.correct(run, i, judged)
     return judged, judge.samples(judged, config.judge_normalize_std)
 
 
 def judge_metrics(run, judged, samples):
-    """What this iteration's judging came to, over all ranks."""
+    """Metrics of this iteration's judging, over all ranks."""
     if run.config.judge_kind == "generative":
-        records = judge.verdicts_of(judged)
+        records = judge.verdict_records(judged)
     else:
-        records = judge.value_verdicts(judged, update.judgements(run.model, samples, run.objective()))
-    return judge.metrics(sum(parallel.gather(records), []))
+        probabilities = update.value_head_probabilities(run.model, samples, run.objective)
+        records = judge.value_verdicts(judged, probabilities)
+    return judge.metrics(sum(parallel.all_gather(records), []))
 
 
-def give_credit(run, i, episodes, reference):
-    """The algorithm writes every turn's advantage. Returns its metrics."""
+def assign_credit(run, i, episodes, reference):
+    """Write what each episode earned, and let the algorithm write every turn's advantage. Returns its
+    metrics.
+    """
     config = run.config
+    rewards.write_rewards(episodes, config.algorithm.settings)
     if config.kl == "reward":
         rescored = config.dtype != "float32"
-        update.write_kl(run.model, reference, episodes, run.objective(), config.kl_coef, rescored)
-    metrics = config.algorithm.assign(episodes, decay(config, i))
+        update.write_kl(run.model, reference, episodes, run.objective, config.kl_coef, rescored)
+    metrics = config.algorithm.assign(episodes, lr_factor(config, i))
     if config.kl == "reward":
-        config.algorithm.penalize(episodes)
+        config.algorithm.subtract_kl(episodes)
     return metrics
 
 
-def teaching(run, episodes):
-    """The episodes that the update gets: without --kl none of a group in which no turn has an advantage."""
+def informative(run, episodes):
+    """The episodes that can teach: without --kl, none of a group in which no token has an advantage."""
     if run.config.dynamic_sampling == "keep" or run.config.kl != "none":
         return episodes
-    loud = {episode.group for episode in episodes for turn in episode.turns if turn.advantage}
-    return [episode for episode in episodes if episode.group in loud]
+    groups = {episode.group for episode in episodes for turn in episode.turns
+              if turn.advantage or any(turn.token_advantage or ())}
+    return [episode for episode in episodes if episode.group in groups]
 
 
-def decay(config, i):
-    """What the learning rates of iteration i are multiplied with."""
+def lr_factor(config, i):
+    """The factor on all learning rates in iteration i: linear decay to 0, or 1."""
     return 1 - i / config.iterations if config.lr_decay else 1.0
 
 
-def train(run, i, samples, reference):
-    """The optimizer steps of an iteration. Returns the mean of their metrics, but the gap of the first: only
-    there have sampler and trainer the same weights."""
-    config, objective = run.config, run.objective()
-    if config.dtype != "float32":                            # the sampler's are 0.03 nats off in bf16
-        gap = update.rescore(run.model, update.loud(samples, objective), objective)
+def optimize(run, i, samples, reference):
+    """Take an iteration's optimizer steps. Returns the mean of their metrics.
+
+    The gap between the sampler's and the trainer's logprobs is the first step's: before it, both have the
+    same weights. ValueError if a float32 run's gap is larger than rounding.
+    """
+    config, objective = run.config, run.objective
+    if config.dtype != "float32":                    # in bf16 the sampler's logprobs are up to 0.03 nats off
+        gap = update.rescore(run.model, update.with_gradient(samples, objective), objective)
     if config.kl == "loss":
         update.write_reference(run.model, reference, samples, objective)
-    rate, steps = config.lr * decay(config, i), []
-    for part in update.minibatches(samples, config.minibatches):
-        if parallel.any_rank(bool(part)):
-            steps.append(run.step(part, objective, rate, compare=not steps and i % LOOK_EVERY == 0))
+    rate, steps = config.lr * lr_factor(config, i), []
+    for part in batching.minibatches(samples, config.minibatches):
+        compare = not steps and i % RARELY == 0
+        if metrics := update.update(run.model, run.optimizer, part, objective, rate, compare):
+            steps.append(metrics)
             if len(steps) == 1 and config.dtype == "float32":
-                gap = {key: value for key, value in steps[0].items() if key.startswith("policy/logprob_gap")}
+                gap = {key: value for key, value in metrics.items() if key.startswith("policy/logprob_gap")}
                 if (largest := gap["policy/logprob_gap_max_nats"]) > LOGPROB_GAP_LIMIT:
                     raise ValueError(f"sampler and trainer differ by {largest:.2e} nats on equal weights; at "
                                      f"most {LOGPROB_GAP_LIMIT:g} is rounding")
-    if not steps:                                    # every group's rewards were equal: nothing to learn
+    if not steps:                                    # every group's rewards were equal: no gradient
         unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
     return update.mean_of(steps) | gap | {"policy/steps": len(steps), "policy/lr": rate}
 
 
 def rollout_metrics(run, episodes):
-    """Shares over all ranks of all that was played in an iteration; of groups, where there are any."""
+    """Metrics of all episodes played in an iteration, over all ranks."""
     algorithm = run.config.algorithm
-    equal = algorithm.without_spread(episodes) if algorithm.groups else ()
+    equal = algorithm.zero_variance_groups(episodes) if algorithm.groups else ()
     counts = parallel.all_sum(summary(episodes) | {
         "reward": sum(e.reward for e in episodes), "equal": sum(e.group in equal for e in episodes)})
     shares = success_rate(counts)
@@ -188,8 +218,8 @@ def rollout_metrics(run, episodes):
 
 
 def store(run, i, episodes):
-    """Every few iterations, the group with the strongest advantages, for the report."""
-    if i % LOOK_EVERY and i != run.config.iterations - 1:
+    """Every few iterations, store the group with the largest advantages for the report."""
+    if i % RARELY and i != run.config.iterations - 1:
         return
     strength = {group: sum(max(abs(turn.advantage) for turn in episode.turns) for episode in members)
                 for group, members in rewards.groups_of(episodes).items()}
@@ -198,20 +228,20 @@ def store(run, i, episodes):
               {"phase": "rl", "iteration": i, "split": "train"}, credited=True)
 
 
-def reinforce(run):
-    """The RL stage: iterations from where the checkpoint stopped (0, or with --resume later)."""
+def reinforcement(run):
+    """The RL stage: iterations from 0 or, with --resume, from the checkpoint's."""
     config, algorithm, first = run.config, run.config.algorithm, 0
-    algorithm.begin(run.model, run.objective(), config.minibatches, run.shard)
+    algorithm.begin(run.model, run.objective, config.minibatches, run.shard)
     if run.done is not None:
         first = run.done
-        critic = algorithm.critic if first else None         # one that RL has not touched yet is new again
-        parallel.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
+        critic = algorithm.critic if first else None         # before the first iteration it is made new
+        checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
     if first == 0:
-        run.optimizer.state.clear()                  # the cold start's moments are of another objective
+        run.optimizer.state.clear()                  # the cold start's moments belong to another objective
     reference = frozen_copy(run, first) if config.kl != "none" else None
     if config.keep_checkpoints and first == 0:
         run.keep(0)
-    for i in (bar := tqdm(range(first, config.iterations), desc="RL", unit="iteration", initial=first,
+    for i in (bar := progress(range(first, config.iterations), desc="RL", unit="iteration", initial=first,
                           total=config.iterations, disable=run.ranks.rank > 0)):
         run.iteration = i
         metrics = iteration(run, i, reference)
@@ -226,7 +256,7 @@ def reinforce(run):
 
 
 def run_stages(run):
-    """Cold start, RL, evaluation: those that the flags ask for; a checkpoint after each of the first two."""
+    """Run the stages that the flags ask for: cold start, RL, evaluation; a checkpoint after the first two."""
     config = run.config
     run.origin = files.origin_of(config, run.identity["cold_start_types"]) if run.ranks.rank == 0 else {}
     run.stop_if_asked(None)
@@ -234,7 +264,7 @@ def run_stages(run):
              "parameters": sum(p.numel() for p in run.model.parameters()),
              "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
     stages = {"cold_start": cold_start if config.demonstrations and run.done is None else None,
-              "rl": reinforce if config.iterations else None,
+              "rl": reinforcement if config.iterations else None,
               "evaluation": evaluation if config.splits else None}
     for name, stage in stages.items():
         if stage:
@@ -252,46 +282,65 @@ def run_stages(run):
 
 
 def finish(run):
-    """All stages, or as far as they got when the run was asked to stop: then save, and say what is saved."""
+    """Run all stages; if the run is asked to stop, save and say what is saved. Returns the exit status."""
     folder, state = run.out / files.CHECKPOINT, None
     try:
         return run_stages(run)
     except Interrupted as stopped:
         state = stopped.state
+    except update.NonFinite as error:
+        run.save_batch(error.samples)
+        raise
     if state is not None:
         run.save(state)
     saved = "nothing to save yet" if not folder.is_dir() else f"{folder} holds the model"
     if run.stage == "rl" and state:
-        saved += f" after {state['iteration']} of {run.config.iterations} iterations; --resume goes on"
+        saved += f" after {state['iteration']} of {run.config.iterations} iterations; --resume continues"
     if run.stage == "cold_start" and run.cold:
-        saved += f" after {run.cold['rounds']} rounds of practice; --resume goes on"
+        saved += f" after {run.cold['rounds']} rounds of DAgger; --resume continues"
     parallel.print0(f"stopped; {saved}", file=sys.stderr)
     return 130
 
 
-def attempt(config, held):
-    """All of a run, from its set-up on. What ends it early is said at once: one rank's end is all ranks'."""
+def attempt(config, resources):
+    """Set up and run everything. An error is printed as one line, and one rank's error ends all ranks."""
     try:
-        asked_to_stop = Stop()
-        return finish(prepare(config, parallel.setup(config.device), asked_to_stop, held))
+        should_stop = Stop()
+        return finish(prepare(config, parallel.setup(config.device), should_stop, resources))
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130
-    except MISTAKES as error:
-        first = parallel.failed_rank()               # then this error is only what came of its
-        why = one_line(error, config.out) if first is None else f"rank {first} failed, so this one ends"
+    except EXPECTED as error:
+        first = parallel.failed_rank()        # if another rank failed first, this error follows from that
+        why = f"rank {first} failed, so this one ends" if first is not None else one_line(
+            error, config.out, known=EpisodeLost)
         print(f"gcd.py: error: {why}", file=sys.stderr)
         status = 1
-    return parallel.fail(status)
+    return parallel.abort(status)
+
+
+def train(**settings):
+    """The command as a function: gcd.train(iterations=2, out="runs/x") is `gcd.py --iterations 2 --out
+    runs/x`.
+
+    Runs in this process alone. Returns the trained Agent, as `load` does. ValueError for wrong settings,
+    before any work; KeyboardInterrupt, after saving, if the run was interrupted.
+    """
+    config = flags.parsed(flags.arguments(settings))
+    with ExitStack() as resources, Stop.restored():
+        resources.push(parallel.on_exit)
+        if finish(prepare(config, parallel.setup(config.device), Stop(), resources)):
+            raise KeyboardInterrupt
+    return load(f"{config.out}/{files.CHECKPOINT}")
 
 
 def main(argv=None):
-    """The command: exit status 0, 1 for a mistake that was found late, 130 when it was interrupted."""
+    """The command. Exit status 0; 1 for a mistake found after the start; 130 if interrupted."""
     config = parse(argv)
     with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
-        with ExitStack() as held:
-            held.push(parallel.leave)
-            return attempt(config, held)
+        with ExitStack() as resources:
+            resources.push(parallel.on_exit)
+            return attempt(config, resources)
 
 
 if __name__ == "__main__":

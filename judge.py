@@ -1,9 +1,10 @@
-"""GCD: the actor judges its own actions. Turns → labels → judge prompts → answers → samples for the update.
+"""GCD: the actor judges its own actions. Labelled turns become questions, answers, rewards and samples.
 
-A judged turn becomes a prompt: the episode up to and including the judged response, nothing of what followed,
-and a question. The actor answers it several times; an answer's advantage is its reward minus the mean over
-that turn's answers. arXiv:2509.23870 §4.1, Eq. 3. The paper publishes neither prompts nor weight nor how many
-turns are judged: those are ours. Left out: thoughts before a small model's one-word verdict.
+The prompt of a question is the episode up to and including the judged response, without what followed, and
+the question whether that was a good action. The actor answers several times; an answer's advantage is its
+reward minus the mean over that question's answers. arXiv:2509.23870 §4.1, Eq. 3. The paper publishes neither
+the prompts nor lambda nor the number of judged turns: those are ours. Left out: a small model's reasoning
+before its one-word verdict.
 """
 
 import math
@@ -12,14 +13,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from algorithms.rewards import group_relative_advantage
+from batching import Sample
+from infra.streams import generator, stream
+from labels import label_turns, oracle_labels, rule_labels
 from lm.engine import Response, answer
+from losses import group_relative_advantage
 from rollout import Episode
-from run.parallel import generator, stream
-from update import Sample
 
-LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled", "endpoint", "rule+endpoint")
-AGREEMENTS = ("add-good", "both", "endpoint-wins")
 QUESTION = {"plain": "Was that a good action? good or bad",
             "think": "Before the game answers: given the task and all that has been seen, was your last "
             "command a good step? Think briefly, then answer <judge>good</judge> or <judge>bad</judge>."}
@@ -30,94 +30,25 @@ LONGEST_ANSWER = 100_000       # characters; a longer one is unreadable
 
 
 @dataclass(slots=True)
-class Judged:
-    """One judged turn and the answers to the question about it."""
+class JudgedTurn:
+    """A turn to be judged, the question about it, and the answers."""
 
-    index: int                    # place among all turns judged in this iteration, on all ranks
+    index: int                    # number among all judged turns of this iteration, over all ranks
     episode: Episode
-    t: int                        # which of its turns
-    label: str                    # what is rewarded: "good" or "bad" ("shuffled": a coin's)
+    t: int                        # the turn's index in the episode
+    label: str                    # the rewarded answer, "good" or "bad" ("shuffled": by coin toss)
     prompt_ids: list[int]
     answers: list[Response] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
 
     @property
     def turn(self):
-        """The turn itself, which knows its label, what the oracle says, and the verdicts."""
+        """The rollout.Turn, to which label, oracle label and verdicts are written."""
         return self.episode.turns[self.t]
 
 
-def observations(episode):
-    """The anchor before each turn and after the last: what was last seen that is not "Nothing happens."."""
-    return [turn.anchor for turn in episode.turns] + [episode.final_anchor]
-
-
-def rule_labels(episode):
-    """The paper's rule (§4.1): "good", the last turn of a won episode; "bad", a turn that led nowhere: the
-    observation that it acted on occurs again later in the episode; else None."""
-    seen = observations(episode)
-    labels = ["bad" if seen[t] in seen[t + 1:] else None for t in range(len(episode.turns))]
-    if episode.won:
-        labels[-1] = "good"
-    return labels
-
-
-def dense_labels(episode):
-    """The rule, and "good" every valid turn of a won episode whose resulting observation occurs once. Ours:
-    the paper's own labels have hardly any good turns."""
-    seen = observations(episode)
-    return [label or ("good" if episode.won and turn.valid and seen.count(after) == 1 else None)
-            for label, turn, after in zip(rule_labels(episode), episode.turns, seen[1:])]
-
-
-def oracle_labels(episode, world):
-    """What the world's oracle, if any, says of each turn; written to it. A cut response counts as refused."""
-    if world.oracle and all(turn.oracle is None for turn in episode.turns):
-        last = world.nothing if episode.truncated else episode.final_observation
-        replies = [turn.observation for turn in episode.turns] + [last]
-        labels = world.oracle(replies, [turn.action or "" for turn in episode.turns])
-        for turn, label in zip(episode.turns, labels, strict=True):
-            turn.oracle = label
-    return [turn.oracle for turn in episode.turns]
-
-
-def agreed(rule, other, agreement):
-    """One turn's label from the rule's and the large model's, or the oracle's; None: no label, or not asked.
-
-        add-good:       the rule's, and "good" where only the other says so (the paper does not say how)
-        both:           the two must agree where the rule speaks; elsewhere the other's
-        endpoint-wins:  the other's where there is one, else the rule's
-        undisputed:     as add-good, but none where the two contradict each other (rule+oracle)
-    """
-    if agreement == "endpoint-wins":
-        return other or rule
-    if agreement == "both":
-        return other if rule in (other, None) else None
-    disputed = agreement == "undisputed" and {rule, other} == {"good", "bad"}
-    return None if disputed else rule or ("good" if other == "good" else None)
-
-
-def labels_of(episode, kind, world, large=None, agreement="add-good"):
-    """One label per turn; written to the turns. large: {t: label}, what the large model said of them.
-
-    kind: of LABELS, or one of the world's own; for "shuffled" these are dense ones, `choose` tosses the coin.
-    """
-    others = [(large or {}).get(t) for t in range(len(episode.turns))]
-    if kind in ("oracle", "rule+oracle"):
-        others, agreement = oracle_labels(episode, world), "undisputed"
-    if kind in ("oracle", "endpoint"):
-        labels = others
-    elif kind in ("rule+oracle", "rule+endpoint"):
-        labels = [agreed(rule, other, agreement) for rule, other in zip(rule_labels(episode), others)]
-    else:
-        rules = {"rule": rule_labels, "dense": dense_labels, "shuffled": dense_labels}
-        labels = (world.labels | rules)[kind](episode)
-    for turn, label in zip(episode.turns, labels, strict=True):
-        turn.label = label
-    return labels
-
-
-SEEN = 'An agent plays a text game. This is what it has seen, and after each ">" the command that it gave:'
+TRANSCRIPT_HEAD = ('An agent plays a text game. This is what it has seen, and after each ">" the command '
+                   'that it gave:')
 JUDGE_TURN = (
     "The game has not yet answered the last command. Given the task and all that has been seen, was that "
     "command a good step? Think briefly, then end with <judge>good</judge> or <judge>bad</judge>.")
@@ -126,65 +57,77 @@ THINK_AHEAD = (
     "person, on what it has seen so far and not on what that command will bring. Give the thought alone.")
 
 
-def told(episode, t, question=JUDGE_TURN):
-    """A question after the episode up to and including turn t's command (or response, if it had none)."""
+def transcript(episode, t, question=JUDGE_TURN):
+    """Text of an episode up to and including turn t's command (its response, if it had none), then a
+    question.
+    """
     turns = [f"{turn.observation}\n\n> {turn.action or turn.response}" for turn in episode.turns[:t + 1]]
-    return "\n\n".join([SEEN, *turns, question])
+    return "\n\n".join([TRANSCRIPT_HEAD, *turns, question])
 
 
 def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", agreement="add-good"):
-    """What the large model says of at most n turns: {(place of its episode in the list, t): label}.
+    """Ask the large model about at most n turns. Returns {(episode's position in the list, t): label}.
 
-    Drawn at random from the turns that the rule leaves open, or from all where its word on the others counts.
-    label: None where it did not answer, or unreadably. endpoint: any object with `ask(questions) -> answers`.
+    Turns are drawn at random from those that the rule leaves unlabelled, or from all where the large model's
+    label counts on labelled ones too. A label is None if there is no answer or an unreadable one. endpoint:
+    any object with `ask(questions) -> answers`.
     """
-    all_count = kind == "endpoint" or agreement != "add-good"
+    label_all = kind == "endpoint" or agreement != "add-good"
     places = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
-              if all_count or label is None]
+              if label_all or label is None]
     drawn = [places[i] for i in torch.randperm(len(places), generator=generator(seed))[:n].tolist()]
-    answers = endpoint.ask([told(episodes[e], t) for e, t in drawn])
+    answers = endpoint.ask([transcript(episodes[e], t) for e, t in drawn])
     return {place: parse_verdict(answer or "", "think") for place, answer in zip(drawn, answers, strict=True)}
 
 
-def wording(chat):
-    """Which QUESTION and VERDICT: a small model gives one word, in whatever style it plays."""
+def question_style(chat):
+    """The key of QUESTION and VERDICT: "plain" for a small model, which answers in one word, else "think"."""
     return "plain" if chat.bare else "think"
 
 
-def prompt_ids(chat, turn):
-    """The episode up to and including the judged response, then the question: nothing of what came after."""
-    return turn.prompt_ids + turn.response_ids + chat.message(QUESTION[wording(chat)])
+def question_message(chat):
+    """Token ids of the question, which follow the judged response."""
+    return chat.message(QUESTION[question_style(chat)])
 
 
-def answer_ids(chat, label):
-    """The answer that a demonstration gives: the bare verdict, stop token included."""
-    text = label if wording(chat) == "plain" else f"<judge>{label}</judge>"
+def question_ids(chat, turn):
+    """Token ids of the episode up to and including the judged response, and of the question."""
+    return turn.prompt_ids + turn.response_ids + question_message(chat)
+
+
+def verdict_ids(chat, label):
+    """Token ids of the bare verdict, stop token included: the answer that a demonstration shows."""
+    text = label if question_style(chat) == "plain" else f"<judge>{label}</judge>"
     return chat.encode(text) + chat.encode("<|im_end|>")
 
 
 def parse_verdict(text, style):
-    """"good", "bad", or None where the answer is unreadable. style: "plain" or "think", see `wording`."""
+    """"good", "bad", or None if the answer is unreadable. style: see `question_style`."""
     match = re.fullmatch(VERDICT[style], text) if len(text) <= LONGEST_ANSWER else None
     return match[1] if match else None
 
 
-def candidates(episodes, kind, room, world, asked=None, agreement="add-good"):
-    """Every labelled turn whose prompt and response take less than `room` tokens: (episode.index, t, label).
-    asked: what `endpoint_labels` gave for this list of episodes."""
+def candidates(episodes, kind, max_tokens, environment, endpoint=None, agreement="add-good"):
+    """Labelled turns whose prompt and response have fewer than max_tokens tokens: [(episode.index, t,
+    label)].
+
+    kind, agreement: see labels.label_turns. endpoint: the result of `endpoint_labels` for these episodes.
+    """
     result = []
     for e, episode in enumerate(episodes):
-        large = {t: label for (place, t), label in (asked or {}).items() if place == e}
-        labels = labels_of(episode, kind, world, large, agreement)
+        of_episode = {t: label for (place, t), label in (endpoint or {}).items() if place == e}
+        labels = label_turns(episode, kind, environment, of_episode, agreement)
         result += [(episode.index, t, label) for t, (turn, label) in enumerate(zip(episode.turns, labels))
-                   if label and len(turn.prompt_ids) + len(turn.response_ids) < room]
+                   if label and len(turn.prompt_ids) + len(turn.response_ids) < max_tokens]
     return result
 
 
 def choose(places, kind, per_class, seed):
-    """As many good as bad turns, at most per_class of each, drawn at random; none where a class is missing.
+    """Draw equally many good and bad turns at random, at most per_class of each; none if a class is empty.
 
-    places: the candidates of all ranks; every rank makes the same choice. Good and bad alternate in the list,
-    so that any cut of it by pairs stays balanced. "shuffled" then replaces each label by a fair coin's.
+    places: the candidates of all ranks; every rank makes the same choice. Good and bad alternate in the
+    result, so that any cut between pairs stays balanced. For "shuffled", each label is then replaced by a
+    fair coin toss.
     """
     rng = generator(seed, 0)
     by_class = [[place for place in places if place[2] == label] for label in ANSWERS]
@@ -196,33 +139,40 @@ def choose(places, kind, per_class, seed):
     return tossed if kind == "shuffled" else chosen
 
 
-def questions(chat, episodes, chosen, world):
-    """The chosen turns that lie in these episodes, as judge prompts."""
+def why_none(places, kind):
+    """A warning for an iteration in which no turn can be judged: which class is missing, and what to try."""
+    counts = {label: sum(place[2] == label for place in places) for label in ANSWERS}
+    return (f"GCD: no turn was judged, because --judge-labels {kind} labels {counts['good']} turns good and "
+            f"{counts['bad']} bad, and both are needed; try another kind, such as oracle, or --no-gcd")
+
+
+def questions(chat, episodes, chosen, environment):
+    """JudgedTurns for the chosen turns that belong to these episodes."""
     here = {episode.index: episode for episode in episodes}
     for e in here.keys() & {e for e, _, _ in chosen}:
-        oracle_labels(here[e], world)
-    return [Judged(index, here[e], t, label, prompt_ids(chat, here[e].turns[t]))
+        oracle_labels(here[e], environment)
+    return [JudgedTurn(index, here[e], t, label, question_ids(chat, here[e].turns[t]))
             for index, (e, t, label) in enumerate(chosen) if e in here]
 
 
-def judge(model, chat, judged, group_size, sampling, seed, n_slots):
-    """Let the actor answer each question group_size times; writes answers, rewards and verdicts."""
+def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):
+    """Let the actor answer each question group_size times; write answers, rewards and verdicts."""
     streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
-    prompts, style = [question.prompt_ids for question in judged], wording(chat)
+    prompts, style = [question.prompt_ids for question in judged], question_style(chat)
     for question, given in zip(judged, answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)):
         question.answers = given
         record(question, [None if a.truncated else parse_verdict(chat.decode(a.ids), style) for a in given])
 
 
 def record(question, verdicts):
-    """Write a judged turn's verdicts and what each is worth: 1 right, 0 wrong, -0.1 unreadable (ours)."""
+    """Write the verdicts on a turn and their rewards: 1 right, 0 wrong, -0.1 unreadable (ours)."""
     question.rewards = [-0.1 if verdict is None else float(verdict == question.label) for verdict in verdicts]
     question.turn.label, question.turn.verdicts = question.label, verdicts
     question.turn.judge_reward = sum(question.rewards) / len(verdicts)
 
 
 def advantages(rewards, normalize_std=False):
-    """Of each answer to one question, against the others; exactly 0 where all rewards are equal.
+    """Advantage of each answer to one question; exactly 0 if all rewards are equal.
 
         A = reward - mean, or (reward - mean) / (std + eps): GRPO's, std over the population
     """
@@ -234,10 +184,11 @@ def advantages(rewards, normalize_std=False):
 
 
 def samples(judged, normalize_std=False):
-    """Judged turns as samples, with `advantages` over each turn's answers. Only answers are trained.
+    """Samples of the answers, with `advantages` over each question's answers. Only answer tokens are trained.
 
-    Equal answers to one question have equal tokens, rewards and gradients: they are one sample with a count.
-    They are in the minibatch of the episode that they are about, whose row they go on from.
+    Equal answers to one question have equal tokens, rewards and gradients: they become one sample with a
+    count. A sample belongs to its episode's minibatch, where it shares the episode's row
+    (batching.SharedRow).
     """
     result = []
     for question in judged:
@@ -253,7 +204,7 @@ def samples(judged, normalize_std=False):
 
 
 def sample(question, prompt, answer, advantage, logprob_old=None, label=None):
-    """One answer after one prompt as a Sample; no old logprob where it is to be imitated."""
+    """A Sample of one answer to one prompt; logprob_old None: to be imitated."""
     n, m = len(prompt), len(answer)
     old = None if logprob_old is None else [0.0] * n + logprob_old
     return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old,
@@ -261,10 +212,10 @@ def sample(question, prompt, answer, advantage, logprob_old=None, label=None):
 
 
 def demonstrations(chat, judged, written=None, longest=math.inf):
-    """The same turns with their right answers, to be imitated: samples, and how many of them are written.
+    """Samples that imitate the right answers, and how many of them a large model wrote.
 
-    written: a large model's text on each, imitated with its reasons where it comes to the label in at most
-    `longest` tokens; elsewhere the bare verdict is.
+    written: a large model's text on each turn, imitated with its reasoning if it ends in the label and has at
+    most `longest` tokens; otherwise the bare verdict is imitated.
     """
     result, n_written = [], 0
     for question, text in zip(judged, written or [None] * len(judged), strict=True):
@@ -272,53 +223,57 @@ def demonstrations(chat, judged, written=None, longest=math.inf):
         ids = chat.encode(text) + chat.encode("<|im_end|>")
         fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
         n_written += fits
-        ids = ids if fits else answer_ids(chat, question.label)
+        ids = ids if fits else verdict_ids(chat, question.label)
         result.append(sample(question, question.prompt_ids, ids, 1.0))
     return result, n_written
 
 
 def value_samples(judged):
-    """The same turns, prompt and response, for the classifier's cross-entropy at their last token."""
+    """Samples for the value head: prompt and response, with the label at the last token."""
     return [sample(question, question.turn.prompt_ids + question.turn.response_ids, [], 0.0,
                    label=float(question.label == "good")) for question in judged]
 
 
 def value_verdicts(judged, probabilities):
-    """The classifier's probabilities of good as records for the log; writes verdicts and rewards too."""
+    """Write verdicts and rewards from the value head's probabilities of "good"; return VerdictRecords."""
     for question, probability in zip(judged, probabilities, strict=True):
         record(question, ["good" if probability >= 0.5 else "bad"])
-    return [replace(verdicts, probability=p) for verdicts, p in zip(verdicts_of(judged), probabilities)]
+    return [replace(verdicts, probability=p) for verdicts, p in zip(verdict_records(judged), probabilities)]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
-    """What the log needs of one judged turn; small, so that ranks can exchange it."""
+class VerdictRecord:
+    """What the metrics need of one judged turn; small, because ranks exchange it."""
 
     label: str
     oracle: str | None
     verb: str
     verdicts: tuple[str | None, ...]
     rewards: tuple[float, ...]
-    probability: float | None = None      # of good, where a value head said it
+    probability: float | None = None      # of "good", by the value head
 
     @property
     def share_good(self):
-        """The value head's probability, or the share of good among readable answers: 1/2 where none is."""
+        """The value head's probability, or the share of "good" among readable answers (1/2 if there is
+        none).
+        """
         if self.probability is not None:
             return self.probability
         readable = [verdict for verdict in self.verdicts if verdict]
         return readable.count("good") / len(readable) if readable else 0.5
 
 
-def verdicts_of(judged):
-    """The judged turns of this rank, stripped to what is logged."""
-    return [Verdicts(question.label, question.turn.oracle, (question.turn.action or " ").split(" ")[0],
+def verdict_records(judged):
+    """VerdictRecords of this rank's judged turns."""
+    return [VerdictRecord(question.label, question.turn.oracle, (question.turn.action or " ").split(" ")[0],
                      tuple(question.turn.verdicts), tuple(question.rewards)) for question in judged]
 
 
 def agreement(records, truth):
-    """Share of right answers per class, unreadable ones being wrong, their mean, and the AUC of share_good.
-    truth: "good", "bad" or None for each of the records (Verdicts). nan where a class is missing."""
+    """Accuracy per class (an unreadable answer is wrong), their mean, and the AUC of share_good.
+
+    truth: "good", "bad" or None for each VerdictRecord. nan where a class is missing.
+    """
     right = {label: [v == label for record, t in zip(records, truth) if t == label for v in record.verdicts]
              for label in ANSWERS}
     good, bad = (sum(hits) / len(hits) if hits else math.nan for hits in right.values())
@@ -327,9 +282,10 @@ def agreement(records, truth):
 
 
 def auc(records, truth, within_verbs=False):
-    """Chance that a good turn's share_good is above a bad one's, ties half (Mann-Whitney); nan without pairs.
+    """Probability that a good turn's share_good exceeds a bad one's, ties half (Mann-Whitney); nan without
+    pairs.
 
-    within_verbs: pairs of one verb only. Good turns are mostly "move X to Y": knowing that is no judgement.
+    within_verbs: only pairs of one verb. Good turns are mostly "move X to Y": to know that is no judgement.
     """
     good, bad = ([(record.verb, record.share_good) for record, t in zip(records, truth) if t == label]
                  for label in ANSWERS)
@@ -339,7 +295,7 @@ def auc(records, truth, within_verbs=False):
 
 
 def metrics(records):
-    """What one iteration's judging came to, over all ranks; only the count where nothing was judged."""
+    """Metrics of one iteration's judging over all ranks' records; only the count if nothing was judged."""
     if not records:
         return {"judge/turns": 0}
     verdicts = [verdict for record in records for verdict in record.verdicts]

@@ -1,8 +1,8 @@
-"""Episodes from a model and environments: what is recorded, how they are played, what they add up to.
+"""Playing episodes: what is recorded of them, and many conversations at once in one batch.
 
-Read from the top: `Turn` and `Episode`, which carry all facts of an episode to who needs them (algorithms
-write advantages there); `Conversation`, an episode in progress; `play`, many at once. How text becomes tokens
-is lm/chat.py's, how tokens are sampled lm/engine.py's.
+`Turn` and `Episode` hold all facts about an episode; algorithms write advantages and judges write labels
+there. `Conversation` is an episode in progress; `play` plays many. Left out: text to tokens (lm/chat.py),
+sampling of tokens (lm/engine.py).
 """
 
 import math
@@ -12,118 +12,137 @@ from itertools import chain, pairwise
 from time import perf_counter
 
 from envs import EpisodeLost, Task
+from infra.streams import stream
 from lm.engine import Response, Slots
-from run.parallel import stream
 
 # What is recorded
 
 @dataclass(slots=True)
 class Turn:
-    """One prompt, the response to it, what the environment was asked to do, and what was made of that."""
+    """One prompt and response, the command in it, and what was later computed for the turn."""
 
-    observation: str              # what the environment had said before
+    observation: str              # the environment's last text before the response
     prompt_ids: list[int]
     response_ids: list[int]       # as sampled, stop token included
     logprob_old: list[float]      # nats, one per response token, at the sampling temperature
     response: str
-    action: str | None            # the command parsed out of the response; None = malformed
-    valid: bool                   # the command was admissible
-    anchor: str                   # the state as far as it was seen: the last observation with news
+    action: str | None            # the command parsed from the response; None: malformed
+    valid: bool                   # whether the command was admissible
+    anchor: str                   # the last informative observation: the state as far as the actor saw it
     truncated: bool = False       # the response had no stop token within its length
-    tag: str | None = None        # RLVMR's meta-reasoning tag; None = malformed, or a prompt without tags
-    kl: list[float] | None = None                 # per response token, taken off the reward (--kl reward)
-    advantage: float = 0.0                        # written by the algorithm; in a demonstration, its weight
-    token_advantage: list[float] | None = None    # where the tokens of the turn differ: one each
-    label: str | None = None                      # good or bad, for the judge: a fact about the turn
-    oracle: str | None = None                     # what the world's oracle says of it
-    verdicts: list[str | None] = field(default_factory=list)      # the actor's own; None = unreadable
+    tag: str | None = None        # RLVMR's meta-reasoning tag; None: malformed, or no tags in the prompt
+    kl: list[float] | None = None                 # per response token, with --kl reward
+    advantage: float = 0.0                        # by the algorithm; in a demonstration, the turn's weight
+    token_advantage: list[float] | None = None    # one per response token, if they differ
+    label: str | None = None                      # "good" or "bad", for the judge
+    oracle: str | None = None                     # the environment's oracle label
+    verdicts: list[str | None] = field(default_factory=list)      # the actor's own; None: unreadable
     judge_reward: float | None = None             # mean over the verdicts
-    allowed: list = field(default_factory=list)   # per response token the ids it was drawn from (None: all);
-                                                  # empty: not restricted
+    allowed: list = field(default_factory=list)   # per response token, the ids it was sampled from (None:
+                                                  # all); empty: unrestricted
 
 
 @dataclass(slots=True)
 class Episode:
-    """One task played from start to end."""
+    """One task played from start to end. `print(episode)` shows its transcript."""
 
     task: Task
     group: int
-    index: int = 0                # its number among the episodes of an iteration, over all ranks
+    index: int = 0                # number among the iteration's episodes, over all ranks
     turns: list[Turn] = field(default_factory=list)
     won: bool = False
-    reward: float = 0.0           # what it earned, penalties included; written once it is played
-    truncated: bool = False       # a response was cut at its length, which ended the episode as failed
-    overflowed: bool = False      # the next prompt would not have fitted the context: likewise
+    reward: float = 0.0           # of the episode, penalties included; see rewards.write_rewards
+    truncated: bool = False       # a response reached its maximum length, which failed the episode
+    overflowed: bool = False      # the next prompt would have exceeded the context, which failed the episode
     final_observation: str = ""
-    final_anchor: str = ""        # the same at its end; while it is played, so far
-    score_100: float | None = None       # the game's own score at the end, where it has one
-    restarts: int = 0             # how often the engine died under it and it began again
+    final_anchor: str = ""        # the last informative observation so far
+    score_100: float | None = None       # the game's own score at the end, if it has one
+    restarts: int = 0             # how often its engine died, and it started again
+
+    def __str__(self):
+        """The transcript: observations, commands, labels, and the outcome."""
+        lines = [f"task {self.task.id}", ""]
+        for number, turn in enumerate(self.turns, 1):
+            notes = ["" if turn.valid else "refused", f"judged {turn.label}" if turn.label else "",
+                     f"advantage {turn.advantage:+.2f}" if turn.advantage else ""]
+            command = turn.action if turn.action is not None else f"(no command) {turn.response}"
+            note = ", ".join(filter(None, notes))
+            lines += [turn.observation, "", f"[{number}] > {command}" + (f"   ({note})" if note else "")]
+        score = "" if self.score_100 is None else f", score {self.score_100:g} of 100"
+        outcome = "won" if self.won else "not won"
+        end = [self.final_observation, "", f"{outcome} after {len(self.turns)} turns{score}"]
+        return "\n".join(lines + end)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """An episode to be played. Its stream fixes every random draw, whatever slot, batch or rank plays it."""
+class EpisodeSpec:
+    """An episode to be played. Its stream determines every random draw, in any slot, batch or rank."""
 
     task: Task
     group: int
     stream: int
     index: int = 0
-    instruction: str = ""         # put before the first observation (prompt-based correction)
+    instruction: str = ""         # precedes the first observation (prompt-based correction)
 
 
-class Local:
-    """An environment of this process, with the verbs of one in another: send, then receive (which plays)."""
+class LocalGame:
+    """A game in this process behind the interface of one in another: `send`, then `receive`, which plays."""
 
-    def __init__(self, env):
-        self.env = env
+    def __init__(self, game):
+        self.game = game
 
-    def send(self, verb, *arguments):
-        self.receive = partial(getattr(self.env, verb), *arguments)
+    def send(self, method, *arguments):
+        """Note the call of game.method for `receive`."""
+        self.receive = partial(getattr(self.game, method), *arguments)
 
 
 class Conversation:
-    """An episode in progress: its environment, its first message, and one piece of prompt per exchange.
+    """An episode in progress: its game, its first message, and the token ids of each exchange.
 
-    A prompt is the first message and the last `history` exchanges (0: all of them, so it is append-only).
-    Made, it has asked for a reset; `begin` waits for the answer. Then `say` and `hear`, or `act` for both:
-    many say before one is heard, so that environments in other processes work at once. `begin`, `hear` may
-    raise EpisodeLost. on_truncation: a response cut at its length "fail"s the episode, or is "invalid".
-    number: its place among the seats.
+    The prompt is the first message and the last `history` exchanges (0: all of them, so that it is
+    append-only). The constructor sends a reset, `start` waits for the reply. Then, for each turn, `submit`
+    and `receive`, or `act` for both: many conversations submit before one receives, so that games in other
+    processes work at the same time. `start` and `receive` may raise EpisodeLost. number: index among the
+    specs that are played.
     """
 
-    def __init__(self, seat, env, chat, history, number=0):
-        self.seat, self.chat, self.history, self.stream = seat, chat, history, seat.stream
-        self.number, self.begun = number, False
-        self.env = env if hasattr(env, "send") else Local(env)
-        self.episode = Episode(seat.task, seat.group, seat.index)
-        self.env.send("reset", seat.task, 0)
+    def __init__(self, spec, game, chat, history, number=0):
+        self.spec, self.chat, self.history, self.stream = spec, chat, history, spec.stream
+        self.number, self.started = number, False
+        self.game = game if hasattr(game, "send") else LocalGame(game)
+        self.episode = Episode(spec.task, spec.group, spec.index)
+        self.game.send("reset", spec.task, 0)
 
-    def begin(self):
-        """Receive the first observation and make the first prompt; returns self."""
-        self.reply = self.env.receive()
-        self.head = self.prompt = list(self.chat.observe(self.reply, True, self.seat.instruction))
-        self.exchanges, self.episode.score_100, self.begun = [], self.reply.score_100, True
+    def start(self):
+        """Receive the first observation and build the first prompt; returns self."""
+        self.reply = self.game.receive()
+        self.head = self.prompt = list(self.chat.observe(self.reply, True, self.spec.instruction))
+        self.exchanges, self.episode.score_100, self.started = [], self.reply.score_100, True
         self.episode.final_anchor = self.reply.observation
         return self
 
     def next_stream(self):
+        """The random stream of the next response."""
         return stream(self.stream, len(self.episode.turns))
 
     def restriction(self):
-        """What the next response may be, if only commands that are possible now. ValueError where the world
-        lists none: nothing would be left to sample."""
+        """The restriction of the next response to admissible commands. ValueError if the game lists none."""
         if not self.reply.admissible:
-            raise ValueError(f"--admissible-only: task {self.seat.task.id} lists no command before turn "
+            raise ValueError(f"--admissible-only: task {self.spec.task.id} lists no command before turn "
                              f"{len(self.episode.turns) + 1}")
         return self.chat.restriction(self.reply.admissible)
 
-    def act(self, response, max_turns, room, on_truncation="fail"):
-        """`say` the response and `hear` the answer; True at the episode's end."""
-        self.say(response, on_truncation)
-        return self.hear(max_turns, room)
+    def act(self, response, max_turns, max_prompt, on_truncation="fail"):
+        """`submit` the response and `receive` the reply; True if the episode has ended."""
+        self.submit(response, on_truncation)
+        return self.receive(max_turns, max_prompt)
 
-    def say(self, response, on_truncation="fail"):
-        """Record the response as a turn and send its command, if any: one cut at its length has none."""
+    def submit(self, response, on_truncation="fail"):
+        """Record the response as a turn and send its command, if any.
+
+        A truncated response has no command; on_truncation "fail" ends the episode with it, "invalid" does
+        not.
+        """
         episode, before = self.episode, self.reply
         text = self.chat.decode(response.ids)
         action, tag = (None, None) if response.truncated else self.chat.parse(text)
@@ -134,103 +153,107 @@ class Conversation:
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
         elif action is not None:
-            self.env.send("step", action)
+            self.game.send("step", action)
 
-    def hear(self, max_turns, room):
-        """Receive the answer, make the next prompt (at most `room` tokens); True at the episode's end."""
+    def receive(self, max_turns, max_prompt):
+        """Receive the reply and build the next prompt, of at most max_prompt tokens; True if the episode
+        ended.
+        """
         episode, turn = self.episode, self.episode.turns[-1]
         if episode.truncated:
             return True
         if turn.action is None:
-            self.reply = self.reply._replace(observation=self.chat.nothing)
+            self.reply = self.reply._replace(observation=self.chat.noop_message)
         else:
-            self.reply = self.env.receive()
+            self.reply = self.game.receive()
             turn.valid = turn.valid if self.reply.taken is None else self.reply.taken
         episode.won, episode.score_100 = self.reply.won, self.reply.score_100
         episode.final_observation = self.reply.observation
-        if self.reply.observation != self.chat.nothing and self.reply.taken is not False:
+        if self.reply.observation != self.chat.noop_message and self.reply.taken is not False:
             episode.final_anchor = self.reply.observation
         self.exchanges.append(turn.response_ids + self.chat.observe(self.reply))
         self.prompt = list(chain(self.head, *self.exchanges[-self.history:]))      # -0 is 0: all of them
         ended = self.reply.done or len(episode.turns) >= max_turns
-        episode.overflowed = not ended and len(self.prompt) > room
+        episode.overflowed = not ended and len(self.prompt) > max_prompt
         return ended or episode.overflowed
 
 
-def check_room(task, prompt, max_response_tokens, context):
-    """ValueError where a first prompt leaves no room for a response."""
+def check_first_prompt(task, prompt, max_response_tokens, context):
+    """ValueError if a first prompt leaves no room for a response in the context."""
     if len(prompt) + max_response_tokens > context:
         raise ValueError(f"--context={context}: the first prompt of task {task.id} has {len(prompt)} tokens, "
                          f"and a response may need {max_response_tokens}")
 
 
-def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_truncation="fail",
-         on_end=lambda episode: None, asked_to_stop=False, admissible_only=False, waits=None, coaches=None):
-    """Play every seat once and return its Episode, in the order of the seats.
+def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_truncation="fail",
+         on_end=lambda episode: None, should_stop=False, admissible_only=False, waits=None, overrides=None):
+    """Play every spec once. Returns the Episodes, in the order of the specs.
 
-    One slot per environment; a slot whose episode has ended takes the next seat, and when none waits the last
-    live slot moves into the hole. No slot waits for another: environments answer those whose response has
-    ended while the device draws the others'. history, on_truncation: see `Conversation`. on_end(episode) is
-    called as each one ends. Whoever asks to stop (true from one tick to the next) gets those that ended so
-    far; they are not to be used. admissible_only: responses give possible commands only, see
-    `Chat.restriction`; one longer than max_response_tokens is cut as ever. waits: a dict to which the seconds
-    are added that "environments" and "device" were waited for. coaches: {a seat's index: a function of its
-    Conversation that gives the ids of a response in the model's place, or None}. ValueError where a first
-    prompt leaves no room for a response within `context` tokens.
+    One slot per game. A slot whose episode has ended takes the next spec; when none is left, the last live
+    slot moves into its place. No slot waits for another: games answer finished responses while the device
+    samples the others. ValueError if a first prompt leaves no room for a response within `context` tokens.
+
+    history, on_truncation: see `Conversation`. on_end(episode) is called as each one ends. should_stop: may
+    turn true between ticks; `play` then returns the episodes that have ended, which the caller must discard.
+    admissible_only: sample admissible commands only (`Chat.restriction`). waits: a dict to which the seconds
+    spent on "environments" and "device" are added. overrides: {spec.index: function of its Conversation that
+    returns a response's token ids, which replace the model's response, or None}.
     """
-    slots = Slots(model, min(len(envs), len(seats)), context, chat.stop_ids, sampling)
-    room, share = context - sampling.max_response_tokens, len({seat.group for seat in seats}) < len(seats)
-    waiting, ended, first_prompt = iter(range(len(slots.held), len(seats))), {}, {}
+    slots = Slots(model, min(len(games), len(specs)), context, chat.stop_ids, sampling)
+    max_prompt = context - sampling.max_response_tokens
+    share = len({spec.group for spec in specs}) < len(specs)
+    waiting, ended, first_prompt = iter(range(len(slots.cached), len(specs))), {}, {}
 
-    def hear(conversation):
-        """Receive what its environment says; True at the episode's end. A first prompt is checked."""
-        if conversation.begun:
-            return conversation.hear(max_turns, room)
-        conversation.begin()
-        seat = conversation.seat
-        check_room(seat.task, conversation.prompt, sampling.max_response_tokens, context)
-        start = (seat.task.id, conversation.prompt)
-        first = first_prompt.setdefault(seat.group, start)
-        assert first == start, f"group {seat.group} does not start alike: {first[0]}, {start[0]}"
+    def receive(conversation):
+        """Receive the game's reply, and check a first prompt; True if the episode has ended."""
+        if conversation.started:
+            return conversation.receive(max_turns, max_prompt)
+        conversation.start()
+        spec = conversation.spec
+        check_first_prompt(spec.task, conversation.prompt, sampling.max_response_tokens, context)
+        start = (spec.task.id, conversation.prompt)
+        first = first_prompt.setdefault(spec.group, start)
+        assert first == start, f"group {spec.group} has different starts: {first[0]}, {start[0]}"
+        return False
 
-    def seat_at(row, conversation):
-        """Let a new conversation have a row, of which nothing is held any more; returns it."""
-        conversation.row, slots.held[row] = row, []
+    def place(row, conversation):
+        """Put a new conversation into a row, whose cached tokens are dropped; returns it."""
+        conversation.row, slots.cached[row] = row, []
         live[row:row + 1] = [conversation]
         return conversation
 
-    live, pairs = [], enumerate(zip(seats, envs))
-    asked = [seat_at(row, Conversation(*pair, chat, history, row)) for row, pair in pairs]
-    while live and not asked_to_stop:
+    live, pairs = [], enumerate(zip(specs, games))
+    pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs]
+    while live and not should_stop:
         clock, ready, over, lost = [perf_counter()], [], [], []
-        slots.tick()                                             # the device begins to draw,
+        slots.tick()                                             # the device starts to sample,
         clock.append(perf_counter())
-        for conversation in asked:                               # while those environments answer
+        for conversation in pending:                             # while these games answer
             try:
-                (over if hear(conversation) else ready).append(conversation)
+                (over if receive(conversation) else ready).append(conversation)
             except EpisodeLost as loss:
-                lost.append((conversation.row, again(conversation, loss)))
+                lost.append((conversation.row, restarted(conversation, loss)))
         clock.append(perf_counter())
-        landed = slots.land()
+        finished = slots.pop_finished()
         clock.append(perf_counter())
-        asked = [seat_at(*place) for place in lost]
-        for row, response in landed:
-            live[row].say(response, on_truncation)
-            asked.append(live[row])
+        pending = [place(*entry) for entry in lost]
+        for row, response in finished:
+            live[row].submit(response, on_truncation)
+            pending.append(live[row])
         for conversation in over:
             ended[conversation.number], row = conversation.episode, conversation.row
             on_end(conversation.episode)
             if (new := next(waiting, None)) is not None:
-                asked.append(seat_at(row, Conversation(seats[new], conversation.env, chat, history, new)))
+                pending.append(place(row, Conversation(specs[new], conversation.game, chat, history, new)))
             else:
                 live[row], live[-1].row = live[-1], row
                 live.pop()
                 slots.move(len(live), row)
-        for conversation in list(ready) if coaches else ():
-            if ids := coaches[conversation.seat.index](conversation):
-                conversation.say(Response(ids, [], False))
+        for conversation in list(ready) if overrides else ():
+            if ids := overrides[conversation.spec.index](conversation):
+                conversation.submit(Response(ids, [], False))
                 ready.remove(conversation)
-                asked.append(conversation)
+                pending.append(conversation)
         clock.append(perf_counter())
         if ready:
             ready.sort(key=lambda conversation: conversation.row)
@@ -240,31 +263,34 @@ def play(model, chat, envs, seats, sampling, max_turns, context, history=0, on_t
                         [conversation.restriction() for conversation in ready] if admissible_only else None)
         clock.append(perf_counter())
         if waits is not None:
-            drew, heard, landing, _, began = (b - a for a, b in pairwise(clock))
-            waits |= {"environments": waits.get("environments", 0.0) + heard,
-                      "device": waits.get("device", 0.0) + drew + landing + began}
+            sampled, received, landing, _, started = (b - a for a, b in pairwise(clock))
+            waits |= {"environments": waits.get("environments", 0.0) + received,
+                      "device": waits.get("device", 0.0) + sampled + landing + started}
     return [ended[number] for number in sorted(ended)]
 
 
-def again(conversation, loss, most=5):
-    """A lost conversation anew, on other draws (the same might kill it too). EpisodeLost after `most`."""
-    seat, restarts = conversation.seat, conversation.episode.restarts + 1
+def restarted(conversation, loss, most=5):
+    """A lost conversation started again with other random draws, which may not kill the engine again.
+
+    EpisodeLost if it was restarted `most` times already.
+    """
+    spec, restarts = conversation.spec, conversation.episode.restarts + 1
     if restarts > most:
-        raise EpisodeLost(f"task {seat.task.id}: lost {restarts} times: {loss}") from loss
-    anew = Conversation(seat, conversation.env, conversation.chat, conversation.history, conversation.number)
-    anew.episode.restarts = restarts
-    anew.stream = stream(seat.stream, 1 << 40, restarts)         # 1 << 40: no turn has this number
-    return anew
+        raise EpisodeLost(f"task {spec.task.id}: lost {restarts} times: {loss}") from loss
+    new = Conversation(spec, conversation.game, conversation.chat, conversation.history, conversation.number)
+    new.episode.restarts = restarts
+    new.stream = stream(spec.stream, 1 << 40, restarts)         # no turn has the number 1 << 40
+    return new
 
 
 def repeated_turns(episode):
-    """How many turns gave a command already given in the same state (anchor): meaningless repeats."""
+    """Number of turns whose command was given before at the same anchor."""
     pairs = [(turn.anchor, turn.action) for turn in episode.turns]
     return len(pairs) - len(set(pairs))
 
 
 def summary(episodes):
-    """Counts over episodes, to be summed over ranks before they are divided."""
+    """Counts over episodes, to be summed over ranks before `success_rate` divides them."""
     turns = [turn for episode in episodes for turn in episode.turns]
     return {
         "episodes": len(episodes), "won": sum(e.won for e in episodes),
@@ -278,8 +304,11 @@ def summary(episodes):
 
 
 def success_rate(counts, plays=1):
-    """What `summary` counted, as shares of episodes or turns; success with its 95 % Wilson interval. Several
-    plays of a game count as one in that: a game that is won once is likely to be won again."""
+    """Shares of episodes or turns from `summary`'s counts; success with its 95 % Wilson interval.
+
+    plays: how often each game was played; the interval's n is the number of games, because plays of one game
+    are not independent.
+    """
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
     low, high = wilson(counts["won"] / plays, counts["episodes"] / plays)
     score = {"score_100": counts["score_100"] / counts["scored"]} if counts["scored"] else {}
@@ -290,7 +319,7 @@ def success_rate(counts, plays=1):
 
 
 def wilson(successes, n, z=1.96):
-    """The Wilson score interval of a share: (low, high), 95 % by default. n = 0 gives (0, 1).
+    """Wilson score interval of a share: (low, high), 95 % by default; (0, 1) for n = 0.
 
         (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)        Wilson 1927
     """

@@ -1,76 +1,68 @@
-"""What an algorithm is: from what episodes earned to the advantage of each of their turns.
+"""What an algorithm is: it turns the rewards of episodes into the advantage of each of their turns.
 
-One file here is one method: its equations with their sources, its settings, which are flags of gcd.py once
-it is chosen, and `assign`. `--algo NAME` finds class Method in algorithms/NAME.py; nothing else has its name.
+One file is one method: its equations with their sources, its settings, which become flags of gcd.py when it
+is chosen, and `assign`. `--algo NAME` is class Method of algorithms/NAME.py, `--algo path/to/file.py` that of
+any file.
 
-    python gcd.py --algo gigpo --help          # the flags that it has beside those of every run
+    python gcd.py --algo gigpo --help          # gigpo's own flags, in addition to those of every run
 """
-
-import importlib
-from pathlib import Path
 
 import torch
 
+import losses
 from algorithms import rewards
 
 
 class Method:
-    """One algorithm. `assign` writes each turn's advantage; the attributes say what else it can do.
+    """Base class of every --algo: `assign` writes advantages, the attributes declare what else it supports.
 
-    Where a paper's released code differs from the paper, `Settings` has a field `variant`, "paper" or "code".
+    A public name that is not declared here is refused; a helper's name begins with an underscore. If a
+    paper's released code differs from the paper, `Settings` has a field `variant`, "paper" or "code".
     """
 
-    Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm alone
-    defaults = {}                # what it changes of the run's other defaults
+    Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm
+    defaults = {}                # changed defaults of the run's other settings
     code_defaults = dict(success_reward=10.0, invalid="format", invalid_unit="turn")    # with --variant code
-    groups = True                # compares the episodes of a task: a group with equal rewards teaches nothing
-    reward_alone = False         # groups whose rewards differ always teach: others may be refilled
+    groups = True                # compares the episodes of a task: a group with equal rewards has no gradient
+    reward_alone = False         # unequal rewards in a group always give a gradient: allows refill
     tags = False                 # needs RLVMR's tags in the responses
-    kl_in_reward = True          # knows what to do with --kl reward
-    critic = None                # (model, optimizer), where it trains a second network
-    centred = staticmethod(rewards.group_relative_advantage)      # penalty_E, group_E -> what is taken off
+    kl_in_reward = True          # supports --kl reward
+    critic = None                # (model, optimizer), if it trains a second network
 
     def __init__(self, settings):
         self.settings = settings
 
     def begin(self, model, objective, minibatches, shard):
-        """RL begins with this policy. objective: update.Objective; shard(model): spread it over the ranks."""
+        """Called once, when RL starts: the policy, update.Objective, the number of optimizer steps per
+        iteration, and shard(model), which shards a model over the ranks."""
         self.model, self.objective, self.minibatches = model, objective, minibatches
 
     def assign(self, episodes, decay=1.0):
-        """Write `turn.advantage` (`turn.token_advantage`, where tokens differ) of this rank's episodes.
+        """Write `turn.advantage` (and `turn.token_advantage`, if tokens differ) of this rank's episodes.
 
-        All ranks call it; groups lie whole on one. decay: what learning rates of the algorithm's own are
-        multiplied with in this iteration. Returns metrics, equal on all ranks.
+        All ranks call it; no group is split over ranks. decay: factor on the algorithm's own learning rates
+        in this iteration. Returns metrics, equal on all ranks.
         """
         raise NotImplementedError(type(self))
 
-    def without_spread(self, episodes):
-        """The groups in which what is compared is all equal: where only rewards count, they teach nothing."""
-        reward, group, _ = rewards.compared(episodes, self.settings)
+    def zero_variance_groups(self, episodes):
+        """The groups whose compared values are all equal: if only rewards count, they have no gradient."""
+        reward, group, _ = rewards.grouped_rewards(episodes, self.settings)
         return {int(number) for number in group.unique() if len(reward[group == number].unique()) == 1}
 
-    def penalize(self, episodes):
-        """--kl reward: take each episode's summed `turn.kl`, centred in its group, off its advantages (apart:
-        the task's reward alone is scaled by its std, and equal rewards keep their exact zeros)."""
+    def center_kl(self, penalty_E, group_E):
+        """Subtract its baseline, by default the group's mean, from each episode's KL penalty."""
+        return losses.group_relative_advantage(penalty_E, group_E)
+
+    def subtract_kl(self, episodes):
+        """For --kl reward: subtract each episode's centered sum of `turn.kl` from its advantages.
+
+        The task's reward is normalized separately, so equal rewards keep their exact zeros.
+        """
         penalty_E = torch.tensor([sum(sum(turn.kl) for turn in e.turns) for e in episodes])
-        centred_E = self.centred(penalty_E, torch.tensor([e.group for e in episodes]))
-        for episode, penalty in zip(episodes, centred_E.tolist()):
+        centered_E = self.center_kl(penalty_E, torch.tensor([e.group for e in episodes]))
+        for episode, penalty in zip(episodes, centered_E.tolist()):
             for turn in episode.turns:
                 turn.advantage -= penalty
-
-
-def names():
-    """The algorithms that there are: the files of this folder that define a Method."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return [file.stem for file in files if "\nclass Method(" in file.read_text(encoding="utf-8")]
-
-
-def find(name):
-    """The class Method of algorithms/NAME.py. ValueError names those there are."""
-    if name not in names():
-        raise ValueError(f"--algo={name}: expected one of {', '.join(names())}")
-    try:
-        return importlib.import_module(f"algorithms.{name}").Method
-    except Exception as error:
-        raise ValueError(f"--algo={name}: algorithms/{name}.py: {type(error).__name__}: {error}") from error
+                if turn.token_advantage:
+                    turn.token_advantage = [advantage - penalty for advantage in turn.token_advantage]

@@ -1,11 +1,12 @@
-"""PPO: a critic values states; a turn's advantage is what came out better than it said (arXiv:1707.06347).
+"""PPO: a critic estimates values, and a turn's advantage is estimated by GAE (arXiv:1707.06347).
 
-The critic is a second model with a value head, trained beside the policy. No groups: 128 tasks, played once.
+The critic is a second model with a value head, trained along with the policy. No groups: 128 tasks are played
+once each.
 
-    paper   GAE over turns: V before a turn's response, gamma 1, no bootstrap at the end, for the turn limit
-            is part of the task; every token of a turn has its advantage
-    code    verl-agent's: each turn for itself, A = R - V at every token (gamma = lambda = 1 within the
-            response), where R is the episode's success reward less this turn's own penalty
+    paper   GAE over turns: V before a turn's response, gamma 1, no bootstrap at the end, because the turn
+            limit is part of the task; every token of a turn has the turn's advantage
+    code    verl-agent's: each turn on its own, A = R - V at every token (gamma = lambda = 1 within the
+            response), where R is the episode's success reward minus this turn's own penalty
 """
 
 import math
@@ -14,41 +15,44 @@ from dataclasses import dataclass, replace
 import torch
 
 import algorithms
+import batching
 import update
 from algorithms import rewards
+from batching import Sample, equal_microbatches
+from infra import parallel
+from infra.flags import setting
 from lm import model as qwen
-from run import parallel
-from run.flags import opt
+from lm.optim import adamw
 
 
 @dataclass(frozen=True)
 class Settings(rewards.Settings):
     """PPO's flags."""
 
-    variant: str = opt("paper", "GAE over turns, or verl-agent's code: each token against its episode's "
-                       "success", ("paper", "code"))
-    gae_lambda: float = opt(0.95, "lambda of GAE over turns", low=0, high=1)
-    critic_lr: float = opt(3e-3, "learning rate of the critic", low=0)
-    value_clip: float = opt(0.5, "a value moves at most this far in an iteration; 0: no clip", low=0)
+    variant: str = setting("paper", "GAE over turns, or verl-agent's code: each token against its episode's "
+                           "success", ("paper", "code"))
+    gae_lambda: float = setting(0.95, "lambda of GAE over turns", low=0, high=1)
+    critic_lr: float = setting(3e-3, "learning rate of the critic", low=0)
+    value_clip: float = setting(0.5, "largest change of a value in an iteration; 0: no clip", low=0)
 
 
 @dataclass(slots=True)
-class Valued(update.Sample):
-    """A sample of the policy with what the critic said before each sampled token, and should have said."""
+class ValueSample(Sample):
+    """A sample of the policy with the critic's value and its target for each sampled token."""
 
-    value: list[float] = None     # one per sampled token
-    target: list[float] = None    # likewise; nan: nothing to learn there
+    value: list[float] = None     # V before each sampled token
+    target: list[float] = None    # one per sampled token; nan: no target
 
 
 def gae(reward_S, value_S, turns_E, gamma=1.0, lam=0.95):
-    """Generalized advantage estimation (arXiv:1506.02438) over an episode's turns, and the critic's target.
+    """Generalized advantage estimation (arXiv:1506.02438) over an episode's turns, and the critic's targets.
 
         delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = sum_k (gamma lam)^k delta_{t+k}         Eq. 16
         return_t = A_t + V_t
 
-    value_S: V before the turn's response; after the last turn it is 0, won or not: the turn limit is part of
-    the task. Returns advantage_S and return_S. With tokens for turns, each turn's tokens for an episode, the
-    episode's reward at the last of them and gamma = lam = 1, this is verl-agent's A = R - V.
+    value_S: V before the turn's response; V after the last turn is 0, won or not, because the turn limit is
+    part of the task. Returns advantage_S and return_S. Applied to the tokens of one response, with the reward
+    at the last token and gamma = lam = 1, this is verl-agent's A = R - V.
     """
     next_S = value_S.roll(-1)
     next_S[(turns_E.cumsum(0) - 1)[turns_E > 0]] = 0.0
@@ -57,11 +61,11 @@ def gae(reward_S, value_S, turns_E, gamma=1.0, lam=0.95):
 
 
 def clipped_value_loss(value_N, value_old_N, return_N, clip):
-    """Half the squared error of the critic; where its move is clipped, the worse of the two.
+    """Half the squared error of the critic or, if larger, that of its clipped value.
 
         L = 0.5 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)    as in PPO2 and verl
 
-    clip 0: no clipping.  Returns loss_N and clipped_N (bool: the clipped term counts, so no gradient).
+    clip 0: no clipping. Returns loss_N and clipped_N (bool: the clipped term is active, the gradient is 0).
     """
     free_N = (value_N - return_N).square()
     if clip == 0:
@@ -71,54 +75,56 @@ def clipped_value_loss(value_N, value_old_N, return_N, clip):
 
 
 def explained_variance(value_N, return_N):
-    """1 - Var(R - V) / Var(R): 1 is a perfect critic, 0 a constant one; nan where the returns do not vary."""
+    """1 - Var(R - V) / Var(R): 1 is a perfect critic, 0 a constant one; nan if all returns are equal."""
     if len(return_N) == 0 or (return_N == return_N[0]).all():
         return math.nan
     return float(1 - (return_N - value_N).var(correction=0) / return_N.var(correction=0))
 
 
 def new_critic(policy, shard):
-    """The model that RL starts from, with a head of zeros (its first values are 0), and its optimizer."""
+    """Return a copy of the policy with a value head of zeros (its first values are 0), and its optimizer."""
     weights = parallel.full_weights(policy)
     with torch.device("meta"):
         model = qwen.Model(replace(policy.config, value_head=True))
     model.to_empty(device="cpu").tie_weights()
-    model.load_state_dict(weights, strict=False)             # on rank 0; `shard` gives the others theirs
-    torch.nn.init.zeros_(model.value_head.weight)            # a judge's classifier may have been there
+    model.load_state_dict(weights, strict=False)             # on rank 0; `shard` sends them to the others
+    torch.nn.init.zeros_(model.value_head.weight)            # the policy may have a judge's value head
     torch.nn.init.zeros_(model.value_head.bias)
     model = shard(model)
-    optimizer = update.adam(model)
-    parallel.put_away(model)
+    optimizer = adamw(model)
+    parallel.offload(model)
     return model, optimizer
 
 
 def values(critic, samples, objective):
-    """V of the text before each sampled token: one list per sample."""
+    """V before each sampled token: one list per sample."""
     def of_batch(batch):
         positions = [[t - 1 for t, sampled in enumerate(sample.sampled) if sampled] for sample in batch]
-        return update.values_at(critic, batch, positions).split([len(places) for places in positions])
+        return update.values_at(critic, batch, positions).split([len(of_sample) for of_sample in positions])
 
     return [value_N.tolist() for value_N in update.per_sample(critic, samples, objective, of_batch)]
 
 
-def lesson(sample):
-    """(position that speaks, target, old value) of each of a sample's tokens that has a target."""
-    places = [t - 1 for t, sampled in enumerate(sample.sampled) if sampled]
-    return [(t, target, value) for t, target, value in zip(places, sample.target, sample.value, strict=True)
-            if not math.isnan(target)]
+def value_targets(sample):
+    """(position, target, old value) of each sampled token that has a target; position: that of its logits."""
+    positions = [t - 1 for t, sampled in enumerate(sample.sampled) if sampled]
+    triples = zip(positions, sample.target, sample.value, strict=True)
+    return [(t, target, value) for t, target, value in triples if not math.isnan(target)]
 
 
 def update_critic(critic, optimizer, samples, objective, value_clip, lr):
-    """One optimizer step on the clipped value loss of Valued samples, mean over the targets of all ranks.
-    Returns metrics, equal on every rank; raises NonFinite as `update.step` does."""
-    taught = [sample for sample in samples if lesson(sample)]
+    """Take one optimizer step on the clipped value loss of ValueSamples, mean over the targets of all ranks.
+
+    Returns metrics, equal on all ranks. Raises update.NonFinite.
+    """
+    with_targets = [sample for sample in samples if value_targets(sample)]
     sums = dict.fromkeys(("loss", "clipped", "value"), 0.0)
-    units = max(parallel.all_sum(float(sum(len(lesson(sample)) for sample in taught))), 1.0)
+    units = max(parallel.all_sum(float(sum(len(value_targets(sample)) for sample in with_targets))), 1.0)
 
     def loss_of(batch):
-        lessons = [lesson(sample) for sample in batch]
-        value_N = update.values_at(critic, batch, [[t for t, _, _ in places] for places in lessons])
-        numbers = [(target, value) for places in lessons for _, target, value in places]
+        targets = [value_targets(sample) for sample in batch]
+        value_N = update.values_at(critic, batch, [[t for t, _, _ in of_sample] for of_sample in targets])
+        numbers = [(target, value) for of_sample in targets for _, target, value in of_sample]
         return_N, old_N = torch.tensor(numbers, device=value_N.device).unbind(1)
         loss_N, clipped_N = clipped_value_loss(value_N, old_N, return_N, value_clip)
         sums["clipped"] += float(clipped_N.sum())
@@ -127,25 +133,26 @@ def update_critic(critic, optimizer, samples, objective, value_clip, lr):
         sums["loss"] += float(loss.detach())
         return loss
 
-    update.backward(critic, taught, objective, "value", loss_of)
-    grads, total = parallel.take_grads(critic), parallel.all_sum(sums)
+    for batch in equal_microbatches(critic, with_targets, objective.microbatch_tokens):
+        (loss_of(batch) if batch else update.empty_loss(critic, "value")).backward()
+    grads, total = parallel.pop_grads(critic), parallel.all_sum(sums)
     norm = parallel.norm(grads)
-    update.step(critic, optimizer, [(1.0, grads)], {"critic loss": total["loss"]}, norm,
-                objective.max_grad_norm, lr)
+    update.check_finite(samples, {"critic loss": total["loss"], "gradient norm": norm})
+    update.step(critic, optimizer, [(1.0, grads)], norm, objective.max_grad_norm, lr)
     return {"critic/loss": total["loss"], "critic/clip_frac": total["clipped"] / units,
             "critic/grad_norm": norm, "critic/value_mean": total["value"] / units}
 
 
-def value_fit(samples):
-    """How much of the returns' variance the critic's values explained, over the targets of all ranks."""
-    pairs = [(value, target) for sample in samples for _, target, value in lesson(sample)]
-    every = [pair for rank_pairs in parallel.gather(pairs) for pair in rank_pairs]
-    value_N, return_N = torch.tensor(every, dtype=torch.double).reshape(-1, 2).unbind(1)
+def value_metrics(samples):
+    """Metrics: the share of the returns' variance that the values explain, over the targets of all ranks."""
+    pairs = [(value, target) for sample in samples for _, target, value in value_targets(sample)]
+    of_all_ranks = [pair for rank_pairs in parallel.all_gather(pairs) for pair in rank_pairs]
+    value_N, return_N = torch.tensor(of_all_ranks, dtype=torch.double).reshape(-1, 2).unbind(1)
     return {"critic/explained_variance": explained_variance(value_N, return_N)}
 
 
 class Method(algorithms.Method):
-    """Actor and critic."""
+    """PPO with a critic of its own."""
 
     Settings = Settings
     defaults = dict(tasks=128, group_size=1, dynamic_sampling="keep")
@@ -153,36 +160,36 @@ class Method(algorithms.Method):
     kl_in_reward = False
 
     def begin(self, model, objective, minibatches, shard):
-        """Makes the critic."""
+        """Create the critic."""
         super().begin(model, objective, minibatches, shard)
         self.critic = new_critic(model, shard)
 
     def assign(self, episodes, decay=1.0):
-        """Advantages against the critic's values, whitened over all ranks; then the critic's own steps."""
-        with parallel.beside(self.model, *self.critic):
-            return self.valued(episodes, decay)
+        """Write advantages from the critic's values, whitened over all ranks; then train the critic."""
+        with parallel.onloaded(self.model, *self.critic):
+            return self._assign(episodes, decay)
 
-    def valued(self, episodes, decay):
-        """`assign`, with the critic at hand."""
-        samples = [sample for e in episodes for sample in update.samples_of(e, make=Valued)]
+    def _assign(self, episodes, decay):
+        """`assign`, with the critic on the device."""
+        samples = [sample for e in episodes for sample in batching.samples_of(e, make=ValueSample)]
         for sample, value in zip(samples, values(self.critic[0], samples, self.objective)):
             sample.value = value
         value_N = torch.tensor([v for sample in samples for v in sample.value])
         tokens_S = torch.tensor([len(turn.response_ids) for e in episodes for turn in e.turns]).long()
-        credit = self.by_token if self.settings.variant == "code" else self.by_turn
+        credit = self._by_token if self.settings.variant == "code" else self._by_turn
         targets = credit(episodes, value_N, tokens_S).split([len(sample.value) for sample in samples])
         for sample, target_N in zip(samples, targets):
             sample.target = target_N.tolist()
-        metrics, steps = value_fit(samples), []
+        metrics, steps = value_metrics(samples), []
         clip, rate = self.settings.value_clip, self.settings.critic_lr * decay
-        for part in update.minibatches(samples, self.minibatches):
+        for part in batching.minibatches(samples, self.minibatches):
             if parallel.any_rank(bool(part)):
                 steps.append(update_critic(*self.critic, part, self.objective, clip, rate))
         return metrics | update.mean_of(steps)
 
-    def by_turn(self, episodes, value_N, tokens_S):
-        """GAE of each turn, with the value of its first token, which alone learns. Returns target_N."""
-        won_E, turns_E, _, valid_S = rewards.facts(episodes, self.settings)
+    def _by_turn(self, episodes, value_N, tokens_S):
+        """Write GAE over turns. Returns target_N, with targets at each turn's first token only, else nan."""
+        won_E, turns_E, _, valid_S = rewards.episode_tensors(episodes, self.settings)
         reward_S = rewards.turn_rewards(won_E, valid_S, turns_E, self.settings)
         first_S = tokens_S.cumsum(0) - tokens_S
         advantage_S, return_S = gae(reward_S, value_N[first_S], turns_E, lam=self.settings.gae_lambda)
@@ -190,9 +197,9 @@ class Method(algorithms.Method):
         rewards.write_advantages(episodes, rewards.whitened(advantage_S, moments))
         return torch.full_like(value_N, math.nan).index_copy(0, first_S, return_S)
 
-    def by_token(self, episodes, value_N, tokens_S):
-        """verl-agent's: every token of a turn against the turn's row. Returns target_N."""
-        target_N = rewards.compared(episodes, self.settings)[0].repeat_interleave(tokens_S)
+    def _by_token(self, episodes, value_N, tokens_S):
+        """Write verl-agent's A = R - V at every token. Returns target_N, which is R."""
+        target_N = rewards.grouped_rewards(episodes, self.settings)[0].repeat_interleave(tokens_S)
         turns = [turn for episode in episodes for turn in episode.turns]
         for turn, advantage_N in zip(turns, (target_N - value_N).split(tokens_S.tolist())):
             turn.token_advantage = advantage_N.tolist()

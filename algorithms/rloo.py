@@ -1,30 +1,34 @@
-"""RLOO: an episode's reward against the mean of the *other* episodes of its task (arXiv:2402.14740).
+"""RLOO: an episode's reward minus the mean reward of the *other* episodes of its task (arXiv:2402.14740).
 
     A_i = R_i - 1/(G-1) sum_{j != i} R_j   =   G/(G-1) * (R_i - mean R)
 
-The baseline is independent of the episode, so the gradient is unbiased; against GRPO without the std it is a
-longer step, by G/(G-1). The paper's response is the whole answer; here it is all that an episode sampled.
+The baseline is independent of the episode, so the gradient is unbiased. The advantage is G/(G-1) times that
+of GRPO without the std. The paper's response is the full answer; here it is all sampled tokens of an episode.
 """
 
 import algorithms
+import losses
 from algorithms import rewards
 
 
 def leave_one_out_advantage(reward_E, group_E):
-    """R_i less the mean of the others of its group; exactly 0 for an episode alone, or if all are equal."""
+    """R_i minus the mean of the others in its group; exactly 0 in a group of one, or of equal rewards."""
     count_E = (group_E[:, None] == group_E).sum(1)
-    return rewards.group_relative_advantage(reward_E, group_E) * count_E / (count_E - 1).clamp(min=1)
+    return losses.group_relative_advantage(reward_E, group_E) * count_E / (count_E - 1).clamp(min=1)
 
 
 class Method(algorithms.Method):
     """Every turn of an episode has its leave-one-out advantage."""
 
     reward_alone = True
-    centred = staticmethod(leave_one_out_advantage)     # penalties too: in the paper they are part of R
 
     def assign(self, episodes, decay=1.0):
-        """See `leave_one_out_advantage`."""
-        reward_E, group_E, turns_E = rewards.compared(episodes, self.settings)
+        """Write `leave_one_out_advantage` of the episodes."""
+        reward_E, group_E, turns_E = rewards.grouped_rewards(episodes, self.settings)
         advantage_E = leave_one_out_advantage(reward_E, group_E)
         rewards.write_advantages(episodes, advantage_E.repeat_interleave(turns_E))
         return {}
+
+    def center_kl(self, penalty_E, group_E):
+        """Use the leave-one-out baseline for penalties too: in the paper they are part of the reward."""
+        return leave_one_out_advantage(penalty_E, group_E)

@@ -1,6 +1,7 @@
-"""A game on the terminal, for whoever types or a program that pipes: what all players share.
+"""A game on the terminal: what the players of all environments share.
 
-One command a line in, the game's text out, or with --json one Reply a line.
+Commands are read from stdin, one a line, typed or piped. The game's text is printed or, with --json, one
+Reply a line.
 
     python -m envs.household --split L0 --seed 3
 """
@@ -14,41 +15,42 @@ from envs import EpisodeLost
 
 
 def play_in_terminal(parser, argv, task_of, make):
-    """Play the task of the parsed options in one environment of make(1), see `at_terminal`."""
+    """Parse `argv` and play the task task_of(options) in a game of make(1), see `terminal_session`."""
     parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
     options = parser.parse_args(argv)
-    with at_terminal(parser):
+    with terminal_session(parser):
         task = task_of(options)
-        (env,) = make(1)
-        with closing(env):
-            play(env, task, sys.stdin, as_json=options.json)
+        (game,) = make(1)
+        with closing(game):
+            play(game, task, sys.stdin, as_json=options.json)
 
 
 @contextmanager
-def at_terminal(parser, undecodable="surrogateescape"):
-    """Meanwhile commands are read from stdin; undecodable: what becomes of bytes in it that are no text.
+def terminal_session(parser, undecodable="surrogateescape"):
+    """Context in which commands are read from stdin. undecodable: its error handler, as `errors` of `open`.
 
-    Mistakes end with the parser's error; Ctrl-C, or a reader who goes away, as `head` does, ends the game.
+    A ValueError, OSError or EpisodeLost ends the program with the parser's error. Ctrl-C ends the session,
+    and so does a reader of stdout that closes it, as `head` does.
     """
     if sys.stdin is None:
         parser.error("stdin is closed: commands are read from it")
-    sys.stdin.reconfigure(errors=undecodable)          # what is no text is no command, either
+    sys.stdin.reconfigure(errors=undecodable)          # invalid bytes: a refused command, no exception
     try:
         yield
     except KeyboardInterrupt:
         print()
     except (ValueError, OSError, EpisodeLost) as error:
-        if isinstance(error, OSError):       # stdout's; Python would complain at its exit too
+        if isinstance(error, OSError):       # stdout's: Python would report it again when it exits
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
             parser.error(str(error))
 
 
-def play(env, task, commands, as_json):
-    """Play the task with one command a line, until there are no more."""
-    show(env.reset(task), as_json)
+def play(game, task, commands, as_json):
+    """Play the task with these commands, one a line, until they end."""
+    show(game.reset(task), as_json)
     for command in commands:
-        show(env.step(command.rstrip("\n")), as_json)
+        show(game.step(command.rstrip("\n")), as_json)
     if not as_json:
         print()
 

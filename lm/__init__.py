@@ -1,1 +1,1 @@
-"""The language model: its decoder and files, the engine that samples from it, and the chat that it speaks."""
+"""The language model: decoder, attention layouts, sampling engine, chat formats, logprobs, optimizers."""

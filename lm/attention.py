@@ -1,12 +1,11 @@
-"""Who sees what: where the tokens of a forward stand, and which keys and values their queries meet.
+"""Attention layouts: the position of each token in a forward, and the keys that its query attends to.
 
-A forward takes one of three places: `Rows`, to train on (None is the plainest of them, one sample a row);
-`Packed`, the same tokens without padding; `Append`, a chunk after what a `KVCache` holds of its row. Where
-the device has attention over sequences of any length (`varlen`), Packed and Append use it; elsewhere Rows and
-Append mask what is not to be seen.
+There are three layouts: `Rows`, padded rows to train on; `Packed`, the same tokens in one row without
+padding; `Append`, chunks that continue the rows of a `KVCache`. Packed and Append use variable-length
+attention if the device has it (`varlen`); otherwise rows are padded, and Rows and Append use masks.
 
-B rows, T positions of a chunk, S cache slots read, H query heads, K key/value heads, G = H / K query heads
-that share one of them, Q = G * T queries of one key/value head, D head size.
+Shapes: B rows, T positions of a chunk, S cache slots read, H query heads, K key/value heads, G = H / K query
+heads per key/value head, Q = G * T queries of one key/value head, D head size.
 """
 
 import inspect
@@ -20,36 +19,38 @@ import torch.nn.functional as F
 
 @cache
 def varlen(device, dtype, head_dim):
-    """torch's attention over sequences of any length, where this torch and this device have all of it that is
-    used here (2.12 and up, Ampere and up, half precision, heads of a multiple of 8); else None, and each rank
-    says why, once, where it might be missed."""
+    """torch's variable-length attention, or None if it cannot be used here.
+
+    It needs torch 2.12, an Ampere GPU, half precision and a head size that is a multiple of 8. If it is
+    missing on a GPU, each rank warns once, with the reason.
+    """
     if device.type == "cpu":
         return None
     try:
         from torch.nn.attention.varlen import varlen_attn
-        known = inspect.signature(varlen_attn).parameters
+        parameters = inspect.signature(varlen_attn).parameters
     except ImportError:
-        known = {}
-    lacks = [name for name in ("enable_gqa", "seqused_k", "num_splits") if name not in known]
-    if lacks:
-        lack = f"torch {torch.__version__}'s varlen_attn without {', '.join(lacks)}"
+        parameters = {}
+    missing = [name for name in ("enable_gqa", "seqused_k", "num_splits") if name not in parameters]
+    if missing:
+        reason = f"torch {torch.__version__}'s varlen_attn without {', '.join(missing)}"
     elif dtype not in (torch.bfloat16, torch.float16):
-        lack = f"{dtype}"
+        reason = f"{dtype}"
     elif head_dim % 8:
-        lack = f"a head size of {head_dim}"
+        reason = f"a head size of {head_dim}"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        lack = f"a {torch.cuda.get_device_name(device)}"
+        reason = f"a {torch.cuda.get_device_name(device)}"
     else:
         return varlen_attn
-    print(f"{lack}: attention is masked, rows are padded and decoding is not captured, which is slower",
-          file=sys.stderr)
+    print(f"{reason}: falling back to masked attention, padded rows and decoding without CUDA graphs, which "
+          "is slower", file=sys.stderr)
     return None
 
 
 class KVCache:
-    """Keys and values of some rows of text: kv[layer] is [2, B, length + 1, K, D].
+    """Keys and values of B token sequences: kv[layer] is [2, B, length + 1, K, D].
 
-    Slot index = absolute position = RoPE position. The last slot is a bin for padding: written, never read.
+    Slot index = absolute position = RoPE position. The last slot takes padding: it is written, never read.
     """
 
     def __init__(self, config, slots, length, dtype, device):
@@ -60,35 +61,35 @@ class KVCache:
                    for _ in range(config.num_hidden_layers)]
 
     def grow(self, length):
-        """Make room for so many positions a row; a layer at a time, so that little is held twice."""
+        """Grow every row to `length` positions, layer by layer, so that only one layer is in memory twice."""
         for layer, kv in enumerate(self.kv):
             self.kv[layer] = kv.new_zeros(*kv.shape[:2], length + 1, *kv.shape[3:])
             self.kv[layer][:, :, :self.length] = kv[:, :, :self.length]
         self.length = length
 
     def copy_row(self, src, dst, length):
-        """Let row dst hold what row src holds in its first `length` slots."""
+        """Copy the first `length` slots of row src to row dst."""
         for kv in self.kv:
             kv[:, dst, :length] = kv[:, src, :length]
 
     def export_row(self, row, length):
-        """A copy of the row's first `length` slots, a [2, length, K, D] a layer, for `import_rows`."""
+        """A copy of a row's first `length` slots: per layer a [2, length, K, D], for `import_rows`."""
         return [kv[:, row, :length].clone() for kv in self.kv]
 
     def import_rows(self, rows, exported):
-        """Write what `export_row` gave into the first slots of some rows."""
-        for kv, given in zip(self.kv, exported):
-            kv[:, rows, :given.shape[1]] = given[:, None]
+        """Write the result of `export_row` into the first slots of each of `rows`."""
+        for kv, values in zip(self.kv, exported):
+            kv[:, rows, :values.shape[1]] = values[:, None]
 
 
 class Append:
-    """A chunk that is appended to rows of a cache, and sees what these hold before it.
+    """Layout of a chunk [B, T] that is appended to rows of a cache and attends to their earlier slots.
 
-    rows: a slice of the cache's, or a tensor of their numbers. Row b's first n_valid[b] ids (all T if None)
-    go to slot start_B[b] onwards and see its earlier slots; logits beyond mean nothing, and a row with 0
-    keeps all it holds. n_valid: a list of chunks' lengths, or a tensor where T is 1. context: slots to read,
-    at least the longest row's length after this chunk; an int, to spare a sync. Under no_grad: writes to a
-    cache have no gradient.
+    rows: the cache rows, as a slice or a tensor of indices. start_B: the slot of each row's first new token.
+    n_valid: how many of each row's T tokens are real, as a list, or as a tensor if T is 1 (None: all T). The
+    rest is padding, whose logits are meaningless; a row with 0 keeps its contents. context: number of slots
+    to read, at least the longest row's length after this chunk; an int, to avoid a host sync.
+    Use under torch.no_grad(): writes to a cache have no gradient.
     """
 
     def __init__(self, cache, rows, start_B, n_valid, T, context):
@@ -105,63 +106,64 @@ class Append:
         if cache.varlen:
             first_B = (row_B * (cache.length + 1)).int()
             self.k_starts = torch.cat([first_B, first_B[-1:] + cache.length + 1])
-            self.valid, asked_B = slice(None), torch.full_like(start_B, T)
-            if isinstance(n_valid, list):        # a chunk's padding is left out; a step's shapes stay
-                asked_B = n_valid_B
+            self.valid, queries_B = slice(None), torch.full_like(start_B, T)
+            if isinstance(n_valid, list):        # drop a chunk's padding; a decoding step keeps fixed shapes
+                queries_B = n_valid_B
                 valid_BT = torch.arange(T) < torch.tensor(n_valid)[:, None]
                 self.valid = valid_BT.flatten().nonzero()[:, 0].to(device)
-            self.q_starts = F.pad(asked_B.cumsum(0), (1, 0)).int()
-            self.seen_B = (start_B + asked_B).int()
+            self.q_starts = F.pad(queries_B.cumsum(0), (1, 0)).int()
+            self.keys_B = (start_B + queries_B).int()
         else:
             future_BTS = torch.arange(context, device=device) > self.position_BT[:, :, None]
             mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
-            self.mask_B1QS = mask_BTS.repeat(1, cache.group, 1)[:, None]    # head-major, like the queries
+            self.mask_B1QS = mask_BTS.repeat(1, cache.group, 1)[:, None]   # ordered by head, like the queries
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
-        """What the queries make of the chunk, which is written, and of all before it, [B, T, H * D]."""
+        """Write the chunk's keys and values, and attend to them and all earlier slots: [B, T, H * D]."""
         (B, T, H, D), (k, v) = q_BTHD.shape, self.cache.kv[layer]
         k[self.row_B1, self.slot_BT] = k_BTKD
         v[self.row_B1, self.slot_BT] = v_BTKD
         if self.cache.varlen:
-            # a single query is causal by seqused_k; told so, it would lose the kernel that reads K/V once for
-            # all heads of a group. One split: else what a row gets depends on the others' lengths
+            # seqused_k already makes a single query causal; a causal window would disable the kernel that
+            # reads K/V once for all heads of a group. One split: with more, a row's result depends on the
+            # lengths of other rows
             out, window = torch.zeros_like(q_BTHD).view(B * T, H, D), (-1, -1 if T == 1 else 0)
             out[self.valid] = self.cache.varlen(
                 q_BTHD.reshape(B * T, H, D)[self.valid], k.flatten(0, 1), v.flatten(0, 1), self.q_starts,
-                self.k_starts, T, k.shape[1], window_size=window, enable_gqa=True, seqused_k=self.seen_B,
+                self.k_starts, T, k.shape[1], window_size=window, enable_gqa=True, seqused_k=self.keys_B,
                 num_splits=1)
             return out.view(B, T, -1)
         k_BKSD, v_BKSD = (x[self.rows, :self.context].transpose(1, 2) for x in (k, v))
-        # G heads of T queries become one head of G * T: K/V are never repeated
+        # treat G heads of T queries as one head of G * T queries, so that K/V are never repeated
         q_BKQD = q_BTHD.transpose(1, 2).reshape(B, k.shape[2], -1, D)
         out = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=self.mask_B1QS)
         return out.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, -1)
 
 
 class Rows:
-    """Rows of tokens to train on, each causal from position 0; pad on the right with anything.
+    """Layout of padded rows to train on, each causal from position 0; padding (any ids) is on the right.
 
-    parts: for each row those of which it is made, one after the other: (n, before), n tokens that see each
-    other causally and, before themselves, the columns of the row in this list, in this order. So a row may
-    hold a text and what goes on from some place in it. None: each row is one part.
+    parts: for each row its consecutive parts (n, prefix): n tokens that attend to each other causally and to
+    `prefix`, a list of earlier columns of the row, which precede them in this order. So a row can contain a
+    text and branches that continue from points within it. None: each row is one part without a prefix.
     """
 
     def __init__(self, T, device, parts=None):
         self.position_BT, self.mask_B1TT = torch.arange(T, device=device)[None], None
-        if parts and any(len(of_row) > 1 for of_row in parts):
+        if parts and any(len(row_parts) > 1 for row_parts in parts):
             position_BT = torch.zeros(len(parts), T, dtype=torch.long)
-            mask_BTT = torch.eye(T, dtype=torch.bool).repeat(len(parts), 1, 1)    # padding sees itself
-            for position_T, mask_TT, of_row in zip(position_BT, mask_BTT, parts):
+            mask_BTT = torch.eye(T, dtype=torch.bool).repeat(len(parts), 1, 1)    # padding attends to itself
+            for position_T, mask_TT, row_parts in zip(position_BT, mask_BTT, parts):
                 first = 0
-                for n, before in of_row:
-                    here = slice(first, first := first + n)
-                    position_T[here] = torch.arange(len(before), len(before) + n)
-                    mask_TT[here, before] = True
-                    mask_TT[here, here] = torch.ones(n, n, dtype=torch.bool).tril()
+                for n, prefix in row_parts:
+                    part = slice(first, first := first + n)
+                    position_T[part] = torch.arange(len(prefix), len(prefix) + n)
+                    mask_TT[part, prefix] = True
+                    mask_TT[part, part] = torch.ones(n, n, dtype=torch.bool).tril()
             self.position_BT, self.mask_B1TT = position_BT.to(device), mask_BTT.to(device)[:, None]
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
-        """What the queries make of what each may see, [B, T, H * D]."""
+        """Attention of each query over the keys of its part and prefix: [B, T, H * D]."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_B1TT,
                                              is_causal=self.mask_B1TT is None, enable_gqa=True)
@@ -169,21 +171,21 @@ class Rows:
 
 
 class Packed:
-    """`Rows` one after the other in a single row without padding, for `varlen`.
+    """The layout of `Rows`, concatenated into a single row without padding, for `varlen`.
 
-    A part meets the keys that it sees and then its own: they are gathered, and nothing else is repeated.
+    Each part is one sequence of `attention`: its keys are its prefix's, gathered, and then its own.
     """
 
     def __init__(self, parts, device, attention):
         self.attention, positions, keys, q_lengths, k_lengths = attention, [], [], [], []
-        for of_row in parts:
-            first = len(positions)                   # of the row, in the single one
-            for n, before in of_row:
-                here = len(positions)
-                keys += [*(first + column for column in before), *range(here, here + n)]
-                positions += range(len(before), len(before) + n)
+        for row_parts in parts:
+            row_start = len(positions)
+            for n, prefix in row_parts:
+                start = len(positions)
+                keys += [*(row_start + column for column in prefix), *range(start, start + n)]
+                positions += range(len(prefix), len(prefix) + n)
                 q_lengths.append(n)
-                k_lengths.append(len(before) + n)
+                k_lengths.append(len(prefix) + n)
         self.position_BT = torch.tensor([positions], device=device)
         self.keys = torch.tensor(keys, device=device) if len(keys) > len(positions) else slice(None)
         self.q_starts, self.k_starts = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device)
@@ -191,7 +193,7 @@ class Packed:
         self.longest = max(q_lengths), max(k_lengths)
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
-        """What the queries make of what each may see, [1, T, H * D]."""
+        """Attention of each query over the keys of its part and prefix: [1, T, H * D]."""
         k, v = (x[0][self.keys] for x in (k_BTKD, v_BTKD))
         out = self.attention(q_BTHD[0], k, v, self.q_starts, self.k_starts, *self.longest,
                              window_size=(-1, 0), enable_gqa=True)

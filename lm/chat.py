@@ -1,10 +1,10 @@
-"""How text becomes tokens, and back: three chat templates, three styles of prompt, and what a response means.
+"""Chat formats: text to tokens and back, for three chat templates and three prompt styles.
 
-Templates are rendered by hand, because only so is it certain that a longer conversation begins with the
-shorter one, token for token (tests hold them against the tokenizers' own). That is why they differ from
-Qwen3's in one point: its own drops what was thought in earlier turns, and the empty thought before a turn
-that was to have none. Here both stay, as sampled: an episode is one sequence, computed once, and trained on
-what the model had before it. Left out: tools, and system messages but Qwen2.5's own.
+Templates are rendered by hand, so that a longer conversation always extends the shorter one token for token;
+tests compare them with the tokenizers' own. They differ from Qwen3's in one point: Qwen3's template drops the
+thoughts of earlier turns, and the empty thought of a turn with thinking off. Here both stay, as sampled, so
+that an episode is one sequence, which is computed once and trained on with the context that the model had.
+Left out: tools, and system messages other than Qwen2.5's default.
 """
 
 import re
@@ -12,12 +12,14 @@ from functools import lru_cache, partial
 
 from lm.restrict import Restriction, trie_of
 
-# User messages, up to where the assistant begins to speak: the first, and one after an assistant's stop token
+# Pairs of templates: the first user message, and one after an assistant's stop token. Both end where the
+# assistant's response starts.
 SMALL = ("<|user|>{}<|assistant|>", "<|user|>{}<|assistant|>")
-HEAD = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+SYSTEM = ("<|im_start|>system\n"
+          "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n")
 USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-CHATML = (HEAD + USER, "\n" + USER)
-THOUGHTLESS = "<think>\n\n</think>\n\n"       # how Qwen3's template has the assistant begin, thinking off
+CHATML = (SYSTEM + USER, "\n" + USER)
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"      # start of Qwen3's responses with thinking off
 
 RULES = ("You play a text game. Each turn you give one command and the game answers with what you see.\n\n"
          "{observation}\n\n{ask}")
@@ -34,55 +36,61 @@ ASK = {
 }
 TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
 TAG = f"<({'|'.join(TAGS)})>"
-BEGINS, COMMAND = "<action", r">([^<>]*)</action>\s*"         # in Qwen's tokens nothing joins the two
-BEFORE = {"think": r"(?s)\s*<think>.*</think>\s*" + BEGINS,
-          "tags": r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*" + BEGINS}
-THOUGHT_ACTION, TAG_ACTION = (re.compile(before + COMMAND) for before in BEFORE.values())
+ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
+COMMAND = r">([^<>]*)</action>\s*"
+PREFIX = {"think": r"(?s)\s*<think>.*</think>\s*" + ACTION_START,
+          "tags": r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*" + ACTION_START}
+THOUGHT_ACTION, TAG_ACTION = (re.compile(start + COMMAND) for start in PREFIX.values())
 SMALL_TAG_ACTION = re.compile(TAG + r"([^<>]*)", re.DOTALL)
 THOUGHT = "The next thing to do for the task is: {command}."
 
 
 class Chat:
-    """Text to tokens and back, in one of three styles.
+    """Prompts and responses as token ids, in one of three styles.
 
-    plain: the observation in, the command out                                  (the small model)
-    think: rules and admissible commands in, <think> and <action> out           (Hugging Face models)
-    tags:  the same with one of RLVMR's tags for <think>; the small model gives the bare tag and the command
+    style:  prompt                                     response
+    plain   the observation                            the command (small model only)
+    think   the observation, rules, commands           <think>...</think><action>command</action>
+    tags    the same                                   <explore>...</explore><action>command</action>, or one
+                                                       of the other TAGS (RLVMR)
+    tags    the observation (small model)              <explore>command
 
-    Qwen3, told by its tokenizer, thinks in style think, and not in style tags.
+    Qwen3 (recognized by its tokenizer) thinks in style think, but not in style tags.
 
-    admissible: whether prompts list what is possible (never in the small model's own template).
-    nothing: what a response without a command is answered with, and any other that changes nothing.
+    admissible: whether prompts list the admissible commands (the small model's never do).
+    noop_message: the environment's reply to a command that changes nothing; also to a malformed response.
+    Attributes: small, whether the tokenizer is the small model's; bare, whether prompts are the observation
+    alone; stop_ids, the token ids that end a response.
     """
 
-    def __init__(self, tokenizer, style, admissible=True, nothing="Nothing happens."):
+    def __init__(self, tokenizer, style, admissible=True, noop_message="Nothing happens."):
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
         assert self.small or style != "plain", "plain is the small model's style"
         self.templates = templates_of(tokenizer, style)
         ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])   # Qwen2.5 trains both
         self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
-        self.bare = style == "plain" or self.small and style == "tags"     # rules are wasted on a small model
-        self.admissible, self.nothing = admissible and not self.bare, nothing
-        # token ids of a text, remembered: observations repeat by the thousand
+        self.bare = style == "plain" or self.small and style == "tags"
+        self.admissible, self.noop_message = admissible and not self.bare, noop_message
+        # cached, since the same observations occur thousands of times
         self.encode = lru_cache(100_000)(partial(tokenizer.encode, add_special_tokens=False))
-        self.sayings = lru_cache(100_000)(self._sayings)
+        self.encodings = lru_cache(100_000)(self._encodings)
 
     @property
-    def writes(self):
-        """Whether the model is one that can write sentences: thoughts, critiques."""
+    def writes_prose(self):
+        """Whether the model can write sentences, such as thoughts and critiques; the small model cannot."""
         return not self.small
 
     def decode(self, ids):
-        """Text of a response without its stop token; other special tokens stay, so that they can be seen."""
+        """Text of a response without its stop token; other special tokens stay visible."""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def message(self, content, first=False):
-        """Ids of a user message, up to where the assistant begins to speak."""
+        """Ids of a user message, up to where the response starts. first: the first of a conversation."""
         return self.encode(self.templates[0 if first else 1].format(content))
 
     def observe(self, reply, first=False, instruction=""):
-        """Ids of an environment's reply as the next user message."""
+        """Ids of the environment's reply as the next user message. instruction: text to put before it."""
         content = reply.observation
         if not self.bare:
             ask = self.ask(reply)
@@ -90,16 +98,19 @@ class Chat:
         return self.message(f"{instruction}\n\n{content}" if instruction else content, first)
 
     def ask(self, reply):
-        """What is possible now, where that is shown, and how to answer."""
+        """The end of a prompt: the admissible commands, if shown, and the response format."""
         if not self.admissible:
             return ASK[self.style].replace(", word for word from the list,", "")
-        shown = POSSIBLE.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
+        commands = POSSIBLE.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
         if reply.objects:
-            shown += OBJECTS.format(objects=", ".join(reply.objects))
-        return shown + ASK[self.style]
+            commands += OBJECTS.format(objects=", ".join(reply.objects))
+        return commands + ASK[self.style]
 
     def respond(self, command, tag="monitor", thought=None):
-        """Ids of the response that a demonstration gives: the command, with its thought (None: a set one)."""
+        """Ids of a demonstration's response: the command, with a thought if the style has one.
+
+        tag: of style tags. thought: None for a fixed sentence that names the command.
+        """
         if self.style == "plain":
             text = command
         elif self.style == "tags" and self.small:
@@ -110,28 +121,31 @@ class Chat:
         return self.encode(text) + self.encode("<|im_end|>")
 
     def restriction(self, commands):
-        """What a response may be where only these commands are possible.
+        """A Restriction of one response to these commands.
 
-        Of a response with a thought, that and all else before its command are free. Once it has come, in the
-        form that `parse` reads, to "<action", one of the commands follows, then </action> and the stop token.
+        A thought before the command is free. Once the response has reached "<action" in the form that `parse`
+        accepts, one of the commands must follow, then </action> and the stop token.
         """
-        trie = trie_of(ids for command in commands for ids in self.sayings(command))
-        return Restriction(trie, None if self.bare else self.command_begins)
+        trie = trie_of(ids for command in commands for ids in self.encodings(command))
+        return Restriction(trie, None if self.bare else self.command_starts)
 
-    def _sayings(self, command):
-        """The ids of a command where it begins, in each way of giving it, as `respond` has them."""
-        ways = [self.respond(command, tag) for tag in (TAGS if self.style == "tags" else ("",))]
-        if any(self.parse(self.decode(ids))[0] != command for ids in ways):
+    def _encodings(self, command):
+        """All token sequences that give a command, from where the restriction starts to the stop token.
+
+        ValueError if `parse` does not read the command back from each of them.
+        """
+        responses = [self.respond(command, tag) for tag in (TAGS if self.style == "tags" else ("",))]
+        if any(self.parse(self.decode(ids))[0] != command for ids in responses):
             raise ValueError(f"--admissible-only: no response can give the command {command!r}")
-        return ways if self.bare else [self.encode(f">{command}</action>") + self.encode("<|im_end|>")]
+        return responses if self.bare else [self.encode(f">{command}</action>") + self.encode("<|im_end|>")]
 
-    def command_begins(self, ids):
-        """Whether a response, free so far, has come to where its command begins."""
-        last = self.tokenizer.decode(ids[-len(BEGINS):])             # a token has a byte or more
-        return last.endswith(BEGINS) and bool(re.fullmatch(BEFORE[self.style], self.decode(ids)))
+    def command_starts(self, ids):
+        """Whether a response that consists of `ids` continues with its command."""
+        end = self.tokenizer.decode(ids[-len(ACTION_START):])        # a token is at least one byte
+        return end.endswith(ACTION_START) and bool(re.fullmatch(PREFIX[self.style], self.decode(ids)))
 
     def parse(self, text):
-        """(command, tag) of a response; (None, None) where it is malformed. Only style "tags" has tags."""
+        """(command, tag) of a response's text; (None, None) if malformed. Only style "tags" has tags."""
         if self.style == "plain":
             return text.strip() or None, None
         if self.style == "think":
@@ -143,21 +157,21 @@ class Chat:
 
 
 def templates_of(tokenizer, style):
-    """The templates of the model that the tokenizer is of: the small one, Qwen3, or Qwen2 and 2.5.
+    """The pair of user-message templates for a tokenizer: the small model's, Qwen3's, or Qwen2's and 2.5's.
 
-    Qwen3's has <think> as a token and no default system message. Where its own template can switch thinking
-    off, style "tags" does. Those of its 2507 models cannot: Instruct never thinks, and what Thinking's
-    template begins with, "<think>", is here the model's to write.
+    Qwen3's tokenizer has the token <think>, and its template no default system message. Style "tags" switches
+    thinking off if the tokenizer's own template can. Those of the 2507 models cannot: Instruct never thinks,
+    and Thinking's template puts "<think>" into the prompt, which here the model writes itself.
     """
     if is_small(tokenizer):
         return SMALL
     if "<think>" not in tokenizer.get_added_vocab():
         return CHATML
     switched_off = style == "tags" and "enable_thinking" in (tokenizer.chat_template or "")
-    user = USER + THOUGHTLESS if switched_off else USER
+    user = USER + EMPTY_THOUGHT if switched_off else USER
     return user, "\n" + user
 
 
 def is_small(tokenizer):
-    """Whether this is the small default model's tokenizer, which has its own, shorter template."""
+    """Whether this is the tokenizer of the small model (lm/small.py), which has a shorter template."""
     return "<|user|>" in tokenizer.get_added_vocab()

@@ -1,21 +1,22 @@
-"""Which tokens may come next, where a response can only give commands that are possible now.
+"""Constrained decoding (--admissible-only): responses that can only give admissible commands.
 
-The commands' token ids are a trie; a `Restriction` walks it as a response is sampled and keeps what was
-allowed at each token. Sampler and trainer bar the others with the same function, so logprobs stay exact: they
-are of the model's distribution, renormalised to the tokens allowed. Where one token is left, its logprob is
-0 and it has no gradient (it still counts as a token of the loss's mean). Demonstrations are imitated, and the
-judge's questions answered, over the whole vocabulary. Left out: what the commands are (lm/chat.py).
+The commands' token sequences form a trie. A `Restriction` follows it as a response is sampled, and records
+the allowed ids at each token. Sampler and trainer mask all other ids with the same function, so that logprobs
+are exact: those of the model's distribution, renormalized to the allowed ids. If only one id is allowed, its
+logprob is 0 and it has no gradient, but it counts as a token in the loss's mean. Demonstrations and the
+judge's answers are not restricted.
+Left out: which commands there are (lm/chat.py).
 Shapes: N rows, V vocabulary, P pairs of a row and a token.
 """
 
 import torch
 
-BARRED = -1e30       # a logit whose probability is exactly 0; with -inf an entropy would have 0 * inf
+MASKED_LOGIT = -1e30       # gives probability exactly 0; with -inf the entropy would contain 0 * inf
 
 
 def trie_of(sequences):
-    """Token sequences as nested dicts, {token: what may follow}; each ends in a stop, so none begins
-    another."""
+    """Token sequences as nested dicts {token: subtrie}. Each must end in a stop token, so that none is a
+    prefix of a different one."""
     root = {}
     for ids in sequences:
         node = root
@@ -25,38 +26,38 @@ def trie_of(sequences):
 
 
 def restricted(logits_NV, allowed=None):
-    """The logits, in row n BARRED for all tokens but those of allowed[n], if it holds any."""
-    places = [(n, token) for n, ids in enumerate(allowed or ()) for token in ids or ()]
-    if not places:
+    """The logits, with MASKED_LOGIT in row n for all ids not in allowed[n] (None or empty: unchanged)."""
+    pairs = [(n, token) for n, ids in enumerate(allowed or ()) for token in ids or ()]
+    if not pairs:
         return logits_NV
-    row_P, token_P = torch.tensor(places, device=logits_NV.device).unbind(1)
-    barred_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
-    barred_NV[row_P] = True
-    barred_NV[row_P, token_P] = False
-    return logits_NV.masked_fill(barred_NV, BARRED)
+    row_P, token_P = torch.tensor(pairs, device=logits_NV.device).unbind(1)
+    masked_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
+    masked_NV[row_P] = True
+    masked_NV[row_P, token_P] = False
+    return logits_NV.masked_fill(masked_NV, MASKED_LOGIT)
 
 
 class Restriction:
-    """One response under way: free until its command begins, then along the trie to its stop token.
+    """The state of one restricted response: free until its command starts, then in the trie up to its end.
 
-    begins(ids): whether the command begins after these ids; None: the response is nothing but a command.
+    command_starts(ids): whether the command starts after these ids; None: the response is only a command.
     """
 
-    def __init__(self, trie, begins=None):
-        self.trie, self.begins = trie, begins
-        self.node = None if begins else trie     # None: free; {}: the response has ended
-        self.ids, self.allowed = [], []          # what was taken, and what might have been
+    def __init__(self, trie, command_starts=None):
+        self.trie, self.command_starts = trie, command_starts
+        self.node = None if command_starts else trie     # None: free; {}: the response has ended
+        self.ids, self.allowed = [], []                  # sampled ids; for each, the ids that were allowed
 
     @property
     def next(self):
-        """The ids that may come next; None: all."""
+        """The ids that are allowed next; None: all."""
         return tuple(self.node) if self.node else None
 
     def take(self, token):
-        """Go on with this token."""
+        """Append a sampled token."""
         self.ids.append(token)
         self.allowed.append(self.next)
         if self.node:
             self.node = self.node[token]
-        elif self.node is None and self.begins(self.ids):
+        elif self.node is None and self.command_starts(self.ids):
             self.node = self.trie

@@ -1,8 +1,8 @@
 """The report of a run folder: a self-contained page report.html, summary.json, and the table in the terminal.
 
-`read.py` reads and checks what the run stored, `tables.py` and `charts.py` compute what is shown of it, and
-`page.py` hands that to the templates: page.html, charts.html, style.css, script.js. Nothing is measured here.
-`gallery.py` does the same for the studies' figures (gallery.html, gallery.css).
+`read.py` reads and checks the run's files, `tables.py` and `charts.py` compute tables and charts, `page.py`
+renders the templates page.html, charts.html, style.css and script.js. `gallery.py` does the same for the
+figures of lab/studies (gallery.html, gallery.css). Left out: any measurement.
 
     python -m report runs/main --open
 """

@@ -1,7 +1,7 @@
-"""The command: a run folder -> report.html and summary.json in it, and the table in the terminal.
+"""The command: writes report.html and summary.json into a run folder, and prints the table.
 
     python -m report runs/main --open
-    python -m report --gallery              # results/studies -> gallery.html in it, the paper's claims
+    python -m report --gallery              # writes lab/results/studies/gallery.html: the papers' claims
 """
 
 import argparse
@@ -9,14 +9,14 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from infra import files
 from report import gallery, page, read, tables
-from run import files
 
 
 def write(folder, results=read.RESULTS):
-    """Reads a run folder, writes report.html and summary.json into it. Returns the summary and its caption.
+    """Write report.html and summary.json into a run folder. Returns the summary and its caption.
 
-    Raises ValueError for what is no run folder, OSError for what cannot be read or written.
+    ValueError if the folder is no run folder, OSError if a file cannot be read or written.
     """
     runs = read.read_runs(folder)
     summary, seeds = tables.summarize(runs), read.read_seeds(runs, results)
@@ -25,21 +25,21 @@ def write(folder, results=read.RESULTS):
     return summary, tables.caption(runs, summary, seeds)
 
 
-def show(path):
-    """The page in the browser."""
+def open_in_browser(path):
+    """Open a page in the browser, or print its path if there is none."""
     if not webbrowser.open(path.resolve().as_uri()):
         print(f"report: no browser found; open {path} yourself", file=sys.stderr)
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m report", allow_abbrev=False,
-                                     description="A run folder -> report.html, summary.json and a table.")
+                                     description="Write a run folder's report.html and summary.json.")
     parser.add_argument("folder", type=Path, nargs="?",
-                        help="what holds one folder per method (default: runs/main), or with --gallery the "
-                        "studies' results (default: results/studies)")
+                        help="run folder, with one folder per method (default: runs/main); with --gallery, "
+                        "the studies' results (default: lab/results/studies)")
     parser.add_argument("--gallery", action="store_true",
-                        help="the studies' figures beside the paper's claims, as gallery.html")
-    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+                        help="write gallery.html: the studies' figures next to the papers' claims")
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
     arguments = parser.parse_args(argv)
     folder = arguments.folder or (gallery.STUDIES if arguments.gallery else Path("runs/main"))
     written = folder / ("gallery.html" if arguments.gallery else "report.html")
@@ -60,7 +60,7 @@ def main(argv=None):
         print("\n".join([tables.table(summary), *caption]))
         print(f"wrote {written} and {folder / 'summary.json'}")
     if arguments.open:
-        show(written)
+        open_in_browser(written)
     return 0
 
 

@@ -1,15 +1,15 @@
-"""Runs -> what the page's charts show: places on the chart, path data and the values under the pointer.
+"""The page's charts as data: coordinates, SVG path data, and the values under the pointer.
 
-charts.html draws it as SVG; a "tone" is a colour's class in style.css. Left out: any markup.
+charts.html draws them as SVG. A tone is the class of a color in style.css. Left out: any markup.
 """
 
 import math
 from dataclasses import dataclass
 
 from report.read import is_number
-from report.tables import captions, interval, seed_words, split_names
+from report.tables import captions, interval, mean_and_half, split_names
 
-TONES, STAGE_TONES, DASHES = 7, 6, 3       # as many as style.css has; then they begin again
+TONES, STAGE_TONES, DASHES = 7, 6, 3       # numbers of classes in style.css; used in turns
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 44, 10, 8, 30     # of a chart, in SVG units
 
 
@@ -19,9 +19,9 @@ class Panel:
 
     title: str
     unit: str           # "%" also multiplies by 100
-    help: str           # what to look for, in one sentence
-    curves: tuple       # (metric key, its words in the legend)
-    mark: float | None = None    # a horizontal line: the value of a judge that guesses
+    help: str           # how to read it, in one sentence
+    curves: tuple       # (metric key, name in the legend)
+    reference: float | None = None   # drawn as a horizontal line, such as the value of a random judge
 
     @property
     def x_name(self):
@@ -29,31 +29,32 @@ class Panel:
 
 
 PANELS = (
-    Panel("Success in training", "%", "Episodes won while sampling; the tasks change every iteration.",
+    Panel("Success in training", "%", "Sampled episodes that were won; the tasks change every iteration.",
           (("rollout/success", "success"),)),
     Panel("Turns per episode", "turns", "A better policy needs fewer turns.", (("rollout/turns", "turns"),)),
-    Panel("Invalid and repeated actions", "%", "The game refused the action, or it had been tried before.",
+    Panel("Invalid and repeated actions", "%", "Refused by the game, or given before in the same state.",
           (("rollout/invalid_frac", "invalid"), ("rollout/repeated_frac", "repeated"))),
-    Panel("Groups without spread", "%", "All won or all lost: the advantage is 0, nothing is learned.",
+    Panel("Groups without variance", "%", "Equal rewards in the group: no advantage, no gradient.",
           (("rollout/zero_variance_frac", "zero variance"),)),
-    Panel("Truncated", "%", "Should stay near 0: what is cut off cannot be scored fairly.",
+    Panel("Truncated", "%", "Should stay near 0: a truncated episode cannot be scored fairly.",
           (("rollout/truncated_frac", "truncated"),)),
-    Panel("Entropy", "nats", "The policy's uncertainty per token. At 0 it explores nothing any more.",
+    Panel("Entropy", "nats", "Of the policy, per token. At 0 it no longer explores.",
           (("policy/entropy_nats", "entropy"),)),
-    Panel("Gradient norm", "", "Before clipping. Spikes announce trouble.", (("policy/grad_norm", "norm"),)),
-    Panel("Clip fraction", "%", "Tokens whose probability ratio left the trust region.",
+    Panel("Gradient norm", "", "Before clipping. Spikes are an early sign of instability.",
+          (("policy/grad_norm", "norm"),)),
+    Panel("Clip fraction", "%", "Tokens whose probability ratio is outside of the clip range.",
           (("policy/clip_frac", "clipped"),)),
     Panel("Logprob gap", "nats", "Sampler against trainer on the same tokens. Should be about 0.",
           (("policy/logprob_gap_nats", "gap"),)),
-    Panel("Judge: balanced accuracy", "%", "Right verdicts, mean over both classes. Guessing gives 50.",
+    Panel("Judge: balanced accuracy", "%", "Share of correct verdicts, mean over both classes. Chance is 50.",
           (("judge/balanced_accuracy", "against labels"),
-           ("judge/balanced_accuracy_oracle", "against oracle")), mark=50),
-    Panel("Judge: AUC", "", "Does a good turn get more good verdicts than a bad one? Guessing gives 0.5.",
-          (("judge/auc", "against labels"), ("judge/auc_oracle", "against oracle")), mark=0.5),
-    Panel("Judge: groups with spread", "%", "Judge prompts whose verdicts differ; only these teach.",
+           ("judge/balanced_accuracy_oracle", "against oracle")), reference=50),
+    Panel("Judge: AUC", "", "How often a good turn gets more good verdicts than a bad one. Chance is 0.5.",
+          (("judge/auc", "against labels"), ("judge/auc_oracle", "against oracle")), reference=0.5),
+    Panel("Judge: groups with variance", "%", "Questions whose verdicts differ; only these have a gradient.",
           (("judge/variance_frac", "with variance"),)),
-    Panel("Judge: gradient", "", "Its size over the policy's, and the cosine between the two.",
-          (("judge/grad_ratio", "ratio"), ("judge/grad_cosine", "cosine")), mark=0),
+    Panel("Judge: gradient", "", "Norm relative to the policy's gradient, and the cosine between the two.",
+          (("judge/grad_ratio", "ratio"), ("judge/grad_cosine", "cosine")), reference=0),
     Panel("Cold start: loss", "nats", "Cross-entropy of the demonstrations' tokens.",
           (("cold_start/loss", "loss"),)),
 )
@@ -61,7 +62,7 @@ PANELS = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One path of a chart; `kind` is how style.css draws it: dots, line, area or mark."""
+    """One path of a chart. kind: its class in style.css: "dots", "line", "area", "mark" (the reference)."""
 
     kind: str
     path: str           # SVG path data
@@ -71,29 +72,29 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """All that charts.html needs for one framed chart."""
+    """The data of one chart for charts.html."""
 
     title: str
     unit: str
     help: str
-    keys: list          # (class, words): the legend of dashes or of stages; empty where there is one curve
+    keys: list          # (class, text): the legend of dashes or of stages; empty for a single curve
     axes: "Axes"
     x_name: str
     shapes: list
-    hover: dict         # what the page's script shows under the pointer
+    hover: dict         # see `hover`
 
 
 # Numbers
 
 def x_name(key):
-    """What a metric is logged by: the step of a cold start, or the iteration."""
+    """Name of a metric's x axis: "step" in a cold start, else "iteration"."""
     return "step" if key.startswith("cold_start/") else "iteration"
 
 
 def curve(run, key):
     """{x: value} of one metric over its iterations or steps.
 
-    A value that is no number is None. A resumed run may have logged an x twice: the later one counts.
+    A value that is no number is None. If a resumed run logged an x twice, the later value is used.
     """
     name = x_name(key)
     return {line[name]: line[key] if is_number(line[key]) else None
@@ -101,12 +102,12 @@ def curve(run, key):
 
 
 def smooth(values):
-    """Centred moving mean over about a 25th of the values; None stays None and counts in no mean."""
+    """Centered moving mean over about a 25th of the values. None stays None and is in no mean."""
     half = max(1, round(len(values) / 50))
     means = []
     for i, value in enumerate(values):
-        near = [v for v in values[max(0, i - half):i + half + 1] if v is not None]
-        means.append(None if value is None else sum(near) / len(near))
+        window = [v for v in values[max(0, i - half):i + half + 1] if v is not None]
+        means.append(None if value is None else sum(window) / len(window))
     return means
 
 
@@ -120,17 +121,17 @@ def ticks(low, high, count=4):
 
 
 def tones(runs):
-    """{method: class of its colour}: what has no RL iterations is grey, the others go through the colours."""
+    """{method: class of its color}: grey without RL iterations, else one color after the other."""
     trained = [run.name for run in runs if run.iterations]
     return {run.name: "tone-0" for run in runs} | {
         name: f"tone-{1 + i % (TONES - 1)}" for i, name in enumerate(trained)}
 
 
-# Places and paths
+# Coordinates and paths
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """The frame of a chart: where a value lies on it, in SVG units."""
+    """The axes of a chart, which convert values to SVG units."""
 
     x_low: float
     x_high: float
@@ -150,13 +151,13 @@ class Axes:
 
     @property
     def columns(self):
-        """(x, label) of the whole numbers under the chart."""
+        """(x, label) of the integer ticks below the chart."""
         inside = [tick for tick in ticks(self.x_low, self.x_high) if self.x_low <= tick <= self.x_high]
         return [(round(self.x(tick), 1), f"{tick:g}") for tick in inside if tick == round(tick)]
 
 
 def line_path(axes, xs, ys):
-    """A path through the points; a None breaks it."""
+    """A path through the points, interrupted at None."""
     parts, pen = [], "M"
     for x, y in zip(xs, ys):
         if y is not None:
@@ -166,82 +167,82 @@ def line_path(axes, xs, ys):
 
 
 def dots_path(axes, xs, ys):
-    """One path with a zero-length stroke at each point: round line ends make them dots."""
+    """A path with a zero-length stroke at each point, which round line caps draw as a dot."""
     return "".join(f"M{axes.x(x):.1f} {axes.y(y):.1f}h0" for x, y in zip(xs, ys) if y is not None)
 
 
 def area_path(axes, xs, floor, roof):
-    """The outline of what lies between two lines."""
+    """The outline of the area between two lines."""
     back = line_path(axes, xs[::-1], floor[::-1]).replace("M", "L")
     return f"{line_path(axes, xs, roof)}{back}Z"
 
 
 def level_path(axes, value):
-    """A horizontal line over the whole chart."""
+    """A horizontal line over the full width."""
     return f"M{LEFT} {axes.y(value):.1f}H{WIDTH - RIGHT}"
 
 
 def hover(axes, name, unit, series):
-    """What the page's script needs to show values: series is [(name, tone, {x: y})]."""
+    """The data from which script.js shows values under the pointer. series: [(name, tone, {x: y})]."""
     xs = sorted({x for _, _, points in series for x in points})
-    return {"x_name": name, "unit": unit, "xs": xs, "places": [round(axes.x(x), 1) for x in xs],
-            "series": [{"name": words, "tone": tone, "ys": [points.get(x) for x in xs]}
-                       for words, tone, points in series]}
+    return {"x_name": name, "unit": unit, "xs": xs, "positions": [round(axes.x(x), 1) for x in xs],
+            "series": [{"name": label, "tone": tone, "ys": [points.get(x) for x in xs]}
+                       for label, tone, points in series]}
 
 
 # Charts
 
 def short(value, scale=1):
-    """A number of four digits, enough to draw and to read; None stays None."""
+    """scale * value, rounded to four digits; None stays None."""
     return None if value is None else float(f"{scale * value:.4g}")
 
 
 def panel_series(panel, runs):
-    """[(name, tone, dash, {x: y})] of the curves that have a number to draw, scaled to the panel's unit."""
+    """[(name, tone, dash, {x: y})] of the curves with any number, scaled to the panel's unit."""
     scale, series, tone = 100 if panel.unit == "%" else 1, [], tones(runs)
-    for i, (key, words) in enumerate(panel.curves):
+    for i, (key, label) in enumerate(panel.curves):
         for run in runs:
             points = {x: short(y, scale) for x, y in sorted(curve(run, key).items())}
-            name = run.name if len(panel.curves) == 1 else f"{run.name}, {words}"
+            name = run.name if len(panel.curves) == 1 else f"{run.name}, {label}"
             if any(y is not None for y in points.values()):
                 series.append((name, tone[run.name], f"dash-{i % DASHES}", points))
     return series
 
 
 def panel_chart(panel, runs):
-    """A panel as raw points and a lightly smoothed line over them. None where no run logged it."""
+    """A panel's Chart: raw points, and a smoothed line over them. None if no run logged its metrics."""
     series = panel_series(panel, runs)
     if not series:
         return None
     xs = [x for *_, points in series for x in points]
     ys = [y for *_, points in series for y in points.values() if y is not None]
-    ys += [0] if panel.mark is None else [0, panel.mark]
+    ys += [0] if panel.reference is None else [0, panel.reference]
     axes = Axes(min(xs), max(xs), ticks(min(ys), max(ys)))
-    shapes = [] if panel.mark is None else [Shape("mark", level_path(axes, panel.mark))]
+    shapes = [] if panel.reference is None else [Shape("mark", level_path(axes, panel.reference))]
     shapes += [Shape("dots", dots_path(axes, points, points.values()), tone) for _, tone, _, points in series]
     shapes += [Shape("line", line_path(axes, points, smooth(list(points.values()))), tone, dash)
                for _, tone, dash, points in series]
-    keys = [(f"dash-{i % DASHES}", words) for i, (_, words) in enumerate(panel.curves)]
-    shown = [(name, tone, points) for name, tone, _, points in series]
+    keys = [(f"dash-{i % DASHES}", label) for i, (_, label) in enumerate(panel.curves)]
+    hovered = [(name, tone, points) for name, tone, _, points in series]
     return Chart(title=panel.title, unit=panel.unit, help=panel.help, keys=keys if len(keys) > 1 else [],
                  axes=axes, x_name=panel.x_name, shapes=shapes,
-                 hover=hover(axes, panel.x_name, panel.unit, shown))
+                 hover=hover(axes, panel.x_name, panel.unit, hovered))
 
 
 def panel_charts(panels, runs):
-    """The charts of the panels that any run has numbers for."""
+    """The charts of the panels that any run logged."""
     return [chart for panel in panels if (chart := panel_chart(panel, runs))]
 
 
-def rest_panels(runs):
-    """A panel for every logged number that no other chart shows."""
-    shown = {key for panel in PANELS for key, _ in panel.curves}
+def other_panels(runs):
+    """A panel for every logged metric that PANELS leaves out, except times."""
+    drawn = {key for panel in PANELS for key, _ in panel.curves}
     keys = {key for run in runs for line in run.lines for key in line if "/" in key}
-    return [Panel(key, "", "", ((key, key),)) for key in sorted(keys - shown) if not key.startswith("time/")]
+    return [Panel(key, "", "", ((key, key),)) for key in sorted(keys - drawn) if not key.startswith("time/")]
 
 
 def stage_series(run):
-    """[(stage, {x: seconds})] of an iteration's timed parts; a missing one took 0 s. Totals are left out."""
+    """[(stage, {iteration: seconds})] without totals; a missing value is 0 s."""
     keys = {key for line in run.lines if "iteration" in line for key in line if key.startswith("time/")}
     keys -= {"time/iteration_s", "time/total_s"}
     known = ["time/rollout_s", "time/judge_s", "time/update_s"]
@@ -253,7 +254,7 @@ def stage_series(run):
 
 
 def stages_chart(run, stages, top_s):
-    """Seconds of each iteration, its stages stacked; `top_s` is one for all methods, so that they compare."""
+    """Seconds per iteration, stacked by stage. top_s: top of the y axis, the same for all methods."""
     xs = list(stages[0][1])
     axes, floor, shapes, keys, series = Axes(min(xs), max(xs), ticks(0, top_s)), [0.0] * len(xs), [], [], []
     for i, (stage, points) in enumerate(stages):
@@ -263,7 +264,7 @@ def stages_chart(run, stages, top_s):
         keys.append((tone, stage))
         series.append((stage, tone, {x: short(points[x]) for x in xs}))
         floor = roof
-    return Chart(title=run.name, unit="s", help="Seconds of each iteration by stage, stacked.", keys=keys,
+    return Chart(title=run.name, unit="s", help="Seconds per iteration, stacked by stage.", keys=keys,
                  axes=axes, x_name="iteration", shapes=shapes, hover=hover(axes, "iteration", "s", series))
 
 
@@ -275,26 +276,27 @@ def time_charts(runs):
 
 
 def split_charts(runs, summary, seeds):
-    """Per split its caption and each method's success: values between 0 and 1, which charts.html places."""
-    tone, worded = tones(runs), captions(runs, summary)
-    return [{"split": split, "caption": worded.get(split, ""), "scores": [
-        {"name": name, "tone": tone[name], "words": interval(scores[split]), "score": bounded(scores[split]),
-         "seeds": several(seeds, name, split)}
+    """Per split, its caption and each method's success as shares between 0 and 1, for charts.html."""
+    tone, caption_of = tones(runs), captions(runs, summary)
+    return [{"split": split, "caption": caption_of.get(split, ""), "scores": [
+        {"name": name, "tone": tone[name], "text": interval(scores[split]), "score": bounded(scores[split]),
+         "seeds": over_seeds(seeds, name, split)}
         for name, scores in summary["methods"].items() if is_number(scores.get(split, {}).get("success"))
     ]} for split in split_names(summary)]
 
 
 def bounded(score):
-    """A score whose interval lies between 0 and 1; without one, it is the score itself."""
+    """The score with its interval clipped to 0 and 1; without an interval, low and high are the score."""
     success = score["success"]
     low, high = (score[key] if is_number(score[key]) else success for key in ("low", "high"))
     return {"success": success, "low": max(low, 0), "high": min(high, 1)}
 
 
-def several(seeds, name, split):
-    """What several seeds of a method gave on a split, drawn like a score; None where that is not known."""
+def over_seeds(seeds, name, split):
+    """A method's score on a split over several seeds, drawn like a score; None if unknown."""
     score = seeds.scores.get(name, {}).get(split) if seeds else None
     if score is None:
         return None
     mean, half = score["mean"], score["half"]
-    return {"words": seed_words(score)} | bounded({"success": mean, "low": mean - half, "high": mean + half})
+    bounds = bounded({"success": mean, "low": mean - half, "high": mean + half})
+    return {"text": mean_and_half(score)} | bounds

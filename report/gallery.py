@@ -1,9 +1,8 @@
-"""The studies' results -> gallery.html: every figure of the paper, and what else studies look at, what is
-claimed there, and what came out here.
+"""The gallery of the studies' results, gallery.html: each claim of the papers, and the result here.
 
-Reads the NAME.json of a folder (studies/common.publish writes them) and the pictures that they name, and puts
-all into one page that needs no other file and no network. A figure without an entry is listed with the reason
-why. Left out: anything measured or drawn.
+Reads every NAME.json of a folder (written by `publish` in lab/studies/common.py) and the pictures that they
+name, and writes one page that needs no other file and no network. A figure of the paper without an entry is
+listed with the reason. Left out: any measurement or drawing.
 """
 
 import base64
@@ -11,74 +10,73 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra import files
 from report import page, read
-from run import files
 
 ROOT = Path(__file__).resolve().parent.parent
-STUDIES = ROOT / "results" / "studies"
-TONES = {"yes": "yes", "partly": "partly", "no": "no", "not measurable": "open"}      # of what "agrees" says
+STUDIES = ROOT / "lab" / "results" / "studies"
+TONES = {"yes": "yes", "partly": "partly", "no": "no", "not measurable": "open"}     # of "agrees"
 MISSING = "not measured here"
-WIDE = 2.2                        # times its height: beside a text such a picture is too small to read
-READING = "faults"                # the study whose runs teach to read the curves
-# What the paper (arXiv:2509.23870) has, in its order, and what is said where no study has an entry
+WIDE = 2.2                        # width / height; a wider picture is too small next to text
+READING = "faults"                # the study of the section "Reading the curves"
+# Figures and claims of the paper (arXiv:2509.23870), in its order; the text is for those without a study
 PAPER = {
-    "Figure 1": "It takes models of a run's many iterations: confidence in repeated actions over training.",
-    "Lemma 3.1": "It takes no run: python -m studies.theory.",
-    "Theorem 3.2": "It takes no run: python -m studies.theory.",
-    "Figure 2": "It takes the flawed actions of won and of lost episodes.",
-    "Figure 3a": "It takes the gradients of samples of several worlds.",
-    "Figure 3b": "It takes a gradient step on one sample, and all others' probabilities.",
-    "Figure 4": "It takes no run: python -m studies.theory.",
-    "Section 3.3": "It takes no run: python -m studies.theory.",
-    "Theorem A.1": "It takes no run: python -m studies.theory.",
-    "Figure 5": "It takes the same decisions asked again of models along a run.",
-    "Figure 6": "A drawing of the method, not a measurement; this is ours.",
-    "Figure 7": "It takes the rows of Table 3, which it draws.",
-    "Table 3": "It takes some eight core-hours: python -m studies.ablation says how.",
-    "Figure 8": "It takes the influence between samples along runs of several methods.",
-    "Figure 9": "It takes the influence of each token.",
-    "Figure 10a": "What it shows could not be read in the sources that this project has.",
-    "Figure 10b": "It takes a judge that answers and one that is a value head, and their gradients.",
-    "Figure 11": "It takes runs of twice the iterations."}
+    "Figure 1": "Needs checkpoints of many iterations: confidence in repeated actions over training.",
+    "Lemma 3.1": "Needs no run: python -m lab.studies.theory.",
+    "Theorem 3.2": "Needs no run: python -m lab.studies.theory.",
+    "Figure 2": "Needs the flawed actions of won and of lost episodes.",
+    "Figure 3a": "Needs the gradients of samples from several environments.",
+    "Figure 3b": "Needs a gradient step on one sample, and the probabilities of all others.",
+    "Figure 4": "Needs no run: python -m lab.studies.theory.",
+    "Section 3.3": "Needs no run: python -m lab.studies.theory.",
+    "Theorem A.1": "Needs no run: python -m lab.studies.theory.",
+    "Figure 5": "Needs the same decisions, sampled again from the checkpoints of a run.",
+    "Figure 6": "A drawing of the method, not a measurement; this one is ours.",
+    "Figure 7": "Draws the rows of Table 3.",
+    "Table 3": "Needs about eight core-hours: see python -m lab.studies.ablation.",
+    "Figure 8": "Needs the influence between samples along runs of several methods.",
+    "Figure 9": "Needs the influence of each token.",
+    "Figure 10a": "Its content could not be read in the sources available to this project.",
+    "Figure 10b": "Needs the gradients of a generative judge and of one with a value head.",
+    "Figure 11": "Needs runs with twice the iterations."}
 OURS = {"Figure 6": ROOT / "docs" / "loop.svg"}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the page says of one figure or claim."""
+    """The page's entry on one figure or claim."""
 
     anchor: str          # its id on the page
-    paper: str           # which figure or claim
-    claim: str           # the paper's, in our words; empty where nothing was measured
-    found: str           # here
-    agrees: str          # of TONES, or MISSING
-    picture: str         # a data: address; empty: none
-    wide: bool           # the picture needs the page's whole width
-    study: str           # which file says so
-    command: str         # that makes it anew
+    paper: str           # the figure or claim
+    claim: str           # of the paper, in our words; empty if not measured here
+    found: str           # the result here
+    agrees: str          # one of TONES, or MISSING
+    picture: str         # a data: URL; empty: none
+    wide: bool           # whether the picture needs the page's full width
+    study: str           # name of the study; empty if not measured here
+    command: str         # reproduces the result
 
     @property
     def tone(self):
-        """The class of its colour."""
+        """The class of its color."""
         return TONES.get(self.agrees, "open")
 
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """What a fault looks like, and how it is told."""
+    """A deliberate fault in a run, and the rule that detects it."""
 
     title: str
-    what: str            # is broken
-    tell: str            # how it is told
-    found: str           # the numbers
-    told: bool           # whether that held
-    error: str           # with which gcd.py stops such a run; empty: it does not
-    picture: str
+    what: str            # description of the fault
+    tell: str            # the rule
+    found: str           # its numbers
+    detected: bool       # whether the rule detected the fault
+    error: str           # with which gcd.py stops such a run; empty: it does not stop
+    picture: str         # a data: URL
 
 
 def picture(path, place):
-    """An SVG file as an address that holds it whole, but for its indents. As an image it runs no script and
-    loads nothing."""
+    """An SVG file, without indentation, as a data: URL. As an image it runs no scripts and loads nothing."""
     try:
         content = re.sub(rb"\n +", b"\n", path.read_bytes())
     except OSError as error:
@@ -87,24 +85,24 @@ def picture(path, place):
 
 
 def is_wide(path):
-    """Whether an SVG file says, by its viewBox, that it is much wider than high."""
+    """Whether an SVG file is WIDE by its viewBox."""
     content = path.read_text(encoding="utf-8", errors="replace")
     box = re.search(r'viewBox="[-\d.]+ [-\d.]+ (\d+\.?\d*) (\d+\.?\d*)"', content)
     return box is not None and float(box[1]) > WIDE * float(box[2])
 
 
 def studies(folder):
-    """{file: study} of every JSON file in a folder. ValueError names one that is broken, or that none is."""
+    """{file: study} of every JSON file in a folder. ValueError if one is broken or none exists."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     found = {path: read.expect(files.read_json(path), dict, path) for path in sorted(folder.glob("*.json"))}
     if not found:
-        raise ValueError(f"{folder}: no study in it (python -m studies.NAME writes NAME.json)")
+        raise ValueError(f"{folder}: no study in it (python -m lab.studies.NAME writes NAME.json)")
     return found
 
 
-def words(record, names, place):
-    """The named fields of a record, which must be texts. ValueError names the field and the file."""
+def texts(record, names, place):
+    """The named fields of a record. ValueError, with field and file, if one is no text."""
     record = read.expect(record, dict, place)
     for name in names:
         if not isinstance(record.get(name), str):
@@ -113,18 +111,20 @@ def words(record, names, place):
 
 
 def entries(found):
-    """An entry for each figure that a study has something to say of, and for each of PAPER without one: in
-    the paper's order, then what is of no figure."""
+    """An Entry for each figure of the studies, and for each of PAPER that none covers.
+
+    They are in the paper's order; entries that are not in PAPER come last.
+    """
     result = []
     for path, study in found.items():
         for number, figure in enumerate(read.expect(study.get("figures", []), list, f"{path}, figures"), 1):
             place = f"{path}, figure {number}"
-            paper, claim, said, agrees, file = words(
+            paper, claim, result_here, agrees, file = texts(
                 figure, ("paper", "claim", "found", "agrees", "picture"), place)
             if agrees not in TONES:
                 raise ValueError(f"{place}, agrees: expected one of {', '.join(TONES)}, found {agrees!r:.60}")
-            (command,) = words(study, ("command",), path)
-            result.append(Entry(f"{path.stem}-{number}", paper, claim, said, agrees,
+            (command,) = texts(study, ("command",), path)
+            result.append(Entry(f"{path.stem}-{number}", paper, claim, result_here, agrees,
                                 picture(path.parent / file, place), is_wide(path.parent / file),
                                 path.stem, command))
     covered = [name for name in PAPER if any(covers(entry.paper, name) for entry in result)]
@@ -139,32 +139,32 @@ def entries(found):
 
 
 def covers(paper, name):
-    """Whether what an entry calls itself names this figure: "Figure 4 and section 3.3" names two."""
+    """Whether an entry's title contains this name: "Figure 4 and section 3.3" covers two."""
     return re.search(rf"\b{re.escape(name)}(?![\w.]*\w)", paper, re.IGNORECASE) is not None
 
 
 def lessons(found):
-    """What the runs that were broken on purpose teach, and the command that makes them; ([], "") without."""
+    """The Lessons of the runs with deliberate faults, and the command of their study; else ([], "")."""
     for path, study in found.items():
         if path.stem == READING:
-            (command,) = words(study, ("command",), path)
+            (command,) = texts(study, ("command",), path)
             return [lesson(path, fault, f"{path}, fault {number}") for number, fault in
                     enumerate(read.expect(study.get("faults", []), list, f"{path}, faults"), 1)], command
     return [], ""
 
 
 def lesson(path, fault, place):
-    """One of them, checked."""
-    title, what, tell, said, error, file = words(
+    """The Lesson of one fault, checked."""
+    title, what, tell, found, error, file = texts(
         fault, ("title", "what", "tell", "found", "error", "picture"), place)
     if not isinstance(fault.get("told"), bool):
         raise ValueError(f"{place}, told: expected true or false, found {fault.get('told')!r:.60}")
-    return Lesson(title, what, tell, said, fault["told"], error, picture(path.parent / file, place))
+    return Lesson(title, what, tell, found, fault["told"], error, picture(path.parent / file, place))
 
 
 def gallery(folder=STUDIES):
-    """The page as one text. Raises ValueError for what no study writes, naming its file."""
+    """The page as HTML. ValueError, with the file, if a study's file is not as a study writes it."""
     found = studies(folder)
-    taught, command = lessons(found)
-    return page.environment().get_template("gallery.html").render(
-        entries=entries(found), lessons=taught, lessons_command=command, missing=MISSING)
+    of_faults, command = lessons(found)
+    return page.templates().get_template("gallery.html").render(
+        entries=entries(found), lessons=of_faults, lessons_command=command, missing=MISSING)

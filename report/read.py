@@ -1,78 +1,79 @@
-"""A run folder -> Runs, checked: what is not as a run writes it is named by its file and place.
+"""Reads a run folder into Runs, and checks it: an error names the file and the place in it.
 
-A run folder holds one folder per method; each has `metrics.jsonl`, and may have `evaluation.json`,
-`stages.json` and `episodes.jsonl`. Also reads what several seeds gave, from the committed results.
+A run folder has one folder per method; each has `metrics.jsonl`, and may have `evaluation.json`,
+`stages.json` and `episodes.jsonl`. Also reads results over several seeds from the committed results. Left
+out: repair of broken files, except lines that a killed run cut short.
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from run import files
+from infra import files
 
-RESULTS = Path(__file__).resolve().parent.parent / "results"
-WORDS = {dict: "an object", list: "a list", str: "text", float: "a number"}
-LARGEST = 1e300      # a number beyond is drawn as little as infinity: 100 times it still has a place
+RESULTS = Path(__file__).resolve().parent.parent / "lab" / "results"
+KIND_NAMES = {dict: "an object", list: "a list", str: "text", float: "a number"}
+LARGEST = 1e300      # larger numbers are not drawn, like infinity; 100 times this one is still finite
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one method's folder holds."""
+    """The content of one method's folder."""
 
     name: str
     header: dict        # first line of metrics.jsonl: config, versions, commit, started
-    lines: list         # the others: one dict per iteration or cold-start step
+    lines: list         # other lines: one dict per iteration or cold-start step
     evaluation: dict
     stages: dict        # seconds of each stage
     episodes: list
-    notes: list         # what could not be read
+    notes: list         # on lines that could not be read
 
     def fact(self, key):
-        """What the run says of itself, in its evaluation or else at the head of its metrics."""
+        """The run's value under a key, from evaluation.json or else from the head of metrics.jsonl."""
         return self.evaluation.get(key) or self.header.get(key)
 
     @property
     def iterations(self):
-        """The numbers of the RL iterations that it logged; none for a cold start."""
+        """Indices of the RL iterations that it logged; empty for a cold start."""
         return {line["iteration"] for line in self.lines if is_number(line.get("iteration"))}
 
 
 @dataclass(frozen=True, slots=True)
 class Seeds:
-    """What several seeds of the same methods gave, from one file of results."""
+    """Results of the same methods over several seeds, from one file of results."""
 
-    file: str           # as it is named in the repository
+    file: str           # its path, such as lab/results/table1_household_result.json
     count: int
-    scores: dict        # {method: {split: {"mean": success, "half": of its 95 % interval}}}
+    scores: dict        # {method: {split: {"mean": success, "half": half its 95 % CI}}}
 
 
 def is_number(value):
-    """Whether a JSON value is a number that can be drawn: not null, NaN, true or out of all bounds."""
+    """Whether a JSON value is a number that can be drawn: not null, a bool, NaN or beyond LARGEST."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
-# What is expected
+# Checks
 
 def expect(value, kind, place):
-    """The value, if it is of the kind (a number and text may be null). Raises ValueError naming the place."""
+    """Return the value if it is of this kind (a number or text may be null), else raise ValueError."""
     if kind in (float, str) and value is None:
         return value
     if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
         found = json.dumps(value)
         found = found if len(found) <= 60 else found[:57] + "..."
-        raise ValueError(f"{place}: expected {WORDS[kind]}, found {found}")
+        raise ValueError(f"{place}: expected {KIND_NAMES[kind]}, found {found}")
     return value
 
 
 def expect_fields(record, kind, names, place):
-    """Those of the named fields that a record has are of the kind."""
+    """`expect` for each of the named fields that the record has."""
     for name in names:
         if name in record:
             expect(record[name], kind, f"{place}, {name}")
 
 
 def check_about(record, place):
-    """What a run says of itself, in evaluation.json and at the head of metrics.jsonl."""
+    """Check the description of a run, in evaluation.json or at the head of metrics.jsonl."""
     expect_fields(record, dict, ("config", "versions", "captions"), place)
     expect_fields(record, str, ("games", "note", "warning", "started", "commit"), place)
     expect_fields(record, float, ("parameters", "seconds"), place)
@@ -81,14 +82,14 @@ def check_about(record, place):
 
 
 def check_metrics(record, place):
-    """A line of metrics.jsonl: numbers under "group/name", iteration and step."""
+    """Check a line of metrics.jsonl: numbers under "group/name", iteration and step."""
     expect(record, dict, place)
     check_about(record, place)
     expect_fields(record, float, ("iteration", "step", *(name for name in record if "/" in name)), place)
 
 
 def check_episode(record, place):
-    """A line of episodes.jsonl: its place in training, and a list of turns."""
+    """Check a line of episodes.jsonl: phase, split, iteration, and a list of turns."""
     expect(record, dict, place)
     expect_fields(record, float, ("iteration", "return"), place)
     expect_fields(record, str, ("phase", "split"), place)
@@ -99,12 +100,12 @@ def check_episode(record, place):
 
 
 def check_evaluation(record, place):
-    """evaluation.json: "splits" is {split: {way of decoding: {"success": ...}}}."""
+    """Check evaluation.json: "splits" is {split: {decoding mode: {"success": ...}}}."""
     expect(record, dict, place)
     check_about(record, place)
-    for split, ways in expect(record.get("splits", {}), dict, f"{place}, splits").items():
-        for way, scores in expect(ways, dict, f"{place}, {split}").items():
-            here = f"{place}, {split}, {way}"
+    for split, modes in expect(record.get("splits", {}), dict, f"{place}, splits").items():
+        for mode, scores in expect(modes, dict, f"{place}, {split}").items():
+            here = f"{place}, {split}, {mode}"
             names = ("success", "n", "plays", "low", "high", "turns", "invalid_frac", "repeated_frac")
             expect_fields(expect(scores, dict, here), float, names, here)
 
@@ -112,7 +113,7 @@ def check_evaluation(record, place):
 # Reading
 
 def checked_lines(path, check):
-    """The checked objects of a .jsonl file, and notes on the lines that a killed run cut short."""
+    """The checked records of a .jsonl file, and notes on lines that a killed run cut short."""
     records, broken = files.read_lines(path)
     for number, record in enumerate(records, start=1):
         check(record, f"{path}, entry {number}")
@@ -121,7 +122,7 @@ def checked_lines(path, check):
 
 
 def read_run(folder):
-    """One method's folder -> Run. Raises ValueError for what a run does not write."""
+    """Read one method's folder into a Run. ValueError if its files are not as a run writes them."""
     records, notes = checked_lines(folder / files.METRICS, check_metrics)
     episodes, more_notes = checked_lines(folder / files.EPISODES, check_episode)
     evaluation, stages = files.read_json(folder / files.EVALUATION), files.read_json(folder / files.STAGES)
@@ -135,9 +136,9 @@ def read_run(folder):
 
 
 def read_runs(folder):
-    """Every method in a run folder by name, what has no RL iterations (a cold start) first.
+    """All Runs of a run folder, sorted by name; those without RL iterations (a cold start) come first.
 
-    Runs that were set aside, NAME.old-1, are left out. Raises ValueError if there is none.
+    Runs that were set aside, NAME.old-1, are left out. ValueError if there is none.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
@@ -149,7 +150,7 @@ def read_runs(folder):
 
 
 def seed_scores(result, place, names):
-    """{method: {split: {"mean", "half"}}} of the named methods that a file of results has rows of."""
+    """{method: {split: {"mean", "half"}}} of the named methods that a file of results contains."""
     found = {}
     for method, splits in expect(result.get("rows", {}), dict, f"{place}, rows").items():
         for split, score in expect(splits, dict, f"{place}, {method}").items():
@@ -161,9 +162,9 @@ def seed_scores(result, place, names):
 
 
 def read_seeds(runs, folder=RESULTS):
-    """What several seeds of these methods gave on these games with as many parameters -> Seeds, or None.
+    """Results of these methods over several seeds, on the same games and model size: Seeds, or None.
 
-    The first of results/table1_*_result.json that fits counts. A run that was not evaluated fits none.
+    From the first of lab/results/table1_*_result.json that fits. None if no run was evaluated.
     """
     games = {run.evaluation["games"] for run in runs if run.evaluation.get("games")}
     sizes = {run.header["parameters"] for run in runs if run.header.get("parameters")}
@@ -176,5 +177,5 @@ def read_seeds(runs, folder=RESULTS):
         scores = seed_scores(result, path, {run.name for run in runs})
         if fits and scores:
             count = len(expect(result.get("seeds", []), list, f"{path}, seeds"))
-            return Seeds(f"{folder.name}/{path.name}", count, scores)
+            return Seeds("/".join(path.parts[-3:]), count, scores)
     return None

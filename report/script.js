@@ -2,29 +2,29 @@
 const byId = id => document.getElementById(id);
 const episodes = JSON.parse(byId("data").textContent);
 
-function element(tag, className, text) {         // textContent only: an episode's text is never read as HTML
+function element(tag, className, text) {         // textContent only: episodes are never parsed as HTML
   const node = document.createElement(tag);
   node.className = className || "";
   if (text !== undefined && text !== null) node.textContent = text;
   return node;
 }
 
-function copyOf(id, texts) {                     // of a template; texts: class of a part -> its words
+function copyOf(id, texts) {                     // copy of a template; texts: class of a part -> its text
   const node = byId(id).content.firstElementChild.cloneNode(true);
-  for (const [name, words] of Object.entries(texts)) node.querySelector("." + name).textContent = words ?? "";
+  for (const [name, text] of Object.entries(texts)) node.querySelector("." + name).textContent = text ?? "";
   return node;
 }
 
-// Charts: a rule and the values at the nearest iteration
+// Charts: a vertical line and the values at the nearest iteration
 const tip = byId("tip");
 
 function hover(svg, chart, event) {
   const box = svg.getBoundingClientRect();
   const at = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
-  const away = i => Math.abs(chart.places[i] - at);
-  const nearest = chart.places.reduce((best, x, i) => away(i) < away(best) ? i : best, 0);
+  const distance = i => Math.abs(chart.positions[i] - at);
+  const nearest = chart.positions.reduce((best, x, i) => distance(i) < distance(best) ? i : best, 0);
   const rule = svg.querySelector(".rule");
-  for (const end of ["x1", "x2"]) rule.setAttribute(end, chart.places[nearest]);
+  for (const end of ["x1", "x2"]) rule.setAttribute(end, chart.positions[nearest]);
   rule.setAttribute("visibility", "visible");
   tip.replaceChildren(element("div", "", `${chart.x_name} ${chart.xs[nearest]}`));
   for (const series of chart.series) {
@@ -48,7 +48,7 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
 }
 
 // Episodes: three menus, one list of turns
-const place = e => e.phase === "rl" ? `training, iteration ${e.iteration}` : `${e.phase}, ${e.split}`;
+const stage = e => e.phase === "rl" ? `training, iteration ${e.iteration}` : `${e.phase}, ${e.split}`;
 const advantages = episodes.flatMap(e => e.turns || []).map(turn => Math.abs(turn.advantage || 0));
 const strongest = advantages.reduce((a, b) => Math.max(a, b), 1e-9);
 let current = -1;
@@ -65,15 +65,16 @@ const pill = (name, value) => element("span", `pill ${value || "none"}`, `${name
 function fillHead(head, turn, number) {
   head.style.background = shade(turn.advantage);
   head.append(element("b", "", `Turn ${number}`));
-  const say = words => head.append(element("span", "", words));
-  if (typeof turn.advantage === "number") say(`advantage ${signed(turn.advantage)}`);
+  const addText = text => head.append(element("span", "", text));
+  if (typeof turn.advantage === "number") addText(`advantage ${signed(turn.advantage)}`);
   if (turn.valid === false) head.append(element("span", "pill bad", "invalid"));
   if (turn.label) head.append(pill("label", turn.label));
   if (turn.oracle) head.append(pill("oracle", turn.oracle));
   const verdicts = turn.verdicts || [];
-  if (verdicts.length) say("verdicts");
-  for (const word of verdicts) head.append(element("span", `pill ${word || "none"}`, word || "unreadable"));
-  if (typeof turn.judge_reward === "number") say(`judge reward ${turn.judge_reward.toFixed(2)}`);
+  if (verdicts.length) addText("verdicts");
+  for (const verdict of verdicts)
+    head.append(element("span", `pill ${verdict || "none"}`, verdict || "unreadable"));
+  if (typeof turn.judge_reward === "number") addText(`judge reward ${turn.judge_reward.toFixed(2)}`);
 }
 
 function turnCard(turn, number) {
@@ -99,19 +100,19 @@ function stripCell(turn, number, card) {
   return cell;
 }
 
-function fill(id, labels, chosen) {              // labels: Map from an episode's index to its option's words
-  byId(id).replaceChildren(...[...labels].map(([index, words]) => {
-    const option = element("option", "", words);
+function fill(id, labels, chosen) {              // labels: Map from an episode's index to its option's text
+  byId(id).replaceChildren(...[...labels].map(([index, text]) => {
+    const option = element("option", "", text);
     option.value = index;
-    option.selected = words === chosen || index === chosen;
+    option.selected = text === chosen || index === chosen;
     return option;
   }));
 }
 
-function firstOf(list, words) {                  // the first index of each distinct word
+function firstOf(list, label) {                  // Map from the first index of each distinct label to it
   const found = new Map();
-  list.forEach(i => found.has(words(episodes[i])) || found.set(words(episodes[i]), i));
-  return new Map([...found].map(([word, i]) => [i, word]));
+  list.forEach(i => found.has(label(episodes[i])) || found.set(label(episodes[i]), i));
+  return new Map([...found].map(([text, i]) => [i, text]));
 }
 
 const outcome = e => [e.won ? "won" : "lost", e.task_type, e.task_id, `group ${e.group}`,
@@ -121,10 +122,10 @@ function show(index) {
   current = Math.max(0, Math.min(index, episodes.length - 1));
   const episode = episodes[current], all = [...episodes.keys()];
   const ofMethod = all.filter(i => episodes[i].method === episode.method);
-  const here = ofMethod.filter(i => place(episodes[i]) === place(episode));
+  const ofStage = ofMethod.filter(i => stage(episodes[i]) === stage(episode));
   fill("method", firstOf(all, e => e.method), episode.method);
-  fill("where", firstOf(ofMethod, place), place(episode));
-  fill("episode", new Map(here.map(i => [i, outcome(episodes[i])])), current);
+  fill("stage", firstOf(ofMethod, stage), stage(episode));
+  fill("episode", new Map(ofStage.map(i => [i, outcome(episodes[i])])), current);
   byId("position").textContent = `${current + 1} of ${episodes.length}`;
   byId("previous").disabled = current === 0;
   byId("next").disabled = current === episodes.length - 1;
@@ -146,7 +147,7 @@ function fromAddress() {
 }
 
 if (episodes.length) {
-  for (const id of ["method", "where", "episode"])
+  for (const id of ["method", "stage", "episode"])
     byId(id).addEventListener("change", event => go(+event.target.value));
   byId("previous").onclick = () => go(current - 1);
   byId("next").onclick = () => go(current + 1);

@@ -1,26 +1,26 @@
-"""Runs -> summary.json, the table in the terminal, and the page's tables as rows of words. Reads nothing."""
+"""The tables of runs: summary.json, the table on the terminal, and the page's tables as rows of text."""
 
 import shlex
 
 from config import flags_of
+from infra.files import nan_to_null
 from report.read import is_number
-from run.files import finite
 
 
 def percent(value):
-    """A share -> its percentage in words; a dash where nothing was measured."""
+    """A share as a percentage; a dash if it is no number."""
     return f"{100 * value:.1f}" if is_number(value) else "–"
 
 
 def interval(score):
-    """{"success": .43, "low": .37, "high": .49} -> "43.0 [37.0, 49.0]"; a dash where nothing was measured."""
+    """{"success": .43, "low": .37, "high": .49} -> "43.0 [37.0, 49.0]"; a dash if there is no score."""
     if not score:
         return "–"
     return f"{percent(score['success'])} [{percent(score['low'])}, {percent(score['high'])}]"
 
 
 def summarize(runs):
-    """Runs -> summary.json: the headline success (sampled at temperature 1), seconds by stage, versions."""
+    """The content of summary.json: success when sampling at temperature 1, seconds by stage, versions."""
     methods, seconds, versions = {}, {}, {}
     for run in runs:
         splits = run.evaluation.get("splits", {})
@@ -31,7 +31,7 @@ def summarize(runs):
             seconds[run.name] = sum(value for value in run.stages.values() if is_number(value))
         seconds |= {f"{run.name}/{stage}": value for stage, value in run.stages.items()}
         versions = versions or run.header.get("versions", {})
-    return finite({"methods": methods, "seconds": seconds, "versions": versions})
+    return nan_to_null({"methods": methods, "seconds": seconds, "versions": versions})
 
 
 def split_names(summary):
@@ -40,8 +40,10 @@ def split_names(summary):
 
 
 def split_heads(summary):
-    """{split: "L0 (n=256)"}, or "L0 (n=140 × 8)" where each game was played eight times; n of several sizes
-    are all named."""
+    """{split: "L0 (n=256)"}, or "L0 (n=140 × 8)" if each game was played eight times.
+
+    If n differs between the methods, all its values are listed.
+    """
     heads = {}
     for split in split_names(summary):
         sizes = {games_and_plays(scores[split]) for scores in summary["methods"].values() if split in scores}
@@ -50,20 +52,20 @@ def split_heads(summary):
 
 
 def games_and_plays(score):
-    """"256", or "140 × 8": the interval's games, and how often each was played."""
+    """"256", or "140 × 8": the number of games, and how often each was played."""
     n, plays = score["n"], score["plays"]
     return f"{n // plays} × {plays}" if n and plays > 1 else str(n or "–")
 
 
 def aligned(rows):
-    """Rows of words -> lines of columns padded to equal width."""
+    """Rows of text as lines, with columns padded to equal width."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    padded = [[word.ljust(width) for word, width in zip(row, widths)] for row in rows]
+    padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
 def table(summary):
-    """The headline as plain text: one row per method, one column per split."""
+    """The main results as plain text: a row per method, a column per split."""
     heads = split_heads(summary)
     rows = [["success %", *heads.values(), "seconds"]]
     for name, scores in summary["methods"].items():
@@ -73,40 +75,40 @@ def table(summary):
     return aligned(rows)
 
 
-# What belongs beside the numbers
+# Captions and notes
 
 def distinct(runs, key):
-    """What the runs say of themselves under a key, each sentence once."""
-    return list(dict.fromkeys(words for run in runs if (words := run.fact(key))))
+    """The runs' distinct texts under a key, such as "note" or "warning"."""
+    return list(dict.fromkeys(text for run in runs if (text := run.fact(key))))
 
 
 def captions(runs, summary):
-    """{split: what its tasks are} of the evaluated splits, in the words of the runs' world; may lack some."""
-    worded = {}
+    """{evaluated split: what its tasks are}, as the runs' environment describes them, if it does."""
+    found = {}
     for run in runs:
-        worded |= run.fact("captions") or {}
-    return {split: worded[split] for split in split_names(summary) if worded.get(split)}
+        found |= run.fact("captions") or {}
+    return {split: found[split] for split in split_names(summary) if found.get(split)}
 
 
 def seeds_caption(seeds, summary):
-    """What several seeds gave beside this one, as a sentence. Empty where that is not known."""
+    """The results over several seeds, as a sentence; "" if unknown."""
     if seeds is None:
         return ""
     splits = [s for s in split_names(summary) if any(s in scores for scores in seeds.scores.values())]
-    gave = [f"{name} " + " / ".join(seed_words(seeds.scores[name].get(split)) for split in splits)
-            for name in summary["methods"] if name in seeds.scores]
-    return (f"One seed. {seeds.count} seeds gave on {' / '.join(splits)} (mean ± half the 95 % interval, "
-            f"{seeds.file}): {', '.join(gave)}.")
+    scores = [f"{name} " + " / ".join(mean_and_half(seeds.scores[name].get(split)) for split in splits)
+              for name in summary["methods"] if name in seeds.scores]
+    return (f"This is one seed. Mean of {seeds.count} seeds on {' / '.join(splits)} (± half the 95 % CI; "
+            f"{seeds.file}): {', '.join(scores)}.")
 
 
-def seed_words(score):
-    """{"mean": .593, "half": .058} -> "59.3 ± 5.8"; a dash where there is none."""
+def mean_and_half(score):
+    """{"mean": .593, "half": .058} -> "59.3 ± 5.8"; a dash if there is no score."""
     return f"{percent(score['mean'])} ± {percent(score['half'])}" if score else "–"
 
 
 def caption(runs, summary, seeds):
-    """The lines under the table in the terminal."""
-    clauses = [f"{split}: {words}" for split, words in captions(runs, summary).items()]
+    """The lines below the table on the terminal."""
+    clauses = [f"{split}: {text}" for split, text in captions(runs, summary).items()]
     lines = [". ".join(clauses) + "." if clauses else "", *distinct(runs, "note"),
              seeds_caption(seeds, summary), *distinct(runs, "warning")]
     return [line for line in lines if line]
@@ -115,27 +117,27 @@ def caption(runs, summary, seeds):
 # The page's tables
 
 def headline_rows(summary, seeds):
-    """The head, and per method its cells: (success with interval, the same over several seeds or "")."""
+    """The head, and each method's cells: (success with interval, success over several seeds or "")."""
     heads = split_heads(summary)
     rows = []
     for name, scores in summary["methods"].items():
-        several = seeds.scores.get(name, {}) if seeds else {}
-        cells = [(interval(scores.get(split)), seed_words(several[split]) if split in several else "")
+        by_split = seeds.scores.get(name, {}) if seeds else {}
+        cells = [(interval(scores.get(split)), mean_and_half(by_split[split]) if split in by_split else "")
                  for split in heads]
         rows.append((name, cells))
     return list(heads.values()), rows
 
 
 def detail_rows(runs):
-    """Per method and split: success under each way of decoding, and how the sampled episodes behaved."""
+    """Per method and split: success in each decoding mode, and statistics of the sampled episodes."""
     found = [(run, split, scores) for run in runs
              for split, scores in sorted(run.evaluation.get("splits", {}).items())]
-    ways = list(dict.fromkeys(way for _, _, scores in found for way in ("sampled", *scores)))
-    rows = [["method", "split", *(f"{way} %" for way in ways), "invalid %", "repeated %", "turns"]]
+    modes = list(dict.fromkeys(mode for _, _, scores in found for mode in ("sampled", *scores)))
+    rows = [["method", "split", *(f"{mode} %" for mode in modes), "invalid %", "repeated %", "turns"]]
     for run, split, scores in found:
         sampled = scores.get("sampled", {})
         turns = f"{sampled['turns']:.1f}" if is_number(sampled.get("turns")) else "–"
-        rows.append([run.name, split, *(percent(scores.get(way, {}).get("success")) for way in ways),
+        rows.append([run.name, split, *(percent(scores.get(mode, {}).get("success")) for mode in modes),
                      percent(sampled.get("invalid_frac")), percent(sampled.get("repeated_frac")), turns])
     return rows
 
@@ -154,11 +156,11 @@ def difference_rows(runs):
 
 def command(run):
     """The command line that repeats this run: every flag that it read, with its value."""
-    words = ["python", "gcd.py"]
+    parts = ["python", "gcd.py"]
     for name, value in flags_of(run.header.get("config", {})).items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            parts.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
-            words.append(f"--{flag}={shlex.quote(str(value))}")
-    return " ".join(words)
+            parts.append(f"--{flag}={shlex.quote(str(value))}")
+    return " ".join(parts)

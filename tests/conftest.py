@@ -1,7 +1,7 @@
-"""What several test files share: a tiny random model, a small tokenizer, a corridor, a gradient recorder.
+"""Shared test fixtures: a tiny random model, a small tokenizer, a corridor game, a gradient recorder.
 
-The model is random, but three commands and the two stop tokens are made likely, so that within a few turns it
-gives valid, invalid, malformed and overlong responses: whatever the engine has to cope with.
+The model is random, but three commands and the two stop tokens are made likely: within a few turns it gives
+valid, invalid, malformed and overlong responses, all of which the engine has to handle.
 """
 
 import json
@@ -17,17 +17,18 @@ from tokenizers import AddedToken, Tokenizer
 import rollout
 from envs import Reply, Task
 from lm import model as qwen
+from lm import small
 from lm.chat import Chat
 
-torch.set_num_threads(1)          # as in runs of gcd.py: more are slower on models of this size
-os.fsync = lambda descriptor: None      # no test cuts the power, and waiting for the disk is a tenth of them
+torch.set_num_threads(1)          # as in runs of gcd.py: more threads are slower on models of this size
+os.fsync = lambda descriptor: None      # no test cuts the power, and fsync takes a tenth of the test time
 QWEN_TOKENIZER = Path(os.environ.get("QWEN_TOKENIZER") or
                       Path(__file__).parents[2] / "shared" / "data" / "qwen2.5-tokenizer")
 WITHOUT_QWEN = ("needs Qwen2.5's tokenizer: name the folder of any Qwen2.5 model from the hub in "
                 "$QWEN_TOKENIZER (or ../shared/data/qwen2.5-tokenizer)")
 needs_qwen = pytest.mark.skipif(not (QWEN_TOKENIZER / "tokenizer.json").is_file(), reason=WITHOUT_QWEN)
 QWEN3_TOKENS = ("<tool_response>", "</tool_response>", "<think>", "</think>")    # 151665 to 151668
-# Qwen3's own, but for tools: a system message only where one is given, thoughts only after the last question
+# Qwen3's template without its tools: a system message only if given, thoughts only after the last question
 QWEN3_TEMPLATE = """\
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -67,13 +68,13 @@ QWEN3_TEMPLATE = """\
 {%- endif %}"""
 COMMANDS = ("left", "right", "look")
 STOPS = ("<|im_end|>", "<|endoftext|>")
-NOTHING = "Nothing happens."
+NOOP_MESSAGE = "Nothing happens."
 PHRASES = [*COMMANDS, "jump", "good", "bad", "You are at ", "go to ", "open ", " cabinet 1", " drawer 1",
            " countertop 1"]
 
 
 class Corridor:
-    """Five places in a row; the task's problem is (start, goal). What is not admissible changes nothing."""
+    """A game: five places in a row; a task's problem is (start, goal). A refused command has no effect."""
 
     def reset(self, task, seed=0):
         self.place, self.goal = task.problem
@@ -81,7 +82,7 @@ class Corridor:
 
     def step(self, command):
         if command not in self.admissible():
-            return self.reply(NOTHING)
+            return self.reply(NOOP_MESSAGE)
         self.place += {"left": -1, "right": 1, "look": 0}[command]
         return self.reply(f"You are at {self.place}." + " Nothing new." * (command == "look"))
 
@@ -97,15 +98,15 @@ class Corridor:
         pass
 
 
-def make_seats(groups, size, first_stream=1000):
-    """Seats of `groups` corridor tasks with `size` members each; every seat has a stream and a number."""
+def make_specs(groups, size, first_stream=1000):
+    """`size` EpisodeSpecs for each of `groups` corridor tasks, every one with its own stream and index."""
     tasks = [Task(f"corridor/{g}", "train", "walk", (g % 3 + 1, (g % 3 + 3) % 5)) for g in range(groups)]
-    return [rollout.Seat(tasks[i // size], i // size, first_stream + 7919 * i, index=i)
+    return [rollout.EpisodeSpec(tasks[i // size], i // size, first_stream + 7919 * i, index=i)
             for i in range(groups * size)]
 
 
 class Recorder:
-    """Stands where the optimizer does, keeps the gradient it is given and changes no weight."""
+    """A stand-in for the optimizer: `step` records the gradient and changes no weight."""
 
     def __init__(self, model):
         self.model, self.param_groups, self.gradient = model, [{"lr": None}], None
@@ -121,18 +122,18 @@ class Recorder:
 
 
 def with_value_head(model, bias=0.0):
-    """The tiny model with a value head that says something."""
+    """A copy of the tiny model with a random value head."""
     headed = qwen.Model(replace(model.config, value_head=True))
     headed.load_state_dict(model.state_dict(), strict=False)
     torch.nn.init.normal_(headed.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        headed.value_head.weight[:, 0] = 0.0     # the hidden dimension that is always on
+        headed.value_head.weight[:, 0] = 0.0     # the constant hidden dimension
         headed.value_head.bias.fill_(bias)
     return headed
 
 
 def is_alive(pid):
-    """Whether a process runs; one that has ended may wait for its parent to ask after it."""
+    """Whether a process runs. A zombie (ended, its exit status not yet read by its parent) does not."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         state = stat.read_text().rpartition(")")[2].strip() if stat.exists() else ""
@@ -147,16 +148,16 @@ def flat(tensors):
 
 
 def assert_same(got, want, tolerance=2e-5):
-    """Equal up to `tolerance` of the gradient's norm, which has to be there at all."""
+    """Assert that two gradients differ by at most `tolerance` of the norm, which must not be 0."""
     assert want.norm() > 1e-3
     assert (got - want).norm() <= tolerance * want.norm(), ((got - want).norm(), want.norm())
 
 
 def rounding(values, times=64):
-    """What two computations of the same numbers may differ by in float32: some roundings of the largest.
+    """Tolerance for two float32 computations of the same numbers: `times` roundings of the largest.
 
-    Every CPU adds up in an order of its own. Measured on models of the size of these tests' are up to 12
-    roundings, between any two kernels; a wrong position, mask or weight shows in the first digits.
+    The order of a sum differs between CPUs. On models of this size, any two kernels differed by at most 12
+    roundings; a wrong position, mask or weight shows in the first digits.
     """
     values = torch.as_tensor(values).detach()
     return times * torch.finfo(torch.float32).eps * float(values.abs().max() if values.numel() else 0)
@@ -165,8 +166,8 @@ def rounding(values, times=64):
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small_tokenizer")
-    vocabulary = len(qwen.save_small_tokenizer(PHRASES, folder))
-    config(vocabulary).save(folder)              # AutoTokenizer looks for the model's type beside it
+    vocabulary = len(small.save_small_tokenizer(PHRASES, folder))
+    config(vocabulary).save(folder)              # AutoTokenizer reads the model's type from config.json
     return folder
 
 
@@ -182,7 +183,7 @@ def chat(tokenizer):
 
 @pytest.fixture(scope="session")
 def qwen3_tokenizer_folder(tmp_path_factory):
-    """Qwen2.5's tokenizer made Qwen3's, which has four tokens more and another template."""
+    """Qwen3's tokenizer, made from Qwen2.5's: four more tokens and another template."""
     if not (QWEN_TOKENIZER / "tokenizer.json").is_file():
         pytest.skip(WITHOUT_QWEN)
     folder = tmp_path_factory.mktemp("qwen3_tokenizer")
@@ -213,20 +214,20 @@ def model(tokenizer):
 
 
 def tiny_model(tokenizer, **changes):
-    """A fresh tiny model for each test, always with the same weights. changes: of its config."""
+    """A fresh tiny model, always with the same weights. changes: settings of its ModelConfig."""
     model = qwen.Model(config(len(tokenizer), **changes))
     generator = torch.Generator().manual_seed(0)
-    words = tokenizer.convert_tokens_to_ids([*COMMANDS, "jump", "good", "bad"])
+    phrases = tokenizer.convert_tokens_to_ids([*COMMANDS, "jump", "good", "bad"])
     stops = tokenizer.convert_tokens_to_ids(list(STOPS))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" not in name:               # far enough from 0 for the context to matter
+            if "norm" not in name:               # large enough for the context to matter
                 parameter.normal_(0.0, 0.24, generator=generator)
-        # hidden dimension 0 is always on, 1 after a word: their columns of the head are biases
+        # hidden dimension 0 is constant, 1 is on after a phrase: their columns of lm_head act as biases
         model.model.embed_tokens.weight[:, :2] = torch.tensor([10.0, 0.0])
-        model.model.embed_tokens.weight[words, 1] = 10.0
+        model.model.embed_tokens.weight[phrases, 1] = 10.0
         model.lm_head.weight[:, :2] = 0.0
-        model.lm_head.weight[words, 0] = 2.1
+        model.lm_head.weight[phrases, 0] = 2.1
         model.lm_head.weight[stops, 0] = 1.2
         model.lm_head.weight[stops, 1] = 1.7
     return model

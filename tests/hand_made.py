@@ -1,38 +1,38 @@
-"""Episodes and samples made by hand or at random, and what they earn: what the tests of algorithms/ and of
-update.py share.
+"""Hand-made and random episodes and samples, with oracle rewards, for tests of algorithms/ and update.py.
 
-The oracles here (`reward_of`, `turn_reward`, `compared`, `episode_level`) are plain Python over the records,
-in
-double precision: no tensor, and nothing of algorithms/.
+The oracles (`reward_of`, `turn_reward`, `relative_advantage`, `episode_level`) are plain Python in double
+precision over the records: they use no tensors and import nothing from algorithms/.
 """
 
 import random
 from statistics import fmean, pstdev, stdev
 
 import torch
-from conftest import NOTHING, flat
+from conftest import NOOP_MESSAGE, flat
 
-import algorithms
+import batching
+import config
 import update
 from algorithms import rewards
 from envs import Task
 from envs.alfred.games import GOALS
+from infra import parallel
 from rollout import Episode, Turn
-from run import parallel
 
-TENFOLD = dict(success_reward=10.0, invalid_unit="turn")
+SUCCESS_10 = dict(success_reward=10.0, invalid_unit="turn")
 CODE = dict(variant="code", success_reward=10.0, invalid="format")
 TAGS = ("planning", "explore", "reflection", "monitor")
-HEAD, ANSWER = [1, 2, 3], [4, 5]         # token ids of a first message and of an answer of the environment
+HEAD, ANSWER = [1, 2, 3], [4, 5]         # token ids of a first message and of an observation
 PLAIN = update.Objective(max_grad_norm=0.0)
 
 
 # Episodes
 
 def make_episode(lines, group=0, won=False, history=0, first_id=100, index=0):
-    """An episode of (action, the answer to it, tag, tokens); refused where the answer is NOTHING.
+    """An episode of lines (action, its observation, tag, number of response tokens).
 
-    Every response token has an id of its own, counted from first_id, so that a stand-in critic can know it.
+    A command is refused if its observation is NOOP_MESSAGE. Response tokens have distinct ids, counted from
+    first_id, so that a stand-in critic can tell them apart.
     """
     episode, pieces = Episode(Task("room", "train", "walk", None), group, index, won=won), []
     observation = anchor = f"start of {group}"
@@ -40,23 +40,25 @@ def make_episode(lines, group=0, won=False, history=0, first_id=100, index=0):
         kept = pieces[-history:] if history else pieces
         response = list(range(first_id, first_id := first_id + tokens))
         episode.turns.append(Turn(observation, HEAD + sum(kept, []), response, [-0.5] * tokens, action or "",
-                                  action, action is not None and answer != NOTHING, anchor, tag=tag))
+                                  action, action is not None and answer != NOOP_MESSAGE, anchor, tag=tag))
         pieces.append(response + ANSWER)
-        observation, anchor = answer, anchor if answer == NOTHING else answer
+        observation, anchor = answer, anchor if answer == NOOP_MESSAGE else answer
     episode.final_observation = observation
     return episode
 
 
 def random_episodes(seed, groups=4, size=5, history=0, first=0):
-    """Ragged episodes: refused and malformed turns, states met again, all tags; the last group is lost and
-    alike. They are numbered from `first`."""
+    """Ragged episodes with refused and malformed turns, repeated states and all tags, numbered from `first`.
+
+    The episodes of the last group are lost and differ only in length.
+    """
     rng, episodes = random.Random(seed), []
     for g in range(groups):
         for _ in range(size):
             lines = []
             for _ in range(rng.randint(1, 9)):
                 action = rng.choice(["a", "b", "c", "d", None])
-                answer = NOTHING if action is None or rng.random() < 0.3 else f"room {rng.randrange(4)}"
+                answer = NOOP_MESSAGE if action is None or rng.random() < 0.3 else f"room {rng.randrange(4)}"
                 lines.append((action, answer, rng.choice(TAGS) if action else None, rng.randint(1, 3)))
             won = rng.random() < 0.5
             if g == groups - 1:
@@ -67,30 +69,30 @@ def random_episodes(seed, groups=4, size=5, history=0, first=0):
 
 
 def flat_turns(episodes):
-    """(episode, number of the turn) of every turn."""
+    """(episode, index of the turn) of every turn, in order."""
     return [(e, t) for e in episodes for t in range(len(e.turns))]
 
 
 def method_of(name, **settings):
-    """The algorithm of this name with these settings."""
-    method = algorithms.find(name)
+    """The algorithm `name` with these settings."""
+    method = config.find_algorithm(name)
     return method(method.Settings(**settings))
 
 
-def credited(method, episodes):
-    """What an algorithm writes to every turn, and its metrics."""
+def advantages_of(method, episodes):
+    """The advantage that an algorithm assigns to every turn, and its metrics."""
     rewards.write_rewards(episodes, method.settings)
     metrics = method.assign(episodes)
     return [turn.advantage for e in episodes for turn in e.turns], metrics
 
 
-def each_with_the_sum(monkeypatch, call, parts):
-    """call(part) for each of two ranks' parts, where parallel.all_sum gives both what the two put in."""
+def on_two_ranks(monkeypatch, call, parts):
+    """[call(part) for each of two ranks' parts], where parallel.all_sum returns the sum over both ranks."""
     def calls_of(part):
-        given = []
-        monkeypatch.setattr(parallel, "all_sum", lambda x: given.append(x) or x)
+        inputs = []
+        monkeypatch.setattr(parallel, "all_sum", lambda x: inputs.append(x) or x)
         call(part)
-        return given
+        return inputs
 
     def total(a, b):
         return {key: a[key] + b[key] for key in a} if isinstance(a, dict) else a + b
@@ -104,63 +106,64 @@ def each_with_the_sum(monkeypatch, call, parts):
     return results
 
 
-# What episodes earn
+# Oracles of rewards and advantages
 
-def wrong(turn, settings):
-    """Whether a turn is penalised."""
+def penalized(turn, settings):
+    """Whether a turn is penalized."""
     return not turn.valid if settings.invalid == "admissible" else turn.action is None
 
 
 def reward_of(episode, settings):
-    """What an episode earned."""
-    refused = sum(wrong(turn, settings) for turn in episode.turns)
+    """The reward of an episode."""
+    refused = sum(penalized(turn, settings) for turn in episode.turns)
     if settings.invalid_unit == "share":
         refused /= len(episode.turns)
     return settings.success_reward * episode.won - settings.invalid_penalty * refused
 
 
 def turn_reward(episode, t, settings):
-    """What turn t earned: success is the last one's."""
+    """The reward of turn t; success counts in the last turn."""
     reward = settings.success_reward if episode.won and t == len(episode.turns) - 1 else 0.0
-    if wrong(episode.turns[t], settings):
+    if penalized(episode.turns[t], settings):
         reward -= settings.invalid_penalty / (len(episode.turns) if settings.invalid_unit == "share" else 1)
     return reward
 
 
 def turn_row_reward(episode, t, settings):
-    """What turn t earned where every turn is a row: the episode's success, and its own penalty."""
-    penalty = settings.invalid_penalty * wrong(episode.turns[t], settings)
+    """The reward of turn t in variant "code": the episode's success less the turn's own penalty."""
+    penalty = settings.invalid_penalty * penalized(episode.turns[t], settings)
     return settings.success_reward * episode.won - penalty
 
 
-def compared(value, others, normalize, spread):
-    """A value against others (itself among them), divided by their spread where that is asked for; 0 where
-    all
-    are equal."""
+def relative_advantage(value, others, normalize, spread):
+    """value - mean(others), divided by spread(others) if `normalize`; 0 if all are equal.
+
+    others: the values of the group, including `value`.
+    """
     if max(others) - min(others) < 1e-9:
         return 0.0
     return (value - fmean(others)) / (spread(others) + 1e-6 if normalize else 1.0)
 
 
 def episode_level(episode, t, episodes, settings, normalize):
-    """The advantage that GRPO gives turn t: over the episodes of the group, or (code) over all their
-    turns."""
+    """GRPO's advantage of turn t, relative to the group's episodes; in variant "code", to all their turns."""
     group = [e for e in episodes if e.group == episode.group]
     if settings.variant == "code":
         rows = [turn_row_reward(*turn, settings) for turn in flat_turns(group)]
-        return compared(turn_row_reward(episode, t, settings), rows, normalize, stdev)
-    return compared(reward_of(episode, settings), [reward_of(e, settings) for e in group], normalize, pstdev)
+        return relative_advantage(turn_row_reward(episode, t, settings), rows, normalize, stdev)
+    rewards_of_group = [reward_of(e, settings) for e in group]
+    return relative_advantage(reward_of(episode, settings), rewards_of_group, normalize, pstdev)
 
 
-def white(numbers):
-    """Less their mean, over their standard deviation."""
+def whitened(numbers):
+    """(x - mean) / (standard deviation + 1e-8) of each number."""
     return [(x - fmean(numbers)) / (pstdev(numbers) + 1e-8) for x in numbers]
 
 
-# The same as columns, for functions of tensors
+# The same as tensors, a value per turn or episode
 
 def ragged(seed):
-    """Episodes of 0 to 6 turns in groups of 1 to 5, as plain lists of turns: a dict of columns per turn."""
+    """Random episodes of 0 to 6 turns in groups of 1 to 5, as dicts; every turn is a dict of its values."""
     rng = random.Random(seed)
     episodes = []
     for group in range(5):
@@ -175,12 +178,12 @@ def ragged(seed):
 
 
 def column(episodes, name, dtype=torch.double):
-    """One fact of every turn."""
+    """The value `name` of every turn, as a tensor."""
     return torch.tensor([turn[name] for e in episodes for turn in e["turns"]], dtype=dtype)
 
 
-def shape_of(episodes):
-    """won_E, group_E, turns_E."""
+def episode_tensors(episodes):
+    """won_E, group_E, turns_E: outcome, group and number of turns of every episode."""
     return (torch.tensor([e["won"] for e in episodes], dtype=torch.bool),
             torch.tensor([e["group"] for e in episodes], dtype=torch.long),
             torch.tensor([len(e["turns"]) for e in episodes], dtype=torch.long))
@@ -188,28 +191,28 @@ def shape_of(episodes):
 
 # Samples
 
-def make_sample(rng, episode=0, kind="policy", n=None, old=0.1, make=update.Sample):
-    """Random ids with one to three sampled spans; old logprobs are `old` off a plausible value."""
+def make_sample(rng, episode=0, kind="policy", n=None, old=0.1, make=batching.Sample):
+    """A sample of random ids, about 40 % of them sampled; old logprobs are -5 +- `old`."""
     n = n or rng.randint(4, 40)
     sampled = [False] + [rng.random() < 0.4 for _ in range(n - 2)] + [True]
     return make([rng.randrange(256) for _ in range(n)], sampled, [rng.gauss(0, 1) * s for s in sampled],
                 [(-5.0 + rng.uniform(-old, old)) * s for s in sampled], episode, kind)
 
 
-def near(model, samples, rng):
-    """The samples with old logprobs up to 0.4 nats off the model's."""
-    for sample, scores in zip(samples, update.score(model, samples, PLAIN)):
+def with_old_logprobs(model, samples, rng):
+    """Set the samples' old logprobs to the model's, moved by up to 0.4 nats; returns the samples."""
+    for sample, scores in zip(samples, update.logprobs(model, samples, PLAIN)):
         sample.logprob_old = [(p + rng.uniform(-0.4, 0.4)) * s for p, s in zip(scores, sample.sampled)]
     return samples
 
 
 def gradient_of(model, loss):
-    """The gradient of a loss by all weights, 0 where it does not depend on them."""
+    """The gradient of a loss with respect to all weights, flat; 0 for weights that it does not depend on."""
     grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
     return flat(torch.zeros_like(p) if g is None else g for g, p in zip(grads, model.parameters()))
 
 
-# A game of ALFWorld's kind: an apple on a table, and a fridge
+# An ALFWorld game: put the apple from the table into the fridge
 
 PDDL = """(define (problem p) (:domain alfred) (:objects a - agent) (:init (atlocation a loc_0)
  (receptacletype Fridge_bar_1 FridgeType) (receptacleatlocation Fridge_bar_1 loc_1) (openable Fridge_bar_1)

@@ -1,13 +1,13 @@
-"""A stand-in for gcd.py that writes a run's files in milliseconds, and a study of it, for tests of bench/."""
+"""A stand-in for gcd.py that writes a run's files in milliseconds, and a small study that uses it."""
 
 import json
 import signal
 import sys
 
-from bench import study, table1
+from lab.bench import study, table1
 
-# Plays gcd.py: notes its call, fails or waits where told to, and writes what a run leaves. Success is a
-# function of row and seed: grpo 0.5 + seed / 10, others 0.25, and 0.02 more at temperature 0.4.
+# Acts as gcd.py: logs its call, fails or waits if the file `fail` or `wait` asks for it, and writes a run's
+# files. Success depends on row and seed: grpo 0.5 + seed / 10, others 0.25; 0.02 more at temperature 0.4.
 STAND_IN = '''
 import json, os, pathlib, signal, sys, time
 argv = sys.argv[1:]
@@ -26,19 +26,19 @@ iterations = int(flag("--iterations", "0"))
 rows = [{"config": {"lr": float(flag("--lr", "6e-4")), "iterations": iterations}, "commit": "abc",
          "versions": {"python": "3", "machine": "a toy"}, "parameters": 1234, "started": "now"}]
 judge_s = 1.0 if "--gcd" in argv else 0.0
-slow = 10.0 if "seconds" in out.name else 0.0          # bench.table4 does not count the first iteration
+slow = 10.0 if "seconds" in out.name else 0.0          # lab.bench.table4 does not count the first iteration
 for i in range(iterations):
     rows.append({"phase": "rl", "iteration": i, "rollout/success": i / 100,
                  "judge/auc": i / 10 if "--gcd" in argv else None,
                  "time/rollout_s": 2.0 + slow * (i == 0), "time/judge_s": judge_s, "time/update_s": 1.0})
-goes_on = (out / "checkpoint" / "trainer.pt").exists()
-with open(out / "metrics.jsonl", "a" if goes_on else "w") as log:
+resumed = (out / "checkpoint" / "trainer.pt").exists()
+with open(out / "metrics.jsonl", "a" if resumed else "w") as log:
     log.writelines(json.dumps(row) + "\\n" for row in rows)
 if (here / "wait").exists():
     (out / "checkpoint" / "trainer.pt").touch()
     def stop(*_):
-        with open(here / "asked", "a") as asked:
-            asked.write("once")
+        with open(here / "asked", "a") as signals:
+            signals.write("once")
         time.sleep(0.2)
         sys.exit(130)
     signal.signal(signal.SIGINT, stop)
@@ -66,7 +66,7 @@ CONFIG = {
 
 
 class Bench:
-    """The stand-in, a config file, and where both write, in one folder."""
+    """The stand-in, a study's config file and their output, all in one folder."""
 
     def __init__(self, folder):
         self.folder, self.config_file = folder, folder / "study.json"
@@ -93,9 +93,9 @@ class Bench:
 
 
 def toy_bench(folder, monkeypatch):
-    """The fixture `bench`: a Bench with runs and results in a folder of the test's. Signals are put back."""
+    """The fixture `bench`: a Bench whose runs and results are in `folder`. Restores the signal handlers."""
     monkeypatch.setattr(study, "RUNS", folder / "runs")
-    monkeypatch.setattr(study, "RESULTS", folder / "results")
+    monkeypatch.setattr(study, "RESULTS", folder / "lab" / "results")
     monkeypatch.setattr(study, "GCD", (sys.executable, str(folder / "stand_in.py")))
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield Bench(folder)

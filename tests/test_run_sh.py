@@ -1,8 +1,9 @@
-"""Proves that run.sh runs its stages once, and leaves no run behind however it ends.
+"""Tests that run.sh runs each stage once, and that no run is left when it ends, in whatever way.
 
     python -m pytest tests/test_run_sh.py
 
-.venv/bin/python is a stand-in: it notes its call, and does what the file of its stage's name says.
+.venv/bin/python is replaced by a script that records its call and then follows the file plan-STAGE:
+"wait" (until it is signalled), "fail", or, without a file, finish the stage.
 """
 
 import shutil
@@ -15,21 +16,21 @@ import pytest
 from conftest import is_alive
 
 import config
-from bench.study import cells_of, read_config
+from lab.bench.study import cells_of, read_config
 
 pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE_S = 90                   # with a busy machine; nothing here takes a second on an idle one
+PATIENCE_S = 90                   # limit on a busy machine; on an idle one nothing takes a second
 STAND_IN = """#!/usr/bin/env bash
 out=$(printf '%s\\n' "$@" | grep -A1 -x -e --out | tail -1)
 name=$(basename "${out:-report}")
 echo "$name $*" >> calls
 plan=$(cat "plan-$name" 2> /dev/null || true)
 if [ "$plan" = wait ]; then
-    told=0
-    trap 'told=$((told + 1)); echo "$name" >> told' TERM
+    signals=0
+    trap 'signals=$((signals + 1)); echo "$name" >> signals' TERM
     echo $$ > "pid-$name"
-    for _ in {1..2400}; do [ $told -ge "$(cat times)" ] && exit 130; sleep 0.05; done
+    for _ in {1..2400}; do [ $signals -ge "$(cat times)" ] && exit 130; sleep 0.05; done
     exit 1
 fi
 [ "$plan" != fail ] || { while [ -e plan-grpo ] && [ ! -e pid-grpo ]; do sleep 0.05; done; exit 1; }
@@ -39,7 +40,7 @@ fi
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with run.sh in which everything is installed."""
+    """A folder with run.sh, in which every requirement counts as installed."""
     for path in (ROOT / "run.sh", *ROOT.glob("requirements*.txt")):
         shutil.copy(path, tmp_path)
     python = tmp_path / ".venv" / "bin" / "python"
@@ -48,22 +49,22 @@ def folder(tmp_path):
         path.write_text(STAND_IN)
         path.chmod(0o755)
     shutil.copy(tmp_path / "requirements.txt", tmp_path / ".venv")
-    (tmp_path / "times").write_text("1")              # how often a waiting stand-in must be told to end
+    (tmp_path / "times").write_text("1")              # signals after which a waiting stand-in ends
     return tmp_path
 
 
 def run_sh(folder, *arguments):
-    """run.sh as a terminal would start it: a background job is deaf to Ctrl-C, one under nohup to SIGHUP."""
-    def listen():
+    """Start run.sh as a terminal does: without the ignored signals of a background job or of nohup."""
+    def reset_signals():
         for signum in (signal.SIGINT, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
 
     return subprocess.Popen(["bash", "run.sh", *arguments], cwd=folder, stderr=subprocess.PIPE, text=True,
-                            preexec_fn=listen)
+                            preexec_fn=reset_signals)
 
 
 def with_both_waiting(folder):
-    """run.sh, whose two methods run until they are told to end."""
+    """Start run.sh with two methods that run until they are signalled."""
     for name in ("grpo", "grpo+gcd"):
         (folder / f"plan-{name}").write_text("wait")
     process = run_sh(folder)
@@ -73,22 +74,24 @@ def with_both_waiting(folder):
 
 
 def stages(folder):
+    """The stages that were run, in order."""
     return [line.split()[0] for line in (folder / "calls").read_text().splitlines()]
 
 
 def is_running(folder, name):
-    """Whether the stand-in of a stage, which waits for a signal, is still there."""
+    """Whether the stand-in of a stage, which waits for a signal, still runs."""
     return is_alive(int((folder / f"pid-{name}").read_text()))
 
 
 def wait_for(path, lines=1):
+    """Wait until a file has this many lines."""
     end = time.monotonic() + PATIENCE_S
     while not (path.exists() and path.read_text().count("\n") >= lines):
         assert time.monotonic() < end, path
         time.sleep(0.02)
 
 
-def test_each_stage_runs_once_and_an_interrupted_one_goes_on(folder):
+def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     assert run_sh(folder).wait(PATIENCE_S) == 0
     assert stages(folder)[0] == "cold_start" and sorted(stages(folder)[1:3]) == ["grpo", "grpo+gcd"]
     assert stages(folder)[3:] == ["report"]
@@ -101,59 +104,59 @@ def test_each_stage_runs_once_and_an_interrupted_one_goes_on(folder):
 
 
 @pytest.mark.parametrize("arguments", [["alfwrld"], ["alfworld", "--seed"], ["alfworld", "twice"]])
-def test_an_argument_that_it_does_not_know_is_named(folder, arguments):
+def test_the_first_unknown_argument_is_named(folder, arguments):
     process = run_sh(folder, *arguments)
     assert f"unknown argument {arguments[-1]} (" in process.communicate()[1] and process.returncode == 2
     assert not (folder / "runs").exists()
 
 
-def test_a_failed_method_leaves_the_other_none_to_run_on(folder):
+def test_if_one_method_fails_the_other_is_stopped(folder):
     (folder / "plan-grpo").write_text("wait")
     (folder / "plan-grpo+gcd").write_text("fail")
     assert run_sh(folder).wait(PATIENCE_S) == 1
-    assert (folder / "told").read_text() == "grpo\n" and not is_running(folder, "grpo")
+    assert (folder / "signals").read_text() == "grpo\n" and not is_running(folder, "grpo")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_stopped_it_tells_both_once_and_waits_for_them(folder, signum):
+def test_a_signal_is_passed_to_both_methods_once_and_waits_for_them(folder, signum):
     process = with_both_waiting(folder)
     process.send_signal(signum)
     assert process.wait(PATIENCE_S) == 130
-    assert sorted((folder / "told").read_text().split()) == ["grpo", "grpo+gcd"]
+    assert sorted((folder / "signals").read_text().split()) == ["grpo", "grpo+gcd"]
     assert not is_running(folder, "grpo") and not is_running(folder, "grpo+gcd")
 
 
-def test_told_again_it_tells_them_again(folder):
-    """Then they end at once; it does not leave before them."""
+def test_a_second_signal_is_passed_on_too(folder):
+    """The methods then end at once; run.sh does not end before them."""
     (folder / "times").write_text("2")
     process = with_both_waiting(folder)
     process.send_signal(signal.SIGINT)
-    wait_for(folder / "told", lines=2)
+    wait_for(folder / "signals", lines=2)
     time.sleep(0.3)
     assert process.poll() is None and is_running(folder, "grpo")
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == 130
-    assert sorted((folder / "told").read_text().split()) == ["grpo", "grpo", "grpo+gcd", "grpo+gcd"]
+    assert sorted((folder / "signals").read_text().split()) == ["grpo", "grpo", "grpo+gcd", "grpo+gcd"]
 
 
-def test_stopped_within_the_cold_start_it_tells_that(folder):
+def test_a_signal_during_the_cold_start_is_passed_to_it(folder):
     (folder / "plan-cold_start").write_text("wait")
     process = run_sh(folder)
     wait_for(folder / "pid-cold_start")
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 130
-    assert (folder / "told").read_text() == "cold_start\n" and stages(folder) == ["cold_start"]
+    assert (folder / "signals").read_text() == "cold_start\n" and stages(folder) == ["cold_start"]
     assert not is_running(folder, "cold_start")
 
 
 def with_games(folder, monkeypatch):
-    """Where ALFWorld's games would be."""
+    """Create the folder of ALFWorld's games."""
     (folder / "data/json_2.1.1/valid_seen").mkdir(parents=True)
     monkeypatch.setenv("ALFWORLD_DATA", str(folder / "data"))
 
 
-def test_on_alfworld_it_trains_on_six_types_and_on_four_as_the_table_does(folder, monkeypatch):
-    """Call for call the cells of results/table1_alfworld_hour.json, but for where models and results lie."""
+def test_on_alfworld_the_runs_are_those_of_the_table(folder, monkeypatch):
+    """The same calls as the cells of lab/results/table1_alfworld_hour.json, except for folders."""
     with_games(folder, monkeypatch)
     assert run_sh(folder, "alfworld").wait(PATIENCE_S) == 0
     names = ["grpo", "grpo+gcd"]
@@ -161,17 +164,17 @@ def test_on_alfworld_it_trains_on_six_types_and_on_four_as_the_table_does(folder
     assert done[0] == "cold_start" and done[5:] == ["report"]
     assert sorted(done[1:3]) == names and {*done[3:5]} == {f"{name}-part" for name in names}
     calls = {line.split()[0]: line.split()[2:] for line in (folder / "calls").read_text().splitlines()[:5]}
-    for cell in cells_of(read_config(ROOT / "results/table1_alfworld_hour.json")):
+    for cell in cells_of(read_config(ROOT / "lab/results/table1_alfworld_hour.json")):
         if cell.seed == 0 and (called := calls.pop(cell.row + cell.suffix, None)):
-            ours, theirs = (settings_of([f for f in flags if f not in ("--resume", "--overwrite")])
-                            for flags in (called, cell.arguments))
-            assert ours == theirs
+            actual, expected = (settings_of([f for f in flags if f not in ("--resume", "--overwrite")])
+                                for flags in (called, cell.arguments))
+            assert actual == expected
     assert not calls
 
 
 def settings_of(flags):
-    """What gcd.py makes of flags; where things lie, and which splits are evaluated, are let be."""
-    if "--model" in flags:                                     # which is not there: the small one
+    """The settings that gcd.py derives from flags, without folders and evaluated splits."""
+    if "--model" in flags:                                     # the folder does not exist here
         at = flags.index("--model")
         flags = flags[:at] + flags[at + 2:]
     settings = config.parsed(["--preset", "small", *flags]).settings()
@@ -179,7 +182,7 @@ def settings_of(flags):
             if name not in ("out", "games", "evaluate")}
 
 
-def test_without_the_games_it_says_how_to_get_them(folder, monkeypatch):
+def test_without_the_games_the_error_explains_how_to_get_them(folder, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(folder / "nowhere"))
     process = run_sh(folder, "alfworld")
     assert process.wait(PATIENCE_S) == 2 and not (folder / "calls").exists()

@@ -1,7 +1,7 @@
-"""Tiny runs of gcd.py for the tests that need whole ones: how they are started, and what they leave to read.
+"""Tiny complete runs of gcd.py for tests: functions that start them, and functions that read their files.
 
-All begin from one small cold start (`cold_started`). Labels are the oracle's, because so small a model wins
-nothing that the rule could label.
+All start from one small cold start (`cold_started`). Labels come from the oracle, because so small a model
+wins no episode, and the rule needs wins.
 """
 
 import json
@@ -28,13 +28,13 @@ COLD = ("--demonstrations 200 --cold-start-batch 4 --cold-start-epochs 3 --cold-
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def begin(checkpoint):
+def start_from(checkpoint):
     """Flags that start RL from a checkpoint."""
     return ["--model", checkpoint, "--demonstrations", 0]
 
 
 def train(out, *flags, **changes):
-    """Exit code of a tiny run. changes: of settings that are no flags."""
+    """Do a tiny run; returns its exit status. changes: settings without a flag."""
     def parse(argv):
         return replace(config.parse(argv), **changes)
 
@@ -42,15 +42,15 @@ def train(out, *flags, **changes):
     with mock.patch.object(gcd, "parse", parse):
         try:
             return gcd.main([*TINY, "--out", str(out), *map(str, flags)])
-        finally:                                 # `main` listens for Ctrl-C; pytest gets its handlers back
+        finally:                                 # `main` handles Ctrl-C; restore pytest's handlers
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 def cold_started(factory, *flags):
-    """The checkpoint of a small cold start; with the same flags one for the whole session.
+    """The checkpoint of a small cold start, trained once a test session for each set of flags.
 
-    It speaks mostly in commands and answers the judge's question. factory: pytest's tmp_path_factory.
+    It answers mostly with commands, and answers the judge's question. factory: pytest's tmp_path_factory.
     """
     out = factory.getbasetemp() / "-".join(["cold", *(flag.strip("-") for flag in flags)])
     if not (out / "stages.json").exists():
@@ -59,14 +59,14 @@ def cold_started(factory, *flags):
 
 
 def find_every_turn_bad(monkeypatch):
-    """Let the judge find every judged turn bad: what so small a one finds is the seed's and the CPU's."""
+    """Make the judge find every judged turn bad: the verdicts of so small a judge depend on seed and CPU."""
     monkeypatch.setattr(correction, "found_bad", list)
 
 
-# What a run leaves
+# A run's files
 
 def rows(out, phase="rl"):
-    """The lines of metrics.jsonl of one phase."""
+    """The records of metrics.jsonl of one phase."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line.get("phase") == phase]
 
@@ -77,26 +77,26 @@ def weights(out):
 
 
 def same(a, b):
-    """Equal to the bit."""
+    """Whether two dicts of tensors are bitwise equal."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def untimed(row):
-    """A line of the metrics without what a clock says."""
+def without_times(row):
+    """A record of the metrics without its timings."""
     return {key: value for key, value in row.items() if not key.startswith("time/")}
 
 
 def assert_one_error(capsys, message):
-    """The last line of stderr is the error, and there is no traceback."""
+    """Assert that stderr ends with this error in one line, without a traceback."""
     error = capsys.readouterr().err
     last = error.strip().splitlines()[-1]
     assert last.startswith("gcd.py: error: ") and message in last and "Traceback" not in error, error
 
 
 def random_qwen(folder, tokenizer, family="Qwen2", **changes):
-    """Write a random Qwen2 of 5 million parameters, nearly all of them the real vocabulary's embedding.
+    """Write a random Qwen of 5 million parameters, nearly all in the embedding of the real vocabulary.
 
-    tokenizer: a folder with the hub's tokenizer, which may also hold a model of gigabytes. family: or Qwen3.
+    tokenizer: a folder with the hub's tokenizer files; only these are copied. family: "Qwen2" or "Qwen3".
     """
     import transformers
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def random_qwen(folder, tokenizer, family="Qwen2", **changes):
 
 
 def assert_loads_in_transformers(folder, text):
-    """transformers computes from the folder what this project does."""
+    """Assert that transformers computes the same logits from the folder as this project."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     theirs, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     ids_BT = torch.tensor([tokenizer.encode(text)])

@@ -1,1 +1,1 @@
-"""What the worlds household and alfworld share: records, the game in pure Python, its tasks, the expert."""
+"""Parts shared by the environments household and alfworld: records, the game, its tasks, the expert."""

@@ -1,9 +1,9 @@
-"""ALFWorld's text game in pure Python: a problem in, the game's exact texts and admissible commands out.
+"""ALFWorld's text game in pure Python: plays a Problem with ALFWorld's exact texts and admissible commands.
 
-It speaks as alfworld 0.4.2 does on the TextWorld engine ("move apple 1 to fridge 1"), word for word and with
-its quirks ("look" in the middle of the room sees nothing; a lamp never switches off), and needs no planner
-and no compiler. Left out: where problems come from (rooms.py generates them, games.py reads ALFWorld's),
-experts, the planner, and goals outside ALFWorld's six types.
+Texts and commands equal those of alfworld 0.4.2 on the TextWorld engine, quirks included: "look" in the
+middle of the room sees nothing, and a lamp never switches off. No planner or compiler is needed. Left out:
+where problems come from (rooms.py generates them, games.py reads ALFWorld's), experts, and goals outside
+ALFWorld's six types.
 
     python -m envs.household --split L0 --seed 3          # play it
 """
@@ -12,7 +12,7 @@ from bisect import insort
 from collections import defaultdict
 
 from envs import Reply, Task
-from envs.alfred.problem import NOTHING, TREATED, UNTREATED, listing, problem_of
+from envs.alfred.problem import NOOP_MESSAGE, TREATED, UNTREATED, listing, problem_of
 
 HELP = """Available commands:
   look:                             look around your current location
@@ -32,17 +32,17 @@ HELP = """Available commands:
 
 
 class Game:
-    """The game's state and rules. Things and receptacles are known by their index in the problem."""
+    """State and rules of one game. Things (o) and receptacles (r) are indices into the problem's tuples."""
 
     def reset(self, task: Task, seed: int = 0) -> Reply:
-        """Start the task's game. The game has no chance in it: `seed` changes nothing."""
+        """Start the task's game. The game is deterministic: `seed` is ignored."""
         self.problem = problem_of(task)
         self.receptacles, self.things = self.problem.receptacles, self.problem.things
         self._index_places()
         self._index_goal()
         self._place_things()
         self.here = self.problem.start
-        self.held = None
+        self.holding = None
         self.opened = {r for r, place in enumerate(self.receptacles) if place.openable and place.opened}
         self.cool = {o for o, thing in enumerate(self.things) if thing.cool}
         self.clean, self.hot, self.sliced, self.toggled = set(), set(), set(), set()
@@ -51,30 +51,31 @@ class Game:
                            f"Your task is to: {self.problem.task_desc}.")
 
     def step(self, command: str) -> Reply:
-        """Do a command; one that is not admissible changes nothing. Case matters, spaces around it do not."""
+        """Do a command; one that is not admissible changes nothing. Case matters, outer spaces do not."""
         command = command.strip()
-        act = self.commands.get(command) or self.ways[self.here].get(command)
-        if act is None:
-            return self._reply(NOTHING)
-        do, *arguments = act
-        return self._reply(do(*arguments))
+        action = self.commands.get(command) or self.go_commands[self.here].get(command)
+        if action is None:
+            return self._reply(NOOP_MESSAGE)
+        method, *arguments = action
+        return self._reply(method(*arguments))
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing: the game has no resources to free."""
 
-    # What does not change during a game
+    # What is constant during a game
 
     def _index_places(self):
-        """Which receptacles are at a location, and its "go to" commands: to whatever is elsewhere."""
+        """Index by location: the receptacles there, and the "go to" commands, to receptacles elsewhere."""
         self.reachable = defaultdict(list)
         for r, place in enumerate(self.receptacles):
             self.reachable[place.location].append(r)
-        self.ways = {here: {f"go to {place.name}": (self._go, r) for r, place in enumerate(self.receptacles)
-                            if place.location != here}
-                     for here in {*self.reachable, self.problem.start}}
+        self.go_commands = {
+            here: {f"go to {place.name}": (self._go, r) for r, place in enumerate(self.receptacles)
+                   if place.location != here}
+            for here in {*self.reachable, self.problem.start}}
 
     def _index_goal(self):
-        """The receptacles and things that can win: only a cleanable thing counts as cleaned, and so on."""
+        """The receptacles and things that can win: if the goal is to clean, only cleanable things, etc."""
         goal = self.problem.goal
         self.goal_receptacles = [r for r, place in enumerate(self.receptacles)
                                  if place.type == goal.receptacle]
@@ -85,31 +86,31 @@ class Game:
                       if thing.type == goal.toggle and thing.toggleable}
         self.sliceable = [o for o, thing in enumerate(self.things) if thing.sliceable]
 
-    # What does
+    # What changes during a game
 
     def _place_things(self):
-        """Put everything where it starts; `at` is PDDL's objectAtLocation, changed by take and move."""
+        """Put all things where they start. `at` is PDDL's objectAtLocation, which take and move change."""
         numbers = {place.name: r for r, place in enumerate(self.receptacles)}
         self.contents = [[] for _ in self.receptacles]
         for o, thing in enumerate(self.things):
             for name in filter(None, (thing.receptacle, *thing.also_in)):
                 self.contents[numbers[name]].append(o)
         self.at = [{thing.location} - {-1} for thing in self.things]
-        self.taken_from = [set() for _ in self.things]     # and not put back
+        self.taken_from = [set() for _ in self.things]     # receptacles it was taken from and not put back
 
     def _reply(self, observation):
-        """The reply after the state has changed: what can be done now, and whether the goal holds."""
+        """The Reply in the present state, with this observation."""
         self.commands = self._local_commands()
         won = self._won()
-        return Reply(observation, sorted([*self.ways[self.here], *self.commands]), won, won)
+        return Reply(observation, sorted([*self.go_commands[self.here], *self.commands]), won, won)
 
     def _local_commands(self):
-        """Everything but "go to" that would do something here: command -> (method, its arguments...)."""
+        """The admissible commands except "go to": {command: (method, its arguments...)}."""
         commands = {"help": (self._help,), "inventory": (self._inventory,), "look": (self._look,)}
         for r in self.reachable[self.here]:
             self._add_receptacle_commands(commands, r)
-        if self.held is not None:
-            self._add_held_commands(commands)
+        if self.holding is not None:
+            self._add_object_commands(commands)
         return commands
 
     def _add_receptacle_commands(self, commands, r):
@@ -123,35 +124,38 @@ class Game:
             thing = self.things[o]
             if thing.toggleable:                           # even in a closed receptacle, as the stock engine
                 commands[f"use {thing.name}"] = (self._use, o)
-            if open_now and thing.pickupable and self.held is None:
+            if open_now and thing.pickupable and self.holding is None:
                 commands[f"take {thing.name} from {place.name}"] = (self._take, o, r)
-        if open_now and self.held is not None and self.things[self.held].type in place.accepts:
-            commands[f"move {self.things[self.held].name} to {place.name}"] = (self._put, r)
+        if open_now and self.holding is not None and self.things[self.holding].type in place.accepts:
+            commands[f"move {self.things[self.holding].name} to {place.name}"] = (self._put, r)
 
-    def _add_held_commands(self, commands):
-        """What can be done with the thing in hand. Only it can be examined: the PDDL domain means things in
-        sight too, but a stray comma there ("?l - location, ?r") names a type of which there is nothing."""
-        held = self.things[self.held]
-        commands[f"examine {held.name}"] = (self._examine_thing, self.held)
+    def _add_object_commands(self, commands):
+        """Add the commands that use the thing in the player's hand.
+
+        No other thing can be examined. The PDDL domain means to allow things in sight too, but a stray comma
+        there ("?l - location, ?r") names a type that has no objects.
+        """
+        thing = self.things[self.holding]
+        commands[f"examine {thing.name}"] = (self._examine_thing, self.holding)
         for r in self.reachable[self.here]:
             place = self.receptacles[r]
-            if held.cleanable and place.type == "sinkbasin":
-                commands[f"clean {held.name} with {place.name}"] = (self._clean, r)
-            if held.heatable and place.type == "microwave":
-                commands[f"heat {held.name} with {place.name}"] = (self._heat, r)
-            if held.coolable and place.type == "fridge":
-                commands[f"cool {held.name} with {place.name}"] = (self._cool, r)
-        if held.type in ("knife", "butterknife"):
+            if thing.cleanable and place.type == "sinkbasin":
+                commands[f"clean {thing.name} with {place.name}"] = (self._clean, r)
+            if thing.heatable and place.type == "microwave":
+                commands[f"heat {thing.name} with {place.name}"] = (self._heat, r)
+            if thing.coolable and place.type == "fridge":
+                commands[f"cool {thing.name} with {place.name}"] = (self._cool, r)
+        if thing.type in ("knife", "butterknife"):
             for o in self.sliceable:
                 if self.here in self.at[o]:
-                    commands[f"slice {self.things[o].name} with {held.name}"] = (self._slice, o)
+                    commands[f"slice {self.things[o].name} with {thing.name}"] = (self._slice, o)
 
     def _won(self):
         goal = self.problem.goal
         if goal.task_type == "look_at_obj_in_light":
             lit = any(o in self.lamps and o in self.toggled
                       for r in self.reachable[self.here] for o in self.contents[r])
-            return lit and self.held in self.goal_things
+            return lit and self.holding in self.goal_things
         treated = {"pick_clean_then_place_in_recep": self.clean, "pick_heat_then_place_in_recep": self.hot,
                    "pick_cool_then_place_in_recep": self.cool}.get(goal.task_type, self.goal_things)
         needed = 2 if goal.task_type == "pick_two_obj_and_place" else 1
@@ -164,23 +168,23 @@ class Game:
         return HELP
 
     def _inventory(self):
-        if self.held is None:
+        if self.holding is None:
             return "You are not carrying anything."
-        return f"You are carrying: {listing([self.things[self.held].name])}."
+        return f"You are carrying: {listing([self.things[self.holding].name])}."
 
     def _look_around(self):
         names = [place.name for place in self.receptacles]
         return f"You are in the middle of a room. Looking quickly around you, you see {listing(names)}."
 
     def _look(self):
-        """At a receptacle: it, and what was taken from it and then put down beside it."""
+        """The receptacles here, and what was taken from one of them and put into another one here."""
         reachable = self.reachable[self.here]
-        if not reachable:          # the engine asks for receptacles at this very spot, and there are none
+        if not reachable:          # the engine looks for receptacles at the player's location only
             return "You are in the middle of a room. Looking quickly around you, you see nothing."
         facing = listing([self.receptacles[r].name for r in reachable], article="")
-        beside = [thing.name for o, thing in enumerate(self.things) if self.here in self.at[o]
+        nearby = [thing.name for o, thing in enumerate(self.things) if self.here in self.at[o]
                   for r in reachable if r in self.taken_from[o]]
-        return f"You are facing the {facing}. Next to it, you see {listing(beside)}."
+        return f"You are facing the {facing}. Next to it, you see {listing(nearby)}."
 
     def _go(self, r):
         self.here = self.receptacles[r].location
@@ -198,12 +202,12 @@ class Game:
         self.contents[r].remove(o)
         self.taken_from[o].add(r)
         self.at[o].discard(self.here)
-        self.held = o
+        self.holding = o
         return f"You pick up the {self.things[o].name} from the {self.receptacles[r].name}."
 
     def _put(self, r):
-        o, self.held = self.held, None
-        if o not in self.contents[r]:      # a thing listed in two receptacles may be held and still be in one
+        o, self.holding = self.holding, None
+        if o not in self.contents[r]:      # a thing listed in two receptacles stays in one when it is taken
             insort(self.contents[r], o)
         self.taken_from[o].discard(r)
         self.at[o].add(self.here)
@@ -214,22 +218,22 @@ class Game:
         return f"You turn on the {self.things[o].name}."
 
     def _clean(self, r):
-        self.clean.add(self.held)
-        return f"You clean the {self.things[self.held].name} using the {self.receptacles[r].name}."
+        self.clean.add(self.holding)
+        return f"You clean the {self.things[self.holding].name} using the {self.receptacles[r].name}."
 
     def _heat(self, r):
-        self.hot.add(self.held)
-        self.cool.discard(self.held)
-        return f"You heat the {self.things[self.held].name} using the {self.receptacles[r].name}."
+        self.hot.add(self.holding)
+        self.cool.discard(self.holding)
+        return f"You heat the {self.things[self.holding].name} using the {self.receptacles[r].name}."
 
     def _cool(self, r):
-        self.cool.add(self.held)
-        self.hot.discard(self.held)
-        return f"You cool the {self.things[self.held].name} using the {self.receptacles[r].name}."
+        self.cool.add(self.holding)
+        self.hot.discard(self.holding)
+        return f"You cool the {self.things[self.holding].name} using the {self.receptacles[r].name}."
 
     def _slice(self, o):
         self.sliced.add(o)
-        return f"You sliced the {self.things[o].name} with the {self.things[self.held].name}."
+        return f"You sliced the {self.things[o].name} with the {self.things[self.holding].name}."
 
     def _examine_receptacle(self, r):
         place = self.receptacles[r]
@@ -245,11 +249,11 @@ class Game:
         if thing.holds_things:
             return f"This is a normal {thing.name}. In it, you see {listing(thing.holding)}."
         warmth = "hot" if o in self.hot else "cool" if o in self.cool else ""
-        words = " and ".join(filter(None, (warmth, "clean" if o in self.clean else "")))
-        if words:
+        state = " and ".join(filter(None, (warmth, "clean" if o in self.clean else "")))
+        if state:
             sliced = " sliced" if o in self.sliced else ""
-            words = "cold" if words == "cool" and not sliced else words
-            return f"This is a {words}{sliced} {thing.name}."
+            state = "cold" if state == "cool" and not sliced else state
+            return f"This is a {state}{sliced} {thing.name}."
         if o in self.toggled:
             return f"This {thing.name} is on."
         if o in self.sliced:

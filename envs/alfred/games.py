@@ -1,7 +1,7 @@
-"""ALFWorld's own games: a PDDL problem or a game.tw-pddl file in, a Problem out.
+"""Reader of ALFWorld's own games: parses a PDDL problem or a game.tw-pddl file into a Problem.
 
-First comes the reading of PDDL, then that of game files: one, a folder of them, or a .jsonl.gz of many. Only
-what the household game needs is read: facts at the start, the goal and the task's text. Left out: the PDDL
+The first part parses PDDL, the second reads game files: one, a folder of them, or a .jsonl.gz of many. Only
+what the household game needs is read: the initial facts, the goal and the task's text. Left out: the PDDL
 domain, the grammar's rules and the walkthrough.
 
     python -m envs.household --game game.tw-pddl          # play one
@@ -43,27 +43,27 @@ GOALS = {
         " (exists (?o2 - object) (and (not (= ?o1 ?o2))"
         " (objecttype ?o2 OBJECT) (receptacletype ?r RECEPTACLE) (inreceptacle ?o2 ?r))))))",
 }
-ARGUMENTS = {                   # of the predicates that are read; the others change nothing
+ARGUMENTS = {                   # {predicate: number of arguments}; other predicates are not used
     "atlocation": 2, "cancontain": 2, "inreceptacle": 2, "inreceptacleobject": 2, "objectatlocation": 2,
     "objecttype": 2, "receptacleatlocation": 2, "receptacletype": 2, "openable": 1, "opened": 1,
     "pickupable": 1, "cleanable": 1, "heatable": 1, "coolable": 1, "toggleable": 1, "sliceable": 1,
     "iscool": 1, "isreceptacleobject": 1,
 }
-DEEPEST = 100                   # ALFWorld's goals nest 7 deep
-NOT_AT_START = ("holds", "holdsany", "isclean", "ishot", "issliced", "istoggled")   # no game starts so
+MAX_DEPTH = 100                 # of nested lists; ALFWorld's goals have 7
+NOT_AT_START = ("holds", "holdsany", "isclean", "ishot", "issliced", "istoggled")   # in no ALFWorld game
 
 
 @dataclass(frozen=True, slots=True)
 class PddlText:
-    """A game not yet parsed: thousands are loaded in seconds, each is parsed when it is played."""
+    """An unparsed game: thousands are loaded in seconds, and each is parsed when it is first played."""
 
-    source: str                    # where it came from, for errors
+    source: str                    # its file, for error messages
     task_desc: str
     pddl: str
 
-    @lru_cache(maxsize=4096)           # ALFWorld trains on 3,553 games: 14 ms each, and played many times
+    @lru_cache(maxsize=4096)           # room for ALFWorld's 3,553 training games; each takes 14 ms to parse
     def parse(self) -> Problem:
-        """The problem of this text. Raises ValueError naming the source of broken PDDL."""
+        """The parsed Problem. ValueError, with the source, for invalid PDDL."""
         try:
             return problem_from_pddl(self.pddl, self.task_desc)
         except ValueError as error:
@@ -71,11 +71,11 @@ class PddlText:
 
 
 def problem_from_pddl(pddl_problem: str, task_desc: str) -> Problem:
-    """ALFWorld's PDDL problem as a Problem. Raises ValueError for any other text and for an unknown goal."""
+    """Parse ALFWorld's PDDL into a Problem. ValueError for any other text and for an unknown goal."""
     sections = read_sections(pddl_problem)
     facts = read_facts(sections[":init"])
     check_ids(facts)
-    names = demangled({word for found in facts.values() for arguments in found for word in arguments})
+    names = demangled({token for found in facts.values() for arguments in found for token in arguments})
     used = {location for _, location in facts["receptacleatlocation"] + facts["objectatlocation"]}
     locations = {location: number for number, location in enumerate(sorted(used))}
     start = facts["atlocation"][0][1]
@@ -84,20 +84,20 @@ def problem_from_pddl(pddl_problem: str, task_desc: str) -> Problem:
 
 
 def read_sections(text):
-    """":init" and ":goal" of a PDDL problem, as nested lists of lower-case words (PDDL knows no case)."""
+    """Sections ":init" and ":goal" of a PDDL problem as nested lists of tokens, in lower case."""
     stack = [[]]
-    for word in re.findall(r"[()]|[^\s()]+", re.sub(";.*", "", text.lower())):
-        if word == "(":
+    for token in re.findall(r"[()]|[^\s()]+", re.sub(";.*", "", text.lower())):
+        if token == "(":
             stack.append([])
-            if len(stack) > DEEPEST:
-                raise ValueError(f"bad PDDL: more than {DEEPEST} '(' in one another")
-        elif word != ")":
-            stack[-1].append(word)
+            if len(stack) > MAX_DEPTH:
+                raise ValueError(f"bad PDDL: nested more than {MAX_DEPTH} deep")
+        elif token != ")":
+            stack[-1].append(token)
         elif len(stack) > 1:
             done = stack.pop()
             stack[-1].append(done)
         else:
-            raise ValueError("bad PDDL: a ')' too many")
+            raise ValueError("bad PDDL: ')' without '('")
     if len(stack) != 1:
         raise ValueError(f"bad PDDL: {len(stack) - 1} '(' not closed")
     define = next((form for form in stack[0] if form[:1] == ["define"]), [])
@@ -109,24 +109,24 @@ def read_sections(text):
 
 
 def read_facts(init):
-    """:init as predicate -> list of its arguments. Costs and distances, (= ...), are not facts."""
+    """The facts of :init: {predicate: list of argument tuples}, without costs and distances, (= ...)."""
     facts = defaultdict(list)
     for form in init:
         if form[:1] == ["="]:
             continue
-        if not form or not isinstance(form, list) or not all(isinstance(word, str) for word in form):
-            raise ValueError(f"bad PDDL: {written(form)} in :init is not a fact")
+        if not form or not isinstance(form, list) or not all(isinstance(token, str) for token in form):
+            raise ValueError(f"bad PDDL: {as_pddl(form)} in :init is not a fact")
         predicate, *arguments = form
         if predicate in NOT_AT_START:
-            raise ValueError(f"{written(form)} at the start: no ALFWorld game starts so")
+            raise ValueError(f"{as_pddl(form)} at the start: no ALFWorld game has this initial fact")
         if len(arguments) != ARGUMENTS.get(predicate, len(arguments)):
-            raise ValueError(f"bad PDDL: {written(form)} needs {ARGUMENTS[predicate]} arguments")
+            raise ValueError(f"bad PDDL: {as_pddl(form)} needs {ARGUMENTS[predicate]} arguments")
         facts[predicate].append(tuple(arguments))
     return facts
 
 
 def check_ids(facts):
-    """Raise ValueError unless player and receptacles have a place, and what is put somewhere has a type."""
+    """Raise ValueError for a player or receptacle without location, a thing without type, a malformed id."""
     placed, typed = dict(facts["receptacleatlocation"]), dict(facts["receptacletype"])
     objects = dict(facts["objecttype"])
     if len(facts["atlocation"]) != 1:
@@ -142,9 +142,9 @@ def check_ids(facts):
 
 
 def demangled(ids):
-    """PDDL id -> the name the player reads, for ids like "cup_bar__plus_00_dot_52_...": "cup 2".
+    """{PDDL id: name in the game's texts}, e.g. "cup 2" for "cup_bar__plus_00_dot_52_...".
 
-    Numbers count down in the order of the ids, as alfworld's Demangler does: the last of a kind is number 1.
+    Numbers count down in the order of the ids, as in alfworld's Demangler: the last of a type is number 1.
     """
     def kind(i):
         return i.split("_bar_", 1)[0] + ("basin" if "basin" in i else "")
@@ -159,7 +159,7 @@ def demangled(ids):
 
 
 def read_receptacles(facts, names, locations):
-    """The receptacles in the order of their ids."""
+    """All receptacles, in the order of their ids."""
     places, kinds = dict(facts["receptacleatlocation"]), dict(facts["receptacletype"])
     openable, opened = ({r for r, in facts[predicate]} for predicate in ("openable", "opened"))
     accepts = defaultdict(set)
@@ -175,64 +175,67 @@ def read_receptacles(facts, names, locations):
 
 
 def read_things(facts, names, locations):
-    """The things in the order of their ids. ValueError for one that is not of the type in its name."""
+    """All things, in the order of their ids. ValueError if a thing's type and name disagree."""
     kinds, places = dict(facts["objecttype"]), dict(facts["objectatlocation"])
     able = {predicate: {o for o, in facts[predicate]} for predicate in (
         "pickupable", "cleanable", "heatable", "coolable", "toggleable", "sliceable", "iscool",
         "isreceptacleobject")}
-    held_in, holding = defaultdict(list), defaultdict(list)
+    receptacles, holding = defaultdict(list), defaultdict(list)
     for o, r in sorted(facts["inreceptacle"]):
-        held_in[o].append(names[r])
+        receptacles[o].append(names[r])
     for inner, outer in sorted(facts["inreceptacleobject"]):
         holding[outer].append(names.get(inner, inner))
 
     def thing(o):
         if kinds[o] != type_of(names[o]) + "type":
             raise ValueError(f"object {o}: expected the objectType of its name, found {kinds[o]}")
-        flags = {predicate: o in having for predicate, having in able.items()}
+        flags = {predicate: o in ids for predicate, ids in able.items()}
         cool, holds_things = flags.pop("iscool"), flags.pop("isreceptacleobject")
-        first, *others = held_in[o] or [None]
+        first, *others = receptacles[o] or [None]
         return Thing(names[o], first, locations[places[o]] if o in places else -1, **flags, cool=cool,
                      holds_things=holds_things, holding=tuple(holding[o]), also_in=tuple(others))
 
     return tuple(map(thing, sorted(kinds)))
 
 
-def written(form):
-    """A nested list of words as one line of PDDL."""
-    return form if isinstance(form, str) else f"({' '.join(map(written, form))})"
+def as_pddl(form):
+    """A nested list of tokens as one line of PDDL."""
+    return form if isinstance(form, str) else f"({' '.join(map(as_pddl, form))})"
 
 
 def read_goal(section):
-    """Which of ALFWorld's six goals this is, and of what."""
+    """The Goal of a ":goal" section. ValueError if it is none of ALFWorld's six forms."""
     for task_type, form in GOALS.items():
         pattern = re.escape(f"((and {form}))")
-        for slot in ("object", "receptacle", "toggle"):    # the first use names the type, a second repeats it
+        for slot in ("object", "receptacle", "toggle"):    # the first use names a group, others refer to it
             pattern = pattern.replace(slot.upper(), rf"(?P<{slot}>\w+)type", 1)
             pattern = pattern.replace(slot.upper(), rf"(?P={slot})type")
-        if match := re.fullmatch(pattern, written(section)):
+        if match := re.fullmatch(pattern, as_pddl(section)):
             return Goal(task_type, **match.groupdict())
-    raise ValueError(f"the goal is none of ALFWorld's six: {written(section)}")
+    raise ValueError(f"the goal is none of ALFWorld's six: {as_pddl(section)}")
 
 
 # Games from disk
 
 def load_game(path) -> Task:
-    """The game in a game.tw-pddl file, found to be sound; traj_data.json beside it, if any, has its type."""
+    """The game in a game.tw-pddl file, parsed once to check it.
+
+    Its task type is that of traj_data.json in the same folder, if any, else that of its goal.
+    """
     path = Path(path)
     data = read_json(path)
     text = PddlText(str(path), task_desc_of(data, path), entry(data, "pddl_problem", path))
     *_, split, kind, trial = ("", "", "", *path.parent.resolve().parts)
     problem = text.parse()
-    beside = path.with_name("traj_data.json")
-    task_type = entry(read_json(beside), "task_type", beside) if beside.exists() else problem.goal.task_type
+    labels = path.with_name("traj_data.json")
+    task_type = entry(read_json(labels), "task_type", labels) if labels.exists() else problem.goal.task_type
     return Task(f"{split}/{kind}/{trial}", split, task_type, text)
 
 
 def check_source(source, splits):
-    """ValueError naming --games where no game can be: no such path, none in the splits' folders, no gzip.
+    """Raise ValueError, naming --games, if a source is no path, has no game in any split, or is no gzip.
 
-    A quick look: nothing is parsed, so `load_games` may still find that a split has none.
+    A quick check that parses nothing: `load_games` may still fail.
     """
     path = Path(source)
     if not (path.is_dir() or path.is_file()):
@@ -250,11 +253,12 @@ def check_source(source, splits):
 
 
 def load_games(source, split, types=None, limit=None) -> list[Task]:
-    """The solvable games of a split in the order of their paths; `types` keeps task types, `limit` the first.
+    """The solvable games of a split, in the order of their paths; ValueError if there are none.
 
-    source: a folder laid out as $ALFWORLD_DATA/json_2.1.1 is, <split>/<type-...>/<trial>/game.tw-pddl, or a
-    .jsonl.gz file with one game a row. As the stock environment does, it passes over folders of movable
-    receptacles and sliced objects, trials without traj_data.json and games that are not marked solvable.
+    source: a folder laid out like $ALFWORLD_DATA/json_2.1.1, <split>/<type-...>/<trial>/game.tw-pddl, or a
+    .jsonl.gz file with one game a row. types: the task types to keep (default: all). limit: the maximum
+    number of games. As in ALFWorld, folders of movable receptacles and sliced objects, trials without
+    traj_data.json and games that are not marked solvable are skipped.
     """
     source = Path(source)
     for task_type in types or ():
@@ -265,20 +269,20 @@ def load_games(source, split, types=None, limit=None) -> list[Task]:
     found = games_in_folder(source, split) if source.is_dir() else games_in_rows(source, split)
     tasks = [task for task in found if types is None or task.task_type in types][:limit]
     if not tasks:
-        wanted = f"split {split}" + (f" and types {', '.join(types)}" if types else "")
-        raise ValueError(f"{source}: no solvable games of {wanted}")
+        selection = f"split {split}" + (f" and types {', '.join(types)}" if types else "")
+        raise ValueError(f"{source}: no solvable games of {selection}")
     return tasks
 
 
-def names(tasks):
-    """Every numbered name, " cabinet 27", that these tasks' games have, and the numbers below it."""
-    most = {}
+def numbered_names(tasks):
+    """All names with numbers, " cabinet 27": of each type from 1 to the highest number in these games."""
+    highest = {}
     for task in tasks:
         problem = problem_of(task)
         for thing in (*problem.receptacles, *problem.things):
             kind, _, number = thing.name.rpartition(" ")
-            most[kind] = max(int(number), most.get(kind, 0))
-    return [f" {kind} {number}" for kind in sorted(most) for number in range(1, most[kind] + 1)]
+            highest[kind] = max(int(number), highest.get(kind, 0))
+    return [f" {kind} {number}" for kind in sorted(highest) for number in range(1, highest[kind] + 1)]
 
 
 def games_in_folder(folder, split):
@@ -286,19 +290,19 @@ def games_in_folder(folder, split):
     tasks = []
     for path in sorted((folder / split).rglob("game.tw-pddl")):
         trial = path.parent.relative_to(folder).as_posix()
-        beside = path.with_name("traj_data.json")
-        if "movable" in trial or "Sliced" in trial or not beside.exists():
+        labels = path.with_name("traj_data.json")
+        if "movable" in trial or "Sliced" in trial or not labels.exists():
             continue
         data = read_json(path)
         if not data.get("solvable"):
             continue
         text = PddlText(str(path), task_desc_of(data, path), entry(data, "pddl_problem", path))
-        tasks.append(Task(trial, split, entry(read_json(beside), "task_type", beside), text))
+        tasks.append(Task(trial, split, entry(read_json(labels), "task_type", labels), text))
     return tasks
 
 
 def games_in_rows(file, split):
-    """The solvable games of a .jsonl.gz file. ValueError names the file and the line that is wrong."""
+    """The solvable games of a .jsonl.gz file. ValueError, with file and line, for an invalid row."""
     tasks = []
     try:
         with gzip.open(file, "rt", encoding="utf-8") as lines:
@@ -316,7 +320,7 @@ def games_in_rows(file, split):
 
 
 def task_desc_of(data, path):
-    """The task's text out of the game's grammar, the same in every release: "Your task is to: <text>."."""
+    """The task's text, from "Your task is to: <text>." in the game's grammar, as in every release."""
     grammar = entry(data, "grammar", path)
     found = re.search(r'"Your task is to: (?:[^"\\]|\\.)*"', grammar)
     if not found:
@@ -326,7 +330,7 @@ def task_desc_of(data, path):
 
 
 def read_json(path):
-    """The JSON object in a file. Raises ValueError naming the file."""
+    """The JSON object in a file. ValueError, with the path, for anything else."""
     try:
         return parsed_object(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
@@ -334,7 +338,7 @@ def read_json(path):
 
 
 def parsed_object(text, where):
-    """The JSON object in a text. ValueError says where it was."""
+    """The JSON object in a text. ValueError, with `where`, for anything else."""
     try:
         found = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -345,9 +349,9 @@ def parsed_object(text, where):
 
 
 def entry(data, key, where):
-    """The text under a key of a JSON object."""
+    """The text under a key of a JSON object. ValueError, with `where`, for anything else."""
     if type(data.get(key)) is not str:
         raise ValueError(f"{where}: no text under the key {key}")
     if not data[key].isascii() and re.search("[\ud800-\udfff]", data[key]):
-        raise ValueError(f"{where}: half a character in the text under the key {key}")
+        raise ValueError(f"{where}: a lone surrogate in the text under the key {key}")
     return data[key]

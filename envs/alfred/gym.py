@@ -5,9 +5,9 @@
     observation, info = env.reset(seed=0)
     observation, reward, terminated, truncated, info = env.step(info["admissible_commands"][0])
 
-A reset draws a task of the split with the environment's random numbers; the reward is 1 for the command that
-wins and 0 for any other. `import envs.alfred.gym` registers the name "gcd/Household-v0" too. Left out:
-rendering, and an action space that says which commands do something now (info does).
+`reset` draws a task of the split with the environment's random numbers. The reward is 1 for the command that
+wins and 0 for any other. `import envs.alfred.gym` registers the name "gcd/Household-v0", too. Left out:
+rendering, and an action space of the admissible commands, which are in `info`.
 
     pip install gymnasium
 """
@@ -20,12 +20,12 @@ from gymnasium.spaces import Text
 from envs.alfred.game import Game
 from envs.alfred.splits import Tasks
 
-LONGEST = 4096            # characters of a text; the longest of 20,000 turns in real games has 899
-ENDLESS = 10_000_000      # training tasks to draw from; of real games there are fewer, and they come again
+MAX_CHARACTERS = 4096     # of a text; the longest of 20,000 turns in real games has 899
+TRAIN_TASKS = 10_000_000  # number of training tasks to draw from; real games repeat in it
 
 
 class Household(gymnasium.Env):
-    """Text in, text out. A command that does nothing now is no error: the answer is "Nothing happens."."""
+    """Text commands in, text observations out. The answer to a refused command is "Nothing happens."."""
 
     metadata = {"render_modes": []}
 
@@ -33,30 +33,30 @@ class Household(gymnasium.Env):
         """split: "train" (the four task types of training), "dev", "L0", "L1" or "L2", see splits.py.
         games: a json_2.1.1 folder or a .jsonl.gz of real games; "" for generated rooms.
 
-        Raises ValueError for a split without games and for a turn limit below 1.
+        ValueError for a split without games and for a turn limit below 1.
         """
         if type(max_turns) is not int or max_turns < 1:
             raise ValueError(f"max_turns={max_turns}: expected 1 or more")
         self.tasks = Tasks(games, "part", seed=0)
-        self.fixed = None if split == "train" else self.tasks.split(split)
+        self.fixed = None if split == "train" else self.tasks.split_tasks(split)
         if split == "train":
-            self.tasks.train("part", 0, 1)      # raises where there is none
+            self.tasks.train_tasks("part", 0, 1)      # raises ValueError if there are none
         self.max_turns = max_turns
-        self.observation_space = Text(LONGEST, charset=string.printable)
-        self.action_space = Text(LONGEST, min_length=0, charset=string.printable)
+        self.observation_space = Text(MAX_CHARACTERS, charset=string.printable)
+        self.action_space = Text(MAX_CHARACTERS, min_length=0, charset=string.printable)
         self.game = Game()
 
     def reset(self, *, seed=None, options=None):
-        """Start a task of the split, drawn anew: (observation, info). `options` has no entries."""
+        """Start a newly drawn task of the split: (observation, info). `options` are ignored."""
         super().reset(seed=seed)
         self.task, self.turns = self._draw(), 0
         reply = self.game.reset(self.task)
         return reply.observation, self._info(reply)
 
     def step(self, action):
-        """Do a command: (observation, reward, terminated, truncated, info).
+        """Carry out a command: (observation, reward, terminated, truncated, info).
 
-        Winning terminates, in the last turn too; the turn limit truncates.
+        Winning terminates, also in the last turn. Otherwise the turn limit truncates.
         """
         reply = self.game.step(action)
         self.turns += 1
@@ -66,7 +66,7 @@ class Household(gymnasium.Env):
     def _draw(self):
         if self.fixed is not None:
             return self.fixed[int(self.np_random.integers(len(self.fixed)))]
-        (task,) = self.tasks.train("part", int(self.np_random.integers(ENDLESS)), 1)
+        (task,) = self.tasks.train_tasks("part", int(self.np_random.integers(TRAIN_TASKS)), 1)
         return task
 
     def _info(self, reply):

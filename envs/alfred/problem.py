@@ -1,6 +1,6 @@
-"""An ALFWorld game before its first turn: the records that it is played from, and the text of its task.
+"""Records that describe an ALFWorld game at its start, and the parser of its task's text.
 
-Generated rooms (rooms.py) and ALFWorld's own games (games.py) are both read into these. Left out: what
+Both generated rooms (rooms.py) and ALFWorld's own games (games.py) become these records. Left out: what
 changes during a game (game.py), and goals outside ALFWorld's six types.
 """
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from envs import Task
 
-NOTHING = "Nothing happens."      # the game's answer to a command that it does not take
+NOOP_MESSAGE = "Nothing happens."      # the game's answer to a command that is not admissible
 TASKS = [(re.compile(pattern), task_type) for pattern, task_type in (
     (r"(?:find|put) two (?P<object>\w+)(?: and put them)? in (?P<receptacle>\w+)", "pick_two_obj_and_place"),
     (r"(?:look at|examine the) (?P<object>\w+) (?:under|with) the (?P<toggle>\w+)", "look_at_obj_in_light"),
@@ -22,7 +22,7 @@ TASKS = [(re.compile(pattern), task_type) for pattern, task_type in (
     (r"cool some (?P<object>\w+) and put it in (?P<receptacle>\w+)", "pick_cool_then_place_in_recep"),
     (r"put (?:a|some) (?P<object>\w+) (?:in|on) (?P<receptacle>\w+)", "pick_and_place_simple"),
 )]
-# What a task does to its thing: the verb, what it is done with, and which things take it
+# {task type that treats its object: (verb, type of the appliance, flag of the Things that can be treated)}
 TREATED = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin", "cleanable"),
            "pick_heat_then_place_in_recep": ("heat", "microwave", "heatable"),
            "pick_cool_then_place_in_recep": ("cool", "fridge", "coolable")}
@@ -31,14 +31,14 @@ UNTREATED = None, None, None
 
 @dataclass(frozen=True, slots=True)
 class Receptacle:
-    """A place: "cabinet 2". Its type is its name without the number, unless `kind` says otherwise."""
+    """A place for things: "cabinet 2". Its type is `kind` or, by default, its name without the number."""
 
     name: str
     location: int                  # receptacles that share a location are reached together
     openable: bool
     opened: bool                   # at the start
     accepts: frozenset[str]        # object types that may be put here (PDDL canContain)
-    kind: str = ""                 # in some bathrooms "bathtubbasin 1" is of type "sinkbasin"
+    kind: str = ""                 # "sinkbasin" for some real bathrooms' "bathtubbasin 1"
 
     @property
     def type(self):
@@ -51,8 +51,8 @@ class Thing:
     """An object: "apple 1". Its type is its name without the number."""
 
     name: str
-    receptacle: str | None         # name of the receptacle it starts in, or None
-    location: int                  # where it is sliced, not always where its receptacle is; -1: nowhere
+    receptacle: str | None         # name of the receptacle in which it starts, or None
+    location: int                  # where it can be sliced, not always its receptacle's location; -1: nowhere
     pickupable: bool = True
     cleanable: bool = False
     heatable: bool = False
@@ -60,9 +60,9 @@ class Thing:
     toggleable: bool = False
     sliceable: bool = False
     cool: bool = False             # at the start
-    holds_things: bool = False     # a bowl, a box: examined, it says what is in it
-    holding: tuple[str, ...] = ()  # names of the things in it; the engine never changes this
-    also_in: tuple[str, ...] = ()  # further receptacles it starts in: real games list some things twice
+    holds_things: bool = False     # a container, such as a bowl: "examine" lists its contents
+    holding: tuple[str, ...] = ()  # names of the things in it; constant, as in the engine
+    also_in: tuple[str, ...] = ()  # further receptacles in which it starts: real games list some things twice
 
     @property
     def type(self):
@@ -72,27 +72,27 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What wins: an object of this type in such a receptacle, cleaned, heated or cooled as the task says."""
+    """What wins: an object of a type in or on a receptacle of a type, treated as the task type asks."""
 
     task_type: str
     object: str                    # lower-case type, "apple"
     receptacle: str = ""           # lower-case type, "fridge"; "" for look_at_obj_in_light
-    toggle: str = ""               # lower-case type, "desklamp"; "" but for look_at_obj_in_light
+    toggle: str = ""               # lower-case type, "desklamp", for look_at_obj_in_light only
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One game, before its first turn."""
+    """One game at its start."""
 
-    task_desc: str                 # "put a clean apple in fridge" (the intro adds the full stop)
-    receptacles: tuple[Receptacle, ...]    # in the order in which the intro names them
-    things: tuple[Thing, ...]      # in the order in which lists name them
+    task_desc: str                 # "put a clean apple in fridge", without the full stop
+    receptacles: tuple[Receptacle, ...]    # in the order of the first observation
+    things: tuple[Thing, ...]      # in the order of the game's lists
     goal: Goal
-    start: int = -1                # the location where the player starts; -1: where no receptacle is
+    start: int = -1                # the location where the player starts; -1: one without receptacles
 
 
 def parse_goal(text, source=""):
-    """The goal in a task's text, in any of ALFWorld's phrasings. ValueError, with its source, for another."""
+    """The Goal of a task's text. ValueError, with the source, if it is none of ALFWorld's phrasings."""
     for pattern, task_type in TASKS:
         match = pattern.fullmatch(text)
         if match:
@@ -102,19 +102,16 @@ def parse_goal(text, source=""):
 
 @lru_cache(maxsize=4096)
 def type_of(name):
-    """The type in a name: "apple" of "apple 1"."""
+    """The type in a name: "apple" for "apple 1"."""
     return name.rpartition(" ")[0]
 
 
 def listing(names, article="a "):
-    """As the game lists things: "a cup 1, a pan 2, and a mug 1"; "nothing" for none."""
+    """Names as the game lists them: "a cup 1, a pan 2, and a mug 1", or "nothing"."""
     *first, last = [article + name for name in names] or ["nothing"]
     return f"{', '.join(first)}, and {last}" if first else last
 
 
 def problem_of(task: Task) -> Problem:
-    """The task's problem; one that is still text, as games.PddlText is, parses itself now.
-
-    Raises ValueError naming the game whose text is broken.
-    """
+    """The task's Problem; a games.PddlText is parsed. ValueError, with the game, for invalid text."""
     return task.problem.parse() if hasattr(task.problem, "parse") else task.problem

@@ -1,11 +1,10 @@
-"""Generated household games: small rooms with ALFWorld's words, affordances and all six of its task types.
+"""Generated household games: small rooms with ALFWorld's vocabulary, affordances and all six task types.
 
-A *room* is a layout: which receptacles, how many of each. Every room type has 20 training rooms and 8 other
-rooms; a task puts things into one of them and asks for something. The splits follow RLVMR's: L0 = training
-rooms, L1 = other rooms, L2 = other rooms and the task types that RL never trains on. Where a kind of thing
-is kept is weighted (KEPT), so a searcher who knows training rooms is faster than a blind one. What is left
-out: knives and slicing, receptacles that share a location, and the size of real rooms (22 receptacles, 43
-objects).
+A room is a layout: how many receptacles of each type it has. Every room type has 20 training rooms and 8
+other rooms. A task puts things into one of them and sets a goal. The splits follow RLVMR's: L0 = training
+rooms, L1 = other rooms, L2 = other rooms and the task types that RL never trains on. Things are more likely
+in their usual places (USUAL_PLACES), so knowledge of training rooms makes a search faster. Left out: knives
+and slicing, receptacles that share a location, and the size of real rooms (22 receptacles, 43 objects).
 
     python -m envs.alfred.rooms            # print one task of each split
 """
@@ -22,12 +21,12 @@ TRAINED_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_th
                  "pick_heat_then_place_in_recep")
 ALL_TYPES = TRAINED_TYPES + ("pick_cool_then_place_in_recep", "pick_two_obj_and_place")
 SPLITS = ("train", "dev", "L0", "L1", "L2")
-SPLIT_SIZE = 256                # tasks in every split but "train", which has no end
+SPLIT_SIZE = 256                # tasks in every split but "train", which is endless
 TRAIN_ROOMS, OTHER_ROOMS = 20, 8   # per room type
 THINGS = (7, 11)                # objects in a room, fewest and most
-SECOND = 0.2                    # chance that a further object is a second one of a kind already there
+SECOND_CHANCE = 0.2             # probability that a further object is a second one of a type
 
-# room type: receptacles that every such room has; further ones with the most there may be; how many of these
+# {room type: (receptacles in every such room, {further receptacle: maximum}, (fewest, most) further ones)}
 LAYOUT = {
     "kitchen": (("countertop", "fridge", "microwave", "sinkbasin"),
                 {"cabinet": 3, "countertop": 1, "diningtable": 1, "drawer": 2, "garbagecan": 1, "shelf": 1},
@@ -42,8 +41,8 @@ LAYOUT = {
 }
 OPENABLE = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))
 
-# room type: {object type: {receptacle type: weight}}; the lamp is a fixture
-KEPT = {
+# {room type: {object type: {receptacle type: weight}}}; the lamp, which cannot be taken, is listed apart
+USUAL_PLACES = {
     "kitchen": {
         "apple": {"fridge": 6, "diningtable": 3, "countertop": 2, "garbagecan": 1},
         "bowl": {"cabinet": 6, "shelf": 3, "countertop": 1, "diningtable": 1},
@@ -88,10 +87,10 @@ KEPT = {
     },
 }
 LAMP = "desklamp"
-LAMP_KEPT = {"desk": 3, "sidetable": 3, "shelf": 1}
+LAMP_PLACES = {"desk": 3, "sidetable": 3, "shelf": 1}
 
-# what may be put where, and what may be done to it: ALFWorld's affordances, for the types above
-TABLE = " ".join(kind for kept in KEPT.values() for kind in kept if kind != "pillow")
+# ALFWorld's affordances for the types above: what may be put where, and what may be done to it
+TABLE = " ".join(kind for places in USUAL_PLACES.values() for kind in places if kind != "pillow")
 ACCEPTS = {place: frozenset(names.split()) for place, names in {
     "bed": "book cellphone laptop pillow",
     "cabinet": "book bowl candle cd cloth cup mug plate saltshaker soapbar spraybottle toiletpaper",
@@ -143,7 +142,7 @@ DESCRIPTIONS = {       # ALFWorld's two phrasings of each task type
 
 @lru_cache
 def layouts(room_type):
-    """The rooms of one type, each (receptacle type, how many) pairs: training rooms first, then others."""
+    """The rooms of one type, each as (receptacle type, number) pairs: training rooms first, then others."""
     rng = random.Random(f"layouts/{room_type}")
     found = []
     while len(found) < TRAIN_ROOMS + OTHER_ROOMS:
@@ -161,7 +160,7 @@ def _layout(room_type, rng):
 
 
 def _receptacles(layout):
-    """In the order in which ALFWorld's intro names them: types by name, numbers downwards."""
+    """The receptacles in ALFWorld's order: types alphabetically, numbers descending."""
     names = [(kind, f"{kind} {number}") for kind, count in layout for number in range(count, 0, -1)]
     return tuple(Receptacle(name=name, location=location, openable=kind in OPENABLE, opened=False,
                             accepts=ACCEPTS[kind]) for location, (kind, name) in enumerate(names, start=1))
@@ -174,10 +173,10 @@ def _types_of(split):
 
 
 def task(split, index, types=None):
-    """Task number `index` of a split; (split, index, types) fixes it.
+    """Task number `index` of a split, determined by (split, index, types).
 
-    types: the task types to take in turn; by default the four that RL trains on, or L2's two.
-    Raises ValueError for an unknown split, an index past a fixed split's end, a type that the split lacks.
+    types: the task types to alternate (default: the four that RL trains on, or L2's two).
+    ValueError for an unknown split, an index outside the split, or a type that is not in the split.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
@@ -193,18 +192,17 @@ def task(split, index, types=None):
 
 
 def tasks(split, types=None):
-    """The whole of a fixed split; the first SPLIT_SIZE tasks of "train"."""
-    return list(whole(split, types))
+    """All tasks of a fixed split, or the first SPLIT_SIZE tasks of "train"."""
+    return list(_cached_tasks(split, types))
 
 
-@lru_cache(8)
-def whole(split, types):
-    """The tasks of `tasks`, made once: a second's work that a run asks for three times."""
+@lru_cache(8)          # a run needs the same tasks three times, and making them takes a second
+def _cached_tasks(split, types):
     return tuple(task(split, index, types) for index in range(SPLIT_SIZE))
 
 
 def _problem(split, task_type, known_room, rng):
-    """Draws problems until one is possible and belongs to the split, so that no problem is in two splits."""
+    """Draw problems until one is achievable and belongs to the split, so that no problem is in two splits."""
     while True:
         room_type = rng.choice(ROOMS_OF[task_type])
         room = rng.randrange(TRAIN_ROOMS) if known_room else TRAIN_ROOMS + rng.randrange(OTHER_ROOMS)
@@ -218,17 +216,17 @@ def _problem(split, task_type, known_room, rng):
 
 
 def _splits_of(problem):
-    """The splits that may hold a problem, by a checksum of all that tells it from another."""
+    """The splits that may contain a problem: a checksum of its content decides."""
     text = "|".join([problem.task_desc] + [receptacle.name for receptacle in problem.receptacles]
                     + sorted(f"{thing.name} {thing.receptacle}" for thing in problem.things))
     return (("dev",), ("L0", "L1", "L2"), ("train",), ("train",))[zlib.crc32(text.encode()) % 4]
 
 
 def _goals(task_type, room_type, layout):
-    """Every goal of this type that the room allows: the object has a usual place other than the target."""
+    """All goals of this type in the room whose object has a usual place other than the target."""
     goals = []
-    for kind in KEPT[room_type]:
-        places = _kept(room_type, layout, kind).keys()
+    for kind in USUAL_PLACES[room_type]:
+        places = _usual_places(room_type, layout, kind).keys()
         if kind not in TREATABLE.get(task_type, (kind,)) or not places:
             continue
         if task_type == "look_at_obj_in_light":
@@ -240,53 +238,54 @@ def _goals(task_type, room_type, layout):
 
 
 def _furnish(room_type, layout, goal, rng):
-    """A room with things in their usual places; none of the goal's kind starts in the goal's receptacles."""
+    """A Problem with things in usual places; no object of the goal's type starts in its target."""
     receptacles = _receptacles(layout)
     number, things = {}, []
     for kind in _kinds(room_type, layout, goal, rng):
         number[kind] = number.get(kind, 0) + 1
-        kept = _kept(room_type, layout, kind)
+        places = _usual_places(room_type, layout, kind)
         if kind == goal.object:
-            kept.pop(goal.receptacle, None)
-        place = rng.choices(list(kept), list(kept.values()))[0]
-        spot = rng.choice([r for r in receptacles if r.type == place])
-        things.append(_thing(kind, number[kind], spot))
-    things.sort(key=lambda thing: thing.name, reverse=True)             # ALFWorld lists types by name,
-    things.sort(key=lambda thing: thing.type)                           # numbers downwards
+            places.pop(goal.receptacle, None)
+        place = rng.choices(list(places), list(places.values()))[0]
+        receptacle = rng.choice([r for r in receptacles if r.type == place])
+        things.append(_thing(kind, number[kind], receptacle))
+    things.sort(key=lambda thing: thing.name, reverse=True)      # ALFWorld's order: types alphabetically,
+    things.sort(key=lambda thing: thing.type)                    # numbers descending
     desc = rng.choice(DESCRIPTIONS[goal.task_type]).format(goal.object, goal.receptacle, goal.toggle)
     return Problem(desc, receptacles, tuple(things), goal)
 
 
-def _kept(room_type, layout, kind):
-    """{receptacle type: weight} of the usual places that this room has."""
-    kept = LAMP_KEPT if kind == LAMP else KEPT[room_type][kind]
-    return {place: weight for place, weight in kept.items() if place in dict(layout)}
+def _usual_places(room_type, layout, kind):
+    """{receptacle type: weight} of an object type's usual places that exist in this room."""
+    places = LAMP_PLACES if kind == LAMP else USUAL_PLACES[room_type][kind]
+    return {place: weight for place, weight in places.items() if place in dict(layout)}
 
 
 def _kinds(room_type, layout, goal, rng):
-    """Which objects are in the room, the goal's first; at most two of a kind, one lamp."""
+    """Types of the objects in the room, the goal's first; at most two of a type and one lamp."""
     kinds = [goal.object] * (2 if goal.task_type == "pick_two_obj_and_place" else 1)
     if room_type in ROOMS_OF["look_at_obj_in_light"]:
         kinds.append(LAMP)
-    pool = [kind for kind in KEPT[room_type] if kind not in kinds and _kept(room_type, layout, kind)]
+    pool = [kind for kind in USUAL_PLACES[room_type]
+            if kind not in kinds and _usual_places(room_type, layout, kind)]
     rng.shuffle(pool)
     count = rng.randint(*THINGS)
     while len(kinds) < count:
         single = [kind for kind in kinds if kinds.count(kind) == 1 and kind != LAMP]
         if not (pool or single):
             break
-        second = single and (not pool or rng.random() < SECOND)
+        second = single and (not pool or rng.random() < SECOND_CHANCE)
         kinds.append(rng.choice(single) if second else pool.pop())
     return kinds
 
 
-def _thing(kind, number, spot):
-    return Thing(name=f"{kind} {number}", receptacle=spot.name, location=spot.location,
+def _thing(kind, number, receptacle):
+    return Thing(name=f"{kind} {number}", receptacle=receptacle.name, location=receptacle.location,
                  pickupable=kind != LAMP, toggleable=kind == LAMP, cleanable=kind in CLEANABLE,
                  heatable=kind in HEATABLE, coolable=kind in COOLABLE, sliceable=kind in SLICEABLE)
 
 
-# The words, for the small model's tokenizer
+# The vocabulary of the small model's tokenizer
 
 NAMES = re.findall(r"\w+", """
     alarmclock apple armchair baseballbat basketball bathtub bathtubbasin bed blinds book boots bowl box
@@ -323,34 +322,34 @@ VERBS = ("go to", "take", "move", "open", "close", "use", "examine", "clean", "h
 
 
 def phrases(numbered=True):
-    """Everything that the small model's tokenizer should have as one token; words carry their leading space.
+    """Phrases of the game's texts, each one token of the small model's tokenizer; most begin with a space.
 
-    numbered: also " drawer 2" and the like, for every type and number that generated rooms can have.
+    numbered: also " drawer 2" etc., for all types and numbers in generated rooms.
     """
     verbs = [space + verb for verb in VERBS for space in ("", " ")]
     names = [" " + name for name in NAMES]
     numbers = [f" {number}" for number in range(1, 21)]
     found = [*TEXTS, *verbs, " from", " to", " with", *names, *numbers]
-    return found + [f" {kind} {n}" for kind, most in sorted(_most().items()) for n in range(1, most + 1)
-                    if numbered]
+    return found + [f" {kind} {n}" for kind, last in sorted(_highest_numbers().items())
+                    for n in range(1, last + 1) if numbered]
 
 
-def _most():
-    """{type: the largest number that a generated room gives it}"""
-    most = {kind: 1 if kind == LAMP else 2 for kept in KEPT.values() for kind in (*kept, LAMP)}
+def _highest_numbers():
+    """{type: its highest number in a generated room}"""
+    highest = {kind: 1 if kind == LAMP else 2 for places in USUAL_PLACES.values() for kind in (*places, LAMP)}
     for room_type in LAYOUT:
         for layout in layouts(room_type):
             for kind, count in layout:
-                most[kind] = max(count, most.get(kind, 0))
-    return most
+                highest[kind] = max(count, highest.get(kind, 0))
+    return highest
 
 
 def main():
     """Print a task of each split: its text, and where things are."""
     for split in SPLITS:
-        shown = task(split, 0)
-        print(f"{shown.id}: {shown.problem.task_desc}")
-        print("   ", ", ".join(f"{thing.name} in {thing.receptacle}" for thing in shown.problem.things))
+        example = task(split, 0)
+        print(f"{example.id}: {example.problem.task_desc}")
+        print("   ", ", ".join(f"{thing.name} in {thing.receptacle}" for thing in example.problem.things))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""ALFWorld's `AlfredTWEnv` without its engine: the same calls, the same answers, hundreds of times as fast.
+"""ALFWorld's `AlfredTWEnv` in pure Python: same interface, same results, hundreds of times as fast.
 
     from envs.household import AlfredTWEnv      # in place of alfworld.agents.environment's
     env = AlfredTWEnv(config, train_eval="train").init_env(batch_size=8)
     observations, infos = env.reset()
     observations, scores, dones, infos = env.step([commands[0] for commands in infos["admissible_commands"]])
 
-Config (alfworld's YAML, read), games, their order, step limit, texts, admissible commands, scores and types
-are those of alfworld 0.4.2 on textworld 1.7.0. Neither is needed: the standard library and numpy are
-enough, and the games, which alfworld-download puts into $ALFWORLD_DATA. Left out, and refused with the
-setting's name: the expert's plans (`dagger` in training) and domain randomization. Left out besides: what it
-prints, `render`, and the making of games (`collect_game_files`, `get_game_logic`, `is_solvable`).
+Config (alfworld's YAML, as a dictionary), games and their order, step limit, texts, admissible commands,
+scores and types are those of alfworld 0.4.2 on textworld 1.7.0. Neither package is needed, only numpy and the
+games, which alfworld-download puts into $ALFWORLD_DATA. Left out, with an error that names the setting: the
+expert's plans (`dagger` in training) and domain randomization. Also left out: printed messages, `render`, and
+the creation of games (`collect_game_files`, `get_game_logic`, `is_solvable`).
 """
 
 import os
@@ -24,23 +24,23 @@ from envs.alfred.games import entry, load_game, read_json
 TASK_TYPES = {
     1: "pick_and_place_simple", 2: "look_at_obj_in_light", 3: "pick_clean_then_place_in_recep",
     4: "pick_heat_then_place_in_recep", 5: "pick_cool_then_place_in_recep", 6: "pick_two_obj_and_place"}
-SETTINGS = {      # train_eval: where its games are; how many of them are played, 0 or less for all
+SETTINGS = {      # {train_eval: (setting of the games' folder, setting of their number; 0 or less: all)}
     "train": ("dataset.data_path", "dataset.num_train_games"),
     "eval_in_distribution": ("dataset.eval_id_data_path", "dataset.num_eval_games"),
     "eval_out_of_distribution": ("dataset.eval_ood_data_path", "dataset.num_eval_games")}
-LIMITS = {        # general.training_method: the step limit
+LIMITS = {        # {general.training_method: setting of the step limit}
     "dqn": "rl.training.max_nb_steps_per_episode", "dagger": "dagger.training.max_nb_steps_per_episode"}
-SPOKEN = 'template :: "move {o} to {r}"'      # in every game's grammar since alfworld 0.4; "put" before
+MOVE_TEMPLATE = 'template :: "move {o} to {r}"'      # in every game since alfworld 0.4; before it was "put"
 
 
 class AlfredTWEnv:
-    """The games of one config and one value of `train_eval`; `init_env` makes a batch of them to play."""
+    """The games of a config and a value of `train_eval`; `init_env` returns a Batch that plays them."""
 
     def __init__(self, config, train_eval="train"):
         """config: alfworld's, a dictionary of dictionaries.
 
-        Raises ValueError for what is wrong with it: a key that is missing, a setting that this engine has
-        not, a folder without games, games of an old release.
+        ValueError for a missing key, an unsupported setting, a folder without games, or games of a release
+        before 0.4.
         """
         self.config, self.train_eval = config, train_eval
         step_limit(config, train_eval)
@@ -48,14 +48,14 @@ class AlfredTWEnv:
         self.num_games = len(self.game_files)
 
     def init_env(self, batch_size):
-        """The games, `batch_size` of them at a time."""
+        """A Batch that plays `batch_size` games at the same time."""
         return Batch(self.game_files, batch_size, step_limit(self.config, self.train_eval))
 
 
 class Batch:
-    """What `init_env` returns: games played side by side, one command for each at every step.
+    """A batch of games: `step` takes one command for each.
 
-    A game that is won or at its step limit repeats its last answer, whatever its command, until the reset.
+    A game that is won or at the step limit ignores commands and repeats its last answer until `reset`.
     """
 
     def __init__(self, gamefiles, batch_size, max_turns):
@@ -63,19 +63,19 @@ class Batch:
             raise ValueError(f"batch_size={batch_size}: expected 1 or more")
         self.gamefiles, self.batch_size, self.max_turns = gamefiles, batch_size, max_turns
         self.games = [Game() for _ in range(batch_size)]
-        self.replies = None                # the last of each game; None before the first reset
+        self.replies = None                # the last Reply of each game; None before the first reset
         self.seed(1234)
 
     def seed(self, seed=None):
-        """Start the order of games anew, as RandomState(seed) shuffles it; games that are played go on."""
+        """Restart the order of games, shuffled by RandomState(seed); games in progress are not affected."""
         random = np.random.RandomState(seed)
         files = list(self.gamefiles)
         random.shuffle(files)
-        self.order = endless(files, random)
+        self.order = endless_order(files, random)
         return [seed]
 
     def skip(self, nb_games=1):
-        """Pass over the next games of the order."""
+        """Skip the next games of the order."""
         for _ in range(nb_games):
             next(self.order)
 
@@ -87,16 +87,16 @@ class Batch:
         return self._observations(), self._infos(files)
 
     def step(self, commands):
-        """A command for each game: (observations, scores, dones, infos). A game that is won scores 1.
+        """Carry out one command per game: (observations, scores, dones, infos). A won game scores 1.
 
-        As in ALFWorld, only a reset names the games: a step's extra.gamefile is None for each.
+        As in ALFWorld, only `reset` names the games: after a step every extra.gamefile is None.
         """
         if self.replies is None:
             raise ValueError("step: call reset first")
         if not isinstance(commands, (list, tuple)) or len(commands) != self.batch_size:
             raise ValueError(f"step: expected a list of {self.batch_size} commands, got {repr(commands):.60}")
         self.turns += 1
-        over = bool(self.max_turns) and self.turns >= self.max_turns      # a limit of 0 is none
+        over = bool(self.max_turns) and self.turns >= self.max_turns      # 0: no limit
         for i, command in enumerate(commands):
             if not self.dones[i]:
                 self.replies[i] = self.games[i].step(command)
@@ -105,7 +105,7 @@ class Batch:
         return self._observations(), scores, tuple(self.dones), self._infos([None] * self.batch_size)
 
     def close(self):
-        """End the games; a reset starts new ones."""
+        """End the games; `reset` starts new ones."""
         self.replies = None
 
     def _observations(self):
@@ -117,8 +117,8 @@ class Batch:
                 "extra.gamefile": files}
 
 
-def endless(files, random):
-    """The files in their order, then shuffled again after each time through."""
+def endless_order(files, random):
+    """Yield the files in their order, then repeatedly in new orders, shuffled after each pass."""
     files = list(files)
     while True:
         yield from files
@@ -128,7 +128,7 @@ def endless(files, random):
 # The config
 
 def setting(config, name, kind=object):
-    """The value under a dotted name, "env.task_types". Raises ValueError where it is missing or no `kind`."""
+    """The value under a dotted name, "env.task_types". ValueError if it is missing or not of type `kind`."""
     found = config
     for key in name.split("."):
         try:
@@ -141,65 +141,65 @@ def setting(config, name, kind=object):
 
 
 def step_limit(config, train_eval):
-    """Commands until a game ends; 0: no limit. Raises ValueError for a config that asks for what is left out.
+    """Maximum number of commands in a game; 0: no limit. ValueError for unsupported settings.
 
-    As in ALFWorld, domain randomization is a thing of training: evaluation takes no notice of it.
+    As in ALFWorld, domain randomization concerns training only; evaluation ignores the setting.
     """
     if train_eval not in SETTINGS:
         raise ValueError(f"train_eval={train_eval}: expected one of {', '.join(SETTINGS)}")
     training = train_eval == "train"
     if setting(config, "env.domain_randomization") and training:
-        raise ValueError("config: env.domain_randomization=True: this engine has none; set it to False")
+        raise ValueError("config: env.domain_randomization=True: not supported; set it to False")
     method = setting(config, "general.training_method")
     if method not in LIMITS:
         raise ValueError(f"config: general.training_method={method}: expected one of {', '.join(LIMITS)}")
     if method == "dagger" and training:
         raise ValueError("config: general.training_method=dagger with train_eval=train asks for "
-                         "extra.expert_plan, which this engine has not; set it to dqn, whose step limit is "
+                         "extra.expert_plan, which is not supported; set it to dqn, whose step limit is "
                          + LIMITS["dqn"])
     return setting(config, LIMITS[method], int)
 
 
 def find_games(config, train_eval):
-    """The paths of the games to play, in the order in which os.walk meets them, inner folders first.
+    """The paths of the games to play, in the order of os.walk, bottom up.
 
-    Raises ValueError where there is none and for a game of a release before 0.4, which speaks other words.
+    ValueError if there are none, and for a game of a release before 0.4, whose commands differ.
     """
     if config["env"].get("goal_desc_human_anns_prob", 0) > 0:
         warnings.warn("config: env.goal_desc_human_anns_prob is not used: games keep the text of their files")
-    folder_name, most_name = SETTINGS[train_eval]
-    folder, most = with_variables(setting(config, folder_name, str)), setting(config, most_name, int)
+    folder_name, limit_name = SETTINGS[train_eval]
+    folder, limit = expand_variables(setting(config, folder_name, str)), setting(config, limit_name, int)
     numbers = setting(config, "env.task_types")
     types = {task_type for number, task_type in TASK_TYPES.items() if number in numbers}
     if not types:
         raise ValueError(f"config: env.task_types={numbers}: expected some of 1 to {len(TASK_TYPES)}")
-    files = [os.path.join(trial, "game.tw-pddl") for trial, _, beside in os.walk(folder, topdown=False)
-             if "traj_data.json" in beside and is_played(trial, types)]
+    files = [os.path.join(trial, "game.tw-pddl") for trial, _, names in os.walk(folder, topdown=False)
+             if "traj_data.json" in names and is_playable(trial, types)]
     if not files:
         raise ValueError(f"config: {folder_name}={folder}: no solvable games of the task types {numbers}; "
                          "alfworld-download puts games into $ALFWORLD_DATA")
-    return files[:most] if most > 0 else files
+    return files[:limit] if limit > 0 else files
 
 
-def is_played(trial, types):
-    """Whether a trial's folder has a game to play: of a wanted type, solvable, nothing movable or sliced.
+def is_playable(trial, types):
+    """Whether a trial's folder has a solvable game of one of these types, with nothing movable or sliced.
 
-    As in ALFWorld, the last two words are looked for in the whole path.
+    As in ALFWorld, "movable" and "Sliced" exclude a folder if they occur anywhere in its full path.
     """
     path = Path(trial, "game.tw-pddl")
     if "movable" in trial or "Sliced" in trial:
         return False
-    beside = path.with_name("traj_data.json")
-    if entry(read_json(beside), "task_type", beside) not in types or not path.exists():
+    labels = path.with_name("traj_data.json")
+    if entry(read_json(labels), "task_type", labels) not in types or not path.exists():
         return False
     game = read_json(path)
-    if game.get("solvable") and SPOKEN not in entry(game, "grammar", path):
-        raise ValueError(f"{path}: of a release before alfworld 0.4; alfworld-download gets today's games")
+    if game.get("solvable") and MOVE_TEMPLATE not in entry(game, "grammar", path):
+        raise ValueError(f"{path}: of a release before alfworld 0.4; alfworld-download gets current games")
     return bool(game.get("solvable"))
 
 
-def with_variables(path):
-    """A path with its environment variables filled in; $ALFWORLD_DATA has alfworld's own default."""
+def expand_variables(path):
+    """A path with its environment variables expanded; $ALFWORLD_DATA has alfworld's default."""
     if "ALFWORLD_DATA" not in os.environ:
         default = os.path.expanduser("~/.cache/alfworld")
         path = path.replace("$ALFWORLD_DATA", default).replace("${ALFWORLD_DATA}", default)

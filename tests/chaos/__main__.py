@@ -1,13 +1,13 @@
-"""What a saboteur would try, and what is left afterwards: the chaos target. Not part of the tests.
+"""Fault injection: attacks on runs, and checks of what is left afterwards. Not part of the test suite.
 
-    bash run.sh chaos                # everything, about 20 minutes on 2 cores; writes results/chaos.json
+    bash run.sh chaos                # everything, about 20 minutes on 2 cores; writes lab/results/chaos.json
     bash run.sh chaos --part         # a part of it, under five minutes, as CI runs it; writes nothing
     bash run.sh chaos --only kills   # one attack
 
-Runs are tiny, real, and forked from one process that has imported everything (forked.py). An attack is a
-function (stops.py, inputs.py) that yields (what was tried, what went wrong or ""). Survived means: what had
-been saved is there, and goes on to the weights, optimizer and logs of a run that nobody disturbed, bit for
-bit; or one clear line and no traceback, in ten seconds.
+Runs are real but tiny, and forked from one process that has imported everything (forked.py). An attack is a
+function (stops.py, inputs.py) that yields (what was tried, what went wrong or ""). A try is survived if the
+saved checkpoint is intact and resumes to the weights, optimizer and logs of an undisturbed run, bit for bit;
+or, for bad input, if the run ends within ten seconds with one clear line and no traceback.
 """
 
 import argparse
@@ -25,9 +25,9 @@ import torch  # noqa: E402
 from inputs import dead_terminals, full_disks, hostile_http, mutations, not_numbers, soak  # noqa: E402
 from stops import interrupts, kills, orphans, random_kills, ranks, reruns, two_writers  # noqa: E402
 
-from run import files  # noqa: E402
+from infra import files  # noqa: E402
 
-RESULT = ROOT / "results" / "chaos.json"
+RESULT = ROOT / "lab" / "results" / "chaos.json"
 ATTACKS = {"kills": kills, "random kills": random_kills, "interrupts": interrupts, "reruns": reruns,
            "two writers": two_writers, "orphans": orphans, "ranks": ranks, "full disks": full_disks,
            "mutations": mutations, "not numbers": not_numbers, "hostile HTTP": hostile_http,
@@ -37,7 +37,7 @@ ATTACKS = {"kills": kills, "random kills": random_kills, "interrupts": interrupt
 def main(argv=None):
     parser = argparse.ArgumentParser("bash run.sh chaos", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
-    parser.add_argument("--part", action="store_true", help="a five-minute part of it")
+    parser.add_argument("--part", action="store_true", help="a part that takes five minutes")
     parser.add_argument("--only", choices=ATTACKS, help="one attack")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -46,9 +46,9 @@ def main(argv=None):
         for name, attack in ATTACKS.items():
             if options.only not in (None, name):
                 continue
-            place, started = Path(folder) / name.replace(" ", "_"), time.monotonic()
-            place.mkdir()
-            outcomes = list(attack(place, options.part))
+            workdir, started = Path(folder) / name.replace(" ", "_"), time.monotonic()
+            workdir.mkdir()
+            outcomes = list(attack(workdir, options.part))
             failures = [f"{tried}: {problem}" for tried, problem in outcomes if problem]
             rows.append({"attack": name, "what": " ".join(attack.__doc__.split()), "tries": len(outcomes),
                          "survived": len(outcomes) - len(failures), "failures": failures,

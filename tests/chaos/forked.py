@@ -1,6 +1,6 @@
-"""Tiny runs in forked processes, how they ended, and whether what they left is what it would have been.
+"""Tiny runs in forked processes; how they ended, and whether their files equal those of an undisturbed run.
 
-One process has imported everything; a fork of it costs nothing, so that a whole run takes about a second.
+One process has imported everything, and a fork of it costs nothing, so a complete run takes about a second.
 """
 
 import json
@@ -14,28 +14,31 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from tiny_runs import untimed
+from tiny_runs import without_times
 
 import gcd
-from run import files, parallel
+from infra import checkpoint, files
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--device cpu --hidden-size 16 --layers 1 --max-turns 4 --tasks 2 --group-size 4 --iterations 2 "
         "--minibatches 2 --judge-labels oracle --judge-turns 4 --judge-group-size 2 --evaluate none "
         "--context 512 --checkpoint-every 1").split()
-ALL = "--algo ppo --kl loss --gcd".split()          # critic, reference, judge: all that a run saves
+ALL = "--algo ppo --kl loss --gcd".split()          # critic, reference, judge: everything that a run can save
 
 
-# One child: a run, or whatever may die
+# One child process
 
-def child(action, said, limit_s=120, kill_after_s=None, signum=signal.SIGKILL):
-    """action() in a forked process, its output in the file `said`. Returns its exit status, negative for a
-    signal, or None where it had to be ended after limit_s."""
+def child(action, output, limit_s=120, kill_after_s=None, signum=signal.SIGKILL):
+    """Call action() in a forked process, with its output in the file `output`.
+
+    Returns the exit status, negative for a signal; None if the process had to be killed after limit_s. If
+    kill_after_s is given, it gets the signal `signum` after that time.
+    """
     pid = os.fork()
     if pid == 0:
         status = 70
         try:
-            descriptor = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
@@ -68,13 +71,13 @@ def child(action, said, limit_s=120, kill_after_s=None, signum=signal.SIGKILL):
 
 
 def run(out, *flags):
-    """gcd.py's command, as an action."""
+    """The command gcd.py, as an action for `child`."""
     return lambda: gcd.main([*TINY, "--out", str(out), *map(str, flags)])
 
 
-def wrong_end(status, said, allowed=(0, 1, 2)):
-    """What is wrong with how a child ended; "" where it is one clear line or success."""
-    text = Path(said).read_text(errors="replace")
+def exit_problem(status, output, allowed=(0, 1, 2)):
+    """What is wrong with how a child ended; "" for success, or an exit with one clear line."""
+    text = Path(output).read_text(errors="replace")
     if status is None:
         return "hangs"
     if "Traceback" in text:
@@ -82,32 +85,32 @@ def wrong_end(status, said, allowed=(0, 1, 2)):
     return "" if status in allowed else f"status {status}: {text[-150:]}"
 
 
-def goes_on(out, flags, whole, said):
-    """What is wrong once the same command has gone on with a run: with its end, or with what it left."""
-    return wrong_end(child(run(out, *flags), said), said, (0,)) or difference(out, whole)
+def resume_problem(out, flags, expected, output):
+    """Run the same command again to resume a run; return what is wrong with its exit or its files, or ""."""
+    return exit_problem(child(run(out, *flags), output), output, (0,)) or difference(out, expected)
 
 
-def difference(out, whole):
-    """In what a run's folder differs from that of the undisturbed one; "" in nothing."""
+def difference(out, expected):
+    """How a run's folder differs from that of the undisturbed run; "" if it does not."""
     if not (out / "stages.json").exists():
         return "not finished"
-    mine, theirs = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (out, whole))
+    mine, theirs = (load_file(folder / "checkpoint" / "model.safetensors") for folder in (out, expected))
     if not same(mine, theirs):
         return "weights differ"
-    mine, theirs = (parallel.read_trainer(folder / "checkpoint") for folder in (out, whole))
+    mine, theirs = (checkpoint.read_trainer(folder / "checkpoint") for folder in (out, expected))
     if not (same(mine["optimizer"]["state"], theirs["optimizer"]["state"])
             and same(mine["critic"], theirs["critic"])):
         return "the optimizer's state differs"
-    mine, theirs = ([untimed(line) for line in files.read_lines(folder / "metrics.jsonl")[0]
-                     if "config" not in line] for folder in (out, whole))
+    mine, theirs = ([without_times(line) for line in files.read_lines(folder / "metrics.jsonl")[0]
+                     if "config" not in line] for folder in (out, expected))
     if mine != theirs:
         return f"metrics differ: {len(mine)} lines and {len(theirs)}"
-    mine, theirs = ((folder / "episodes.jsonl").read_bytes() for folder in (out, whole))
+    mine, theirs = ((folder / "episodes.jsonl").read_bytes() for folder in (out, expected))
     return "" if mine == theirs else "episodes differ"
 
 
 def same(a, b):
-    """Equal to the bit: tensors, and dicts, lists and plain values of them."""
+    """Whether tensors, or dicts, lists and plain values of them, are equal bit for bit."""
     if isinstance(a, dict):
         return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -116,27 +119,27 @@ def same(a, b):
 
 
 def contents(folder):
-    """{path: bytes} of all in a folder but the lock."""
+    """{path: bytes} of all files in a folder except the lock."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*"))
             if path.is_file() and path.name != files.LOCK}
 
 
 def in_two_processes(items, attack, folder):
-    """attack(item, its own folder) -> problem, for all items on two cores. Yields (item, problem)."""
+    """Call attack(item, new folder), which returns the problem, for all items; yield (item, problem)."""
     pids = []
     for half in range(2):
         if (pid := os.fork()) == 0:
             with open(folder / f"outcomes{half}", "w") as outcomes:
                 for k, item in list(enumerate(items))[half::2]:
-                    place = folder / f"try{k}"
-                    place.mkdir()
+                    workdir = folder / f"try{k}"
+                    workdir.mkdir()
                     try:
-                        problem = attack(item, place)
+                        problem = attack(item, workdir)
                     except BaseException as error:
                         problem = f"{type(error).__name__}: {error}"
                     print(json.dumps([k, problem]), file=outcomes, flush=True)
                     if not problem:
-                        shutil.rmtree(place, ignore_errors=True)
+                        shutil.rmtree(workdir, ignore_errors=True)
             os._exit(0)
         pids.append(pid)
     for pid in pids:
@@ -147,12 +150,12 @@ def in_two_processes(items, attack, folder):
         yield item, found.get(k, "the attacker died")
 
 
-def undisturbed(place):
-    """The folder of a run of two iterations that nobody disturbs, and the checkpoint that it began from."""
-    start, whole = place.parent / "start", place.parent / "whole"
-    if not (whole / "stages.json").exists():
+def undisturbed(workdir):
+    """The folder of an undisturbed run of two iterations, and the checkpoint that it started from."""
+    start, expected = workdir.parent / "start", workdir.parent / "undisturbed"
+    if not (expected / "stages.json").exists():
         cold = ["--demonstrations", 40, "--judge-demonstrations", 20, "--iterations", 0, "--max-turns", 12]
-        assert child(run(start, *cold), place / "said") == 0, (place / "said").read_text()[-2000:]
+        assert child(run(start, *cold), workdir / "output") == 0, (workdir / "output").read_text()[-2000:]
         flags = [*ALL, "--model", start / "checkpoint", "--demonstrations", 0]
-        assert child(run(whole, *flags), place / "said") == 0, (place / "said").read_text()[-2000:]
-    return whole, start / "checkpoint"
+        assert child(run(expected, *flags), workdir / "output") == 0, (workdir / "output").read_text()[-2000:]
+    return expected, start / "checkpoint"

@@ -1,5 +1,5 @@
-"""Attacks by what a run is given: full disks, broken files, weights that are no numbers, hostile servers,
-dead terminals, and a very long time."""
+"""Attacks by a run's surroundings: full disks, broken files, weights that are not numbers, hostile servers,
+dead terminals, and a very long run."""
 
 import gzip
 import json
@@ -17,24 +17,34 @@ import warnings
 from pathlib import Path
 
 import torch
-from forked import ALL, child, contents, difference, goes_on, in_two_processes, run, undisturbed, wrong_end
+from forked import (
+    ALL,
+    child,
+    contents,
+    difference,
+    exit_problem,
+    in_two_processes,
+    resume_problem,
+    run,
+    undisturbed,
+)
 from hand_made import GAME
 from safetensors.torch import load_file, save_file
 
 import gcd
+from infra.endpoint import Endpoint
 from report import __main__ as report
-from run.endpoint import Endpoint
 
-LONGEST_S = 10
+LIMIT_S = 10
 
 
 # Disks
 
-def full_disks(place, part):
-    """A disk that is full, of every size that a run needs a part of, its temporary directory too."""
-    whole, start = undisturbed(place)
-    need = sum(map(len, contents(whole).values())) * 3
-    disk, flags = place / "disk", [*ALL, "--model", start, "--demonstrations", 0, "--resume", "--overwrite"]
+def full_disks(workdir, part):
+    """A disk, also of temporary files, that is full after a fraction of what a run writes; 40 fractions."""
+    expected, start = undisturbed(workdir)
+    need = sum(map(len, contents(expected).values())) * 3
+    disk, flags = workdir / "disk", [*ALL, "--model", start, "--demonstrations", 0, "--resume", "--overwrite"]
     disk.mkdir()
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk],
                                       capture_output=True).returncode:
@@ -43,15 +53,15 @@ def full_disks(place, part):
     sizes = [int(need * k / 40) + 4096 for k in (range(0, 40, 8) if part else range(40))]
     try:
         for size in sizes:
-            yield f"{size} bytes", one_full_disk(place, disk, size, flags, whole)
+            yield f"{size} bytes", one_full_disk(workdir, disk, size, flags, expected)
     finally:
         if disk:
             subprocess.run(["umount", disk], check=True)
 
 
-def one_full_disk(place, disk, size, flags, whole):
-    """A run on a disk of so many bytes: one line or success; then with room again, as if nothing had been."""
-    out = (disk or place / f"limited{size}") / "run"
+def one_full_disk(workdir, disk, size, flags, expected):
+    """Run on a disk of `size` bytes, to success or one clear line; then resume with enough space."""
+    out = (disk or workdir / f"limited{size}") / "run"
 
     def resized(n):
         if disk:
@@ -67,11 +77,11 @@ def one_full_disk(place, disk, size, flags, whole):
         return run(out, *flags)()
 
     resized(size)
-    if problem := wrong_end(child(limited, place / "said"), place / "said", (0, 1)):
+    if problem := exit_problem(child(limited, workdir / "output"), workdir / "output", (0, 1)):
         return problem
-    text = (place / "said").read_text(errors="replace")
+    text = (workdir / "output").read_text(errors="replace")
     resized(10**9)
-    problem = goes_on(out, flags, whole, place / "said")
+    problem = resume_problem(out, flags, expected, workdir / "output")
     for folder in out.parent.glob("run*"):
         shutil.rmtree(folder)
     return problem or ("" if "error" not in text or str(out) in text else f"names no file: {text[-200:]}")
@@ -80,13 +90,13 @@ def one_full_disk(place, disk, size, flags, whole):
 # Broken input
 
 def numbers(rng):
-    """A value that nobody expects."""
+    """A value that is not expected anywhere."""
     return rng.choice([0, -1, 1.5, 10**12, 1e300, float("nan"), float("inf"), "", "x", "64", None, True, [],
                        [[]], {}, {"a": 1}, "\ud800", "é" * 50])
 
 
 def mutated_json(text, rng):
-    """A JSON text with something else in one place, or cut, or with a byte changed."""
+    """A JSON text that is cut, or has one character or value replaced, or an entry removed."""
     kind = rng.randrange(4)
     if kind == 0:
         return text[:rng.randrange(len(text))]
@@ -94,19 +104,20 @@ def mutated_json(text, rng):
         k = rng.randrange(len(text))
         return text[:k] + rng.choice("{}[],:\"0x\n\0") + text[k + 1:]
     value = json.loads(text)
-    holder, key = value, rng.choice(list(value))
-    while isinstance(holder[key], (dict, list)) and holder[key] and rng.random() < 0.7:
-        holder = holder[key]
-        key = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(min(len(holder), 50))
-    if kind == 2 and isinstance(holder, dict):
-        del holder[key]
+    container, key = value, rng.choice(list(value))
+    while isinstance(container[key], (dict, list)) and container[key] and rng.random() < 0.7:
+        container = container[key]
+        key = (rng.choice(list(container)) if isinstance(container, dict)
+               else rng.randrange(min(len(container), 50)))
+    if kind == 2 and isinstance(container, dict):
+        del container[key]
     else:
-        holder[key] = numbers(rng)
+        container[key] = numbers(rng)
     return json.dumps(value)
 
 
 def mutated_bytes(content, rng):
-    """A file cut, with some bytes changed, or with others put in."""
+    """File contents cut, or with bytes replaced or inserted."""
     content = bytearray(content)
     kind, k = rng.randrange(3), rng.randrange(len(content))
     if kind == 0:
@@ -118,46 +129,46 @@ def mutated_bytes(content, rng):
 
 
 def mutated_trainer(path, rng):
-    """trainer.pt with a value of another type in one place."""
+    """Replace a value in trainer.pt by one of a different type, or remove it."""
     value = torch.load(path, weights_only=True)
-    holder, key = value, rng.choice(list(value))
-    while isinstance(holder[key], dict | list) and holder[key] and rng.random() < 0.8:
-        holder = holder[key]
-        key = rng.choice(list(holder)) if isinstance(holder, dict) else rng.randrange(len(holder))
-    if rng.random() < 0.3 and isinstance(holder, dict):
-        del holder[key]
+    container, key = value, rng.choice(list(value))
+    while isinstance(container[key], dict | list) and container[key] and rng.random() < 0.8:
+        container = container[key]
+        key = rng.choice(list(container)) if isinstance(container, dict) else rng.randrange(len(container))
+    if rng.random() < 0.3 and isinstance(container, dict):
+        del container[key]
     else:
-        holder[key] = rng.choice([numbers(rng), torch.zeros(3), torch.zeros(0), [], {}])
+        container[key] = rng.choice([numbers(rng), torch.zeros(3), torch.zeros(0), [], {}])
     torch.save(value, path)
 
 
 def mutated_pddl(rng):
-    """A game's PDDL with words doubled, lost, swapped, or nested without end."""
-    words = GAME["pddl_problem"].replace("(", " ( ").replace(")", " ) ").split()
+    """A game's PDDL with tokens removed, inserted, replaced, nested deeply, or repeated."""
+    tokens = GAME["pddl_problem"].replace("(", " ( ").replace(")", " ) ").split()
     for _ in range(rng.choice([1, 3])):
-        k, kind = rng.randrange(len(words)), rng.randrange(5)
+        k, kind = rng.randrange(len(tokens)), rng.randrange(5)
         if kind == 0:
-            del words[k]
+            del tokens[k]
         elif kind == 1:
-            words.insert(k, rng.choice(["(", ")", "x", "define", ":init", "Apple_bar_3", "é", "\0"]))
+            tokens.insert(k, rng.choice(["(", ")", "x", "define", ":init", "Apple_bar_3", "é", "\0"]))
         elif kind == 2:
-            words[k] = rng.choice(words)
+            tokens[k] = rng.choice(tokens)
         elif kind == 3:
-            words[k:k] = ["("] * 5000 + [")"] * 5000
+            tokens[k:k] = ["("] * 5000 + [")"] * 5000
         else:
-            words[k] *= 1000
-    return " ".join(words)
+            tokens[k] *= 1000
+    return " ".join(tokens)
 
 
-def mutations(place, part):
-    """config.json, tokenizer, trainer.pt, safetensors, logs and games with something broken in each."""
-    whole, start = undisturbed(place)
+def mutations(workdir, part):
+    """A random fault in a config.json, tokenizer, trainer.pt, safetensors file, log or game."""
+    expected, start = undisturbed(workdir)
     kinds = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "trainer.pt",
              "trainer.pt bytes", "games.jsonl", "PDDL", "metrics.jsonl", "evaluation.json", "episodes.jsonl")
 
     def attack(item, folder):
         kind, seed = item
-        rng, said = random.Random(f"{kind} {seed}"), folder / "said"
+        rng, output = random.Random(f"{kind} {seed}"), folder / "output"
         if kind in ("games.jsonl", "PDDL"):
             row = json.dumps(GAME | {"pddl_problem": mutated_pddl(rng)} if kind == "PDDL" else GAME)
             row = row if kind == "PDDL" else mutated_json(row, rng)
@@ -166,9 +177,9 @@ def mutations(place, part):
                 file.write("\n".join(lines))
             flags = ["--games", folder / "games.jsonl.gz", "--model", start, "--demonstrations", 0,
                      "--preset", "small", "--iterations", 1]
-            return wrong_end(child(run(folder / "out", *flags), said, LONGEST_S), said, (0, 1, 2))
+            return exit_problem(child(run(folder / "out", *flags), output, LIMIT_S), output, (0, 1, 2))
         if kind in ("metrics.jsonl", "evaluation.json", "episodes.jsonl"):
-            method = shutil.copytree(whole, folder / "runs" / "grpo")
+            method = shutil.copytree(expected, folder / "runs" / "grpo")
             if kind == "evaluation.json":
                 scores = {"success": 0.5, "n": 4, "low": 0.1, "high": 0.9}
                 (method / kind).write_text(json.dumps({"splits": {"L0": {"sampled": scores}}, "seconds": 3,
@@ -177,10 +188,11 @@ def mutations(place, part):
             k = rng.randrange(len(lines))
             lines[k] = mutated_json(lines[k], rng)
             (method / kind).write_text("\n".join(lines), errors="replace")
-            problem = wrong_end(child(lambda: report.main([str(folder / "runs")]), said, LONGEST_S), said)
+            status = child(lambda: report.main([str(folder / "runs")]), output, LIMIT_S)
+            problem = exit_problem(status, output)
             resume = run(method, *ALL, "--resume", "--demonstrations", 0)
-            return problem or wrong_end(child(resume, said, LONGEST_S), said)
-        out = shutil.copytree(whole, folder / "run")
+            return problem or exit_problem(child(resume, output, LIMIT_S), output)
+        out = shutil.copytree(expected, folder / "run")
         path = out / "checkpoint" / kind.split()[0]
         if kind == "trainer.pt":
             mutated_trainer(path, rng)
@@ -192,21 +204,21 @@ def mutations(place, part):
         if "trainer" not in kind and rng.random() < 0.5:
             flags = ["--preset", "small", "--model", out / "checkpoint", "--demonstrations", 0]
             out = folder / "out"
-        return wrong_end(child(run(out, *flags), said, LONGEST_S), said)
+        return exit_problem(child(run(out, *flags), output, LIMIT_S), output)
 
     items = [(kind, seed) for seed in range(3 if part else 28) for kind in kinds]
-    for (kind, seed), problem in in_two_processes(items, attack, place):
+    for (kind, seed), problem in in_two_processes(items, attack, workdir):
         yield f"{kind} {seed}", problem
 
 
-def not_numbers(place, part):
-    """Weights that are no numbers, and a config.json (RoPE's theta 0) that makes none."""
-    _, start = undisturbed(place)
+def not_numbers(workdir, part):
+    """NaN or infinity in each weight, and a config.json (RoPE's theta 0) that leads to NaN."""
+    _, start = undisturbed(workdir)
     tensors = load_file(start / "model.safetensors")
     broken = [(name, value) for name in sorted(tensors)[:: 4 if part else 1]
               for value in (float("nan"), float("inf"))] + [("rope_theta", 0)]
     for k, (name, value) in enumerate(broken):
-        folder = shutil.copytree(start, place / f"model{k}")
+        folder = shutil.copytree(start, workdir / f"model{k}")
         if name in tensors:
             other = {key: tensor.clone() for key, tensor in tensors.items()}
             other[name].view(-1)[-1] = value
@@ -215,17 +227,17 @@ def not_numbers(place, part):
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | {name: value}))
         flags = ["--preset", "small", "--model", folder, "--demonstrations", 0, "--evaluate", "L0"]
-        status = child(run(place / f"out{k}", *flags), place / "said", LONGEST_S)
-        text = (place / "said").read_text()
+        status = child(run(workdir / f"out{k}", *flags), workdir / "output", LIMIT_S)
+        text = (workdir / "output").read_text()
         yield f"{value} in {name}", "" if status == 1 and name in text and "Traceback" not in text else (
             f"status {status}: {text[-150:]}")
 
 
-# Others
+# Servers, terminals, time
 
-def hostile_http(place, part):
-    """A large model's server that drips, floods, lies or goes away: the question fails, in time."""
-    warnings.simplefilter("ignore")                # each failure warns; here they are all there is
+def hostile_http(workdir, part):
+    """A large model's server that is slow, endless, wrong or gone: the question fails in time."""
+    warnings.simplefilter("ignore")                # every failed question warns
     os.environ |= {"CHAOS_KEY": "sk-chaos-0123456789", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
@@ -270,18 +282,19 @@ def hostile_http(place, part):
                 server.settimeout(0.2)
                 while not stop.is_set():
                     try:
-                        line, _ = server.accept()
+                        connection, _ = server.accept()
                     except OSError:
                         continue
-                    threading.Thread(target=answer, args=(line, serve), daemon=True).start()
+                    threading.Thread(target=answer, args=(connection, serve), daemon=True).start()
 
             threading.Thread(target=accept, daemon=True).start()
             endpoint = Endpoint(f"http://127.0.0.1:{server.getsockname()[1]}/v1", "m", "CHAOS_KEY",
-                                place / f"{name}.jsonl", timeout_s=1.5, retries=1, first_wait_s=0.01)
+                                workdir / f"{name}.jsonl", timeout_s=1.5, retries=1, first_wait_s=0.01)
             before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
             try:
-                given = endpoint.ask(["was that good?"])
-                problem = "" if given[0] is None or len(given[0]) == 3_000_000 else f"answered {given[0]:.50}"
+                answers = endpoint.ask(["was that good?"])
+                good = answers[0] is None or len(answers[0]) == 3_000_000
+                problem = "" if good else f"answered {answers[0]:.50}"
             except ValueError as error:
                 problem = "" if str(error).startswith("--endpoint") else str(error)
             seconds = time.monotonic() - began
@@ -292,19 +305,19 @@ def hostile_http(place, part):
             f"took {grown:.0f} MB" if grown > 200 else "")
 
 
-def answer(line, serve):
-    """One connection of a hostile server."""
-    with line:
+def answer(connection, serve):
+    """Serve one connection of a hostile server."""
+    with connection:
         try:
-            line.recv(65536)
-            serve(line.sendall)
+            connection.recv(65536)
+            serve(connection.sendall)
         except OSError:
             pass
 
 
-def dead_terminals(place, part):
-    """A log pipe or terminal that dies, and a log disk that is full, while a run writes to it."""
-    whole, start = undisturbed(place)
+def dead_terminals(workdir, part):
+    """An output pipe that is broken, a full disk of the log, and closed streams: the run completes."""
+    expected, start = undisturbed(workdir)
     flags = [*ALL, "--model", start, "--demonstrations", 0]
 
     def piped():
@@ -312,27 +325,27 @@ def dead_terminals(place, part):
         os.close(reader)
         for descriptor in (1, 2):
             os.dup2(writer, descriptor)
-        return run(place / "piped", *flags)()
+        return run(workdir / "piped", *flags)()
 
     def full():
         for descriptor in (1, 2):
             os.dup2(os.open("/dev/full", os.O_WRONLY), descriptor)
-        return run(place / "full", *flags)()
+        return run(workdir / "full", *flags)()
 
     def closed():
         os.close(1)
         os.close(2)
-        return run(place / "closed", *flags)()
+        return run(workdir / "closed", *flags)()
 
     for name, action in {"piped": piped, "full": full, "closed": closed}.items():
-        status = child(action, place / "said")
-        yield f"its output is {name}", f"status {status}" if status else difference(place / name, whole)
+        status = child(action, workdir / "output")
+        yield f"its output is {name}", f"status {status}" if status else difference(workdir / name, expected)
 
 
-def soak(place, part):
-    """1,000 iterations: memory and open files stay as they are."""
-    _, start = undisturbed(place)
-    iterations, watched = (200 if part else 1000), place / "watched"
+def soak(workdir, part):
+    """1,000 iterations: memory and the number of open files do not grow."""
+    _, start = undisturbed(workdir)
+    iterations, watched = (200 if part else 1000), workdir / "watched"
 
     def watching():
         iteration = gcd.iteration
@@ -346,11 +359,11 @@ def soak(place, part):
             return iteration(run, i, reference)
 
         gcd.iteration = counted
-        return run(place / "run", "--model", start, "--demonstrations", 0, "--max-turns", 2, "--tasks", 1,
+        return run(workdir / "run", "--model", start, "--demonstrations", 0, "--max-turns", 2, "--tasks", 1,
                    "--group-size", 2, "--minibatches", 1, "--judge-turns", 2, "--iterations", iterations,
                    "--checkpoint-every", 100)()
 
-    status = child(watching, place / "said", limit_s=600)
+    status = child(watching, workdir / "output", limit_s=600)
     rows = [tuple(map(float, line.split())) for line in watched.read_text().splitlines()]
     settled, last = rows[len(rows) // 4], rows[-1]
     yield f"{iterations} iterations, {settled[1]:.0f} to {last[1]:.0f} MB", (

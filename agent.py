@@ -1,0 +1,171 @@
+"""The library: load a trained agent, let it play, ask its judge.
+
+    import gcd
+    agent = gcd.load("lab/results/alfworld_model")
+    episode = agent.play("household", "L0/3")
+    print(episode)
+    agent.judge(episode, 2)                            # P(turn 2 was good)
+
+Left out: training (gcd.train), and many episodes at once (rollout.play).
+"""
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import config as flags
+import judge
+import rollout
+from batching import Sample
+from infra import files
+from infra.streams import stream
+from lm import model as qwen
+from lm.chat import Chat
+from lm.engine import Sampling, Slots, answer, generate
+from session import make_chat
+from update import values_at
+
+TEMPERATURE = 0.4             # of play, by default
+JUDGE_SAMPLES = 8             # answers to a question whose P(good) has to be estimated
+LEAST_READABLE = 0.05         # a model with less probability on "good" and "bad" was never taught to judge
+JUDGE_FILE = "judge.json"     # next to a model: its judge's AUC, where the run's metrics are not at hand
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A model with its chat, and the settings under which it plays."""
+
+    model: qwen.Model
+    chat: Chat
+    config: flags.Config
+
+    def play(self, env, task, seed=0, temperature=TEMPERATURE, **settings):
+        """Play one episode. Returns a rollout.Episode; print it for its transcript.
+
+        env: an environment's name or file. task: "SPLIT/NUMBER", such as "L0/3". settings: flags of the
+        environment and the run, such as max_turns=30 or games=DIR. ValueError for an unknown environment,
+        task or setting.
+
+        >>> episode = agent.play("household", "L0/3")
+        >>> print(episode)                                          # doctest: +ELLIPSIS
+        task L0/3/pick_heat_then_place_in_recep
+        <BLANKLINE>
+        -= Welcome to TextWorld, ALFRED! =-
+        ...
+        """
+        config = playing(self.config.model, {"prompt": self.config.prompt} | settings | {"env": env})
+        chat = make_chat(config, self.chat.tokenizer)
+        sampling = Sampling(temperature, config.max_response_tokens)
+        spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed))
+        (game,) = config.environment.make(1)
+        with closing(game):
+            (episode,) = rollout.play(self.model, chat, [game], [spec], sampling, config.max_turns,
+                                      config.context, config.history, config.on_truncation,
+                                      admissible_only=config.admissible_only)
+        return episode
+
+    def respond(self, conversation, temperature=TEMPERATURE):
+        """Sample the next lm.engine.Response in a rollout.Conversation, without submitting it."""
+        sampling = Sampling(temperature, self.config.max_response_tokens)
+        length = len(conversation.prompt) + sampling.max_response_tokens
+        restrictions = [conversation.restriction()] if self.config.admissible_only else None
+        (response,) = generate(Slots(self.model, 1, length, self.chat.stop_ids, sampling),
+                               [conversation.prompt], [conversation.next_stream()], restrictions=restrictions)
+        return response
+
+    def judge(self, episode, turn):
+        """P(good): the model's probability that turn number `turn` (from 0) of an episode was a good one.
+
+        ValueError if there is no such turn, or if the model was never taught to judge: see
+        `probability_good`.
+
+        >>> 0 <= agent.judge(episode, 0) <= 1
+        True
+        """
+        if not 0 <= turn < len(episode.turns):
+            raise ValueError(f"turn {turn}: the episode has turns 0 to {len(episode.turns) - 1}")
+        return self.probability_good(episode.turns[turn].prompt_ids, episode.turns[turn].response_ids)
+
+    @torch.no_grad()
+    def probability_good(self, prompt_ids, response_ids):
+        """P(good) of a response to a prompt, both token ids.
+
+        Exact for a judge that answers in one word of one token, and for a value head; otherwise the share of
+        "good" among the readable ones of 8 sampled answers. ValueError if the answers are unreadable: then
+        the model was never taught to judge.
+        """
+        if self.model.config.value_head:
+            sample = Sample(prompt_ids + response_ids, [], [], None, 0)
+            return float(values_at(self.model, [sample], [[len(sample.ids) - 1]]).sigmoid())
+        chat, style = self.chat, judge.question_style(self.chat)
+        question = prompt_ids + response_ids + judge.question_message(chat)
+        good, bad = (chat.encode(label) for label in judge.ANSWERS)
+        if style == "plain" and len(good) == len(bad) == 1:
+            logits_V = self.model(torch.tensor([question]), select=([0], [len(question) - 1]))[0]
+            p_good, p_bad = logits_V.float().softmax(-1)[[good[0], bad[0]]].tolist()
+            readable = p_good + p_bad
+        else:
+            streams = [stream(self.config.seed, len(question), i) for i in range(JUDGE_SAMPLES)]
+            (given,) = answer(self.model, [question], [streams], chat.stop_ids,
+                              Sampling(1.0, self.config.judge_response_tokens), JUDGE_SAMPLES)
+            verdicts = [None if reply.truncated else judge.parse_verdict(chat.decode(reply.ids), style)
+                        for reply in given]
+            p_good = verdicts.count("good") / JUDGE_SAMPLES
+            readable = 1 - verdicts.count(None) / JUDGE_SAMPLES
+        if readable < LEAST_READABLE:
+            raise ValueError("this model was never taught to judge: it answers neither \"good\" nor \"bad\"")
+        return p_good / readable
+
+    def judge_auc(self):
+        """The judge's AUC in the last ten iterations of training: {"labels": against the labels that it was
+        trained on, "oracle": against the environment's oracle}; empty if nothing is known.
+
+        >>> sorted(agent.judge_auc())
+        ['labels', 'oracle']
+        """
+        folder = Path(self.config.model)
+        last = files.iterations_in(files.read_lines(folder.parent / files.METRICS)[0])[-10:]
+        known = {key: [line[f"judge/{name}"] for line in last if line.get(f"judge/{name}") is not None]
+                 for key, name in (("labels", "auc"), ("oracle", "auc_oracle"))}
+        measured = {key: sum(values) / len(values) for key, values in known.items() if values}
+        stored = files.read_json(folder / JUDGE_FILE)
+        return measured or {key: stored[key] for key in ("labels", "oracle") if key in stored}
+
+
+def load(folder, **settings):
+    """Load the agent of a checkpoint, or of any Hugging Face folder that gcd.py can train.
+
+    settings: flags under which it plays, such as max_turns=30. ValueError for a folder without weights, an
+    unknown architecture, or wrong settings.
+
+    >>> agent = load("lab/results/alfworld_model")
+    >>> agent.model.config.hidden_size
+    96
+    """
+    qwen.ModelConfig.load(folder)                            # of a wrong folder the clearest error
+    return loaded(playing(str(folder), settings))
+
+
+def loaded(config):
+    """The Agent of the model folder in a Config."""
+    model = qwen.load_pretrained(config.model)
+    return Agent(model, make_chat(config, qwen.load_tokenizer(config.model)), config)
+
+
+def playing(folder, settings):
+    """The Config of a run that only plays with the model in `folder`, with these settings."""
+    fixed = {"model": folder, "demonstrations": 0, "dagger": 0, "evaluate": "none"}
+    return flags.parsed(flags.arguments(settings | fixed))
+
+
+def task_named(environment, name):
+    """The task "SPLIT/NUMBER" of an environment. ValueError if there is none."""
+    split, _, number = name.rpartition("/")
+    if split not in environment.splits or not number.isdecimal():
+        raise ValueError(f"task {name!r}: expected SPLIT/NUMBER, the split one of "
+                         f"{', '.join(environment.splits)}")
+    if int(number) >= len(tasks := environment.split_tasks(split)):
+        raise ValueError(f"task {name!r}: {split} has tasks 0 to {len(tasks) - 1}")
+    return tasks[int(number)]

@@ -1,0 +1,1 @@
+"""Services for all other parts: processes, files, flags, signals, plug-ins. They import no other part."""

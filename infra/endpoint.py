@@ -1,0 +1,372 @@
+"""A client of an OpenAI-compatible server: asks each question once and caches the answers on disk.
+
+Failed requests are retried; a question without an answer yields None and is counted. Left out: streaming,
+tools, several answers to a question, and the newest OpenAI models, which refuse `max_tokens`.
+
+    DEEPSEEK_KEY=... python gcd.py --judge-labels rule+endpoint --endpoint https://api.deepseek.com/v1 \\
+        --endpoint-model deepseek-chat --endpoint-key-variable DEEPSEEK_KEY
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import random
+import socket
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from infra.progress import progress
+
+MAX_WAIT_S = 60.0              # between two requests for a question, whatever Retry-After is
+FAILURES_IN_A_ROW = 5          # unanswered questions after which the endpoint is considered dead
+MAX_BYTES = 4_000_000          # of an answer; a longer one is a failure
+POLL_S = 0.05                  # between two checks of a question that another process is asking
+MIN_SECRET_LENGTH = 8          # shorter keys are local servers' placeholders, like EMPTY, and are not masked
+MALFORMED = (ValueError, LookupError, TypeError, RecursionError)    # errors of reading JSON of a wrong form
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that got no answer."""
+
+    reason: str
+    retry: bool = False                # whether the same request may succeed later
+    retry_after_s: float | None = None         # when, if the server sends it
+    user_error: str = ""               # message of a mistake that makes all other questions fail too
+
+
+class Endpoint:
+    """A model on an OpenAI-compatible server that answers questions; see `ask`.
+
+    An answer is in the cache file before `ask` returns it, and while one process asks a question, others with
+    the same cache file wait for its answer. So each question is paid for once, with these exceptions: an
+    answer that was lost (a time-out, a crash) may have been paid, an empty answer is not cached, no process
+    waits longer than `patience_s`, and all of this holds between processes (if the cache's file system
+    supports locks), not between threads of one.
+
+    limit: maximum number of requests in this process, including retries. timeout_s: for a complete answer.
+    first_wait_s: before the first retry; doubled for each further retry. counts: each distinct question of a
+    call is `cached` (also if cached by another process meanwhile), `limited`, `failed` or answered; `asked` +
+    `retried` is the number of requests sent.
+
+    After FAILURES_IN_A_ROW failed questions the endpoint is dead: the rest of the call fails without a
+    request, and each later call begins with a single request to test whether it works again. ValueError for a
+    missing package, key or cache folder, or an invalid address.
+    """
+
+    def __init__(self, base_url, model, key_variable="OPENAI_API_KEY", cache="runs/endpoint.jsonl",
+                 limit=10000, concurrency=8, timeout_s=60.0, retries=5, max_tokens=1024, temperature=0.0,
+                 first_wait_s=1.0):
+        try:                           # optional packages, so not imported at the top
+            import httpx2
+            import openai
+        except ImportError:
+            raise ValueError("--endpoint: needs openai; pip install -r requirements-endpoint.txt") from None
+        self.base_url, self.model, self.key_variable = checked_url(base_url), model, key_variable
+        self.limit, self.concurrency, self.timeout_s, self.retries = limit, concurrency, timeout_s, retries
+        self.max_tokens, self.temperature, self.first_wait_s = max_tokens, float(temperature), first_wait_s
+        secret, flag = os.environ.get(key_variable, "").strip(), f"--endpoint-key-variable={key_variable}"
+        if not secret:
+            raise ValueError(f"{flag}: this environment variable is not set "
+                             "(any value will do for a server that needs no key)")
+        if not all("!" <= character <= "~" for character in secret):    # the message must not repeat it
+            raise ValueError(f"{flag}: its value has characters that no key has")
+
+        def clean(text):
+            """Return a text that can be sent and stored: the key masked, unpaired surrogates replaced."""
+            text = text.replace(secret, "[key]") if len(secret) >= MIN_SECRET_LENGTH else text
+            return text.encode("utf-8", "replace").decode("utf-8")
+
+        self.clean = clean             # a closure, so that only it and the client have the key
+        # max_retries=0: the client's own retries would not count towards the limit, and cannot be interrupted
+        # no keep-alive: each request has a connection of its own, which `time_limit` can close
+        http = openai.DefaultHttpxClient(event_hooks={"request": [self.note_connection]}, timeout=timeout_s,
+                                         limits=httpx2.Limits(max_keepalive_connections=0))
+        self.client = openai.OpenAI(api_key=secret, base_url=base_url, max_retries=0, timeout=timeout_s,
+                                    http_client=http)
+        self.local = threading.local()         # .connection: the socket of this thread's request
+        self.errors = (openai.OpenAIError, httpx2.HTTPError, TimeoutError, *MALFORMED)
+        self.cache = Cache(cache)
+        self.counts = dict.fromkeys(("cached", "asked", "failed", "limited", "retried"), 0)
+        self.failures_in_a_row, self.last_reason = 0, ""
+        self.lock, self.stop = threading.Lock(), threading.Event()
+
+    def close(self):
+        """Close the client's connections and the cache's lock file."""
+        self.client.close()
+        self.cache.close()
+
+    def ask(self, questions):
+        """Return the answers in the order of the questions; None for a question without an answer.
+
+        questions: texts, or lists of messages {"role": ..., "content": ...}. Equal questions are asked once.
+        ValueError if the server refuses the key or the model, because every other question would fail too.
+        """
+        conversations = [self.messages(question) for question in questions]
+        keys = [self.cache_key(messages) for messages in conversations]
+        self.cache.refresh()
+        distinct, failed_before = dict(zip(keys, conversations)), self.counts["failed"]
+        todo = [(key, messages) for key, messages in distinct.items() if key not in self.cache.answers]
+        self.counts["cached"] += len(distinct) - len(todo)
+        if self.is_dead():
+            self.ask_concurrently(todo[:1], retries=0)
+            todo = todo[1:]
+        if self.is_dead():
+            self.counts["failed"] += len(todo)
+        else:
+            self.ask_concurrently(todo, self.retries)
+        if failed := self.counts["failed"] - failed_before:
+            warnings.warn(f"--endpoint={self.base_url}: {failed} of {len(distinct)} questions failed, "
+                          f"the last one with {self.last_reason}", stacklevel=2)
+        return [self.cache.answers.get(key) for key in keys]
+
+    def messages(self, question):
+        """Return a question as a list of messages that can be sent and stored."""
+        if isinstance(question, str):
+            question = [{"role": "user", "content": question}]
+        return [{name: self.clean(text) for name, text in message.items()} for message in question]
+
+    def cache_key(self, messages):
+        """Return a question's key in the cache. The address is not part of it: the same model may move."""
+        identity = json.dumps([self.model, messages, self.temperature, self.max_tokens], sort_keys=True)
+        return hashlib.sha256(identity.encode()).hexdigest()
+
+    def is_dead(self):
+        """Whether the last FAILURES_IN_A_ROW questions failed."""
+        return self.failures_in_a_row >= FAILURES_IN_A_ROW
+
+    def ask_concurrently(self, todo, retries):
+        """Ask the (key, messages) of `todo`, `concurrency` at a time, and count the outcomes."""
+        self.stop.clear()
+        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="endpoint")
+        try:
+            futures = [pool.submit(self.ask_one, key, messages, retries) for key, messages in todo]
+            for future in progress(as_completed(futures), desc="endpoint", total=len(todo), leave=False,
+                                   delay=2):
+                if (outcome := future.result()) == "answered":
+                    self.failures_in_a_row = 0
+                    continue
+                self.counts[outcome] += 1
+                self.failures_in_a_row += outcome == "failed"
+                if self.is_dead():
+                    self.stop.set()
+        finally:
+            self.stop.set()            # an exception, also Ctrl-C, waits only for requests already sent
+            pool.shutdown(cancel_futures=True)
+
+    def ask_one(self, key, messages, retries):
+        """Ask one question, in a worker thread. Returns "answered", "cached", "limited" or "failed"."""
+        patience_s = (1 + self.retries) * (self.timeout_s + MAX_WAIT_S)
+        with self.cache.claim(key, patience_s, self.stop) as waited:
+            self.cache.refresh()
+            if key in self.cache.answers:
+                return "cached"
+            wait_s = 0
+            # after waiting, without retries: another process has just failed at this question
+            for retry in range(1 if waited else 1 + retries):
+                if self.stop.wait(wait_s):
+                    break
+                with self.lock:
+                    left = self.counts["asked"] + self.counts["retried"] < self.limit
+                    self.counts["retried" if retry else "asked"] += left
+                if not left:
+                    return "limited"
+                answer = self.request(messages)
+                if not isinstance(answer, Failure):
+                    self.cache.add({"key": key, "question": messages} | answer)
+                    return "answered"
+                if answer.user_error:
+                    self.stop.set()    # here, at once: else this thread might ask another question
+                    raise ValueError(answer.user_error)
+                self.last_reason = answer.reason
+                if not answer.retry:
+                    break
+                wait_s = self.wait_s(retry, answer.retry_after_s)
+        return "failed"
+
+    def wait_s(self, retry, retry_after_s):
+        """Return the seconds to wait after retry number `retry`: the server's, else exponential backoff."""
+        if retry_after_s is None:      # unseeded on purpose: processes must not retry in step
+            retry_after_s = self.first_wait_s * 2 ** retry * random.SystemRandom().uniform(0.5, 1.5)
+        return min(MAX_WAIT_S, max(0.0, retry_after_s))
+
+    def note_connection(self, request):
+        """Hook of the client before a request: note the socket once it is connected, also under TLS."""
+        def trace(event, info):
+            if event == "connection.connect_tcp.complete":
+                self.local.connection = info["return_value"].get_extra_info("socket").dup()
+        request.extensions["trace"] = trace
+
+    @contextmanager
+    def time_limit(self):
+        """Shut down this thread's connection after timeout_s; the block then raises TimeoutError.
+
+        The client's own time-out is for a single read, and servers may send a little from time to time, such
+        as DeepSeek's empty lines when it is busy.
+        """
+        local, expired, self.local.connection = self.local.__dict__, threading.Event(), None
+
+        def shut_down():
+            expired.set()
+            with suppress(OSError, AttributeError):
+                local["connection"].shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(self.timeout_s, shut_down)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except self.errors:
+            if expired.is_set():
+                raise TimeoutError(f"no complete answer in {self.timeout_s} s") from None
+            raise
+        finally:
+            timer.cancel()
+            if local["connection"]:
+                local["connection"].close()
+
+    def request(self, messages):
+        """Send one request. Returns {"answer": text, "usage": the server's token counts}, or a Failure."""
+        try:
+            with self.time_limit(), self.client.chat.completions.with_streaming_response.create(
+                    model=self.model, messages=messages, temperature=self.temperature,
+                    max_tokens=self.max_tokens) as response:
+                body = bytearray()
+                for part in response.iter_bytes():
+                    body += part
+                    if len(body) > MAX_BYTES:
+                        raise ValueError(f"an answer of more than {MAX_BYTES} bytes")
+            data = json.loads(body)
+            text, usage = data["choices"][0]["message"]["content"], data.get("usage")
+            if not isinstance(text, str | None):
+                raise TypeError("content is not a string")
+            if not text or not text.strip():
+                return Failure("an empty answer")
+            items = usage.items() if isinstance(usage, dict) else ()
+            counts = {self.clean(name): count for name, count in items if type(count) is int}
+            return {"answer": self.clean(text), "usage": counts}
+        except self.errors as error:
+            return self.failure(error)
+
+    def failure(self, error):
+        """Return the Failure for an exception, which is not kept: its request's headers contain the key."""
+        status = getattr(error, "status_code", None)
+        reason = f"{type(error).__name__}: {self.clean(str(error))[:300]}"
+        if status in (401, 403):
+            return Failure(reason, user_error=f"--endpoint-key-variable={self.key_variable}: --endpoint="
+                                              f"{self.base_url} refuses the key in it ({reason})")
+        if status == 404:
+            return Failure(reason, user_error=f"--endpoint-model={self.model}: unknown to --endpoint="
+                                              f"{self.base_url}, or no server is at that address ({reason})")
+        retry = status is None or status in (408, 409, 429) or status >= 500
+        return Failure(reason, retry, retry_after_s(error.response.headers) if status else None)
+
+
+def checked_url(url):
+    """Return the base URL; ValueError if it is not valid. Flags are logged, so a URL must not hold a key."""
+    if "@" in url or "?" in url:
+        raise ValueError("--endpoint: expected a base URL without password or query; the key goes into "
+                         "the variable that --endpoint-key-variable names")
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url
+    raise ValueError(f"--endpoint={url}: expected a base URL like https://api.deepseek.com/v1")
+
+
+def retry_after_s(headers):
+    """Return the seconds in a Retry-After header, a number or a date; None if absent or malformed."""
+    value = headers.get("retry-after", "")
+    with suppress(ValueError):
+        return float(value)
+    with suppress(ValueError, TypeError, OverflowError):
+        return parsedate_to_datetime(value).timestamp() - time.time()
+    return None
+
+
+class Cache:
+    """A cache of answers in a .jsonl file, to which any number of processes append.
+
+    A line that is not a record (for example, because its writer was killed) is skipped, counted in
+    `bad_lines` and reported once. Claims are locks on single bytes of a second, empty file, which end with
+    their process.
+    """
+
+    def __init__(self, path):
+        self.path, self.lock = Path(path), threading.Lock()
+        self.answers, self.offset, self.bad_lines = {}, 0, 0
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not self.path.is_file():           # reading a pipe would block
+                raise OSError(errno.EINVAL, "not a file")
+            self.claims = open(f"{self.path}.lock", "ab")
+            self.refresh()
+        except OSError as error:
+            raise ValueError(f"--endpoint-cache={path}: {error.strerror}") from None
+
+    def close(self):
+        """Close the file of claims."""
+        self.claims.close()
+
+    def refresh(self):
+        """Read the lines appended since the last call, by this process or another."""
+        with self.lock, open(self.path, "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)               # until the file is closed
+            file.seek(self.offset)
+            bad_before = self.bad_lines
+            for line in file:
+                complete = line.endswith(b"\n")            # else it is read again, after `add` has ended it
+                self.offset += len(line) * complete
+                try:
+                    record = json.loads(line)
+                    if not all(isinstance(record[name], str) for name in ("key", "answer")):
+                        raise TypeError
+                    self.answers[record["key"]] = record["answer"]
+                except MALFORMED:
+                    self.bad_lines += complete
+            if self.bad_lines and not bad_before:
+                warnings.warn(f"{self.path}: lines without an answer are skipped ({self.bad_lines} so far)")
+
+    def add(self, record):
+        """Append a record, after completing an unfinished last line. OSError names the file."""
+        line = json.dumps(record).encode() + b"\n"
+        try:
+            with open(self.path, "a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if size := file.seek(0, os.SEEK_END):
+                    file.seek(size - 1)
+                    line = line if file.read() == b"\n" else b"\n" + line
+                file.write(line)
+        except OSError as error:                           # the error of a full disk names no file
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+        self.answers[record["key"]] = record["answer"]
+
+    @contextmanager
+    def claim(self, key, patience_s, stop):
+        """Lock a question against other processes for this block; yields whether it had to wait for one.
+
+        Polls every POLL_S, for at most patience_s and until `stop` is set, because blocking locks could
+        deadlock two processes.
+        """
+        byte, waited, deadline = int(key[:15], 16), False, time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.lockf(self.claims, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline or stop.wait(POLL_S):
+                    break
+                waited = True
+        try:
+            yield waited
+        finally:
+            fcntl.lockf(self.claims, fcntl.LOCK_UN, 1, byte)

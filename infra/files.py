@@ -1,0 +1,215 @@
+"""The files of a run other than checkpoints: metrics.jsonl, episodes.jsonl, evaluation.json, stages.json.
+
+Each line appended to a .jsonl file is synced to the disk. A .json file is written under a temporary name and
+then renamed, so a reader sees the old file or the new one. NaN is written as null. A lock file lets only one
+process at a time write into a run's folder. Left out: checkpoints (infra/checkpoint.py).
+"""
+
+import fcntl
+import json
+import math
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+from infra import plugins
+
+METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
+LOCK, CHECKPOINT, KEPT = "lock", "checkpoint", "kept"
+MAX_HASHED = 4000          # training tasks in games_hash: all 3,553 real games; generated ones have no end
+
+
+@contextmanager
+def locked(folder):
+    """Lock a run's folder, created if missing, for this block. ValueError names the process that locked it.
+
+    The lock ends with its process, however that ends. Child processes do not inherit it (closed at exec).
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out={folder}: {lock_holder(folder)} is writing there") from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()} ({shlex.join(sys.argv)[:200]})")
+        file.flush()
+        yield
+
+
+def lock_holder(folder):
+    """Describe the process that has a folder locked; "" if it is not locked."""
+    try:
+        with open(folder / LOCK, encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return ""
+            except BlockingIOError:
+                return file.read().strip() or "another process"
+    except FileNotFoundError:
+        return ""
+
+
+def holds_run(folder):
+    """Whether a folder contains any file of a run, which a new run would overwrite."""
+    return any(path.name.startswith(CHECKPOINT) or path.name in (METRICS, EPISODES, EVALUATION, STAGES)
+               for path in (folder.iterdir() if folder.is_dir() else ()))
+
+
+def set_aside(folder):
+    """Rename a run's folder to the first free name among FOLDER.old-1, -2, ...; return that path."""
+    folder, n = folder.resolve(), 1
+    while (aside := folder.with_name(f"{folder.name}.old-{n}")).exists():
+        n += 1
+    folder.rename(aside)
+    return aside
+
+
+def nan_to_null(value):
+    """Return a JSON value with NaN and infinities replaced by None (null): JSON has neither."""
+    if isinstance(value, dict):
+        return {key: nan_to_null(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [nan_to_null(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def append(path, record):
+    """Append an object to a .jsonl file as one line, synced to the disk. OSError names the file."""
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            print(json.dumps(nan_to_null(record), allow_nan=False), file=file, flush=True)
+            os.fsync(file.fileno())
+    except OSError as error:                                 # the error of a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_bytes(path, content):
+    """Replace a file atomically, by a temporary file and a rename. Missing folders are created.
+
+    OSError names the file.
+    """
+    path = Path(path)
+    temporary = path.with_name(path.name + ".new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_text(path, text):
+    """Write a text file in UTF-8, as `write_bytes` does; unpaired surrogates become "?"."""
+    write_bytes(path, text.encode("utf-8", "replace"))
+
+
+def write_json(path, value, indent=1):
+    """Write a JSON file, as `write_text` does; see `nan_to_null`."""
+    write_text(path, json.dumps(nan_to_null(value), indent=indent, allow_nan=False) + "\n")
+
+
+def truncate_logs(folder, done, step=math.inf):
+    """Truncate the logs to iteration `done`, or to a step of the cold start; resuming rewrites the rest.
+
+    stages.json, which marks a finished run, becomes stages.json.old.
+    """
+    if (folder / STAGES).exists():
+        os.replace(folder / STAGES, folder / f"{STAGES}.old")
+    for log in (METRICS, EPISODES):
+        filter_lines(folder / log, lambda line: line.get("iteration", -1) < done
+                     and line.get("step", -1) < step)
+
+
+def filter_lines(path, predicate):
+    """Keep only the records of a .jsonl file for which predicate(record) is true; drop incomplete lines."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    kept = [line for line in lines if isinstance(record := parse_line(line), dict) and predicate(record)]
+    content = b"".join(line + b"\n" for line in kept)
+    if lines and content != path.read_bytes():
+        write_bytes(path, content)
+
+
+def parse_line(line):
+    """Return the value in a line of a .jsonl file; None if the line is not JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_lines(path):
+    """Return the records of a .jsonl file ([] if it is absent), and the numbers of its incomplete lines."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).is_file() else ""
+    lines = [(number, line, parse_line(line)) for number, line in enumerate(text.split("\n"), start=1)]
+    return ([record for _, _, record in lines if record is not None],
+            [number for number, line, record in lines if record is None and line.strip()])
+
+
+def read_json(path):
+    """Return the value in a JSON file, {} if it is absent. ValueError names a broken file."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8")) if Path(path).is_file() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+
+
+def settings_in(records):
+    """Return the settings of a run: "config" in the first record of its metrics.jsonl."""
+    if not records or "config" not in records[0]:
+        raise ValueError("metrics.jsonl does not begin with settings")
+    return records[0]["config"]
+
+
+def iterations_in(records):
+    """Return the records of RL iterations in order; the later one if an iteration was run twice."""
+    by_number = {record["iteration"]: record for record in records if record.get("phase") == "rl"}
+    return [by_number[number] for number in sorted(by_number)]
+
+
+def commit():
+    """Return the commit of the code, with "+" if it has local changes; "" outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def origin_of(config, cold_start_types=None):
+    """Return a run's provenance: library versions, commit, games, and the environment's texts for reports.
+
+    cold_start_types: the task types in the cold start of the run's model; None: none, or unknown. Key
+    "games_hash" maps each evaluated split, and "train" (the first MAX_HASHED tasks of RL), to a hash of its
+    tasks.
+    """
+    import torch
+    import transformers
+    environment = config.environment
+    hashes = {split: environment.tasks_hash(environment.split_tasks(split)) for split in config.splits}
+    if played := config.iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1):
+        trained = environment.train_tasks(config.train_types, 0, min(played, MAX_HASHED))
+        hashes["train"] = environment.tasks_hash(trained)
+    versions = {"python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "machine": f"{platform.machine()}, {os.cpu_count()} cores"} | environment.versions()
+    return {"versions": versions, "commit": commit(), "world": plugins.name_of(config.env),
+            "games": environment.description(), "games_hash": hashes, "captions": dict(environment.captions),
+            "note": environment.note(config.settings() | {"cold_start_types": cold_start_types}),
+            "warning": environment.warning()}
+
+
+def episode_record(episode, credited):
+    """Return an episode as a record of episodes.jsonl. credited: with its turns' advantages (training)."""
+    of_turn = ("observation", "response", "action", "valid", "label", "tag", "advantage", "oracle",
+               "verdicts", "judge_reward")
+    of_episode = ("group", "won", "score_100", "restarts", "final_observation")
+    hidden = {} if credited else {"advantage": None}
+    turns = [{name: getattr(turn, name) for name in of_turn} | hidden for turn in episode.turns]
+    return {"task_id": episode.task.id, "task_type": episode.task.task_type, "turns": turns} | {
+        name: getattr(episode, name) for name in of_episode}

@@ -1,0 +1,83 @@
+"""Settings as flags: each field of a frozen dataclass is a flag, and its help text is in its definition.
+
+A field without a help text has no flag; presets set it. Left out: nested settings, and settings files.
+"""
+
+import argparse
+from dataclasses import field, fields
+
+LIMIT = 1e6          # bound on a number's magnitude by default; a larger number is a mistake or overflows
+
+
+def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, read=None, section="", needs=None):
+    """Return a dataclass field for one setting: its default, its meaning and unit, its allowed values.
+
+    read: a function from text to value, if the type is not enough. section: heading that begins here in
+    --help. needs: (predicate of all settings, message if it is False); the flag is used only if it is True.
+    """
+    return field(default=default, metadata=dict(
+        help=help, choices=choices, low=low, high=high, read=read, section=section, needs=needs))
+
+
+def flag_of(name):
+    """Return a setting's flag: "max_turns" becomes "--max-turns"."""
+    return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, which raises ValueError for a mistake."""
+
+    def __init__(self, program, **options):
+        super().__init__(prog=program, usage=f"python {program} [--flag value ...]", allow_abbrev=False,
+                         add_help=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+
+    def error(self, message):
+        """Raise ValueError."""
+        raise ValueError(message)
+
+    def add(self, settings, section, values=None):
+        """Add a flag for each field of the dataclass `settings` that has a help text.
+
+        values: all settings; if given, they are the defaults, and flags that would not be used are left out.
+        """
+        group = self.add_argument_group(section)
+        for f in fields(settings):
+            meta = f.metadata
+            if meta.get("section"):
+                group = self.add_argument_group(meta["section"])
+            if meta.get("help") and (not values or is_used(meta, values)):
+                kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {
+                    "type": meta.get("read") or f.type,
+                    "metavar": "|".join(meta.get("choices") or (f.type.__name__,))}
+                group.add_argument(flag_of(f.name), help=meta["help"].replace("%", "%%"), **kind,
+                                   default=values[f.name] if values else argparse.SUPPRESS)
+
+
+def is_used(meta, values):
+    """Whether a field with this metadata is used, given the values of all settings."""
+    return not meta.get("needs") or meta["needs"][0](values)
+
+
+def parse_known(program, argv, *dataclasses):
+    """Parse the flags of these dataclasses. Returns {name: value} of those given, and unknown arguments."""
+    parser = Parser(program)
+    for settings in dataclasses:
+        parser.add(settings, "")
+    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS)
+    values, unknown = parser.parse_known_args(argv)
+    return vars(values), unknown
+
+
+def make_settings(dataclass, values):
+    """Make a dataclass of settings from `values`, {name: value}, which may hold other names too.
+
+    ValueError for a value that is not among its choices, out of bounds, or NaN.
+    """
+    for f in fields(dataclass):
+        value, meta = values[f.name], f.metadata
+        if meta.get("choices") and value not in meta["choices"]:
+            raise ValueError(f"{flag_of(f.name)}={value}: expected one of {', '.join(meta['choices'])}")
+        low, high = (meta.get(end, limit) for end, limit in (("low", -LIMIT), ("high", LIMIT)))
+        if f.type in (int, float) and not low <= value <= high:                        # also refuses NaN
+            raise ValueError(f"{flag_of(f.name)}={value}: expected {low:g} to {high:g}")
+    return dataclass(**{f.name: values[f.name] for f in fields(dataclass)})

@@ -1,0 +1,109 @@
+"""Plug-ins: an algorithm or an environment is a class in one file, given by the file's stem or path.
+
+`--algo grpo` is class Method of algorithms/grpo.py, `--env path/to/guess.py` class Environment of that file.
+The class is checked: it may define no public name that its base class does not declare, because nothing would
+read it.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def names(package, base):
+    """Return the sorted stems of the package's files with a subclass named as `base`; import nothing."""
+    files = sorted(Path(package.__file__).parent.glob("[!_]*.py"))
+    return [file.stem for file in files
+            if f"\nclass {base.__name__}(" in file.read_text("utf-8", errors="replace")]
+
+
+def find(package, base, flag, value):
+    """Return the class named as `base` in the file `value`, or `value`.py of the package if it is no path.
+
+    ValueError, naming the flag and the value, if there is no such file or class, or the class is not valid.
+    """
+    folder = Path(package.__file__).resolve().parent
+    if not value.endswith(".py"):
+        if not is_public(folder, value):
+            known = ", ".join(names(package, base))
+            raise ValueError(f"{flag}={value}: expected one of {known}, or a file's path that ends in .py")
+        file = f"{package.__name__}/{value}.py"
+    else:
+        file, path = value, Path(value)
+        if not path.is_file():
+            raise ValueError(f"{flag}={value}: {'is a folder' if path.is_dir() else 'no such file'}")
+        if path.resolve().parent == folder:
+            return find(package, base, flag, path.stem)
+        if path.stem in names(package, base):
+            own = f"{package.__name__}/{path.name}"
+            raise ValueError(f"{flag}={value}: {own} has the same name; rename the file")
+    try:
+        module = (load_file(path) if value.endswith(".py")
+                  else importlib.import_module(f"{package.__name__}.{value}"))
+    except (Exception, SystemExit) as error:           # a user's file may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{flag}={value}: cannot import {file}{line_in(error, file)}: {reason}") from error
+    found = getattr(module, base.__name__, None)
+    if not (isinstance(found, type) and issubclass(found, base) and found is not base):
+        raise ValueError(f"{flag}={value}: {file} has no class "
+                         f"{base.__name__}({base.__module__}.{base.__name__})")
+    if unknown := undeclared(found, base):
+        raise ValueError(f"{flag}={value}: class {base.__name__} defines {', '.join(unknown)}, which "
+                         f"{base.__module__}.{base.__name__} does not declare, so nothing reads it; a "
+                         "helper's name begins with an underscore")
+    return found
+
+
+def is_public(folder, name):
+    """Whether the folder has a file `name`.py whose name does not begin with an underscore."""
+    return name.isidentifier() and not name.startswith("_") and (folder / f"{name}.py").is_file()
+
+
+def load_file(path):
+    """Import a file outside the packages, once, and return the module. It may import files of its folder."""
+    path = path.resolve()
+    name = f"plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    if name not in sys.modules:
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def line_in(error, file):
+    """Return where in a file an error arose: ", line 12"; "" if its traceback does not pass through it."""
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).name == Path(file).name:
+        return f", line {error.lineno}"
+    lines, trace = [], error.__traceback__
+    while trace:
+        if Path(trace.tb_frame.f_code.co_filename).name == Path(file).name:
+            lines.append(trace.tb_lineno)
+        trace = trace.tb_next
+    return f", line {lines[-1]}" if lines else ""
+
+
+def undeclared(found, base):
+    """Return public names that a plug-in's classes, from `found` up to `base`, define and `base` does not."""
+    def defined(classes):
+        return {name for cls in classes for name in (*vars(cls), *getattr(cls, "__annotations__", ()))}
+
+    own = found.__mro__[:found.__mro__.index(base)]
+    return sorted(name for name in defined(own) - defined(base.__mro__) if not name.startswith("_"))
+
+
+def name_of(value):
+    """Return the name of a plug-in given as a name or a path: "twins" for "lab/envs/twins.py"."""
+    return Path(value).stem if value.endswith(".py") else value
+
+
+def content_hash(value):
+    """Return 16 hex digits of a plug-in file's SHA-256; None for a name: the commit identifies it."""
+    return hashlib.sha256(Path(value).read_bytes()).hexdigest()[:16] if value.endswith(".py") else None

@@ -1,0 +1,32 @@
+"""Progress bars: a live bar on a terminal, a line from time to time in a log."""
+
+import io
+import sys
+import time
+from contextlib import suppress
+
+from tqdm import tqdm
+
+LOG_INTERVAL_S = 30          # between two lines of a bar in a log
+
+
+def progress(*args, **options):
+    """Return tqdm's bar; if stderr is not a terminal, one that prints a line every LOG_INTERVAL_S seconds."""
+    with suppress(AttributeError, ValueError):              # stderr is None, or closed
+        if sys.stderr.isatty():
+            return tqdm(*args, **options)
+    return LogBar(*args, **options | {"file": io.StringIO(), "ascii": True, "ncols": 100})
+
+
+class LogBar(tqdm):
+    """A bar that prints lines to stderr instead of redrawing itself; it ends without a line."""
+
+    def __init__(self, *args, **options):
+        self.printed_s = time.monotonic()
+        super().__init__(*args, **options)
+
+    def display(self, msg=None, pos=None):
+        """Print the bar as a line, unless the last one is less than LOG_INTERVAL_S seconds old."""
+        if msg is None and time.monotonic() - self.printed_s >= LOG_INTERVAL_S:
+            self.printed_s = time.monotonic()
+            print(self, file=sys.stderr, flush=True)

@@ -1,0 +1,38 @@
+"""Named random streams: every random draw of a run is from a stream whose name is computed here.
+
+A stream is named by the run's seed, a purpose (all are listed here), and numbers such as the iteration and
+the episode, so a draw does not depend on batch, rank or order.
+"""
+
+import operator
+
+import torch
+
+MASK64 = (1 << 64) - 1
+# Purposes: the first number after the seed. No two may be equal (tests/infra/test_streams.py).
+DEMONSTRATIONS, QUESTIONS, COLD_START_ORDER, ROLLOUT, JUDGE, EVALUATION, DAGGER, DAGGER_ORDER, CORRECTION = (
+    2, 3, 4, 5, 6, 8, 9, 10, 11)
+
+
+def mix64(x):
+    """splitmix64's output function: a bijection of 64-bit integers that spreads each input bit over all."""
+    x = (x + 0x9E3779B97F4A7C15) & MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+    return x ^ (x >> 31)
+
+
+def stream(seed, *path):
+    """Return the 63-bit name of a random stream, such as stream(seed, ROLLOUT, iteration, episode).
+
+    It is the same on every machine. TypeError for a number that is not an integer.
+    """
+    state = 0
+    for number in (seed, *path):
+        state = mix64(state ^ (operator.index(number) & MASK64))
+    return state >> 1
+
+
+def generator(seed, *path, device="cpu"):
+    """Return a torch.Generator for this stream. On the CPU torch uses only the low 32 bits of its name."""
+    return torch.Generator(device).manual_seed(stream(seed, *path))

@@ -1,0 +1,153 @@
+"""Stored results of cells in lab/results/cells, and the check that they match the config.
+
+A result is one JSON file without machine-specific paths: the settings, the evaluation, the judge's last ten
+iterations, and the training success every ten iterations. Results outlive flags: `today` translates the
+settings of an older run into the current ones. Left out: running cells (lab/bench/jobs.py), tables
+(lab/bench/table1.py).
+"""
+
+import shlex
+import shutil
+
+from config import changed, parse
+from infra import files
+from lab.bench.intervals import mean_known
+from lab.bench.study import below_root
+
+PATH_FLAGS = ("out", "model", "resume", "overwrite", "evaluate", "games")     # paths of a machine: not stored
+# Flags newer than some stored results: the value that describes a run made before the flag existed
+NEWER_FLAGS = {"dual_clip": 0.0, "invalid": "admissible", "correction_from": "auto",
+               "admissible_only": False, "judge_normalize_std": False, "positions": "rotary",
+               "rearranged": False}
+# Settings that --variant replaced: the paper's form, and the form in each paper's released code
+PAPER_FORM = {"baseline": "episode", "anchor": "state", "composition": "paper", "tag_rewards": "paper",
+              "ppo_form": "turn"}
+CODE_FORM = {"grpo": {"baseline": "turn"}, "gigpo": {"baseline": "turn", "anchor": "raw"},
+             "rlvmr": {"composition": "code", "tag_rewards": "code"}, "ppo": {"ppo_form": "verl-agent"}}
+
+
+# Stored and current settings
+
+def today(then):
+    """Translate a stored run's settings, a dict, into the current flags.
+
+    A flag missing from the settings is newer than the run. A combination that no flag selects any more
+    becomes a variant "mixed: ...", which equals no current value. Keys that are no longer flags stay: they
+    are not compared.
+    """
+    now = NEWER_FLAGS | then
+    if "variant" in then:
+        return now
+    algorithm = now.get("algo")
+    if algorithm == "rlvmr":
+        now.setdefault("tag_rewards", "code")
+    form = {key: now.pop(key, paper) for key, paper in PAPER_FORM.items()}
+    if now.pop("nthr", False):
+        now["algo"] = "nthr"
+    if form == PAPER_FORM:
+        return now | {"variant": "paper"}
+    if form == PAPER_FORM | CODE_FORM.get(algorithm, {}):
+        if now.get("invalid_unit") == "own":                 # implied by the code's variant
+            del now["invalid_unit"]
+        return now | {"variant": "code"}
+    mixed = [f"{key} {value}" for key, value in form.items() if value != PAPER_FORM[key]]
+    return now | {"variant": f"mixed: {', '.join(mixed)}"}
+
+
+def config_of(cell):
+    """The Config that gcd.py makes of a cell's flags; ValueError if gcd.py rejects them."""
+    try:
+        return parse(cell.arguments)
+    except SystemExit:
+        raise ValueError(f"{cell.row}: gcd.py rejects these flags: {shlex.join(cell.flags)}") from None
+
+
+def differences_of(then, cell, ignored=()):
+    """Differences between a run's settings and its cell's current ones: {name: [then, now]}."""
+    return {name: list(values) for name, values in changed(today(then), config_of(cell), ignored).items()}
+
+
+def check_results(cells):
+    """Raise ValueError for flags that gcd.py rejects, and for results made with other settings or games.
+
+    Otherwise one row could mix results of different settings. Adopted results, which list their differences,
+    and rows that must not be run again are exempt from the check of settings.
+    """
+    games = {}
+    for cell in cells:
+        if not cell.result.exists():
+            if not cell.rerun:
+                config_of(cell)
+            continue
+        stored = files.read_json(cell.result)
+        if "adopted" not in stored and not cell.rerun:
+            check_settings(cell, stored)
+        for split, played in (stored.get("games_hash") or {}).items():
+            known, file = games.setdefault(split, (played, cell.result))
+            if split in cell.splits and known != played:
+                raise ValueError(f"{below_root(cell.result)}: its games of {split} differ from those of "
+                                 f"{below_root(file)}; remove one of the two")
+
+
+def check_settings(cell, stored):
+    """Raise ValueError if a result was made with other settings. Games are compared by hash, not by path."""
+    if other := differences_of(stored["config"], cell, ignored=("games",)):
+        changes = "; ".join(f"{key} was {then}, is {now}" for key, (then, now) in other.items())
+        raise ValueError(f"{below_root(cell.result)}: made with other settings: {changes}; remove it or "
+                         "restore them")
+
+
+# Results
+
+def result_of(cell, folder):
+    """The result of the finished run in `folder`: plain values without machine-specific paths."""
+    lines, _ = files.read_lines(folder / files.METRICS)
+    evaluation = files.read_json(folder / files.EVALUATION)
+    if not evaluation:
+        raise ValueError(f"{below_root(folder)}: has no {files.EVALUATION}")
+    settings, rl = files.settings_in(lines), files.iterations_in(lines)
+    heads = [line for line in lines if "config" in line]
+    return {
+        "study": cell.study, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
+        "start": cell.start.row if cell.start else None,
+        "command": shlex.join(["python", "gcd.py", *cell.arguments]),
+        "config": {key: value for key, value in settings.items() if key not in PATH_FLAGS},
+        "commits": sorted({head["commit"] for head in heads}), "versions": heads[-1]["versions"],
+        "parameters": heads[-1].get("parameters"), "started": heads[0].get("started"),
+        "resumed": len(heads) - 1,
+        "games": evaluation["games"], "games_hash": evaluation.get("games_hash"),
+        "protocol": evaluation.get("protocol"), "instruction": evaluation.get("instruction"),
+        "evaluation": {split: evaluation["splits"][split] for split in cell.splits},
+        "seconds": files.read_json(folder / files.STAGES), "iterations": len(rl),
+        "judge": last_judge(rl[-10:]),
+        "training": [[line["iteration"], line["rollout/success"]] for line in rl
+                     if line["iteration"] % 10 == 0 or line is rl[-1]]}
+
+
+def last_judge(iterations):
+    """Mean of each judge metric over the given iterations' metrics: {name without "judge/": mean}."""
+    keys = dict.fromkeys(key for line in iterations for key in line if key.startswith("judge/"))
+    return {key.removeprefix("judge/"): mean_known(line.get(key) for line in iterations) for key in keys}
+
+
+def adopt(cells, folder):
+    """Copy finished cells of another study: their results, and the checkpoints of cold starts.
+
+    Each copied result names the study's folder and the settings that differ. Rows that must not be run again
+    are skipped, because their settings are unknown. Returns the number of results copied.
+    """
+    taken = 0
+    for cell in cells:
+        source = folder / f"seed{cell.seed}" / (cell.row + cell.suffix)
+        if cell.rerun or not (source / files.STAGES).exists():
+            continue
+        if not cell.result.exists():
+            settings = files.settings_in(files.read_lines(source / files.METRICS)[0])
+            origin = {"command": None, "adopted": folder.name,
+                      "differs": differences_of(settings, cell, ignored=("games",))}
+            files.write_json(cell.result, result_of(cell, source) | origin)
+            taken += 1
+        if cell.cold and not cell.folder.exists():
+            shutil.copytree(source / "checkpoint", cell.folder / "checkpoint")
+            shutil.copy(source / files.STAGES, cell.folder)
+    return taken

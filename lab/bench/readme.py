@@ -1,0 +1,186 @@
+"""Fills the tables and code blocks of README.md and docs/*.md from lab/results and from the source files.
+
+A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
+filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `twins` (arms of the study), `origin`
+(axes of the study), `memory` (bytes by stage), `cpu` (ratios) or a benchmark (`hour`: ALFWorld in an hour;
+`ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end,
+if any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
+column says what it contains:
+
+    L0              success on that split at temperature 1, or the difference
+    L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
+    L2 ... (`_x`)   success on that split of the row whose name is this row's name and _x
+    refused         commands that were not admissible, in per cent of turns, by split
+    paper ...       the paper's numbers, by split
+
+A column with an empty head stays empty. A code block below <!-- FILE.py --> is filled with the file, below
+<!-- FILE.py NAME --> with its class or function NAME. Left out: numbers in sentences, and tables below other
+comments.
+
+    python -m lab.bench.readme    # rewrite the pages; tests/lab/test_readme.py fails if one is out of date
+"""
+
+import ast
+import re
+import statistics
+
+from infra import files
+from lab.bench.intervals import number, percent, with_half
+from lab.bench.study import ROOT
+from lab.bench.table1 import paper_text, shares_text
+
+TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
+VARIANT = re.compile(r"^(\w+)\b.* \(`(_\w+)`\)$")          # head of a column that reads another row
+CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
+RESULTS = ROOT / "lab" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
+         "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json",
+         "cpu": "cpu.json", "admissible": "table3_admissible_result.json",
+         "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
+
+
+def result_path(name):
+    """The file that fills the tables of this name."""
+    return RESULTS / FILES.get(name, f"table1_{name}_result.json")
+
+
+def chaos_row(result, name, _):
+    """An attack of `bash run.sh chaos`: description, number of tries, number survived."""
+    row = next(row for row in result["attacks"] if row["attack"] == name)
+    return [name, row["what"], str(row["tries"]), str(row["survived"])]
+
+
+def twins_row(result, name, _):
+    """An arm of the twins study's main grid, named "COLD START: ARM"."""
+    row = next(row for row in result["rows"] if f"{row['cold']}: {row['arm']}" == name and not row["changes"])
+    low, high = row["removed_interval"]
+    removed = f"{row['removed']} of {row['n']} [{100 * low:.0f}, {100 * high:.0f}]"
+    return [name, with_half(row["final"]), removed,
+            *(number(row[key], ".2f") for key in ("q_P", "cosine", "auc"))]
+
+
+def origin_row(result, name, _):
+    """An axis of the origin study, named "AXIS, rho RHO" or "AXIS, rho RHO, no positions".
+
+    Columns: pass@1 of the base model, after GRPO, and the gain; then the same for pass@256.
+    """
+    axis, rho, *bare = name.replace("rho ", "").split(", ")
+    row = next(row for row in result["axes"] if (row["axis"], row["rho"], row["positions"] == "none")
+               == (axis, float(rho), bool(bare)))
+    return [name, *(percent(value, len(value["seeds"]), "+" if which == "gain" else "") for k in ("1", "256")
+                    for which, value in row["curve"][k].items())]
+
+
+def table4_row(result, name, _):
+    """A row with GCD: seconds without and with it, ratio, the paper's ratio, gains in 75 % of iterations."""
+    row = next(row for row in result["rows"] if row["row"] == name)
+    base, ours = (row["seconds"][key]["total"] for key in (row["base"], name))
+    later = [percent(row["later"][split], len(row["later"][split]["seeds"]), "+") if row["later"] else "–"
+             for split in ("L0", "L1", "L2")]
+    paper = number(row["paper"] and row["paper"]["ratio"], ".2f")
+    return [name, f"{base:.2f}", f"{ours:.2f}", f"{statistics.fmean(row['ratios']):.2f}", paper, *later]
+
+
+def result_row(result, name, heads):
+    """A row or a difference of a lab.bench.table1 result, in the columns `heads`."""
+    is_difference = name in result["differences"]
+    splits = result["differences" if is_difference else "rows"][name]
+    cells, split = [name], ""
+    for head in heads[1:]:
+        if variant := VARIANT.match(head):
+            value = result["rows"].get(name + variant[2], {}).get(variant[1])
+            cells.append(percent(value, len(result["seeds"])) if value else "–")
+            continue
+        split = head.split()[0] if head.split()[:1] and head.split()[0] in splits else split
+        if head.startswith("paper") or head == "refused":
+            texts = paper_text if head.startswith("paper") else shares_text
+            cells.append("" if is_difference else texts(splits))
+        elif head in (split, f"{split} at 0.4", "at 0.4") and split:
+            value = splits[split]["t0.4"] if head.endswith("0.4") else splits[split]
+            cells.append(percent(value, len(result["seeds"]), "+" if is_difference else ""))
+        elif head:
+            raise ValueError(f"column {head!r}: expected {', '.join(splits)}, at 0.4, refused or paper")
+        else:
+            cells.append("")
+    return cells
+
+
+def memory_row(result, name, _):
+    """A model size and number of GPUs: gigabytes by stage, now (and before); seconds of an iteration."""
+    row = next(row for row in result["rows"] if row["row"] == name)
+    sizes = [f"{row['now'][stage] / 1e9:.0f} ({row['before'][stage] / 1e9:.0f})" for stage in row["now"]]
+    return [name, *sizes, f"{sum(row['seconds'].values()):.0f}"]
+
+
+def cpu_row(result, name, _):
+    """A ratio of times: "rollout of N turns" (ours and generate's, with seconds and tokens per episode),
+    "iteration" (TRL's over ours) or "GCD" (with over without).
+    """
+    if name in ("iteration", "GCD"):
+        ours, theirs = {"iteration": ("grpo", "trl"), "GCD": ("gcd", "grpo")}[name]
+        seconds = (f"{statistics.fmean(result['seconds'][side]):.2f} s" for side in (ours, theirs))
+        return [name, with_half(result[name.lower()]), *seconds, "", ""]
+    row = result["rollout"][name.split()[2]]
+    sides = [row["ours"], row["generate"]]
+    return [name, with_half(row["ratio"]), *(f"{1000 * side['s_per_episode']:.1f} ms" for side in sides),
+            *(f"{side['tokens_per_episode']:,.0f}" for side in sides)]
+
+
+ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
+        "memory": memory_row, "cpu": cpu_row}
+
+
+def cells_of(line):
+    """The cells of a line of a Markdown table."""
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def row_name(label):
+    """The row that a table's first cell names: the text in backticks at its end, if any, else all of it."""
+    found = re.search(r"`([^`]+)`$", label)
+    return found[1] if found else label
+
+
+def source_of(path, name):
+    """Source text of a file, or of its class or function `name` (None: the entire file)."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    if name is None:
+        return text.strip()
+    return next(ast.get_source_segment(text, node) for node in ast.parse(text).body
+                if getattr(node, "name", None) == name)
+
+
+def filled(text):
+    """Return a page's text with current numbers and code.
+
+    KeyError or StopIteration if a result has no such row, or a file no such class or function.
+    """
+    def fill(found):
+        name, (head, rule, *lines) = found[1], found[2].splitlines()
+        if not result_path(name).exists():
+            return found[0]
+        result = files.read_json(result_path(name))
+        labels = [cells_of(line)[0] for line in lines]
+        heads, row_of = cells_of(head), ROWS.get(name, result_row)
+        done = [[label, *row_of(result, row_name(label), heads)[1:]] for label in labels]
+        return "\n".join([f"<!-- {name} -->", head, rule, *(f"| {' | '.join(row)} |" for row in done), ""])
+
+    def quote(found):
+        head = found[0].partition("\n")[0]
+        return f"{head}\n```python\n{source_of(found[1], found[2])}\n```"
+
+    return CODE.sub(quote, TABLE.sub(fill, text))
+
+
+def main():
+    for page in PAGES:
+        if page.exists():
+            text = page.read_text(encoding="utf-8")
+            names = [name for name, _ in TABLE.findall(text) if result_path(name).exists()]
+            files.write_text(page, filled(text))
+            print(f"{page.name}: {', '.join(names) or 'no tables'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""New tokens per second of multi-turn episodes: our slot engine compared with transformers' `generate`.
+
+`generate` gets the full conversation as its prompt in each turn. Both use the same untrained weights,
+episodes, number of turns and response limit, in one run. The observations are those of expert episodes in
+generated rooms, whatever the model answers, so that prompts grow as in training. Left out: GPUs, and serving
+engines.
+
+    python -m lab.bench.rollout [--episodes 64] [--turns 20] [--threads 1] [--hidden-size 64]
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from contextlib import contextmanager
+
+import torch
+import transformers
+
+import rollout
+from envs import Reply
+from envs.alfred import expert, rooms
+from envs.alfred.game import Game
+from infra.streams import stream
+from lm import model as qwen
+from lm import small
+from lm.chat import Chat
+from lm.engine import Sampling
+
+RESPONSE_TOKENS = 6      # about what a command and its stop token take
+CONTEXT = 4096
+
+
+class Recorded:
+    """A game that replays a recorded episode's observations, whatever the command."""
+
+    def __init__(self, observations):
+        self.observations = observations
+
+    def reset(self, task, seed=0):
+        """The first observation."""
+        self.turn = 0
+        return Reply(self.observations[0], [], False, False)
+
+    def step(self, command):
+        """The next observation; after the last one, the first again."""
+        self.turn += 1
+        return Reply(self.observations[self.turn % len(self.observations)], [], False, False)
+
+
+def recorded(n):
+    """n tasks, and the list of observations of an expert episode of each."""
+    tasks = rooms.tasks("dev")[:n]
+    prior = expert.learn_prior([rooms.task("train", i) for i in range(100)])
+    demonstrations = [expert.demonstrate(Game(), task, prior, seed=i) for i, task in enumerate(tasks)]
+    return tasks, [demonstration.observations for demonstration in demonstrations]
+
+
+@contextmanager
+def counted(model):
+    """Yield a list to which every forward pass appends its number of positions, padding included."""
+    positions = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: positions.append((args or [kwargs["input_ids"]])[0].numel()),
+        with_kwargs=True)
+    yield positions
+    hook.remove()
+
+
+def ours(model, chat, tasks, observations, turns):
+    """(seconds, new tokens, positions computed) of playing all episodes with rollout.play."""
+    specs = [rollout.EpisodeSpec(task, i, stream(0, i)) for i, task in enumerate(tasks)]
+    sampling = Sampling(max_response_tokens=RESPONSE_TOKENS)
+    games = [Recorded(o) for o in observations]
+    with counted(model) as positions:
+        started = time.perf_counter()
+        episodes = rollout.play(model, chat, games, specs, sampling, turns, CONTEXT, on_truncation="invalid")
+        return time.perf_counter() - started, rollout.summary(episodes)["response_tokens"], sum(positions)
+
+
+@torch.no_grad()
+def theirs(model, chat, observations, turns):
+    """The same with transformers: each turn calls `generate` on the full conversations, left-padded."""
+    pad, new = chat.tokenizer.pad_token_id, 0
+    prompts = [chat.message(o[0], first=True) for o in observations]
+    with counted(model) as positions:
+        started = time.perf_counter()
+        for turn in range(1, turns + 1):
+            new += extend(model, chat, prompts, pad)
+            prompts = [p + chat.message(seen[turn % len(seen)]) for p, seen in zip(prompts, observations)]
+        return time.perf_counter() - started, new, sum(positions)
+
+
+def extend(model, chat, prompts, pad):
+    """Call `generate` once and append the responses to the prompts; returns the number of new tokens."""
+    width, new = max(map(len, prompts)), 0
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, pad_token_id=pad,
+                         max_new_tokens=RESPONSE_TOKENS, eos_token_id=list(chat.stop_ids))
+    for i, ids in enumerate(out[:, width:].tolist()):
+        response = ids[:next((t for t, token in enumerate(ids, 1) if token in chat.stop_ids), None)]
+        prompts[i] = prompts[i] + response
+        new += len(response)
+    return new
+
+
+def both_models(hidden_size):
+    """The same random weights as our model and as transformers' model, and their Chat."""
+    with tempfile.TemporaryDirectory() as folder:
+        vocabulary = len(small.save_small_tokenizer(rooms.phrases(), folder))
+        shape = qwen.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 4, hidden_size // 2,
+                                 max_position_embeddings=CONTEXT, tie_word_embeddings=True)
+        model = qwen.Model(shape)
+        qwen.init_weights(model, 0)
+        qwen.save_pretrained(model, folder)
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        return model, peer, Chat(qwen.load_tokenizer(folder), "plain")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, peer, chat = both_models(args.hidden_size)
+    tasks, observations = recorded(args.episodes)
+    ours(model, chat, tasks[:4], observations[:4], 2)          # warm-up of both
+    theirs(peer, chat, observations[:4], 2)
+    our_s, our_tokens, _ = ours(model, chat, tasks, observations, args.turns)
+    their_s, their_tokens, _ = theirs(peer, chat, observations, args.turns)
+    print(json.dumps({
+        "what": "new tokens/s, multi-turn episodes", "ours": round(our_tokens / our_s),
+        "transformers": round(their_tokens / their_s),
+        "ratio": round(our_tokens / our_s / (their_tokens / their_s), 2),
+        "episodes": args.episodes, "turns": args.turns,
+        "hidden_size": args.hidden_size, "threads": args.threads, "torch": torch.__version__,
+        "transformers_version": transformers.__version__}))
+
+
+if __name__ == "__main__":
+    main()

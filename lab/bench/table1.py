@@ -1,0 +1,267 @@
+"""Table 1 of the paper, from runs of this project: rows x (L0, L1, L2), means over seeds with t intervals.
+
+A config (lab/bench/study.py) lists rows, cold starts and seeds. A cell is one run of gcd.py: a row, a seed
+and a training run. It runs in runs/table1/STUDY/seedK/ROW and its result is stored in
+lab/results/cells/STUDY/ROW/seedK.json (STUDY: by default the benchmark's name). A cell with a stored result
+is not run again and an interrupted one resumes, so the command can be stopped and repeated at any time.
+Finally the table (success at temperatures 1 and 0.4) and the paired differences are written to
+CONFIG_result.json and CONFIG.md. Left out: tuning of settings, figures, and run times (lab.bench.table4).
+
+    python -m lab.bench.table1 --config lab/results/table1_household.json            # run missing cells
+    python -m lab.bench.table1 --config lab/results/table1_household.json --jobs 0   # print only
+    python -m lab.bench.table1 --config lab/results/table1_household.json --rows grpo --seeds 0,1 --jobs 1
+    python -m lab.bench.table1 --config lab/results/table1_alfworld_qwen.json --rows grpo --splits L2 --jobs 1
+    python -m lab.bench.table1 --config lab/results/table1_household.json --adopt runs/household --jobs 0
+
+--adopt copies finished cells from another folder with subfolders seedK/ROW, and cold starts' checkpoints.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+from pathlib import Path
+
+from infra import files
+from lab.bench.cells import adopt, check_results
+from lab.bench.intervals import interval, markdown, mean_known, number, paired, percent
+from lab.bench.jobs import run_due, to_run
+from lab.bench.study import COLUMN, PAPER, cells_of, choose, read_config
+
+JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
+         "variance_frac", "grad_ratio", "grad_cosine")
+SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
+NO_COLD_START = ", no cold start"                            # suffix of rows of the paper's Table 2
+INFERRED = ("†: the paper does not say on which split. Table 3 (kinds of cold start, NTHR) repeats Table 1's "
+            "GRPO of ALFWorld L1, so its others are taken for L1; of Table 2 (no cold start) ScienceWorld's "
+            "GRPO and GiGPO are RLVMR's published numbers of L2, so its numbers are taken for L2.")
+
+
+# The result
+
+def collect(config, cells):
+    """The study's result from all stored cells: rows, differences, judge metrics, and what ran."""
+    stored = [files.read_json(cell.result) for cell in cells if cell.result.exists()]
+    names = dict.fromkeys([*config["cold_starts"], *config["rows"]])
+    paper = files.read_json(PAPER)
+    rows = {name: {split: summary([cell for cell in stored if cell["row"] == name], split)
+                          | paper_number(paper, config, name, split) for split in config["splits"]}
+            for name in names}
+    return {key: config[key] for key in ("what", "benchmark", "seeds", "splits", "paper_model")} | {
+        "ran": what_ran(config, stored), "rows": rows,
+        "differences": {f"{a} - {b}": difference(rows[a], rows[b]) for a, b in config["differences"]},
+        "judge": judges(names, stored), "notes": texts(config, "note"), "not_rerun": texts(config, "rerun")}
+
+
+def summary(cells, split):
+    """One row on one split: success at temperatures 1 and 0.4, and further measures at temperature 1."""
+    modes = {cell["seed"]: cell["evaluation"][split] for cell in cells if split in cell["evaluation"]}
+    if not modes:
+        return interval({}) | {"n": [], "t0.4": None}
+    greedy = [mode["greedy"]["success"] for mode in modes.values() if "greedy" in mode]
+    shares = {key: mean_known(mode["sampled"].get(key) for mode in modes.values()) for key in SHARES}
+    at_04 = {seed: mode["t0.4"]["success"] for seed, mode in modes.items() if "t0.4" in mode}
+    return interval({seed: mode["sampled"]["success"] for seed, mode in modes.items()}) | {
+        "n": sorted({mode["sampled"]["n"] for mode in modes.values()}),
+        "t0.4": interval(at_04) if at_04 else None,
+        "greedy": statistics.fmean(greedy) if len(greedy) == len(modes) else None} | shares
+
+
+def difference(minuend, subtrahend):
+    """Difference of two rows, {split: `summary`}, paired over the seeds that both have."""
+    result = {split: paired(minuend[split]["seeds"], subtrahend[split]["seeds"]) for split in minuend}
+    for split in minuend:
+        a, b = minuend[split]["t0.4"], subtrahend[split]["t0.4"]
+        result[split]["t0.4"] = paired(a["seeds"], b["seeds"]) if a and b else None
+    return result
+
+
+def paper_number(paper, config, name, split):
+    """The paper's number for a row and split: {"paper": per cent or None}, and "inferred" (see INFERRED)."""
+    cold_start = {"paper": config.get("paper_of_cold_starts", {}).get(name)}
+    method = config["rows"].get(name, cold_start)["paper"] or ""
+    benchmark, model = COLUMN[config["benchmark"]], config["paper_model"]
+    if values := paper["table1"][model].get(method):
+        return {"paper": dict(zip(paper["table1"]["columns"], values)).get(f"{benchmark} {split}")}
+    guess = None
+    if method.endswith(NO_COLD_START) and split == "L2":
+        values = paper["table2"].get(model, {}).get(method.removesuffix(NO_COLD_START), ())
+        guess = dict(zip(paper["table2"]["columns"], values)).get(benchmark)
+    if benchmark == "ALFWorld" and split == "L1":
+        guess = dict(zip(paper["table3"]["columns"], paper["table3"][model])).get(method)
+    return {"paper": guess} if guess is None else {"paper": guess, "inferred": True}
+
+
+def what_ran(config, stored):
+    """The model, its parameters, the games, versions and commits of the stored cells."""
+    def distinct(key):
+        texts = sorted({json.dumps(cell[key]) for cell in stored if cell[key] is not None})
+        return [json.loads(text) for text in texts]
+    adopted = [cell for cell in stored if "adopted" in cell]
+    return {"model": config.get("model") or "the small model, from nothing", "cells": len(stored),
+            "parameters": distinct("parameters"), "games": distinct("games"),
+            "commits": sorted({commit for cell in stored for commit in cell["commits"]}),
+            "versions": distinct("versions"),
+            "adopted": sorted({f"{cell['row']} from {cell['adopted']}" for cell in adopted}),
+            "differs": {key: then for cell in stored for key, then in cell.get("differs", {}).items()}}
+
+
+def judges(names, stored):
+    """Mean over seeds of each row's judge metrics in its last ten iterations; omits rows without a judge."""
+    result = {}
+    for name in names:
+        found = [cell["judge"] for cell in stored if cell["row"] == name]
+        if found := [judge for judge in found if judge.get("auc") is not None]:
+            result[name] = {key: mean_known(judge.get(key) for judge in found) for key in JUDGE}
+    return result
+
+
+def texts(config, key):
+    """The rows' texts under config key `key`, as {text: names of the rows that have it}."""
+    result = {}
+    for name, row in config["rows"].items():
+        if row.get(key):
+            result.setdefault(row[key], []).append(name)
+    return result
+
+
+# As text
+
+def text(result):
+    """The result as Markdown."""
+    splits, seeds = result["splits"], len(result["seeds"])
+    columns = [name for split in splits for name in (split, "at 0.4")]
+    rows = [[name, *successes(row, seeds), shares_text(row), "/".join(count(row[s]["n"]) for s in splits),
+             paper_text(row)] for name, row in result["rows"].items()]
+    pairs = [[name, *successes(row, seeds, "+")] for name, row in result["differences"].items()]
+    lines = [f"# {result['what']}", "", *introduction(result), "",
+             *markdown([result["benchmark"], *columns, "refused", "n", "paper " + " / ".join(splits)], rows)]
+    if any("†" in row[-1] for row in rows):
+        lines += [INFERRED, ""]
+    lines += ["Differences, paired by seed, in points:", "", *markdown(["difference", *columns], pairs)]
+    return "\n".join(lines + notes_text(result) + score_text(result, splits) + judge_text(result))
+
+
+def introduction(result):
+    """Lines above the table: what ran, and how to read the columns."""
+    ran, column = result["ran"], COLUMN[result["benchmark"]]
+    parameters = " or ".join(f"{n:,}" for n in ran["parameters"]) or "an unrecorded number of"
+    return [f"Ran: {ran['model']}, {parameters} parameters; {', '.join(ran['games']) or 'nothing yet'}; "
+            f"commit {', '.join(ran['commits']) or '–'}.",
+            f"Success in per cent at temperature 1 and at 0.4, mean over {len(result['seeds'])} seeds ± half "
+            "its 95 % t interval; refused: turns whose command was not admissible, in per cent at "
+            "temperature 1, by split; n: episodes a split and seed. The last column is the paper's, "
+            f"{result['paper_model']} on {column}."]
+
+
+def successes(row, seeds, sign=""):
+    """Two table cells per split: success, or a difference, at temperatures 1 and 0.4."""
+    return [percent(value, seeds, sign) for split in row.values() for value in (split, split["t0.4"])]
+
+
+def shares_text(row):
+    """The percentage of refused commands on each split."""
+    shares = [split.get("invalid_frac") for split in row.values()]
+    return "/".join(number(share and 100 * share, ".0f") for share in shares)
+
+
+def paper_text(row):
+    """The paper's number for each split; a † marks those whose split is inferred."""
+    return " / ".join(number(split["paper"]) + "†" * split.get("inferred", False) for split in row.values())
+
+
+def count(n):
+    """Number of episodes, as a range if it differs between seeds; n: sorted list of the numbers."""
+    return "–".join(map(str, n[:1] + n[1:][-1:])) or "–"
+
+
+def notes_text(result):
+    """Lines below the table: the config's notes on rows, and adopted results with other settings."""
+    lines = [f"- {', '.join(names)}: {note}" for note, names in result["notes"].items()]
+    for reason, names in result["not_rerun"].items():
+        lines.append(f"- {', '.join(names)}: not to be run again: {reason}")
+    if adopted := result["ran"]["adopted"]:
+        differs = result["ran"]["differs"].items()
+        differs = ", ".join(f"{key} {then} (here {now})" for key, (then, now) in differs)
+        lines.append(f"- Taken over: {'; '.join(adopted)}. Settings that differ: {differs or 'none'}.")
+    return ["About the rows:", "", *lines, ""] if lines else []
+
+
+def score_text(result, splits):
+    """Table of mean game scores; no lines if the game has none."""
+    scores = {name: [row[split].get("score_100") for split in splits] for name, row in result["rows"].items()}
+    rows = [[name, *map(number, score)] for name, score in scores.items() if set(score) != {None}]
+    return ["Mean score, of 100:", "", *markdown(["score", *splits], rows)] if rows else []
+
+
+def judge_text(result):
+    """Table of judge metrics; no lines if no row has a judge."""
+    rows = [[name, *(number(judge[key], ".2f") for key in JUDGE)] for name, judge in result["judge"].items()]
+    head = "The judge, mean over the last ten iterations:"
+    return [head, "", *markdown(["judge", *JUDGE], rows)] if rows else []
+
+
+# The command
+
+def parse(argv):
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="JSON file with rows, cold starts, seeds and flags")
+    parser.add_argument("--rows", default="", help="only these rows or cold starts (grpo,gigpo); empty: all")
+    parser.add_argument("--seeds", default="", help="only these seeds (0,1); empty: all")
+    parser.add_argument("--splits", default="", help="only runs that evaluate these splits (L2); empty: all")
+    parser.add_argument("--jobs", type=int, default=2, help="cells run in parallel; 0: print the table only")
+    parser.add_argument("--adopt", default="", help="copy finished cells from this folder (runs/household)")
+    options = parser.parse_args(argv)
+    if options.jobs < 0:
+        parser.error(f"--jobs={options.jobs}: expected 0 or more")
+    return options
+
+
+def work(options, config, cells):
+    """Adopt and run cells as the options say; returns the failures. ValueError before anything runs."""
+    chosen = choose(cells, options.rows, options.seeds, options.splits)
+    if options.jobs > 1 and config.get("processes", 1) > 1:
+        raise ValueError(f"--jobs={options.jobs}: "
+                         f"each run of this config uses {config['processes']} processes; use --jobs 1")
+    if options.adopt:
+        print(f"adopted {adopt(cells, Path(options.adopt))} cells of {options.adopt}")
+    check_results(cells)
+    if never := [cell for cell in chosen if cell.rerun and not cell.result.exists()]:
+        names = ", ".join(dict.fromkeys(cell.row for cell in never))
+        print(f"{len(never)} missing cells of {names} are not run: {never[0].rerun}", file=sys.stderr)
+    due = to_run(chosen) if options.jobs else []
+    if not due:
+        return []
+    failures = run_due(due, options.jobs)
+    check_results(cells)                                     # includes the new results
+    return failures
+
+
+def main(argv=None):
+    options = parse(argv)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):    # SIGINT too: background jobs ignore it
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:      # ignored: under nohup
+            signal.signal(signum, signal.default_int_handler)
+    try:
+        config = read_config(options.config)
+        cells = cells_of(config)
+        failures = work(options, config, cells)
+    except (ValueError, OSError) as error:
+        print(f"lab.bench.table1: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; run the same command again to continue", file=sys.stderr)
+        return 130
+    result, config_file = collect(config, cells), Path(options.config)
+    files.write_json(config_file.with_name(config_file.stem + "_result.json"), result)
+    files.write_text(config_file.with_suffix(".md"), text(result) + "\n")
+    print(text(result))
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Twin states: two kinds of similar states; the action that is best in one is flawed in the other.
+
+One turn. The observation has eight words: a sign of kind P or N, and seven noise words. There are six
+commands. "pull" is right under a P sign (it wins with probability .9, every other command with .4) and flawed
+under an N sign (it wins with .5 - r, every other command with .5). Of each 16 training tasks --p-tasks are P:
+if they are many, the policy gradient towards "pull" in P generalizes to N, against outcome reward there. Made
+for lab/studies/twins.py (arXiv:2509.23870, sections 3.2 and 3.3). Left out: more than one turn.
+
+    python gcd.py --env lab/envs/twins.py --judge-labels oracle --p-tasks 12
+"""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import envs
+from envs import Demonstration, Reply, Task
+
+PULL = "pull"
+OTHERS = ("turn", "lift", "push", "open", "knock")
+COMMANDS = sorted((PULL, *OTHERS))
+SIGNS = {"P": ("sun", "star", "moon", "dawn"), "N": ("pit", "cave", "well", "ditch")}
+NOISE = ("oak", "elm", "fir", "ash", "rock", "sand", "clay", "moss", "fern", "reed", "leaf", "root")
+LENGTH, BATCH = 8, 16                  # words of an observation; training tasks of which --p-tasks are P
+SPLIT_SIZE = 128                       # tasks of a split
+
+
+class Game:
+    """A game of one command. Its random number depends on the task and how often it was played.
+
+    So it is the same in any slot and after a resume. played: {task id: number of plays}, shared by all games.
+    """
+
+    def __init__(self, flaw, played):
+        self.flaw, self.played = flaw, played
+
+    def reset(self, task, seed=0):
+        self.kind, tokens = task.problem
+        self.luck = random.Random(f"{task.id} {self.played[task.id]}").random()
+        self.played[task.id] += 1
+        return Reply(f"You see {' '.join(tokens)}.", COMMANDS, False, False)
+
+    def step(self, command):
+        if command not in COMMANDS:
+            return Reply(Environment.noop_message, COMMANDS, False, False)
+        won = self.luck < chance(self.kind, command, self.flaw)
+        return Reply("It works." if won else "It fails.", COMMANDS, won, True)
+
+    def close(self):
+        pass
+
+
+def chance(kind, command, flaw):
+    """The probability that a command wins."""
+    if kind == "P":
+        return 0.9 if command == PULL else 0.4
+    return 0.5 - flaw if command == PULL else 0.5
+
+
+def kind_of(observation):
+    """P or N, by the sign in the observation."""
+    tokens = set(observation.strip(".").split())
+    return next(kind for kind, signs in SIGNS.items() if tokens & set(signs))
+
+
+def is_best(kind, command):
+    """Whether no other command has a higher probability to win."""
+    return (command == PULL) == (kind == "P") and command in COMMANDS
+
+
+def coins(episode):
+    """Random labels, for --judge-labels coins: a coin flip per turn, independent of state and command."""
+    rng = random.Random(f"{episode.task.id} {episode.index}")
+    return [rng.choice(("good", "bad")) for _ in episode.turns]
+
+
+class Expert:
+    """A policy for the cold start: "pull" with probability q under either sign, else any other command.
+
+    Its demonstrations are recorded as won, whatever their command.
+    """
+
+    restarts = 0
+
+    def __init__(self, q):
+        self.q = q
+
+    def show(self, task, seed, mistake_rate, max_turns):
+        """A demonstration of one command. mistake_rate is ignored."""
+        rng, game = random.Random(seed), Game(0.0, Counter())
+        command = PULL if rng.random() < self.q else rng.choice(OTHERS)
+        end = Reply("It works.", COMMANDS, True, True)
+        return Demonstration([game.reset(task), end], [command], [False])
+
+
+def task(name, split, kind, seed=0):
+    """A task of kind P or N, drawn with its name as the seed; in training, with the run's seed too."""
+    rng = random.Random(f"{seed} {name}" if split == "train" else name)
+    tokens = [rng.choice(NOISE) for _ in range(LENGTH)]
+    tokens[rng.randrange(LENGTH)] = rng.choice(SIGNS[kind])
+    return Task(name, split, kind, (kind, tuple(tokens)))
+
+
+class Environment(envs.Environment):
+    """Twin states. Of 16 tasks, --p-tasks are P in RL ("part") and 8 in the cold start ("all")."""
+
+    @dataclass(frozen=True)
+    class Settings:
+        """Share of P tasks, size of the flaw, and how often the cold start pulls."""
+        p_tasks: int = field(default=12, metadata={
+            "help": "P tasks among each 16 training tasks; under a P sign pull is right",
+            "low": 0, "high": 16})
+        flaw: float = field(default=0.3, metadata={
+            "help": "r: under an N sign, pull wins with probability .5 - r", "low": 0, "high": 0.5})
+        likely: float = field(default=0.25, metadata={
+            "help": "q0: share of the cold start's demonstrations that pull, under either sign",
+            "low": 0, "high": 1})
+
+    defaults = {"max_turns": 1, "context": 128, "hidden_size": 32, "layers": 2}
+    splits = ("dev", "P", "N")
+    captions = {"dev": "new states, half of each kind", "P": "states in which pull is right",
+                "N": "states in which pull is flawed"}
+    labels = {"coins": coins}
+
+    def make(self, n):
+        """n games that share the counts of plays."""
+        played = Counter()
+        return [Game(self.settings.flaw, played) for _ in range(n)]
+
+    def train_tasks(self, types, start, n):
+        """n training tasks: of each 16, the first --p-tasks are P for "part", the first 8 for "all"."""
+        p_tasks = self.settings.p_tasks if types == "part" else BATCH // 2
+        return [task(f"train/{i}", "train", "P" if i % BATCH < p_tasks else "N", self.seed)
+                for i in range(start, start + n)]
+
+    def split_tasks(self, name):
+        """128 tasks of one kind or, in dev, of both kinds in turns."""
+        kinds = "PN" if name == "dev" else name
+        return [task(f"{name}/{i}", name, kinds[i % len(kinds)]) for i in range(SPLIT_SIZE)]
+
+    def unseen_splits(self):
+        """P and N: their tasks are not trained on."""
+        return ["P", "N"]
+
+    def vocabulary(self):
+        """Every sign, noise word, command and answer."""
+        signs = [f" {token}" for token in (*SIGNS["P"], *SIGNS["N"], *NOISE)]
+        return ["You see", *signs, *COMMANDS, "It works.", "It fails.", self.noop_message]
+
+    def expert(self, games):
+        """The policy that the cold start imitates, see Expert."""
+        return Expert(self.settings.likely)
+
+    def oracle(self, observations, commands):
+        """"good" for a best command under the observation's sign, else "bad", also for an invalid command."""
+        return ["good" if is_best(kind_of(observation), command) else "bad"
+                for observation, command in zip(observations, commands)]

@@ -1,0 +1,127 @@
+"""Ablations: what each part of the method contributes, compared with the paper's Table 3 and Figure 7.
+
+The cells are runs of gcd.py (lab/results/table3_household.json). lab.bench.table1 runs them and computes
+means and paired differences; this study plots them and tests the paper's claims. Left out: running the cells.
+
+    python -m lab.bench.table1 --config lab/results/table3_household.json   # about 8 core-hours, resumable
+    python -m lab.studies.ablation                                          # seconds
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from infra import files
+from lab.bench.intervals import percent
+from lab.bench.study import below_root
+from lab.studies import common
+
+CONFIG = common.ROOT / "lab" / "results" / "table3_household.json"
+# The figure's bars, from the left: {row of the config: label}
+BARS = {"plain": "cold start\nplain", "judge": "cold start\n+ judge", "plain+grpo": "GRPO\nplain",
+         "plain+gcd": "GCD\nplain", "judge+grpo": "GRPO\n+ judge", "judge+gcd": "GCD\n+ judge",
+         "value_head": "value\nhead", "correction": "GCD +\ncorrection"}
+CLAIMS = [
+    ("Table 3 (judge data in the cold start)", "Judge questions in the demonstrations make a better cold "
+     "start than actions alone; a value head makes a worse one.",
+     [("judge", "plain", 1), ("value", "plain", -1)]),
+    ("Figure 7 (GCD in RL)", "GCD in RL improves on GRPO, whatever the cold start.",
+     [("judge+gcd", "judge+grpo", 1), ("plain+gcd", "plain+grpo", 1)]),
+    ("Figure 7 (prompt-based correction)", "An instruction from the model's own critiques improves on GCD.",
+     [("correction", "nothing", 1), ("correction", "control", 1)]),
+]
+
+
+def sign_of(difference):
+    """The sign of a paired difference, 0 if its 95 % interval contains 0, None without an interval."""
+    if difference is None or difference["half"] is None:
+        return None
+    mean, half = difference["mean"], difference["half"]
+    return 0 if abs(mean) <= half else 1 if mean > 0 else -1
+
+
+def entry(paper, claim, comparisons, result, split, note=""):
+    """An entry of the gallery. comparisons: (row, row, claimed sign of their difference); note: appended.
+
+    Agrees: "yes" if every difference has the claimed sign and an interval without 0, "no" if one has the
+    opposite sign and such an interval. An interval that contains 0 decides nothing.
+    """
+    differences = [(f"{a} - {b}", sign, result["differences"].get(f"{a} - {b}", {}).get(split))
+                   for a, b, sign in comparisons]
+    signs = [sign_of(difference) for _, _, difference in differences]
+    claimed = [sign for _, sign, _ in differences]
+    agrees = ("not measurable" if None in signs else "yes" if signs == claimed
+              else "no" if any(sign and sign != expected for sign, expected in zip(signs, claimed))
+              else "partly" if any(signs) else "not measurable")
+    found = "; ".join(f"{name}: {percent(difference, len(result['seeds']), '+')}"
+                      for name, _, difference in differences)
+    return {"paper": paper, "claim": claim, "agrees": agrees, "picture": "ablation.svg",
+            "found": f"On {split}, in points of success: {found}.{note}"}
+
+
+def package(result):
+    """The full method against plain GRPO, and what GCD does from the plain cold start, as sentences.
+
+    "" for what is not in the result.
+    """
+    differences, text = result["differences"], ""
+    if full := differences.get("judge+gcd - plain+grpo"):
+        values = " / ".join(percent(full[split], len(result["seeds"]), "+") for split in result["splits"])
+        text = (" The full method, judge questions in the cold start and GCD in RL, minus GRPO from the "
+                f"plain cold start (judge+gcd - plain+grpo): {values} on {' / '.join(result['splits'])}.")
+        if all(sign_of(full[split]) == -1 for split in result["splits"]):
+            text += " It is worse on every split."
+    plain = differences.get("plain+gcd - plain+grpo")
+    if plain and not any(any(plain[split]["seeds"].values()) for split in result["splits"]):
+        text += (" From the plain cold start GCD is GRPO, with equal results in every seed: that model never "
+                 "gives a readable verdict, so all its answers to the judge's questions get the same reward. "
+                 "This difference of 0 is no evidence about GCD.")
+    return text
+
+
+def draw(result, path):
+    """Plot the success on every split, a bar per row with its interval over seeds."""
+    pyplot = common.pyplot("ablation")
+    figure, axis = pyplot.subplots(figsize=(9, 3.8), layout="constrained")
+    width = 0.8 / len(result["splits"])
+    for k, split in enumerate(result["splits"]):
+        rows = [(i, result["rows"][row][split]) for i, row in enumerate(BARS) if row in result["rows"]]
+        known = [(i, row) for i, row in rows if row["mean"] is not None]
+        axis.bar([i + (k - 1) * width for i, _ in known], [100 * row["mean"] for _, row in known], width,
+                 yerr=[100 * (row["half"] or 0) for _, row in known], capsize=2, label=split)
+    axis.set(xticks=range(len(BARS)), xticklabels=BARS.values(), ylabel="success, %", ylim=(0, 100))
+    axis.legend()
+    common.save(figure, path)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser("python -m lab.studies.ablation", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--config", type=Path, default=CONFIG, help="the study whose result is read")
+    parser.add_argument("--split", default="L1",
+                        help="split of the comparisons; the paper's is taken to be L1")
+    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
+    options = parser.parse_args(argv)
+    path = options.config.with_name(f"{options.config.stem}_result.json")
+    result = files.read_json(path)
+    if not result:
+        parser.error(f"{path}: no such file; run python -m lab.bench.table1 --config {options.config}")
+    if options.split not in result["splits"]:
+        parser.error(f"--split={options.split}: {path} has {', '.join(result['splits'])}")
+    figures = [entry(*claim, result, options.split, package(result) if "GCD in RL" in claim[0] else "")
+               for claim in CLAIMS]
+    draw(result, options.out / "ablation.svg")
+    lines = [f"**{figure['paper']}.** {figure['claim']} {figure['found']} Agrees: {figure['agrees']}."
+             for figure in figures]
+    head = (f"Computed from {path.name}, which lists its cells, versions and seeds. Predictions: "
+            "lab/predictions.md.")
+    page = "\n\n".join(["# What each part contributes (Table 3, Figure 7)", head, "![Success](ablation.svg)",
+                        *lines]) + "\n"
+    command = ["python", "-m", "lab.studies.ablation", "--config", below_root(options.config)]
+    common.publish(options.out, "ablation", command, result["seeds"], {}, figures, page)
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

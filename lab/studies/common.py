@@ -1,0 +1,185 @@
+"""Shared by all studies: cells that are stored as they finish, kept models, figures, and a study's files.
+
+A study consists of cells, e.g. one per arm and seed. A finished cell is a line of NAME.jsonl, so an
+interrupted study continues with the cells that are missing. Its numbers are in NAME.json, its page in
+NAME.md. Left out: training (gcd.py).
+"""
+
+import multiprocessing
+import os
+import platform
+import shlex
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import config
+import gcd
+import rollout
+from infra import files
+from lm import model as qwen
+from lm.chat import Chat
+from lm.engine import Sampling
+from session import make_chat
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "lab" / "results" / "studies"
+AGREES = ("yes", "partly", "no", "not measurable")         # values of a figure's "agrees"
+
+
+# Cells
+
+def run_cells(path, requested, work, jobs):
+    """Return the result of every requested cell; cells that the file at `path` does not have are run first.
+
+    requested: {name: settings}, plain values. work(name, settings) returns a cell's result, a dict; `jobs`
+    processes run in parallel. A stored cell with other settings is not used, and stays in the file. Returns
+    {name: result} in the order of `requested`.
+    """
+    todo, path = missing_cells(path, requested), Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.filter_lines(path, lambda record: True)                    # drop a line that a kill cut short
+    with tqdm(total=len(requested), initial=len(requested) - len(todo), desc=path.stem, unit="cell") as bar:
+        for name, result in results_of(todo, work, jobs):
+            files.append(path, {"cell": name, "settings": todo[name], "commit": files.commit(),
+                                "result": result})
+            bar.update()
+    return {name: record["result"] for name, record in finished_cells(path, requested).items()}
+
+
+def missing_cells(path, requested):
+    """The requested cells that have no result in the file at `path`, {name: settings}."""
+    found = finished_cells(path, requested)
+    return {name: settings for name, settings in requested.items() if name not in found}
+
+
+def finished_cells(path, requested):
+    """The file's records of the requested cells with these settings, {name: record}, in that order."""
+    lines = [record for record in files.read_lines(path)[0] if "cell" in record]
+    found = {record["cell"]: record for record in lines
+             if record["settings"] == requested.get(record["cell"])}
+    return {name: found[name] for name in requested if name in found}
+
+
+def results_of(todo, work, jobs):
+    """Run cells in `jobs` processes and yield (name, result) of each as it finishes.
+
+    An interrupt or a failed cell cancels the cells that have not started, and is raised.
+    """
+    if jobs == 1:
+        for name, settings in todo.items():
+            yield name, work(name, settings)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(work, name, settings): name for name, settings in todo.items()}
+        try:
+            for done in as_completed(futures):
+                yield futures[done], done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def train(flags, out):
+    """Run gcd.py in this process; its output goes to OUT.log, which is removed if the run succeeds.
+
+    Raises KeyboardInterrupt if the run was interrupted, RuntimeError if it failed.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{out}.log", "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
+        status = gcd.main([*map(str, flags), "--out", str(out)])
+    if status == 130:
+        raise KeyboardInterrupt
+    if status:
+        raise RuntimeError(f"{out}.log: gcd.py ended with {status}")
+    Path(f"{out}.log").unlink()
+
+
+def make_runs(folders, work, jobs, name):
+    """Make the unfinished runs of {folder: settings} by work(folder, settings), `jobs` in parallel."""
+    unfinished = {folder: settings for folder, settings in folders.items()
+                  if not (Path(folder) / files.STAGES).exists()}
+    for _ in tqdm(results_of(unfinished, work, jobs), name, len(unfinished)):
+        pass
+
+
+# Kept models
+
+@dataclass(slots=True)
+class Actor:
+    """A kept model with the chat format and the settings that are needed to play it."""
+
+    model: torch.nn.Module
+    chat: Chat
+    config: config.Config
+
+    def play(self, specs, temperature=1.0):
+        """Play the specs with the run's settings; returns the episodes."""
+        games = self.config.environment.make(min(len(specs), self.config.slots))
+        try:
+            sampling = Sampling(temperature, self.config.max_response_tokens)
+            return rollout.play(self.model, self.chat, games, specs, sampling, self.config.max_turns,
+                                self.config.context, self.config.history, self.config.on_truncation,
+                                admissible_only=self.config.admissible_only)
+        finally:
+            for game in games:
+                game.close()
+
+
+def load_actor(folder, flags):
+    """Load the model in a folder. flags: of gcd.py, those that it was trained with.
+
+    ValueError for wrong flags or an incomplete folder.
+    """
+    settings = config.parsed(["--model", str(folder), "--demonstrations", "0", *map(str, flags)])
+    return Actor(qwen.load_pretrained(folder), make_chat(settings, qwen.load_tokenizer(folder)), settings)
+
+
+def kept_models(out):
+    """{iterations: folder} of the models kept by a run with --keep-checkpoints; ValueError if none."""
+    folders = sorted(path for path in (Path(out) / files.KEPT).glob("*") if path.name.isdecimal())
+    if not folders:
+        raise ValueError(f"{Path(out) / files.KEPT}: no models; run gcd.py with --keep-checkpoints")
+    return {int(path.name): path for path in folders}
+
+
+# A study's files
+
+def pyplot(name):
+    """Return matplotlib.pyplot, set up so that equal numbers give equal SVG files. name: of the study."""
+    import matplotlib
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = name
+    matplotlib.rcParams["svg.fonttype"] = "none"       # text stays text: a third of the size, and searchable
+    from matplotlib import pyplot as plotted
+    return plotted
+
+
+def save(figure, path):
+    """Write a figure as SVG and close it."""
+    from matplotlib import pyplot as plotted
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plotted.close(figure)
+
+
+def publish(out, name, command, seeds, found, figures, page):
+    """Write OUT/NAME.json and OUT/NAME.md. The commits of the cells are read from OUT/NAME.jsonl.
+
+    figures: the study's results on the paper's figures and claims, a list of {"paper": the figure or claim,
+    "claim": in our words, "found": the result here, "agrees": one of AGREES, "picture": a file in OUT}.
+    found: further entries of the JSON file. page: the text.
+    """
+    assert all(figure["agrees"] in AGREES for figure in figures), figures
+    lines = files.read_lines(Path(out) / f"{name}.jsonl")[0]
+    files.write_json(Path(out) / f"{name}.json", {
+        "study": name, "command": shlex.join(command), "commit": files.commit(), "seeds": list(seeds),
+        "commits of the cells": sorted({record["commit"] for record in lines if "commit" in record}),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__,
+                     "machine": f"{platform.machine()}, {os.cpu_count()} cores"},
+        "figures": figures} | found)
+    files.write_text(Path(out) / f"{name}.md", page)

@@ -1,0 +1,470 @@
+"""Which turns of the agent share gradients, and whether self-judging separates good turns from bad ones.
+
+arXiv:2509.23870, sections 3.2 and 4, on models kept during runs of gcd.py (lab/studies/runs.py), by the
+measures of lab/studies/influence.py: the similarity of turns in environments of different repetitiveness
+(Figure 3a); the effect of a gradient step on one turn on others (3b); influence within a class of turns minus
+influence across classes, over training (8); the tokens that carry it (9); the gradients of the judge and of
+the value head against the policy's (10b). The paper compares ALFWorld with GSM8K, which is not an environment
+here; twin states, household and real games are compared instead. Left out: the fate of flawed actions
+(lab/studies/flaws.py), and Figure 10a, which was not readable.
+
+    python -m lab.studies.coupling            # one seed; 15 minutes on two cores
+    python -m lab.studies.coupling --seeds 0,1,2 --iterations 80 --turns 128
+    python -m lab.studies.coupling --games $ALFWORLD_DATA/json_2.1.1
+"""
+
+import argparse
+import re
+import shlex
+import statistics
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lab.bench import jobs
+from lab.bench.intervals import markdown, mean_known, number, paired, with_half
+from lab.studies import common, influence, runs
+
+PAGE = Path(__file__).with_name("coupling.page.md")
+GAMES = "../shared/data/alfworld/games.jsonl.gz"
+RL = ("grpo", "gigpo", "grpo+gcd", "grpo+shuffled", "grpo+value")
+# Final models that are measured, {name: (environment, arm)}
+SNAPSHOTS = {"twin states": ("twins", runs.COLD), "household": ("household", runs.COLD),
+             "household after GRPO": ("household", "grpo"), "ALFWorld": ("alfworld", runs.COLD)}
+JUDGES = {"generative judge": "grpo+gcd", "value head": "grpo+value"}
+GAPS = ("gap", "gap of cosines")
+
+
+# Cells
+
+def snapshot(run, settings):
+    """The numbers of Figures 3a, 3b and 9 for a run's last model, on turns that it plays itself."""
+    actor, seed = run.actor(max(run.models)), settings["seed"]
+    turns = influence.measured_turns(actor, seed)
+    return {"similarity": influence.similarity(actor.model, turns, seed),
+            "heat": influence.heat(actor.model, turns, seed),
+            "tokens": influence.influence_by_kind(actor.model, turns, 2 * settings["turns"], seed)}
+
+
+def trajectory(run, settings):
+    """The numbers of Figures 8 and 10b for a run.
+
+    "fixed": on turns played by the cold start, the same for all arms and kept models, so only the model
+    changes; "refused": on the good and the refused ones of these turns; "own": on turns that each kept model
+    plays itself.
+    """
+    seed, n, path = settings["seed"], settings["turns"], []
+    fixed = influence.by_class(influence.measured_turns(run.start.actor(0), seed), n, seed)
+    for iteration in run.models:
+        actor = run.actor(iteration)
+        own = influence.by_class(influence.measured_turns(actor, seed), n, seed)
+        path.append({"iteration": iteration, "fixed": influence.gap(actor.model, fixed),
+                     "refused": influence.gap(actor.model, fixed, ("good", "refused")),
+                     "own": influence.gap(actor.model, own)})
+    lines = [line for line in run.metrics if line.get("judge/grad_cosine") is not None]
+    return {"path": path, "judge": [{"iteration": line["iteration"], "cosine": line["judge/grad_cosine"],
+                                     "ratio": line["judge/grad_ratio"]} for line in lines]}
+
+
+def requested_cells(options, environments):
+    """{cell: settings} of the study: the final models of each environment, and the arms of household."""
+    shared, found = {"turns": options.turns, "iterations": options.iterations, "flags": options.flags}, {}
+    for seed in options.seeds:
+        for name, (environment, arm) in SNAPSHOTS.items():
+            if environment in environments and arm in (*options.arms, runs.COLD):
+                found[f"{name}, seed {seed}"] = {"world": environment, "arm": arm, "seed": seed} | shared
+        for arm in options.arms if "household" in environments else ():
+            found[f"{arm}, seed {seed}"] = {"world": "household", "arm": arm, "along": True,
+                                            "seed": seed} | shared
+    return found
+
+
+def runs_for(settings, games, root):
+    """The runs of a cell, {(arm, seed): Run}: its own and the cold start."""
+    flags = ["--games", games] if settings["world"] == "alfworld" else []
+    return runs.runs_of(settings["world"], [settings["arm"]], [settings["seed"]],
+                        [*flags, *shlex.split(settings["flags"])], settings["iterations"], root)
+
+
+def work(games, root, name, settings):
+    """Measure one cell."""
+    torch.set_num_threads(1)
+    run = runs_for(settings, games, root)[settings["arm"], settings["seed"]]
+    return (trajectory if settings.get("along") else snapshot)(run, settings)
+
+
+def measured(options, environments):
+    """The result of every cell; the runs of missing cells are made first."""
+    path, root, needed = Path(options.out) / "coupling.jsonl", Path(options.runs).resolve(), {}
+    cells = requested_cells(options, environments)
+    for settings in common.missing_cells(path, cells).values():
+        for key, run in runs_for(settings, options.games, root).items():
+            needed[settings["world"], *key] = run
+    runs.make(dict(sorted(needed.items(), key=lambda item: not item[1].cold)), options.jobs)
+    return common.run_cells(path, cells, partial(work, options.games, root), options.jobs)
+
+
+# Analysis
+
+class Results:
+    """The results of the cells, with the means and differences that page, figures and verdicts use."""
+
+    def __init__(self, cells, seeds):
+        self.cells, self.seeds = cells, seeds
+        self.names = [name for name in SNAPSHOTS if f"{name}, seed {seeds[0]}" in cells]
+        self.arms = [arm for arm in RL if f"{arm}, seed {seeds[0]}" in cells]
+
+    def of(self, name, seed=None):
+        """The result of a cell; seed: default the first."""
+        return self.cells[f"{name}, seed {self.seeds[0] if seed is None else seed}"]
+
+    def mean(self, name, part, key):
+        """The mean over seeds of a number of a final model; None if no seed has it."""
+        parts = [self.of(name, seed)[part] for seed in self.seeds]
+        return mean_known(found and found[key] for found in parts)
+
+    def gap(self, arm, seed, key="gap", turns="fixed", late=True):
+        """An arm's mean gap over the last third of the kept models, or its first gap; None if unknown."""
+        path = self.of(arm, seed)["path"]
+        part = path[-max(1, len(path) // 3):] if late else path[:1]
+        return mean_known(point[turns] and point[turns][key] for point in part)
+
+    def differences(self, key):
+        """{arm: late gap of +GCD minus that arm's, an interval over seeds}, without the value head."""
+        def known(arm):
+            found = {seed: self.gap(arm, seed, key) for seed in self.seeds}
+            return {seed: value for seed, value in found.items() if value is not None}
+
+        others = [arm for arm in self.arms if arm not in JUDGES.values()] if "grpo+gcd" in self.arms else []
+        found = {arm: paired(known("grpo+gcd"), known(arm)) for arm in others}
+        return {arm: difference for arm, difference in found.items() if difference["mean"] is not None}
+
+    def judges(self):
+        """{kind of judge: the points of Figure 10b, of all seeds}, for the kinds that were run."""
+        found = {kind: [line for seed in self.seeds for line in self.of(arm, seed)["judge"]]
+                 for kind, arm in JUDGES.items() if arm in self.arms}
+        return {kind: lines for kind, lines in found.items() if lines}
+
+    def shares(self, name):
+        """{kind of token: its shares of the influence and of the tokens}, means over seeds; {} if unknown."""
+        found = [shares for seed in self.seeds if (shares := self.of(name, seed)["tokens"])]
+        kinds = dict.fromkeys(kind for shares in found for kind in shares)
+        return {kind: {key: sum(shares[kind][key] for shares in found if kind in shares) / len(found)
+                       for key in ("influence", "tokens")} for kind in kinds}
+
+
+def verdict(tests):
+    """yes if all tests hold, no if none does, else partly; not measurable without tests."""
+    return "not measurable" if not tests else "yes" if all(tests) else "partly" if any(tests) else "no"
+
+
+def above_zero(difference):
+    """Whether an interval over seeds lies above 0; False with one seed, which has no interval."""
+    return difference["half"] is not None and difference["mean"] > difference["half"]
+
+
+def spread(values):
+    """Mean and standard error of the values; the error of a single value is infinite."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("inf")
+    return statistics.fmean(values), error
+
+
+def figure_3a(results):
+    """Not measurable without a mathematics data set. Reports environments of different repetitiveness."""
+    def text(key):
+        return "; ".join(f"{name} {number(results.mean(name, 'similarity', key), '.2f')}"
+                         for name in results.names)
+
+    return {"paper": "Figure 3a", "picture": "coupling.similarity.svg",
+            "claim": "Samples of a repetitive agent environment are far more similar than those of a "
+            "mathematics data set.",
+            "found": f"Root mean square cosine of gradients between tasks: {text('rms')}. Pairs with one "
+            f"action: {text('same action')}. Mean cosine of hidden states: {text('hidden')}. There is no "
+            "mathematics here: environments of different repetitiveness are compared.",
+            "agrees": "not measurable"}
+
+
+def figure_3b(results):
+    """Agrees if same-action pairs exceed different-action ones in 4 of 5 comparisons, and their mean is twice
+    as high."""
+    maps = {name: [results.mean(name, "heat", key) for key in ("same", "different", "above")]
+            for name in results.names if results.mean(name, "heat", "same") is not None}
+    text = "; ".join(f"{name} {same:.2f} against {different:.2f}, above it in {above:.0%} of comparisons"
+                     for name, (same, different, above) in maps.items())
+    return {"paper": "Figure 3b", "picture": "coupling.heat.svg",
+            "claim": "A gradient step on a sample raises those with the same action on other inputs most.",
+            "found": "Change divided by the geometric mean of both turns' own changes, same-action turns of "
+            f"other tasks against different-action ones: {text or 'no command was given twice'}.",
+            "agrees": verdict([above >= 0.8 and same > 2 * abs(different)
+                               for same, different, above in maps.values()])}
+
+
+def figure_8(results):
+    """Agrees if +GCD is above every other arm, beyond the interval over seeds, in both kinds of gap."""
+    tests, text = [], []
+    for key in GAPS:
+        for arm, difference in results.differences(key).items():
+            tests.append(above_zero(difference))
+            text.append(f"{key}, +GCD minus {arm}: {with_half(difference, '+.2g')}")
+    few = " One seed has no interval, so it cannot show a difference." if len(results.seeds) < 2 else ""
+    return {"paper": "Figure 8", "picture": "coupling.gap.svg",
+            "claim": "GCD widens the gap between same-class and cross-class influence, beyond GRPO and "
+            "GiGPO.",
+            "found": f"Last third of training: {'; '.join(text) or 'nothing to compare'}.{few}",
+            "agrees": "not measurable" if few else verdict(tests)}
+
+
+def figure_9(results):
+    """Agrees if the share of verbs and names in the influence is larger than in the tokens."""
+    content = {name: [sum(share[key] for kind, share in shares.items() if kind not in influence.FORM)
+                      for key in ("influence", "tokens")]
+               for name in results.names if (shares := results.shares(name))}
+    text = "; ".join(f"{name} {of_influence:.1%} of the influence, {of_tokens:.1%} of the tokens"
+                     for name, (of_influence, of_tokens) in content.items())
+    return {"paper": "Figure 9", "picture": "coupling.tokens.svg",
+            "claim": "Tokens of reasoning and action carry the similarity, not those of the format.",
+            "found": f"Verbs and names: {text or 'no two turns'}. A small model's responses "
+            "have no reasoning.", "agrees": verdict([a > b for a, b in content.values()])}
+
+
+def figure_10b(results):
+    """Agrees if the value head's cosine with the policy is below 0 and below the judge's, by more than two
+    standard errors over iterations (taken as independent). Norms are reported and decide nothing."""
+    of = {kind: [spread([line[key] for line in lines]) for key in ("cosine", "ratio")]
+          for kind, lines in results.judges().items()}
+    tests = []
+    if len(of) == len(JUDGES):
+        (judge, _), (value, _) = (of[kind] for kind in JUDGES)
+        tests = [value[0] + 2 * value[1] < min(0.0, judge[0] - 2 * judge[1])]
+    text = "; ".join(f"{kind}: cosine {mean:+.3f} (standard error {error:.3f}), norm {ratio:.1f} times the "
+                     "policy's" for kind, ((mean, error), (ratio, _)) in of.items())
+    return {"paper": "Figure 10b", "picture": "coupling.conflict.svg",
+            "claim": "The value head's gradient conflicts with the policy's, the generative judge's does "
+            "not.", "found": f"Means over training: {text or 'neither was run'}.", "agrees": verdict(tests)}
+
+
+# Figures
+
+def draw(results, out):
+    """Draw each figure of the paper; a panel without data says "not measurable"."""
+    plotted = common.pyplot("coupling")
+    draw_similarity(plotted, results, out / "coupling.similarity.svg")
+    draw_heat(plotted, results, out / "coupling.heat.svg")
+    draw_gap(plotted, results, out / "coupling.gap.svg")
+    draw_tokens(plotted, results, out / "coupling.tokens.svg")
+    draw_conflict(plotted, results, out / "coupling.conflict.svg")
+
+
+def add_legend(axes, **legend):
+    """Add a legend or, to axes without data, the text "not measurable"."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8, **legend)
+    else:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "not measurable", ha="center", va="center", transform=axes.transAxes)
+
+
+def draw_similarity(plotted, results, path):
+    """Plot the distribution of the cosines of gradients, and means of gradients, hidden states, actions."""
+    figure, (spread, bars) = plotted.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    known = {name: found for name in results.names if (found := results.of(name)["similarity"])}
+    edges = [-1 + 2 * i / influence.BINS for i in range(influence.BINS + 1)]
+    for name, found in known.items():
+        spread.stairs(found["histogram"], edges, label=name, linewidth=1.3)
+    spread.set(title="two turns of different tasks", xlabel="cosine of gradients (output layer)",
+               ylabel="share of pairs", yscale="log")
+    for i, (key, label) in enumerate((("rms", "cosine of gradients, root mean square"),
+                                      ("hidden", "cosine of hidden states, mean"),
+                                      ("same action", "share of pairs with the same action"))):
+        bars.bar([k + 0.27 * (i - 1) for k in range(len(known))], [found[key] for found in known.values()],
+                 0.25, label=label if known else None)
+    bars.set_xticks(range(len(known)), [name.replace(" after ", "\nafter ") for name in known])
+    bars.set(ylim=(0, 1.45))
+    add_legend(spread, loc="upper left")
+    add_legend(bars, loc="upper left")
+    common.save(figure, path)
+
+
+def draw_heat(plotted, results, path):
+    """Draw a map per environment, turns sorted by action, the blocks of each action framed."""
+    n, image = max(1, len(results.names)), None
+    figure, panels = plotted.subplots(1, n, figsize=(4.7 * n, 3.9), layout="constrained", squeeze=False)
+    for axes, name in zip(panels[0], results.names):
+        axes.set_title(name)
+        if (found := results.of(name)["heat"]) is None:
+            add_legend(axes)
+            continue
+        image, start, middles = axes.imshow(found["matrix"], cmap="RdBu_r", vmin=-1, vmax=1), 0, {}
+        for action, count in Counter(found["actions"]).items():
+            axes.add_patch(plotted.Rectangle((start - 0.5, start - 0.5), count, count, fill=False))
+            middles[action], start = start + (count - 1) / 2, start + count
+        axes.set_yticks([*middles.values()], [*middles], fontsize=8)
+        axes.set_xticks([])
+        axes.set_xlabel("turn that changes")
+    panels[0][0].set_ylabel("turn of the gradient step")
+    if image:
+        figure.colorbar(image, ax=panels[0], shrink=0.8, label="change / mean of own changes")
+    common.save(figure, path)
+
+
+def draw_gap(plotted, results, path):
+    """Plot the gap over training, a line per arm, means over seeds."""
+    kinds = (("fixed", "gap", "influence per token pair"), ("fixed", "gap of cosines", "cosines"),
+             ("refused", "gap of cosines", "cosines, good and refused"),
+             ("own", "gap of cosines", "cosines, each model's own turns"))
+    figure, panels = plotted.subplots(1, len(kinds), figsize=(15, 3.6), layout="constrained")
+    for axes, (turns, key, title) in zip(panels, kinds):
+        for arm in results.arms:
+            of = {}
+            for point in (point for seed in results.seeds for point in results.of(arm, seed)["path"]):
+                if point[turns]:
+                    of.setdefault(point["iteration"], []).append(point[turns][key])
+            if of:
+                axes.plot([*of], [*map(statistics.fmean, of.values())], "o-", markersize=3, label=arm)
+        axes.axhline(0, color="grey", linewidth=0.6)
+        axes.set(title=title, xlabel="iteration")
+        if not axes.get_legend_handles_labels()[0]:
+            add_legend(axes)
+    lines = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels())}
+    if lines:
+        figure.legend(lines.values(), lines, loc="outside right center")
+    panels[0].set_ylabel("same class minus cross class")
+    common.save(figure, path)
+
+
+def draw_tokens(plotted, results, path):
+    """Plot the share of each kind of token in the influence and in the tokens."""
+    n = max(1, len(results.names))
+    figure, panels = plotted.subplots(1, n, figsize=(3.7 * n, 3), layout="constrained", sharex=True,
+                                      squeeze=False)
+    for axes, name in zip(panels[0], results.names):
+        shares = results.shares(name)
+        kinds = [*shares][::-1]
+        for i, key in enumerate(("tokens", "influence")):
+            axes.barh([k + 0.38 * (i - 0.5) for k in range(len(kinds))],
+                      [shares[kind][key] for kind in kinds], 0.36, label=f"of the {key}" if kinds else None)
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.set(title=name, xlabel="share")
+        add_legend(axes)
+    common.save(figure, path)
+
+
+def draw_conflict(plotted, results, path):
+    """Plot cosine and norm ratio of the judge's gradient and the policy's, a point per iteration and seed."""
+    figure, panels = plotted.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for axes, key, title in zip(panels, ("cosine", "ratio"), ("cosine with the policy's gradient",
+                                                              "norm over that of the policy's")):
+        for kind, lines in results.judges().items():
+            axes.plot([line["iteration"] for line in lines], [line[key] for line in lines], ".", label=kind)
+        axes.set(title=title, xlabel="iteration")
+        add_legend(axes)
+    panels[0].axhline(0, color="grey", linewidth=0.6)
+    panels[1].set_ylim(bottom=0)
+    common.save(figure, path)
+
+
+# The study
+
+def page(results, figures, command, without):
+    """The page's text, from its template in this folder."""
+    def table(part, columns):
+        rows = [[name, *(number(results.mean(name, part, key), form) for _, key, form in columns)]
+                for name in results.names]
+        return "\n".join(markdown(["", *(title for title, _, _ in columns)], rows))
+
+    similar = table("similarity", (
+        ("pairs with the same action", "same action", ".2f"), ("cosine of gradients, mean", "mean", ".3f"),
+        ("root mean square", "rms", ".2f"), ("same action", "mean of same action", ".2f"),
+        ("different actions", "mean of different", ".3f"), ("hidden states", "hidden", ".2f")))
+    heats = table("heat", (
+        ("same action", "same", ".2f"), ("different actions", "different", ".3f"),
+        ("same above different", "above", ".0%"), ("change, same action", "change same", ".1%"),
+        ("different actions", "change different", ".1%"), ("nonlinearity", "nonlinear", ".1%")))
+    columns = (("fixed", "gap", False), ("fixed", "gap", True), ("fixed", "gap of cosines", False),
+               ("fixed", "gap of cosines", True), ("refused", "gap of cosines", True),
+               ("own", "gap of cosines", True))
+    rows = [[arm, *(number(mean_known(results.gap(arm, seed, key, turns, late) for seed in results.seeds),
+                           ".3f") for turns, key, late in columns)] for arm in results.arms]
+    gaps = markdown(["", "gap, start", "late", "of cosines, start", "late", "good and refused, late",
+                     "own turns, late"], rows)
+    shares = {name: results.shares(name) for name in results.names}
+    kinds = dict.fromkeys(kind for of_name in shares.values() for kind in of_name)
+    tokens = markdown(["", *kinds], [[name, *(
+        "{influence:.1%} of {tokens:.1%}".format(**of_name[kind]) if kind in of_name else "–"
+        for kind in kinds)] for name, of_name in shares.items()])
+    claims = [f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
+              f"Agrees: {figure['agrees']}.\n" for figure in figures]
+    return PAGE.read_text(encoding="utf-8").format(
+        command=command, seeds=", ".join(map(str, results.seeds)), without=without, claims="\n".join(claims),
+        tasks=influence.TASKS, own=influence.STEP_NATS, similar=similar, heats=heats, gaps="\n".join(gaps),
+        tokens="\n".join(tokens), counts=counts(results))
+
+
+def counts(results):
+    """The number of turns of each class of Figure 8, by seed."""
+    text = []
+    for seed in results.seeds if results.arms else ():
+        point = results.of(results.arms[0], seed)["path"][0]
+        found = (point["fixed"] or {}) | (point["refused"] or {})
+        numbers = [f"{found[label]} {label}" for label in influence.CLASSES if label in found]
+        text.append(f"seed {seed}: {', '.join(numbers) or 'not measurable'}")
+    return "; ".join(text)
+
+
+def options_of(argv):
+    """Parse and check the command line."""
+    parser = argparse.ArgumentParser("python -m lab.studies.coupling", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--seeds", default="0", help="seeds, separated by commas")
+    parser.add_argument("--iterations", type=int, default=runs.ITERATIONS, help="RL iterations of each run")
+    parser.add_argument("--turns", type=int, default=64, help="turns measured of each class, at most")
+    parser.add_argument("--worlds", dest="environments", default=",".join(runs.ENVIRONMENTS),
+                        help="environments to measure")
+    parser.add_argument("--arms", default=",".join(RL), help="arms of household, for Figures 8 and 10b")
+    parser.add_argument("--games", default=GAMES, help="real ALFWorld games, as gcd.py's flag")
+    parser.add_argument("--flags", default="", help="further flags of gcd.py for all runs")
+    parser.add_argument("--jobs", type=int, default=2, help="runs, and then cells, in parallel")
+    parser.add_argument("--runs", default=str(runs.RUNS), help="folder of the runs")
+    parser.add_argument("--out", default=str(common.OUT), help="output folder")
+    options = parser.parse_args(argv)
+    for flag, name, known in (("worlds", "environments", runs.ENVIRONMENTS), ("arms", "arms", RL)):
+        given = getattr(options, name).split(",")
+        if unknown := [value for value in given if value not in known]:
+            parser.error(f"--{flag}={unknown[0]}: expected some of {','.join(known)}")
+        setattr(options, name, [value for value in known if value in given])
+    if not re.fullmatch(r"\d{1,2}(,\d{1,2})*", options.seeds):
+        parser.error(f"--seeds={options.seeds}: expected numbers from 0 to 99, separated by commas")
+    options.seeds = [*dict.fromkeys(map(int, options.seeds.split(",")))]
+    for name, low in (("iterations", runs.EVERY), ("turns", 2), ("jobs", 1)):
+        if getattr(options, name) < low:
+            parser.error(f"--{name}={getattr(options, name)}: expected at least {low}")
+    return options
+
+
+def main(argv=None):
+    options = options_of(argv)
+    out, environments, without = Path(options.out), options.environments, ""
+    if "alfworld" in environments and not (common.ROOT / options.games).exists():
+        environments = [environment for environment in environments if environment != "alfworld"]
+        without = f"Real ALFWorld was not measured: {options.games} does not exist (`--games`)."
+        print(without, file=sys.stderr)
+    try:
+        results = Results(measured(options, environments), options.seeds)
+    except (ValueError, jobs.Failed) as error:
+        print(f"studies.coupling: error: {error}", file=sys.stderr)
+        return 1
+    command = ["python", "-m", "lab.studies.coupling", *(sys.argv[1:] if argv is None else argv)]
+    figures = [figure(results) for figure in (figure_3a, figure_3b, figure_8, figure_9, figure_10b)]
+    draw(results, out)
+    text = page(results, figures, shlex.join(command), without)
+    common.publish(out, "coupling", command, options.seeds, {"without": without, "cells": results.cells},
+                   figures, text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,426 @@
+"""Do flawed actions survive training? Figures 1, 2, 5 and 11 of arXiv:2509.23870 on models kept during runs.
+
+The measures are in lab/studies/flaw_measures.py; this file has the runs, means over seeds, and the comparison
+with the paper. Every model plays the first tasks of `dev`, which no table reports. Left out: what the
+gradients of two samples have in common (lab/studies/coupling.py).
+
+    python -m lab.studies.flaws               # lab/results/studies/flaws.json, .md and a picture per figure
+    python -m lab.studies.flaws --seeds 0,1,2,3,4 --iterations 80
+"""
+
+import argparse
+import math
+import statistics
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from lab.bench import jobs
+from lab.bench.intervals import markdown, mean_known
+from lab.studies import common, runs
+from lab.studies.flaw_measures import (
+    CLASSES,
+    CONSISTENT,
+    KINDS,
+    MEMBERS,
+    MOVED,
+    TEMPERATURES,
+    TRIALS,
+    measured,
+)
+
+PAGE = Path(__file__).with_name("flaws.page.md")
+ENVIRONMENT, SPLIT, ARMS = "household", "dev", ("grpo", "grpo+gcd")
+
+
+# The runs, and one cell: all models of a run
+
+def requested_runs(arms, twice, seeds, iterations, root):
+    """{(arm, iterations, seed): Run} of the arms, of the longer runs, and of each seed's cold start.
+
+    The arms in `twice` are trained twice as long, too, below root/twice. A cold start has 0 iterations.
+    """
+    found = {}
+    for names, length, folder in ((arms, iterations, root), (twice, 2 * iterations, root / "twice")):
+        made = runs.runs_of(ENVIRONMENT, names, seeds, iterations=length, root=folder)
+        for (arm, seed), run in made.items():
+            if run.start:                           # cold starts come first: use the shared one
+                run = replace(run, start=found[run.start.row, 0, seed])
+            found.setdefault((arm, run.iterations, seed), run)
+    return found
+
+
+def cell(made, name, settings):
+    """Measure one run. made: {cell's name: Run}."""
+    torch.set_num_threads(1)
+    tasks = made[name].actor(0).config.environment.split_tasks(SPLIT)[:settings["tasks"]]
+    actors = ((done, made[name].actor(done)) for done in settings["models"])
+    return measured(actors, tasks, settings["places"], settings["seed"])
+
+
+# Over seeds
+
+def over_seeds(parts):
+    """Average the results of several seeds, number by number, without None; None if none is known.
+
+    Values with an interval over tasks: their mean, with half = sqrt(sum half^2) / n. Wins are left out.
+    """
+    parts = [part for part in parts if part is not None]
+    if not parts or not isinstance(parts[0], (dict, list)):
+        return mean_known(parts)
+    if isinstance(parts[0], list):
+        return [over_seeds(column) for column in zip(*parts, strict=True)]
+    if parts[0].keys() == {"value", "half"}:
+        return {"value": mean_known([part["value"] for part in parts]),
+                "half": math.hypot(*(part["half"] for part in parts)) / len(parts)}
+    return {key: over_seeds([part[key] for part in parts]) for key in parts[0] if key != "wins"}
+
+
+def more(short, long, temperature):
+    """Final success of the runs twice as long minus that of the others, paired by seed and task.
+
+    Returns mean and half its 95 % interval over these pairs, and the mean of each seed. short, long: lists of
+    cells' results in the order of seeds. An interval over tasks does not include the variation between runs
+    of a seed; the seeds' means show it.
+    """
+    before, after = ([result["models"][-1][temperature]["own"]["wins"] for result in results]
+                     for results in (short, long))
+    gains = [[(b - a) / MEMBERS for a, b in zip(*of_seed, strict=True)]
+             for of_seed in zip(before, after, strict=True)]
+    pairs = [gain for of_seed in gains for gain in of_seed]
+    half = 1.96 * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return {"value": statistics.fmean(pairs), "half": half, "seeds": [statistics.fmean(g) for g in gains]}
+
+
+def read(model, *path):
+    """The number at a path of keys of a model's result; None if it or a parent is None."""
+    for key in path:
+        model = None if model is None else model[key]
+    return model
+
+
+# Comparison with the paper
+
+def as_text(value, form=".1%"):
+    """A number as text."""
+    return "not measurable" if value is None else f"{value:{form}}"
+
+
+def with_half(part, form="+.3f"):
+    """A value with half its interval as text."""
+    return "not measurable" if part is None else f"{part['value']:{form}} ± {part['half']:{form.strip('+')}}"
+
+
+def repeats_survive(result):
+    """Figure 1: "yes" if nine tenths or more of the initial confidence in repeats is left at the end, at
+    temperature 1, "partly" if half or more is."""
+    first, last = (result["models"][i]["1.0"]["repeats"]["confidence"] for i in (0, -1))
+    if not first:
+        return "not measurable"
+    return "yes" if last >= 0.9 * first else "partly" if last >= 0.5 * first else "no"
+
+
+def flaws_lose(result):
+    """Figure 2: "yes" if at the end, at temperature 1, all three kinds are more frequent in lost episodes
+    than in won ones, beyond their intervals, "partly" if some are."""
+    found = result["models"][-1]["1.0"]["own"]["won or lost"]
+    known = [found[kind]["difference"] for kind in KINDS if found[kind]["difference"]]
+    clear = sum(part["value"] > part["half"] for part in known)
+    return "not measurable" if not known else "yes" if clear == len(KINDS) else "partly" if clear else "no"
+
+
+def some_rise(result):
+    """Figure 5: "yes" if good actions end with a higher probability, a tenth or more of the flawed ones rise
+    during training (temperature 1), and half or more of these have fallen again at the end; "partly" if all
+    but the last holds."""
+    first, last = (result["models"][i]["1.0"]["confidence"]["good"]["mean"] for i in (0, -1))
+    way = result["ways"]["1.0"]["flawed"]
+    if first is None or way["risen"] is None:
+        return "not measurable"
+    if last <= first or way["risen"] < 0.1:
+        return "no"
+    return "yes" if way["fallen"] >= 0.5 else "partly"
+
+
+def no_gain(gain):
+    """Figure 11: "no" if success rises with twice the iterations, beyond its interval, "yes" if it does not
+    and the interval excludes more than 5 points, else "partly"."""
+    if gain is None:
+        return "not measurable"
+    low, high = gain["value"] - gain["half"], gain["value"] + gain["half"]
+    return "no" if low > 0 else "yes" if high <= 0.05 else "partly"
+
+
+def entries(found, gains):
+    """The study's results on the paper's four figures, for `common.publish`."""
+    short = {arm: result for (arm, twice), result in found.items() if not twice}
+    first = next(iter(short.values()))
+
+    def ends(*path):
+        """A number at the start and the end of training, for each arm."""
+        texts = [(arm, [as_text(read(result["models"][i], *path), ".2f") for i in (0, -1)])
+                for arm, result in short.items()]
+        return ", ".join(f"{before} to {after} ({title(arm)})" for arm, (before, after) in texts)
+
+    way, differences = first["ways"]["1.0"]["flawed"], first["models"][-1]["1.0"]["own"]["won or lost"]
+    raised = first["models"][0]["1.0"]["own"]["raised"]
+    lost = ", ".join(f"{kind} {with_half(differences[kind]['difference'])}" for kind in KINDS)
+    gained = "; ".join(f"{title(arm)} {with_half(of_arm['1.0'])}, at temperature 0.4 "
+                       f"{with_half(of_arm['0.4'])}" for arm, of_arm in gains.items())
+    figures = [
+        ("1", "Repeats survive training: confidence in them stays or grows, and so does the share of states "
+         "in which five or more of ten trials repeat the same command.",
+         f"Probability to repeat: {ends('1.0', 'repeats', 'confidence')}; at temperature 0.4: "
+         f"{ends('0.4', 'repeats', 'confidence')}. States with {CONSISTENT} or more equal repeats "
+         f"of {TRIALS}: "
+         f"{ends('1.0', 'repeats', 'alike')}; at 0.4: {ends('0.4', 'repeats', 'alike')}. Repeats among the "
+         f"turns of a model's own episodes: {ends('1.0', 'own', 'shares', 'repeated')}; at 0.4: "
+         f"{ends('0.4', 'own', 'shares', 'repeated')}.",
+         repeats_survive(first)),
+        ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
+         "assumes.",
+         f"Shares of turns in lost episodes minus those in won ones, {title(next(iter(short)))} at its "
+         f"end: {lost}. Within a task, an early flaw of the initial model goes with a probability to lose "
+         f"that is higher by r = {with_half(raised)}.", flaws_lose(first)),
+        ("5", "Good actions become consistent; some flawed ones rise with them, and fall only once the "
+         "probability of the good ones is high.",
+         f"Probability of good actions: {ends('1.0', 'confidence', 'good', 'mean')}; of flawed ones: "
+         f"{ends('1.0', 'confidence', 'flawed', 'mean')}; of refused ones: "
+         f"{ends('1.0', 'confidence', 'refused', 'mean')}. Of the flawed {as_text(way['risen'])} rise by "
+         f"{MOVED} or more during training, and {as_text(way['fallen'])} of these have fallen again.",
+         some_rise(first)),
+        ("11", "Twice the iterations bring no further gain (the paper: more than its 200).",
+         f"Success with twice the iterations minus that with the usual number: {gained or 'not measurable'}.",
+         no_gain(next(iter(gains.values()))["1.0"] if gains else None))]
+    return [{"paper": f"Figure {number}", "claim": claim, "found": text, "agrees": agrees,
+             "picture": f"flaws.figure{number}.svg"} for number, claim, text, agrees in figures]
+
+
+def title(arm):
+    """An arm's name as in the paper."""
+    return arm.replace("grpo", "GRPO").replace("gigpo", "GiGPO").replace("+gcd", "+GCD")
+
+
+# Figures
+
+COLORS = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple")      # of the arms, in order
+DASHES = {"1.0": "-", "0.4": "--"}
+
+
+def line(axes, result, path, **style):
+    """Plot a number over a run's models, without those for which it is not measurable."""
+    points = [(model["done"], read(model, *path)) for model in result["models"]]
+    known = [point for point in points if point[1] is not None]
+    axes.plot([done for done, _ in known], [value for _, value in known], marker="o", markersize=3, **style)
+
+
+def finish(figure, panels, path):
+    """Finish the panels, {axes: (title, y label)}, and save the figure."""
+    for axes, (text, label) in panels.items():
+        axes.set_title(text, fontsize=10)
+        axes.set(xlabel="RL iterations", ylabel=label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, handlelength=3)
+    common.save(figure, path)
+
+
+def draw(found, out):
+    """Draw the four figures, OUT/flaws.figureN.svg. found: {(arm, whether twice as long): result}."""
+    plotted = common.pyplot("flaws")
+    short = {arm: result for (arm, twice), result in found.items() if not twice}
+    colors = dict(zip(short, COLORS))
+
+    def panels(rows, columns, **more):
+        return plotted.subplots(rows, columns, figsize=(3.8 * columns, 3.5 * rows), layout="constrained",
+                                squeeze=False, **more)
+
+    figure, ((*axes_3,),) = panels(1, 3)
+    numbers = {"confidence": "probability to repeat, exact", "trials": "share of trials that repeat",
+               "alike": f"states with {CONSISTENT} or more of {TRIALS} equal"}
+    for axes, name in zip(axes_3, numbers):
+        for arm, result in short.items():
+            for temperature, dash in DASHES.items():
+                line(axes, result, (temperature, "repeats", name), color=colors[arm], linestyle=dash,
+                     label=f"{title(arm)}, temperature {temperature}")
+    finish(figure, {axes: (text, "") for axes, text in zip(axes_3, numbers.values())},
+           out / "flaws.figure1.svg")
+
+    figure, ((*axes_3,),) = panels(1, 3)
+    for axes, kind in zip(axes_3, KINDS):
+        for arm, result in short.items():
+            for which, dash in (("lost", "-"), ("won", "--")):
+                line(axes, result, ("1.0", "own", "won or lost", kind, which), color=colors[arm],
+                     linestyle=dash, label=f"{title(arm)}, {which} episodes")
+    finish(figure, {axes: (f"{kind} turns", "mean share of an episode's turns")
+                    for axes, kind in zip(axes_3, KINDS)}, out / "flaws.figure2.svg")
+
+    (figure, axes_RC), texts = panels(2, len(short), sharey=True), {}
+    for row, temperature in zip(axes_RC, DASHES):
+        for axes, (arm, result) in zip(row, short.items()):
+            for name, color in zip(CLASSES, ("tab:green", "tab:red", "tab:gray")):
+                turns = result["models"][0][temperature]["confidence"][name]["turns"]
+                line(axes, result, (temperature, "confidence", name, "mean"), color=color,
+                     linestyle=DASHES[temperature], label=f"{name} ({turns:.0f} turns a seed)")
+            texts[axes] = f"{title(arm)}, temperature {temperature}", "probability of the command"
+    finish(figure, texts, out / "flaws.figure5.svg")
+
+    figure, ((*axes_2,),) = panels(1, 2, sharey=True)
+    for axes, temperature in zip(axes_2, DASHES):
+        for (arm, twice), result in found.items():
+            line(axes, result, (temperature, "own", "success"), color=colors[arm],
+                 linestyle="--" if twice else "-", label=length_of(arm, twice))
+    finish(figure, {axes: (f"temperature {temperature}", f"success on {SPLIT}")
+                    for axes, temperature in zip(axes_2, DASHES)}, out / "flaws.figure11.svg")
+
+
+def length_of(arm, twice):
+    """A run's name."""
+    return title(arm) + (", twice as long" if twice else "")
+
+
+# The page
+
+def tables(found):
+    """{placeholder of the page: table}: numbers at start and end of every run, at both temperatures."""
+    def table(columns):
+        """columns: {head: (path, function that formats the number)}."""
+        rows = []
+        for (arm, twice), result in found.items():
+            for model in (result["models"][0], result["models"][-1]):
+                rows += [[length_of(arm, twice), f"{model['done']:g}", temperature,
+                          *(form(read(model, temperature, *path)) for path, form in columns.values())]
+                         for temperature in DASHES]
+        return "\n".join(markdown(["arm", "iterations", "temperature", *columns], rows))
+
+    def three(value):
+        return as_text(value, ".3f")
+
+    def share_of(kind, which):
+        return "own", "won or lost", kind, which
+
+    ways = [[length_of(*name), temperature, *(as_text(result["ways"][temperature][kind][what])
+                                              for kind in CLASSES for what in ("risen", "fallen"))]
+            for name, result in found.items() for temperature in DASHES]
+    return {
+        "repeats": table({head: (("repeats", name), three) for head, name in (
+            ("probability to repeat", "confidence"), ("an accepted command", "accepted"),
+            ("a refused one", "refused"), ("trials that repeat", "trials"),
+            (f"{CONSISTENT} or more equal", "alike"))}),
+        "frequency": table({f"{kind}, {which}": (share_of(kind, which), three)
+                            for kind in KINDS for which in ("won", "lost")}),
+        "differences": table({kind: (share_of(kind, "difference"), with_half) for kind in KINDS}
+                             | {"r": (("own", "raised"), with_half)}),
+        "confidence": table({name: (("confidence", name, "mean"), three) for name in CLASSES}),
+        "ways": "\n".join(markdown(["arm", "temperature", *(f"{kind}: {what}" for kind in CLASSES
+                                                            for what in ("risen", "fallen again"))], ways)),
+        "success": table({"success": (("own", "success"), three)}
+                         | {kind: (("own", "shares", kind), three) for kind in KINDS})}
+
+
+def by_seed(results):
+    """Final numbers at temperature 1 of each arm minus the first arm's, by seed, as lines of text.
+
+    results: {arm: cells' results}.
+    """
+    numbers = {"probability to repeat": ("repeats", "confidence"), "success": ("own", "success"),
+               "probability of flawed actions": ("confidence", "flawed", "mean"),
+               "flawed share of turns": ("own", "shares", "flawed")}
+    (base, theirs), *others = results.items()
+    lines = []
+    for arm, ours in others:
+        for text, path in numbers.items():
+            pairs = [[read(result["models"][-1], "1.0", *path) for result in pair]
+                     for pair in zip(theirs, ours, strict=True)]
+            texts = [as_text(None if None in pair else pair[1] - pair[0], "+.3f") for pair in pairs]
+            lines.append(f"* {title(arm)} minus {title(base)}, {text}, by seed: {', '.join(texts)}")
+    return "\n".join(lines) or "One arm: nothing to compare."
+
+
+# The study
+
+def study(options, command):
+    """Make missing runs, measure missing cells, and write the files; returns the page."""
+    arms, twice = options.arms.split(","), [arm for arm in options.twice.split(",") if arm]
+    seeds, out = [int(seed) for seed in options.seeds.split(",")], Path(options.out)
+    kept = requested_runs(arms, twice, seeds, options.iterations, Path(options.runs))
+    runs.make(kept, options.jobs)
+    made = {f"{arm} {length} seed{seed}": run for (arm, length, seed), run in kept.items() if length}
+    requested = {name: {"arm": run.row, "iterations": run.iterations, "seed": run.seed,
+                        "tasks": options.tasks, "places": options.places,
+                        "models": measured_models(run.iterations, options)}
+                 for name, run in made.items()}
+    done = common.run_cells(out / "flaws.jsonl", requested, partial(cell, made), options.jobs)
+    results = {}
+    for name, run in made.items():
+        results.setdefault((run.row, run.iterations > options.iterations), []).append(done[name])
+    found = {name: over_seeds(of_seeds) for name, of_seeds in results.items()}
+    gains = {arm: {str(t): more(results[arm, False], results[arm, True], str(t)) for t in TEMPERATURES}
+             for arm in twice}
+    draw(found, out)
+    figures = entries(found, gains)
+    texts = {figure["picture"].split(".")[1]: f"{figure['found']} Agrees with the paper: {figure['agrees']}."
+            for figure in figures}
+    page = PAGE.read_text(encoding="utf-8").format(
+        command=" ".join(command), seeds=options.seeds, tasks=options.tasks, members=MEMBERS,
+        arms=" and ".join(map(title, arms)), iterations=options.iterations,
+        against=by_seed({arm: of_arm for (arm, longer), of_arm in results.items() if not longer}),
+        **texts, **tables(found))
+    common.publish(out, "flaws", command, seeds, {
+        "arms": [{"arm": arm, "twice": longer} | found[arm, longer] for arm, longer in found],
+        "twice less once": gains}, figures, page)
+    return page
+
+
+def measured_models(length, options):
+    """Iterations whose models are measured: the same number of models for any length of run."""
+    return list(range(0, length + 1, options.every * length // options.iterations))
+
+
+def check(parser, options):
+    """Check the options before anything runs; an error is one line."""
+    arms = options.arms.split(",")
+    if not all(seed.isdecimal() and int(seed) < 100 for seed in options.seeds.split(",")):
+        parser.error(f"--seeds={options.seeds}: expected numbers below 100, such as 0,1")
+    for flag, names in (("arms", arms), ("twice", [arm for arm in options.twice.split(",") if arm])):
+        known = arms if flag == "twice" else [arm for arm, (start, _) in runs.ARMS.items() if start]
+        if unknown := [name for name in names if name not in known]:
+            parser.error(f"--{flag}={unknown[0]}: expected one of {', '.join(known)}")
+    for name, low, high in (("iterations", 1, 10**4), ("every", 1, options.iterations), ("tasks", 2, 256),
+                            ("places", 1, 10**6), ("jobs", 1, 256)):
+        if not low <= (value := getattr(options, name)) <= high:
+            parser.error(f"--{name}={value}: expected {low} to {high}")
+    if options.iterations % options.every or options.every % runs.EVERY:
+        parser.error(f"--every={options.every}: expected a multiple of {runs.EVERY} that divides "
+                     f"--iterations={options.iterations}")
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser("python -m lab.studies.flaws", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    for flag, default, text in (
+            ("seeds", "0,1", "seeds of the runs"),
+            ("arms", ",".join(ARMS), "arms of lab/studies/runs.py; the first is the reference"),
+            ("twice", "grpo", "arms that are trained twice as long, too; empty: none"),
+            ("iterations", runs.ITERATIONS, "RL iterations"),
+            ("every", 10, "iterations between measured models; doubled in a run twice as long"),
+            ("tasks", 32, f"tasks of {SPLIT} that each model plays, {MEMBERS} episodes each"),
+            ("places", 100, "states in which repeats are measured"), ("jobs", 2, "parallel processes"),
+            ("runs", str(runs.RUNS), "folder of the runs"),
+            ("out", str(common.OUT), "output folder")):
+        parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)
+    options = parser.parse_args(argv)
+    check(parser, options)
+    try:
+        print(study(options, ["python", "-m", "lab.studies.flaws", *argv]))
+    except (ValueError, jobs.Failed) as error:
+        parser.exit(1, f"{parser.prog}: error: {error}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

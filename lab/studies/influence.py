@@ -1,0 +1,310 @@
+"""How the turns of an agent share gradients: Equation 2 on hidden states, and the numbers of Figures 3, 8, 9.
+
+arXiv:2509.23870, sections 3.2 and 4. The formula is NTHR's (arXiv:2505.18830); the hidden states are computed
+by its code (algorithms/nthr.py). Turns are played by a model and labeled by the oracle. Left out: the runs
+(lab/studies/runs.py) and the analysis (lab/studies/coupling.py).
+
+Shapes: S turns, N tokens, P pairs of turns, V vocabulary, d hidden size, X = V d.
+"""
+
+import copy
+import math
+import re
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+import batching
+import update
+from algorithms import nthr
+from infra.streams import generator, stream
+from labels import oracle_labels
+from rollout import EpisodeSpec
+
+PLAY, DRAW = 20, 21                      # purposes of random streams: the second number of their names
+TASKS = 96                               # of split "dev", each played once
+ACTIONS, CONTEXTS = 6, 6                 # of the heat map: commands, and turns per command
+STEP_NATS = 0.01                               # mean rise of a turn's log-probability by its own step
+CLASSES = ("good", "bad", "refused")
+FORM = ("stop", "tag", "link")           # kinds of tokens without content (see token_kinds)
+BINS = 40                                # of cosines, from -1 to 1
+OBJECT_NAME, PREPOSITIONS = re.compile(r"(?<![a-z])[a-z]+ \d+"), ("to", "from", "with", "in", "on")
+
+
+# Turns
+
+@dataclass(slots=True)
+class MeasuredTurn:
+    """A turn with its tokens, task, command and label."""
+
+    sample: batching.Sample
+    task: str
+    action: str
+    label: str | None             # one of CLASSES; None: not labeled by the oracle
+    kinds: list                   # of each response token, see `token_kinds`
+
+
+def measured_turns(actor, seed):
+    """Play one episode of each of the first TASKS of split "dev"; returns its turns that have a command.
+
+    A turn is labeled "refused" if the game refused the command, else "good" or "bad" by the oracle.
+    """
+    environment = actor.config.environment
+    tasks = environment.split_tasks("dev")[:TASKS]
+    specs = [EpisodeSpec(task, g, stream(seed, PLAY, g), g) for g, task in enumerate(tasks)]
+    episodes, found = actor.play(specs), []
+    rooms = [episode.turns[0].observation.partition("Your task is to")[0] for episode in episodes]
+    receptacles = {name.split()[0] for room in rooms for name in OBJECT_NAME.findall(room)}
+    for episode in episodes:
+        labels = oracle_labels(episode, environment)
+        for turn, label in zip(episode.turns, labels):
+            if turn.action is not None:
+                n, m = len(turn.prompt_ids), len(turn.response_ids)
+                sample = batching.Sample(turn.prompt_ids + turn.response_ids, [False] * n + [True] * m,
+                                         [0.0] * (n + m), None, episode.index)
+                found.append(MeasuredTurn(sample, episode.task.id, turn.action,
+                                          label if turn.valid else "refused",
+                                          token_kinds(actor.chat, turn.response_ids, receptacles)))
+    return found
+
+
+def token_kinds(chat, ids, receptacles):
+    """The kind of each response token: stop, tag, verb, link, receptacle, number or object.
+
+    The verb is the first token that is neither stop nor tag. receptacles: their names, as in the first
+    observations; a receptacle's token may contain its number.
+    """
+    kinds = []
+    for token in ids:
+        text = chat.tokenizer.decode([token]).strip()
+        if token in chat.stop_ids:
+            kinds.append("stop")
+        elif re.fullmatch(r"</?\w+>", text):
+            kinds.append("tag")
+        elif not {"verb"} & {*kinds}:
+            kinds.append("verb")
+        elif text in PREPOSITIONS:
+            kinds.append("link")
+        elif text.isdigit():
+            kinds.append("number")
+        else:
+            kinds.append("receptacle" if text.split(" ")[0] in receptacles else "object")
+    return kinds
+
+
+def subsample(items, n, *seed):
+    """At most n of the items, in random order."""
+    order = torch.randperm(len(items), generator=generator(*seed)).tolist()
+    return [items[i] for i in order[:n]]
+
+
+def by_class(turns, n, seed):
+    """{class: at most n of its turns}, with as many good as bad ones."""
+    of = {label: [turn for turn in turns if turn.label == label] for label in CLASSES}
+    fewest = min(n, len(of["good"]), len(of["bad"]))
+    return {label: subsample(of[label], n if label == "refused" else fewest, seed, DRAW, k)
+            for k, label in enumerate(CLASSES)}
+
+
+# Equation 2
+
+def hidden_and_error(model, turns):
+    """(hidden_Nd, error_NV) of each turn's response tokens; error = e_y - pi over the full vocabulary."""
+    columns, objective = range(model.config.vocab_size), update.Objective(microbatch_tokens=4096)
+    return nthr.hidden_and_error(model, [turn.sample for turn in turns], columns, objective)
+
+
+def couplings(pairs):
+    """coupling_SS: Equation 2 for every pair of turns. pairs: (hidden_Nd, error_NV) of each turn.
+
+        sum_k sum_k' <g_k, g'_k'> <h_k, h'_k'>  =  <M, M'>,   M = sum_k g_k h_k^T
+
+    M is the gradient of the response's log-probability with respect to an untied output layer.
+    """
+    pull_SX = torch.stack([(error_NV.T @ hidden_Nd).flatten() for hidden_Nd, error_NV in pairs])
+    return pull_SX @ pull_SX.T
+
+
+def token_couplings(pairs):
+    """coupling_NN: the terms of Equation 2 for every pair of tokens; the turns are concatenated."""
+    hidden_Nd, error_NV = (torch.cat(part) for part in zip(*pairs))
+    return (error_NV @ error_NV.T) * (hidden_Nd @ hidden_Nd.T)
+
+
+def cosines(product_SS):
+    """Cosines from inner products; 0 for zero vectors."""
+    norm_S = product_SS.diagonal().clamp(min=0).sqrt()
+    return product_SS / (norm_S[:, None] * norm_S).clamp(min=1e-30)
+
+
+def mean_of(values):
+    """The mean of a tensor as a float; None if it is empty."""
+    return float(values.mean()) if values.numel() else None
+
+
+def differ(names):
+    """differ_SS: whether the names of two turns differ."""
+    number_of = {name: i for i, name in enumerate(names)}
+    number_S = torch.tensor([number_of[name] for name in names])
+    return number_S[:, None] != number_S
+
+
+# Figure 3a: similarity of turns
+
+def similarity(model, candidates, seed):
+    """Cosines between turns, one per task: of the output layer's gradients and of mean hidden states.
+
+    For turns sampled by the model itself, the expected mean over pairs is 0 for any coupling, since the score
+    has mean 0 at each prompt; the root mean square is what differs between environments. None with fewer than
+    two turns.
+    """
+    one = {turn.task: turn for turn in subsample(candidates, len(candidates), seed, DRAW, 3)}
+    if len(turns := [*one.values()]) < 2:
+        return None
+    pairs = hidden_and_error(model, turns)
+    cosine_SS = cosines(couplings(pairs))
+    hidden_Sd = torch.stack([hidden_Nd.mean(0) for hidden_Nd, _ in pairs])
+    above_SS = torch.ones(len(turns), len(turns), dtype=torch.bool).triu(1)
+    other_SS = differ([turn.action for turn in turns])
+    gradient_P = cosine_SS[above_SS]
+    counts = torch.histc(gradient_P, BINS, -1, 1) / len(gradient_P)
+    return {"turns": len(turns), "same action": mean_of((~other_SS[above_SS]).float()),
+            "mean": mean_of(gradient_P), "rms": float(gradient_P.square().mean().sqrt()),
+            "mean of same action": mean_of(cosine_SS[above_SS & ~other_SS]),
+            "mean of different": mean_of(cosine_SS[above_SS & other_SS]),
+            "hidden": mean_of(cosines(hidden_Sd @ hidden_Sd.T)[above_SS]), "histogram": counts.tolist()}
+
+
+# Figure 3b: the effect of a gradient step on one turn on other turns
+
+def response_logprobs(model, samples):
+    """Log-probability of each response in nats, in the model's own precision, with gradient."""
+    ids_BT, layout, select, target_N, *_ = batching.collate(samples, model)
+    token_N = model(ids_BT, layout, select).log_softmax(-1).gather(1, target_N[:, None])[:, 0]
+    return torch.stack([part.sum() for part in token_N.split([sum(sample.sampled) for sample in samples])])
+
+
+def gradient(model, sample):
+    """The gradient of a response's log-probability with respect to every parameter."""
+    logprob = response_logprobs(model, [sample])[0]
+    return torch.autograd.grad(logprob, [*model.parameters()], allow_unused=True)
+
+
+@torch.no_grad()
+def logprobs_after_step(model, samples, grads, step):
+    """The responses' log-probabilities with parameters + step * grads; the model is restored."""
+    before = [p.clone() for p in model.parameters()]
+    for p, g in zip(model.parameters(), grads):
+        p.add_(g if g is not None else torch.zeros_like(p), alpha=step)
+    moved_S = response_logprobs(model, samples)
+    for p, old in zip(model.parameters(), before):
+        p.copy_(old)
+    return moved_S
+
+
+def step_effects(model, samples, step_nats=STEP_NATS):
+    """change_SS: the change of turn j's log-probability by an SGD step on turn i, in double precision.
+
+    The step size is the same for all turns; a turn's own log-probability rises by `step_nats` on average.
+    Also returns the nonlinearity: for every sixth turn, the largest difference between the change by a full
+    step and twice the change by half a step, divided by the largest change.
+    """
+    model = copy.deepcopy(model).double()
+    grads = [gradient(model, sample) for sample in samples]
+    square = statistics.fmean(sum(float(g.square().sum()) for g in of if g is not None) for of in grads)
+    with torch.no_grad():
+        before_S = response_logprobs(model, samples)
+    step, rows, nonlinearity = step_nats / max(square, 1e-30), [], 0.0
+    for i, of in enumerate(grads):
+        rows.append(logprobs_after_step(model, samples, of, step) - before_S)
+        if i % CONTEXTS == 0:
+            half_S = logprobs_after_step(model, samples, of, step / 2) - before_S
+            nonlinearity = max(nonlinearity, float((2 * half_S - rows[-1]).abs().max()))
+    change_SS = torch.stack(rows)
+    return change_SS, nonlinearity / max(float(change_SS.abs().max()), 1e-30)
+
+
+def same_action_turns(candidates, seed):
+    """Turns of the commands that occur in most tasks, each from a different task, sorted by command.
+
+    Refused commands are left out.
+    """
+    of = {}
+    for turn in subsample(candidates, len(candidates), seed, DRAW, 4):
+        if turn.label != "refused":
+            of.setdefault(turn.action, {}).setdefault(turn.task, turn)
+    most = sorted(of, key=lambda action: (-len(of[action]), action))[:ACTIONS]
+    return [turn for action in sorted(most) for turn in [*of[action].values()][:CONTEXTS]
+            if len(of[action]) > 1]
+
+
+def heat(model, candidates, seed):
+    """Figure 3b's map and its means; None unless one command was given in two tasks and a second one in one.
+
+    The map is change_ij / sqrt(change_ii change_jj), since turns differ in how far they can move. The means
+    are over pairs of different tasks: of the map, and of the change divided by the mean change of a turn by
+    its own step. "above": how often a same-action pair exceeds a different-action pair (ties count half).
+    """
+    turns = same_action_turns(candidates, seed)
+    other_SS = differ([turn.action for turn in turns]) if turns else torch.zeros(0, 0, dtype=torch.bool)
+    if not other_SS.any():
+        return None
+    change_SS, nonlinearity = step_effects(model, [turn.sample for turn in turns])
+    tasks_differ_SS = differ([turn.task for turn in turns])
+    scaled_SS = cosines(change_SS)
+    same_P, different_P = (scaled_SS[tasks_differ_SS & which] for which in (~other_SS, other_SS))
+    if not same_P.numel() or not different_P.numel():
+        return None
+    above = (same_P[:, None] > different_P).double() + 0.5 * (same_P[:, None] == different_P)
+    own_change = max(float(change_SS.diagonal().mean()), 1e-30)
+    return {"actions": [turn.action for turn in turns],
+            "matrix": [[round(x, 3) for x in row] for row in scaled_SS.tolist()],
+            "same": mean_of(same_P), "different": mean_of(different_P), "above": mean_of(above),
+            "change same": float(change_SS[tasks_differ_SS & ~other_SS].mean()) / own_change,
+            "change different": float(change_SS[tasks_differ_SS & other_SS].mean()) / own_change,
+            "nonlinear": nonlinearity}
+
+
+# Figure 9: the tokens that carry the influence
+
+def influence_by_kind(model, candidates, n, seed):
+    """{kind of token: {"influence": its share of the absolute influence, "tokens": its share of the tokens}}.
+
+    Between turns of different tasks; the influence of a pair of tokens counts half for each. None with fewer
+    than two tasks.
+    """
+    turns = subsample(candidates, n, seed, DRAW, 5)
+    if len({turn.task for turn in turns}) < 2:
+        return None
+    kinds = [kind for turn in turns for kind in turn.kinds]
+    task_N = [turn.task for turn in turns for _ in turn.kinds]
+    weight_N = (token_couplings(hidden_and_error(model, turns)).abs() * differ(task_N)).sum(1)
+    total = float(weight_N.sum())
+    shares = Counter()
+    for kind, weight in zip(kinds, weight_N.tolist()):
+        shares[kind] += weight / total if total else math.nan
+    return {kind: {"influence": shares[kind], "tokens": count / len(kinds)}
+            for kind, count in Counter(kinds).most_common()}
+
+
+# Figure 8: influence within a class minus influence across classes
+
+def gap(model, of_class, pair=("good", "bad")):
+    """Same-class minus cross-class influence between turns of different tasks, per pair of tokens.
+
+    Also of cosines, whose scale does not change in training. None if a class has fewer than two tasks.
+    """
+    turns = [turn for label in pair for turn in of_class[label]]
+    if any(len({turn.task for turn in of_class[label]}) < 2 for label in pair):
+        return None
+    coupling_SS = couplings(hidden_and_error(model, turns))
+    tokens_S = torch.tensor([len(turn.kinds) for turn in turns])
+    tasks_differ_SS, cross_SS = differ([turn.task for turn in turns]), differ([turn.label for turn in turns])
+    found = {label: len(of_class[label]) for label in pair}
+    per_token_SS = coupling_SS / (tokens_S[:, None] * tokens_S)
+    for name, of_SS in (("", per_token_SS), (" of cosines", cosines(coupling_SS))):
+        same, cross = (mean_of(of_SS[tasks_differ_SS & which]) for which in (~cross_SS, cross_SS))
+        found |= {f"same{name}": same, f"cross{name}": cross, f"gap{name}": same - cross}
+    return found

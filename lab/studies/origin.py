@@ -1,0 +1,428 @@
+"""What GRPO can add to its base model: the claims of arXiv:2510.15990, tested including pretraining.
+
+A small model is pretrained on strings (lab/envs/strings.py) with a share rho of problems outside the main
+distribution on each of four axes: more operations, longer strings, other letters, unseen pairs of
+operations. GRPO then trains on one axis. Measured before and after: pass@1 to pass@256 on 64 new problems,
+and with it the base's probability Q of a correct response; the same from checkpoints of pretraining; and
+alternatives to GRPO. On a toy whose responses can be enumerated, the end points of GRPO with each kind of KL
+are compared with closed forms (lab/studies/tilting.py). Left out: text games, except for one comparison.
+
+    python -m lab.studies.origin              # one seed, rho .01: a quarter of an hour on two cores
+    python -m lab.studies.origin --all        # five seeds of everything; about four core-hours
+    python -m lab.studies.origin --jobs 0     # only the page, which always covers all stored cells
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+
+from lab.bench.intervals import interval, markdown, paired, percent, with_half
+from lab.envs.strings import AXES
+from lab.studies import common, origin_cells, tilting
+from lab.studies.origin_cells import AGENT, BETA, EACH, INSTEAD, KINDS, KS, MIDDLE, RHOS, STEPS, TOY_GROUP
+
+PAGE = Path(__file__).with_name("origin.page.md")
+
+
+# Running
+
+def results_of(everything, requested, options):
+    """Run the requested cells that are missing, seed by seed (--jobs 0: none).
+
+    First the bases, then GRPO, then the alternatives, which get as many tokens as GRPO sampled. Returns
+    {name: result} of every stored cell.
+    """
+    path = options.out / "origin.jsonl"
+    work = partial(origin_cells.run, runs=options.runs, results=path)
+    missing = common.missing_cells(path, requested) if options.jobs else {}
+    for _, cells in itertools.groupby(missing.items(), lambda cell: cell[1]["seed"]):
+        cells = dict(cells)
+        bases = {str(origin_cells.base_of(settings, options.runs)): settings
+                 for settings in cells.values() if settings["what"] != "agent"}
+        common.make_runs(bases, origin_cells.pretrain, options.jobs, "pretraining")
+        for instead in (False, True):
+            common.run_cells(path, {name: settings for name, settings in cells.items()
+                                if (settings["what"] in INSTEAD) == instead}, work, options.jobs)
+    return {name: record["result"] for name, record in common.finished_cells(path, everything).items()}
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser("python -m lab.studies.origin", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--all", action="store_true", help="run every rho, no positions, and alternatives")
+    parser.add_argument("--seeds", type=int, help="number of seeds, from 0 (default 1; with --all 5)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
+    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
+    parser.add_argument("--runs", type=Path, default=origin_cells.RUNS, help="folder of the runs")
+    options = parser.parse_args(argv)
+    seeds = options.seeds if options.seeds is not None else len(origin_cells.SEEDS) if options.all else 1
+    for name, value, low, high in (("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256)):
+        if not low <= value <= high:
+            parser.error(f"--{name}={value}: expected {low} to {high}")
+    everything = origin_cells.cells_of(True, range(max(seeds, len(origin_cells.SEEDS))))
+    results = results_of(everything, origin_cells.cells_of(options.all, range(seeds)), options)
+    if not any(everything[name]["what"] == "GRPO" for name in results):
+        parser.error(f"--jobs=0: {options.out / 'origin.jsonl'} has no run of GRPO")
+    there = sorted({everything[name]["seed"] for name in results})
+    found = findings(everything, results)
+    draw_axes(found["axes"], options.out / "origin.svg")
+    draw_saturation(found["saturation"], options.out / "origin.saturation.svg")
+    draw_masses(found, options.out / "origin.toy.svg")
+    command = ["python", "-m", "lab.studies.origin", *(["--all"] if options.all else []),
+               "--seeds", str(seeds)]
+    text = page(found, " ".join(command), there, len(results), len(everything))
+    common.publish(options.out, "origin", command, there, found, figures_of(found), text)
+    print(text)
+    return 0
+
+
+# Analysis
+
+def passes(right, k, each=EACH):
+    """Mean pass@k over problems. right: number of correct responses of `each` per problem."""
+    return statistics.fmean(tilting.pass_at(k, each, c) for c in right)
+
+
+def compared(before, after):
+    """Intervals of the base, of GRPO and of the gain. before, after: {seed: value}."""
+    return {"base": interval(before), "GRPO": interval(after), "gain": paired(after, before)}
+
+
+def findings(everything, results):
+    """All numbers of the page, from the stored cells."""
+    cells = [(settings, results[name]) for name, settings in everything.items() if name in results]
+    bases = {(s["rho"], s["positions"], s["seed"]): result for s, result in cells if s["what"] == "base"}
+    trained, instead = {}, {}
+    for settings, result in cells:
+        key = settings.get("rho"), settings.get("positions"), settings["seed"]
+        if settings["what"] == "GRPO" and key in bases:
+            trained.setdefault((settings["axis"], *key[:2]), {})[key[2]] = bases[key], result
+        if settings["what"] in INSTEAD:
+            instead.setdefault((settings["axis"], settings["what"]), {})[key[2]] = bases[key], result
+    axes = [row_of(*key, of_seed) for key, of_seed in trained.items()]
+    return {"axes": axes, "gain": gains([pair for of_seed in trained.values() for pair in of_seed.values()]),
+            "saturation": saturation(cells),
+            "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
+            "agent": agent_rows({s["seed"]: result for s, result in cells if s["what"] == "agent"}),
+            "toy": {kind: toy_row(kind, results) for kind in KINDS
+                    if (results := [result for s, result in cells if s.get("kind") == kind])}}
+
+
+def row_of(axis, rho, positions, of_seed):
+    """An axis at one rho: pass@k before and after, and new solutions. of_seed: {seed: (base, result)}."""
+    def both(split, k):
+        each = EACH if split == axis else EACH // 16
+        return compared({seed: passes(base["right"][split], k) for seed, (base, _) in of_seed.items()},
+                        {seed: passes(result["right"][split], k, each)
+                         for seed, (_, result) in of_seed.items()})
+
+    curve = {k: both(axis, k) for k in KS}
+    pairs = [pair for base, result in of_seed.values()
+             for pair in zip(base["right"][axis], result["right"][axis])]
+    crossing = next((k for k in KS if curve[k]["gain"]["mean"] <= 0 < curve[k]["base"]["mean"]), None)
+    return {"axis": axis, "rho": rho, "positions": positions, "curve": curve, "id": both("id", 1),
+            "unsolved": sum(not b for b, _ in pairs), "newly_solved": sum(not b and a > 0 for b, a in pairs),
+            "problems": len(pairs), "crossing": crossing,
+            "rare": share([result["rare"] for _, result in of_seed.values()]),
+            "rare_before": share([base["rare"][axis] for base, _ in of_seed.values()])}
+
+
+def share(rare):
+    """The share of correct responses that are rare, over seeds; None without correct responses."""
+    n = sum(one["right"] for one in rare)
+    return sum(one["below"] for one in rare) / n if n else None
+
+
+BINS = (0, 1e-9, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0000001)
+
+
+def gains(runs):
+    """Gain by the base's Q over all problems of the runs, and the shift of log-odds that fits it best.
+
+    runs: pairs (base, result). All problems have the same weight; half is twice the standard error over
+    problems.
+    """
+    pairs = [(b / EACH, a / EACH) for base, result in runs for axis in result["right"] if axis != "id"
+             for b, a in zip(base["right"][axis], result["right"][axis])]
+    bins = []
+    for low, high in itertools.pairwise(BINS):
+        inside = [(q, p) for q, p in pairs if low <= q < high]
+        if len(inside) > 1:
+            gain = [p - q for q, p in inside]
+            bins.append({"low": low, "high": min(high, 1), "n": len(inside), "gain": statistics.fmean(gain),
+                         "half": 2 * statistics.stdev(gain) / math.sqrt(len(gain)),
+                         "q": statistics.fmean(q for q, _ in inside),
+                         "shift": tilting.shift_of(inside)})
+    return {"bins": bins, "shift": tilting.shift_of(pairs), "problems": len(pairs)}
+
+
+def saturation(cells):
+    """By steps of pretraining (None: all): pass@1 on "id" before GRPO on "id", and its gain."""
+    found = {}
+    for settings, result in cells:
+        if settings["what"] == "saturation":
+            found.setdefault(settings["steps"], {})[settings["seed"]] = result
+    return [{"steps": steps or None} | {
+        "base": interval({seed: passes(result["before"], 1) for seed, result in of_seed.items()}),
+        "gain": interval({seed: passes(result["after"], 1) - passes(result["before"], 1)
+                          for seed, result in of_seed.items()})}
+        for steps, of_seed in sorted(found.items(), key=lambda item: item[0] or math.inf)]
+
+
+def instead_row(axis, how, of_seed, trained):
+    """An alternative to GRPO: its gain at pass@1 and at pass@256, and its gain minus GRPO's."""
+    gain = {k: {seed: passes(result["right"][axis], k) - passes(base["right"][axis], k)
+                for seed, (base, result) in of_seed.items()} for k in (1, EACH)}
+    grpo_gain = {seed: passes(result["right"][axis], 1) - passes(base["right"][axis], 1)
+              for seed, (base, result) in trained[axis, MIDDLE, "rotary"].items()}
+    return {"axis": axis, "how": how, "gain": interval(gain[1]), "gain_256": interval(gain[EACH]),
+            "less_GRPO": paired(gain[1], grpo_gain)}
+
+
+def agent_rows(of_seed):
+    """The agent's pass@k on task types without RL training, {k: base, GRPO, gain}; None: not run."""
+    if not of_seed:
+        return None
+    trials = AGENT[-1]
+    return {k: compared(*({seed: passes(result[name], k, trials) for seed, result in of_seed.items()}
+                          for name in ("base", "GRPO")))
+            for k in (2**i for i in range(trials.bit_length()))}
+
+
+FORMS = {"k1 in the reward": tilting.tilted, "k3 in the loss": tilting.k3_mass,
+         "k1, reward over its std": tilting.std_mass, "no KL": None}
+
+
+def toy_row(kind, results):
+    """One kind of KL on the toy: (Q, p) of every problem, the shift, and the distance to its closed form.
+
+    "grown_most_nats": the largest rise of any response's log-probability. Distances are per run, not of
+    means over seeds.
+    """
+    form = FORMS[kind]
+    runs = [[(math.exp(problem["before"][problem["right"]]), math.exp(problem["after"][problem["right"]]))
+             for problem in result["problems"]] for result in results]
+    grown = [after - before for result in results for problem in result["problems"]
+             for before, after in zip(problem["before"], problem["after"])]
+    points = [point for run in runs for point in run]
+    return {"points": points, "shift": interval({i: tilting.shift_of(run) for i, run in enumerate(runs)}),
+            "grown_most_nats": max(grown),
+            "distance": statistics.fmean(abs(form(q, BETA) - p) for q, p in points) if form else None,
+            "at_an_end": statistics.fmean(min(p, 1 - p) < 0.02 for _, p in points)}
+
+
+# Figures and page
+
+COLORS = dict(zip(RHOS, ("tab:gray", "tab:blue", "tab:orange", "tab:red")))
+
+
+def draw_axes(rows, path):
+    """Plot pass@k before (dashed) and after GRPO, a panel per axis, a color per rho."""
+    pyplot = common.pyplot("origin")
+    figure, panels = pyplot.subplots(1, len(AXES), figsize=(13, 3.6), layout="constrained", sharey=True)
+    for panel, axis in zip(panels, AXES):
+        for row in rows:
+            if (row["axis"], row["positions"]) == (axis, "rotary"):
+                for which, line in (("base", "--"), ("GRPO", "-")):
+                    panel.plot(KS, [row["curve"][k][which]["mean"] for k in KS], line, linewidth=1.6,
+                               color=COLORS[row["rho"]])
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(KS[::2], map(str, KS[::2]))
+        panel.set(title=axis, xlabel="k", ylim=(-0.02, 1.02))
+    panels[0].set_ylabel("pass@k")
+    for rho in sorted({row["rho"] for row in rows}):
+        panels[0].plot([], [], color=COLORS[rho], label=f"rho {rho:g}")
+    panels[0].plot([], [], "--", color="black", label="base")
+    panels[0].plot([], [], "-", color="black", label="after GRPO")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=6)
+    common.save(figure, path)
+
+
+def draw_saturation(rows, path):
+    """Plot GRPO's gain on "id" against the base's accuracy there, a point per run."""
+    pyplot = common.pyplot("origin")
+    figure, panel = pyplot.subplots(figsize=(5, 3.6), layout="constrained")
+    for row in rows:
+        seeds = row["base"]["seeds"]
+        panel.scatter(list(seeds.values()), [row["gain"]["seeds"][seed] for seed in seeds], s=24,
+                      label=f"{row['steps'] or 'all'} steps")
+    panel.axhline(0, color="black", linewidth=0.6)
+    panel.plot([0, 1], [1, 0], ":", color="black", linewidth=0.8, label="largest possible gain")
+    panel.set(xlabel="base: pass@1 on id", ylabel="gain by GRPO", xlim=(0, 1))
+    panel.legend(fontsize=7, title="of pretraining", title_fontsize=7)
+    common.save(figure, path)
+
+
+def draw_masses(found, path):
+    """Plot, left, p against Q on the toy with closed forms; right, the gain by Q in the study's runs."""
+    pyplot = common.pyplot("origin")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
+    colors = dict(zip(KINDS, ("tab:blue", "tab:orange", "tab:green", "tab:gray")))
+    grid = [i / 400 for i in range(1, 400)]
+    for kind, row in found["toy"].items():
+        left.scatter(*zip(*row["points"]), s=9, color=colors[kind], alpha=0.6, linewidths=0, label=kind)
+        if FORMS[kind]:
+            left.plot(grid, [FORMS[kind](q, BETA) for q in grid], color=colors[kind], linewidth=1)
+    left.plot(grid, grid, ":", color="black", linewidth=0.8)
+    left.set(xlabel="Q: the base's probability of the correct response", ylabel="after GRPO",
+             title=f"toy, beta {BETA:g}: runs and closed forms")
+    left.legend(*left.get_legend_handles_labels(), fontsize=7)
+    bins, shift = found["gain"]["bins"], found["gain"]["shift"]
+    right.errorbar([one["q"] for one in bins], [one["gain"] for one in bins],
+                   [one["half"] for one in bins], fmt="o", color="black", markersize=4)
+    if shift is not None:
+        right.plot(grid, [tilting.sigmoid(tilting.logit(q) + shift) - q for q in grid], color="tab:blue",
+                   linewidth=1, label=f"log-odds + {shift:.2f}")
+        right.legend(fontsize=7)
+    right.axhline(0, color="black", linewidth=0.6)
+    right.set(xlabel="Q of a problem", ylabel="gain", title="all axes, no KL: gain by Q")
+    common.save(figure, path)
+
+
+def points_of(value):
+    """A share with half its interval, in points."""
+    return percent(value, len(value["seeds"]))
+
+
+def axes_table(rows):
+    """The table of axes and rhos."""
+    head = ["axis", "rho", "positions", "pass@1 base", "GRPO", "gain", "pass@256 base", "GRPO",
+            "base reaches GRPO at k", "newly solved", "rare", "id, gain"]
+    return markdown(head, [[
+        row["axis"], f"{row['rho']:g}", row["positions"],
+        *(points_of(row["curve"][1][which]) for which in ("base", "GRPO", "gain")),
+        *(points_of(row["curve"][EACH][which]) for which in ("base", "GRPO")),
+        str(row["crossing"] or "never"), f"{row['newly_solved']} of {row['unsolved']}",
+        " → ".join("–" if value is None else f"{value:.1%}" for value in (row["rare_before"], row["rare"])),
+        points_of(row["id"]["gain"])] for row in rows])
+
+
+def toy_table(toy):
+    """The table of the toy."""
+    rows = []
+    for kind, row in toy.items():
+        rows.append([kind, "–" if row["shift"]["mean"] is None else with_half(row["shift"]),
+                     "–" if row["distance"] is None else f"{100 * row['distance']:.1f}",
+                     f"{row['grown_most_nats']:.2f}", f"{row['at_an_end']:.0%}"])
+    return markdown(["kind", "shift of log-odds", "points from its closed form",
+                     "largest growth of a response, nats", "problems at 0 or 1"], rows)
+
+
+def agent_text(rows):
+    """The agent's first and last pass@k as a sentence; "" if it was not run."""
+    if not rows:
+        return ""
+    texts = [f"pass@{k}: {100 * row['base']['mean']:.0f} % by the cold start, "
+             f"{100 * row['GRPO']['mean']:.0f} % by GRPO, gain "
+             f"{percent(row['gain'], len(row['gain']['seeds']), '+')} points"
+             for k, row in rows.items() if k in (min(rows), max(rows))]
+    decided = any(row["gain"]["half"] is not None and abs(row["gain"]["mean"]) > row["gain"]["half"]
+                  for row in rows.values())
+    return "; ".join(texts) + (". " if decided else ". No gain is distinguishable from 0. ") + (
+        f"Seeds: {len(rows[1]['gain']['seeds'])}.")
+
+
+def page(found, command, seeds, there, requested):
+    """The page's text, from its template in this folder."""
+    bins = [["0 of 256" if one["high"] < 1e-6 else f"{round(one['low'], 3):g} to {one['high']:g}",
+             str(one["n"]), f"{100 * one['gain']:+.1f} ± {100 * one['half']:.1f}",
+             "–" if one["shift"] is None else f"{one['shift']:+.2f}"] for one in found["gain"]["bins"]]
+    saturated = [[str(row["steps"] or "all"), points_of(row["base"]), points_of(row["gain"])]
+                 for row in found["saturation"]]
+    instead = [[row["axis"], row["how"], points_of(row["gain"]), points_of(row["less_GRPO"]),
+                points_of(row["gain_256"])] for row in found["instead"]]
+    agent = [[str(k), *map(points_of, row.values())] for k, row in (found["agent"] or {}).items()]
+    shift = found["gain"]["shift"]
+    return PAGE.read_text(encoding="utf-8").format(
+        command=command, seeds=", ".join(map(str, seeds)), there=there, requested=requested,
+        axes="\n".join(axes_table(found["axes"])), toy="\n".join(toy_table(found["toy"])),
+        outside=(1 - 1 / TOY_GROUP) / BETA, steps=STEPS,
+        shift="none" if shift is None else f"{shift:+.2f}", problems=found["gain"]["problems"],
+        bins="\n".join(markdown(["Q", "problems", "gain, points", "shift of log-odds"], bins)),
+        saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
+        instead="\n".join(markdown(["axis", "alternative", "gain at pass@1", "minus GRPO's",
+                                    "gain at pass@256"], instead)) if instead else "Not run.\n",
+        agent="\n".join(markdown(["k", "cold start", "GRPO", "gain"], agent)) if agent else "Not run.\n",
+        agent_text=agent_text(found["agent"]),
+        agrees="\n".join(markdown(["claim", "agrees", "found"], [
+            [figure["claim"], figure["agrees"], figure["found"]] for figure in figures_of(found)])))
+
+
+def figures_of(found):
+    """The gallery's entries: the abstract's claims. Each rule for "agrees" was fixed before the runs."""
+    claims = (("GRPO's origin: theorem", "origin.toy.svg", "GRPO reweights its base: the optimum is the "
+             "base's distribution, tilted by the reward; the gain is a function of the base's probability Q.",
+             tilts(found["toy"])),
+            ("GRPO's origin: no novel solutions", "origin.svg",
+             "It cannot discover completely novel solutions.", discovers(found["axes"])),
+            ("GRPO's origin: out of distribution", "origin.svg", "It improves out of distribution only where "
+             "the task agrees with the base's biases.", aligns(found["axes"])),
+            ("GRPO's origin: saturation", "origin.saturation.svg",
+             "Its gains in distribution vanish as the base saturates.", saturates(found["saturation"])))
+    return [{"paper": paper, "picture": picture, "claim": claim, "agrees": agrees, "found": text}
+            for paper, picture, claim, (agrees, text) in claims]
+
+
+def tilts(toy):
+    """Yes if k1 in the reward ends within 3 points of the tilted optimum, with a shift within .1 of it."""
+    row = toy.get("k1 in the reward")
+    if row is None or row["shift"]["mean"] is None:
+        return "not measurable", "The toy was not run."
+    fits = row["distance"] < 0.03 and abs(row["shift"]["mean"] - 1 / BETA) <= 0.1
+    return ("yes" if fits else "no",
+            f"On a toy with k1 in the reward, beta {BETA:g}, runs end {100 * row['distance']:.1f} points "
+            f"from the optimum; log-odds shift by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). k3 in "
+            "the loss, rewards over their std and runs without KL end elsewhere.")
+
+
+def discovers(rows):
+    """Yes if fewer than a tenth of the correct responses are rare in the base, on each axis and rho whose
+    base solves more than a tenth of the problems in 256 responses; partly if on most."""
+    measurable = [row for row in rows if row["positions"] == "rotary" and row["rare"] is not None
+            and row["curve"][EACH]["base"]["mean"] > 0.1]
+    if not measurable:
+        return "not measurable", "No base solves a tenth of an axis' problems in 256 responses."
+    few, most = sum(row["rare"] < 0.1 for row in measurable), max(measurable, key=lambda row: row["rare"])
+    solved, unsolved = sum(row["newly_solved"] for row in rows), sum(row["unsolved"] for row in rows)
+    return ("yes" if few == len(measurable) else "partly" if 2 * few > len(measurable) else "no",
+            "Correct responses that the base gives less than once in as many as RL sampled: at most "
+            f"{most['rare']:.1%} ({most['axis']}, rho {most['rho']:g}). Of {unsolved} problems that the base "
+            f"does not solve in 256 responses, GRPO solves {solved} at least once in 256.")
+
+
+def aligns(rows):
+    """Yes if no axis with a base below 2 % at pass@256 gains 5 points, and one with a base of 10 to 90 % at
+    pass@1 gains more than half its interval (one seed: 5 points); partly if one of the two holds."""
+    rows = [row["curve"] | row for row in rows if row["positions"] == "rotary"]
+    blind = [row for row in rows if row[EACH]["base"]["mean"] < 0.02]
+    open_ = [row for row in rows if 0.1 <= row[1]["base"]["mean"] <= 0.9]
+    if not blind or not open_:
+        return "not measurable", "This needs axes on which the base fails and others that it solves in part."
+    none = all(row[1]["gain"]["mean"] < 0.05 for row in blind)
+    some = any(row[1]["gain"]["mean"] > (row[1]["gain"]["half"] or 0.05) for row in open_)
+    largest = [max(of, key=lambda row: row[1]["gain"]["mean"]) for of in (blind, open_)]
+    one, other = (f"{points_of(row[1]['gain'])} points ({row['axis']}, rho {row['rho']:g})"
+                  for row in largest)
+    return (("no", "partly", "yes")[none + some],
+            f"Largest gain where the base is below 2 % at pass@256: {one}; where it is at 10 to 90 % at "
+            f"pass@1: {other}.")
+
+
+def saturates(rows):
+    """Yes if the finished base gains 2 points or less, and a base of 20 to 70 % gains 10 or more."""
+    early = [row for row in rows if 0.2 <= row["base"]["mean"] <= 0.7]
+    if not early or rows[-1]["steps"] is not None:
+        return "not measurable", "This needs a base between 20 and 70 % and the finished one."
+    best = max(early, key=lambda row: row["gain"]["mean"])
+    late = rows[-1]["gain"]["mean"] <= 0.02
+    return (("no", "partly", "yes")[late + (best["gain"]["mean"] >= 0.1)],
+            f"From {points_of(best['base'])} % GRPO gains {points_of(best['gain'])} points, from "
+            f"{points_of(rows[-1]['base'])} % {points_of(rows[-1]['gain'])}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Labels of turns for the judge: "good", "bad" or None, from a rule, an environment's oracle or a large
+model.
+
+The paper labels by a rule on repeated observations and by a large model (arXiv:2509.23870 §4.1). No model and
+no tensors here. An environment may bring label kinds of its own (`Environment.labels`). Left out: which of
+the labelled turns are judged (judge.py).
+"""
+
+LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled", "endpoint", "rule+endpoint")
+AGREEMENTS = ("add-good", "both", "endpoint-wins")
+
+
+def anchors(episode):
+    """The anchor (last informative observation) before each turn, and after the last one."""
+    return [turn.anchor for turn in episode.turns] + [episode.final_anchor]
+
+
+def rule_labels(episode):
+    """The paper's rule (§4.1), one label per turn.
+
+    "good": the last turn of a won episode. "bad": a turn whose anchor occurs again later in the episode, so
+    that it led nowhere. Otherwise None.
+    """
+    seen = anchors(episode)
+    labels = ["bad" if seen[t] in seen[t + 1:] else None for t in range(len(episode.turns))]
+    if episode.won:
+        labels[-1] = "good"
+    return labels
+
+
+def dense_labels(episode):
+    """The rule, plus "good" for each valid turn of a won episode whose resulting observation occurs once.
+
+    Ours: the paper's rule labels hardly any turn good.
+    """
+    seen = anchors(episode)
+    return [label or ("good" if episode.won and turn.valid and seen.count(after) == 1 else None)
+            for label, turn, after in zip(rule_labels(episode), episode.turns, seen[1:])]
+
+
+def oracle_labels(episode, environment):
+    """The labels of the environment's oracle (None without one), which are also written to turn.oracle.
+
+    A truncated response counts as refused.
+    """
+    if environment.oracle and all(turn.oracle is None for turn in episode.turns):
+        last = environment.noop_message if episode.truncated else episode.final_observation
+        replies = [turn.observation for turn in episode.turns] + [last]
+        labels = environment.oracle(replies, [turn.action or "" for turn in episode.turns])
+        for turn, label in zip(episode.turns, labels, strict=True):
+            turn.oracle = label
+    return [turn.oracle for turn in episode.turns]
+
+
+def combine(rule, other, agreement):
+    """Combine a turn's label by the rule with the large model's or the oracle's (None: no label).
+
+        add-good:       the rule's label; "good" where only the other says so (the paper does not say how)
+        both:           the other's label, where the rule has none or the same one
+        endpoint-wins:  the other's label if it has one, else the rule's
+        undisputed:     as add-good, but None where the two contradict each other (for rule+oracle)
+    """
+    if agreement == "endpoint-wins":
+        return other or rule
+    if agreement == "both":
+        return other if rule in (other, None) else None
+    disputed = agreement == "undisputed" and {rule, other} == {"good", "bad"}
+    return None if disputed else rule or ("good" if other == "good" else None)
+
+
+def label_turns(episode, kind, environment, endpoint=None, agreement="add-good"):
+    """Label each turn of an episode, write the labels to turn.label, and return them.
+
+    kind: one of LABELS, or a kind of the environment's own. "shuffled" gives dense labels here; judge.choose
+    replaces them by coin tosses. endpoint: {t: label} of a large model. agreement: see `combine`.
+    """
+    others = [(endpoint or {}).get(t) for t in range(len(episode.turns))]
+    if kind in ("oracle", "rule+oracle"):
+        others, agreement = oracle_labels(episode, environment), "undisputed"
+    if kind in ("oracle", "endpoint"):
+        labels = others
+    elif kind in ("rule+oracle", "rule+endpoint"):
+        labels = [combine(rule, other, agreement) for rule, other in zip(rule_labels(episode), others)]
+    else:
+        rules = {"rule": rule_labels, "dense": dense_labels, "shuffled": dense_labels}
+        labels = (environment.labels | rules)[kind](episode)
+    for turn, label in zip(episode.turns, labels, strict=True):
+        turn.label = label
+    return labels

@@ -1,0 +1,54 @@
+"""Logprobs and entropies of given tokens, computed inside the model's forward in chunks of bounded memory.
+
+Shapes: N tokens, V vocabulary, C hidden size.
+"""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lm.restrict import restricted
+
+CHUNK_LOGITS = 2**26      # most logits computed at once: 256 MB in fp32; a step needs a few such tensors
+
+
+def token_logprobs(model, ids_BT, layout, select, target_N, temperature, allowed, entropies=False):
+    """Logprob of each target token and, if `entropies`, the entropy at its position (without gradient).
+
+    layout: attention layout (lm.attention). select: (row_N, column_N), the positions that predict the
+    targets. temperature: divides the logits. allowed: per target the ids that it was sampled from (None:
+    all); the distribution is renormalized to them. Returns logprob_N and entropy_N in fp32, in nats
+    (entropies are 0 unless requested).
+    """
+    def head(hidden_NC, lm_head, target_N, allowed):
+        logits_NV = restricted(lm_head(hidden_NC).float() / temperature, allowed)
+        logprob_N1 = logits_NV.log_softmax(-1).gather(1, target_N[:, None])    # FSDP warns about views
+        with torch.no_grad():        # last, so that recomputation in backward stops before it
+            return logprob_N1, entropy(logits_NV) if entropies else torch.zeros(len(logits_NV))
+
+    logprob_N1, entropy_N = model(ids_BT, layout, select, in_chunks(head, target_N, allowed))
+    return logprob_N1[:, 0], entropy_N
+
+
+def in_chunks(head, target_N, allowed):
+    """A head for `Model.forward` that applies head(hidden_NC, lm_head, target_N, allowed) in chunks.
+
+    head returns a tuple of tensors with one row per position; the chunks' results are concatenated. With
+    more than CHUNK_LOGITS logits, backward recomputes each chunk, so that one chunk's logits are in memory at
+    a time.
+    """
+    def chunked(hidden_NC, lm_head):
+        size, n = max(CHUNK_LOGITS // lm_head.out_features, 1), len(target_N)
+        if n <= size:
+            return head(hidden_NC, lm_head, target_N, allowed)
+        chunks = [checkpoint(head, hidden_NC[i:i + size], lm_head, target_N[i:i + size],
+                             allowed and allowed[i:i + size], use_reentrant=False, preserve_rng_state=False)
+                  for i in range(0, n, size)]
+        return tuple(torch.cat(parts) for parts in zip(*chunks))
+
+    return chunked
+
+
+def entropy(logits_NV):
+    """Entropy of each row's distribution, in nats."""
+    logprob_NV = logits_NV.log_softmax(-1)
+    return -(logprob_NV.exp() * logprob_NV).sum(-1)

@@ -1,1 +1,0 @@
-"""A run: its processes, its files, its flags, how it is made ready."""

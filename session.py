@@ -1,0 +1,304 @@
+"""A run and how it is set up: model made or loaded, environment started, checkpoint checked.
+
+The user's mistakes surface in `prepare`, before any work. Left out: what a run does (gcd.py, cold_start.py,
+evaluation.py), and its flags (config.py).
+"""
+
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+import correction
+import judge
+import labels
+import resume
+import rollout
+import update
+from infra import checkpoint, files, parallel, plugins
+from infra.endpoint import Endpoint
+from infra.memory import check_memory
+from infra.progress import progress
+from infra.signals import Interrupted
+from lm import model as qwen
+from lm.chat import TAGS, Chat, is_small
+from lm.engine import Sampling
+from lm.optim import adamw
+from lm.small import save_small_model
+
+
+@dataclass(slots=True)
+class Run:
+    """A run: model, optimizer, chat, games, and the folder that it writes to."""
+
+    config: object                # config.Config
+    ranks: parallel.Ranks
+    model: torch.nn.Module        # to train
+    sampler: torch.nn.Module      # to generate; `parallel.copy_weights` gives it the model's weights
+    optimizer: torch.optim.Optimizer
+    objective: update.Objective   # the loss by the flags
+    chat: Chat
+    games: list                   # one per slot: what `rollout.play` plays in
+    out: Path
+    should_stop: object           # true once the run was asked to stop: see signals.Stop
+    identity: dict                # what its checkpoint and metrics share: see `begin`
+    done: int | None = None       # iterations done in the resumed checkpoint; None: not resumed
+    endpoint: Endpoint | None = None                       # the large model's server, if any
+    instruction: correction.Instruction | None = None      # of prompt-based correction
+    origin: dict = field(default_factory=dict)             # see files.origin_of; rank 0 only
+    seconds: dict = field(default_factory=dict)            # {stage: seconds} of ended stages
+    stage: str = ""                                        # the current stage, and when it began
+    began: float = 0.0
+    iteration: int | None = None                           # of RL, during RL
+    cold: dict = field(default_factory=dict)               # progress of DAgger in the last checkpoint
+    waits: dict = field(default_factory=dict)              # seconds spent waiting in `play`, by cause
+    warned: set = field(default_factory=set)               # kinds of warnings given
+
+    @property
+    def environment(self):
+        """The environment that is played."""
+        return self.config.environment
+
+    def log(self, record):
+        """Append an object to metrics.jsonl (rank 0), synced to the disk."""
+        if self.ranks.rank == 0:
+            now = {} if self.iteration is None else {"iteration": self.iteration}
+            files.append(self.out / files.METRICS, record | now)
+
+    def store(self, episodes, head, credited=False):
+        """Append labelled episodes to episodes.jsonl (rank 0). credited: with their advantages."""
+        for episode in episodes if self.ranks.rank == 0 else ():
+            labels.oracle_labels(episode, self.environment)
+            if all(turn.label is None for turn in episode.turns):
+                labels.label_turns(episode, self.config.judge_labels, self.environment)
+            files.append(self.out / files.EPISODES, head | files.episode_record(episode, credited))
+
+    def save(self, state):
+        """Replace the checkpoint in OUT. state: what `prepare` reads on --resume, beside the run's own."""
+        instruction = asdict(self.instruction) if self.instruction else None
+        state = state | self.identity | {"instruction": instruction, "settings": self.config.settings(),
+                                         "seconds": self.spent()}
+        checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
+                                 qwen.save_pretrained, self.chat.tokenizer.save_pretrained,
+                                 self.config.algorithm.critic)
+
+    def keep(self, done):
+        """Save the model after `done` iterations in OUT/kept, beside earlier ones."""
+        weights, folder = parallel.full_weights(self.model), self.out / files.KEPT / f"{done:05d}"
+
+        def fill(written):
+            qwen.save_pretrained(self.model, written, state=weights)
+            self.chat.tokenizer.save_pretrained(written)
+
+        parallel.on_rank0(lambda: checkpoint.replace(folder.resolve(), fill))
+
+    def spent(self):
+        """{stage: seconds} so far, including those before a --resume."""
+        now = self.seconds.get(self.stage, 0.0) + time.perf_counter() - self.began
+        return self.seconds | {self.stage: now}
+
+    def sampling(self, **changes):
+        """lm.engine.Sampling by the flags, with these changes."""
+        return replace(Sampling(self.config.temperature, self.config.max_response_tokens), **changes)
+
+    def shard(self, model, frozen=False):
+        """Shard a model over the ranks, by the flags."""
+        return sharded(model, self.config, self.ranks, self.chat.small, frozen)
+
+    def play(self, specs, sampling, name, max_turns=None, overrides=None):
+        """Play episodes with the sampler's weights and a progress bar; see `rollout.play`."""
+        config = self.config
+        with progress(total=len(specs), desc=name, unit="episode", leave=False,
+                      disable=self.ranks.rank > 0) as bar:
+            return rollout.play(self.sampler, self.chat, self.games, specs, sampling,
+                                max_turns or config.max_turns, config.context, config.history,
+                                config.on_truncation, lambda episode: bar.update(), self.should_stop,
+                                config.admissible_only, self.waits, overrides)
+
+    def save_batch(self, samples):
+        """Store samples whose loss or gradient was not finite, for inspection."""
+        batch = [asdict(replace(sample, turns=[])) for sample in samples]
+        torch.save(batch, self.out / f"nonfinite_batch_rank{self.ranks.rank}.pt")
+
+    def warn_once(self, kind, message):
+        """Print a warning on rank 0, once for each kind of warning."""
+        if kind not in self.warned:
+            self.warned.add(kind)
+            parallel.print0(message, file=sys.stderr)
+
+    def endpoint_labels(self, episodes, n, seed):
+        """Ask the large model to label at most n turns; see judge.endpoint_labels. Logs the counts."""
+        config = self.config
+        given = parallel.collective(lambda: judge.endpoint_labels(
+            episodes, self.endpoint, n, seed, config.judge_labels, config.label_agreement))
+        values = [*given.values()]
+        self.log({"phase": "labels"} | parallel.all_sum({
+            "judge/asked": len(values), "judge/asked_good": values.count("good"),
+            "judge/asked_unreadable": values.count(None)}))
+        self.log_endpoint()
+        return given
+
+    def log_endpoint(self):
+        """Log the large model's request counts so far, over all ranks."""
+        if self.endpoint:
+            counts = parallel.all_sum(dict(self.endpoint.counts))
+            self.log({"phase": "endpoint"} | {f"endpoint/{key}": count for key, count in counts.items()})
+
+    def stop_if_asked(self, state):
+        """Raise Interrupted, with the state to save (or None), on every rank if any rank was asked to
+        stop.
+        """
+        if parallel.any_rank(bool(self.should_stop)):
+            raise Interrupted(state)
+
+
+def prepare(config, ranks, should_stop, resources):
+    """Set up a run: everything is made, loaded and checked before anything is trained or overwritten.
+
+    resources: an ExitStack that holds what the run opens, and the lock of OUT. ValueError for settings that
+    cannot work together with the model, the environment or what OUT holds. All ranks call this.
+    """
+    out, environment = Path(config.out), config.environment
+    if config.tasks % ranks.world_size:
+        raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world_size} ranks, which "
+                         "play whole groups")
+    parallel.on_rank0(lambda: resources.enter_context(files.locked(out)) and None)
+    tasks = [environment.split_tasks(split)[0] for split in config.splits]        # one task of every kind
+    if config.demonstrations or config.iterations:
+        tasks = environment.train_tasks(config.train_types, 0, 1) + tasks
+    endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
+                        config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
+    source, state = resume.starting_point(config, out)
+    previous = state or resume.state_beside(source)               # of the run that trained the model, if any
+    games = environment.make(config.slots)
+    for opened in (*games, *([endpoint] if endpoint else [])):
+        resources.callback(opened.close)
+    model, tokenizer = load_model(config, source, out / f"fresh{ranks.rank}", ranks)
+    chat = make_chat(config, tokenizer)
+    if chat.small:
+        torch.set_num_threads(1)                              # more are slower with such small matrices
+    if source and chat.small and not state:
+        check_vocabulary(config, source, previous, tokenizer)
+    model = sharded(model, config, ranks, chat.small)
+    for task in tasks:
+        first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history).start()
+        rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
+        if config.admissible_only:
+            first.restriction()                                   # ValueError if no command is listed
+    keeps = source and (config.correction != "off" or not config.iterations)  # RL without it has none
+    instruction = resume.instruction_of(source, previous) if keeps else None
+    identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
+    sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
+    return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
+               should_stop, identity, state and state["iteration"], endpoint, instruction=instruction,
+               seconds=dict(state.get("seconds", {}) if state else {}),
+               cold=dict(state.get("cold") or {} if state else {}))
+
+
+def load_model(config, source, fresh, ranks):
+    """Load model and tokenizer of the folder `source` or, if it is None, of a fresh small model.
+
+    fresh: a folder for that model, removed again. ValueError if the two do not fit each other or --context.
+    """
+    try:
+        if source is None:
+            save_small_model(fresh, vocabulary_of(config), config.hidden_size, config.layers, config.context,
+                             config.positions == "rotary", config.seed)
+        parameters = qwen.count_parameters(qwen.ModelConfig.load(source or fresh))
+        check_memory(parameters, ranks.world_size, getattr(torch, config.dtype), ranks.device)
+        head = True if config.judge_kind == "value" else None
+        model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
+        tokenizer = qwen.load_tokenizer(source or fresh)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    if (largest := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
+        raise ValueError(f"{source}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
+                         f"{model.config.vocab_size}")
+    if config.context > (longest := model.config.max_position_embeddings):
+        raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
+    return model, tokenizer
+
+
+def objective_of(config):
+    """update.Objective by the flags."""
+    names = ("clip_low", "clip_high", "dual_clip", "reduction", "judge_weight", "judge_grad_cap",
+             "temperature", "max_grad_norm", "microbatch_tokens")
+    return update.Objective(**{name: getattr(config, name) for name in names},
+                            longest=config.max_turns * config.max_response_tokens,
+                            kl_coef=config.kl_coef if config.kl == "loss" else 0.0)
+
+
+def vocabulary_of(config):
+    """The phrases that are one token each in a fresh small model: the environment's, the judge's, the
+    method's.
+    """
+    phrases = [*config.environment.vocabulary(), judge.QUESTION["plain"], *judge.ANSWERS]
+    if config.prompt == "tags" or config.algorithm.tags:
+        phrases += [f"<{tag}>" for tag in TAGS]
+    return phrases + (correction.instruction_phrases() if config.instructions else [])
+
+
+def sharded(model, config, ranks, small, frozen=False):
+    """Shard a model over the ranks, with the run's compute dtype and activation checkpointing."""
+    auto = ranks.device.type == "cuda" and not small
+    model.recompute_layers({"auto": auto, "on": True, "off": False}[config.checkpoint_activations])
+    return parallel.shard(model, ranks, getattr(torch, config.dtype), frozen)
+
+
+def make_chat(config, tokenizer):
+    """The chat in the style of --prompt. "auto": RLVMR's tags if the algorithm rewards them, else by the
+    model.
+
+    A small model has tags if its cold start had. ValueError for flags that need tokens that it lacks.
+    """
+    small, style = is_small(tokenizer), config.prompt
+    knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
+    if style == "auto":
+        style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
+    if style == "plain" and not small:
+        raise ValueError("--prompt=plain: the small model's style; expected think or tags")
+    if style == "tags" and small and not knows_tags:
+        raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
+                         "tags, so it knows none (--prompt tags there)")
+    chat = Chat(tokenizer, style, config.show_admissible, config.environment.noop_message)
+    if config.thoughts == "endpoint" and not chat.writes_prose:
+        raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
+    if config.correction != "off" and not chat.writes_prose:
+        if len(chat.encode(correction.instruction_phrases()[0])) > 1:
+            raise ValueError(f"--correction={config.correction}: this model's cold start had no "
+                             "--instructions, so it knows none")
+        if config.correction_from == "critiques":
+            raise ValueError("--correction-from=critiques: this model writes no sentences; it can be counted")
+    return chat
+
+
+def check_vocabulary(config, source, previous, tokenizer):
+    """ValueError if a small model's tokens are those of another environment.
+
+    previous: the state of the run that trained the model. If that run was in this environment, nothing needs
+    to be checked: ScienceWorld plays games to list its vocabulary.
+    """
+    if plugins.name_of((previous.get("settings") or {}).get("env", "")) == plugins.name_of(config.env):
+        return
+    phrases = config.environment.vocabulary()
+    missing = [phrase for phrase in phrases if len(tokenizer.encode(phrase)) > 1]
+    if len(missing) > len(phrases) / 20:                      # real games' differ a little by the seed
+        raise ValueError(f"--model={source}: has the vocabulary of another environment: {missing[0]!r}, of "
+                         f"--env {config.env}, is none of its tokens")
+
+
+def frozen_copy(run, first):
+    """The KL's reference: a frozen copy of RL's first model, saved in OUT/reference for --resume."""
+    folder = run.out / "reference"
+    if first == 0:
+        weights = parallel.full_weights(run.model)
+        folder.mkdir(exist_ok=True)
+        parallel.on_rank0(lambda: qwen.save_pretrained(run.model, folder, state=weights))
+    here = run.ranks.rank == 0              # other machines may lack the folder; `shard` sends the weights
+    model = qwen.load_pretrained(folder) if here else qwen.Model(run.model.config)
+    model = run.shard(model, frozen=True)
+    parallel.offload(model)
+    return model

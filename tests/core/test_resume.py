@@ -1,0 +1,393 @@
+"""Proves that an interrupted or crashed run resumes exactly, and only with its own settings and files.
+
+    python -m pytest tests/core/test_resume.py           # about 30 s on one core
+
+The oracle is an undisturbed run, bit for bit.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import (
+    ENVIRONMENT,
+    ROOT,
+    TINY,
+    assert_one_error,
+    cold_started,
+    find_every_turn_bad,
+    rows,
+    same,
+    start_from,
+    train,
+    weights,
+    without_times,
+)
+
+import cold_start
+import gcd
+import resume
+import rollout
+import session
+from infra import checkpoint, files
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return cold_started(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def trained(start, tmp_path_factory):
+    """The folder of two iterations from `start`."""
+    out = tmp_path_factory.mktemp("trained")
+    assert train(out, *start_from(start)) == 0
+    return out
+
+
+def interrupting(function, argument):
+    """The function, which interrupts the run (SIGINT) when it is called with that argument."""
+    def pressed(*arguments):
+        if argument in arguments:
+            os.kill(os.getpid(), signal.SIGINT)
+        return function(*arguments)
+    return pressed
+
+
+def train_in_two(monkeypatch, out, flags, stop_at):
+    """A run that is interrupted in the update of iteration stop_at, then resumed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "optimize", interrupting(gcd.optimize, stop_at))
+        assert train(out, *flags) == 130
+    assert len(rows(out)) == stop_at + 1
+    assert train(out, *flags, "--resume") == 0
+
+
+# Resuming is exact
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", [[], ["--kl", "loss", "--kl-coef", 1], ["--admissible-only"]],
+                         ids=["plain", "kl", "restricted"])
+def test_an_interrupted_run_resumes_exactly(start, tmp_path, monkeypatch, flags):
+    full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), *flags]
+    assert train(full, *flags) == 0
+    train_in_two(monkeypatch, parts, flags, 0)
+    assert same(weights(full), weights(parts))
+    assert [without_times(row) for row in rows(full)] == [without_times(row) for row in rows(parts)]
+    seconds = sum(row[f"time/{stage}_s"] for row in rows(parts) for stage in ("rollout", "judge", "update"))
+    assert json.loads((parts / "stages.json").read_text())["rl"] > seconds               # of both parts
+
+
+@pytest.mark.fast
+def test_kept_checkpoints_are_the_models_of_their_iterations(start, tmp_path, monkeypatch):
+    """Also in a run that was resumed."""
+    full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--keep-checkpoints", 1]
+    assert train(full, *flags) == 0
+    train_in_two(monkeypatch, parts, flags, 1)
+    kept = {out: {path.name: load_file(path / "model.safetensors") for path in (out / "kept").iterdir()}
+            for out in (full, parts)}
+    assert sorted(kept[full]) == sorted(kept[parts]) == ["00000", "00001", "00002"]
+    assert all(same(kept[full][name], kept[parts][name]) for name in kept[full])
+    assert same(kept[full]["00000"], load_file(start / "model.safetensors"))
+    assert same(kept[full]["00002"], weights(full)) and not same(kept[full]["00001"], weights(full))
+
+
+@pytest.mark.parametrize("crash_at", [0, 1])
+def test_a_crashed_run_resumes_from_its_last_checkpoint(start, tmp_path, monkeypatch, crash_at):
+    """At 0 that is the cold start's: its Adam moments must not leak into RL, with or without a crash."""
+    flags = ["--model", start, "--demonstrations", 40, "--cold-start-epochs", 1, "--judge-demonstrations", 0,
+             "--judge-epochs", 0, "--checkpoint-every", 1]
+    assert train(tmp_path / "full", *flags) == 0
+    iteration = gcd.iteration
+
+    def crash(run, i, reference):
+        if i == crash_at:
+            raise OSError("the power went")
+        return iteration(run, i, reference)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "iteration", crash)
+        assert train(tmp_path / "parts", *flags) == 1
+    assert train(tmp_path / "parts", *flags, "--resume") == 0
+    assert same(weights(tmp_path / "full"), weights(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize("how", ["stopped", "crashed"])
+def test_dagger_resumes_exactly_between_rounds(tmp_path, monkeypatch, capsys, how):
+    """Saved every second round, ended in round 3, resumed from 2; Muon's moments are restored."""
+    monkeypatch.setattr(cold_start, "ROUND", 6)
+    full, parts, play = tmp_path / "full", tmp_path / "parts", session.Run.play
+    flags = ["--demonstrations", 12, "--dagger", 28, "--judge-demonstrations", 8, "--cold-start-batch", 2,
+             "--checkpoint-every", 2]
+    assert train(full, *flags) == 0
+
+    def ending(run, specs, sampling, name, **others):
+        if name == "DAgger round 3":
+            if how == "crashed":
+                raise OSError("the power went")
+            os.kill(os.getpid(), signal.SIGINT)
+        return play(run, specs, sampling, name, **others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Run, "play", ending)
+        assert train(parts, *flags) == (1 if how == "crashed" else 130)
+    if how == "stopped":
+        assert "checkpoint holds the model after 2 rounds of DAgger; --resume" in capsys.readouterr().err
+    before = len(rows(parts, "practice"))
+    assert train(parts, *flags, "--resume") == 0
+    assert same(weights(full), weights(parts)) and before == 3
+    for phase in ("cold_start", "practice", "rl"):
+        uninterrupted, resumed = ([without_times(row) for row in rows(out, phase)] for out in (full, parts))
+        assert uninterrupted == resumed
+
+
+def test_ppo_resumes_exactly_with_its_critic(start, tmp_path, monkeypatch):
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    flags = [*start_from(start), "--algo", "ppo", "--tasks", 16, "--group-size", 1, "--iterations", 3]
+    assert train(full, *flags) == 0
+    train_in_two(monkeypatch, parts, flags, 0)
+    assert same(weights(full), weights(parts))
+    critics = [torch.load(out / "checkpoint" / "trainer.pt", weights_only=True)["critic"]["weights"]
+               for out in (full, parts)]
+    assert same(*critics)
+
+
+def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_factory, monkeypatch):
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    find_every_turn_bad(monkeypatch)
+    flags = [*start_from(cold_started(tmp_path_factory, "--instructions")), "--correction", "critiques",
+             "--correction-every", 2, "--judge-turns", 40, "--iterations", 4]
+    assert train(full, *flags) == 0
+    train_in_two(monkeypatch, parts, flags, 2)
+    assert len(rows(full, "correction")) == 2 and same(weights(full), weights(parts))
+
+
+@pytest.mark.fast
+def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(start, tmp_path, monkeypatch,
+                                                                             capsys):
+    """No further turn is played; the saved weights are those before the iteration."""
+    full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--kl", "loss"]
+    assert train(full, *flags) == 0
+    submit, turns = rollout.Conversation.submit, []
+
+    def pressed_in_the_second_iteration(conversation, *arguments):
+        turns.append(conversation)
+        if len(rows(parts)) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            patch.setattr(rollout.Conversation, "submit", submit)
+        return submit(conversation, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.Conversation, "submit", pressed_in_the_second_iteration)
+        assert train(parts, *flags) == 130
+    assert len(rows(parts)) == 1
+    assert "checkpoint holds the model after 1 of 2 iterations; --resume continues" in capsys.readouterr().err
+    assert train(parts, *flags, "--resume") == 0
+    assert same(weights(full), weights(parts))
+    assert [without_times(row) for row in rows(full)] == [without_times(row) for row in rows(parts)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("module, name", [(cold_start, "demonstrate"), (files, "origin_of")])
+def test_a_signal_stops_demonstrations_and_the_hashing_of_games(tmp_path, monkeypatch, capsys, module, name):
+    function = getattr(module, name)
+
+    def pressed(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return function(*arguments)
+
+    monkeypatch.setattr(module, name, pressed)
+    monkeypatch.setattr(cold_start, "imitate", None)              # must not be called
+    assert train(tmp_path, "--demonstrations", 500) == 130
+    assert capsys.readouterr().err.rstrip().endswith("stopped; nothing to save yet")
+
+
+@pytest.mark.fast
+def test_a_second_ctrl_c_ends_at_once_without_a_traceback(start, tmp_path, monkeypatch, capsys):
+    def pressed(*arguments):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(gcd, "judge_turns", pressed)
+    assert train(tmp_path, *start_from(start)) == 130
+    error = capsys.readouterr().err
+    assert "stopped at once" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
+def test_ctrl_c_saves_and_exits(start, tmp_path, signum):
+    command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start),
+               "--iterations", 500, "--checkpoint-every", 500]
+    with open(tmp_path / "stderr", "w") as stderr:
+        run = subprocess.Popen([str(part) for part in command], stderr=stderr, env=ENVIRONMENT)
+    try:
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) >= 2, run)
+        run.send_signal(signum)
+        assert run.wait(timeout=300) == 130
+    finally:
+        run.kill()
+        run.wait()
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    state = torch.load(tmp_path / "checkpoint" / "trainer.pt", weights_only=True)["state"]
+    assert (state["iteration"], state["instruction"]) == (len(rows(tmp_path)), None)
+    assert state["seconds"]["rl"] > 0
+    assert not same(weights(tmp_path), load_file(start / "model.safetensors"))
+
+
+def wait_for(condition, run, limit_s=300):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert run.poll() is None and time.monotonic() < end, f"exit code {run.poll()}"
+        time.sleep(0.1)
+
+
+# Resuming needs the same run
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, message", [
+    (["--algo", "gigpo"], "algo was grpo, is gigpo; normalize_std was False, is True"),
+    (["--seed", 1], "seed was 0, is 1"), (["--invalid-penalty", 2], "invalid_penalty was 0.1, is 2.0"),
+    (["--iterations", 1], "--iterations=1: --resume finds 2 done"),
+    (["--iterations", 9], "iterations was 2, is 9")])
+def test_a_run_resumes_with_its_own_settings_only(start, trained, tmp_path, capsys, flags, message):
+    """Settings of place and speed may change."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    before = weights(tmp_path)
+    assert train(tmp_path, *start_from(start), "--resume", *flags) == 1
+    assert_one_error(capsys, message)
+    assert same(before, weights(tmp_path))
+    faster = ["--slots", 3, "--checkpoint-every", 1, "--microbatch-tokens", 512]
+    assert train(tmp_path, "--demonstrations", 0, "--resume", *faster) == 0
+    assert train(tmp_path, "--demonstrations", 0, "--resume", "--iterations", 0) == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("iterations", [0, 2])
+def test_an_interrupted_cold_start_cannot_be_resumed(tmp_path, monkeypatch, capsys, iterations):
+    flags = ["--demonstrations", 8, "--judge-epochs", 0, "--iterations", iterations]
+    with monkeypatch.context() as patch:
+        patch.setattr(cold_start, "imitate", interrupting(cold_start.imitate, "cold start: policy"))
+        assert train(tmp_path, *flags) == 130
+    assert train(tmp_path, *flags, "--resume") == 1
+    assert_one_error(capsys, "--resume: ")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cold", [5, {"rounds": 2}, {"rounds": "2", "steps": 3, "muon": None}])
+def test_a_malformed_cold_start_in_a_checkpoint_is_named(cold):
+    state = {"iteration": None, "settings": {}, "seconds": {}, "instruction": None}
+    resume.check_state("trainer.pt", state | {"cold": {"rounds": 2, "steps": 3, "muon": None}})
+    with pytest.raises(ValueError, match="trainer.pt: not a run's: its cold is"):
+        resume.check_state("trainer.pt", state | {"cold": cold})
+
+
+# One run in a folder
+
+@pytest.fixture
+def finished(trained, tmp_path):
+    """A folder with a run of two iterations."""
+    shutil.copytree(trained, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def contents(folder):
+    """{path: content} of a folder's files, without the lock."""
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*")
+            if path.is_file() and path.name != files.LOCK}
+
+
+@pytest.mark.fast
+def test_a_folder_that_holds_a_run_is_refused(start, finished, capsys):
+    before = contents(finished)
+    assert train(finished, *start_from(start)) == 1
+    assert_one_error(capsys, f"--out={finished}: holds a run; --resume continues it, --overwrite sets")
+    assert contents(finished) == before
+    shutil.rmtree(finished / "checkpoint")                   # the other files are a run's too
+    assert train(finished, *start_from(start)) == 1
+
+
+@pytest.mark.fast
+def test_overwrite_sets_the_old_run_aside_even_if_stopped_early(start, finished, monkeypatch):
+    """A regression test: a Ctrl-C in the new run once replaced a trained checkpoint."""
+    before = contents(finished)
+    for n in (1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(gcd, "optimize", interrupting(gcd.optimize, 0))
+            assert train(finished, *start_from(start), "--overwrite", "--seed", n) == 130
+    assert contents(finished.with_name("out.old-1")) == before
+    assert len(rows(finished.with_name("out.old-2"))) == len(rows(finished)) == 1
+
+
+@pytest.mark.fast
+def test_resume_with_overwrite_continues_if_possible_and_starts_over_if_not(start, finished, capsys):
+    before, aside = weights(finished), finished.with_name("out.old-1")
+    both = [*start_from(start), "--resume", "--overwrite"]
+    assert train(finished, *both) == 0
+    assert same(before, weights(finished)) and not aside.exists()
+    assert train(finished, *both, "--seed", 1) == 0
+    assert "seed was 0, is 1; so it starts over" in capsys.readouterr().err
+    assert same(before, weights(aside)) and not same(before, weights(finished)) and len(rows(finished)) == 2
+    assert train(finished.with_name("new"), *both, "--iterations", 0) == 0
+
+
+@pytest.mark.fast
+def test_resume_refuses_the_metrics_or_weights_of_a_different_run(start, finished, tmp_path, capsys):
+    assert train(tmp_path / "other", *start_from(start), "--seed", 1) == 0
+    shutil.copy(tmp_path / "other" / "metrics.jsonl", finished)
+    assert train(finished, *start_from(start), "--resume") == 1
+    assert_one_error(capsys, "metrics.jsonl is of run ")
+    assert train(tmp_path / "other", *start_from(finished / "checkpoint"), "--seed", 1, "--resume") == 1
+    assert_one_error(capsys, f"began with other weights than --model={finished / 'checkpoint'} holds")
+
+
+@pytest.mark.fast
+def test_one_process_writes_at_a_time_and_the_error_names_it(start, finished, capsys):
+    before = contents(finished)
+    with files.locked(finished):
+        for flags in ((), ("--resume",), ("--overwrite",)):
+            assert train(finished, *start_from(start), *flags) == 1
+            assert_one_error(capsys, f"--out={finished}: process {os.getpid()} of ")
+    assert contents(finished) == before and files.lock_holder(finished) == ""
+    assert train(finished, *start_from(start), "--resume") == 0
+
+
+def test_lines_logged_after_the_last_checkpoint_are_not_duplicated(start, tmp_path, monkeypatch):
+    """episodes.jsonl and metrics.jsonl, evaluation included, equal those of an undisturbed run."""
+    flags = [*start_from(start), "--iterations", 3, "--evaluate", "L2", "--protocol", "sampled"]
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    assert train(full, *flags) == 0
+
+    def dies(*arguments):
+        raise OSError("the power went")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "lr_factor", lambda config, i: dies() if i == 2 else 1 - i / config.iterations)
+        assert train(parts, *flags, "--checkpoint-every", 1) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "finish", dies)
+        patch.setattr(checkpoint, "save_checkpoint", dies)
+        assert train(parts, *flags, "--resume") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_json", dies)
+        assert train(parts, *flags, "--resume") == 1
+    assert train(parts, *flags, "--resume") == 0
+    assert [without_times(row) for row in rows(full)] == [without_times(row) for row in rows(parts)]
+    assert (full / "episodes.jsonl").read_text() == (parts / "episodes.jsonl").read_text()
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_resume_repairs_a_kill_between_the_two_renames(start, finished, written):
+    checkpoint = finished / "checkpoint"
+    checkpoint.rename(finished / "checkpoint.old")
+    if written:
+        shutil.copytree(finished / "checkpoint.old", finished / "checkpoint.writing")
+    assert train(finished, *start_from(start), "--resume", "--overwrite") == 0
+    assert not finished.with_name("out.old-1").exists() and checkpoint.is_dir()

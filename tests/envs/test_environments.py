@@ -1,0 +1,251 @@
+"""Tests that each environment in envs/ offers all that a run uses, is found by name, and needs only envs/.
+
+    python -m pytest tests/envs/test_environments.py               # some seconds
+"""
+
+import ast
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from test_household import GRAMMAR, goal_of, kitchen, write_game
+
+import envs
+from config import find_environment
+from envs import Demonstration, Task, alfworld, scienceworld
+from infra import plugins
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVS = ROOT / "envs"
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder of games in alfworld-download's layout, with a kitchen in every split."""
+    path, task_type = tmp_path_factory.mktemp("json_2.1.1"), "pick_two_obj_and_place"
+    for split in ("train", "valid_train", "valid_seen", "valid_unseen"):
+        for trial in ("a", "b"):
+            game = write_game(path / split / "pick" / trial, pddl_problem=kitchen(goal_of(task_type)),
+                              grammar=GRAMMAR.replace("put a hot apple", "put two apple"))
+            game.with_name("traj_data.json").write_text(json.dumps({"task_type": task_type}))
+    return path
+
+
+@pytest.fixture(params=["household", "household with games", "alfworld", "scienceworld"])
+def environment(request, folder):
+    """Each environment with its settings, all task types and a seed."""
+    kind = find_environment(request.param.split()[0])
+    games = {"games": str(folder)} if request.param in ("household with games", "alfworld") else {}
+    return kind(kind.Settings(**games), "all", 3)
+
+
+# Finding environments
+
+def test_the_environments_are_the_files_of_the_folder():
+    assert {"household", "alfworld", "scienceworld"} <= set(plugins.names(envs, envs.Environment))
+    for name in ("household", "alfworld", "scienceworld"):
+        assert issubclass(find_environment(name), envs.Environment)
+
+
+@pytest.fixture
+def write_environment(tmp_path, monkeypatch):
+    """write_environment(name, text) writes a file to a folder that is searched in place of envs/."""
+    monkeypatch.setattr(envs, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
+    written = []
+
+    def write(name, text):
+        written.append(name)
+        (tmp_path / f"{name}.py").write_text(text)
+
+    yield write
+    for name in written:
+        sys.modules.pop(f"envs.{name}", None)
+        vars(envs).pop(name, None)
+
+
+def test_a_file_is_an_environment_by_its_name(write_environment):
+    text = "from envs import Environment as Base\n\n\nclass Environment(Base):\n    pass\n"
+    write_environment("guess", text)
+    write_environment("_private", "1 / 0\n")
+    assert plugins.names(envs, envs.Environment) == ["guess"]
+    environment = find_environment("guess")()
+    assert environment.description() == "guess" and environment.versions() == {}
+    assert environment.unseen_splits() == ["L0", "L1", "L2"]
+    for name in ("gess", "_private", "__init__", "", "../guess"):
+        with pytest.raises(ValueError, match=f"^--env={name}: expected one of guess, or a file's path that "
+                                             r"ends in \.py$"):
+            find_environment(name)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("import nosuchpackage", "line 1: ModuleNotFoundError: No module named 'nosuchpackage'"),
+    ("\nclass Environment(:", "line 2: SyntaxError: "),
+    ("raise RuntimeError('two\\nlines')", "line 1: RuntimeError: two lines"),
+])
+def test_a_file_that_cannot_be_imported_shows_its_own_error_in_one_line(write_environment, text, message):
+    write_environment("broken", text)
+    with pytest.raises(ValueError) as caught:
+        find_environment("broken")
+    assert str(caught.value).startswith(f"--env=broken: cannot import envs/broken.py, {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "Environment = 3", "class Environment:\n    pass"])
+def test_a_file_without_an_environment_is_refused(write_environment, text):
+    write_environment("empty", text)
+    with pytest.raises(ValueError) as caught:
+        find_environment("empty")
+    assert str(caught.value) == "--env=empty: envs/empty.py has no class Environment(envs.Environment)"
+
+
+# What each environment offers
+
+def test_settings_are_flags(environment):
+    for flag in fields(environment.Settings):
+        assert flag.type in (str, int, float, bool) and flag.default is not MISSING and flag.metadata["help"]
+    assert type(environment.defaults) is dict and type(environment.labels) is dict
+    assert set(environment.captions) == set(environment.splits) and type(environment.noop_message) is str
+    assert all(type(verb) is str for verb in environment.search_verbs) and environment.search_verbs
+
+
+def test_tasks_are_reproducible_and_hashed_in_order(environment):
+    tasks = environment.train_tasks("all", 5, 6)
+    assert tasks == environment.train_tasks("all", 0, 11)[5:] and all(type(task) is Task for task in tasks)
+    assert set(environment.unseen_splits()) <= set(environment.splits)
+    for split in ("dev", "L1"):
+        found = environment.split_tasks(split)
+        assert len({task.id for task in found}) == len(found) > 0
+    assert len(environment.tasks_hash(tasks)) == 16
+    assert environment.tasks_hash(tasks) != environment.tasks_hash(tasks[:5])
+    with pytest.raises(ValueError, match="L9"):
+        environment.split_tasks("L9")
+
+
+def test_equal_ids_with_different_texts_have_different_hashes(folder):
+    household = find_environment("household")
+    (task, *_), environment = household(household.Settings(str(folder))).split_tasks("L2"), household()
+    other = task.problem.__class__(task.problem.source, "put a cup in fridge", task.problem.pddl)
+    changed = Task(task.id, task.split, task.task_type, other)
+    assert environment.tasks_hash([task]) != environment.tasks_hash([changed])
+
+
+def test_notes_are_a_sentence_or_empty(environment):
+    of_all, of_part = (environment.note({"cold_start_types": types}) for types in ("all", "part"))
+    assert of_all.startswith("The cold start sees all ") and of_part.endswith(".") and of_all != of_part
+    assert environment.note({"cold_start_types": "all", "train_types": "all"}) in ("", of_all)
+    description = environment.description()
+    assert type(environment).note({}) == "" and description and "\n" not in description
+
+
+INSTALLED = {alfworld.Environment: alfworld.PACKAGES, scienceworld.Environment: scienceworld.PACKAGES}
+
+
+def test_games_are_made_and_closed(environment):
+    if not all(map(find_spec, INSTALLED.get(type(environment), ()))):
+        with pytest.raises(ValueError, match="not installed; pip install -r requirements-"):
+            environment.make(2)
+        return
+    games = environment.make(2)
+    for game in games:
+        game.close()
+    assert len(games) == 2 and type(environment.versions()) is dict
+
+
+def test_household_and_alfworld_have_a_vocabulary_an_expert_and_an_oracle(environment):
+    if isinstance(environment, scienceworld.Environment):
+        assert environment.oracle is None and environment.expert is not None
+        assert environment.defaults == {"slots": 16}
+        return
+    phrases = environment.vocabulary()
+    assert len(set(phrases)) == len(phrases) > 100 and (" countertop 2" in phrases) and "go to" in phrases
+    expert, (task,) = environment.expert([]), environment.train_tasks("all", 7, 1)
+    played = expert.show(task, 1, mistake_rate=0.0, max_turns=50)
+    assert type(played) is Demonstration and played.won and expert.restarts == 0
+    assert played == expert.show(task, 1, mistake_rate=0.0, max_turns=50) != expert.show(task, 2, 0.5, 50)
+    assert set(environment.oracle(played.observations, played.commands)) == {"good"}
+    assert environment.oracle([played.observations[0], environment.noop_message], ["dance"]) == ["bad"]
+
+
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("alfworld", {}, "--env=alfworld: needs --games, a json_2.1.1 folder or games.jsonl.gz"),
+    ("alfworld", {"games": "nothere"}, "--games=nothere: no such file or folder"),
+    ("household", {"games": "EMPTY"},
+     "--games=EMPTY: no game.tw-pddl under train, valid_train, valid_seen, valid_uns"),
+    ("household", {"games": "EMPTY/file"}, "--games=EMPTY/file: expected a folder of games or a .jsonl.gz"),
+    ("scienceworld", {"games": "EMPTY"},
+     "--games=EMPTY: expected a folder with L0_idx.json, L1_idx.json and L2_idx"),
+    ("scienceworld", {"task_ids": "5,x"}, "--task-ids=5,x: expected e.g. 5,6,7"),
+    ("scienceworld", {"task_ids": "29"}, "--task-ids=29: expected ids 0 to 28"),
+])
+def test_invalid_settings_are_refused_at_once(tmp_path, monkeypatch, name, settings, message):
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").mkdir()
+    Path("EMPTY/file").write_text("no gzip")
+    kind = find_environment(name)
+    with pytest.raises(ValueError) as caught:
+        kind(kind.Settings(**settings)).train_tasks("all", 0, 1)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+# Dependencies of the folder
+
+def python(code, folder, *flags):
+    flags = (*flags, "-c", code) if code else flags
+    return subprocess.run([sys.executable, *flags], cwd=folder, input="", text=True, capture_output=True,
+                          check=True).stdout
+
+
+NEW = ("import sys; before = set(sys.modules); import {}; "
+       "print(*{{name.split('.')[0] for name in {{*sys.modules}} - before}})")
+
+
+def test_a_copy_of_the_folder_alone_plays(tmp_path):
+    shutil.copytree(ENVS, tmp_path / "envs", ignore=shutil.ignore_patterns("__pycache__"))
+    code = ("from envs.household import Environment; environment = Environment(); "
+            "(game,) = environment.make(1); "
+            "print(game.reset(environment.split_tasks('L0')[3]).observation)")
+    printed = python("", tmp_path, "-m", "envs.household", "--seed", "3", "--json").splitlines()[0]
+    assert json.loads(printed)["observation"] + "\n" == python(code, tmp_path)
+
+
+def test_the_package_imports_only_itself_and_numpy():
+    standard = set(sys.stdlib_module_names)
+    assert set(python(NEW.format("envs"), ROOT).split()) - standard == {"envs"}
+    found = set(python(NEW.format("envs.household, envs.alfworld, envs.scienceworld"), ROOT).split())
+    assert found - standard - {"__mp_main__"} <= {"envs", "numpy"}         # no engine, no torch
+
+
+def imports_of(path):
+    """The modules that a file imports, at its top or later."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_imports_have_no_cycle():
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+             for path in ENVS.rglob("*.py")}
+    graph = {name: (imports_of(path) & set(names.values())) - {"envs", "envs.alfred"}
+             for path, name in names.items()}
+    while ends := [name for name, needed in graph.items() if not needed & graph.keys()]:
+        for name in ends:
+            del graph[name]
+    assert not graph, f"a cycle among {sorted(graph)}"
+
+
+def test_the_folder_imports_nothing_of_the_project():
+    others = {path.stem for path in ROOT.iterdir() if (path.suffix == ".py" or path.is_dir())
+              and path.stem != "envs"}
+    for path in ENVS.rglob("*.py"):
+        assert not {name.split(".")[0] for name in imports_of(path)} & others, path

@@ -1,0 +1,752 @@
+"""Tests of infra/endpoint.py against a real HTTP server on loopback, which answers well, badly or never.
+
+    python -m pytest tests/infra/test_endpoint.py             # seconds; skipped without the openai package
+"""
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("openai", reason="needs the openai package: pip install -r requirements-endpoint.txt")
+from infra import endpoint as module  # noqa: E402
+from infra.endpoint import Cache, Endpoint  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 60                   # limit on a busy machine; on an idle one every wait takes about a second
+SECRET = "sk-THISisTHEkey0123456789"
+quiet = pytest.mark.filterwarnings("ignore:--endpoint=")
+
+
+def completion(text, **more):
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    usage = {"prompt_tokens": 7, "completion_tokens": 2}
+    return json.dumps({"id": "1", "object": "chat.completion", "created": 0, "model": "large",
+                       "choices": [choice], "usage": usage} | more)
+
+
+def good(question, nth):
+    return 200, completion(f"A: {question}")
+
+
+class Server:
+    """A server that sends what `reply(question, nth)` returns.
+
+    A reply is (status, body), (status, body, headers), or a function of the request handler that writes the
+    response. nth: how often this question came before. `seen`: all questions in order of arrival. `now` and
+    `most`: the number of requests being answered at present, and its maximum.
+    """
+
+    def __init__(self, reply=good, port=0):
+        self.reply, self.lock, self.released = reply, threading.Lock(), threading.Event()
+        self.seen, self.requests, self.keys, self.now, self.most = [], [], set(), 0, 0
+        self.http = ThreadingHTTPServer(("127.0.0.1", port), self.handler())
+        self.http.daemon_threads = True
+        self.port = self.http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def close(self):
+        self.released.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def handler(server):
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *arguments):
+                pass
+
+            def do_POST(self):
+                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                question = request["messages"][-1]["content"]
+                with server.lock:
+                    nth = server.seen.count(question)
+                    server.seen.append(question)
+                    server.requests.append((self.path, request))
+                    server.keys.add(self.headers["Authorization"])
+                    server.now += 1
+                    server.most = max(server.most, server.now)
+                try:
+                    reply = server.reply(question, nth)
+                finally:  # before it is sent: a client that has its answer may ask again at once
+                    with server.lock:
+                        server.now -= 1
+                try:
+                    self.send(reply)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+
+            def send(self, reply):
+                if callable(reply):
+                    return reply(self)
+                status, body, headers = (*reply, {})[:3]
+                body = body if isinstance(body, bytes) else body.encode()
+                self.send_response(status)
+                headers = {"Content-Type": "application/json", "Content-Length": len(body)} | headers
+                for name, value in headers.items():
+                    self.send_header(name, str(value))
+                self.end_headers()
+                self.wfile.write(body)
+
+        return Handler
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """Set a key, and use no proxy for loopback."""
+    monkeypatch.setenv("LARGE_KEY", SECRET)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def serving(reply=good, port=0):
+        servers.append(Server(reply, port))
+        return servers[-1]
+
+    yield serving
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def connect(tmp_path):
+    """A function that makes an Endpoint for a server, with a cache in the test's folder and short waits."""
+    endpoints = []
+
+    def connecting(server, **settings):
+        quick = {"cache": tmp_path / "cache.jsonl", "first_wait_s": 0.001, "timeout_s": 5.0, "retries": 3}
+        url, model = getattr(server, "url", server), settings.pop("model", "large")
+        endpoints.append(Endpoint(url, model, "LARGE_KEY", **quick | settings))
+        return endpoints[-1]
+
+    yield connecting
+    for endpoint in endpoints:
+        endpoint.close()
+
+
+def counts(sent=0, **nonzero):
+    return {"cached": 0, "asked": sent, "failed": 0, "limited": 0, "retried": 0} | nonzero
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# A good server
+
+@pytest.mark.fast
+def test_answers_are_in_the_questions_order_if_asked_concurrently(serve, connect):
+    def slower_if_earlier(question, nth):
+        time.sleep(0.02 * (5 - int(question) % 5))
+        return good(question, nth)
+
+    server = serve(slower_if_earlier)
+    questions = [str(i) for i in range(20)]
+    endpoint = connect(server, concurrency=5)
+    assert endpoint.ask(questions) == [f"A: {q}" for q in questions]
+    assert 2 <= server.most <= 5
+    assert endpoint.counts == counts(sent=20)
+
+
+@pytest.mark.fast
+def test_equal_questions_are_asked_once(serve, connect):
+    server = serve()
+    endpoint = connect(server)
+    assert endpoint.ask(["a", "b", "a", "a"]) == ["A: a", "A: b", "A: a", "A: a"]
+    assert sorted(server.seen) == ["a", "b"]
+    assert endpoint.counts == counts(sent=2)
+    assert endpoint.ask([]) == []
+
+
+@pytest.mark.fast
+def test_the_request_follows_the_protocol(serve, connect):
+    server = serve()
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    assert connect(server, temperature=0.5, max_tokens=9).ask([messages]) == ["A: Why?"]
+    ((path, sent),) = server.requests
+    assert path == "/v1/chat/completions"
+    assert sent == {"model": "large", "messages": messages, "temperature": 0.5, "max_tokens": 9}
+    assert server.keys == {f"Bearer {SECRET}"}
+
+
+@pytest.mark.fast
+def test_unpaired_surrogates_are_replaced_before_sending_and_caching(serve, connect, tmp_path):
+    endpoint = connect(serve(lambda question, nth: (200, completion("half \ud83d, naïve 🙂"))))
+    assert endpoint.ask(["half \udc00 and \0"]) == ["half ?, naïve 🙂"]
+    assert rows(tmp_path / "cache.jsonl")[0]["question"] == [{"role": "user", "content": "half ? and \0"}]
+
+
+# The cache
+
+@pytest.mark.fast
+def test_a_cached_answer_costs_nothing(serve, connect, tmp_path):
+    server = serve()
+    connect(server).ask(["a", "b"])
+    other = serve(lambda question, nth: pytest.fail("paid twice"))
+    again = connect(other, limit=0)              # the same model at another address
+    assert again.ask(["b", "a", "b"]) == ["A: b", "A: a", "A: b"]
+    assert again.counts == counts(cached=2) and other.seen == []
+    first, second = rows(tmp_path / "cache.jsonl")
+    assert {first["answer"], second["answer"]} == {"A: a", "A: b"}
+    assert first["usage"] == {"prompt_tokens": 7, "completion_tokens": 2}
+    assert len(first["key"]) == 64 and first["key"] != second["key"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("change", [{"model": "larger"}, {"temperature": 1.0}, {"max_tokens": 5}])
+def test_the_cache_distinguishes_models_and_sampling_settings(serve, connect, change):
+    server = serve()
+    connect(server).ask(["a"])
+    connect(server, **change).ask(["a"])
+    assert server.seen == ["a", "a"]
+
+
+@pytest.mark.fast
+def test_an_incomplete_line_is_skipped_completed_and_reported_once(serve, connect, tmp_path):
+    server, path = serve(), tmp_path / "cache.jsonl"
+    connect(server).ask(["a", "b"])
+    lines = path.read_bytes().splitlines(keepends=True)
+    broken = b"[" * 100_000 + b"\n" + b'{"key": 1, "answer": "x"}\n\xff\n'
+    path.write_bytes(lines[0] + broken + lines[1][:-20])
+    with pytest.warns(UserWarning, match="3 so far") as reported:
+        endpoint = connect(server)
+        question = json.loads(lines[1])["question"][0]["content"]
+        assert endpoint.ask([question]) == [f"A: {question}"]     # whose line is incomplete
+        assert endpoint.ask(["a", "b", "c"]) == ["A: a", "A: b", "A: c"]
+    assert len(reported) == 1
+    assert endpoint.counts == counts(sent=2, cached=2)
+    assert endpoint.cache.bad_lines == 4                   # the incomplete line was completed meanwhile
+    assert path.read_bytes().count(b"\n") == 7 and path.read_bytes().startswith(lines[0])
+
+
+@pytest.mark.fast
+def test_a_last_line_without_newline_is_read(serve, connect, tmp_path):
+    server, path = serve(), tmp_path / "cache.jsonl"
+    connect(server).ask(["a"])
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    endpoint = connect(server)
+    assert endpoint.ask(["a", "b"]) == ["A: a", "A: b"]
+    assert server.seen == ["a", "b"]
+    assert [row["answer"] for row in rows(path)] == ["A: a", "A: b"]
+    assert endpoint.cache.bad_lines == 0
+
+
+@pytest.mark.fast
+def test_a_full_disk_is_named_and_loses_no_other_answer(serve, connect, tmp_path):
+    server, path = serve(), tmp_path / "cache.jsonl"
+    endpoint = connect(server)
+    endpoint.ask(["a"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 30, hard))
+    try:
+        with pytest.raises(OSError, match="cache.jsonl"):
+            endpoint.ask(["b"])
+        with pytest.raises(OSError, match="cache.jsonl"):
+            endpoint.ask(["b"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.warns(UserWarning, match="without an answer"):
+        assert endpoint.ask(["b"]) == ["A: b"]
+        assert connect(server, limit=0).ask(["a", "b"]) == ["A: a", "A: b"]
+
+
+# Two processes
+
+ASKER = """
+import json, sys, time
+from pathlib import Path
+from infra.endpoint import Endpoint
+url, cache, order = sys.argv[1:]
+endpoint = Endpoint(url, "large", "LARGE_KEY", cache, concurrency=4)
+questions = [str(i) for i in range(24)][::int(order)]
+print("ready", flush=True)
+sys.stdin.readline()
+answers = endpoint.ask(questions)
+print(json.dumps([dict(zip(questions, answers)), endpoint.counts]))
+"""
+
+
+def start(server, cache, order=1):
+    return subprocess.Popen([sys.executable, "-c", ASKER, server.url, str(cache), str(order)], cwd=ROOT,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, _ = process.communicate("\n", timeout=PATIENCE_S)
+    assert process.returncode == 0
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("orders, concurrent", [((1, 1), 4), ((1, -1), 8)], ids=["same order", "reversed"])
+def test_two_processes_with_one_cache_pay_for_each_question_once(serve, tmp_path, orders, concurrent):
+    """The server answers once `concurrent` questions have arrived: in the reversed case, of both processes.
+
+    A third process, started afterwards, finds everything in the cache.
+    """
+    enough = threading.Event()
+
+    def slow(question, nth):
+        if len(server.seen) >= concurrent:
+            enough.set()
+        enough.wait(PATIENCE_S)
+        time.sleep(0.03)
+        return good(question, nth)
+
+    server, path = serve(slow), tmp_path / "cache.jsonl"
+    both = [start(server, path, order) for order in orders]
+    for process in both:
+        assert process.stdout.readline() == "ready\n"
+    for process in both:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answers = [finish(process) for process in both]
+    for got, count in answers:
+        assert got == {str(i): f"A: {i}" for i in range(24)}
+        assert count["asked"] + count["cached"] == 24
+    if concurrent == 8:
+        assert all(count["asked"] >= 4 for _, count in answers)
+    assert Counter(server.seen) == {str(i): 1 for i in range(24)}
+    assert sorted(row["answer"] for row in rows(path)) == sorted(f"A: {i}" for i in range(24))
+    assert finish(start(server, path))[1] == counts(cached=24)
+
+
+def test_a_killed_process_leaves_no_question_locked(serve, connect, tmp_path):
+    arrived = threading.Event()
+
+    def first_hangs(question, nth):
+        if len(server.seen) == 4:                  # all four threads of the process are waiting
+            arrived.set()
+        if nth == 0:
+            server.released.wait(PATIENCE_S)
+        return good(question, nth)
+
+    server = serve(first_hangs)
+    process = start(server, tmp_path / "cache.jsonl")
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert arrived.wait(PATIENCE_S)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    start_s = time.monotonic()
+    assert connect(server).ask(["0", "1", "2", "3"]) == ["A: 0", "A: 1", "A: 2", "A: 3"]
+    assert time.monotonic() - start_s < PATIENCE_S
+
+
+LOCKER = """
+import fcntl, os, sys
+claims, byte, cache = sys.argv[1:]
+file = open(claims, "ab")
+fcntl.lockf(file, fcntl.LOCK_EX, 1, int(byte))
+print("locked", flush=True)
+line = sys.stdin.readline()
+if line.strip():
+    with open(cache, "a") as answers:
+        answers.write(line)
+"""
+
+
+@pytest.fixture
+def lock(tmp_path):
+    """A function that starts a process which has locked a key.
+
+    The process unlocks it when it gets a line on stdin, which it appends to the cache unless it is empty.
+    """
+    processes = []
+
+    def locking(key):
+        path = tmp_path / "cache.jsonl"
+        command = [sys.executable, "-c", LOCKER, f"{path}.lock", str(int(key[:15], 16)), str(path)]
+        processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        assert processes[-1].stdout.readline() == "locked\n"
+        return processes[-1]
+
+    yield locking
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_question_of_a_second_process_is_waited_for(serve, connect, lock, answered):
+    server = serve()
+    endpoint = connect(server)
+    key = endpoint.cache_key(endpoint.messages("a"))
+    process = lock(key)
+    line = json.dumps({"key": key, "answer": "theirs"}) if answered else ""
+    threading.Timer(0.3, lambda: process.communicate(line + "\n")).start()
+    assert endpoint.ask(["b", "a"]) == ["A: b", "theirs" if answered else "A: a"]
+    assert server.seen == (["b"] if answered else ["b", "a"])
+    assert endpoint.counts == (counts(sent=1, cached=1) if answered else counts(sent=2))
+
+
+@pytest.mark.fast
+@quiet
+def test_a_question_at_which_a_second_process_just_failed_is_asked_once(serve, connect, lock):
+    server = serve(lambda question, nth: (500, ""))
+    endpoint = connect(server)
+    process = lock(endpoint.cache_key(endpoint.messages("a")))
+    threading.Timer(0.2, lambda: process.communicate("\n")).start()
+    assert endpoint.ask(["a"]) == [None]
+    assert endpoint.counts == counts(sent=1, failed=1)
+
+
+@pytest.mark.fast
+def test_the_wait_for_a_frozen_process_ends(tmp_path, lock):
+    cache, key = Cache(tmp_path / "cache.jsonl"), "f" * 64
+    lock(key)
+    start_s = time.monotonic()
+    with cache.claim(key, 0.2, threading.Event()) as waited:
+        assert waited and 0.2 <= time.monotonic() - start_s < PATIENCE_S
+    cache.close()
+
+
+# Failures that are retried
+
+@pytest.mark.fast
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 408, 409])
+def test_a_server_that_fails_twice_is_asked_three_times(serve, connect, status):
+    server = serve(lambda q, nth: good(q, nth) if nth == 2 else (status, '{"error": {"message": "busy"}}'))
+    endpoint = connect(server)
+    assert endpoint.ask(["a", "b"]) == ["A: a", "A: b"]
+    assert endpoint.counts == counts(sent=2, retried=4)
+    assert Counter(server.seen) == {"a": 3, "b": 3}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value, waited_s", [
+    ("0.4", 0.4), ("3600", 0.5), ("Tue, 01 Jan 2999 00:00:00 GMT", 0.5), ("soon", 0.0), ("-3", 0.0),
+    ("nan", 0.0)])
+def test_retry_after_is_obeyed_up_to_a_maximum(serve, connect, monkeypatch, value, waited_s):
+    monkeypatch.setattr(module, "MAX_WAIT_S", 0.5)
+    times = []
+
+    def busy_once(question, nth):
+        times.append(time.monotonic())
+        return good(question, nth) if nth else (429, "{}", {"Retry-After": value})
+
+    assert connect(serve(busy_once)).ask(["a"]) == ["A: a"]
+    assert waited_s <= times[1] - times[0] < waited_s + PATIENCE_S
+
+
+@pytest.mark.fast
+def test_waits_double_up_to_a_maximum_and_are_random(connect):
+    endpoint = connect("http://127.0.0.1:9/v1", first_wait_s=1.0)
+    for retry in range(5):
+        waits = [endpoint.wait_s(retry, None) for _ in range(200)]
+        assert 0.5 * 2 ** retry <= min(waits) and max(waits) <= 1.5 * 2 ** retry and len(set(waits)) > 100
+        assert max(waits) - min(waits) > 0.5 * 2 ** retry
+    assert endpoint.wait_s(50, None) == module.MAX_WAIT_S == 60
+
+
+@pytest.mark.fast
+@quiet
+@pytest.mark.parametrize("drips", [False, True], ids=["silent", "dripping"])
+def test_a_hang_ends(serve, connect, drips):
+    """Dripping: empty lines from time to time, as from DeepSeek, so that no single read times out."""
+    def hang(handler):
+        if drips:
+            handler.send((200, "", {"Content-Length": 10_000}))
+        while not server.released.wait(0.05):
+            if drips:
+                handler.wfile.write(b"\n")
+
+    server = serve(lambda question, nth: hang)
+    endpoint = connect(server, timeout_s=0.2, retries=1)
+    start_s = time.monotonic()
+    assert endpoint.ask(["a", "b"]) == [None, None]
+    assert 0.4 <= time.monotonic() - start_s < PATIENCE_S
+    assert endpoint.counts == counts(sent=2, retried=2, failed=2)
+
+
+def drip_headers(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    for k in range(200):
+        handler.wfile.write(b"X-%d: y\r\n" % k)
+        time.sleep(0.05)
+
+
+def promise_more(handler):
+    for _ in range(200):
+        handler.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        time.sleep(0.05)
+
+
+@pytest.mark.fast
+@quiet
+@pytest.mark.parametrize("drips", [drip_headers, promise_more])
+def test_the_time_limit_includes_the_headers(serve, connect, drips):
+    endpoint = connect(serve(lambda question, nth: drips), timeout_s=0.3, retries=0)
+    started = time.monotonic()
+    assert endpoint.ask(["a"]) == [None]
+    assert endpoint.last_reason == "TimeoutError: no complete answer in 0.3 s"
+    assert time.monotonic() - started < 5                        # the server sends for ten seconds
+
+
+@pytest.mark.fast
+@quiet
+def test_an_endless_answer_is_cut_off(serve, connect, monkeypatch):
+    monkeypatch.setattr(module, "MAX_BYTES", 100_000)
+
+    def flood(handler):
+        handler.send((200, "", {"Content-Length": 10**12}))
+        while True:
+            handler.wfile.write(b" " * 65536)
+
+    endpoint = connect(serve(lambda question, nth: flood), retries=0)
+    assert endpoint.ask(["a"]) == [None]
+    assert endpoint.last_reason == "ValueError: an answer of more than 100000 bytes"
+
+
+@pytest.mark.fast
+def test_a_cache_that_is_a_pipe_is_named(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=f"--endpoint-cache={tmp_path}/pipe: not a file"):
+        module.Cache(tmp_path / "pipe")
+
+
+@pytest.mark.fast
+def test_empty_lines_before_an_answer_do_not_matter(serve, connect):
+    assert connect(serve(lambda question, nth: (200, "\n\n\n" + completion("yes")))).ask(["a"]) == ["yes"]
+
+
+@pytest.mark.fast
+@quiet
+@pytest.mark.parametrize("body", [
+    "{not json", "", "[]", '"text"', "null", "{}", '{"choices": []}', '{"choices": null}',
+    '{"choices": [{}]}', '{"choices": [{"message": null}]}', '{"choices": [{"message": {"content": 5}}]}',
+    '{"choices": {"0": 1}}',
+    '{"choices": [{"message": {"content": ["a"]}}]}', '{"error": {"message": "overloaded"}}',
+    b"\xff\xfe\x00garbage", "[" * 100_000, "<html>busy</html>"], ids=lambda body: str(body)[:30])
+@pytest.mark.parametrize("kind", ["application/json", "text/html"])
+def test_a_malformed_answer_is_retried_then_failed(serve, connect, tmp_path, body, kind):
+    server = serve(lambda question, nth: (200, body, {"Content-Type": kind}))
+    endpoint = connect(server, retries=1)
+    assert endpoint.ask(["a"]) == [None]
+    assert endpoint.counts == counts(sent=1, retried=1, failed=1)
+    assert (tmp_path / "cache.jsonl").read_bytes() == b""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("headers", [{"Content-Length": 9999}, {"Content-Encoding": "gzip"},
+                                     {"Content-Length": "x"}], ids=["cut", "not gzip", "bad header"])
+def test_a_broken_transfer_is_retried(serve, connect, headers):
+    server = serve(lambda question, nth: (200, completion("yes"), {} if nth else headers))
+    endpoint = connect(server)
+    assert endpoint.ask(["a"]) == ["yes"]
+    assert endpoint.counts == counts(sent=1, retried=1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("usage", [None, [], "much", {"prompt_tokens": 3, "note": "x", "details": {"a": 1}}])
+def test_usage_of_any_form_is_accepted(serve, connect, tmp_path, usage):
+    assert connect(serve(lambda question, nth: (200, completion("yes", usage=usage)))).ask(["a"]) == ["yes"]
+    kept = {"prompt_tokens": 3} if isinstance(usage, dict) else {}
+    assert rows(tmp_path / "cache.jsonl")[0]["usage"] == kept
+
+
+# Failures that are final
+
+@pytest.mark.fast
+@pytest.mark.parametrize("text", ["", " \n", None])
+def test_an_empty_answer_is_a_failure_and_is_not_cached(serve, connect, tmp_path, text):
+    server = serve(lambda question, nth: (200, completion(text)))
+    endpoint = connect(server)
+    with pytest.warns(UserWarning, match="1 of 1 questions failed, the last one with an empty answer"):
+        assert endpoint.ask(["a"]) == [None]
+    assert server.seen == ["a"] and (tmp_path / "cache.jsonl").read_bytes() == b""
+    server.reply = good
+    assert endpoint.ask(["a"]) == ["A: a"]
+
+
+@pytest.mark.fast
+def test_a_refused_question_fails_at_once_and_the_others_are_answered(serve, connect):
+    refused = 400, '{"error": {"message": "too long"}}'
+    server = serve(lambda q, nth: refused if q == "long" else good(q, nth))
+    endpoint = connect(server)
+    failed = "1 of 3 questions failed, the last one with BadRequestError.*too long"
+    with pytest.warns(UserWarning, match=failed):
+        assert endpoint.ask(["a", "long", "b"]) == ["A: a", None, "A: b"]
+    assert endpoint.counts == counts(sent=3, failed=1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("status, flag", [(401, "--endpoint-key-variable=LARGE_KEY"),
+                                          (403, "--endpoint-key-variable=LARGE_KEY"),
+                                          (404, "--endpoint-model=large")])
+def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, flag):
+    refused = status, '{"error": {"message": "no such"}}'
+    server = serve(lambda q, nth: good(q, nth) if q in "abc" else refused)
+    endpoint = connect(server, concurrency=1)
+    with pytest.raises(ValueError, match=flag) as raised:
+        endpoint.ask(["a", "b", "c", *map(str, range(50))])
+    assert server.url in str(raised.value) and "no such" in str(raised.value)
+    assert server.seen == ["a", "b", "c", "0"]
+    assert connect(server, limit=0).ask(["a", "b", "c"]) == ["A: a", "A: b", "A: c"]   # all cached
+
+
+@pytest.mark.fast
+def test_an_endpoint_that_dies_midway_and_works_again(serve, connect, tmp_path):
+    def die(handler):
+        handler.connection.close()
+
+    server = serve(lambda q, nth: die if int(q) >= 10 else good(q, nth))
+    endpoint, questions = connect(server, concurrency=2, retries=2), [str(i) for i in range(200)]
+    failed = "190 of 200 questions failed, the last one with APIConnectionError"
+    with pytest.warns(UserWarning, match=failed):
+        answers = endpoint.ask(questions)
+    assert answers == [f"A: {q}" if i < 10 else None for i, q in enumerate(questions)]
+    assert endpoint.counts["failed"] == 190 and endpoint.counts["asked"] <= 10 + module.FAILURES_IN_A_ROW + 2
+    assert sorted(row["answer"] for row in rows(tmp_path / "cache.jsonl")) == sorted(answers[:10])
+
+    before = len(server.seen)
+    with pytest.warns(UserWarning, match="190 of 200 questions failed"):
+        assert endpoint.ask(questions) == answers
+    assert server.seen[before:] == ["10"]                     # one request shows that it is still dead
+    server.reply = good
+    assert endpoint.ask(questions) == [f"A: {q}" for q in questions]
+    assert Counter(server.seen[before + 1:]) == {q: 1 for q in questions[10:]}
+
+
+@pytest.mark.fast
+@quiet
+def test_an_address_without_a_server(connect):
+    server = Server()
+    server.close()
+    endpoint = connect(server, retries=1)
+    assert endpoint.ask([str(i) for i in range(50)]) == [None] * 50
+    assert endpoint.counts["failed"] == 50 and endpoint.counts["asked"] < 50
+
+
+@pytest.mark.fast
+def test_the_limit_counts_requests(serve, connect):
+    server = serve(lambda question, nth: good(question, nth) if nth else (500, ""))
+    endpoint = connect(server, limit=5, concurrency=1)
+    assert endpoint.ask(["a", "b", "c", "d"]) == ["A: a", "A: b", None, None]      # c is not retried
+    assert len(server.seen) == 5
+    assert endpoint.counts == counts(sent=3, retried=2, limited=2)
+    assert endpoint.ask(["a", "e"]) == ["A: a", None]
+    assert endpoint.counts == counts(sent=3, retried=2, limited=3, cached=1)
+
+
+@pytest.mark.fast
+def test_the_limit_applies_to_concurrent_requests(serve, connect):
+    server = serve()
+    endpoint = connect(server, limit=7)
+    answers = endpoint.ask([str(i) for i in range(40)])
+    assert len(server.seen) == 7 == 40 - answers.count(None)
+    assert endpoint.counts == counts(sent=7, limited=33)
+
+
+# The key
+
+@pytest.mark.fast
+@pytest.mark.parametrize("status", [200, 400, 401, 404, 500])
+def test_the_key_appears_only_in_the_header(serve, connect, tmp_path, caplog, capfd, status):
+    """The server repeats it in its answers, and the question contains it."""
+    body = json.dumps({"error": {"message": SECRET * 40}})   # so often that every cut falls in it
+    if status == 200:
+        body = completion(f"yes, {SECRET}", usage={SECRET: 1})
+    server = serve(lambda question, nth: (status, body))
+    endpoint = connect(server, retries=1, cache=tmp_path / "here" / "cache.jsonl")
+    outputs = [repr(endpoint), str(endpoint), str(endpoint.counts), str(vars(endpoint))]
+    with warnings.catch_warnings(record=True) as warned, caplog.at_level(logging.DEBUG):
+        warnings.simplefilter("always")
+        try:
+            outputs.append(str(endpoint.ask([f"is {SECRET} good?"])))
+        except ValueError as error:
+            assert error.__context__ is None and error.__cause__ is None
+            outputs += [*traceback.format_exception(error), repr(error.__dict__)]
+    outputs += [str(one.message) for one in warned] + [caplog.text, *capfd.readouterr(), endpoint.last_reason]
+    files = [path for path in (tmp_path / "here").rglob("*") if path.is_file()]
+    assert len(files) == 2
+    outputs += [path.read_text() for path in files]
+    assert SECRET not in "\n".join(outputs) and SECRET[:4] not in "\n".join(outputs)
+    assert server.keys == {f"Bearer {SECRET}"} and server.seen[0] == "is [key] good?"
+    assert "[key]" in "\n".join(outputs)
+
+
+@pytest.mark.fast
+def test_a_short_key_is_a_placeholder_and_is_not_masked(serve, connect, monkeypatch):
+    monkeypatch.setenv("LARGE_KEY", "EMPTY\n")
+    server = serve()
+    assert connect(server).ask(["is EMPTY a word?"]) == ["A: is EMPTY a word?"]
+    assert server.keys == {"Bearer EMPTY"}
+
+
+# Mistakes before the first request
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value", [None, "", "  \n"])
+def test_a_key_that_is_not_set_is_named(monkeypatch, tmp_path, value):
+    monkeypatch.delenv("LARGE_KEY")
+    if value is not None:
+        monkeypatch.setenv("LARGE_KEY", value)
+    with pytest.raises(ValueError, match="--endpoint-key-variable=LARGE_KEY: .* not set"):
+        Endpoint("http://127.0.0.1:9/v1", "large", "LARGE_KEY", tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value", ["sk-naïve-12345", "sk-two words", "sk-line\nline"])
+def test_a_key_with_invalid_characters_is_not_repeated(monkeypatch, tmp_path, value):
+    monkeypatch.setenv("LARGE_KEY", value)
+    with pytest.raises(ValueError, match="--endpoint-key-variable=LARGE_KEY: .* characters") as raised:
+        Endpoint("http://127.0.0.1:9/v1", "large", "LARGE_KEY", tmp_path / "c")
+    assert value[3:] not in str(raised.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("url", ["", "api.deepseek.com/v1", "ftp://host/v1", "http://", "http://host:port/v1",
+                                 "http://[::1/v1", "http://host:99999/v1"])
+def test_an_invalid_address_is_named(tmp_path, url):
+    with pytest.raises(ValueError, match="--endpoint=") as raised:
+        Endpoint(url, "large", "LARGE_KEY", tmp_path / "c")
+    assert f"--endpoint={url}:" in str(raised.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("url", ["https://me:hunter2hunter2@host/v1",
+                                 "https://host/v1?api-key=hunter2hunter2"])
+def test_a_key_in_the_address_is_refused_and_not_repeated(tmp_path, url):
+    with pytest.raises(ValueError, match="--endpoint: .*--endpoint-key-variable") as raised:
+        Endpoint(url, "large", "LARGE_KEY", tmp_path / "c")
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.fast
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "cache.jsonl"):
+        with pytest.raises(ValueError, match=f"--endpoint-cache={path}: "):
+            Endpoint("http://127.0.0.1:9/v1", "large", "LARGE_KEY", path)
+
+
+@pytest.mark.fast
+def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ValueError, match="--endpoint: .*pip install -r requirements-endpoint.txt"):
+        Endpoint("http://127.0.0.1:9/v1", "large", "LARGE_KEY", tmp_path / "c")
+
+
+def test_importing_the_file_does_not_import_the_package():
+    source = "import infra.endpoint, sys; print('openai' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, text=True, capture_output=True,
+                          check=True, timeout=PATIENCE_S)
+    assert done.stdout == "False\n"

@@ -1,0 +1,114 @@
+"""Tests that a rank which fails prints why, and that all processes end within a minute.
+
+    python -m pytest tests/infra/test_failing.py          # a minute and a half
+
+The two ranks are this file run by torchrun: `main` below breaks one function of gcd.py on one of them.
+torchrun is configured to wait an hour for processes that do not end by themselves, as docs/gpus.md advises.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, start_from
+
+import gcd
+import update
+from infra import errors, parallel
+from lm import engine
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return cold_started(tmp_path_factory)
+
+
+def failing(out, error):
+    """A function that raises the error, and writes the time to a file."""
+    def fail(*arguments, **options):
+        (out / "when").write_text(str(time.time()))
+        raise error
+    return fail
+
+
+def stuck(*arguments, **options):
+    """Stand-in for a collective whose peer is gone: it never returns, and no signal or error reaches it."""
+    while True:
+        time.sleep(600)
+
+
+def main(kind, out, *flags):
+    rank = int(os.environ["RANK"])
+    if kind == "playing" and rank == 1:
+        engine.sample_tokens = failing(out, FULL)
+    if kind == "training":
+        update.policy_loss = failing(out, FULL) if rank == 1 else stuck
+    if kind == "bug" and rank == 1:
+        gcd.assign_credit = failing(out, AssertionError("a turn without a reward"))
+    return gcd.main([*TINY, "--out", str(out / "run"), *flags])
+
+
+@pytest.mark.parametrize("kind, message, consequence", [
+    ("playing", "gcd.py: error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): "
+     "while playing, --slots or --context down\n", "gcd.py: error: rank 1 failed, so this one ends\n"),
+    ("training", "gcd.py: error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): "
+     "while training, --microbatch-tokens down", "\nrank 1 failed, so this one ends\n"),
+    ("bug", "AssertionError: a turn without a reward", "gcd.py: error: rank 1 failed, so this one ends\n")],
+    ids=["playing", "training while the other is stuck", "a bug"])
+def test_a_rank_that_fails_prints_why_and_ends_all_ranks(start, tmp_path, kind, message, consequence):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               __file__, kind, tmp_path, *start_from(start)]
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests",
+                                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
+    done = subprocess.run([str(part) for part in command], timeout=240, check=False, capture_output=True,
+                          text=True, env=environment)
+    took = time.time() - float((tmp_path / "when").read_text())
+    assert done.returncode == 1 and took < 60, (took, done.stderr[-3000:])
+    assert done.stderr.count(message) == 1 and consequence in done.stderr, done.stderr[-3000:]
+    assert ('gcd.py", line' in done.stderr) == (kind == "bug")     # a traceback other than torchrun's own
+    assert not (tmp_path / "run" / "traceback.txt").exists()       # rank 0's would hide that rank 1 failed
+
+
+def through(file, error):
+    """The error with a traceback through a function of a file."""
+    with pytest.raises(type(error)) as caught:
+        exec(compile("def run():\n    raise error\nrun()", file, "exec"), {"error": error})
+    return caught.value
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("error", [
+    FULL, MemoryError("no more"), RuntimeError("CUDA error: out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")])
+def test_out_of_memory_names_the_flags_of_the_activity(tmp_path, error):
+    playing, training = "--slots or --context down", "--microbatch-tokens down"
+    for file, expected, other in ((ROOT / "rollout.py", playing, training),
+                                  (ROOT / "lm" / "engine.py", playing, training),
+                                  (ROOT / "update.py", training, playing)):
+        line = errors.one_line(through(str(file), error.with_traceback(None)), tmp_path)
+        assert line.startswith("out of memory (") and expected in line and other not in line
+    both = errors.one_line(through("elsewhere.py", error.with_traceback(None)), tmp_path)
+    assert playing in both and training in both and not list(tmp_path.iterdir())
+
+
+@pytest.mark.fast
+def test_errors_of_other_kinds_do_not_count_as_out_of_memory(tmp_path):
+    line = errors.one_line(through(str(ROOT / "update.py"), RuntimeError("shapes do not fit")), tmp_path)
+    assert line.startswith("RuntimeError: shapes do not fit (traceback in")
+    assert errors.one_line(ValueError("--out=out of memory: no"), tmp_path) == "--out=out of memory: no"
+
+
+@pytest.mark.fast
+def test_a_single_process_returns_its_exit_status():
+    assert parallel.abort(130) == 130 and parallel.failed_rank() is None and not parallel.is_distributed()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))

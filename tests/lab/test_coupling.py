@@ -1,0 +1,339 @@
+"""Tests of lab/studies/coupling.py and influence.py: Equation 2, gradient steps, shares, and the tiny study.
+
+    python -m pytest tests/lab/test_coupling.py
+
+The last tests run the full study on tiny runs of twin states and household: half a minute on an idle core.
+"""
+
+import json
+import random
+import shutil
+import signal
+
+import pytest
+import torch
+from hand_made import make_sample
+
+import batching
+import gcd
+from lab.bench import jobs
+from lab.studies import common, coupling, influence, runs
+from lm import model as qwen
+
+TINY = ("--hidden-size 32 --layers 2 --demonstrations 100 --judge-demonstrations 60 --cold-start-epochs 2 "
+        "--cold-start-lr 8e-3 --tasks 4 --group-size 4 --minibatches 2 --judge-turns 8 "
+        "--judge-group-size 4")
+
+
+def make_turn(sample, task="a", action="look", label="good", kinds=None):
+    """A turn for the measures."""
+    return influence.MeasuredTurn(sample, task, action, label, kinds or ["verb"] * sum(sample.sampled))
+
+
+def make_turns(n, seed=3):
+    """n turns with random tokens, each of a different task."""
+    rng = random.Random(seed)
+    return [make_turn(make_sample(rng, n=rng.randint(4, 12)), task=str(i), action="ab"[i % 2],
+                  label=("good", "bad")[i % 2]) for i in range(n)]
+
+
+def tied(model):
+    """The tiny model with tied embeddings."""
+    config = qwen.ModelConfig(**{**vars(model.config), "tie_word_embeddings": True})
+    other = qwen.Model(config)
+    qwen.init_weights(other, 0)
+    return other
+
+
+# Equation 2
+
+@pytest.mark.fast
+@pytest.mark.parametrize("make", [lambda model: model, tied])
+def test_equation_2_is_the_inner_product_of_output_layer_gradients(model, make):
+    """With tied weights: the gradient through the output projection only."""
+    model, grads, turns = make(model), [], make_turns(6)
+    for turn in turns:
+        ids_BT, _, select, target_N, *_ = batching.collate([turn.sample], model)
+        head_Vd = model.lm_head.weight.detach().double().requires_grad_()
+        hidden_Nd = model(ids_BT, select=select, head="hidden").detach().double()
+        logprob_N = (hidden_Nd @ head_Vd.T).log_softmax(-1).gather(1, target_N[:, None])
+        grads.append(torch.autograd.grad(logprob_N.sum(), head_Vd)[0].flatten())
+    want_SS = torch.stack(grads) @ torch.stack(grads).T
+    pairs = influence.hidden_and_error(model, turns)
+    got_SS = influence.couplings(pairs)
+    largest = float(want_SS.abs().max())
+    torch.testing.assert_close(got_SS.double(), want_SS, atol=1e-4 * largest, rtol=1e-3)
+    turn_of_token = torch.tensor([i for i, turn in enumerate(turns) for _ in turn.kinds])
+    member_SN = (turn_of_token == torch.arange(len(turns))[:, None]).float()
+    summed_SS = member_SN @ influence.token_couplings(pairs) @ member_SN.T
+    torch.testing.assert_close(summed_SS, got_SS, atol=1e-4 * largest, rtol=1e-3)
+
+
+@pytest.mark.fast
+def test_equation_2_of_two_tokens_by_hand():
+    """Turn a: g = (1/2, -1/2), h = (1, 2). Turn b: the same g, h = (3, 0), and g = (-1, 1), h = (0, 1)."""
+    a = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -0.5]])
+    b = torch.tensor([[3.0, 0.0], [0.0, 1.0]]), torch.tensor([[0.5, -0.5], [-1.0, 1.0]])
+    assert influence.token_couplings([a, b])[0].tolist() == [0.5 * 5, 0.5 * 3, -1.0 * 2]
+    coupling_SS = influence.couplings([a, b])
+    assert coupling_SS.tolist() == [[2.5, -0.5], [-0.5, 6.5]]
+    assert float(influence.cosines(coupling_SS)[0, 1]) == pytest.approx(-0.5 / (2.5 * 6.5) ** 0.5)
+    assert influence.cosines(torch.zeros(2, 2)).tolist() == [[0, 0], [0, 0]]
+
+
+# A gradient step
+
+@pytest.mark.fast
+def test_a_small_step_moves_others_by_the_inner_product_of_gradients(model):
+    samples = [turn.sample for turn in make_turns(5)]
+    change_SS, nonlinearity = influence.step_effects(model, samples, step_nats=1e-5)
+    exact = model.double()
+    grad_SX = torch.stack([torch.cat([g.flatten() for g in influence.gradient(exact, s)]) for s in samples])
+    product_SS = grad_SX @ grad_SX.T
+    step = 1e-5 / product_SS.diagonal().mean()
+    assert float(change_SS.diagonal().mean()) == pytest.approx(1e-5, rel=1e-2)
+    torch.testing.assert_close(change_SS, step * product_SS, atol=1e-7, rtol=1e-2)
+    assert nonlinearity < 1e-2
+    larger, smaller = (influence.step_effects(model, samples, step_nats=nats)[1] for nats in (0.02, 0.01))
+    assert larger / smaller == pytest.approx(2, rel=0.1)              # the remainder is of second order
+
+
+@pytest.mark.fast
+def test_the_model_is_restored(model):
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    influence.step_effects(model, [turn.sample for turn in make_turns(3)])
+    assert all(torch.equal(p, before[name]) and p.dtype == torch.float32
+               for name, p in model.named_parameters())
+
+
+@pytest.mark.fast
+def test_the_heat_map_compares_commands_over_tasks(model):
+    turns = make_turns(12)
+    found = influence.heat(model, turns, 0)
+    assert found["actions"] == ["a"] * 6 + ["b"] * 6 and found["nonlinear"] < 0.1
+    matrix = torch.tensor(found["matrix"])
+    assert matrix.diagonal().tolist() == pytest.approx([1.0] * 12)
+    same = torch.block_diag(torch.ones(6, 6), torch.ones(6, 6)).bool() & ~torch.eye(12, dtype=torch.bool)
+    assert found["same"] == pytest.approx(float(matrix[same].mean()), abs=1e-3)
+    different = ~same & ~torch.eye(12, dtype=torch.bool)
+    assert found["different"] == pytest.approx(float(matrix[different].mean()), abs=1e-3)
+    for turn in turns:
+        turn.task = "the only task"
+    assert influence.heat(model, turns, 0) is None and influence.heat(model, [], 0) is None
+    refused = [make_turn(turn.sample, str(i), turn.action, "refused") for i, turn in enumerate(turns)]
+    assert influence.heat(model, refused, 0) is None
+
+
+# Shares and classes
+
+@pytest.mark.fast
+def test_kinds_of_tokens(chat):
+    def kinds(text):
+        return influence.token_kinds(chat, chat.encode(text), {"cabinet", "countertop"})
+
+    assert kinds("look cabinet 1<|im_end|>") == ["verb", "receptacle", "stop"]
+    assert kinds("look drawer 1") == ["verb", "object"] and kinds("look") == ["verb"]
+
+    class ListTokenizer:                                     # a tokenizer whose ids are positions in a list
+        tokens = ("<monitor>", "take", " apple", " 3", " from", " cabinet 2", "<|im_end|>")
+
+        def decode(self, ids):
+            return self.tokens[ids[0]]
+
+    chat = type("Chat", (), {"tokenizer": ListTokenizer(), "stop_ids": (6,)})
+    assert influence.token_kinds(chat, range(7), {"cabinet"}) == [
+        "tag", "verb", "object", "number", "link", "receptacle", "stop"]
+
+
+@pytest.mark.fast
+def test_shares_of_tokens_sum_to_one_and_exclude_the_same_task(model):
+    turns = make_turns(8)
+    for turn in turns:
+        turn.kinds = ["verb", *["stop"] * (len(turn.kinds) - 1)]
+    found = influence.influence_by_kind(model, turns, 64, 0)
+    for key in ("influence", "tokens"):
+        assert sum(share[key] for share in found.values()) == pytest.approx(1, abs=1e-5)
+    assert influence.influence_by_kind(model, [turns[0], turns[0]], 64, 0) is None
+
+
+@pytest.mark.fast
+def test_classes_are_balanced_and_refusals_are_a_class_of_their_own():
+    turns = make_turns(20)
+    for turn in turns[:12]:
+        turn.label = "refused"
+    turns[13].label = None
+    found = influence.by_class(turns, 5, 0)
+    assert {label: len(members) for label, members in found.items()} == {"good": 3, "bad": 3, "refused": 5}
+    assert all(turn.label == label for label, members in found.items() for turn in members)
+
+
+@pytest.mark.fast
+def test_the_gap_by_hand(model, monkeypatch):
+    """One token per turn, all g = 1: influence is <h, h'>. Good (1, 0), (2, 0), bad (0, 1), (1, 1)."""
+    hidden = {"good": [(1.0, 0.0), (2.0, 0.0)], "bad": [(0.0, 1.0), (1.0, 1.0)]}
+    sample = make_sample(random.Random(0), n=2)
+    turns = {label: [make_turn(sample, f"{label}{i}", label=label) for i in (0, 1)] for label in hidden}
+    monkeypatch.setattr(influence, "hidden_and_error", lambda model, turns: [
+        (torch.tensor([h]), torch.ones(1, 1)) for label in hidden for h in hidden[label]])
+    found = influence.gap(model, turns)
+    assert found["same"] == pytest.approx((2 + 1) / 2)
+    assert found["cross"] == pytest.approx((0 + 1 + 0 + 2) / 4) and found["gap"] == pytest.approx(0.75)
+    assert found["gap of cosines"] == pytest.approx((1 + 0.5**0.5) / 2 - (0 + 0.5**0.5) / 2)
+
+
+@pytest.mark.fast
+def test_an_empty_class_is_not_measurable(model):
+    turns = make_turns(4)
+    classes = influence.by_class([turn for turn in turns if turn.label == "good"], 5, 0)
+    assert influence.gap(model, classes) is None
+    assert influence.similarity(model, turns[:1], 0) is None
+    assert coupling.verdict([]) == "not measurable"
+
+
+@pytest.mark.fast
+def test_verdicts():
+    assert [coupling.verdict(tests) for tests in ([True], [True, False], [False])] == ["yes", "partly", "no"]
+    assert coupling.above_zero({"mean": 1.0, "half": 0.5})
+    assert not any(coupling.above_zero({"mean": 1.0, "half": half}) for half in (1.5, None))
+    assert coupling.with_half({"mean": 0.25, "half": None}, "+.2g") == "+0.25"
+    assert coupling.with_half({"mean": 0.25, "half": 0.1}, "+.2g") == "+0.25 ± 0.1"
+    assert coupling.spread([1.0, 3.0]) == (2.0, 1.0) and coupling.spread([1.0])[1] == float("inf")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cosine, ratio, agrees", [
+    (-0.3, 9.0, "yes"), (-0.3, 1.0, "yes"), (0.2, 9.0, "no"), (-0.01, 9.0, "no")])
+def test_a_conflict_is_a_cosine_below_0_by_more_than_its_error(cosine, ratio, agrees):
+    def cell(cosine, ratio):
+        return {"judge": [{"iteration": i, "cosine": cosine + 0.1 * (-1) ** i, "ratio": ratio}
+                          for i in range(8)]}
+
+    cells = {"grpo+gcd, seed 0": cell(0.1, 2.0), "grpo+value, seed 0": cell(cosine, ratio)}
+    assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == agrees
+    del cells["grpo+value, seed 0"]
+    assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == "not measurable"
+
+
+@pytest.mark.fast
+def test_figure_8_needs_an_interval_over_seeds():
+    """Late is the last third: the last two of six kept models."""
+    def cell(late):
+        gaps = [9.0] * 4 + [late, late]
+        return {"path": [{"iteration": i, "fixed": {"gap": gap, "gap of cosines": gap}}
+                         for i, gap in enumerate(gaps)]}
+
+    cells = {f"{arm}, seed {seed}": cell(base + 0.1 * seed) for seed in range(3)
+             for arm, base in (("grpo", 1.0), ("grpo+gcd", 2.0))}
+    assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "yes"
+    assert "minus grpo: +1" in coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["found"]
+    assert coupling.figure_8(coupling.Results(cells, [0]))["agrees"] == "not measurable"
+    cells["grpo+gcd, seed 2"] = cell(0.0)
+    assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "no"
+
+
+# Runs, and the full study
+
+def make_small(monkeypatch):
+    """Make runs in this process, with few turns and a small heat map."""
+    monkeypatch.setattr(runs, "make", in_this_process)
+    for name, number in (("TASKS", 16), ("ACTIONS", 3), ("CONTEXTS", 2)):
+        monkeypatch.setattr(influence, name, number)
+
+
+def in_this_process(made, processes=1):
+    """`runs.make` without the seconds that a process takes to start."""
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for run in made.values():
+            if not jobs.finished(run):
+                assert gcd.main([*run.arguments, "--overwrite"]) == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch, capsys):
+    """The study at a tiny size; returns (exit status, its JSON or None, stderr)."""
+    make_small(monkeypatch)
+
+    def run(*flags):
+        status = coupling.main(["--iterations", "5", "--turns", "6", "--jobs", "1", "--flags", TINY, "--runs",
+                                str(tmp_path / "runs"), "--out", str(tmp_path / "out"), *flags])
+        path = tmp_path / "out" / "coupling.json"
+        return status, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr().err
+
+    run.folder = tmp_path
+    return run
+
+
+def interrupt(run, settings):
+    raise KeyboardInterrupt
+
+
+def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
+    flags = ("--worlds", "household,twins", "--arms", "grpo,grpo+gcd")
+    monkeypatch.setattr(coupling, "trajectory", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        study(*flags)
+    lines = study.folder / "out" / "coupling.jsonl"
+    finished = [json.loads(line)["cell"] for line in lines.read_text().splitlines()]
+    assert finished == ["twin states, seed 0", "household, seed 0", "household after GRPO, seed 0"]
+    monkeypatch.undo()
+    make_small(monkeypatch)
+    status, found, _ = study(*flags)
+    assert status == 0 and len(lines.read_text().splitlines()) == 5
+    assert [figure["paper"].split()[1] for figure in found["figures"]] == ["3a", "3b", "8", "9", "10b"]
+    assert found["figures"][2]["agrees"] == "not measurable"                  # one seed has no interval
+    path = found["cells"]["grpo+gcd, seed 0"]["path"]
+    assert [point["iteration"] for point in path] == [0, 5]
+    start = found["cells"]["grpo, seed 0"]["path"][0]
+    assert start == path[0]                                      # the same start and turns
+    out = study.folder / "out"
+    assert all((out / figure["picture"]).read_text().count("<svg") == 1 for figure in found["figures"])
+    text = (out / "coupling.md").read_text()
+    assert "{" not in text and "nan" not in text.lower().replace("nance", "")
+    shutil.rmtree(study.folder / "runs")
+    assert study(*flags)[0] == 0 and not (study.folder / "runs").exists()     # everything is in the cells
+
+
+def test_missing_games_and_invalid_flags_are_reported(study, capsys):
+    status, found, error = study("--worlds", "twins,alfworld", "--games", "nowhere.gz")
+    assert status == 0 and "nowhere.gz does not exist" in error and "nowhere.gz" in found["without"]
+    assert {*found["cells"]} == {"twin states, seed 0"}
+    for flags, message in (("--worlds mars", "--worlds=mars: expected some of household"),
+                           ("--seeds a", "--seeds=a: expected numbers"), ("--turns 1", "--turns=1: expected"),
+                           ("--arms ppo", "--arms=ppo: expected some of grpo")):
+        with pytest.raises(SystemExit):
+            coupling.main(flags.split())
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_runs_share_their_cold_start_and_name_a_missing_model(tmp_path):
+    found = runs.runs_of("household", ["grpo", "grpo+value"], [1], iterations=10, root=tmp_path)
+    assert [*found] == [("cold_start", 1), ("cold_start_value", 1), ("grpo", 1), ("grpo+value", 1)]
+    assert found["grpo", 1].start is found["cold_start", 1]
+    assert found["grpo+value", 1].start is found["cold_start_value", 1]
+    grpo = found["grpo", 1]
+    assert grpo.folder == tmp_path / "household" / "seed1" / "grpo"
+    with pytest.raises(ValueError, match="no models; run gcd.py with --keep-checkpoints"):
+        _ = grpo.models
+    for kept in ("00000", "00010"):
+        (grpo.folder / "kept" / kept).mkdir(parents=True)
+    with pytest.raises(ValueError, match="no model of iteration 5; remove"):
+        _ = grpo.models
+    for environment, arms in (("mars", ["grpo"]), ("twins", ["unknown"])):
+        with pytest.raises(ValueError, match="expected one of"):
+            runs.runs_of(environment, arms, [0])
+
+
+def test_runs_are_made_once_and_store_no_evaluation(tmp_path):
+    flags = [*TINY.split(), "--demonstrations", "20", "--judge-demonstrations", "0"]
+    made = runs.runs_of("twins", ["cold_start"], [0], flags, root=tmp_path)
+    runs.make(made, 1)
+    run = made["cold_start", 0]
+    stamp = (run.folder / "stages.json").stat().st_mtime_ns
+    runs.make(made, 1)
+    assert (run.folder / "stages.json").stat().st_mtime_ns == stamp and not run.result.exists()
+    assert isinstance(run.actor(0), common.Actor)

@@ -1,0 +1,215 @@
+"""Tests of lab/studies/origin.py and origin_cells.py: cells, measures, rules, and resuming.
+
+    python -m pytest tests/lab/test_origin.py           # about a minute on one core
+"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from infra import files
+from lab.envs.strings import AXES
+from lab.studies import common, origin, tilting
+from lab.studies import origin_cells as cells
+from lm.engine import Response
+from rollout import EpisodeSpec
+
+ENVIRONMENT = (*cells.ENVIRONMENT, "--problems", 6, "--hidden-size", 16, "--layers", 1)
+TINY = {"ENVIRONMENT": ENVIRONMENT, "ALONG": (2,),
+        "PRETRAINING": ("--demonstrations", 60, "--cold-start-batch", 10),
+        "RL": ("--iterations", 2, "--tasks", 2, "--group-size", 2, "--minibatches", 1, "--lr", 1e-3),
+        "TOY": ("--letters", 2, "--length", 2, "--k", 1, "--problems", 6, *ENVIRONMENT[-4:]),
+        "TOY_PRETRAINING": ("--demonstrations", 20,),
+        "TOY_RL": ("--admissible-only", "--tasks", 2, "--group-size", 2, "--minibatches", 1,
+                   "--iterations", 2), "RHOS": (0.01,), "FEW": range(1), "EACH": 16,
+        "KS": [1, 4, 16], "agent": lambda seed, root: {"base": [0, 3], "GRPO": [64, 2]}}
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    for name, value in TINY.items():
+        for module in (cells, origin):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, value)
+
+
+@pytest.mark.fast
+def test_the_cells_are_those_of_the_design():
+    """For five seeds: at each rho a base with positions and four axes, one without and its length axis.
+
+    At rho .01 also five checkpoints of pretraining, four kinds of toy, and for three seeds three alternatives
+    and the agent.
+    """
+    requested = cells.cells_of(True, range(5))
+    assert len(requested) == 5 * 4 * (1 + 4 + 1 + 1) + 5 * (5 + 4) + 3 * (3 * 4 + 1)
+    default = cells.cells_of(False, range(1))
+    assert len(default) == 1 + 4 + 5 + 4 and {s.get("rho", 0.01) for s in default.values()} == {0.01}
+    names = list(requested)
+    for name, settings in requested.items():
+        if settings["what"] in cells.INSTEAD:                # the GRPO cell comes before its alternatives
+            assert names.index(cells.name_of(settings | {"what": "GRPO"})) < names.index(name)
+
+
+@pytest.mark.fast
+def test_the_steps_of_pretraining_are_those_of_the_page():
+    demonstrations, batch = (cells.PRETRAINING[cells.PRETRAINING.index(flag) + 1]
+                             for flag in ("--demonstrations", "--cold-start-batch"))
+    assert 2 * (demonstrations // batch) == cells.STEPS        # the cold start has two stages
+
+
+def test_the_full_study_at_minimal_size(tiny, tmp_path, capsys):
+    """Every kind of cell, the page and the figures; after the loss of a cell, a second call runs only that
+    cell, with the same result."""
+    command = ["--all", "--seeds", "1", "--jobs", "1", "--out", str(tmp_path / "out"), "--runs",
+               str(tmp_path / "runs")]
+    assert origin.main(command) == 0
+    path = tmp_path / "out" / "origin.jsonl"
+    lines = path.read_text().splitlines()
+    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + (2 + 12) + 4 + 1
+    page = (tmp_path / "out" / "origin.md").read_text()
+    assert "nan" not in page.lower() and all(axis in page for axis in AXES) and "Not run." not in page
+    published = json.loads((tmp_path / "out" / "origin.json").read_text())
+    assert {figure["agrees"] for figure in published["figures"]} <= set(common.AGREES)
+    for figure in published["figures"]:
+        assert (tmp_path / "out" / figure["picture"]).read_text().startswith("<?xml")
+    results = {record["cell"]: record["result"] for record in files.read_lines(path)[0]}
+    lost = next(name for name in results if name.startswith("GRPO, axis depth, rho 0.01"))
+    path.write_text("".join(line + "\n" for line in lines if json.loads(line)["cell"] != lost))
+    assert origin.main(command) == 0
+    assert {record["cell"]: record["result"] for record in files.read_lines(path)[0]} == results
+    sft = results[f"{cells.SFT}, axis depth, rho 0.01, positions rotary, seed 0"]
+    assert 0 <= sft["tokens"] - results[lost]["tokens"] <= 42                # a depth's longest solution
+    capsys.readouterr()
+
+
+def test_without_cells_there_is_no_page(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        origin.main(["--jobs", "0", "--out", str(tmp_path)])
+    assert "has no run of GRPO" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """The toy's base with little training, as an actor."""
+    folder = tmp_path_factory.mktemp("toys") / "base"
+    flags = [*cells.ENVIRONMENT, "--seed", 0, *cells.TOY]
+    cold = ("--demonstrations", 50, "--iterations", 0, "--hidden-size", 16, "--layers", 1)
+    common.train([*flags, *cold], folder)
+    return common.load_actor(folder / files.CHECKPOINT, [*flags, "--admissible-only"])
+
+
+def test_the_listed_probabilities_agree_with_sampling(toys):
+    """They add up to 1, and agree with the shares of 2,000 samples within five standard errors."""
+    problem = cells.toy_problems()[5]
+    logprobs = cells.response_logprobs(toys, problem)
+    assert sum(map(math.exp, logprobs)) == pytest.approx(1, abs=1e-5)
+    task = next(task for task in toys.config.environment.train_tasks("part", 0, 500) if task.problem.part > 1)
+    episodes = toys.play([EpisodeSpec(task, 0, stream) for stream in range(2000)])
+    counts = {text: sum(e.turns[0].action == text for e in episodes) for text in task.problem.responses()}
+    for text, logprob in zip(task.problem.responses(), cells.response_logprobs(toys, task.problem)):
+        p = math.exp(logprob)
+        assert counts[text] / 2000 == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / 2000) + 1e-3)
+
+
+def test_rare_responses_are_counted_by_the_bases_probabilities(toys):
+    """Against the product of the softmax, token by token."""
+    task = toys.config.environment.split_tasks("id")[0]
+    prompt = list(toys.chat.observe(cells.Game().reset(task), True))
+    answers = [toys.chat.respond(text) for text in task.problem.responses()[:3]]
+    logprobs = []
+    for ids in answers:
+        logit_TV = toys.model(torch.tensor([prompt + ids]))[0].detach().log_softmax(-1)
+        logprobs.append(sum(float(logit_TV[len(prompt) + t - 1, token]) for t, token in enumerate(ids)))
+    least, middle, most = sorted(logprobs)
+    drawn = math.exp(-(least + middle) / 2)                  # only the least likely response is rare
+    counts = [3 if logprob == least else 1 for logprob in logprobs]
+    correct = [[ids for ids, n in zip(answers, counts) for _ in range(n)]] + [[]] * 5
+    found = cells.rare(toys, "id", correct, drawn)
+    assert found == {"right": 5, "different": 3, "below": 3, "different_below": 1}
+
+
+def test_a_response_is_correct_if_the_game_accepts_it(toys):
+    task = toys.config.environment.split_tasks("id")[0]
+    for text in (task.problem.response, "zz", ""):
+        response = Response(toys.chat.respond(text), [], False)
+        assert cells.is_correct(toys, task, response) == (text == task.problem.response)
+    assert not cells.is_correct(toys, task, Response(toys.chat.respond(task.problem.response), [], True))
+
+
+def test_the_agent_plays_each_task_with_both_models(toys, monkeypatch):
+    pending = []
+
+    class Kept:
+        def actor(self, done):
+            pending.append(done)
+            return toys
+
+    def runs_of(environment, arms, seeds, iterations, root):
+        assert (environment, arms, seeds, root) == ("strings", ["grpo"], [3], "there")
+        return {("cold_start", 3): Kept(), ("grpo", 3): Kept()}
+
+    monkeypatch.setattr(cells, "AGENT", ("strings", "id", 80, 4))
+    monkeypatch.setattr(cells.studied, "runs_of", runs_of)
+    monkeypatch.setattr(cells.studied, "make", lambda found, processes: None)
+    result, tasks = cells.agent(3, "there"), toys.config.environment.split_tasks("id")
+    played = toys.play([EpisodeSpec(task, i, cells.stream(3, i, j))
+                        for i, task in enumerate(tasks) for j in range(4)])
+    assert pending == [0, 80] and result["base"] == result["GRPO"] == [
+        sum(e.won for e in played if e.task == task) for task in tasks]
+    assert 0 < sum(result["base"]) < 24 == len(played)
+
+
+def row(axis, base, gain, base_256=0.5, rare=0.0, half=None):
+    """A row of the axes' table with the numbers that the rules use."""
+    curve = {1: {"base": {"mean": base}, "gain": {"mean": gain, "half": half, "seeds": {}}},
+             origin.EACH: {"base": {"mean": base_256}}}
+    return {"axis": axis, "rho": 0.1, "positions": "rotary", "curve": curve, "rare": rare, "unsolved": 3,
+            "newly_solved": 1}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows, agrees", [
+    ([row("depth", 0.0, 0.0, 0.0), row("length", 0.5, 0.1)], "yes"),
+    ([row("depth", 0.0, 0.1, 0.0), row("length", 0.5, 0.1)], "partly"),
+    ([row("depth", 0.0, 0.1, 0.0), row("length", 0.5, 0.1, half=0.2)], "no"),
+    ([row("length", 0.5, 0.1)], "not measurable")])
+def test_the_rule_for_out_of_distribution(rows, agrees):
+    assert origin.aligns(rows)[0] == agrees
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows, agrees", [
+    ([row("depth", 0, 0, rare=0.05), row("length", 0, 0, rare=0.0)], "yes"),
+    ([row("depth", 0, 0, rare=0.5), row("length", 0, 0), row("composition", 0, 0)], "partly"),
+    ([row("depth", 0, 0, rare=0.5), row("length", 0, 0, rare=0.2)], "no"),
+    ([row("depth", 0, 0, base_256=0.05)], "not measurable")])
+def test_the_rule_for_novel_solutions(rows, agrees):
+    assert origin.discovers(rows)[0] == agrees
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("early, late, agrees", [(0.2, 0.01, "yes"), (0.05, 0.01, "partly"),
+                                                 (0.05, 0.1, "no")])
+def test_the_rule_for_saturation(early, late, agrees):
+    rows = [{"steps": steps, "base": origin.interval({0: base}), "gain": origin.interval({0: gain})}
+            for steps, base, gain in ((400, 0.5, early), (None, 0.97, late))]
+    assert origin.saturates(rows)[0] == agrees and origin.saturates(rows[1:])[0] == "not measurable"
+
+
+@pytest.mark.fast
+def test_the_toys_row_compares_runs_with_their_closed_form():
+    def result(p):
+        before, after = [0.3, 0.2, 0.5], [p, (1 - p) * 2 / 7, (1 - p) * 5 / 7]
+        return {"problems": [{"right": 0, "before": [math.log(x) for x in before],
+                              "after": [math.log(x) for x in after]}]}
+
+    exact = origin.toy_row("k1 in the reward", [result(tilting.tilted(0.3, origin.BETA))] * 2)
+    assert exact["distance"] == pytest.approx(0, abs=1e-9) and exact["shift"]["mean"] == pytest.approx(2)
+    assert origin.tilts({"k1 in the reward": exact})[0] == "yes"
+    off = origin.toy_row("k1 in the reward", [result(0.9)])
+    assert off["distance"] == pytest.approx(0.9 - tilting.tilted(0.3, origin.BETA))
+    assert off["grown_most_nats"] == pytest.approx(math.log(3))
+    assert origin.tilts({"k1 in the reward": off})[0] == "no"
+    assert origin.tilts({})[0] == "not measurable"

@@ -1,0 +1,108 @@
+"""Tests that the tables and code blocks of README.md and docs/*.md are those of lab/results and the sources.
+
+    python -m pytest tests/lab/test_readme.py
+"""
+
+import json
+import re
+
+import pytest
+
+from lab.bench import readme
+
+pytestmark = pytest.mark.fast
+PAGES = [page for page in readme.PAGES if page.exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_has_current_numbers(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == readme.filled(text), "run: python -m lab.bench.readme"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_wrong_number_is_corrected(page):
+    """In every table that is filled from lab/results."""
+    text = page.read_text(encoding="utf-8")
+    cells = re.compile(r"^(\| [^|]+ \| )([\d+-][^|]+)", re.MULTILINE)
+    for name, table in readme.TABLE.findall(text):
+        if readme.result_path(name).exists():
+            wrong = cells.sub(lambda found: found[1] + re.sub(r"\d", "7", found[2]), table)
+            assert readme.filled(text.replace(table, wrong)) == text, name
+
+
+# A hand-made result with two splits
+
+def value(mean, half=None, seeds=2, at_04=None, **more):
+    return {"mean": mean, "half": half, "seeds": dict.fromkeys(range(seeds)), "t0.4": at_04} | more
+
+
+RESULT = {
+    "seeds": [0, 1],
+    "rows": {"grpo": {"L0": value(0.5, 0.1, at_04=value(0.75, 0.05), invalid_frac=0.25, paper=86.7),
+                      "L1": value(0.4, seeds=1, invalid_frac=None, paper=63.4, inferred=True)}},
+    "differences": {"grpo - cold": {"L0": value(0.125, 0.1, at_04=value(-0.05, 0.2)),
+                                    "L1": value(-0.1, 0.2)}}}
+PAGE = """Text before.
+
+<!-- toy -->
+| three words | L0 | at 0.4 | L1 at 0.4 | L1 | refused | paper (ours) | |
+|---|---|---|---|---|---|---|---|
+| grpo | ? |
+| grpo - cold | 99.9 | | | | | | |
+
+<!-- another comment -->
+| grpo | 1 |
+"""
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    (tmp_path / "table1_toy_result.json").write_text(json.dumps(RESULT))
+    return PAGE
+
+
+def test_heads_choose_the_columns(page):
+    lines = readme.filled(page).splitlines()
+    assert lines[5] == "| grpo | 50.0 ± 10.0 | 75.0 ± 5.0 | – | 40.0 (1/2) | 25/– | 86.7 / 63.4† |  |"
+    assert lines[6] == "| grpo - cold | +12.5 ± 10.0 | -5.0 ± 20.0 | – | -10.0 ± 20.0 |  |  |  |"
+    assert lines[:5] + lines[7:] == page.splitlines()[:5] + page.splitlines()[7:]
+    assert readme.filled(readme.filled(page)) == readme.filled(page)
+
+
+def test_an_unknown_head_or_row_is_an_error(page):
+    with pytest.raises(ValueError, match="column 'L3': expected L0, L1, at 0.4, refused or paper"):
+        readme.filled(page.replace("| L1 |", "| L3 |"))
+    with pytest.raises(KeyError, match="gigpo"):
+        readme.filled(page.replace("| grpo | ?", "| gigpo | ?"))
+
+
+def test_a_row_may_have_a_label_and_a_column_may_read_a_different_row(page, tmp_path):
+    longer = {"rows": RESULT["rows"] | {"grpo_part": {"L1": value(0.01)}}}
+    (tmp_path / "table1_toy_result.json").write_text(json.dumps(RESULT | longer))
+    page = ("<!-- toy -->\n| start | L0 | L1 never shown (`_part`) | L0 never shown (`_part`) |\n"
+            "|---|---|---|---|\n| RL, 3 minutes `grpo` | ? |\n")
+    assert readme.filled(page).splitlines()[3] == "| RL, 3 minutes `grpo` | 50.0 ± 10.0 | 1.0 | – |"
+
+
+def test_code_is_quoted_verbatim():
+    page = ("<!-- lab/bench/readme.py source_of -->\n```python\nold\n```\n\n"
+            "<!-- lab/bench/gone.py -->\nno block\n")
+    quoted = readme.filled(page)
+    assert quoted.startswith("<!-- lab/bench/readme.py source_of -->\n"
+                             "```python\ndef source_of(path, name):\n")
+    assert quoted.endswith("== name)\n```\n\n<!-- lab/bench/gone.py -->\nno block\n") and "old" not in quoted
+    with pytest.raises(StopIteration):
+        readme.filled(page.replace("source_of", "no_such_name"))
+    entire = readme.filled("<!-- lab/bench/readme.py -->\n```python\n```\n")
+    assert (readme.ROOT / "lab" / "bench" / "readme.py").read_text() in entire
+
+
+def test_the_command_fills_the_existing_pages(page, tmp_path, monkeypatch, capsys):
+    pages = (tmp_path / "README.md", tmp_path / "gone.md")
+    pages[0].write_text(page)
+    monkeypatch.setattr(readme, "PAGES", pages)
+    readme.main()
+    assert capsys.readouterr().out == "README.md: toy\n" and pages[0].read_text() == readme.filled(page)
+    assert not pages[1].exists()

@@ -1,0 +1,224 @@
+"""Tests the closed forms of lab/studies/tilting.py by numerical optima, enumeration and known values.
+
+    python -m pytest tests/lab/test_tilting.py
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from lab.studies import tilting
+from losses import kl_k3
+
+pytestmark = pytest.mark.fast
+REWARD_Y = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.3, -0.5, 0.0, 1.0], dtype=torch.double)
+GRID = [1e-6, 1e-3, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999]
+
+
+def random_logprob(n, seed=0):
+    """Log-probabilities of a random policy over n responses."""
+    draws = torch.randn(n, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
+    return (1.5 * draws).log_softmax(-1)
+
+
+def optimum(reward_Y, logprob_Y, beta):
+    """Log-probabilities of the policy that maximizes E[r] - beta KL(pi || pi_ref), by L-BFGS from uniform."""
+    logit_Y = torch.zeros_like(logprob_Y, requires_grad=True)
+    optimizer = torch.optim.LBFGS([logit_Y], max_iter=2000, tolerance_grad=1e-12, tolerance_change=1e-15,
+                                  line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        policy_Y = logit_Y.log_softmax(-1)
+        value = (policy_Y.exp() * (beta * (policy_Y - logprob_Y) - reward_Y)).sum()
+        value.backward()
+        return value
+
+    optimizer.step(loss)
+    return logit_Y.detach().log_softmax(-1)
+
+
+def groups(p, group):
+    """Every sequence of a group's rewards, with its probability."""
+    for rewards in itertools.product((0, 1), repeat=group):
+        yield rewards, math.prod(p if reward else 1 - p for reward in rewards)
+
+
+# The tilted optimum
+
+@pytest.mark.parametrize("beta", [0.3, 0.5, 1.0, 4.0])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_tilted_policy_is_the_numerical_optimum(beta, seed):
+    logprob_Y = random_logprob(8, seed)
+    found_Y = tilting.tilted_policy(logprob_Y, REWARD_Y, beta)
+    torch.testing.assert_close(found_Y.exp(), optimum(REWARD_Y, logprob_Y, beta).exp(), atol=1e-6, rtol=0)
+    assert float(found_Y.exp().sum()) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
+def test_tilting_keeps_ratios_among_equal_rewards_and_the_support_and_is_bounded(beta):
+    logprob_Y, reward_Y = random_logprob(8), REWARD_Y.clamp(0, 1)
+    logprob_Y[3] = -math.inf
+    given_Y = logprob_Y.isfinite()
+    found_Y = tilting.tilted_policy(logprob_Y.log_softmax(-1), reward_Y, beta)
+    assert found_Y[3] == -math.inf and found_Y[given_Y].isfinite().all()
+    logprob_Y, reward_Y, found_Y = logprob_Y[given_Y].log_softmax(-1), reward_Y[given_Y], found_Y[given_Y]
+    change_Y = found_Y - logprob_Y
+    for reward in reward_Y.unique():
+        assert float(change_Y[reward_Y == reward].max() - change_Y[reward_Y == reward].min()) < 1e-12
+    assert float(change_Y.abs().max()) <= 1 / beta and float(change_Y.max()) > 0 > float(change_Y.min())
+    best_Y = optimum(reward_Y, logprob_Y, beta)           # without the response of probability 0
+    torch.testing.assert_close(found_Y.exp(), best_Y.exp(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
+def test_the_tilted_mass_is_that_of_the_tilted_policy_and_the_gain_is_what_it_adds(beta):
+    for seed in range(5):
+        logprob_Y, reward_Y = random_logprob(8, seed), (REWARD_Y == 1).double()
+        q = float(logprob_Y.exp() @ reward_Y)
+        mass = float(tilting.tilted_policy(logprob_Y, reward_Y, beta).exp() @ reward_Y)
+        assert tilting.tilted(q, beta) == pytest.approx(mass, abs=1e-12)
+    for q in GRID:
+        assert tilting.gain(q, beta) == pytest.approx(tilting.tilted(q, beta) - q, abs=1e-12)
+    assert [tilting.tilted(q, beta) for q in (0, 1)] == [0, 1] == [q + tilting.gain(q, beta) for q in (0, 1)]
+
+
+@pytest.mark.parametrize("q, beta, p, digits", [(1e-3, 1, 0.0027, 4), (0.1, 1, 0.232, 3), (0.5, 1, 0.731, 3),
+                                                (1e-6, 0.1, 0.022, 3), (1e-3, 0.1, 0.957, 3)])
+def test_known_values(q, beta, p, digits):
+    assert round(tilting.tilted(q, beta), digits) == p
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0, 3.0])
+def test_the_gain_is_largest_at_best_mass(beta):
+    best = tilting.best_mass(beta)
+    grid = torch.linspace(-20, 5, 25001, dtype=torch.double).sigmoid().tolist()
+    found = max(grid, key=lambda q: tilting.gain(q, beta))
+    assert tilting.logit(best) == pytest.approx(tilting.logit(found), abs=2e-3)
+    assert all(tilting.gain(best, beta) > tilting.gain(q, beta) for q in (best * 0.9, best * 1.1))
+
+
+def test_sigmoid_inverts_logit_and_neither_overflows():
+    for p in GRID:
+        assert tilting.sigmoid(tilting.logit(p)) == pytest.approx(p, rel=1e-12)
+    assert (tilting.logit(0), tilting.logit(1), tilting.logit(0.5)) == (-math.inf, math.inf, 0)
+    assert [tilting.sigmoid(x) for x in (-math.inf, -1e4, 0, 1e4, math.inf)] == [0, 0, 0.5, 1, 1]
+
+
+# k3 in the loss
+
+def test_the_expected_gradient_of_k3_is_that_of_forward_kl():
+    """Averaged over pi; the gradient goes through the logarithms only, as in a sampled loss."""
+    logprob_ref_Y = random_logprob(6, 1)
+    logit_Y = random_logprob(6, 2).requires_grad_()
+    policy_Y = logit_Y.log_softmax(-1)
+    sampled, = torch.autograd.grad(policy_Y.detach().exp() @ kl_k3(policy_Y, logprob_ref_Y), logit_Y,
+                                   retain_graph=True)
+    forward, = torch.autograd.grad(logprob_ref_Y.exp() @ (logprob_ref_Y - policy_Y), logit_Y,
+                                   retain_graph=True)
+    reverse, = torch.autograd.grad(policy_Y.exp() @ (policy_Y - logprob_ref_Y), logit_Y)
+    torch.testing.assert_close(sampled, forward, atol=1e-12, rtol=0)
+    assert (sampled - reverse).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0, 3.0])
+def test_k3_stops_where_reward_and_penalty_cancel(beta):
+    for q in GRID:
+        p = tilting.k3_mass(q, beta)
+        assert q < p < 1 and p * (1 - p) == pytest.approx(beta * (p - q), abs=1e-12)
+        logit = torch.tensor([0.0, tilting.logit(p)], dtype=torch.double, requires_grad=True)
+        policy, reference = logit.log_softmax(-1), torch.tensor([1 - q, q], dtype=torch.double).log()
+        penalty = policy.detach().exp() @ kl_k3(policy, reference, limit=50.0)     # the default 10 would clip
+        (policy.exp()[1] - beta * penalty).backward()
+        assert float(logit.grad.abs().max()) < 1e-12
+    assert tilting.k3_mass(0.001, 0.5) == pytest.approx(0.501, abs=5e-5)
+
+
+# Rewards over their std
+
+@pytest.mark.parametrize("q, beta", [(0.1, 1.0), (0.1, 2.0), (0.01, 5.0), (0.3, 2.0), (0.5, 2.0), (0.5, 10.0),
+                                     (0.9, 10.0)])
+def test_rewards_over_their_std_have_a_fixed_point_at_a_large_beta(q, beta):
+    p = tilting.std_mass(q, beta)
+    assert q < p < 1
+    assert tilting.logit(p) == pytest.approx(tilting.logit(q) + 1 / (beta * math.sqrt(p * (1 - p))), abs=1e-4)
+
+
+@pytest.mark.parametrize("q", [1e-4, 0.001, 0.02, 0.04, 0.3])
+def test_rewards_over_their_std_stop_where_small_steps_stop(q):
+    """At beta .5: below 1 if Q is below about .03, else at 1."""
+    x = tilting.logit(q)
+    for _ in range(20_000):
+        p = tilting.sigmoid(x)
+        x += 1e-3 * (tilting.logit(q) + 2 / (math.sqrt(p * (1 - p)) + 1e-6) - x)
+        if x > 30:
+            break
+    assert tilting.std_mass(q, 0.5) == pytest.approx(tilting.sigmoid(x), abs=1e-3)
+    assert (tilting.std_mass(q, 0.5) == 1) == (q > 0.03)
+
+
+# Groups
+
+@pytest.mark.parametrize("group", [2, 3, 8])
+def test_the_signal_is_the_probability_of_unequal_rewards(group):
+    for q in (0.0, *GRID, 1.0):
+        unequal = math.fsum(chance for rewards, chance in groups(q, group) if len({*rewards}) == 2)
+        assert tilting.signal(q, group) == pytest.approx(unequal, rel=1e-9, abs=1e-15)
+    assert tilting.signal(1e-6, 8) == pytest.approx(8e-6, rel=1e-5)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("group", [2, 4, 6])
+def test_the_push_is_the_sum_over_all_groups(group, outside):
+    """Computed episode by episode: (reward - penalty - mean) times the derivative of the log-probability.
+
+    The mean is of reward - penalty or, with the penalty outside, of the rewards only.
+    """
+    for p, q, beta in itertools.product((0.05, 0.4, 0.9), (0.01, 0.4), (0.2, 1.0)):
+        total = 0.0
+        for rewards, chance in groups(p, group):
+            penalties = [beta * (math.log(p / q) if r else math.log((1 - p) / (1 - q))) for r in rewards]
+            centered = [0.0] * group if outside else penalties
+            mean = sum(r - penalty for r, penalty in zip(rewards, centered)) / group
+            slopes = [1 - p if r else -p for r in rewards]
+            total += chance * sum((r - penalty - mean) * slope
+                                  for r, penalty, slope in zip(rewards, penalties, slopes))
+        assert tilting.push(p, q, beta, group, outside) == pytest.approx(total, abs=1e-12)
+
+
+@pytest.mark.parametrize("q", [1e-3, 0.1, 0.5, 0.8])
+@pytest.mark.parametrize("beta, group, outside, shift", [(0.5, 4, False, 2.0), (0.5, 4, True, 1.5),
+                                                         (0.5, 16, True, 1.875), (1.0, 2, True, 0.5)])
+def test_a_groups_own_mean_shortens_the_shift_if_the_penalty_is_outside(q, beta, group, outside, shift):
+    p = tilting.group_mass(q, beta, group, outside)
+    assert tilting.logit(p) - tilting.logit(q) == pytest.approx(shift, abs=1e-6)
+    assert tilting.push(p, q, beta, group, outside) == pytest.approx(0, abs=1e-9)
+
+
+# Measures
+
+def test_pass_at_k_is_the_average_over_all_choices_of_k():
+    for n, right in ((n, right) for n in range(1, 8) for right in range(n + 1)):
+        responses = [1] * right + [0] * (n - right)
+        for k in range(1, n + 1):
+            chosen = [max(some) for some in itertools.combinations(responses, k)]
+            assert tilting.pass_at(k, n, right) == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 9])
+def test_pass_at_an_invalid_k_fails(k):
+    with pytest.raises(ValueError, match=f"pass@{k} of 8 responses: expected 1 to 8"):
+        tilting.pass_at(k, 8, 3)
+
+
+@pytest.mark.parametrize("shift", [-1.5, 0.0, 0.374, 1.875, 2.0, 9.0])
+def test_the_shift_is_recovered(shift):
+    pairs = [(q, tilting.sigmoid(tilting.logit(q) + shift)) for q in GRID]
+    assert tilting.shift_of(pairs) == pytest.approx(shift, abs=0.0051)
+    assert tilting.shift_of([(0, 0.9), *pairs, (1, 0.2)]) == tilting.shift_of(pairs)
+
+
+def test_the_shift_needs_a_problem_with_0_lt_q_lt_1():
+    assert tilting.shift_of([]) is tilting.shift_of([(0, 0.5), (1, 1), (0.0, 0.0)]) is None

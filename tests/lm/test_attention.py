@@ -1,0 +1,282 @@
+"""Proves that the layouts of lm/attention.py are equivalent: packed = padded rows, branches = separate rows,
+and variable-length attention = masks.
+
+    python -m pytest tests/lm/test_attention.py
+
+torch's variable-length attention runs only on a GPU. Here `by_loop` stands in for it, written from torch's
+documentation, one sequence at a time. tests/lm/test_model.py compares masked appends with transformers.
+"""
+
+import random
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import Recorder, tiny_model
+from hand_made import make_sample
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import batching
+import update
+from lm import attention, engine, logprobs
+from lm import model as qwen
+from lm.engine import Sampling, Slots, generate
+from losses import clipped_surrogate
+
+pytestmark = pytest.mark.fast
+
+
+def by_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False,
+            seqused_k=None, num_splits=None):
+    """Stands in for varlen_attn: query i of a sequence's n attends to keys 0 to m - n + i of its m."""
+    assert window_size == (-1, -1 if max_q == 1 else 0) and enable_gqa
+    assert {cu_seq_q.dtype, cu_seq_k.dtype} == {torch.int32}
+    assert num_splits == (None if seqused_k is None else 1)   # with more, rows depend on each other's lengths
+    out = []
+    for i, (a, b) in enumerate(zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:])):
+        first = int(cu_seq_k[i])
+        m = int(cu_seq_k[i + 1]) - first if seqused_k is None else int(seqused_k[i])
+        assert 0 < b - a <= max_q and b - a <= m <= max_k and first + m <= len(key), (a, b, m, first)
+        mask = torch.ones(b - a, m, dtype=torch.bool).tril(m - (b - a))
+        keys = slice(first, first + m)
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[keys], value[keys]))
+        out.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0])
+    return torch.cat(out, 1).transpose(0, 1)
+
+
+@pytest.fixture
+def with_varlen(monkeypatch):
+    """A function that gives the device variable-length attention."""
+    def use(function=by_loop):
+        for module in (attention, batching):
+            monkeypatch.setattr(module, "varlen", lambda *_: function)
+    return use
+
+
+@pytest.fixture(params=["qwen2", "qwen3"])
+def model(request, tokenizer):
+    return tiny_model(tokenizer, model_type=request.param, head_dim=12).double()
+
+
+def answers_to(question, rng, lengths, turn):
+    """Judge samples about a turn, with the same question and different answers of these lengths."""
+    n = len(question)
+    return [replace(make_sample(rng, kind="judge"), ids=question + [90 + i] + [rng.randrange(90)] * (m - 1),
+                    sampled=[False] * n + [True] * m, advantage=[0.0] * n + [rng.gauss(0, 1)] * m,
+                    logprob_old=[0.0] * n + [-3.0] * m, turns=[turn]) for i, m in enumerate(lengths)]
+
+
+@pytest.fixture
+def samples():
+    """Single samples; questions without their episode, with one to three answers; and an episode of four
+    turns with questions about two of them, which branch off in its middle and at its end."""
+    rng, made = random.Random(0), []
+    for k, lengths in enumerate([[2, 5, 1], [4], [3, 3]]):
+        made += answers_to([rng.randrange(90) for _ in range(9 + 7 * k)], rng, lengths, object())
+    turns = [object() for _ in range(4)]
+    episode = replace(make_sample(rng, n=30), turns=turns)
+    made += [episode, *answers_to(episode.ids[:17] + [91, 92, 93], rng, [3, 1], turns[1]),
+             *answers_to(episode.ids + [91, 92, 93], rng, [2, 4, 1], turns[3])]
+    return made + [make_sample(rng, kind="judge") for _ in range(3)]
+
+
+def gradient_of(model, samples, **objective):
+    """The gradient of an update's loss, as a vector, and its metrics."""
+    recorder = Recorder(model)
+    settings = replace(update.Objective(), **{"judge_weight": 0.7, "max_grad_norm": 0.0} | objective)
+    metrics = update.update(model, recorder, samples, settings, lr=0.1)
+    return recorder.gradient, metrics
+
+
+def assert_close(got, want):
+    """Equal up to the order of sums. In a double model, too, logprobs and losses are fp32."""
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max().clamp(min=1)))
+
+
+def apart(samples):
+    """The same samples, each in its own row."""
+    return [replace(sample, turns=[]) for sample in samples]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 16384])
+@pytest.mark.parametrize("packed", [False, True])
+def test_shared_and_packed_rows_equal_a_padded_row_per_sample(model, samples, with_varlen, packed,
+                                                              max_tokens):
+    """Loss, logprobs and gradient are equal, and shared prefixes are run once."""
+    want, expected = gradient_of(model, apart(samples))
+    scores = update.logprobs(model, apart(samples), update.Objective())
+    if packed:
+        with_varlen()
+    run = []
+    model.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
+    got, sums = gradient_of(model, samples, microbatch_tokens=max_tokens)
+    alone = sum(len(sample.ids) for sample in samples)
+    shared = 2 * 9 + 23 + (17 + 20) + (30 + 2 * 33)           # tokens of further answers, and of questions
+    assert sum(len(row.ids) for row in batching.shared_rows(samples)) == alone - shared
+    if packed:
+        assert sum(run) == alone - shared
+    assert_close(got, want)
+    assert sums == pytest.approx(expected, rel=1e-5, abs=1e-5, nan_ok=True)
+    for one, other in zip(update.logprobs(model, samples, update.Objective()), scores, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_shared_rows_equal_separate_rows_in_float32(model, samples):
+    model.float()
+    assert_close(gradient_of(model, samples)[0], gradient_of(model, apart(samples))[0])
+
+
+def test_branches_do_not_attend_to_each_other(model, samples):
+    """Changing the second answer does not change the logprobs of the first."""
+    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], object())
+    other = replace(second, ids=second.ids[:3] + [8] * 4)
+    one, same = (update.logprobs(model, [first, x], update.Objective()) for x in (second, other))
+    assert one[0] == same[0] and one[1] != same[1]
+
+
+@pytest.mark.parametrize("a, b, n", [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2),
+                                     ([1, 2, 3, 4], [1, 2, 9, 4], 2), ([5, 2], [1, 2], 0)])
+def test_common_prefix_len(a, b, n):
+    assert batching.common_prefix_len(a, b) == batching.common_prefix_len(b, a) == n
+
+
+def test_samples_of_one_turn_without_a_common_prefix_are_separate_parts_of_a_row(model):
+    """As when an injected fault gives the judge a text that differs from the episode."""
+    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], object())
+    second.ids[0] = 60
+    row, = batching.shared_rows([first, second])
+    assert row.parts == [(6, []), (7, [])]
+    scores = update.logprobs(model, [first, second], update.Objective())
+    for one, other in zip(scores, update.logprobs(model, apart([first, second]), update.Objective())):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_packed_rows_can_be_recomputed(model, samples, with_varlen, checkpointed):
+    want, _ = gradient_of(model, samples)
+    with_varlen()
+    model.recompute_layers(checkpointed)
+    assert_close(gradient_of(model, samples)[0], want)
+
+
+def test_decoding_with_varlen_equals_decoding_with_masks(model, with_varlen, chat, monkeypatch):
+    """Prompts short and long, partly cached or not; rows that begin at different times."""
+    prompts = [[7, 8, 9], [10] * 37, [3, 4, 5, 6] * 24]
+    again = [prompts[0] + [1] * 90, prompts[1] + [2], prompts[2] + [9, 9]]   # a long chunk next to a full row
+
+    monkeypatch.setattr(engine, "TICK", 2)
+
+    def play():
+        slots = Slots(model, 3, 120, chat.stop_ids, Sampling(1.0, 6))
+        first = generate(slots, prompts, [1, 2, 3])
+        slots.begin([0, 2], [again[0], again[2]], [4, 5])
+        slots.tick()
+        slots.begin([1], [again[1]], [6])
+        later = []
+        while slots.running:
+            slots.tick()
+            later += slots.pop_finished()
+        return [(r.ids, r.logprob) for r in first] + [(r.ids, r.logprob) for _, r in sorted(later)]
+
+    want = play()
+    with_varlen()
+    for (ids, logprob), (same, close) in zip(play(), want, strict=True):
+        assert ids == same and logprob == pytest.approx(close, abs=1e-5)
+
+
+def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, monkeypatch):
+    def set_varlen(function):
+        """Let torch's variable-length attention be this function."""
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
+        attention.varlen.cache_clear()
+
+    set_varlen(lambda query, key, value, enable_gqa, seqused_k, num_splits: None)
+    assert attention.varlen(torch.device("cpu"), torch.bfloat16, 64) is None
+    assert capsys.readouterr().err == ""                         # no warning on the CPU
+    for _ in range(2):
+        assert attention.varlen(torch.device("meta"), torch.float32, 64) is None
+    assert capsys.readouterr().err.count("\n") == 1
+    assert attention.varlen(torch.device("meta"), torch.bfloat16, 12) is None
+    assert "a head size of 12" in capsys.readouterr().err
+    set_varlen(lambda query, key, value: None)
+    assert attention.varlen(torch.device("meta"), torch.bfloat16, 64) is None
+    assert "enable_gqa, seqused_k, num_splits" in capsys.readouterr().err
+    attention.varlen.cache_clear()
+
+
+# CUDA graphs
+
+class HostReads(TorchDispatchMode):
+    """Fails on operations with a host sync or data-dependent shapes, and on tensors that are not on meta."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "item", "equal", "masked_select"), name
+        out = function(*args, **(kwargs or {}))
+        devices = {tensor.device.type for tensor in tree_leaves((args, kwargs, out))
+                   if isinstance(tensor, torch.Tensor)}
+        assert devices <= {"meta"}, f"{name} of tensors on {devices}"
+        return out
+
+
+def on_meta(model):
+    with torch.device("meta"):
+        return qwen.Model(model.config).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, chat, lengths):
+    """For two steps, including sampling, so that a CUDA graph can capture it."""
+    if lengths:
+        with_varlen(lambda query, *_, **__: torch.empty_like(query))
+    slots = Slots(on_meta(model), 4, 256, chat.stop_ids, Sampling(1.0, 32))
+    slots.reserve(192)
+    with torch.no_grad(), HostReads():
+        for _ in range(2):
+            slots.step(slice(0, 3), 192)
+
+
+def test_a_step_without_active_rows_changes_nothing(model, chat):
+    """Like the warm-up steps before a graph is captured; running responses continue unchanged."""
+    found = []
+    for idle in (0, 2):
+        slots = Slots(model, 3, 64, chat.stop_ids, Sampling(1.0, 8))
+        slots.begin(range(3), [[7, 8], [9] * 5, [3, 4, 5]], [1, 2, 3])
+        active_B = slots.active_B.clone()
+        assert active_B.any()
+        slots.active_B.zero_()
+        for _ in range(idle):
+            with torch.no_grad():
+                slots.step(slice(0, 3), slots.cache.length)
+        slots.active_B.copy_(active_B)
+        finished = []
+        while slots.running:
+            slots.tick()
+            finished += slots.pop_finished()
+        found.append([(row, response.ids, response.logprob) for row, response in sorted(finished)])
+    assert found[0] == found[1]
+
+
+def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples):
+    """From a microbatch's tensors to its gradients; metrics are read afterwards."""
+    meta = on_meta(model).float()
+    *where, target_N, advantage_N, weight_N, old_N, _, allowed = batching.collate(samples, meta)
+    with HostReads():
+        logprob_N, entropy_N = logprobs.token_logprobs(meta, *where, target_N, 1.0, allowed, entropies=True)
+        loss_N, _ = clipped_surrogate(logprob_N, old_N, advantage_N, 0.2, 0.28, 0.0)
+        (weight_N * loss_N).sum().backward()
+    assert all(p.grad is not None for p in meta.parameters())
+
+
+def test_host_reads_detects_a_host_sync_and_another_device():
+    with HostReads(), pytest.raises(AssertionError, match="nonzero"):
+        torch.ones(3, device="meta").nonzero()
+    with HostReads(), pytest.raises(AssertionError, match="on {'cpu'}"):
+        torch.tensor(1.0).neg()
+    on_meta = torch.ones(3, device="meta")
+    with HostReads(), pytest.raises(AssertionError, match="cpu"):
+        on_meta + torch.tensor(1.0)

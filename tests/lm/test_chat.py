@@ -1,0 +1,215 @@
+"""Proves that rendered prompts equal the tokenizers' own templates, and that responses are parsed correctly.
+
+    python -m pytest tests/lm/test_chat.py
+"""
+
+import re
+
+import pytest
+from conftest import QWEN_TOKENIZER, needs_qwen
+
+import judge
+from envs import Reply
+from lm.chat import EMPTY_THOUGHT, TAGS, Chat
+from lm.model import load_tokenizer
+
+pytestmark = pytest.mark.fast
+
+
+def prompts(chat, responses=("go to drawer 1", "open drawer 1"), **switches):
+    """Before each turn of a conversation, yield the hand-rendered ids and apply_chat_template's."""
+    texts = ["You are in a room.\n\nYour task is to: put a mug in drawer.", responses[0],
+             "You arrive at drawer 1.", responses[1], "The drawer 1 is open. In it, you see nothing."]
+    ids, messages = [], []
+    for i, text in enumerate(texts):
+        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
+        ids += chat.encode(text) + chat.encode("<|im_end|>") if i % 2 else chat.message(text, first=i == 0)
+        if i % 2 == 0:
+            yield list(ids), chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
+                                                                return_dict=False, **switches)
+
+
+def assert_template(tokenizer, style, **switches):
+    """Assert that the hand-rendered ids equal apply_chat_template's before every turn."""
+    for ids, rendered in prompts(Chat(tokenizer, style), **switches):
+        assert ids == rendered
+
+
+def test_the_small_models_chat_equals_apply_chat_template(tokenizer):
+    assert_template(tokenizer, "plain")
+
+
+@needs_qwen
+def test_qwen2s_chat_equals_its_template_with_the_default_system_message():
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(QWEN_TOKENIZER, local_files_only=True)
+    assert_template(tokenizer, "think")
+    chat = Chat(tokenizer, "think")
+    assert chat.stop_ids == (151643, 151645)
+    system = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    text = tokenizer.decode(chat.message("Hello", first=True))
+    assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>\n")
+
+
+# Qwen3
+
+def test_qwen3_may_think_in_style_think_and_has_no_system_message(qwen3_tokenizer):
+    assert_template(qwen3_tokenizer, "think")
+    assert_template(qwen3_tokenizer, "think", enable_thinking=True)
+    chat = Chat(qwen3_tokenizer, "think")
+    assert chat.stop_ids == (151643, 151645)
+    text = qwen3_tokenizer.decode(chat.message("Hello", first=True))
+    assert text == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_qwen3_does_not_think_in_style_tags(qwen3_tokenizer):
+    """Qwen3's template drops the empty thoughts of earlier turns; ours keeps them, so that each prompt
+    extends the previous one."""
+    chat, before = Chat(qwen3_tokenizer, "tags"), []
+    for turn, (ids, rendered) in enumerate(prompts(chat, enable_thinking=False)):
+        text, n = qwen3_tokenizer.decode(ids), len(EMPTY_THOUGHT)
+        assert text.count(EMPTY_THOUGHT) == turn + 1 and text.endswith(EMPTY_THOUGHT)
+        assert ids[:len(before)] == before
+        assert text[:-n].replace(EMPTY_THOUGHT, "") + text[-n:] == qwen3_tokenizer.decode(rendered)
+        assert turn or ids == rendered
+        before = ids
+
+
+def test_qwen3s_thoughts_stay_in_the_conversation(qwen3_tokenizer):
+    """As sampled. Without the thoughts, a prompt equals that of Qwen3's template, which drops them."""
+    thoughts, before = ("<think>\nIt may be there.\n</think>\n\n", "<think>\nIt is closed.\n</think>\n\n"), []
+    responses = [f"{thought}<action>look {i}</action>" for i, thought in enumerate(thoughts)]
+    for turn, (ids, rendered) in enumerate(prompts(Chat(qwen3_tokenizer, "think"), responses)):
+        text = qwen3_tokenizer.decode(ids)
+        assert [thought in text for thought in thoughts] == [turn > 0, turn > 1]
+        assert ids[:len(before)] == before
+        assert re.sub(r"(?s)<think>.*?</think>\n\n", "", text) == qwen3_tokenizer.decode(rendered)
+        before = ids
+
+
+def test_a_qwen3_whose_template_cannot_switch_thinking_off_has_no_empty_thought(qwen3_tokenizer, monkeypatch):
+    """The templates of the 2507 models cannot. Without a template there is no empty thought, either."""
+    template = qwen3_tokenizer.chat_template
+    for other in (template.replace("enable_thinking", "never_given"), None):
+        monkeypatch.setattr(qwen3_tokenizer, "chat_template", other)
+        assert Chat(qwen3_tokenizer, "tags").templates == Chat(qwen3_tokenizer, "think").templates
+
+
+def test_qwen3s_think_tags_are_single_tokens_that_decoding_keeps(qwen3_tokenizer):
+    chat = Chat(qwen3_tokenizer, "think")
+    ids = chat.respond("go to drawer 1", thought="There.")
+    assert ids[0] == 151667 and ids.count(151668) == 1 and ids[-1] == 151645
+    assert chat.decode(ids) == "<think>There.</think><action>go to drawer 1</action>"
+    assert chat.parse(chat.decode(ids)) == ("go to drawer 1", None)
+    own = chat.encode("<think>\nThere.\n</think>\n\n<action>look</action><|im_end|>")
+    assert chat.parse(chat.decode(own)) == ("look", None)
+    answer = chat.encode("<think>\nIt was <judge>bad</judge>?\n</think>\n\nNo. <judge>good</judge><|im_end|>")
+    assert judge.parse_verdict(chat.decode(answer), judge.question_style(chat)) == "good"
+
+
+@pytest.mark.parametrize("style", ["think", "tags"])
+def test_qwen3s_judge_questions_have_an_empty_thought_if_its_style_has(qwen3_tokenizer, style):
+    chat = Chat(qwen3_tokenizer, style)
+    question = qwen3_tokenizer.decode(chat.message(judge.QUESTION[judge.question_style(chat)]))
+    assert question.endswith("assistant\n" + EMPTY_THOUGHT * (style == "tags"))
+    ids = chat.respond("look", "monitor", "There.")
+    assert chat.parse(chat.decode(ids)) == ("look", "monitor" if style == "tags" else None)
+
+
+def test_a_saved_qwen3_tokenizer_has_the_same_templates(qwen3_tokenizer, tmp_path):
+    """transformers saves the chat template as a separate file of the checkpoint."""
+    qwen3_tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    for style in ("think", "tags"):
+        chats = [Chat(tokenizer, style) for tokenizer in (again, qwen3_tokenizer)]
+        assert chats[0].message("Hello", True) == chats[1].message("Hello", True)
+    assert chats[0].templates[0].endswith(EMPTY_THOUGHT)
+
+
+# Prompts and responses
+
+def test_the_think_style_gives_the_rules_once_and_the_admissible_commands_every_turn(tokenizer):
+    chat = Chat(tokenizer, "think")
+    reply = Reply("A room.", ["go left", "help", "look"], False, False)
+    first, later = (tokenizer.decode(chat.observe(reply, first)) for first in (True, False))
+    assert "text game" in first and "text game" not in later
+    for text in (first, later):
+        assert text.count("A room.") == 1 and "\ngo left\nlook\n" in text and "\nhelp" not in text
+    assert tokenizer.decode(Chat(tokenizer, "plain").observe(reply)) == "<|user|>A room.<|assistant|>"
+
+
+@pytest.mark.parametrize("style, text, action", [
+    ("plain", "go to drawer 1", "go to drawer 1"), ("plain", " look \n", "look"), ("plain", "", None),
+    ("plain", " ", None), ("plain", "<|user|>", "<|user|>"),
+    ("think", "<think>It is there.</think><action>look</action>", "look"),
+    ("think", " <think>a\nb</think>\n\n<action> go to drawer 1\n</action> ", "go to drawer 1"),
+    ("think", "<think></think><action>look</action>", "look"),
+    ("think", "<action>look</action>", None), ("think", "look", None),
+    ("think", "<think>a</think>look", None), ("think", "<think>a</think><action></action>", None),
+    ("think", "<think>a</think><action> </action>", None), ("think", "<think>a</think><action>look", None),
+    ("think", "<think>a<action>look</action>", None),
+    ("think", "<think>a</think><action>look</action> and more", None),
+    ("think", "<think>a</think><action>look</action><action>left</action>", None)])
+def test_parse(tokenizer, style, text, action):
+    assert Chat(tokenizer, style).parse(text) == (action, None)
+
+
+@pytest.mark.parametrize("style", ["plain", "think"])
+def test_a_demonstrated_response_parses_to_its_command(tokenizer, style):
+    chat = Chat(tokenizer, style)
+    ids = chat.respond("go to drawer 1")
+    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert chat.parse(chat.decode(ids)) == ("go to drawer 1", None)
+
+
+TAG_CASES = [
+    ("<explore>look", "look", "explore"), ("<monitor> go left", "go left", "monitor"), ("look", None, None),
+    ("<explore>", None, None), ("<explore><monitor>look", None, None), ("<think>look", None, None)]
+LONG_TAG_CASES = [
+    ("<planning>First A.</planning><action>look</action>", "look", "planning"),
+    (" <reflection>\nB failed.\n</reflection>\n<action> go left </action> ", "go left", "reflection"),
+    ("<planning> </planning><action>look</action>", None, None), ("<planning>a</planning>look", None, None),
+    ("<planning>a</explore><action>look</action>", None, None), ("<action>look</action>", None, None),
+    ("<planning>a</planning><explore>b</explore><action>look</action>", None, None),
+    ("<planning>a</planning><action>look</action><action>left</action>", None, None)]
+
+
+@pytest.mark.parametrize("text, command, tag", TAG_CASES)
+def test_the_small_models_tag_comes_before_its_command(tokenizer, text, command, tag):
+    assert Chat(tokenizer, "tags").parse(text) == (command, tag)
+
+
+@pytest.mark.parametrize("text, command, tag", LONG_TAG_CASES)
+def test_exactly_one_filled_tag_comes_before_exactly_one_action(tokenizer, text, command, tag):
+    chat = Chat(tokenizer, "tags")
+    chat.small = False                           # the format of Hugging Face models
+    assert chat.parse(text) == (command, tag)
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_demonstrated_tag_parses_to_itself(tokenizer, small, tag):
+    chat = Chat(tokenizer, "tags")
+    chat.small = small
+    assert chat.parse(chat.decode(chat.respond("go to drawer 1", tag))) == ("go to drawer 1", tag)
+
+
+def test_prompts_list_commands_and_objects_only_if_admissible_is_set(tokenizer):
+    reply = Reply("A room.", ["look", "open OBJ"], False, False, ("door", "jar"))
+    chats = [Chat(tokenizer, "think", admissible) for admissible in (True, False)]
+    listed, unlisted = (tokenizer.decode(chat.observe(reply)) for chat in chats)
+    assert "look\nopen OBJ" in listed and "OBJ stands for one of: door, jar" in listed
+    assert "OBJ" not in unlisted and "from the list" not in unlisted and "<action>" in unlisted
+
+
+def test_an_instruction_precedes_the_first_observation(tokenizer, chat):
+    reply = Reply("A room.", [], False, False)
+    prompt = tokenizer.decode(chat.observe(reply, True, "Look around."))
+    assert prompt == "<|user|>Look around.\n\nA room.<|assistant|>"
+
+
+def test_decode_drops_only_the_stop_token(tokenizer, chat):
+    end, start = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|user|>"])
+    look = chat.encode("look")
+    assert chat.decode(look + [end]) == chat.decode(look) == "look"
+    assert chat.decode(look + [start, end]) == "look<|user|>" and chat.decode([end]) == chat.decode([]) == ""

@@ -1,0 +1,200 @@
+"""Proves that the slot engine samples what a full forward per token gives, with the right frequencies.
+
+    python -m pytest tests/lm/test_engine.py
+
+The oracle is `slow_response`: a full forward per token, without a cache, and splitmix64 in Python.
+tests/core/test_rollout.py compares entire episodes with it.
+"""
+
+import itertools
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from lm import engine
+from lm import model as qwen
+from lm.attention import KVCache
+from lm.engine import Sampling
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def model(model):
+    """The tiny model in double precision, so that rounding does not change which token is drawn.
+
+    In float32, two ways to compute a probability differ by up to 1.3e-6, and of thousands of random numbers
+    some are closer than that to a cumulative probability.
+    """
+    return model.double()
+
+
+@pytest.fixture(params=["qwen2", "qwen3"])
+def either(request, tokenizer):
+    """A tiny model of each family, in double precision."""
+    return tiny_model(tokenizer, model_type=request.param, head_dim=12).double()
+
+
+# The slow oracle
+
+def splitmix64(state, n):
+    """Output n of the splitmix64 generator (Steele, Lea and Flood, OOPSLA 2014) seeded with `state`."""
+    z = (state + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def slow_response(model, prompt, stream, stops, temperature, limit):
+    """Token ids and logprobs of a response, by one uncached forward per token."""
+    ids, logprobs = [], []
+    while len(ids) < limit and not (ids and ids[-1] in stops):
+        with torch.no_grad():
+            logits_V = model(torch.tensor([prompt + ids]))[0, -1].float()
+        logprob_V = (logits_V / (temperature or 1.0)).log_softmax(-1)
+        cumulative = list(itertools.accumulate(logprob_V.exp().tolist()))
+        u = ((splitmix64(stream, len(ids)) >> 12) + 0.5) / 2**52
+        token = next(i for i, c in enumerate(cumulative) if c >= u * cumulative[-1])
+        ids.append(token if temperature else int(logprob_V.argmax()))
+        logprobs.append(logprob_V[ids[-1]].item())
+    return ids, logprobs
+
+
+# The engine against it
+
+def test_prefill_runs_only_the_tokens_that_are_not_cached(model):
+    slots = engine.Slots(model, 2, 32, (1,), Sampling())
+    slots.cached = [[5, 6, 7, 8, 9], [5, 6]]
+    run = []
+    model.register_forward_pre_hook(lambda module, args: run.append(
+        [ids[slot < args[1].cache.length].tolist() for ids, slot in zip(args[0], args[1].slot_BT)]))
+    with torch.no_grad():
+        engine.prefill(slots, [0, 1], [[5, 6, 1, 2], [5, 6]], share=False)
+    assert run == [[[1, 2], [6]]]           # a fully cached prompt runs its last token, for the logits
+
+
+def test_long_prefills_are_split_into_blocks_of_rows(model):
+    prompts = [[i + 1] * (3 + i) for i in range(5)]
+    logits, widths = [], []
+    model.register_forward_pre_hook(lambda module, arguments: widths.append(arguments[0].shape))
+    for max_tokens in (16384, 16):
+        cache = KVCache(model.config, 5, 32, torch.float64, "cpu")
+        with torch.no_grad():
+            logits.append(engine.run_chunks(model, cache, range(5), prompts, [0] * 5, max_tokens))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)             # double precision
+    assert widths == [(2, 4), (3, 8), (2, 4), (2, 8), (1, 8)]
+
+
+@pytest.mark.parametrize("rows", [range(7), [0, 2, 3, 5, 6, 7, 9]])
+def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
+    """Rows adjacent or not, chunks long and short; rows without a chunk keep their contents."""
+    prefixes = [[i + 1] * (2 + i) for i in range(7)]
+    chunks = [[20 + i] * n for i, n in enumerate((3, 19, 1, 4, 30, 2, 7))]
+    cache, runs = KVCache(model.config, 10, 64, torch.float64, "cpu"), []
+    with torch.no_grad():
+        engine.run_chunks(model, cache, rows, prefixes, [0] * 7)
+        before = [kv.clone() for kv in cache.kv]
+        model.register_forward_pre_hook(lambda module, args: runs.append(args[0].shape[0]))
+        logits = engine.run_chunks(model, cache, rows, chunks, [*map(len, prefixes)])
+        assert len(runs) == 3                                          # up to 4, 16 and 64 tokens
+        for row, prefix, chunk, logits_V in zip(rows, prefixes, chunks, logits):
+            expected_V = model(torch.tensor([prefix + chunk]))[0, -1]
+            torch.testing.assert_close(logits_V, expected_V, rtol=0, atol=1e-9)
+            for kv, old in zip(cache.kv, before):
+                assert torch.equal(kv[:, row, :len(prefix)], old[:, row, :len(prefix)])
+    for row in {*range(10)} - {*rows}:
+        assert all(torch.equal(kv[:, row, :64], old[:, row, :64]) for kv, old in zip(cache.kv, before))
+
+
+def test_answers_to_several_prompts_equal_the_oracles(either, chat):
+    prompts = [[7, 8, 9], [10] * 20, [3, 4]]
+    streams = [[17 * p + i for i in range(3)] for p in range(3)]
+    for n_slots in (1, 3, 7, 64):
+        answers = engine.answer(either, prompts, streams, chat.stop_ids, Sampling(1.0, 4), n_slots)
+        for prompt, of_prompt, prompt_streams in zip(prompts, answers, streams, strict=True):
+            for answer, stream in zip(of_prompt, prompt_streams, strict=True):
+                ids, logprobs = slow_response(either, prompt, stream, chat.stop_ids, 1.0, 4)
+                assert answer.ids == ids and answer.logprob == pytest.approx(logprobs, abs=1e-5)
+                assert answer.truncated == (ids[-1] not in chat.stop_ids)
+
+
+def test_greedy_answers_equal_transformers_generate(either, chat, tmp_path):
+    from transformers import AutoModelForCausalLM
+    with torch.no_grad():
+        either.model.embed_tokens.weight[:, :2] = 0.0       # otherwise the biases choose every token
+    qwen.save_pretrained(either, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompts = [chat.message(f"You are at {i}.", first=True) for i in range(6)]
+    ours = engine.answer(either, prompts, [[0]] * 6, chat.stop_ids, Sampling(0.0, 24), 6)
+    for prompt, (answer,) in zip(prompts, ours):
+        theirs = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24,
+                                    pad_token_id=0, eos_token_id=list(chat.stop_ids))
+        assert answer.ids == theirs[0, len(prompt):].tolist()
+    assert len({tuple(answer.ids) for answer, in ours}) > 1
+
+
+# Drawing one token
+
+def test_uniform_is_splitmix64():
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of seed 1234567
+    assert [splitmix64(1234567, n) for n in range(3)] == published
+    streams = [0, 1, 1234567, 2**62 + 12345, 2**63 - 1]
+    for position in (0, 1, 2, 500):
+        got = engine.uniform(torch.tensor(streams), torch.tensor(position)).tolist()
+        assert got == [((splitmix64(s, position) >> 12) + 0.5) / 2**52 for s in streams]
+
+
+def unmix(z):
+    """The state whose first splitmix64 output is z, by inverting each step."""
+    z = z ^ z >> 31 ^ z >> 62
+    z = z * pow(0x94D049BB133111EB, -1, 2**64) % 2**64
+    z = z ^ z >> 27 ^ z >> 54
+    z = z * pow(0xBF58476D1CE4E5B9, -1, 2**64) % 2**64
+    z = z ^ z >> 30 ^ z >> 60
+    return (z - 0x9E3779B97F4A7C15) % 2**64
+
+
+@pytest.mark.parametrize("output", [0, 2**64 - 1])
+def test_uniform_never_reaches_0_or_1(output):
+    """With 53 bits, the largest number would round up to exactly 1."""
+    state = unmix(output)
+    assert splitmix64(state, 0) == output
+    u = engine.uniform(torch.tensor([state - 2**64 if state >= 2**63 else state]), torch.tensor(0)).item()
+    assert 0 < u < 1
+
+
+def draws(logits_V, n=200_000, **options):
+    """Frequencies of n draws from the logits; the tokens drawn, and their logprobs."""
+    uniform = engine.uniform(torch.arange(n), torch.tensor(0))
+    token, logprob = engine.sample_tokens(logits_V.expand(n, -1), uniform, **options)
+    return torch.bincount(token, minlength=len(logits_V)).double() / n, token, logprob
+
+
+def assert_frequencies(got, want, n=200_000):
+    """Assert that every frequency is within 4.5 standard errors of its probability."""
+    assert ((got - want).abs() <= 4.5 * (want * (1 - want) / n).sqrt()).all(), (got, want)
+
+
+LOGITS = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0, 0.0, -3.0, 0.9])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_frequencies_over_200000_draws_are_the_softmax(temperature):
+    frequency, token, logprob = draws(LOGITS, temperature=temperature)
+    assert_frequencies(frequency, (LOGITS.double() / temperature).softmax(0))
+    assert torch.allclose(logprob, (LOGITS / temperature).log_softmax(0)[token], atol=1e-6)
+
+
+@pytest.mark.parametrize("u", [1e-300, 2**-54, 0.5, 1 - 2**-53])
+def test_a_token_of_probability_zero_is_never_drawn(u):
+    logits = torch.full((1, 9), -torch.inf)
+    logits[0, [2, 5]] = 0.0
+    token, _ = engine.sample_tokens(logits, torch.tensor([u], dtype=torch.double))
+    assert token.item() == (2 if u <= 0.5 else 5)
+
+
+def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
+    _, token, logprob = draws(LOGITS, n=50, temperature=0.0)
+    assert set(token.tolist()) == {2}
+    assert logprob[0] == pytest.approx(LOGITS.log_softmax(0)[2].item(), rel=1e-5)

@@ -1,0 +1,72 @@
+"""Proves that Muon makes the documented step, and that its state loads on another device.
+
+    python -m pytest tests/lm/test_optim.py
+
+tests/infra/test_parallel.py tests it on two ranks.
+"""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hand_made import PLAIN, make_sample
+
+import update
+from lm.optim import Muon
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def samples():
+    """Nine policy samples without old logprobs, as in the cold start."""
+    rng = random.Random(0)
+    return [replace(make_sample(rng, episode=i % 5), logprob_old=None) for i in range(9)]
+
+
+def test_muons_first_step_has_similar_singular_values_in_all_directions(model, samples):
+    """For a matrix of a layer, with U and V from the SVD of its gradient, U^T step V is diagonal.
+
+    Its entries lie between .5 and 1.5 of lr * .2 * sqrt(longer side), while the gradient's singular values
+    differ by far more. All other parameters move by lr against the sign of their gradient, as with AdamW.
+    """
+    optimizer, lr = Muon(model), 1e-3
+    before, gradient = [p.detach().clone() for p in model.parameters()], {}
+    step, named = optimizer.step, dict(model.named_parameters())
+    optimizer.step = lambda: gradient.update({name: p.grad.clone() for name, p in named.items()}) or step()
+    update.update(model, optimizer, samples, PLAIN, lr=lr)
+    spread = []
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        moved = parameter.detach() - old
+        if ".layers." in name and moved.dim() == 2:
+            u, values, vh = torch.linalg.svd(gradient[name], full_matrices=False)
+            large = values > 0.05 * values[0]                    # Muon does not bring small ones to 1
+            along = u[:, large].T @ (-moved / (lr * 0.2 * max(moved.shape)**0.5)) @ vh[large].T
+            assert along.diagonal().min() > 0.5 and along.diagonal().max() < 1.5
+            assert (along - along.diagonal().diag()).abs().max() < 0.1                   # computed in bf16
+            spread.append(values[0] / values[large][-1])
+        else:
+            large = gradient[name].abs() > 1e-6                                          # eps is 1e-8
+            torch.testing.assert_close(moved[large], -lr * gradient[name][large].sign(), rtol=0.02, atol=1e-7)
+    assert max(spread) > 5
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_loaded_muon_keeps_adamws_step_count_on_the_device_that_adamw_reads(model, samples, fused):
+    """Fused AdamW, as on CUDA, reads the count on the parameter's device, unfused AdamW on the CPU.
+
+    The device is "meta" here, so that the test distinguishes the two on any machine.
+    """
+    optimizer = Muon(model)
+    update.update(model, optimizer, samples, PLAIN, lr=1e-3)
+    saved = optimizer.state_dict()
+    assert {tensor.device.type for state in saved for tensor in state.values()} == {"cpu"}
+    loaded = Muon(copy.deepcopy(model).to("meta"))
+    loaded.parts[1].defaults["fused"] = fused
+    loaded.load_state_dict(saved)
+    for parameter, state in loaded.parts[1].state.items():
+        assert state["exp_avg"].device == parameter.device
+        assert state["step"].device.type == ("meta" if fused else "cpu")

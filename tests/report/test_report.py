@@ -1,0 +1,451 @@
+"""Proves report/: checks of a run's files, the numbers in tables and charts, a page that no text can break.
+
+    python -m pytest tests/report/test_report.py
+"""
+
+import json
+import re
+import shlex
+import webbrowser
+from html.parser import HTMLParser
+from types import SimpleNamespace
+
+import pytest
+
+import config
+from evaluation import examples
+from report import charts, page, read, tables
+from report.__main__ import main, write
+
+pytestmark = pytest.mark.fast
+
+HOSTILE = '</script><script>alert(1)</script><!-- <b>&amp; "quotes" \u2028 \ud800 "'
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+def episode(won=True, text="You see a bed 1.", **keys):
+    turn = {"observation": text, "response": text, "action": "look", "advantage": 0.5, "label": "good",
+            "oracle": None, "verdicts": ["good", "bad"], "judge_reward": 0.5, "valid": True}
+    return {"phase": "rl", "iteration": 0, "split": "train", "task_id": "train/0", "task_type": "pick",
+            "group": 0, "won": won, "turns": [turn], "final_observation": text, "return": 1.0} | keys
+
+
+def write_method(run, name, lines=(), success=None, stages=None, episodes=(), config=None, tail="",
+                 about=None):
+    folder = run / name
+    folder.mkdir(parents=True)
+    header = {"config": config or {}, "versions": {"python": "3.12", "torch": "2.13"}, "commit": "abc123",
+              "parameters": 184768}
+    text = "".join(json.dumps(row) + "\n" for row in [header, *lines])
+    (folder / "metrics.jsonl").write_text(text + tail)
+    (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in episodes))
+    if success:
+        splits = {split: {"sampled": {"success": p, "n": 256, "low": p - 0.1, "high": p + 0.1, "turns": 9.5},
+                          "greedy": {"success": p}} for split, p in success.items()}
+        evaluation = {"splits": splits, "games": "generated rooms"} | (about or {})
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    if stages:
+        (folder / "stages.json").write_text(json.dumps(stages))
+
+
+class Page(HTMLParser):
+    """Parses a page and collects its parts for the tests; fails on unbalanced tags."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.scripts, self.links, self.texts, self.tags, self.charts = [], [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href") and value[0] != "#"]
+        self.charts += [json.loads(value) for name, value in attrs if name == "data-hover"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        (self.scripts if self.open and self.open[-1] == "script" else self.texts).append(data)
+
+
+def build(run):
+    """The report of a run folder: its summary, its parsed page, and the data for the page's script."""
+    summary, _ = write(run, results=run / "no results")
+    built = Page((run / "report.html").read_text(encoding="utf-8"))
+    return summary, built, {"charts": built.charts, "episodes": json.loads(built.scripts[0])}
+
+
+def rl_lines(n=12):
+    return [{"phase": "rl", "iteration": i, "rollout/success": i / 20, "time/rollout_s": 2.0,
+             "time/update_s": 1.0} for i in range(n)]
+
+
+def test_summary_has_the_stored_numbers(tmp_path):
+    write_method(tmp_path, "grpo", success={"L0": 0.5, "L2": 0.25}, stages={"rl": 10.0, "evaluation": 2.5})
+    write_method(tmp_path, "cold_start", success={"L0": 0.25}, stages={"cold_start": 4.0})
+    build(tmp_path)
+
+    def score(p):
+        return {"success": p, "n": 256, "plays": 1, "low": p - 0.1, "high": p + 0.1}
+
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        "methods": {"cold_start": {"L0": score(0.25)}, "grpo": {"L0": score(0.5), "L2": score(0.25)}},
+        "seconds": {"cold_start": 4.0, "cold_start/cold_start": 4.0,
+                    "grpo": 12.5, "grpo/rl": 10.0, "grpo/evaluation": 2.5},
+        "versions": {"python": "3.12", "torch": "2.13"}}
+
+
+def test_runs_that_were_set_aside_are_left_out(tmp_path):
+    for name in ("grpo", "grpo.old-1", "cold_start.old-2"):
+        write_method(tmp_path, name)
+    assert [run.name for run in read.read_runs(tmp_path)] == ["grpo"]
+
+
+def test_the_cold_start_comes_first_and_the_others_by_name(tmp_path):
+    for name in ("zeta", "grpo+gcd", "alpha", "grpo"):
+        write_method(tmp_path, name, rl_lines(), success={"L0": 0.5})
+    write_method(tmp_path, "cold_start", success={"L0": 0.5})
+    (tmp_path / "notes").mkdir()                       # without metrics: not a method
+    summary, page, _ = build(tmp_path)
+    assert list(summary["methods"]) == ["cold_start", "alpha", "grpo", "grpo+gcd", "zeta"]
+    text = " ".join(page.texts)
+    assert all(name in text for name in summary["methods"])
+
+
+def test_a_method_has_a_color_and_colors_repeat(tmp_path):
+    write_method(tmp_path, "start")
+    for i in range(7):
+        write_method(tmp_path, f"method{i}", rl_lines(2))
+    tones = charts.tones(read.read_runs(tmp_path))
+    assert tones["start"] == "tone-0" and tones["method0"] == tones["method6"] == "tone-1"
+    assert len(set(tones.values())) == charts.TONES
+    style = page.templates().get_template("style.css").render()
+    names = [f"tone-{i}" for i in range(charts.TONES)] + [f"stage-{i}" for i in range(charts.STAGE_TONES)]
+    assert all(f".{name} {{ --tone:" in style for name in names)
+
+
+def test_page_needs_no_network(tmp_path):
+    write_method(tmp_path, "grpo", rl_lines(), success={"L0": 0.5}, episodes=[episode()])
+    _, page, _ = build(tmp_path)
+    assert page.links == []
+    assert "http" not in (tmp_path / "report.html").read_text()
+    assert {"link", "img", "iframe"}.isdisjoint(page.tags)
+
+
+def test_hostile_text_stays_text(tmp_path):
+    config = {"model": HOSTILE.replace("\ud800", ""), "cold_start_types": "<em>all</em>"}
+    lines = [{"phase": "rl", "iteration": 0, "<b>/x": 1.0}]
+    write_method(tmp_path, "grpo", lines, success={"<u>L0": 0.5}, config=config,
+                 episodes=[episode(text=HOSTILE, task_id=HOSTILE)])
+    write_method(tmp_path, "<s>", lines)
+    _, page, data = build(tmp_path)
+    assert page.tags.count("script") == 2
+    assert {"em", "u", "s"}.isdisjoint(page.tags)
+    assert data["episodes"][0]["turns"][0]["observation"] == HOSTILE
+    assert data["episodes"][0]["task_id"] == HOSTILE
+
+
+def test_missing_keys_and_numbers_that_are_none(tmp_path):
+    nan, inf = float("nan"), float("inf")
+    lines = [{"phase": "rl", "iteration": 0, "rollout/success": nan, "policy/grad_norm": inf},
+             {"phase": "rl", "iteration": 1, "rollout/success": 0.5, "judge/auc": None},
+             {"phase": "rl", "iteration": 2}, {"rollout/success": 0.9}]
+    write_method(tmp_path, "grpo", lines, episodes=[episode(**{"return": nan}), {"phase": "rl"}])
+    summary, _, data = build(tmp_path)
+    assert summary["methods"] == {"grpo": {}} and summary["seconds"] == {}
+    assert [chart["series"] for chart in data["charts"]] == [
+        [{"name": "grpo", "tone": "tone-1", "ys": [None, 50]}]]    # the others have no number
+    assert data["episodes"][0]["return"] is None
+    assert "NaN" not in (tmp_path / "summary.json").read_text()
+
+
+def test_nan_in_the_evaluation_is_a_dash(tmp_path):
+    write_method(tmp_path, "grpo", success={"L0": float("nan"), "L1": 0.5})
+    summary, _, _ = build(tmp_path)
+    assert summary["methods"]["grpo"]["L0"]["success"] is None
+    assert "– [–, –]" in tables.table(summary)
+
+
+def test_a_line_cut_short_is_left_out_with_a_note(tmp_path):
+    write_method(tmp_path, "grpo", rl_lines(3), tail='{"iteration": 3, "roll')
+    _, page, data = build(tmp_path)
+    assert data["charts"][0]["xs"] == [0, 1, 2]
+    assert "grpo/metrics.jsonl: line 5 is cut short" in " ".join(page.texts)
+
+
+def test_every_logged_number_has_a_chart(tmp_path):
+    keys = [key for panel in charts.PANELS for key, _ in panel.curves if not key.startswith("cold_start/")]
+    lines = [{"iteration": i, **dict.fromkeys(keys, 0.1), "policy/new_thing": 7.0} for i in range(3)]
+    write_method(tmp_path, "grpo", lines)
+    cold = [{"phase": "cold_start", "step": step, "cold_start/loss": 2.0} for step in (0, 10)]
+    write_method(tmp_path, "cold_start", cold)
+    _, page, data = build(tmp_path)
+    assert len(data["charts"]) == len(charts.PANELS) + 1
+    assert "policy/new_thing" in page.texts
+    loss = next(chart for chart in data["charts"] if chart["x_name"] == "step")
+    assert loss["xs"] == [0, 10] and loss["series"][0]["ys"] == [2, 2]
+
+
+def test_stages_are_stacked(tmp_path):
+    last = {"iteration": 2, "time/rollout_s": 3.0, "time/judge_s": 1.0, "time/iteration_s": 9.0}
+    write_method(tmp_path, "grpo", [*rl_lines(2), last])
+    stages = charts.stage_series(read.read_runs(tmp_path)[0])
+    assert stages == [("rollout", {0: 2.0, 1: 2.0, 2: 3.0}), ("judge", {0: 0.0, 1: 0.0, 2: 1.0}),
+                      ("update", {0: 1.0, 1: 1.0, 2: 0.0})]
+    build(tmp_path)
+    html = (tmp_path / "report.html").read_text()
+    areas = re.findall(r'class="area [^>]* d="([^"]*)"', html)
+    heights = [[float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", area)] for area in areas]
+    y = charts.Axes(0, 2, [0, 1, 2, 3, 4]).y
+    assert heights[2][:3] == pytest.approx([y(3), y(3), y(4)], abs=0.06)   # the top line is the total
+    assert heights[2][3:] == heights[1][:3][::-1] == pytest.approx([y(4), y(2), y(2)], abs=0.06)
+
+
+def test_episodes_fit_the_page_and_are_spread(tmp_path):
+    episodes = [episode(iteration=i, text="x" * 20_000) for i in range(100) for _ in range(3)]
+    episodes += [episode(phase="evaluation", split=split, text="x" * 20_000) for split in ("L0", "L1")]
+    write_method(tmp_path, "grpo", episodes=episodes)
+    _, page, data = build(tmp_path)
+    assert (tmp_path / "report.html").stat().st_size < 3_000_000
+    assert {e["split"] for e in data["episodes"]} == {"train", "L0", "L1"}
+    iterations = [e["iteration"] for e in data["episodes"] if e["phase"] == "rl"]
+    assert iterations == sorted(iterations) and len(set(iterations)) == len(iterations) > 20
+    assert max(b - a for a, b in zip([0, *iterations], [*iterations, 99])) <= 8
+    assert f"{len(data['episodes'])} of 302 stored" in " ".join(page.texts)
+
+
+def test_a_later_line_replaces_the_same_iteration(tmp_path):
+    write_method(tmp_path, "grpo", [{"iteration": 0, "rollout/success": p} for p in (0.1, 0.2)])
+    assert charts.curve(read.read_runs(tmp_path)[0], "rollout/success") == {0: 0.2}
+
+
+def test_table_is_aligned(tmp_path):
+    write_method(tmp_path, "grpo+gcd", success={"L0": 0.5, "L1": 1.0}, stages={"rl": 99.6})
+    write_method(tmp_path, "grpo", success={"L0": 0.25})
+    summary, _, _ = build(tmp_path)
+    assert tables.table(summary).split("\n") == [
+        "success %  L0 (n=256)         L1 (n=256)           seconds",
+        "grpo       25.0 [15.0, 35.0]  –                    –",
+        "grpo+gcd   50.0 [40.0, 60.0]  100.0 [90.0, 110.0]  100"]
+
+
+def test_n_is_games_times_plays():
+    """The interval is over games, so its n is the number of games."""
+    methods = {"grpo": {"L0": {"n": 1120, "plays": 8}, "L1": {"n": 256, "plays": 1}},
+               "older": {"L0": {"n": 134, "plays": 1}}}
+    assert tables.split_heads({"methods": methods}) == {"L0": "L0 (n=134/140 × 8)", "L1": "L1 (n=256)"}
+
+
+def test_command_repeats_every_flag(tmp_path):
+    config = {"group_size": 8, "gcd": False, "resume": True, "model": "a b", "out": None}
+    write_method(tmp_path, "grpo", config=config)
+    assert tables.command(read.read_runs(tmp_path)[0]) == (
+        "python gcd.py --group-size=8 --no-gcd --resume --model='a b'")
+
+
+@pytest.mark.parametrize("flags", ["", "--no-gcd --iterations 0 --dagger 64", "--algo ppo --kl loss",
+                                   "--algo rlvmr --judge-kind value",
+                                   "--env lab/envs/twins.py --max-turns 1"])
+def test_the_command_is_accepted_and_repeats_the_run(tmp_path, flags):
+    settings = config.parsed(flags.split())
+    write_method(tmp_path, "grpo", config=settings.settings())
+    argv = shlex.split(tables.command(read.read_runs(tmp_path)[0]))
+    assert argv[:2] == ["python", "gcd.py"]
+    assert config.parsed(argv[2:]).settings() == settings.settings()
+
+
+def test_a_run_of_an_old_version_has_its_command(tmp_path):
+    write_method(tmp_path, "grpo", config={"algo": "gone", "env": "none", "long_gone": 3})
+    assert tables.command(read.read_runs(tmp_path)[0]) == (
+        "python gcd.py --algo=gone --env=none --long-gone=3")
+
+
+@pytest.mark.parametrize("lost", [[], [5], [0, 100], range(140), range(1, 140)])
+def test_twelve_episodes_of_a_split_are_stored_with_a_win_and_a_loss(lost):
+    episodes = [SimpleNamespace(won=k not in lost, k=k) for k in range(140)]
+    stored = examples(episodes)
+    assert [episode.k for episode in stored[:-1]] == list(range(0, 121, 11))[:11] and len(stored) == 12
+    assert {episode.won for episode in stored} == {episode.won for episode in episodes}
+    assert examples(episodes[:1]) == episodes[:1] and examples([]) == []
+
+
+@pytest.mark.parametrize("low, high, expected", [
+    (0, 1, [0, 0.25, 0.5, 0.75, 1]), (0, 97, [0, 25, 50, 75, 100]), (0.0, 4.0, [0, 1, 2, 3, 4]),
+    (3, 3, [3, 4]), (-0.1, 0.3, [-0.1, 0, 0.1, 0.2, 0.3]), (0, 0, [0, 0.25]),
+    (0, 3e-7, [0, 1e-7, 2e-7, 3e-7])])
+def test_ticks(low, high, expected):
+    assert charts.ticks(low, high) == pytest.approx(expected)
+
+
+def test_smooth():
+    assert charts.smooth([0, 3, 6, None, 2]) == [1.5, 3, 4.5, None, 2]
+    assert charts.smooth([]) == []
+    assert charts.smooth([5.0] * 300) == pytest.approx([5.0] * 300)
+
+
+CAPTIONS = {"captions": {"L0": "rooms it knows", "L2": "<i>new</i> rooms", "dev": "not evaluated"},
+            "note": "The cold start sees all.", "warning": "These are no scores."}
+
+
+def test_captions_are_those_of_the_run(tmp_path):
+    for name in ("grpo", "grpo+gcd"):
+        write_method(tmp_path, name, rl_lines(), success={"L0": 0.5, "L2": 0.25}, about=CAPTIONS)
+    _, caption = write(tmp_path, results=tmp_path / "no results")
+    assert caption == ["L0: rooms it knows. L2: <i>new</i> rooms.", "The cold start sees all.",
+                       "These are no scores."]
+    built = Page((tmp_path / "report.html").read_text())
+    text = " ".join(built.texts)
+    assert built.texts.count("These are no scores.") == 1
+    assert "rooms it knows" in text and "<i>new</i> rooms" in text and "The cold start sees all." in text
+    assert "not evaluated" not in text
+
+
+def test_captions_at_the_head_of_the_metrics_are_used_too(tmp_path):
+    write_method(tmp_path, "grpo", success={"L0": 0.5})
+    path = tmp_path / "grpo" / "metrics.jsonl"
+    path.write_text(json.dumps(json.loads(path.read_text()) | CAPTIONS) + "\n")
+    assert write(tmp_path, results=tmp_path)[1] == [
+        "L0: rooms it knows.", "The cold start sees all.", "These are no scores."]
+
+
+def test_a_run_without_captions_has_none(tmp_path):
+    write_method(tmp_path, "grpo", success={"L0": 0.5})
+    assert write(tmp_path, results=tmp_path)[1] == []
+
+
+def test_a_metric_that_is_not_logged_is_not_drawn(tmp_path):
+    write_method(tmp_path, "ppo", rl_lines())
+    _, built, _ = build(tmp_path)
+    text = " ".join(built.texts)
+    assert "Success in training" in text and "Groups without variance" not in text
+
+
+def write_results(folder, name="table1_x_result.json", games=("generated rooms",), parameters=(184768,),
+                  rows=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    score = {"mean": 0.593, "half": 0.058}
+    rows = rows or {"grpo": {"L0": score, "L1": score}, "ppo": {"L0": score}}
+    ran = {"games": list(games), "parameters": list(parameters)}
+    (folder / name).write_text(json.dumps({"seeds": [0, 1, 2, 3, 4], "ran": ran, "rows": rows}))
+
+
+def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
+    write_results(tmp_path / "lab" / "results")
+    for name in ("grpo", "grpo+gcd"):
+        write_method(tmp_path / "run", name, rl_lines(), success={"L0": 0.5, "L2": 0.5})
+    _, caption = write(tmp_path / "run", results=tmp_path / "lab" / "results")
+    assert caption == ["This is one seed. Mean of 5 seeds on L0 (± half the 95 % CI; "
+                       "lab/results/table1_x_result.json): grpo 59.3 ± 5.8."]
+    text = " ".join(Page((tmp_path / "run" / "report.html").read_text()).texts)
+    assert "5 seeds: 59.3 ± 5.8" in text and "lab/results/table1_x_result.json" in text
+
+
+@pytest.mark.parametrize("results", [
+    {"games": ["real games"]}, {"parameters": [7_000_000]}, {"name": "table4_x_result.json"},
+    {"rows": {"ppo": {"L0": {"mean": 0.1, "half": 0.1}}}},
+    {"rows": {"grpo": {"L0": {"mean": None, "half": None}}}}])
+def test_results_of_other_games_or_models_are_not_given(tmp_path, results):
+    write_results(tmp_path / "lab" / "results", **results)
+    write_method(tmp_path / "run", "grpo", success={"L0": 0.5})
+    assert read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results") is None
+    assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
+
+
+def test_a_run_that_was_not_evaluated_has_no_results_over_seeds(tmp_path):
+    write_results(tmp_path / "lab" / "results")
+    write_method(tmp_path / "run", "grpo", rl_lines())
+    assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
+
+
+def test_user_errors_name_the_folder(tmp_path, capsys):
+    with pytest.raises(ValueError, match="missing: no such folder"):
+        write(tmp_path / "missing")
+    (tmp_path / "empty" / "grpo").mkdir(parents=True)
+    with pytest.raises(ValueError, match="empty: no metrics in it"):
+        write(tmp_path / "empty")
+    assert main([str(tmp_path / "missing")]) == 2
+    assert capsys.readouterr().err == f"report: {tmp_path / 'missing'}: no such folder\n"
+    write_method(tmp_path / "broken", "grpo")
+    (tmp_path / "broken" / "grpo" / "evaluation.json").write_text('{"splits": ')
+    with pytest.raises(ValueError, match="evaluation.json: not JSON"):
+        write(tmp_path / "broken")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path, capsys):
+    write_method(tmp_path, "grpo", success={"L0": 0.5})
+    (tmp_path / "report.html").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert re.fullmatch(r"report: .*report\.html.*: .*directory\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("evaluation.json", [], "evaluation.json: expected an object, found []"),
+    ("evaluation.json", {"splits": []}, "evaluation.json, splits: expected an object, found []"),
+    ("evaluation.json", {"splits": {"L0": 1}}, "evaluation.json, L0: expected an object, found 1"),
+    ("evaluation.json", {"splits": {"L0": {"sampled": None}}},
+     "evaluation.json, L0, sampled: expected an object, found null"),
+    ("evaluation.json", {"splits": {"L0": {"sampled": {"success": "0.5"}}}},
+     'evaluation.json, L0, sampled, success: expected a number, found "0.5"'),
+    ("evaluation.json", {"captions": "L0"}, 'evaluation.json, captions: expected an object, found "L0"'),
+    ("evaluation.json", {"captions": {"L0": 3}}, "evaluation.json, captions, L0: expected text, found 3"),
+    ("evaluation.json", {"games": ["rooms"]}, 'evaluation.json, games: expected text, found ["rooms"]'),
+    ("stages.json", {"rl": "10"}, 'stages.json, rl: expected a number, found "10"'),
+    ("metrics.jsonl", [1], "metrics.jsonl, entry 1: expected an object, found [1]"),
+    ("metrics.jsonl", {"config": []}, "metrics.jsonl, entry 1, config: expected an object, found []"),
+    ("metrics.jsonl", {"iteration": 1, "policy/loss": "0.5"},
+     'metrics.jsonl, entry 1, policy/loss: expected a number, found "0.5"'),
+    ("metrics.jsonl", {"iteration": True},
+     "metrics.jsonl, entry 1, iteration: expected a number, found true"),
+    ("episodes.jsonl", {"turns": {}}, "episodes.jsonl, entry 1, turns: expected a list, found {}"),
+    ("episodes.jsonl", {"turns": ["look"]},
+     'episodes.jsonl, entry 1, turn 1: expected an object, found "look"'),
+    ("episodes.jsonl", {"turns": [{"advantage": "1"}]},
+     'episodes.jsonl, entry 1, turn 1, advantage: expected a number, found "1"'),
+    ("episodes.jsonl", {"phase": ["rl"]}, 'episodes.jsonl, entry 1, phase: expected text, found ["rl"]')])
+def test_a_malformed_file_is_an_error_of_one_line(tmp_path, capsys, file, content, message):
+    write_method(tmp_path, "grpo", rl_lines())
+    (tmp_path / "grpo" / file).write_text(json.dumps(content) + "\n")
+    assert main([str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"report: {tmp_path / 'grpo'}/{message}\n")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_huge_numbers_are_not_drawn(tmp_path):
+    values = (1e308, 10**400, 1.0, 1.5)
+    lines = [{"iteration": i, "policy/grad_norm": value} for i, value in enumerate(values)]
+    write_method(tmp_path, "grpo", lines)
+    assert build(tmp_path)[2]["charts"][0]["series"][0]["ys"] == [None, None, 1.0, 1.5]
+
+
+def test_main_prints_the_table(tmp_path, capsys):
+    write_method(tmp_path, "grpo", rl_lines(), success={"L0": 0.5})
+    assert main([str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "50.0 [40.0, 60.0]" in printed and str(tmp_path / "report.html") in printed
+
+
+def test_open_opens_the_page(tmp_path, capsys, monkeypatch):
+    write_method(tmp_path, "grpo", rl_lines())
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+    main([str(tmp_path)])
+    assert opened == []
+    assert main([str(tmp_path), "--open"]) == 0
+    assert opened == [(tmp_path / "report.html").as_uri()] and capsys.readouterr().err == ""
+    monkeypatch.setattr(webbrowser, "open", lambda address: False)
+    assert main([str(tmp_path), "--open"]) == 0
+    assert f"open {tmp_path / 'report.html'} yourself" in capsys.readouterr().err
+
+
+def test_the_default_folder_is_runs_main(tmp_path, monkeypatch, capsys):
+    write_method(tmp_path / "runs" / "main", "grpo", rl_lines())
+    monkeypatch.chdir(tmp_path)
+    assert main([]) == 0 and (tmp_path / "runs" / "main" / "report.html").exists()
