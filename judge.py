@@ -235,7 +235,10 @@ def value_samples(judged):
 
 
 def value_verdicts(judged, probabilities):
-    """Write verdicts and rewards from the value head's probabilities of "good"; return VerdictRecords."""
+    """Write verdicts ("good" from probability 1/2 on) and rewards to the turns; return VerdictRecords.
+
+    probabilities: of "good", from the value head.
+    """
     for question, probability in zip(judged, probabilities, strict=True):
         record(question, ["good" if probability >= 0.5 else "bad"])
     return [replace(verdicts, probability=p) for verdicts, p in zip(verdict_records(judged), probabilities)]

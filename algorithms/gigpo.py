@@ -39,7 +39,7 @@ def anchor_advantage(return_S, anchor_S, normalize_std):
     return losses.group_relative_advantage(return_S, anchor_S, normalize_std, correction=1)
 
 
-def anchors(episodes, raw):
+def anchor_numbers(episodes, raw):
     """Return anchor_S: equal for turns of a group with equal `turn.anchor` (raw: `turn.observation`)."""
     keys = [(e.group, turn.observation if raw else turn.anchor) for e in episodes for turn in e.turns]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -67,7 +67,7 @@ class Method(grpo.Method):
         return_S = rewards.discounted_returns(reward_S, turns_E, settings.step_gamma)
         if code:                                             # penalties are not discounted
             return_S = return_S - settings.invalid_penalty * (~valid_S).float()
-        anchor_S = anchors(episodes, raw=code)
+        anchor_S = anchor_numbers(episodes, raw=code)
         step_S = anchor_advantage(return_S, anchor_S, settings.normalize_std)
         rewards.write_advantages(episodes, self._episode_level(episodes) + settings.step_weight * step_S)
         sizes = parallel.all_sum(anchor_sizes(anchor_S))

@@ -53,7 +53,7 @@ def turn_rewards(won_E, valid_S, turns_E, settings):
     return reward_S
 
 
-def turn_row_rewards(won_E, valid_S, turns_E, settings):
+def code_turn_rewards(won_E, valid_S, turns_E, settings):
     """Return reward_S as verl-agent's code has it: each turn has its episode's success and its own penalty.
 
         R_t = success_reward * won - invalid_penalty * invalid_t
@@ -113,7 +113,7 @@ def write_rewards(episodes, settings):
         episode.reward = reward
 
 
-def reward_of(episodes):
+def stored_rewards(episodes):
     """Return reward_E, the episodes' rewards as written by `write_rewards`."""
     return torch.tensor([e.reward for e in episodes])
 
@@ -121,12 +121,12 @@ def reward_of(episodes):
 def grouped_rewards(episodes, settings):
     """The rewards that are compared within groups: reward_E, group_E, turns_E (turns that share each reward).
 
-    With --variant code every turn counts separately: reward_S (`turn_row_rewards`), group_S and ones.
+    With --variant code every turn counts separately: reward_S (`code_turn_rewards`), group_S and ones.
     """
     won_E, turns_E, group_E, valid_S = episode_tensors(episodes, settings)
     if settings.variant == "paper":
-        return reward_of(episodes), group_E, turns_E
-    reward_S = turn_row_rewards(won_E, valid_S, turns_E, settings)
+        return stored_rewards(episodes), group_E, turns_E
+    reward_S = code_turn_rewards(won_E, valid_S, turns_E, settings)
     return reward_S, group_E.repeat_interleave(turns_E), torch.ones(len(reward_S), dtype=torch.long)
 
 

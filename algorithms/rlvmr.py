@@ -87,7 +87,7 @@ def code_advantage(reward_S, group_S, tag_reward_S, tag_S, w):
     """RLVMR as in its released code (and Algorithm 2 of its appendix): tags are compared within a task.
 
         A_t    = A_ep + w * A_step,   w = 0.5 in its settings file, 1.0 in its script
-        A_ep   = (R - mean_g R) / std over the *turns* of the group (R: rewards.turn_row_rewards)
+        A_ep   = (R - mean_g R) / std over the *turns* of the group (R: rewards.code_turn_rewards)
         A_step = (r_t - mean r) / std r over the turns of the group with this tag
 
     The std is unbiased. Returns advantage_S. A turn with no other to compare with (a tag used once in a

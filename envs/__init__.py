@@ -123,8 +123,9 @@ class Environment:
         raise NotImplementedError
 
     def train_tasks(self, types, start, n):
-        """n training tasks of "part" or "all" types, from index `start` of an endless sequence fixed by the
-        seed.
+        """n training tasks, from index `start` of an endless sequence that the seed fixes.
+
+        types: "all", or "part": without the task types that are held out for L2.
         """
         raise NotImplementedError
 

@@ -343,8 +343,8 @@ def strip_symbols(path):
 class Engine:
     """Plays one game at a time on textworld's PDDL state and grammar, as textworld's PddlEnv does.
 
-    PddlEnv itself translates a game four times and derives each command again at every turn. The library copy
-    is loaded once and reused, because it cannot be unloaded completely. Names are alfworld's.
+    PddlEnv itself translates a game four times and derives each command again at every turn. Fast Downward's
+    library is loaded once and reused, because it cannot be unloaded completely.
     """
 
     def __init__(self, logic):

@@ -53,7 +53,7 @@ class Environment(envs.Environment):
         return [Game() for _ in range(n)]
 
     def train_tasks(self, types, start, n):
-        """n training tasks of "part" or "all" types from index `start`, see splits.Tasks."""
+        """n training tasks, from index `start`; see splits.Tasks."""
         return self._tasks.train_tasks(types, start, n)
 
     def split_tasks(self, name):

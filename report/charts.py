@@ -241,7 +241,7 @@ def other_panels(runs):
     return [Panel(key, "", "", ((key, key),)) for key in sorted(keys - drawn) if not key.startswith("time/")]
 
 
-def stage_series(run):
+def stage_seconds(run):
     """[(stage, {iteration: seconds})] without totals; a missing value is 0 s."""
     keys = {key for line in run.lines if "iteration" in line for key in line if key.startswith("time/")}
     keys -= {"time/iteration_s", "time/total_s"}
@@ -270,7 +270,7 @@ def stages_chart(run, stages, top_s):
 
 def time_charts(runs):
     """One stacked chart per method that logged times."""
-    found = [(run, stages) for run in runs if (stages := stage_series(run))]
+    found = [(run, stages) for run in runs if (stages := stage_seconds(run))]
     tops = [sum(points[x] for _, points in stages) for _, stages in found for x in stages[0][1]]
     return [stages_chart(run, stages, max(tops)) for run, stages in found]
 

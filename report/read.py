@@ -73,7 +73,10 @@ def expect_fields(record, kind, names, place):
 
 
 def check_about(record, place):
-    """Check the description of a run, in evaluation.json or at the head of metrics.jsonl."""
+    """Check the types of the fields that describe a run, in evaluation.json or a line of metrics.jsonl.
+
+    place: for the error message.
+    """
     expect_fields(record, dict, ("config", "versions", "captions"), place)
     expect_fields(record, str, ("games", "note", "warning", "started", "commit"), place)
     expect_fields(record, float, ("parameters", "seconds"), place)

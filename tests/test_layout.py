@@ -31,9 +31,9 @@ FLOORS = (("infra", "labels"), ("lm", "envs", "losses"), ("rollout", "batching")
 USERS = ("lab",)                                 # these may choose an environment or an algorithm by its name
 # Words of an earlier private language: no function, class, parameter, attribute or variable has such a name
 FORBIDDEN = set("""
-    loud beside put_away said told sayings alike whole another held asked seat seats Seat hear say shown Coached
-    coach coaches accumulate backpropagate take_grads put_grads together on_main go_on practice world worlds World
-    nothing words begun
+    loud beside put_away said told sayings alike whole another held asked seat seats Seat hear say
+    shown Coached coach coaches accumulate backpropagate take_grads put_grads together on_main go_on
+    practice world worlds World nothing words begun
 """.split())
 TOP, TESTS = sorted(ROOT.glob("*.py")), ROOT / "tests"
 FOLDERS = sorted(folder for folder in ROOT.iterdir()

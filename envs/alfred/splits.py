@@ -59,9 +59,9 @@ class Tasks:
         return tasks
 
     def train_tasks(self, types, start, n):
-        """n training tasks of "part" or "all" types, from index `start` of an endless sequence.
+        """n training tasks, from index `start` of an endless sequence that the seed fixes.
 
-        The seed fixes the sequence.
+        types: "all", or "part": without the task types that are held out for L2.
         """
         if not self.source:
             start += self.seed * 10_000_000

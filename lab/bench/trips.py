@@ -10,6 +10,7 @@ and returns.
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -58,7 +59,13 @@ class Trip:
 
 def file_of(frame):
     """The project file of a frame, relative to the root; None for any other."""
-    path = Path(frame.f_code.co_filename)
+    return project_file(frame.f_code.co_filename)
+
+
+@functools.cache
+def project_file(name):
+    """A path relative to the root, if it is a file of the project."""
+    path = Path(name)
     if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0].startswith("."):      # .venv
         return None
     return path.relative_to(ROOT).as_posix()

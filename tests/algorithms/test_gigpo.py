@@ -97,7 +97,7 @@ def test_a_refused_turn_does_not_change_the_state():
     episodes = [kitchen, cellar, other_game]
     for raw, rooms in ((False, ["start", "kitchen", "kitchen", "start", "cellar", "cellar", "other start"]),
                        (True, ["start", "kitchen", "nothing", "start", "cellar", "nothing", "other start"])):
-        assert equal_pairs(gigpo.anchors(episodes, raw).tolist()) == equal_pairs(rooms)
+        assert equal_pairs(gigpo.anchor_numbers(episodes, raw).tolist()) == equal_pairs(rooms)
     episodes, step = episodes[:2], {}
     for variant in ("paper", "code"):
         changes = dict(variant=variant, normalize_std=False, invalid_penalty=0.0)
@@ -193,7 +193,7 @@ def test_the_levels_are_the_literal_equations(seed, normalize, code):
     returns = rewards.discounted_returns(by_turn, turns, 0.95)
     if code:
         returns = returns - 0.1 * (~valid).float()
-        rows = rewards.turn_row_rewards(won, valid, turns, settings)
+        rows = rewards.code_turn_rewards(won, valid, turns, settings)
         level_e = losses.group_relative_advantage(rows, groups, normalize, correction=1)
     else:
         reward = torch.tensor([10.0 * e["won"] - 0.1 * sum(not turn["valid"] for turn in e["turns"])
@@ -242,7 +242,7 @@ def test_empty_inputs_give_empty_outputs_and_inputs_are_not_changed():
     none, no_ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert len(gigpo.anchor_advantage(none, no_ids, True)) == 0
     assert len(rewards.turn_rewards(none.bool(), none.bool(), no_ids, rewards.Settings())) == 0
-    assert len(rewards.turn_row_rewards(none.bool(), none.bool(), no_ids, rewards.Settings())) == 0
+    assert len(rewards.code_turn_rewards(none.bool(), none.bool(), no_ids, rewards.Settings())) == 0
     assert len(rewards.discounted_returns(none, no_ids, 0.9)) == 0
     episodes = ragged(5)
     won, _, turns = episode_tensors(episodes)

@@ -57,7 +57,7 @@ def test_turn_rewards_by_hand():
     assert share.tolist() == pytest.approx([-0.05, 1.0, 0.9])
     paper = rewards.turn_rewards(won, valid, turns, Settings(**SUCCESS_10))
     assert paper.tolist() == pytest.approx([-0.1, 10.0, 9.9])
-    rows = rewards.turn_row_rewards(won, valid, turns, Settings(**SUCCESS_10))
+    rows = rewards.code_turn_rewards(won, valid, turns, Settings(**SUCCESS_10))
     assert rows.tolist() == pytest.approx([9.9, 10.0, 9.9])
 
 
@@ -166,7 +166,7 @@ def test_every_episode_has_its_reward_written(changes):
     settings, episodes = Settings(**changes), random_episodes(2)
     rewards.write_rewards(episodes, settings)
     assert [e.reward for e in episodes] == pytest.approx([reward_of(e, settings) for e in episodes], abs=1e-5)
-    assert rewards.reward_of(episodes).tolist() == [e.reward for e in episodes]
+    assert rewards.stored_rewards(episodes).tolist() == [e.reward for e in episodes]
 
 
 def test_advantages_are_written_to_turns_and_token_advantages_removed():

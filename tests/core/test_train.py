@@ -290,7 +290,7 @@ def test_a_truncated_response_fails_the_episode_or_is_an_invalid_turn(start, tmp
 
 @pytest.mark.fast
 def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
-    """No episode is won and invalid turns have no penalty: all groups are equal, and refill plays 4 rounds."""
+    """No episode is won and invalid turns have no penalty: all groups are equal; refill plays 4 rounds."""
     flags = [*start_from(start), "--invalid-penalty", 0, "--max-turns", 2, "--no-gcd"]
     steps = {}
     for how in ("keep", "drop", "refill"):
@@ -318,7 +318,7 @@ def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
     ("0000", 4, [0, 1, 2, 3])])
 def test_refilling_keeps_complete_groups_of_unequal_rewards(start, tmp_path, monkeypatch, unequal, rounds,
                                                          groups):
-    """Four groups are needed. In round 1, those marked 1 are unequal; if any is, so are all of later rounds."""
+    """Four groups are needed. In round 1 those marked 1 are unequal; if any is, all later ones are."""
     run, rounds_played = prepared(tmp_path, *start_from(start), "--dynamic-sampling", "refill"), []
 
     def play(run, specs, sampling, name):

@@ -88,7 +88,7 @@ def test_groups_of_equal_reward_get_advantages_as_large_as_other_groups():
 
     def advantages():
         rewards.write_rewards(episodes, settings)
-        return losses.group_relative_advantage(rewards.reward_of(episodes), torch.zeros(4), True)
+        return losses.group_relative_advantage(rewards.stored_rewards(episodes), torch.zeros(4), True)
 
     assert advantages().tolist() == [0.0] * 4
     with faults.equal_groups_amplified():

@@ -47,6 +47,6 @@ class Method(algorithms.Method):
         _, turns_E, group_E, _ = rewards.episode_tensors(episodes, self.settings)
         tokens_E = torch.tensor([sum(len(turn.response_ids) for turn in e.turns) for e in episodes])
         length_E = turns_E if self.settings.length_in == "turns" else tokens_E
-        advantage_E = length_weighted_advantage(rewards.reward_of(episodes), length_E, group_E)
+        advantage_E = length_weighted_advantage(rewards.stored_rewards(episodes), length_E, group_E)
         rewards.write_advantages(episodes, advantage_E.repeat_interleave(turns_E))
         return {}

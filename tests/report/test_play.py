@@ -1,32 +1,36 @@
-"""Proves that a person can play beside a model: its command, its judge's word, either's command in the game.
+"""Proves playing with a model on the terminal: the model's command, its judge's opinion, the person's command.
 
-    python -m pytest tests/test_play.py
+    python -m pytest tests/report/test_play.py
 """
 
 import io
+import json
 import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import Corridor
+from conftest import Corridor, rounding
 from test_household import GAMES, needs_games
 from tiny_runs import ROOT
 
+import agent
 import judge
+from agent import Agent
 from envs import Task
-from lm.engine import Response
+from infra.streams import stream
+from lm.chat import Chat
+from lm.engine import Response, Sampling, answer
 from report import play
 
 pytestmark = pytest.mark.fast
 
 TASK = Task("train/3", "train", "walk", (1, 4))
-SETTINGS = SimpleNamespace(max_response_tokens=4, judge_response_tokens=2, history=0, max_turns=5, seed=0,
-                           context=400, on_truncation="fail", admissible_only=False)
+COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
 
 
 class Recording(Corridor):
-    """The corridor, and the commands that it was given."""
+    """A corridor that records the commands that it receives."""
 
     def __init__(self):
         super().__init__()
@@ -38,76 +42,168 @@ class Recording(Corridor):
 
 
 @pytest.fixture
-def player(model, chat):
-    return play.Player(model, chat, SETTINGS)
+def settings(tmp_path):
+    return SimpleNamespace(max_response_tokens=4, judge_response_tokens=2, history=0, max_turns=5, seed=0,
+                           context=400, on_truncation="fail", admissible_only=False, model=tmp_path / "model")
 
 
-def typed(what):
-    """A stdin in which this is typed."""
-    return io.TextIOWrapper(io.BytesIO(what if isinstance(what, bytes) else what.encode()), encoding="utf-8")
+@pytest.fixture
+def player(model, chat, settings):
+    return Agent(model, chat, settings)
 
 
-def saying(chat, monkeypatch, command):
-    """The model would always give this command."""
-    monkeypatch.setattr(play.Player, "respond", lambda *_: Response(chat.respond(command), [], False))
+def typed(text):
+    """A stdin in which this text, or these bytes, is typed."""
+    data = text if isinstance(text, bytes) else text.encode()
+    return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8")
+
+
+def always_respond(chat, monkeypatch, command):
+    """Make the model always give this command."""
+    monkeypatch.setattr(Agent, "respond", lambda *_: Response(chat.respond(command), [], False))
+
+
+def without_opinions(monkeypatch):
+    """Leave out the judge, which takes most of the time."""
+    monkeypatch.setattr(play, "opinion", lambda *_: "")
 
 
 def played(player, capsys, *lines):
-    """(commands that the game was given, what was printed, whether it was won)."""
+    """(the commands that the game received, the printed text, whether it was won)."""
     env = Recording()
     won = play.play(player, TASK, env, iter(lines))
     return env.commands, capsys.readouterr().out, won
 
 
-def test_an_empty_line_is_the_models_command_and_any_other_the_persons(player, capsys, monkeypatch):
-    saying(player.chat, monkeypatch, "left")
+# The game
+
+def test_an_empty_line_takes_the_models_command_and_another_line_is_a_command(player, capsys, monkeypatch):
+    always_respond(player.chat, monkeypatch, "left")
     commands, text, won = played(player, capsys, "\n", " right\n", "\n")
     assert commands == ["left", "right", "left"] and won is False
-    assert text.count("the model: left ") == 4 and text.count("of yours it says") == 1
+    assert text.count("the model: left ") == 4 and text.count("of yours: its judge: ") == 1
 
 
-def test_its_own_response_is_what_it_would_sample(player, capsys):
-    """Played without a word from the person, the model's commands are those that were shown."""
+def test_the_models_commands_are_those_that_it_samples(player, capsys):
+    """With empty lines only, the game receives the commands that were printed."""
     commands, text, _ = played(player, capsys, *["\n"] * 9)
-    shown = re.findall(r"the model: (.*)   \(", text)
-    assert 0 < len(commands) <= len(shown) <= 5 and [c for c in shown if c in commands] == commands
+    printed = re.findall(r"the model: (.*)   \(", text)
+    assert 0 < len(commands) <= len(printed) <= 5 and [c for c in printed if c in commands] == commands
 
 
-def test_a_won_game_says_so_and_the_turn_limit_ends_one(player, capsys, monkeypatch):
+def test_winning_and_the_turn_limit_end_a_game(player, capsys, monkeypatch):
     for command, n, end in (("right", 3, "You have won."), ("left", 5, "Over after 5 turns, not won.")):
-        saying(player.chat, monkeypatch, command)
+        always_respond(player.chat, monkeypatch, command)
         commands, text, won = played(player, capsys, *["\n"] * 9)
         assert commands == [command] * n and text.endswith(f"{end}\n") and won == (command == "right")
 
 
-def test_the_judge_is_asked_eight_times_about_just_this_response(player, monkeypatch):
-    pending, prompts = play.answer, []
-    monkeypatch.setattr(play, "answer", lambda model, questions, *rest: prompts.append(questions[0])
-                        or pending(model, questions, *rest))
-    said = player.judged([5, 6], [7], 3)
-    assert prompts == [[5, 6, 7] + player.chat.message(judge.QUESTION["plain"])]
-    assert sum(map(int, re.findall(r"\d+", said))) == 8 and said == player.judged([5, 6], [7], 3)
+# The judge's opinion
 
+def question_of(chat, prompt_ids, response_ids):
+    return prompt_ids + response_ids + chat.message(judge.QUESTION[judge.question_style(chat)])
+
+
+def test_p_good_of_a_one_token_judge_is_exact(player):
+    """P(good) / (P(good) + P(bad)) at the first token of the answer, by an uncached forward."""
+    (good,), (bad,) = (player.chat.encode(label) for label in ("good", "bad"))
+    question = question_of(player.chat, [5, 6], [7])
+    with torch.no_grad():
+        probabilities = player.model(torch.tensor([question]))[0, -1].softmax(-1)
+    exact = float(probabilities[good] / (probabilities[good] + probabilities[bad]))
+    assert 0.02 < exact < 0.98 and player.probability_good([5, 6], [7]) == pytest.approx(exact, rel=1e-4)
+    assert play.opinion(player, [5, 6], [7]) == f"its judge: {exact:.0%} good"
+
+
+def share_good(player, prompt_ids, response_ids, n=2000):
+    """(share of "good" among the readable first words of n sampled answers, how many are readable)."""
+    streams = [[stream(17, i) for i in range(n)]]
+    answers, = answer(player.model, [question_of(player.chat, prompt_ids, response_ids)], streams,
+                      player.chat.stop_ids, Sampling(1.0, 1), 500)
+    texts = [player.chat.decode(given.ids) for given in answers]
+    readable = [text for text in texts if text in judge.ANSWERS]
+    return readable.count("good") / len(readable), len(readable)
+
+
+def test_p_good_is_the_share_of_good_among_sampled_answers(player):
+    """Within 4.5 standard deviations, of the random model and of the committed one."""
+    committed = agent.load(COMMITTED)
+    turns = committed.play("household", "L0/3").turns
+    cases = [(player, [5, 6], [7]), *((committed, turn.prompt_ids, turn.response_ids) for turn in turns[:4])]
+    for judging, *ids in cases:
+        p, (share, n) = judging.probability_good(*ids), share_good(judging, *ids)
+        assert n > 50 and abs(share - p) <= 4.5 * (p * (1 - p) / n)**0.5 + rounding(1.0), (p, share, n)
+
+
+def test_a_judge_that_writes_answers_eight_times(model, tokenizer, settings, monkeypatch):
+    """P(good) is the share of "good" among the readable answers; a truncated answer is not readable."""
+    chat = Chat(tokenizer, "think")
+    player, prompts, streams = Agent(model, chat, settings), [], []
+    texts = [f"Hm. <judge>{verdict}</judge>" for verdict in ("good", "bad", "good", "good", "bad")]
+
+    def answers(model, questions, numbers, *rest):
+        prompts.extend(questions)
+        streams.extend(numbers)
+        responses = [Response(chat.encode(text), [], False) for text in [*texts, "Well.", ""]]
+        return [[*responses, Response(chat.encode(texts[0]), [], True)]]
+
+    monkeypatch.setattr(agent, "answer", answers)
+    assert player.probability_good([5, 6], [7]) == pytest.approx(3 / 5)
+    assert prompts == [[5, 6, 7] + chat.message(judge.QUESTION["think"])]
+    assert len(set(streams[0])) == 8
+    assert play.opinion(player, [5, 6], [7]) == "its judge: 60% good" and streams[0] == streams[1]
+    texts[:] = ["Well."] * 5
+    assert play.opinion(player, [5, 6], [7]) == "never taught to judge"
+
+
+def test_an_untrained_model_was_never_taught_to_judge(player):
+    with torch.no_grad():
+        for parameter in player.model.parameters():
+            parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    assert play.opinion(player, [5, 6], [7]) == "never taught to judge"
+
+
+def test_the_committed_models_auc_is_that_of_its_cell(capsys, monkeypatch):
+    known = json.loads((COMMITTED / "judge.json").read_text())
+    assert known["cell"] == "cells/alfworld_hour/grpo+gcd/seed0.json"
+    cell = json.loads((COMMITTED.parent / known["cell"]).read_text())
+    assert (known["labels"], known["oracle"]) == (cell["judge"]["auc"], cell["judge"]["auc_oracle"])
+    line = (f"The judge's AUC in training: {known['oracle']:.2f} against the oracle, {known['labels']:.2f} "
+            "against its training labels (0.5 is chance).")
+    monkeypatch.setattr("sys.stdin", typed(""))
+    play.main(["--model", str(COMMITTED)])
+    assert capsys.readouterr().out.count(line) == 1
+
+
+def test_an_unknown_auc_is_not_printed(player, capsys):
+    assert play.reliability(player) == ""
+    _, text, _ = played(player, capsys)
+    assert "AUC" not in text
+
+
+# The command line
 
 @pytest.mark.parametrize("name", ["L9/0", "L0", "L0/x", "L0/-1", "L0/99999"])
-def test_a_game_that_there_is_not_is_named(name, tmp_path, capsys, monkeypatch):
+def test_a_game_that_does_not_exist_is_named(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed(""))
-    environment = SimpleNamespace(splits=("dev", "L0"), split=lambda _: [TASK])
-    with pytest.raises(ValueError, match=f"--game={name}: "):
-        play.task_named(environment, name)
-    assert play.task_named(environment, "L0/0") is TASK
+    environment = SimpleNamespace(splits=("dev", "L0"), split_tasks=lambda _: [TASK])
+    with pytest.raises(ValueError, match=f"task '{name}': "):
+        agent.task_named(environment, name)
+    assert agent.task_named(environment, "L0/0") is TASK
+    with pytest.raises(SystemExit):
+        play.main(["--model", str(COMMITTED), "--game", name])
+    assert f"task '{name}': " in capsys.readouterr().err.splitlines()[-1]
     with pytest.raises(SystemExit):
         play.main(["--model", str(tmp_path / "none")])
     assert "none" in capsys.readouterr().err
 
 
-COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
+def test_the_committed_model_plays_at_once(capsys, monkeypatch):
+    """It was trained on real games and wins most generated ones too; to try it, no games are needed.
 
-
-def test_the_committed_model_can_be_played_beside_at_once(capsys, monkeypatch):
-    """It learned in real games, and wins most generated ones too; no games are needed to try it. (A third
-    is asked for: rounding differs between machines.)"""
-    monkeypatch.setattr(play.Player, "judged", lambda *_: "")
+    At least a third is required, because rounding differs between machines.
+    """
+    without_opinions(monkeypatch)
     won = 0
     for k in range(12):
         monkeypatch.setattr("sys.stdin", typed("\n" * 20))
@@ -117,19 +213,19 @@ def test_the_committed_model_can_be_played_beside_at_once(capsys, monkeypatch):
     assert sum(path.stat().st_size for path in COMMITTED.iterdir()) < 2.5e6
 
 
-def test_a_model_can_be_held_to_what_is_possible(capsys, monkeypatch):
-    """One of noise gives no command, unless it is."""
-    load = play.qwen.load_pretrained
+def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
+    """A model of random weights gives no command otherwise."""
+    load = agent.qwen.load_pretrained
 
-    def noise(folder):
+    def random_weights(folder):
         model = load(folder)
         with torch.no_grad():
             for k, parameter in enumerate(model.parameters()):
                 parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(k))
         return model
 
-    monkeypatch.setattr(play.qwen, "load_pretrained", noise)
-    monkeypatch.setattr(play.Player, "judged", lambda *_: "")
+    monkeypatch.setattr(agent.qwen, "load_pretrained", random_weights)
+    without_opinions(monkeypatch)
     turns = []
     for flags in ([], ["--admissible-only"]):
         monkeypatch.setattr("sys.stdin", typed("\n" * 20))
@@ -139,16 +235,17 @@ def test_a_model_can_be_held_to_what_is_possible(capsys, monkeypatch):
     assert turns[0] == 1 < turns[1] and "Nothing happens." not in text
 
 
-@pytest.mark.parametrize("flags, said", [(["--judge-kind", "value"], "--judge-kind=value"), ([], "closed")])
-def test_what_cannot_be_played_is_said_in_one_line(flags, said, capsys, monkeypatch):
+@pytest.mark.parametrize("flags, message",
+                         [(["--judge-kind", "value"], "--judge-kind=value"), ([], "closed")])
+def test_an_error_is_one_line(flags, message, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed("") if flags else None)
     with pytest.raises(SystemExit):
         play.main(["--model", str(COMMITTED), *flags])
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_is_typed_may_be_no_text_and_ctrl_c_ends_it(capsys, monkeypatch):
-    monkeypatch.setattr(play.Player, "judged", lambda *_: "")
+def test_typed_bytes_need_not_be_text_and_ctrl_c_ends_the_program(capsys, monkeypatch):
+    without_opinions(monkeypatch)
     monkeypatch.setattr("sys.stdin", typed(b"\xff\xfe\n"))
     play.main(["--model", str(COMMITTED)])
     assert capsys.readouterr().out.count("the model:") == 2
@@ -161,7 +258,7 @@ def test_what_is_typed_may_be_no_text_and_ctrl_c_ends_it(capsys, monkeypatch):
 
 @needs_games
 def test_it_wins_real_games(capsys, monkeypatch):
-    monkeypatch.setattr(play.Player, "judged", lambda *_: "")
+    without_opinions(monkeypatch)
     won = 0
     for k in range(0, 130, 13):
         monkeypatch.setattr("sys.stdin", typed("\n" * 30))

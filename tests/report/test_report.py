@@ -196,7 +196,7 @@ def test_every_logged_number_has_a_chart(tmp_path):
 def test_stages_are_stacked(tmp_path):
     last = {"iteration": 2, "time/rollout_s": 3.0, "time/judge_s": 1.0, "time/iteration_s": 9.0}
     write_method(tmp_path, "grpo", [*rl_lines(2), last])
-    stages = charts.stage_series(read.read_runs(tmp_path)[0])
+    stages = charts.stage_seconds(read.read_runs(tmp_path)[0])
     assert stages == [("rollout", {0: 2.0, 1: 2.0, 2: 3.0}), ("judge", {0: 0.0, 1: 0.0, 2: 1.0}),
                       ("update", {0: 1.0, 1: 1.0, 2: 0.0})]
     build(tmp_path)
