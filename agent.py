@@ -10,7 +10,7 @@ Left out: training (gcd.train), and many episodes at once (rollout.play).
 """
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -35,11 +35,15 @@ JUDGE_FILE = "judge.json"     # next to a model: its judge's AUC, where the run'
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A model with its chat, and the settings under which it plays."""
+    """A model with its chat, and the settings under which it plays.
+
+    settings: the flags that `load` was given; `play` uses them too, unless it is given others.
+    """
 
     model: qwen.Model
     chat: Chat
     config: flags.Config
+    settings: dict = field(default_factory=dict)
 
     def play(self, env, task, seed=0, temperature=TEMPERATURE, **settings):
         """Play one episode. Returns a rollout.Episode; print it for its transcript.
@@ -55,7 +59,7 @@ class Agent:
         -= Welcome to TextWorld, ALFRED! =-
         ...
         """
-        config = playing(self.config.model, {"prompt": self.config.prompt} | settings | {"env": env})
+        config = playing(self.config.model, self.settings | settings | {"env": env})
         chat = make_chat(config, self.chat.tokenizer)
         sampling = Sampling(temperature, config.max_response_tokens)
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed))
@@ -145,13 +149,13 @@ def load(folder, **settings):
     96
     """
     qwen.ModelConfig.load(folder)                            # of a wrong folder the clearest error
-    return loaded(playing(str(folder), settings))
+    return loaded(playing(str(folder), settings), settings)
 
 
-def loaded(config):
-    """The Agent of the model folder in a Config."""
+def loaded(config, settings=()):
+    """The Agent of the model folder in a Config. settings: see Agent."""
     model = qwen.load_pretrained(config.model)
-    return Agent(model, make_chat(config, qwen.load_tokenizer(config.model)), config)
+    return Agent(model, make_chat(config, qwen.load_tokenizer(config.model)), config, dict(settings))
 
 
 def playing(folder, settings):

@@ -61,9 +61,9 @@ def trajectory(run, settings):
     for iteration in run.models:
         actor = run.actor(iteration)
         own = influence.by_class(influence.measured_turns(actor, seed), n, seed)
-        path.append({"iteration": iteration, "fixed": influence.gap(actor.model, fixed),
-                     "refused": influence.gap(actor.model, fixed, ("good", "refused")),
-                     "own": influence.gap(actor.model, own)})
+        path.append({"iteration": iteration, "fixed": influence.influence_gaps(actor.model, fixed),
+                     "refused": influence.influence_gaps(actor.model, fixed, ("good", "refused")),
+                     "own": influence.influence_gaps(actor.model, own)})
     lines = [line for line in run.metrics if line.get("judge/grad_cosine") is not None]
     return {"path": path, "judge": [{"iteration": line["iteration"], "cosine": line["judge/grad_cosine"],
                                      "ratio": line["judge/grad_ratio"]} for line in lines]}
@@ -173,7 +173,7 @@ def spread(values):
 
 
 def figure_3a(results):
-    """Not measurable without a mathematics data set. Reports environments of different repetitiveness."""
+    """"Not measurable", for want of a mathematics data set; gives our environments' similarities instead."""
     def text(key):
         return "; ".join(f"{name} {number(results.mean(name, 'similarity', key), '.2f')}"
                          for name in results.names)

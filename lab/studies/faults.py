@@ -56,7 +56,7 @@ CURVES = {                    # plotted: {metric: title}
 # The faults: context managers that patch one function
 
 @contextlib.contextmanager
-def replaced_samples_of(function):
+def patch_samples_of(function):
     """Replace batching.samples_of, also where update imports it."""
     with (mock.patch.object(batching, "samples_of", function),
           mock.patch.object(update, "samples_of", function)):
@@ -77,7 +77,7 @@ def stop_untrained():
                     sample.sampled[t], sample.advantage[t], sample.logprob_old[t] = False, 0.0, 0.0
         return samples
 
-    return replaced_samples_of(without_stops)
+    return patch_samples_of(without_stops)
 
 
 def logprobs_at_wrong_temperature():
@@ -105,7 +105,7 @@ def environment_trained():
                     sample.sampled[t], sample.advantage[t] = True, sample.advantage[t - 1]
         return samples
 
-    return replaced_samples_of(all_sampled)
+    return patch_samples_of(all_sampled)
 
 
 def equal_groups_amplified():

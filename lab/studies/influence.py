@@ -291,18 +291,18 @@ def influence_by_kind(model, candidates, n, seed):
 
 # Figure 8: influence within a class minus influence across classes
 
-def gap(model, of_class, pair=("good", "bad")):
+def influence_gaps(model, turns_of_class, pair=("good", "bad")):
     """Same-class minus cross-class influence between turns of different tasks, per pair of tokens.
 
     Also of cosines, whose scale does not change in training. None if a class has fewer than two tasks.
     """
-    turns = [turn for label in pair for turn in of_class[label]]
-    if any(len({turn.task for turn in of_class[label]}) < 2 for label in pair):
+    turns = [turn for label in pair for turn in turns_of_class[label]]
+    if any(len({turn.task for turn in turns_of_class[label]}) < 2 for label in pair):
         return None
     coupling_SS = couplings(hidden_and_error(model, turns))
     tokens_S = torch.tensor([len(turn.kinds) for turn in turns])
     tasks_differ_SS, cross_SS = differ([turn.task for turn in turns]), differ([turn.label for turn in turns])
-    found = {label: len(of_class[label]) for label in pair}
+    found = {label: len(turns_of_class[label]) for label in pair}
     per_token_SS = coupling_SS / (tokens_S[:, None] * tokens_S)
     for name, of_SS in (("", per_token_SS), (" of cosines", cosines(coupling_SS))):
         same, cross = (mean_of(of_SS[tasks_differ_SS & which]) for which in (~cross_SS, cross_SS))

@@ -103,7 +103,7 @@ def findings(everything, results):
             trained.setdefault((settings["axis"], *key[:2]), {})[key[2]] = bases[key], result
         if settings["what"] in INSTEAD:
             instead.setdefault((settings["axis"], settings["what"]), {})[key[2]] = bases[key], result
-    axes = [row_of(*key, of_seed) for key, of_seed in trained.items()]
+    axes = [axis_row(*key, of_seed) for key, of_seed in trained.items()]
     return {"axes": axes, "gain": gains([pair for of_seed in trained.values() for pair in of_seed.values()]),
             "saturation": saturation(cells),
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
@@ -112,7 +112,7 @@ def findings(everything, results):
                     if (results := [result for s, result in cells if s.get("kind") == kind])}}
 
 
-def row_of(axis, rho, positions, of_seed):
+def axis_row(axis, rho, positions, of_seed):
     """An axis at one rho: pass@k before and after, and new solutions. of_seed: {seed: (base, result)}."""
     def both(split, k):
         each = EACH if split == axis else EACH // 16
@@ -353,21 +353,25 @@ def page(found, command, seeds, there, requested):
 
 
 def figures_of(found):
-    """The gallery's entries: the abstract's claims. Each rule for "agrees" was fixed before the runs."""
+    """What was found on each claim of the paper's abstract: dicts of claim, finding and verdict.
+
+    Each verdict's rule was fixed before the runs.
+    """
     claims = (("GRPO's origin: theorem", "origin.toy.svg", "GRPO reweights its base: the optimum is the "
              "base's distribution, tilted by the reward; the gain is a function of the base's probability Q.",
-             tilts(found["toy"])),
+             tilt_verdict(found["toy"])),
             ("GRPO's origin: no novel solutions", "origin.svg",
-             "It cannot discover completely novel solutions.", discovers(found["axes"])),
+             "It cannot discover completely novel solutions.", discovery_verdict(found["axes"])),
             ("GRPO's origin: out of distribution", "origin.svg", "It improves out of distribution only where "
-             "the task agrees with the base's biases.", aligns(found["axes"])),
+             "the task agrees with the base's biases.", alignment_verdict(found["axes"])),
             ("GRPO's origin: saturation", "origin.saturation.svg",
-             "Its gains in distribution vanish as the base saturates.", saturates(found["saturation"])))
+             "Its gains in distribution vanish as the base saturates.",
+             saturation_verdict(found["saturation"])))
     return [{"paper": paper, "picture": picture, "claim": claim, "agrees": agrees, "found": text}
             for paper, picture, claim, (agrees, text) in claims]
 
 
-def tilts(toy):
+def tilt_verdict(toy):
     """Yes if k1 in the reward ends within 3 points of the tilted optimum, with a shift within .1 of it."""
     row = toy.get("k1 in the reward")
     if row is None or row["shift"]["mean"] is None:
@@ -379,7 +383,7 @@ def tilts(toy):
             "the loss, rewards over their std and runs without KL end elsewhere.")
 
 
-def discovers(rows):
+def discovery_verdict(rows):
     """Yes if fewer than a tenth of the correct responses are rare in the base, on each axis and rho whose
     base solves more than a tenth of the problems in 256 responses; partly if on most."""
     measurable = [row for row in rows if row["positions"] == "rotary" and row["rare"] is not None
@@ -394,7 +398,7 @@ def discovers(rows):
             f"does not solve in 256 responses, GRPO solves {solved} at least once in 256.")
 
 
-def aligns(rows):
+def alignment_verdict(rows):
     """Yes if no axis with a base below 2 % at pass@256 gains 5 points, and one with a base of 10 to 90 % at
     pass@1 gains more than half its interval (one seed: 5 points); partly if one of the two holds."""
     rows = [row["curve"] | row for row in rows if row["positions"] == "rotary"]
@@ -412,7 +416,7 @@ def aligns(rows):
             f"pass@1: {other}.")
 
 
-def saturates(rows):
+def saturation_verdict(rows):
     """Yes if the finished base gains 2 points or less, and a base of 20 to 70 % gains 10 or more."""
     early = [row for row in rows if 0.2 <= row["base"]["mean"] <= 0.7]
     if not early or rows[-1]["steps"] is not None:

@@ -284,7 +284,7 @@ PICTURES = {"": (draw_penalty, draw_pushes, draw_pair, draw_turning), "lemma": (
 # Agreement with the paper
 
 def figures_of(found, pictures):
-    """The gallery's entries (studies.common.publish)."""
+    """What was found on each of the paper's claims: dicts of claim, finding and verdict, for the gallery."""
     lemma, three = found["lemma"], found["three"]
     off = max(abs(row["sampled"] - row["formula"]) / row["standard error"] for row in lemma)
     negative = all(row["sampled"] < -4 * row["standard error"] for row in lemma if row["r"] > 0)

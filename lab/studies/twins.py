@@ -210,7 +210,7 @@ def table_of(requested, results):
     return {key: of_seed for key, of_seed in found.items() if of_seed}
 
 
-def row_of(results):
+def arm_row(results):
     """An arm's numbers: final q_N and area with intervals, seeds that removed the flaw, means of the rest."""
     n, removed = len(results), sum(final(result) < 0.5 for result in results.values())
     ends = [result["path"][-1] for result in results.values()]
@@ -370,7 +370,7 @@ def grid(table, settings):
     for (cold, arm, changes), results in table.items():
         if changes not in settings:
             continue
-        row = row_of(results)
+        row = arm_row(results)
         low, high = row["removed_interval"]
         setting = ", ".join(f"{key} {value:g}" for key, value in changes)
         rows.append([cold, arm, setting, with_half(row["final"]),
@@ -386,7 +386,7 @@ def rho_text(rho):
 
 def removed_in(table, cold, arm, changes=()):
     """In how many seeds an arm removed the flaw, as text."""
-    row = row_of(table[cold, arm, changes]) if (cold, arm, changes) in table else None
+    row = arm_row(table[cold, arm, changes]) if (cold, arm, changes) in table else None
     return f"{row['removed']} of {row['n']}" if row else "not run"
 
 
@@ -446,8 +446,8 @@ def page(table, found, mediated, command, seeds):
 
 
 def figures_of(table, found, mediated):
-    """The gallery's entries."""
-    agrees, rho, row = agreement(found), rho_text(mediated["spearman"]), row_of(table[("plain", "GRPO", ())])
+    """What was found on each of the paper's claims: dicts of claim, finding and verdict, for the gallery."""
+    agrees, rho, row = agreement(found), rho_text(mediated["spearman"]), arm_row(table[("plain", "GRPO", ())])
     at_first, in_rl, coins, own = (signed(found.get(name)) for name in (
         "GRPO from judge against GRPO from coins", "+GCD against GRPO, from coins",
         "+GCD, coins for labels against GRPO, from coins", f"{OWN_TRUNK} against GRPO, from coins"))
@@ -477,7 +477,7 @@ def figures_of(table, found, mediated):
 
 
 def results_of(everything, requested, options):
-    """Run the requested cells that are missing, and their cold starts (--jobs 0: none).
+    """Run the requested cells that are missing, after their cold starts; with --jobs 0 nothing is run.
 
     Returns {name: result} of every stored cell.
     """
@@ -521,7 +521,7 @@ def main(argv=None):
     command = ["python", "-m", "lab.studies.twins", *(["--all"] if options.all else []),
                "--seeds", str(seeds), "--iterations", str(options.iterations)]
     text = page(table, found, mediated, " ".join(command), there)
-    rows = [{"cold": cold, "arm": arm, "changes": dict(changes)} | row_of(of_seed)
+    rows = [{"cold": cold, "arm": arm, "changes": dict(changes)} | arm_row(of_seed)
             for (cold, arm, changes), of_seed in table.items()]
     common.publish(options.out, "twins", command, there,
                    {"rows": rows, "differences": found, "mediation": mediated},

@@ -175,7 +175,7 @@ def test_the_gap_by_hand(model, monkeypatch):
     turns = {label: [make_turn(sample, f"{label}{i}", label=label) for i in (0, 1)] for label in hidden}
     monkeypatch.setattr(influence, "hidden_and_error", lambda model, turns: [
         (torch.tensor([h]), torch.ones(1, 1)) for label in hidden for h in hidden[label]])
-    found = influence.gap(model, turns)
+    found = influence.influence_gaps(model, turns)
     assert found["same"] == pytest.approx((2 + 1) / 2)
     assert found["cross"] == pytest.approx((0 + 1 + 0 + 2) / 4) and found["gap"] == pytest.approx(0.75)
     assert found["gap of cosines"] == pytest.approx((1 + 0.5**0.5) / 2 - (0 + 0.5**0.5) / 2)
@@ -185,7 +185,7 @@ def test_the_gap_by_hand(model, monkeypatch):
 def test_an_empty_class_is_not_measurable(model):
     turns = make_turns(4)
     classes = influence.by_class([turn for turn in turns if turn.label == "good"], 5, 0)
-    assert influence.gap(model, classes) is None
+    assert influence.influence_gaps(model, classes) is None
     assert influence.similarity(model, turns[:1], 0) is None
     assert coupling.verdict([]) == "not measurable"
 

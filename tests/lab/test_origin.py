@@ -176,7 +176,7 @@ def row(axis, base, gain, base_256=0.5, rare=0.0, half=None):
     ([row("depth", 0.0, 0.1, 0.0), row("length", 0.5, 0.1, half=0.2)], "no"),
     ([row("length", 0.5, 0.1)], "not measurable")])
 def test_the_rule_for_out_of_distribution(rows, agrees):
-    assert origin.aligns(rows)[0] == agrees
+    assert origin.alignment_verdict(rows)[0] == agrees
 
 
 @pytest.mark.fast
@@ -186,7 +186,7 @@ def test_the_rule_for_out_of_distribution(rows, agrees):
     ([row("depth", 0, 0, rare=0.5), row("length", 0, 0, rare=0.2)], "no"),
     ([row("depth", 0, 0, base_256=0.05)], "not measurable")])
 def test_the_rule_for_novel_solutions(rows, agrees):
-    assert origin.discovers(rows)[0] == agrees
+    assert origin.discovery_verdict(rows)[0] == agrees
 
 
 @pytest.mark.fast
@@ -195,7 +195,7 @@ def test_the_rule_for_novel_solutions(rows, agrees):
 def test_the_rule_for_saturation(early, late, agrees):
     rows = [{"steps": steps, "base": origin.interval({0: base}), "gain": origin.interval({0: gain})}
             for steps, base, gain in ((400, 0.5, early), (None, 0.97, late))]
-    assert origin.saturates(rows)[0] == agrees and origin.saturates(rows[1:])[0] == "not measurable"
+    assert origin.saturation_verdict(rows)[0] == agrees and origin.saturation_verdict(rows[1:])[0] == "not measurable"
 
 
 @pytest.mark.fast
@@ -207,9 +207,9 @@ def test_the_toys_row_compares_runs_with_their_closed_form():
 
     exact = origin.toy_row("k1 in the reward", [result(tilting.tilted(0.3, origin.BETA))] * 2)
     assert exact["distance"] == pytest.approx(0, abs=1e-9) and exact["shift"]["mean"] == pytest.approx(2)
-    assert origin.tilts({"k1 in the reward": exact})[0] == "yes"
+    assert origin.tilt_verdict({"k1 in the reward": exact})[0] == "yes"
     off = origin.toy_row("k1 in the reward", [result(0.9)])
     assert off["distance"] == pytest.approx(0.9 - tilting.tilted(0.3, origin.BETA))
     assert off["grown_most_nats"] == pytest.approx(math.log(3))
-    assert origin.tilts({"k1 in the reward": off})[0] == "no"
-    assert origin.tilts({})[0] == "not measurable"
+    assert origin.tilt_verdict({"k1 in the reward": off})[0] == "no"
+    assert origin.tilt_verdict({})[0] == "not measurable"

@@ -49,7 +49,7 @@ def test_the_numbers_of_a_run_by_hand():
 
 @pytest.mark.fast
 def test_the_numbers_of_an_arm():
-    row = twins.row_of({0: result(0.2, 0.1, auc=1.0), 1: result(0.2, 0.9, cosine=(1.0, None))})
+    row = twins.arm_row({0: result(0.2, 0.1, auc=1.0), 1: result(0.2, 0.9, cosine=(1.0, None))})
     assert row["final"]["mean"] == 0.5 and row["final"]["half"] == pytest.approx(12.706 * 0.4, rel=1e-3)
     assert (row["removed"], row["n"], row["auc"], row["cosine"]) == (1, 2, 1.0, 0.5)
 

@@ -1,4 +1,4 @@
-"""Proves playing with a model on the terminal: the model's command, its judge's opinion, the person's command.
+"""Proves playing with a model on the terminal: its command, its judge's opinion, the person's command.
 
     python -m pytest tests/report/test_play.py
 """
@@ -115,7 +115,7 @@ def test_p_good_of_a_one_token_judge_is_exact(player):
     assert play.opinion(player, [5, 6], [7]) == f"its judge: {exact:.0%} good"
 
 
-def share_good(player, prompt_ids, response_ids, n=2000):
+def share_good(player, prompt_ids, response_ids, n=500):
     """(share of "good" among the readable first words of n sampled answers, how many are readable)."""
     streams = [[stream(17, i) for i in range(n)]]
     answers, = answer(player.model, [question_of(player.chat, prompt_ids, response_ids)], streams,
@@ -129,7 +129,7 @@ def test_p_good_is_the_share_of_good_among_sampled_answers(player):
     """Within 4.5 standard deviations, of the random model and of the committed one."""
     committed = agent.load(COMMITTED)
     turns = committed.play("household", "L0/3").turns
-    cases = [(player, [5, 6], [7]), *((committed, turn.prompt_ids, turn.response_ids) for turn in turns[:4])]
+    cases = [(player, [5, 6], [7]), *((committed, turn.prompt_ids, turn.response_ids) for turn in turns[:3])]
     for judging, *ids in cases:
         p, (share, n) = judging.probability_good(*ids), share_good(judging, *ids)
         assert n > 50 and abs(share - p) <= 4.5 * (p * (1 - p) / n)**0.5 + rounding(1.0), (p, share, n)
