@@ -30,9 +30,9 @@ from infra.streams import COLD_START_ORDER, DAGGER, DAGGER_ORDER, DEMONSTRATIONS
 from lm.engine import Response
 from lm.optim import Muon
 
-# The first training task that is demonstrated: generated ones are then other tasks than RL's (real games
-# are few)
-FIRST = 5_000_000
+# Index of the first demonstrated task. RL counts from 0: generated rooms never repeat; real games, which
+# are few, do
+FIRST_DEMONSTRATION = 5_000_000
 ROUND = 512            # episodes of a DAgger round, which are played with the same weights
 
 
@@ -46,11 +46,11 @@ def cold_start(run):
     if run.chat.small:
         learner = copy(run)
         learner.optimizer = Muon(run.model)                  # this stage's own; RL starts its AdamW anew
-    if run.cold:
-        done = run.cold["steps"] - steps_before_round(run, run.cold["rounds"])
+    if run.dagger_progress:
+        done = run.dagger_progress["steps"] - steps_before_round(run, run.dagger_progress["rounds"])
         restore(run, learner)
     else:
-        episodes = demonstrate_on_rank0(run, FIRST, config.demonstrations, config.mistake_rate)
+        episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate)
         policy = imitation_samples(episodes)
         batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
         imitate(learner, batches, len(batches), "cold start: policy", 0)
@@ -62,7 +62,7 @@ def cold_start(run):
         batches = batches_of(run, policy + questions, len(episodes), config.judge_epochs)
         n = len(batches)
     imitate(learner, batches, n, "cold start: policy and judge", done,
-            steps_before_round(run, run.cold.get("rounds", 0)))
+            steps_before_round(run, run.dagger_progress.get("rounds", 0)))
 
 
 def steps_before_round(run, rounds):
@@ -73,13 +73,13 @@ def steps_before_round(run, rounds):
 def save(run, learner, rounds, step):
     """Save a checkpoint after `rounds` DAgger rounds and `step` steps of the cold start."""
     muon = None if learner is run else learner.optimizer.state_dict()
-    run.cold |= {"rounds": rounds, "steps": step}                        # shared with the learner's copy
-    run.save({"iteration": None, "cold": run.cold | {"muon": muon}})
+    run.dagger_progress |= {"rounds": rounds, "steps": step}       # shared with the learner's copy of run
+    run.save({"iteration": None, "cold": run.dagger_progress | {"muon": muon}})
 
 
 def restore(run, learner):
-    """Restore the optimizer of such a checkpoint."""
-    muon = run.cold.pop("muon")
+    """Restore the optimizer from a checkpoint made by `save`."""
+    muon = run.dagger_progress.pop("muon")
     if learner is run:
         checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer)
     else:
@@ -100,18 +100,18 @@ def rounds_of(config):
 
 
 def dagger(run, questions, learner, done):
-    """DAgger (arXiv:1011.0686): yields batches to imitate, from episodes that learner and expert play
+    """A variant of DAgger (arXiv:1011.0686): yield batches from episodes that learner and expert play
     together.
 
     In each episode a share of the turns, drawn uniformly from [0, 1], is played by the learner and the rest
-    by the expert. The expert's command is imitated in those turns in which it was the one given; other turns
-    have weight 0. So the expert is seen in states that the learner's own mistakes lead to. The judge's
-    questions are spread over all rounds. learner: the run with the optimizer that steps. done: steps of
-    earlier stages.
+    by the expert, who is so imitated in states that the learner's own mistakes lead to. DAgger imitates the
+    expert's command in every visited state; here a turn in which the learner gave another command has weight
+    0. The judge's questions are spread over all rounds. learner: the run with the optimizer that steps. done:
+    steps of earlier stages.
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
-    first = FIRST + config.demonstrations + config.judge_demonstrations
-    resumed = run.cold.get("rounds", 0)
+    first = FIRST_DEMONSTRATION + config.demonstrations + config.judge_demonstrations
+    resumed = run.dagger_progress.get("rounds", 0)
     for i, (k, n) in list(enumerate(rounds))[resumed:]:
         step = done + steps_before_round(run, i)
         if i > resumed and i % config.checkpoint_every == 0:
@@ -163,8 +163,8 @@ class DaggerPlayer:
 
 
 def demonstrate_on_rank0(run, first, n, mistake_rate):
-    """`demonstrate` on rank 0, for all ranks: its engine may die and its large model fall silent on one
-    alone.
+    """Run `demonstrate` on rank 0 and give the result to all ranks, which could differ if an engine or a
+    request failed on one.
     """
     episodes = parallel.on_rank0(lambda: demonstrate(run, first, n, mistake_rate))
     run.stop_if_asked(None)
@@ -260,7 +260,7 @@ def judge_questions(run):
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
-    episodes = demonstrate_on_rank0(run, FIRST + config.demonstrations, n, mistake_rate=0.25)
+    episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, mistake_rate=0.25)
     seed, by_endpoint = stream(config.seed, QUESTIONS), None
     if "endpoint" in config.judge_labels:
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)
@@ -298,7 +298,7 @@ def state_to_save(run):
     """The state to save if the cold start is stopped now: the model alone, which cannot be resumed; None if
     there is a checkpoint of DAgger, which can.
     """
-    return None if run.cold else {"iteration": None}
+    return None if run.dagger_progress else {"iteration": None}
 
 
 def imitate(run, batches, n, name, done, first=0):

@@ -3,9 +3,9 @@
     python gcd.py --help                             # the flags of the default run
     python gcd.py --algo ppo --env alfworld --help   # the flags of another run
 
-A value comes from the command line, else from the environment's defaults, the algorithm's, the preset's, or
-`Config`'s (the small model's, tuned on split dev). A mistake is one line that names the flag, before any
-model is loaded.
+A value comes from the command line, else from --variant code, the environment's defaults, the algorithm's,
+the preset's, or `Config`'s (the small model's, tuned on split dev). A mistake is one line that names the
+flag, before any model is loaded.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ with deferred(*HEAVY):
     import algorithms
 
 
-def exchanges(text):
+def history_length(text):
     """The value of --history: a number, or "full" for 0."""
     return 0 if text == "full" else int(text)
 
 
 # When a flag is read at all, and the error where it is not
-WRITES = (lambda values: bool(values["model"]), "for a model that writes (--model)")
-KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
-SHOWS = (lambda values: not values["dagger"], "only without --dagger")
-CORRECTS = (lambda values: values["correction"] != "off", "only with --correction")
-ASKS = (lambda values: bool(values["endpoint"]), "only with --endpoint")
-ANSWERS = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
+NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
+NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
+NEEDS_NO_DAGGER = (lambda values: not values["dagger"], "only without --dagger")
+NEEDS_CORRECTION = (lambda values: values["correction"] != "off", "only with --correction")
+NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint")
+NEEDS_WORDS = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
 
 
 @dataclass(frozen=True)
@@ -70,27 +70,27 @@ class Config:
     context: int = setting(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
     prompt: str = setting("auto", "prompt style; auto: by model and algorithm",
                           ("auto", "plain", "think", "tags"))
-    show_admissible: bool = setting(True, "list the admissible commands in prompts", needs=WRITES)
+    show_admissible: bool = setting(True, "list the admissible commands in prompts", needs=NEEDS_WRITER)
     history: int = setting(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0,
-                           read=exchanges)
+                           read=history_length)
     demonstrations: int = setting(3000, "expert episodes imitated; 0: no cold start", low=0,
                                   section="cold start")
     cold_start_types: str = setting("all", "task types of the demonstrations: all, or part (without L2's); "
                                     "paper: those of --train-types", ("part", "all"))
     thoughts: str = setting("template", "a template's sentence, or a large model's (--endpoint)",
-                            ("template", "endpoint"), needs=WRITES)
+                            ("template", "endpoint"), needs=NEEDS_WRITER)
     instructions: bool = setting(False, "instructions in a random half of the demonstrations, for "
                                  "--correction")
     mistake_rate: float = setting(0.05, "share of mistakes injected; recoveries are imitated", low=0,
                                   high=0.5)
-    dagger: int = setting(0, "DAgger episodes in the second stage, in which the learner plays and the expert "
-                          "labels; 0: imitate the demonstrations again", low=0)
+    dagger: int = setting(0, "episodes of the second stage that learner and expert play together (DAgger); "
+                          "0: imitate the demonstrations again", low=0)
     cold_start_epochs: int = setting(1, "epochs of policy imitation", low=0)
-    cold_start_lr: float = setting(3e-3, "its learning rate, decayed linearly to 0", low=0)
+    cold_start_lr: float = setting(3e-3, "learning rate, decayed linearly to 0 in each stage", low=0)
     cold_start_batch: int = setting(4, "episodes per step", low=1)
     judge_demonstrations: int = setting(2000, "judge questions in the second stage; 0: policy only", low=0)
     judge_epochs: int = setting(1, "epochs of the second stage: policy and judge together", low=0,
-                                needs=SHOWS)
+                                needs=NEEDS_NO_DAGGER)
     judge_cold_start_weight: float = setting(0.5)              # of the judge's loss in it
     tasks: int = setting(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,
                          section="rollout")
@@ -111,7 +111,7 @@ class Config:
     reduction: str = setting("token", "how the tokens' losses are averaged", ("token", "episode", "constant"))
     kl: str = setting("none", "KL to RL's first model: k3 in the loss, or k1 in the reward",
                       ("none", "loss", "reward"))
-    kl_coef: float = setting(0.01, "its coefficient", low=0, needs=KL)
+    kl_coef: float = setting(0.01, "its coefficient", low=0, needs=NEEDS_KL)
     dynamic_sampling: str = setting("drop", "groups without advantages: keep, drop (not with --kl, which "
                                     "gives them a gradient), or also refill (4 rounds)",
                                     ("keep", "drop", "refill"))
@@ -120,39 +120,40 @@ class Config:
                                      "cache", low=16)
     checkpoint_activations: str = setting("auto", "compute layers again in backward: a third more time, a "
                                           "fraction of the memory; auto: on CUDA, unless the model is small",
-                                          ("auto", "on", "off"), needs=WRITES)
+                                          ("auto", "on", "off"), needs=NEEDS_WRITER)
     gcd: bool = setting(True, "train the judge beside the policy", section="GCD")
     judge_kind: str = setting("generative", "verdicts in words, or by a value head (BCE)",
                               ("generative", "value"))
     judge_labels: str = setting("dense", f"good and bad turns: {', '.join(LABELS)}, or the environment's")
     label_agreement: str = setting("add-good", "for rule+endpoint: how the two are combined", AGREEMENTS,
-                                   needs=ASKS)
+                                   needs=NEEDS_ENDPOINT)
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = setting(8, "answers to each question", low=2)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
-                                        needs=ANSWERS)
+                                        needs=NEEDS_WORDS)
     judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
                                   "bit", low=0)
     judge_grad_cap: float = setting(0.0, "judge gradient norm at most this times the policy's; 0: no cap",
                                     low=0)
-    judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=WRITES)
+    judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=NEEDS_WRITER)
     correction: str = setting("off", "put an instruction before later tasks: from mistakes that the judge "
                               "found, or (control) irrelevant text of equal length",
                               ("off", "critiques", "irrelevant"), section="correction and large models")
     correction_from: str = setting("auto", "from written critiques, from counts by kind, or auto: by the "
                                    "model (a small one cannot write)", ("auto", "critiques", "counts"),
-                                   needs=CORRECTS)
-    correction_every: int = setting(10, "iterations between new instructions", low=1, needs=CORRECTS)
-    correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation", needs=CORRECTS)
+                                   needs=NEEDS_CORRECTION)
+    correction_every: int = setting(10, "iterations between new instructions", low=1, needs=NEEDS_CORRECTION)
+    correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation",
+                                             needs=NEEDS_CORRECTION)
     endpoint: str = setting("", "URL of a large model's OpenAI-compatible server: "
                             "https://api.deepseek.com/v1")
-    endpoint_model: str = setting("deepseek-chat", "the model's name there", needs=ASKS)
+    endpoint_model: str = setting("deepseek-chat", "the model's name there", needs=NEEDS_ENDPOINT)
     endpoint_key_variable: str = setting("OPENAI_API_KEY", "environment variable that holds the key",
-                                         needs=ASKS)
+                                         needs=NEEDS_ENDPOINT)
     endpoint_cache: str = setting("runs/endpoint.jsonl", "cache of answers, so that no question is paid "
-                                  "twice", needs=ASKS)
+                                  "twice", needs=NEEDS_ENDPOINT)
     endpoint_limit: int = setting(10000, "requests of a process, retries too; 0: cache only", low=0,
-                                  needs=ASKS)
+                                  needs=NEEDS_ENDPOINT)
     evaluate: str = setting("auto", "splits, such as L0,L1; auto: those unseen in training; none",
                             section="evaluation")
     protocol: str = setting("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
@@ -184,7 +185,7 @@ class Config:
                f"--group-size={self.group_size}: {algo} compares the episodes of a group")
         refuse(self.dynamic_sampling != "keep" and not algorithm.groups,
                f"--dynamic-sampling={self.dynamic_sampling}: {algo} compares no groups; expected keep")
-        refuse(self.dynamic_sampling == "refill" and (self.kl != "none" or not algorithm.reward_alone),
+        refuse(self.dynamic_sampling == "refill" and (self.kl != "none" or not algorithm.allows_refill),
                f"--dynamic-sampling=refill: looks for unequal rewards alone; not with {algo} --kl {self.kl}")
         refuse(self.kl == "reward" and not algorithm.kl_in_reward, f"--kl=reward: not with {algo}; loss is")
         refuse(algorithm.tags and self.prompt not in ("tags", "auto"),

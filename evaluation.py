@@ -1,4 +1,4 @@
-"""Stage 3: evaluation of every game of the splits, by one of several protocols."""
+"""Stage 3: evaluation of every game of the splits, or of 128 drawn games, by --protocol."""
 
 import random
 import time
@@ -7,10 +7,12 @@ from infra import files, parallel
 from infra.streams import EVALUATION, stream
 from rollout import EpisodeSpec, success_rate, summary
 
-# By --protocol: {mode: temperature}; plays of each game; turns, in other projects' protocols of 128 games
+# By --protocol: {mode: temperature}
 MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
          "eight": {"sampled": 1.0, "t0.4": 0.4}, "verl-agent": {"sampled": 0.4}, "rlvmr": {"sampled": 0.4}}
+# Plays of each game; 1 where none is given
 PLAYS = {"eight": 8}
+# Turns, in other projects' protocols of 128 drawn games
 TURNS = {"verl-agent": 50, "rlvmr": 30}
 
 

@@ -43,10 +43,11 @@ from session import frozen_copy, prepare
 __all__ = ["load", "train", "main"]
 
 # Largest difference between the sampler's and the trainer's logprobs, in nats, that a float32 run accepts.
-# Rounding
-# reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and more.
+# Rounding reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and
+# more.
 LOGPROB_GAP_LIMIT = 2e-3
-RARELY = 5            # iterations between storing a group's episodes, and between comparing the two gradients
+REFILL_ROUNDS = 4     # of play in an iteration, at most, with --dynamic-sampling refill
+DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
 def iteration(run, i, reference):
@@ -74,15 +75,15 @@ def iteration(run, i, reference):
 def collect(run, i):
     """Play this rank's episodes of iteration i. Returns those to learn from, and all that were played.
 
-    They differ with --dynamic-sampling refill: groups with unequal rewards, from up to 4 rounds of play,
-    until there are enough (each rank fills its own share).
+    They differ with --dynamic-sampling refill: groups with unequal rewards, from up to REFILL_ROUNDS rounds
+    of play, until there are enough (each rank fills its own share), or equal ones if there are no others.
     """
     config, kept, played = run.config, [], []
     refill = config.dynamic_sampling == "refill"
     wanted = config.tasks // run.ranks.world_size * config.group_size
-    for round in range(4 if refill else 1):
-        name = f"refill {round}" if round else f"iteration {i}"
-        fresh = run.play(episode_specs(run, i, round), run.sampling(), name)
+    for refill_round in range(REFILL_ROUNDS if refill else 1):
+        name = f"refill {refill_round}" if refill_round else f"iteration {i}"
+        fresh = run.play(episode_specs(run, i, refill_round), run.sampling(), name)
         if run.should_stop:                      # some episodes are missing; --resume repeats the iteration
             break
         played += fresh
@@ -99,21 +100,23 @@ def collect(run, i):
     return episodes, played
 
 
-def episode_specs(run, i, round):
+def episode_specs(run, i, refill_round=0):
     """This rank's episodes of an iteration: whole groups, each member with a random stream of its own."""
     config, per_rank = run.config, run.config.tasks // run.ranks.world_size
     first = run.ranks.rank * per_rank
-    start = (i * 4 + round if config.dynamic_sampling == "refill" else i) * config.tasks
+    start = (i * REFILL_ROUNDS + refill_round if config.dynamic_sampling == "refill" else i) * config.tasks
     instruction = run.instruction.text if run.instruction else ""
     tasks = run.environment.train_tasks(config.train_types, start + first, per_rank)
-    return [EpisodeSpec(task, round * config.tasks + first + g,
-                        stream(config.seed, ROLLOUT, i, round, first + g, member), instruction=instruction)
+    return [EpisodeSpec(task, refill_round * config.tasks + first + g,
+                        stream(config.seed, ROLLOUT, i, refill_round, first + g, member),
+                        instruction=instruction)
             for g, task in enumerate(tasks) for member in range(config.group_size)]
 
 
 def judge_turns(run, i, episodes):
-    """GCD: label turns, ask the actor about them. Returns the judged turns, and their samples for
-    `optimize`.
+    """GCD: label turns, and ask the actor about some. Returns the judged turns, and samples for `optimize`.
+
+    With --correction, a new instruction may come of the verdicts.
     """
     config, ranks, seed = run.config, run.ranks, stream(run.config.seed, JUDGE, i)
     by_endpoint = None
@@ -162,7 +165,7 @@ def assign_credit(run, i, episodes, reference):
 
 
 def informative(run, episodes):
-    """The episodes that can teach: without --kl, none of a group in which no token has an advantage."""
+    """Drop groups in which every advantage is 0, unless --dynamic-sampling keep or --kl wants them."""
     if run.config.dynamic_sampling == "keep" or run.config.kl != "none":
         return episodes
     groups = {episode.group for episode in episodes for turn in episode.turns
@@ -188,7 +191,7 @@ def optimize(run, i, samples, reference):
         update.write_reference(run.model, reference, samples, objective)
     rate, steps = config.lr * lr_factor(config, i), []
     for part in batching.minibatches(samples, config.minibatches):
-        compare = not steps and i % RARELY == 0
+        compare = not steps and i % DETAIL_EVERY == 0
         if metrics := update.update(run.model, run.optimizer, part, objective, rate, compare):
             steps.append(metrics)
             if len(steps) == 1 and config.dtype == "float32":
@@ -219,7 +222,7 @@ def rollout_metrics(run, episodes):
 
 def store(run, i, episodes):
     """Every few iterations, store the group with the largest advantages for the report."""
-    if i % RARELY and i != run.config.iterations - 1:
+    if i % DETAIL_EVERY and i != run.config.iterations - 1:
         return
     strength = {group: sum(max(abs(turn.advantage) for turn in episode.turns) for episode in members)
                 for group, members in rewards.groups_of(episodes).items()}
@@ -296,8 +299,8 @@ def finish(run):
     saved = "nothing to save yet" if not folder.is_dir() else f"{folder} holds the model"
     if run.stage == "rl" and state:
         saved += f" after {state['iteration']} of {run.config.iterations} iterations; --resume continues"
-    if run.stage == "cold_start" and run.cold:
-        saved += f" after {run.cold['rounds']} rounds of DAgger; --resume continues"
+    if run.stage == "cold_start" and run.dagger_progress:
+        saved += f" after {run.dagger_progress['rounds']} rounds of DAgger; --resume continues"
     parallel.print0(f"stopped; {saved}", file=sys.stderr)
     return 130
 
@@ -320,22 +323,29 @@ def attempt(config, resources):
 
 
 def train(**settings):
-    """The command as a function: gcd.train(iterations=2, out="runs/x") is `gcd.py --iterations 2 --out
-    runs/x`.
+    """The command as a function: train(iterations=2, gcd=False) is `gcd.py --iterations 2 --no-gcd`.
 
-    Runs in this process alone. Returns the trained Agent, as `load` does. ValueError for wrong settings,
-    before any work; KeyboardInterrupt, after saving, if the run was interrupted.
+    Runs in this process alone. Returns the trained Agent, which plays under the same settings. ValueError for
+    wrong settings, before any work; KeyboardInterrupt, after saving, if the run was interrupted.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     beginner = train(out=folder, demonstrations=8, iterations=1, tasks=2, gcd=False,
+    ...                      judge_demonstrations=0, evaluate="none")
+    >>> beginner.model.config.hidden_size
+    64
     """
     config = flags.parsed(flags.arguments(settings))
     with ExitStack() as resources, Stop.restored():
         resources.push(parallel.on_exit)
         if finish(prepare(config, parallel.setup(config.device), Stop(), resources)):
             raise KeyboardInterrupt
-    return load(f"{config.out}/{files.CHECKPOINT}")
+    given = {name: value for name, value in settings.items() if name not in flags.WHERE}
+    return load(f"{config.out}/{files.CHECKPOINT}", **given)
 
 
 def main(argv=None):
-    """The command. Exit status 0; 1 for a mistake found after the start; 130 if interrupted."""
+    """The command. Exit status 0; 1 for an error after the start, 2 for a wrong flag, 130 if interrupted."""
     config = parse(argv)
     with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
         with ExitStack() as resources:

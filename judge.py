@@ -178,7 +178,7 @@ def advantages(rewards, normalize_std=False):
     """
     if normalize_std:
         return group_relative_advantage(torch.tensor(rewards), torch.zeros(len(rewards)), True).tolist()
-    # of equal rewards not the mean, which is rounded: the advantage is exactly 0
+    # of equal rewards not the mean, whose rounding would leave more or less than exactly 0
     mean = sum(rewards) / len(rewards) if len(set(rewards)) > 1 else rewards[0]
     return [reward - mean for reward in rewards]
 

@@ -106,8 +106,8 @@ def check_resumed(config, state):
     """ValueError unless the run can be resumed with these settings. How it is evaluated may differ."""
     done = state["iteration"]
     if done is None and not state.get("cold"):
-        raise ValueError(f"--resume: {config.out} stopped in its cold start, before DAgger; --overwrite "
-                         "starts it over")
+        raise ValueError(f"--resume: {config.out} stopped in its cold start, before a DAgger checkpoint; "
+                         "--overwrite starts it over")
     done = done or 0
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")

@@ -27,11 +27,11 @@ class Turn:
     logprob_old: list[float]      # nats, one per response token, at the sampling temperature
     response: str
     action: str | None            # the command parsed from the response; None: malformed
-    valid: bool                   # whether the command was admissible
+    valid: bool                   # whether the command was admissible or, if the game tells, accepted
     anchor: str                   # the last informative observation: the state as far as the actor saw it
     truncated: bool = False       # the response had no stop token within its length
     tag: str | None = None        # RLVMR's meta-reasoning tag; None: malformed, or no tags in the prompt
-    kl: list[float] | None = None                 # per response token, with --kl reward
+    kl: list[float] | None = None                 # kl_coef * k1 per response token (--kl reward)
     advantage: float = 0.0                        # by the algorithm; in a demonstration, the turn's weight
     token_advantage: list[float] | None = None    # one per response token, if they differ
     label: str | None = None                      # "good" or "bad", for the judge
@@ -63,7 +63,7 @@ class Episode:
         """The transcript: observations, commands, labels, and the outcome."""
         lines = [f"task {self.task.id}", ""]
         for number, turn in enumerate(self.turns, 1):
-            notes = ["" if turn.valid else "refused", f"judged {turn.label}" if turn.label else "",
+            notes = ["" if turn.valid else "refused", f"label {turn.label}" if turn.label else "",
                      f"advantage {turn.advantage:+.2f}" if turn.advantage else ""]
             command = turn.action if turn.action is not None else f"(no command) {turn.response}"
             note = ", ".join(filter(None, notes))
@@ -86,7 +86,7 @@ class EpisodeSpec:
 
 
 class LocalGame:
-    """A game in this process behind the interface of one in another: `send`, then `receive`, which plays."""
+    """Adapter that gives a game of this process the send/receive interface; `receive` makes the call."""
 
     def __init__(self, game):
         self.game = game

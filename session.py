@@ -44,8 +44,8 @@ class Run:
     games: list                   # one per slot: what `rollout.play` plays in
     out: Path
     should_stop: object           # true once the run was asked to stop: see signals.Stop
-    identity: dict                # what its checkpoint and metrics share: see `begin`
-    done: int | None = None       # iterations done in the resumed checkpoint; None: not resumed
+    identity: dict                # what its checkpoint and metrics share: see resume.begin
+    done: int | None = None       # RL iterations done in the resumed checkpoint; None: none
     endpoint: Endpoint | None = None                       # the large model's server, if any
     instruction: correction.Instruction | None = None      # of prompt-based correction
     origin: dict = field(default_factory=dict)             # see files.origin_of; rank 0 only
@@ -53,7 +53,7 @@ class Run:
     stage: str = ""                                        # the current stage, and when it began
     began: float = 0.0
     iteration: int | None = None                           # of RL, during RL
-    cold: dict = field(default_factory=dict)               # progress of DAgger in the last checkpoint
+    dagger_progress: dict = field(default_factory=dict)    # rounds and steps done in the last checkpoint
     waits: dict = field(default_factory=dict)              # seconds spent waiting in `play`, by cause
     warned: set = field(default_factory=set)               # kinds of warnings given
 
@@ -69,7 +69,10 @@ class Run:
             files.append(self.out / files.METRICS, record | now)
 
     def store(self, episodes, head, credited=False):
-        """Append labelled episodes to episodes.jsonl (rank 0). credited: with their advantages."""
+        """Label episodes that have no labels and append them to episodes.jsonl (rank 0).
+
+        head: entries that precede each episode's. credited: with their advantages.
+        """
         for episode in episodes if self.ranks.rank == 0 else ():
             labels.oracle_labels(episode, self.environment)
             if all(turn.label is None for turn in episode.turns):
@@ -188,14 +191,14 @@ def prepare(config, ranks, should_stop, resources):
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
-    keeps = source and (config.correction != "off" or not config.iterations)  # RL without it has none
+    keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
     instruction = resume.instruction_of(source, previous) if keeps else None
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
     sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
                should_stop, identity, state and state["iteration"], endpoint, instruction=instruction,
                seconds=dict(state.get("seconds", {}) if state else {}),
-               cold=dict(state.get("cold") or {} if state else {}))
+               dagger_progress=dict(state.get("cold") or {} if state else {}))
 
 
 def load_model(config, source, fresh, ranks):

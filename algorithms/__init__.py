@@ -24,7 +24,7 @@ class Method:
     defaults = {}                # changed defaults of the run's other settings
     code_defaults = dict(success_reward=10.0, invalid="format", invalid_unit="turn")    # with --variant code
     groups = True                # compares the episodes of a task: a group with equal rewards has no gradient
-    reward_alone = False         # unequal rewards in a group always give a gradient: allows refill
+    allows_refill = False         # unequal rewards in a group always give a gradient: allows refill
     tags = False                 # needs RLVMR's tags in the responses
     kl_in_reward = True          # supports --kl reward
     critic = None                # (model, optimizer), if it trains a second network

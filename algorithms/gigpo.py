@@ -57,7 +57,7 @@ class Method(grpo.Method):
     """GiGPO: GRPO's episode-level advantage plus a step-level one."""
 
     Settings = Settings
-    reward_alone = False
+    allows_refill = False
 
     def assign(self, episodes, decay=1.0):
         """Write A^E + omega * A^S. Metrics: how often states are shared."""

@@ -27,7 +27,7 @@ class Method(algorithms.Method):
     """GRPO over episodes or turns, with or without division by the std."""
 
     Settings = Settings
-    reward_alone = True
+    allows_refill = True
     code_defaults = algorithms.Method.code_defaults | dict(normalize_std=True)
 
     def assign(self, episodes, decay=1.0):

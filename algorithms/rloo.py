@@ -20,7 +20,7 @@ def leave_one_out_advantage(reward_E, group_E):
 class Method(algorithms.Method):
     """Every turn of an episode has its leave-one-out advantage."""
 
-    reward_alone = True
+    allows_refill = True
 
     def assign(self, episodes, decay=1.0):
         """Write `leave_one_out_advantage` of the episodes."""

@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class DeferredModule(ModuleType):
-    """A module that is loaded when an attribute is first read that a module does not have from the start."""
+    """A module whose code runs when one of its own attributes is first read."""
 
     def __getattr__(self, name):
         spec = self.__spec__

@@ -206,7 +206,7 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
         model=model, config=settings, environment=settings.environment,
         chat=chat, ranks=SimpleNamespace(rank=rank, world_size=ranks),
         games=[Game()], endpoint=endpoint, optimizer=None, log=rows.append, steps=model.steps, rows=rows,
-        should_stop=False, stop_if_asked=lambda state: None, log_endpoint=lambda: None, cold={},
+        should_stop=False, stop_if_asked=lambda state: None, log_endpoint=lambda: None, dagger_progress={},
         endpoint_labels=lambda episodes, n, seed: None)
 
 
@@ -505,7 +505,7 @@ def test_dagger_imitates_the_experts_commands_and_no_others(dagger_run):
     assert len(samples) == 40 and len(run.copied) == 10 == len(run.rows)
     shares = []
     for i in range(10):
-        tasks = run.environment.train_tasks("all", cold_start.FIRST + 2004 + 4 * i, 4)
+        tasks = run.environment.train_tasks("all", cold_start.FIRST_DEMONSTRATION + 2004 + 4 * i, 4)
         for j, task in enumerate(tasks):
             sample = samples[Game().reset(task).observation, j]
             teacher = run.environment.online_expert(task, stream(0, cold_start.DAGGER, 4 * i + j))

@@ -34,7 +34,7 @@ class Method(algorithms.Method):
     """Writes `turn.token_advantage`, which the update reads; `turn.advantage` is its mean, for the report."""
 
     Settings = Settings
-    reward_alone = True                  # unequal rewards always give a gradient: allows refill
+    allows_refill = True                  # unequal rewards always give a gradient: allows refill
     kl_in_reward = False                 # subtract_kl changes `turn.advantage` only
 
     def assign(self, episodes, decay=1.0):

@@ -1,0 +1,312 @@
+"""Proves the library: gcd.load, agent.play, print(episode), agent.judge, gcd.train, and examples/tour.py.
+
+    python -m pytest tests/core/test_agent.py          # about 40 s on one core, `-m fast` about 20 s
+
+P(good) itself, by hand and by sampling, is in tests/report/test_play.py.
+"""
+
+import doctest
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_runs import (
+    ENVIRONMENT,
+    ROOT,
+    TINY,
+    cold_started,
+    rows,
+    same,
+    start_from,
+    train,
+    weights,
+    without_times,
+)
+
+import agent
+import config
+import gcd
+import judge
+import rollout
+import session
+from infra import parallel
+
+COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
+
+
+@pytest.fixture(scope="module")
+def player():
+    return gcd.load(COMMITTED)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return cold_started(tmp_path_factory)
+
+
+def options(flags):
+    """A list of flags and values, as arguments of gcd.train."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return {flag.removeprefix("--").replace("-", "_"): value for flag, value in pairs}
+
+
+# Examples
+
+@pytest.mark.fast
+@pytest.mark.parametrize("module, examples", [(agent, 4), (gcd, 1)])
+def test_the_docstrings_examples(module, examples, player, monkeypatch):
+    """The names `agent` and `episode` are those of the docstring of agent.py."""
+    monkeypatch.chdir(ROOT)
+    names = {"gcd": gcd, "agent": player, "episode": player.play("household", "L0/3")}
+    runner, found = doctest.DocTestRunner(), 0
+    for test in doctest.DocTestFinder().find(module, extraglobs=names):
+        found += bool(test.examples)
+        assert runner.run(test).failed == 0, test.name
+    assert found == examples
+
+
+def test_the_tour_writes_a_report(tmp_path):
+    command = [sys.executable, ROOT / "examples" / "tour.py", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, check=False, timeout=500, capture_output=True, text=True,
+                          env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+    assert len(rows(tmp_path / "grpo+gcd")) == 2
+    assert done.stdout.count("task L0/3/") == 2 and "P(good) = " in done.stdout
+    assert "AUC in training: {'labels': 0.87" in done.stdout
+
+
+# Playing
+
+@pytest.mark.fast
+def test_play_is_the_episode_that_a_run_would_play(player):
+    """rollout.play with the same model, flags and stream."""
+    settings = config.parsed(["--model", str(COMMITTED), "--demonstrations", "0"])
+    spec = rollout.EpisodeSpec(settings.environment.split_tasks("L0")[3], 0, agent.stream(5))
+    want, = rollout.play(player.model, player.chat, settings.environment.make(1), [spec],
+                         agent.Sampling(0.7, settings.max_response_tokens), 4, settings.context)
+    episode = player.play("household", "L0/3", seed=5, temperature=0.7, max_turns=4)
+    assert episode == want and 1 <= len(episode.turns) <= 4
+    others = [player.play("household", "L0/3", seed, temperature=4.0, max_turns=4) for seed in range(3)]
+    assert len({json.dumps([turn.response_ids for turn in other.turns]) for other in others}) > 1
+
+
+@pytest.mark.fast
+def test_play_uses_the_settings_of_load_unless_it_is_given_others():
+    briefly = gcd.load(COMMITTED, max_turns=2)
+    assert len(briefly.play("household", "L0/3").turns) == 2
+    assert len(briefly.play("household", "L0/3", max_turns=3).turns) == 3
+
+
+@pytest.mark.fast
+def test_an_episode_prints_as_a_transcript(player):
+    episode = player.play("household", "L0/3", max_turns=3)
+    first, *_, last = str(episode).splitlines()
+    assert first == f"task {episode.task.id}" and last in ("won after 3 turns", "not won after 3 turns")
+    commands = [f"[{number}] > {turn.action}" for number, turn in enumerate(episode.turns, 1)]
+    positions = [str(episode).index(command) for command in commands]
+    assert positions == sorted(positions)
+    assert all(turn.observation in str(episode) for turn in episode.turns)
+
+
+@pytest.mark.fast
+def test_judge_is_p_good_of_that_turn(player):
+    episode = player.play("household", "L0/3", max_turns=3)
+    for number, turn in enumerate(episode.turns):
+        assert player.judge(episode, number) == player.probability_good(turn.prompt_ids, turn.response_ids)
+
+
+@pytest.mark.fast
+def test_a_value_heads_p_good_is_its_sigmoid(start, tmp_path):
+    """Exact, by an uncached forward."""
+    assert train(tmp_path, *start_from(start), "--judge-kind", "value", "--iterations", 1) == 0
+    player = gcd.load(tmp_path / "checkpoint")
+    turn = player.play("household", "L0/0", max_turns=1).turns[0]
+    with torch.no_grad():
+        logit = player.model(torch.tensor([turn.prompt_ids + turn.response_ids]), head="value")[0, -1]
+    p_good = player.probability_good(turn.prompt_ids, turn.response_ids)
+    assert p_good == pytest.approx(float(logit.sigmoid()))
+
+
+# The judge's AUC
+
+@pytest.mark.fast
+def test_judge_auc_is_the_mean_of_the_last_ten_iterations(player, tmp_path):
+    """Of the run's metrics, if any, else of judge.json; unmeasured iterations are left out."""
+    shutil.copytree(COMMITTED, tmp_path / "checkpoint")
+    loaded = gcd.load(tmp_path / "checkpoint")
+    assert loaded.judge_auc() == player.judge_auc() != {}
+    lines = [{"phase": "rl", "iteration": i, "judge/auc": i / 20,
+              "judge/auc_oracle": None if i < 11 else 0.75} for i in range(12)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert loaded.judge_auc() == pytest.approx({"labels": sum(range(2, 12)) / 200, "oracle": 0.75})
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "checkpoint" / "judge.json").unlink()
+    assert loaded.judge_auc() == {}
+
+
+# Bad input
+
+@pytest.mark.fast
+def test_load_refuses_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="nowhere: no such folder"):
+        gcd.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="config.json: not found"):
+        gcd.load(tmp_path)
+    shutil.copytree(COMMITTED, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="safetensors"):
+        gcd.load(tmp_path / "model")
+
+
+@pytest.mark.fast
+def test_load_refuses_another_architecture(tmp_path):
+    shutil.copytree(COMMITTED, tmp_path / "model")
+    settings = json.loads((COMMITTED / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings | {"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="config.json: model_type='gpt2' is not implemented"):
+        gcd.load(tmp_path / "model")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("settings, message", [
+    ({"max_turns": 0}, "--max-turns=0: expected 1"), ({"frobnicate": 1}, "--frobnicate"),
+    ({"prompt": "think", "algo": "rlvmr"}, "--prompt=think"), ({"env": "nowhere"}, "--env=nowhere")])
+def test_load_refuses_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        gcd.load(COMMITTED, **settings)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("env, task, settings, message", [
+    ("nowhere", "L0/3", {}, "--env=nowhere: expected one of "), ("envs/nowhere.py", "L0/3", {}, "nowhere.py"),
+    ("household", "L9/3", {}, "task 'L9/3': expected SPLIT/NUMBER, the split one of "),
+    ("household", "L0", {}, "task 'L0': expected SPLIT/NUMBER"),
+    ("household", "L0/-1", {}, "task 'L0/-1': expected SPLIT/NUMBER"),
+    ("household", "L0/99999", {}, "task 'L0/99999': L0 has tasks 0 to "),
+    ("household", "L0/3", {"max_turns": 0}, "--max-turns=0"), ("household", "L0/3", {"turns": 3}, "--turns"),
+    ("household", "L0/3", {"games": "nowhere"}, "nowhere")])
+def test_play_refuses_what_does_not_exist(player, env, task, settings, message):
+    with pytest.raises(ValueError, match=message):
+        player.play(env, task, **settings)
+
+
+@pytest.mark.fast
+def test_judge_refuses_a_turn_that_does_not_exist(player):
+    episode = player.play("household", "L0/3", max_turns=2)
+    for turn in (-1, 2):
+        with pytest.raises(ValueError, match=f"turn {turn}: the episode has turns 0 to 1"):
+            player.judge(episode, turn)
+
+
+@pytest.mark.fast
+def test_judge_refuses_a_model_that_was_never_taught_to_judge(player):
+    """One of random weights."""
+    episode = player.play("household", "L0/3", max_turns=1)
+    untaught = gcd.load(COMMITTED)
+    with torch.no_grad():
+        for parameter in untaught.model.parameters():
+            parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="never taught to judge"):
+        untaught.judge(episode, 0)
+
+
+# Training
+
+def handlers():
+    return {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+
+@pytest.mark.fast
+def test_train_equals_the_command(start, tmp_path):
+    """The same weights and metrics; signal handlers are restored, and no process group is left."""
+    before = handlers()
+    trained = gcd.train(**options(TINY), model=start, demonstrations=0, out=tmp_path / "library")
+    assert handlers() == before and not parallel.is_distributed()
+    assert train(tmp_path / "command", *start_from(start)) == 0
+    library, command = tmp_path / "library", tmp_path / "command"
+    assert same(weights(library), weights(command))
+    assert [*map(without_times, rows(library))] == [*map(without_times, rows(command))]
+    state = {name: tensor for name, tensor in trained.model.state_dict().items() if name in weights(library)}
+    assert same(state, weights(library)) and trained.config.model == str(library / "checkpoint")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("settings, message", [
+    ({"lr": "nan"}, "--lr=nan"), ({"frobnicate": 1}, "--frobnicate=1: no such flag"),
+    ({"iterations": True}, "--iterations"), ({"env": "nowhere"}, "--env=nowhere"),
+    ({"gcd": False, "correction": "critiques"}, "--correction=critiques: ")])
+def test_train_refuses_wrong_settings_before_any_work(tmp_path, settings, message):
+    before = handlers()
+    with pytest.raises(ValueError, match=message):
+        gcd.train(out=tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists() and handlers() == before and not parallel.is_distributed()
+
+
+@pytest.mark.fast
+def test_an_error_found_later_restores_the_signals_too_and_frees_the_folder(start, tmp_path, monkeypatch):
+    before = handlers()
+    settings = options(TINY) | {"model": start, "demonstrations": 0, "out": tmp_path / "out"}
+    with pytest.raises(ValueError, match="--context=34: the first prompt of task"):
+        gcd.train(**settings, context=34, gcd=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "iteration", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            gcd.train(**settings)
+    assert handlers() == before and not parallel.is_distributed()
+    gcd.train(**settings, overwrite=True)                # the folder's lock is free
+
+
+@pytest.mark.fast
+def test_ctrl_c_saves_and_raises_keyboard_interrupt(start, tmp_path, monkeypatch):
+    """Once to stop and save, as on the command line; then --resume continues."""
+    settings = options(TINY) | {"model": start, "demonstrations": 0, "out": tmp_path / "out"}
+    optimize, before = gcd.optimize, handlers()
+
+    def pressed(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return optimize(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "optimize", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            gcd.train(**settings)
+    assert len(rows(tmp_path / "out")) == 1 and handlers() == before
+    gcd.train(**settings, resume=True)
+    assert len(rows(tmp_path / "out")) == 2
+
+
+# A run without judged turns
+
+@pytest.mark.fast
+def test_an_iteration_without_judged_turns_is_reported_once(start, tmp_path, capsys):
+    """Dense labels need wins or revisits; one turn of a weak model gives neither."""
+    flags = ["--judge-labels", "dense", "--max-turns", 1]
+    assert train(tmp_path, *start_from(start), *flags) == 0
+    error = capsys.readouterr().err
+    assert error.count("no turn was judged") == 1
+    assert "--judge-labels dense labels 0 turns good" in error and "oracle, or --no-gcd" in error
+    assert [row["judge/turns"] for row in rows(tmp_path)] == [0, 0]
+
+
+@pytest.mark.fast
+def test_why_none_counts_the_labels_of_each_class():
+    places = [(0, 0, "bad"), (0, 1, "bad"), (1, 0, "bad")]
+    assert judge.choose(places, "dense", 4, 0) == []
+    assert judge.why_none(places, "dense") == (
+        "GCD: no turn was judged, because --judge-labels dense labels 0 turns good and 3 bad, and both are "
+        "needed; try another kind, such as oracle, or --no-gcd")
+
+
+@pytest.mark.fast
+def test_each_kind_of_warning_is_printed_once(capsys):
+    run = SimpleNamespace(warned=set())
+    for kind, message in (("a", "first"), ("a", "second"), ("b", "third")):
+        session.Run.warn_once(run, kind, message)
+    assert capsys.readouterr().err == "first\nthird\n"
