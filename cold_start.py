@@ -45,7 +45,7 @@ def cold_start(run):
     config, learner = run.config, run
     if run.chat.small:
         learner = copy(run)
-        learner.optimizer = Muon(run.model)                  # this stage's own; RL starts its AdamW anew
+        learner.optimizer = Muon(run.model)                  # this stage's own; RL starts with a fresh AdamW
     if run.dagger_progress:
         done = run.dagger_progress["steps"] - steps_before_round(run, run.dagger_progress["rounds"])
         restore(run, learner)

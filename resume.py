@@ -1,6 +1,6 @@
 """Whether a run continues its checkpoint, starts over, or must refuse; and what identifies a run.
 
-A run goes on only with its own metrics, model, settings and plug-ins. Left out: reading and writing of files
+A run continues only with its own metrics, model, settings and plug-ins. Left out: reading and writing files
 (infra/files.py, infra/checkpoint.py).
 """
 

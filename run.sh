@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # The main job from scratch: cold start, then GRPO and GRPO+GCD in parallel, then the table and the report.
 #
-#   bash run.sh          3 to 6 minutes on 2 CPU cores; no GPU, no download of data or weights, no compiler
+#   bash run.sh          3 to 6 minutes on 2 CPU cores with AVX-512, about 15 without; no GPU, no download of
+#                        data or weights, no compiler
 #   bash run.sh alfworld the same on the real games in $ALFWORLD_DATA (default: ALFWorld's own folder), in
 #                        under an hour: six task types for L0 and L1, four for L2
 #   bash run.sh test     install the tests' requirements and run them (other arguments go to pytest: -m fast)
 #   bash run.sh chaos    fault injection, about 20 minutes (see tests/chaos/__main__.py; --part: under five)
 #
 # All create .venv on first use, with $PYTHON (default python3; 3.11 or 3.12). A finished stage is not run
-# again. An interrupted RL stage resumes from its checkpoint, and so does DAgger; any other cold start begins
-# again. Everything is written to $OUT (default runs/main or runs/alfworld; remove it to start over). $SEED is
-# the seed (default 0; use a different $OUT for each seed). When this script ends, even if it is killed, its
-# runs save and end too.
+# again. An interrupted RL stage resumes from its checkpoint, and so does a cold start with DAgger, which
+# saves every 20 rounds; any other cold start begins again. Everything is written to $OUT (default runs/main
+# or runs/alfworld; remove it to start over). $SEED is the seed (default 0; use a different $OUT for each
+# seed). When this script ends, even if it is killed, its runs save and end too.
 set -euo pipefail
 cd "$(dirname "$0")"
 SEED=${SEED:-0} PYTHON=${PYTHON:-python3}

@@ -80,7 +80,7 @@ class Run:
             files.append(self.out / files.EPISODES, head | files.episode_record(episode, credited))
 
     def save(self, state):
-        """Replace the checkpoint in OUT. state: what `prepare` reads on --resume, beside the run's own."""
+        """Replace the checkpoint in OUT. state: progress, in addition to the run's identity and settings."""
         instruction = asdict(self.instruction) if self.instruction else None
         state = state | self.identity | {"instruction": instruction, "settings": self.config.settings(),
                                          "seconds": self.spent()}
@@ -89,7 +89,7 @@ class Run:
                                  self.config.algorithm.critic)
 
     def keep(self, done):
-        """Save the model after `done` iterations in OUT/kept, beside earlier ones."""
+        """Save the model after `done` iterations in OUT/kept, next to earlier ones."""
         weights, folder = parallel.full_weights(self.model), self.out / files.KEPT / f"{done:05d}"
 
         def fill(written):

@@ -147,7 +147,7 @@ def empty_loss(model, head="lm"):
 def weighted_kinds(samples, objective, sums):
     """Group samples by kind and write each sample's per-token weight, normalized over all ranks.
 
-    The policy's tokens are weighted by objective.reduction, the judge's all alike: see losses.token_weight.
+    The policy's tokens are weighted by objective.reduction, the judge's all by 1: see losses.token_weight.
     Returns {kind: this rank's samples} of the kinds that any rank has, and {kind: judged turns on all ranks}
     of those that a value head judges, whose samples have a label.
     """

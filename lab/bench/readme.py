@@ -20,9 +20,11 @@ comments.
     python -m lab.bench.readme    # rewrite the pages; tests/lab/test_readme.py fails if one is out of date
 """
 
+import argparse
 import ast
 import re
 import statistics
+import sys
 
 from infra import files
 from lab.bench.intervals import number, percent, with_half
@@ -173,7 +175,10 @@ def filled(text):
     return CODE.sub(quote, TABLE.sub(fill, text))
 
 
-def main():
+def main(argv=()):
+    """Rewrite the pages. --help prints this file's docstring, and changes nothing."""
+    argparse.ArgumentParser(prog="python -m lab.bench.readme", description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     for page in PAGES:
         if page.exists():
             text = page.read_text(encoding="utf-8")
@@ -183,4 +188,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
