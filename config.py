@@ -288,13 +288,13 @@ def arguments(settings):
 
 
 def find_algorithm(name):
-    """Class Method of --algo, by name or path. ValueError if there is none."""
+    """The algorithm, a class `Method`, that --algo gives by name or path. ValueError if none is."""
     with deferred(*HEAVY):
         return plugins.find(algorithms, algorithms.Method, "--algo", name)
 
 
 def find_environment(name):
-    """Class Environment of --env, by name or path. ValueError if there is none."""
+    """The environment, a class `Environment`, that --env gives by name or path. ValueError if none is."""
     with deferred(*HEAVY):
         return plugins.find(envs, envs.Environment, "--env", name)
 

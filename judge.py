@@ -156,7 +156,10 @@ def questions(chat, episodes, chosen, environment):
 
 
 def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):
-    """Let the actor answer each question group_size times; write answers, rewards and verdicts."""
+    """Let the actor answer each question group_size times; n_slots answers are sampled at once.
+
+    Writes answers and rewards to the questions, and verdicts to their turns.
+    """
     streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
     prompts, style = [question.prompt_ids for question in judged], question_style(chat)
     for question, given in zip(judged, answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)):

@@ -37,4 +37,4 @@ class Method(algorithms.Method):
         return {}
 
     def subtract_kl(self, episodes):
-        """Do nothing: `assign` has already subtracted the penalties."""
+        """Override that does nothing: `assign` has subtracted the penalties from the rewards already."""

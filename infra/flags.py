@@ -13,7 +13,8 @@ def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, read=None, s
     """Return a dataclass field for one setting: its default, its meaning and unit, its allowed values.
 
     read: a function from text to value, if the type is not enough. section: heading that begins here in
-    --help. needs: (predicate of all settings, message if it is False); the flag is used only if it is True.
+    --help. needs: (predicate of all settings, message): where the predicate is False, nothing reads the
+    setting, and giving its flag is a ValueError with the message.
     """
     return field(default=default, metadata=dict(
         help=help, choices=choices, low=low, high=high, read=read, section=section, needs=needs))

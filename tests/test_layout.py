@@ -109,8 +109,8 @@ def spelled(parsed, package, names):
         if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == package:
             found.append(f"{node.lineno}: {ast.unparse(node)}")
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            words = [] if " " in node.value else re.split(r"[./=:]", node.value)
-            found += [f"{node.lineno}: {node.value!r}"] if names & {*words} else []
+            texts = [] if " " in node.value else re.split(r"[./=:]", node.value)
+            found += [f"{node.lineno}: {node.value!r}"] if names & {*texts} else []
     return sorted(found)
 
 

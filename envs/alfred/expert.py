@@ -235,7 +235,7 @@ def next_command(belief, receptacle, command):
 
 
 def missing_type(belief):
-    """The object type to search for, or None if the plan is not empty."""
+    """The type of object to find before `plan` has a step: the goal's, or its toggle. None if it has one."""
     if plan(belief):
         return None
     return belief.goal.object if belief.holding is None or holds_wrong_object(belief) else belief.goal.toggle

@@ -75,7 +75,9 @@ def origin_row(result, name, _):
 
 
 def table4_row(result, name, _):
-    """A row with GCD: seconds without and with it, ratio, the paper's ratio, gains in 75 % of iterations."""
+    """A row of Table 4: seconds without and with GCD, their ratio, the paper's ratio, and the gains in
+    success if GCD trains for 75 % of the iterations only.
+    """
     row = next(row for row in result["rows"] if row["row"] == name)
     base, ours = (row["seconds"][key]["total"] for key in (row["base"], name))
     later = [percent(row["later"][split], len(row["later"][split]["seeds"]), "+") if row["later"] else "–"

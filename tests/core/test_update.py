@@ -90,7 +90,7 @@ def plain_gradient(model, samples, objective=PLAIN):
 @pytest.mark.parametrize("changes", [{}, {"reduction": "episode"}, {"reduction": "constant", "longest": 20},
                                      {"clip_low": 0.05, "clip_high": 0.3}, {"temperature": 0.7},
                                      {"dual_clip": 1.2}], ids=str)
-def test_the_gradient_equals_the_plain_losss(model, samples, changes):
+def test_the_gradient_equals_that_of_the_plain_loss(model, samples, changes):
     objective = replace(PLAIN, **changes)
     got, metrics = gradient(model, samples, objective)
     assert_same(got, plain_gradient(model, samples, objective))

@@ -100,7 +100,8 @@ def test_texts_of_a_study_are_escaped_and_the_page_needs_no_network(tmp_path):
 def test_faults_fill_the_section_on_reading_curves_which_else_names_their_study(tmp_path):
     write(tmp_path, figures=[figure("Figure 1")])
     assert "python -m lab.studies.faults" in " ".join(built(tmp_path).texts)
-    write(tmp_path, "faults", faults=[fault(), fault(title="rate", told=False, error="differ by 0.3 nats")])
+    stopped = fault(title="rate", error="differ by 0.3 nats", **{"told": False})
+    write(tmp_path, "faults", faults=[fault(), stopped])
     page = " ".join(built(tmp_path).texts)
     assert all(text in page for text in ("Stop untrained", "fewer tokens", "detected by its rule",
                                          "0.7 (1.0)", "not detected by its rule", "differ by 0.3 nats"))
@@ -122,7 +123,7 @@ def test_a_malformed_study_is_an_error_that_names_the_file(tmp_path, capsys, fig
 
 
 @pytest.mark.parametrize("faults, message", [
-    ([fault(told="yes")], "faults.json, fault 1, told: expected true or false, found 'yes'"),
+    ([fault(**{"told": "yes"})], "faults.json, fault 1, told: expected true or false, found 'yes'"),
     ([{}], "faults.json, fault 1, title"), (3, "faults.json, faults: expected")])
 def test_a_malformed_fault_is_named_too(tmp_path, faults, message):
     write(tmp_path, "faults", faults=faults)
