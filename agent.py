@@ -19,7 +19,7 @@ import config as flags
 import judge
 import rollout
 from batching import Sample
-from infra import files
+from infra import files, plugins
 from infra.streams import stream
 from lm import model as qwen
 from lm.chat import Chat
@@ -59,7 +59,9 @@ class Agent:
         -= Welcome to TextWorld, ALFRED! =-
         ...
         """
-        config = playing(self.config.model, self.settings | settings | {"env": env})
+        own = {name: value for name, value in self.settings.items()              # not of another environment
+               if name in vars(self.config) or plugins.name_of(env) == plugins.name_of(self.config.env)}
+        config = playing(self.config.model, own | settings | {"env": env})
         chat = make_chat(config, self.chat.tokenizer)
         sampling = Sampling(temperature, config.max_response_tokens)
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed))

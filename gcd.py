@@ -341,7 +341,8 @@ def train(**settings):
         if finish(prepare(config, parallel.setup(config.device), Stop(), resources)):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
-    return load(f"{config.out}/{files.CHECKPOINT}", **given)
+    trained = config.demonstrations or config.iterations      # else the model was only evaluated
+    return load(f"{config.out}/{files.CHECKPOINT}" if trained else config.model, **given)
 
 
 def main(argv=None):

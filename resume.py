@@ -93,7 +93,8 @@ def not_its_own(config, out, state):
 def check_state(path, state):
     """ValueError unless a checkpoint's state has the entries and types that a run writes."""
     kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": dict | None}
-    for name, kind in kinds.items():
+    later = {"plugins": dict | None} if "plugins" in state else {}            # older checkpoints have none
+    for name, kind in (kinds | later).items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f"{path}: not a run's: its {name} is {state.get(name)!r:.60}")
     cold = state.get("cold")

@@ -169,9 +169,9 @@ def prepare(config, ranks, should_stop, resources):
         raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world_size} ranks, which "
                          "play whole groups")
     parallel.on_rank0(lambda: resources.enter_context(files.locked(out)) and None)
-    tasks = [environment.split_tasks(split)[0] for split in config.splits]        # one task of every kind
-    if config.demonstrations or config.iterations:
-        tasks = environment.train_tasks(config.train_types, 0, 1) + tasks
+    trains = config.demonstrations or config.iterations
+    tasks = environment.train_tasks(config.train_types, 0, 1) if trains else []
+    tasks = tasks + [environment.split_tasks(split)[0] for split in config.splits]      # one of every kind
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
                         config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
     source, state = resume.starting_point(config, out)

@@ -102,7 +102,7 @@ class Environment(envs.Environment):
         task_ids: str = field(default="", metadata={"help": "only these tasks, e.g. 5,6,7; empty: all"})
 
     defaults = {"slots": 16}               # each has a JVM of 0.3 GB
-    captions = {"dev": "a tenth of the train variations, for tuning", "L0": "the official dev variations",
+    captions = {"dev": "for tuning, a tenth of the train variations", "L0": "the official dev variations",
                 "L1": "the official test variations",
                 "L2": "the official test variations of ten tasks that RL never trains on"}
     search_verbs = ("go", "open", "examine", "look", "teleport")

@@ -8,7 +8,9 @@
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1] if "__file__" in globals() else Path.cwd()
+SCRIPT = "__file__" in globals()                          # else a notebook, in this folder or the root
+HERE = Path(__file__).resolve() if SCRIPT else Path.cwd() / "tour"
+ROOT = next(folder for folder in HERE.parents if (folder / "gcd.py").is_file())
 sys.path.insert(0, str(ROOT))
 
 import gcd  # noqa: E402
@@ -39,7 +41,7 @@ print("AUC in training:", agent.judge_auc())
 # That is too little to win many games; `bash run.sh` does it in full.
 
 # %%
-OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs/tour"
+OUT = Path(sys.argv[1]) if SCRIPT and len(sys.argv) > 1 else ROOT / "runs/tour"
 mine = gcd.train(demonstrations=600, judge_demonstrations=100, iterations=2, tasks=4, evaluate="L0",
                  protocol="sampled", out=OUT / "grpo+gcd", overwrite=True)
 print(mine.play("household", "L0/3"))

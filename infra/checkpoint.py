@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import state_dict as states
 
-from infra.parallel import FROM_FULL, FULL_ON_CPU, full_weights, on_rank0, onloaded
+from infra import parallel
+from infra.parallel import FROM_FULL, FULL_ON_CPU, full_weights, on_rank0
 
 TRAINER_FILE = "trainer.pt"
 
@@ -31,7 +32,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     weights = full_weights(model)
     trainer = {"optimizer": optimizer_state(model, optimizer), "state": state}
     if critic is not None:
-        with onloaded(model, *critic):
+        with parallel.onloaded(model, *critic):
             trainer["critic"] = {"weights": full_weights(critic[0]), "optimizer": optimizer_state(*critic)}
 
     def write(new):
@@ -122,7 +123,7 @@ def load_trainer(folder, model, optimizer, critic=None):
                        for weights in (critic[0].state_dict(), saved["weights"]))
         if own != stored:
             raise ValueError(f"{path}: the critic's {min(own ^ stored)[0]} differs: saved from another model")
-        with onloaded(model, *critic):
+        with parallel.onloaded(model, *critic):
             states.set_model_state_dict(critic[0], saved["weights"], options=FROM_FULL)
             load_optimizer(path, *critic, saved["optimizer"])
     return trainer["state"]

@@ -2,7 +2,7 @@
 
 import sys
 from contextlib import contextmanager
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 
@@ -10,11 +10,8 @@ class DeferredModule(ModuleType):
     """A module whose code runs when one of its own attributes is first read."""
 
     def __getattr__(self, name):
-        spec = self.__spec__
         self.__class__ = ModuleType
-        if spec.submodule_search_locations is not None:
-            self.__path__ = spec.submodule_search_locations
-        spec.loader.exec_module(self)
+        self.__spec__.loader.exec_module(self)
         return getattr(self, name)
 
 
@@ -28,8 +25,7 @@ class DeferringLoader:
         """Python's default."""
 
     def exec_module(self, module):
-        """Run nothing; a submodule's import, which reads the package's __path__, loads the package."""
-        module.__dict__.pop("__path__", None)
+        """Run nothing yet."""
         module.__loader__ = module.__spec__.loader = self.loader
         module.__class__ = DeferredModule
 
@@ -48,9 +44,44 @@ class DeferringFinder:
         return spec
 
 
+class LoadedLoader:
+    """A loader that returns a module which is loaded already."""
+
+    def __init__(self, module):
+        self.module, self.spec = module, module.__spec__
+
+    def create_module(self, spec):
+        """The module itself."""
+        return self.module
+
+    def exec_module(self, module):
+        """Run nothing; the module keeps its own spec."""
+        module.__spec__ = self.spec
+
+
+class SubmoduleFinder:
+    """A finder that loads a deferred package before one of its submodules, which that may load as well."""
+
+    @staticmethod
+    def find_spec(name, path, target=None):
+        """The spec of a submodule that its package has just loaded; None otherwise."""
+        package = sys.modules.get(name.partition(".")[0])
+        if not isinstance(package, DeferredModule):
+            return None
+        DeferredModule.__getattr__(package, "__name__")
+        # taken out of sys.modules, or importlib would execute it again by its own spec; the loader
+        # puts it back
+        loaded = sys.modules.pop(name, None)
+        return None if loaded is None else ModuleSpec(name, LoadedLoader(loaded))
+
+
 @contextmanager
 def deferred(*names):
-    """Within this block, defer the import of these modules (by full name) to the first use of each."""
+    """Within this block, imports of these modules (by full name) are deferred to the first use of the
+    module.
+    """
+    if SubmoduleFinder not in sys.meta_path:
+        sys.meta_path.insert(0, SubmoduleFinder)
     finder = DeferringFinder(names)
     sys.meta_path.insert(0, finder)
     try:

@@ -101,7 +101,7 @@ def undeclared(found, base):
 
 def name_of(value):
     """Return the name of a plug-in given as a name or a path: "twins" for "lab/envs/twins.py"."""
-    return Path(value).stem if value.endswith(".py") else value
+    return Path(value).stem if isinstance(value, str) and value.endswith(".py") else value
 
 
 def content_hash(value):
