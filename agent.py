@@ -25,7 +25,7 @@ from lm import model as qwen
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
 from session import make_chat
-from update import values_at
+from update import last_values
 
 TEMPERATURE = 0.4             # of play, by default
 JUDGE_SAMPLES = 8             # answers to a question whose P(good) has to be estimated
@@ -104,11 +104,11 @@ class Agent:
         """
         if self.model.config.value_head:
             sample = Sample(prompt_ids + response_ids, [], [], None, 0)
-            return float(values_at(self.model, [sample], [[len(sample.ids) - 1]]).sigmoid())
-        chat, style = self.chat, judge.question_style(self.chat)
+            return float(last_values(self.model, [sample]).sigmoid())
+        chat = self.chat
         question = prompt_ids + response_ids + judge.question_message(chat)
         good, bad = (chat.encode(label) for label in judge.ANSWERS)
-        if style == "plain" and len(good) == len(bad) == 1:
+        if judge.question_style(chat) == "plain" and len(good) == len(bad) == 1:
             logits_V = self.model(torch.tensor([question]), select=([0], [len(question) - 1]))[0]
             p_good, p_bad = logits_V.float().softmax(-1)[[good[0], bad[0]]].tolist()
             readable = p_good + p_bad
@@ -116,8 +116,7 @@ class Agent:
             streams = [stream(self.config.seed, len(question), i) for i in range(JUDGE_SAMPLES)]
             (given,) = answer(self.model, [question], [streams], chat.stop_ids,
                               Sampling(1.0, self.config.judge_response_tokens), JUDGE_SAMPLES)
-            verdicts = [None if reply.truncated else judge.parse_verdict(chat.decode(reply.ids), style)
-                        for reply in given]
+            verdicts = judge.read_verdicts(chat, given)
             p_good = verdicts.count("good") / JUDGE_SAMPLES
             readable = 1 - verdicts.count(None) / JUDGE_SAMPLES
         if readable < LEAST_READABLE:

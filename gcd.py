@@ -87,12 +87,12 @@ def collect(run, i):
         if run.should_stop:                      # some episodes are missing; --resume repeats the iteration
             break
         played += fresh
-        if refill:
+        if refill:                               # which groups to keep, their rewards tell
             rewards.write_rewards(fresh, config.algorithm.settings)
-        equal = config.algorithm.zero_variance_groups(fresh) if refill else ()
-        kept += [episode for episode in fresh if episode.group not in equal]
-        if len(kept) >= wanted:
-            break
+            equal = config.algorithm.zero_variance_groups(fresh)
+            kept += [episode for episode in fresh if episode.group not in equal]
+            if len(kept) >= wanted:
+                break
     run.stop_if_asked({"iteration": i})
     episodes = (kept[:wanted] or played[:wanted]) if refill else played
     for k, episode in enumerate(episodes):

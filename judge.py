@@ -161,10 +161,16 @@ def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):
     Writes answers and rewards to the questions, and verdicts to their turns.
     """
     streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
-    prompts, style = [question.prompt_ids for question in judged], question_style(chat)
+    prompts = [question.prompt_ids for question in judged]
     for question, given in zip(judged, answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)):
         question.answers = given
-        record(question, [None if a.truncated else parse_verdict(chat.decode(a.ids), style) for a in given])
+        record(question, read_verdicts(chat, given))
+
+
+def read_verdicts(chat, answers):
+    """The verdict in each answer, an lm.engine.Response; None if it is unreadable or truncated."""
+    style = question_style(chat)
+    return [None if a.truncated else parse_verdict(chat.decode(a.ids), style) for a in answers]
 
 
 def record(question, verdicts):

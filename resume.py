@@ -70,7 +70,8 @@ def plugin_hashes(config):
     tells.
     """
     given = {"algo": config.algo, "env": config.env}
-    return {flag: plugins.content_hash(value) for flag, value in given.items() if value.endswith(".py")}
+    hashes = {flag: plugins.content_hash(value) for flag, value in given.items()}
+    return {flag: digest for flag, digest in hashes.items() if digest}
 
 
 def not_its_own(config, out, state):
