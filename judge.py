@@ -98,7 +98,7 @@ def question_ids(chat, turn):
 def verdict_ids(chat, label):
     """Token ids of the bare verdict, stop token included: the answer that a demonstration shows."""
     text = label if question_style(chat) == "plain" else f"<judge>{label}</judge>"
-    return chat.encode(text) + chat.encode("<|im_end|>")
+    return chat.encode(text) + chat.end_ids
 
 
 def parse_verdict(text, style):
@@ -229,7 +229,7 @@ def demonstrations(chat, judged, written=None, longest=math.inf):
     result, n_written = [], 0
     for question, text in zip(judged, written or [None] * len(judged), strict=True):
         text = (text or "").strip()
-        ids = chat.encode(text) + chat.encode("<|im_end|>")
+        ids = chat.encode(text) + chat.end_ids
         fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
         n_written += fits
         ids = ids if fits else verdict_ids(chat, question.label)

@@ -4,6 +4,8 @@ Templates are rendered by hand, so that a longer conversation always extends the
 tests compare them with the tokenizers' own. They differ from Qwen3's in one point: Qwen3's template drops the
 thoughts of earlier turns, and the empty thought of a turn with thinking off. Here both stay, as sampled, so
 that an episode is one sequence, which is computed once and trained on with the context that the model had.
+Special tokens come from the templates alone: "<|im_end|>" in a game's text stays text, so that no game can
+speak for the agent.
 Left out: tools, and system messages other than Qwen2.5's default.
 """
 
@@ -60,20 +62,23 @@ class Chat:
     admissible: whether prompts list the admissible commands (the small model's never do).
     noop_message: the environment's reply to a command that changes nothing; also to a malformed response.
     Attributes: small, whether the tokenizer is the small model's; bare, whether prompts are the observation
-    alone; stop_ids, the token ids that end a response.
+    alone; end_ids, the ids that end a demonstrated response; stop_ids, each of which ends a sampled one.
     """
 
     def __init__(self, tokenizer, style, admissible=True, noop_message="Nothing happens."):
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
         assert self.small or style != "plain", "plain is the small model's style"
-        self.templates = templates_of(tokenizer, style)
+        control = partial(tokenizer.encode, add_special_tokens=False)
+        self.templates = [(control(before), start, control(after)) for before, start, after in
+                          map(cut_template, templates_of(tokenizer, style))]
+        self.end_ids = control("<|im_end|>")
         ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])   # Qwen2.5 trains both
         self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
         self.bare = style == "plain" or self.small and style == "tags"
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
         # cached, since the same observations occur thousands of times
-        self.encode = lru_cache(100_000)(partial(tokenizer.encode, add_special_tokens=False))
+        self.encode = lru_cache(100_000)(self._encode)
         self.encodings = lru_cache(100_000)(self._encodings)
 
     @property
@@ -81,13 +86,19 @@ class Chat:
         """Whether the model can write sentences, such as thoughts and critiques; the small model cannot."""
         return not self.small
 
+    def _encode(self, text):
+        """Ids of a text: special tokens in it are text, unpaired surrogates (tokenizers take none) are "?"."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
     def decode(self, ids):
         """Text of a response without its stop token; other special tokens stay visible."""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def message(self, content, first=False):
         """Ids of a user message, up to where the response starts. first: the first of a conversation."""
-        return self.encode(self.templates[0 if first else 1].format(content))
+        before, start, after = self.templates[0 if first else 1]
+        return before + self.encode(start + content) + after
 
     def observe(self, reply, first=False, instruction=""):
         """Ids of the environment's reply as the next user message. instruction: text to put before it."""
@@ -118,7 +129,7 @@ class Chat:
         else:
             tag = "think" if self.style == "think" else tag
             text = f"<{tag}>{thought or THOUGHT.format(command=command)}</{tag}><action>{command}</action>"
-        return self.encode(text) + self.encode("<|im_end|>")
+        return self.encode(text) + self.end_ids
 
     def restriction(self, commands):
         """A Restriction of one response to these commands.
@@ -137,7 +148,7 @@ class Chat:
         responses = [self.respond(command, tag) for tag in (TAGS if self.style == "tags" else ("",))]
         if any(self.parse(self.decode(ids))[0] != command for ids in responses):
             raise ValueError(f"--admissible-only: no response can give the command {command!r}")
-        return responses if self.bare else [self.encode(f">{command}</action>") + self.encode("<|im_end|>")]
+        return responses if self.bare else [self.encode(f">{command}</action>") + self.end_ids]
 
     def command_starts(self, ids):
         """Whether a response that consists of `ids` continues with its command."""
@@ -170,6 +181,16 @@ def templates_of(tokenizer, style):
     switched_off = style == "tags" and "enable_thinking" in (tokenizer.chat_template or "")
     user = USER + EMPTY_THOUGHT if switched_off else USER
     return user, "\n" + user
+
+
+def cut_template(template):
+    """Cut a template into the special tokens before the content, plain text between the two, and the rest.
+
+    Around a special token, a tokenizer encodes text in separate pieces, so the ids are those of the whole.
+    """
+    before, after = template.split("{}")
+    control, end, start = before.rpartition("|>")
+    return control + end, start, after
 
 
 def is_small(tokenizer):

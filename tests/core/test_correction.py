@@ -142,7 +142,7 @@ def test_written_text_cannot_break_a_prompt(text, plain):
 
 def response(chat, text):
     """A complete response with this text."""
-    ids = chat.encode(text) + chat.encode("<|im_end|>")
+    ids = chat.encode(text) + chat.end_ids
     return Response(ids, [0.0] * len(ids), False)
 
 

@@ -62,7 +62,7 @@ def scripted(chat, lines=SCRIPT, won=True, truncated=False, index=0):
     episode = Episode(task, 0, index, won=won, truncated=truncated)
     prompt, observation, anchor = chat.message(INTRO, first=True), INTRO, INTRO
     for command, answer, *_ in lines:
-        response = chat.encode(command or "") + chat.encode("<|im_end|>")
+        response = chat.encode(command or "") + chat.end_ids
         valid = command is not None and answer != NOOP
         episode.turns.append(Turn(observation, prompt, response, [-0.1] * len(response), command or "",
                                   command, valid, anchor))
@@ -443,7 +443,7 @@ def test_answers_do_not_depend_on_the_slots_or_on_other_questions(model, chat):
 
 
 def test_verdicts_and_rewards_are_read_from_the_answers(model, chat, monkeypatch):
-    good, bad, junk, cut = ([*chat.encode(text), *chat.encode(stop)] for text, stop in (
+    good, bad, junk, cut = ([*chat.encode(text), *chat.tokenizer.encode(stop)] for text, stop in (
         ("good", "<|im_end|>"), ("bad", "<|endoftext|>"), ("jump", "<|im_end|>"), ("good", "")))
     answers = [Response(ids, [-1.0] * len(ids), ids is cut) for ids in (good, bad, junk, cut)]
     monkeypatch.setattr(judge, "answer", lambda *arguments: [answers])
@@ -457,7 +457,7 @@ def test_verdicts_and_rewards_are_read_from_the_answers(model, chat, monkeypatch
 def answered(chat, texts, index=0, label="good"):
     """A judged turn, the first of a scripted episode, with these answers to its question."""
     question = JudgedTurn(index, scripted(chat), 0, label, [5, 6, 7])
-    question.answers = [Response(chat.encode(text) + chat.encode("<|im_end|>"), [-0.5, -0.25], False)
+    question.answers = [Response(chat.encode(text) + chat.end_ids, [-0.5, -0.25], False)
                         for text in texts]
     judge.record(question, [judge.parse_verdict(text, "plain") for text in texts])
     return question
@@ -466,7 +466,7 @@ def answered(chat, texts, index=0, label="good"):
 def test_samples_by_hand(chat):
     """Rewards 1, 0, 1, -0.1: mean 0.475. Two equal answers are one sample of count 2."""
     made = judge.samples([answered(chat, ["good", "bad", "good", "jump"], index=7)])
-    end = chat.encode("<|im_end|>")
+    end = chat.end_ids
     assert [s.ids for s in made] == [[5, 6, 7] + chat.encode(t) + end for t in ("good", "bad", "jump")]
     assert [s.count for s in made] == [2, 1, 1]
     assert [s.advantage[-1] for s in made] == pytest.approx([0.525, -0.475, -0.575])
@@ -542,7 +542,7 @@ def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):
 def test_demonstrations_are_the_correct_answers(chat):
     judged = questions_by(chat, 3)
     for one, sample in zip(judged, judge.demonstrations(chat, judged)[0], strict=True):
-        answer = chat.encode(one.label) + chat.encode("<|im_end|>")
+        answer = chat.encode(one.label) + chat.end_ids
         assert sample.ids == one.prompt_ids + answer
         assert sample.advantage == [0.0] * len(one.prompt_ids) + [1.0] * len(answer)
         assert sample.logprob_old is None and sample.kind == "judge" and any(sample.advantage)

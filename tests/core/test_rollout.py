@@ -98,7 +98,7 @@ def test_an_override_may_replace_the_models_response(model, chat, tokenizer, slo
 
     def override(conversation):
         text = given[conversation.spec.index].get(len(conversation.episode.turns))
-        return text and chat.encode(text)
+        return text and tokenizer.encode(text, add_special_tokens=False)
 
     overrides = {spec.index: override for spec in specs}
     episodes = fast_play(model, chat, specs, slots=slots, on_truncation="invalid", overrides=overrides)
@@ -221,7 +221,7 @@ def corridor_conversation(chat, problem=(2, 4), env=None):
 
 
 def response_of(chat, text, stop="<|im_end|>"):
-    ids = chat.encode(text) + chat.encode(stop) if stop else chat.encode(text)
+    ids = chat.encode(text) + chat.tokenizer.encode(stop) if stop else chat.encode(text)
     return Response(ids, [-0.5] * len(ids), truncated=not stop)
 
 
