@@ -20,15 +20,17 @@ import torch
 
 import batching
 import correction
+import envs
 import judge
 import rollout
 import update
 from envs import EpisodeLost
-from infra import checkpoint, files, parallel
+from infra import checkpoint, files, parallel, plugins
 from infra.progress import progress
 from infra.streams import COLD_START_ORDER, DAGGER, DAGGER_ORDER, DEMONSTRATIONS, QUESTIONS, generator, stream
 from lm.engine import Response
 from lm.optim import Muon
+from session import train_tasks
 
 # Index of the first demonstrated task. RL counts from 0: generated rooms never repeat; real games, which
 # are few, do
@@ -117,7 +119,7 @@ def dagger(run, questions, learner, done):
         if i > resumed and i % config.checkpoint_every == 0:
             save(run, learner, i, step)
         parallel.copy_weights(run.model, run.sampler)
-        tasks = run.environment.train_tasks(config.cold_start_types, first + k, n)
+        tasks = train_tasks(run.environment, config.cold_start_types, first + k, n)
         players = [DaggerPlayer(rollout.EpisodeSpec(task, j, stream(config.seed, DAGGER, k + j), j), run)
                    for j, task in enumerate(tasks) if j % ranks.world_size == ranks.rank]
         overrides = {player.spec.index: player.override for player in players}
@@ -182,7 +184,7 @@ def demonstrate(run, first, n, mistake_rate):
     """
     config, expert, search_verbs = run.config, run.environment.expert(run.games), run.environment.search_verbs
     episodes, counts, restarts = [], Counter(), expert.restarts
-    tasks = run.environment.train_tasks(config.cold_start_types, first, n)
+    tasks = train_tasks(run.environment, config.cold_start_types, first, n)
     for i, task in enumerate(progress(tasks, desc="demonstrations", leave=False)):
         if run.should_stop:
             return episodes
@@ -192,6 +194,7 @@ def demonstrate(run, first, n, mistake_rate):
         except EpisodeLost:
             counts["lost"] += 1
             continue
+        plugins.refuse(envs.wrong_demonstration(demonstration), expert, f"expert.show, task {task.id}")
         counts[f"tries {demonstration.tries}"] += 1
         if not demonstration.won:
             counts["not won"] += 1

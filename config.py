@@ -16,7 +16,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import envs
+from envs._terminal import printed
 from infra import plugins
+from infra.endpoint import checked_url, without_path
 from infra.flags import Parser, flag_of, is_used, make_settings, parse_known, setting
 from infra.lazy import deferred
 from labels import AGREEMENTS, LABELS
@@ -152,7 +154,7 @@ class Config:
                                          needs=NEEDS_ENDPOINT)
     endpoint_cache: str = setting("runs/endpoint.jsonl", "cache of answers, so that no question is paid "
                                   "twice", needs=NEEDS_ENDPOINT)
-    endpoint_limit: int = setting(10000, "requests of a process, retries too; 0: cache only", low=0,
+    endpoint_limit: int = setting(10000, "requests of a process, with retries and redirects; 0: none", low=0,
                                   needs=NEEDS_ENDPOINT)
     evaluate: str = setting("auto", "splits, such as L0,L1; auto: those unseen in training; none",
                             section="evaluation")
@@ -178,6 +180,8 @@ class Config:
                f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
         refuse(self.gcd and self.question_room <= 0, f"--judge-response-tokens={self.judge_response_tokens}: "
                f"leaves no room for a question in --context={self.context}")
+        if self.endpoint:
+            checked_url(self.endpoint)
         refuse(not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable),
                "--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
@@ -207,6 +211,11 @@ class Config:
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
                f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
+        fresh = self.correction != "off" and not self.model
+        refuse(fresh and not self.instructions, f"--correction={self.correction}: needs --instructions, by "
+               "which a fresh small model learns to follow one")
+        refuse(fresh and self.correction_from == "critiques",
+               "--correction-from=critiques: a fresh small model writes no sentences; it can be counted")
 
     @property
     def question_room(self):
@@ -223,9 +232,11 @@ class Config:
         return self.environment.unseen_splits() if self.evaluate == "auto" else self.evaluate.split(",")
 
     def settings(self):
-        """All settings, including the algorithm's and the environment's, as a flat dict."""
+        """All settings, including the algorithm's and the environment's, as a flat dict to store: without the
+        endpoint's path, which can hold a key.
+        """
         common = {name: value for name, value in vars(self).items()
-                  if name not in ("algorithm", "environment")}
+                  if name not in ("algorithm", "environment")} | {"endpoint": without_path(self.endpoint)}
         return common | asdict(self.algorithm.settings) | asdict(self.environment.settings)
 
 
@@ -239,17 +250,21 @@ def refuse(wrong, message):
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "slots", "microbatch_tokens",
          "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "endpoint_key_variable",
          "endpoint_cache", "endpoint_limit")
+ROUNDING = ("slots", "microbatch_tokens")    # of these, what changes the last digits, and so the run
 
 
 def changed(then, config, ignored=()):
     """{name: (then, now)} of settings that differ between a dict and a Config, except WHERE and `ignored`.
 
-    A plug-in counts as the same under its name and under a path that ends in it.
+    A plug-in counts as the same under its name and under a path that ends in it, an endpoint under each path
+    of its server.
     """
     def same(name):
         normal = plugins.name_of if name in ("env", "algo") else lambda value: value
         return normal(then[name]) == normal(now[name])
 
+    if "endpoint" in then:
+        then = then | {"endpoint": without_path(then["endpoint"])}
     now = config.settings()
     return {name: (value, now[name]) for name, value in then.items()
             if name in now and name not in (*WHERE, *ignored) and not same(name)}
@@ -268,11 +283,12 @@ PAPER = dict(
 
 def parse(argv=None):
     """Command line to Config. A wrong flag or value ends the program with one line and exit status 2."""
-    try:
-        return parsed(argv)
-    except ValueError as error:
-        print(f"gcd.py: error: {error}; see --help", file=sys.stderr)
-        sys.exit(2)
+    with printed("gcd.py"):
+        try:
+            return parsed(argv)
+        except ValueError as error:
+            print(f"gcd.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
+            sys.exit(2)
 
 
 def arguments(settings):
@@ -313,7 +329,8 @@ def parsed(argv=None):
            f"{' '.join([*sources][1:])}: have settings of the same name: {', '.join(sorted(twice))}")
     flags, unknown = parse_known("gcd.py", argv, *sources.values())
     if unknown:
-        raise ValueError(f"{unknown[0]}: {why_unknown(unknown[0])}")
+        flag = unknown[0].partition("=")[0]                  # its value may be a key, too
+        raise ValueError(f"{flag}: {why_unknown(flag)}")
     values = values_of(flags, sources.values(), algorithm, environment)
     if values.pop("help", False):
         parser = Parser("gcd.py", description="Cold start, RL with a self-judge (GCD), evaluation.")
@@ -324,10 +341,11 @@ def parsed(argv=None):
     for f in (f for settings in sources.values() for f in fields(settings)):
         if f.name in flags and not is_used(f.metadata, values):
             raise ValueError(f"{flag_of(f.name)}: {f.metadata['needs'][1]}")     # its value may be a key
-    values["algorithm"] = algorithm(make_settings(algorithm.Settings, values))
-    settings = make_settings(environment.Settings, values)
-    values["environment"] = environment(settings, values["train_types"], values["seed"])
-    return make_settings(Config, values)
+    with plugins.blamed():
+        values["algorithm"] = algorithm(make_settings(algorithm.Settings, values))
+        settings = make_settings(environment.Settings, values)
+        values["environment"] = environment(settings, values["train_types"], values["seed"])
+        return make_settings(Config, values)
 
 
 def values_of(flags, sources, algorithm, environment):
@@ -376,7 +394,7 @@ def why_unknown(flag):
     """Explain an unknown flag: another algorithm's, another environment's, a setting without a flag, or
     nobody's.
     """
-    name, owners, settings = flag.partition("=")[0].replace("--no-", "--"), [], [Config]
+    name, owners, settings = flag.replace("--no-", "--"), [], [Config]
     for kind, package, base, find in (("algo", algorithms, algorithms.Method, find_algorithm),
                                       ("env", envs, envs.Environment, find_environment)):
         for owner in plugins.names(package, base):

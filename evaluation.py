@@ -6,6 +6,7 @@ import time
 from infra import files, parallel
 from infra.streams import EVALUATION, stream
 from rollout import EpisodeSpec, success_rate, summary
+from session import split_tasks
 
 # By --protocol: {mode: temperature}
 MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
@@ -29,7 +30,7 @@ def evaluation(run):
     if run.ranks.rank == 0:                                # drop those of an earlier evaluation of this run
         files.filter_lines(run.out / files.EPISODES, lambda record: record.get("phase") != "evaluation")
     for name in config.splits:
-        tasks, splits[name] = run.environment.split_tasks(name), {}
+        tasks, splits[name] = split_tasks(run.environment, name), {}
         if turns:
             tasks = random.Random(config.seed).choices(tasks, k=128)          # drawn with replacement
         for m, (mode, temperature) in enumerate(modes.items()):

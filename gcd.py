@@ -31,14 +31,15 @@ from agent import load
 from algorithms import rewards
 from cold_start import cold_start
 from envs import EpisodeLost
+from envs._terminal import printable
 from evaluation import evaluation
-from infra import checkpoint, files, parallel
+from infra import checkpoint, files, parallel, plugins
 from infra.errors import EXPECTED, one_line
 from infra.progress import progress
 from infra.signals import Interrupted, Stop, Unbreakable
 from infra.streams import JUDGE, ROLLOUT, stream
 from rollout import EpisodeSpec, success_rate, summary
-from session import frozen_copy, prepare
+from session import frozen_copy, prepare, train_tasks
 
 __all__ = ["load", "train", "main"]
 
@@ -106,7 +107,7 @@ def episode_specs(run, i, refill_round=0):
     first = run.ranks.rank * per_rank
     start = (i * REFILL_ROUNDS + refill_round if config.dynamic_sampling == "refill" else i) * config.tasks
     instruction = run.instruction.text if run.instruction else ""
-    tasks = run.environment.train_tasks(config.train_types, start + first, per_rank)
+    tasks = train_tasks(run.environment, config.train_types, start + first, per_rank)
     return [EpisodeSpec(task, refill_round * config.tasks + first + g,
                         stream(config.seed, ROLLOUT, i, refill_round, first + g, member),
                         instruction=instruction)
@@ -158,7 +159,7 @@ def assign_credit(run, i, episodes, reference):
     if config.kl == "reward":
         rescored = config.dtype != "float32"
         update.write_kl(run.model, reference, episodes, run.objective, config.kl_coef, rescored)
-    metrics = config.algorithm.assign(episodes, lr_factor(config, i))
+    metrics = config.algorithm.credit(episodes, lr_factor(config, i))
     if config.kl == "reward":
         config.algorithm.subtract_kl(episodes)
     return metrics
@@ -309,7 +310,8 @@ def attempt(config, resources):
     """Set up and run everything. An error is printed as one line, and one rank's error ends all ranks."""
     try:
         should_stop = Stop()
-        return finish(prepare(config, parallel.setup(config.device), should_stop, resources))
+        with plugins.blamed(EpisodeLost):
+            return finish(prepare(config, parallel.setup(config.device), should_stop, resources))
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130
@@ -317,7 +319,7 @@ def attempt(config, resources):
         first = parallel.failed_rank()        # if another rank failed first, this error follows from that
         why = f"rank {first} failed, so this one ends" if first is not None else one_line(
             error, config.out, known=EpisodeLost)
-        print(f"gcd.py: error: {why}", file=sys.stderr)
+        print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
         status = 1
     return parallel.abort(status)
 
@@ -336,7 +338,7 @@ def train(**settings):
     64
     """
     config = flags.parsed(flags.arguments(settings))
-    with ExitStack() as resources, Stop.restored():
+    with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
         resources.push(parallel.on_exit)
         if finish(prepare(config, parallel.setup(config.device), Stop(), resources)):
             raise KeyboardInterrupt

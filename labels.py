@@ -6,6 +6,8 @@ no tensors here. An environment may bring label kinds of its own (`Environment.l
 the labelled turns are judged (judge.py).
 """
 
+from infra.plugins import refuse
+
 LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled", "endpoint", "rule+endpoint")
 AGREEMENTS = ("add-good", "both", "endpoint-wins")
 
@@ -47,9 +49,18 @@ def oracle_labels(episode, environment):
         last = environment.noop_message if episode.truncated else episode.final_observation
         replies = [turn.observation for turn in episode.turns] + [last]
         labels = environment.oracle(replies, [turn.action or "" for turn in episode.turns])
+        refuse(wrong_labels(labels, episode), environment, f"oracle, task {episode.task.id}")
         for turn, label in zip(episode.turns, labels, strict=True):
             turn.oracle = label
     return [turn.oracle for turn in episode.turns]
+
+
+def wrong_labels(labels, episode):
+    """What is wrong with an environment's labels of an episode; "" if nothing is."""
+    n, known = len(episode.turns), ("good", "bad", None)
+    if isinstance(labels, (list, tuple)) and len(labels) == n and all(label in known for label in labels):
+        return ""
+    return f"it returned {labels!r:.60}; expected a list of {n}, each \"good\", \"bad\" or None"
 
 
 def combine(rule, other, agreement):
@@ -84,6 +95,7 @@ def label_turns(episode, kind, environment, endpoint=None, agreement="add-good")
     else:
         rules = {"rule": rule_labels, "dense": dense_labels, "shuffled": dense_labels}
         labels = (environment.labels | rules)[kind](episode)
+        refuse(wrong_labels(labels, episode), environment, f"labels {kind}, task {episode.task.id}")
     for turn, label in zip(episode.turns, labels, strict=True):
         turn.label = label
     return labels

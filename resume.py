@@ -1,7 +1,7 @@
 """Whether a run continues its checkpoint, starts over, or must refuse; and what identifies a run.
 
-A run continues only with its own metrics, model, settings and plug-ins. Left out: reading and writing files
-(infra/files.py, infra/checkpoint.py).
+A run continues only with its own metrics, model, settings, plug-ins and games. What may differ and yet change
+its numbers is printed. Left out: reading and writing files (infra/files.py, infra/checkpoint.py).
 """
 
 import math
@@ -10,17 +10,17 @@ import sys
 from pathlib import Path
 
 import correction
-from config import changed
+from config import ROUNDING, changed
 from infra import checkpoint, files, parallel, plugins
 from lm import model as qwen
 
 
-def starting_point(config, out):
+def starting_point(config, out, ranks):
     """The folder of the model to start from (None: a fresh one), and the state of the resumed checkpoint or
     None.
 
-    With --resume and --overwrite, a run that cannot be resumed starts over. ValueError if --resume fails, or
-    if OUT holds a run and neither flag is given.
+    With --resume and --overwrite, a run that cannot be resumed starts over. ValueError if --resume fails, if
+    OUT holds a run and neither flag is given, or if it cannot be set aside.
     """
     found = checkpoint.find_checkpoint(out / files.CHECKPOINT)
     if config.resume:
@@ -29,18 +29,22 @@ def starting_point(config, out):
                 raise ValueError(f"--resume: {out / files.CHECKPOINT} holds no checkpoint")
             state = checkpoint.read_trainer(found)["state"]
             check_state(found / checkpoint.TRAINER_FILE, state)
-            if foreign := parallel.on_rank0(lambda: not_its_own(config, out, state)):
-                raise ValueError(f"--resume: {foreign}")                   # on every rank
             check_resumed(config, state)
+            first = parallel.on_rank0(lambda: first_record(out))
+            if foreign := parallel.on_rank0(lambda: not_its_own(config, out, state, first)):
+                raise ValueError(f"--resume: {foreign}")                   # on every rank
+            parallel.on_rank0(lambda: print_changes(config, out, state, first, ranks))
             return found, state
         except ValueError as cannot:
             if not config.overwrite:
                 raise
             if found:
                 parallel.print0(f"{cannot}; so it starts over", file=sys.stderr)
-    if not config.overwrite and parallel.on_rank0(lambda: files.holds_run(out)):
-        raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside and "
-                         "starts over")
+    if parallel.on_rank0(lambda: files.holds_run(out)):
+        if not config.overwrite:
+            raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside "
+                             "and starts over")
+        parallel.on_rank0(lambda: files.check_can_be_set_aside(out))
     return Path(config.model) if config.model else None, None
 
 
@@ -74,11 +78,21 @@ def plugin_hashes(config):
     return {flag: digest for flag, digest in hashes.items() if digest}
 
 
-def not_its_own(config, out, state):
-    """Say what belongs to another run than the checkpoint: metrics, --model or a plug-in; "" if nothing
-    does.
+def first_record(out):
+    """The first record of OUT/metrics.jsonl: what the run began with; {} if there is none."""
+    return next((line for line in files.read_lines(out / files.METRICS)[0] if isinstance(line, dict)), {})
+
+
+def dict_in(record, name):
+    """An entry of a record that is a dict; {} if it is absent or none."""
+    value = record.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def not_its_own(config, out, state, first):
+    """Say what belongs to another run than the checkpoint: metrics, --model, a plug-in or the games of its
+    training; "" if nothing does. first: see `first_record`.
     """
-    first = next((line for line in files.read_lines(out / files.METRICS)[0] if isinstance(line, dict)), {})
     if (logged := first.get("run")) != (saved := state.get("run")):
         return f"{out / files.METRICS} is of run {logged}, the checkpoint of run {saved}"
     there = state.get("start") and config.model and Path(config.model).is_dir()
@@ -88,14 +102,57 @@ def not_its_own(config, out, state):
         if (then := (state.get("plugins") or {}).get(flag)) not in (None, now):
             return (f"--{flag}={getattr(config, flag)}: the file has changed since the run began (hash "
                     f"{then}, now {now})")
-    return ""
+    return other_games(config, out, state, first)
+
+
+def other_games(config, out, state, first):
+    """Say whether the games that the run trains on have changed since it began; "" if they have not, or if it
+    trains no more.
+    """
+    then, iterations = dict_in(first, "games_hash").get("train"), dict_in(first, "config").get("iterations")
+    ended = state["iteration"] is not None and state["iteration"] >= config.iterations
+    if ended or not then or not isinstance(iterations, int):
+        return ""
+    if (now := files.train_hash(config, iterations)) == then:
+        return ""
+    games = config.settings().get("games")
+    flag = f"--games={games}" if games else f"--env={config.env}"
+    return f"{flag}: other games than {out} has trained on (hash {then}, now {now})"
+
+
+def print_changes(config, out, state, first, ranks):
+    """Print what may differ in a resumed run and yet changes its numbers: what its rounding depends on, in a
+    line; the versions of the code and of what it runs on, in another.
+    """
+    settings = state["settings"]
+    then = {name: settings[name] for name in ROUNDING if name in settings} | state.get("place", {})
+    now = {name: getattr(config, name) for name in ROUNDING} | place_of(ranks)
+    if other := differing(then, now):
+        changes = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in other)
+        print(f"--resume: {changes}: sums are rounded differently from here on, so the run may differ from "
+              "an undisturbed one", file=sys.stderr)
+    then = {name: first[name] for name in ("commit",) if name in first} | dict_in(first, "versions")
+    now = {"commit": files.commit()} | files.versions_of(config.environment)
+    if other := differing(then, now):
+        was, now = (", ".join(f"{name} {of[name] or 'unknown'}" for name in other) for of in (then, now))
+        print(f"--resume: {out} was begun with {was}; it continues with {now}", file=sys.stderr)
+
+
+def differing(then, now):
+    """The names in both dicts whose values differ."""
+    return [name for name in now if name in then and then[name] != now[name]]
+
+
+def place_of(ranks):
+    """What of a run's place its rounding depends on, apart from its settings."""
+    return {"ranks": ranks.world_size, "device": ranks.device.type}
 
 
 def check_state(path, state):
     """ValueError unless a checkpoint's state has the entries and types that a run writes."""
     kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": dict | None}
-    later = {"plugins": dict | None} if "plugins" in state else {}            # older checkpoints have none
-    for name, kind in (kinds | later).items():
+    later = {"plugins": dict | None, "place": dict}                     # older checkpoints lack these
+    for name, kind in (kinds | {name: kind for name, kind in later.items() if name in state}).items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f"{path}: not a run's: its {name} is {state.get(name)!r:.60}")
     cold = state.get("cold")
@@ -105,7 +162,11 @@ def check_state(path, state):
 
 
 def check_resumed(config, state):
-    """ValueError unless the run can be resumed with these settings. How it is evaluated may differ."""
+    """ValueError unless the run can be resumed with these settings. How it is evaluated may differ.
+
+    The number of iterations may differ if none is done yet, if no learning rate decays over them, or if all
+    are done and no more are asked for. A run that was cut would otherwise read as finished.
+    """
     done = state["iteration"]
     if done is None and not state.get("cold"):
         raise ValueError(f"--resume: {config.out} stopped in its cold start, before a DAgger checkpoint; "
@@ -113,10 +174,10 @@ def check_resumed(config, state):
     done = done or 0
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
-    ignored = ["protocol", "correction_at_evaluation"]
-    if not (config.lr_decay and 0 < done < config.iterations):  # lr decay depends on the total
+    ignored, then = ["protocol", "correction_at_evaluation"], state.get("settings", {})
+    if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
-    if other := changed(state.get("settings", {}), config, ignored):
+    if other := changed(then, config, ignored):
         differences = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
         raise ValueError(f"--resume: {config.out} was made with other settings: {differences}")
 

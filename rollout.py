@@ -11,7 +11,9 @@ from functools import partial
 from itertools import chain, pairwise
 from time import perf_counter
 
-from envs import EpisodeLost, Task
+from envs import EpisodeLost, Task, wrong_in
+from infra.plugins import refuse
+from infra.signals import time_limit
 from infra.streams import stream
 from lm.engine import Response, Slots
 
@@ -93,7 +95,15 @@ class LocalGame:
 
     def send(self, method, *arguments):
         """Note the call of game.method for `receive`."""
-        self.receive = partial(getattr(self.game, method), *arguments)
+        self.call = partial(getattr(self.game, method), *arguments)
+
+    def receive(self):
+        """Call the method. EpisodeLost if it takes longer than the game allows itself."""
+        seconds = getattr(self.game, "time_limit_s", None)
+        if seconds is None:
+            return self.call()
+        with time_limit(seconds, EpisodeLost(f"no answer within {seconds:g} s")):
+            return self.call()
 
 
 class Conversation:
@@ -109,17 +119,28 @@ class Conversation:
     def __init__(self, spec, game, chat, history, number=0):
         self.spec, self.chat, self.history, self.stream = spec, chat, history, spec.stream
         self.number, self.started = number, False
-        self.game = game if hasattr(game, "send") else LocalGame(game)
+        self.source, self.game = game, game if hasattr(game, "send") else LocalGame(game)
         self.episode = Episode(spec.task, spec.group, spec.index)
         self.game.send("reset", spec.task, 0)
 
     def start(self):
         """Receive the first observation and build the first prompt; returns self."""
-        self.reply = self.game.receive()
+        self.reply = self.checked_reply()
         self.head = self.prompt = list(self.chat.observe(self.reply, True, self.spec.instruction))
         self.exchanges, self.episode.score_100, self.started = [], self.reply.score_100, True
         self.episode.final_anchor = self.reply.observation
         return self
+
+    def checked_reply(self):
+        """The game's Reply. PluginError if it is none; any other error gets a note of the task and turn."""
+        place = f"task {self.spec.task.id}, " + (f"turn {n}" if (n := len(self.episode.turns)) else "reset")
+        try:
+            reply = self.game.receive()
+        except BaseException as error:
+            error.add_note(place)
+            raise
+        refuse(wrong_in(reply), self.source, place)
+        return reply
 
     def next_stream(self):
         """The random stream of the next response."""
@@ -165,7 +186,7 @@ class Conversation:
         if turn.action is None:
             self.reply = self.reply._replace(observation=self.chat.noop_message)
         else:
-            self.reply = self.game.receive()
+            self.reply = self.checked_reply()
             turn.valid = turn.valid if self.reply.taken is None else self.reply.taken
         episode.won, episode.score_100 = self.reply.won, self.reply.score_100
         episode.final_observation = self.reply.observation

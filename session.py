@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import correction
+import envs
 import judge
 import labels
 import resume
@@ -83,7 +84,7 @@ class Run:
         """Replace the checkpoint in OUT. state: progress, in addition to the run's identity and settings."""
         instruction = asdict(self.instruction) if self.instruction else None
         state = state | self.identity | {"instruction": instruction, "settings": self.config.settings(),
-                                         "seconds": self.spent()}
+                                         "seconds": self.spent(), "place": resume.place_of(self.ranks)}
         checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
                                  qwen.save_pretrained, self.chat.tokenizer.save_pretrained,
                                  self.config.algorithm.critic)
@@ -158,8 +159,24 @@ class Run:
             raise Interrupted(state)
 
 
+def train_tasks(environment, types, start, n):
+    """Environment.train_tasks. PluginError if it returns anything but n Tasks."""
+    tasks = environment.train_tasks(types, start, n)
+    plugins.refuse(envs.wrong_tasks(tasks, n), environment, f"train_tasks({types!r}, {start}, {n})")
+    return tasks
+
+
+def split_tasks(environment, name):
+    """Environment.split_tasks. PluginError if it returns anything but Tasks, at least one."""
+    tasks = environment.split_tasks(name)
+    plugins.refuse(envs.wrong_tasks(tasks), environment, f"split_tasks({name!r})")
+    return tasks
+
+
 def prepare(config, ranks, should_stop, resources):
     """Set up a run: everything is made, loaded and checked before anything is trained or overwritten.
+
+    What flags and files tell comes first, quick checks before slow ones, and the first game's engine last.
 
     resources: an ExitStack that holds what the run opens, and the lock of OUT. ValueError for settings that
     cannot work together with the model, the environment or what OUT holds. All ranks call this.
@@ -169,30 +186,37 @@ def prepare(config, ranks, should_stop, resources):
         raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world_size} ranks, which "
                          "play whole groups")
     parallel.on_rank0(lambda: resources.enter_context(files.locked(out)) and None)
-    trains = config.demonstrations or config.iterations
-    tasks = environment.train_tasks(config.train_types, 0, 1) if trains else []
-    tasks = tasks + [environment.split_tasks(split)[0] for split in config.splits]      # one of every kind
+    environment.versions()                                        # ValueError if a package is missing
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
                         config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
-    source, state = resume.starting_point(config, out)
+    if endpoint:
+        resources.callback(endpoint.close)
+    source, state = resume.starting_point(config, out, ranks)
     previous = state or resume.state_beside(source)               # of the run that trained the model, if any
-    games = environment.make(config.slots)
-    for opened in (*games, *([endpoint] if endpoint else [])):
-        resources.callback(opened.close)
-    model, tokenizer = load_model(config, source, out / f"fresh{ranks.rank}", ranks)
-    chat = make_chat(config, tokenizer)
+    keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
+    instruction = resume.instruction_of(source, previous) if keeps else None
+    chat = open_chat(config, source, ranks) if source else None
+    trains = config.demonstrations or config.iterations
+    tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
+    tasks = tasks + [split_tasks(environment, split)[0] for split in config.splits]     # one of every kind
+    if source is None:
+        model, chat = fresh_model(config, out / f"fresh{ranks.rank}", ranks)
+    else:
+        if chat.small:
+            check_vocabulary(config, source, previous, chat.tokenizer)
+        model = load_model(config, source, ranks)
     if chat.small:
         torch.set_num_threads(1)                              # more are slower with such small matrices
-    if source and chat.small and not state:
-        check_vocabulary(config, source, previous, tokenizer)
+    games = environment.make(config.slots)
+    plugins.refuse(envs.wrong_games(games, config.slots), environment, f"make({config.slots})")
+    for game in games:
+        resources.callback(game.close)
     model = sharded(model, config, ranks, chat.small)
     for task in tasks:
         first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history).start()
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
-    keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
-    instruction = resume.instruction_of(source, previous) if keeps else None
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
     sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
@@ -201,28 +225,40 @@ def prepare(config, ranks, should_stop, resources):
                dagger_progress=dict(state.get("cold") or {} if state else {}))
 
 
-def load_model(config, source, fresh, ranks):
-    """Load model and tokenizer of the folder `source` or, if it is None, of a fresh small model.
+def open_chat(config, folder, ranks):
+    """The chat of a model folder, all of which is read except the weights.
 
-    fresh: a folder for that model, removed again. ValueError if the two do not fit each other or --context.
+    ValueError if its files fit neither each other nor the flags, or if the model does not fit into memory.
+    """
+    shape = qwen.ModelConfig.load(folder)
+    parameters = qwen.count_parameters(shape)
+    check_memory(parameters, ranks.world_size, getattr(torch, config.dtype), ranks.device)
+    if config.context > (longest := shape.max_position_embeddings):
+        raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
+    tokenizer = qwen.load_tokenizer(folder)
+    if (largest := max(tokenizer.get_vocab().values())) >= shape.vocab_size:
+        raise ValueError(f"{folder}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
+                         f"{shape.vocab_size}")
+    return make_chat(config, tokenizer)
+
+
+def load_model(config, folder, ranks):
+    """The model of a folder, with a value head if the judge needs one. ValueError for wrong weights."""
+    head = True if config.judge_kind == "value" else None
+    return qwen.load_pretrained(folder, torch.float32, ranks.device, head)
+
+
+def fresh_model(config, folder, ranks):
+    """A fresh small model and its chat. folder: for its files, removed again.
+
+    It may take long: ScienceWorld plays games to list its vocabulary.
     """
     try:
-        if source is None:
-            save_small_model(fresh, vocabulary_of(config), config.hidden_size, config.layers, config.context,
-                             config.positions == "rotary", config.seed)
-        parameters = qwen.count_parameters(qwen.ModelConfig.load(source or fresh))
-        check_memory(parameters, ranks.world_size, getattr(torch, config.dtype), ranks.device)
-        head = True if config.judge_kind == "value" else None
-        model = qwen.load_pretrained(source or fresh, torch.float32, ranks.device, head)
-        tokenizer = qwen.load_tokenizer(source or fresh)
+        save_small_model(folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
+                         config.positions == "rotary", config.seed)
+        return load_model(config, folder, ranks), open_chat(config, folder, ranks)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    if (largest := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
-        raise ValueError(f"{source}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
-                         f"{model.config.vocab_size}")
-    if config.context > (longest := model.config.max_position_embeddings):
-        raise ValueError(f"--context={config.context}: {source}/config.json allows {longest}")
-    return model, tokenizer
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def objective_of(config):
@@ -281,12 +317,14 @@ def make_chat(config, tokenizer):
 def check_vocabulary(config, source, previous, tokenizer):
     """ValueError if a small model's tokens are those of another environment.
 
-    previous: the state of the run that trained the model. If that run was in this environment, nothing needs
-    to be checked: ScienceWorld plays games to list its vocabulary.
+    previous: the state of the run that trained the model. If that run was in this environment, by name and
+    file, nothing is checked: other settings may have brought other phrases.
     """
-    if plugins.name_of((previous.get("settings") or {}).get("env", "")) == plugins.name_of(config.env):
+    then, now = resume.dict_in(previous, "settings").get("env"), plugins.content_hash(config.env)
+    same_file = resume.dict_in(previous, "plugins").get("env", now) == now
+    if same_file and plugins.name_of(then) == plugins.name_of(config.env):
         return
-    phrases = config.environment.vocabulary()
+    phrases = config.environment.known_phrases or config.environment.vocabulary()
     missing = [phrase for phrase in phrases if len(tokenizer.encode(phrase)) > 1]
     if len(missing) > len(phrases) / 20:                      # real games' differ a little by the seed
         raise ValueError(f"--model={source}: has the vocabulary of another environment: {missing[0]!r}, of "

@@ -7,10 +7,15 @@ any file.
     python gcd.py --algo gigpo --help          # gigpo's own flags, in addition to those of every run
 """
 
+import math
+
 import torch
 
 import losses
 from algorithms import rewards
+from infra import plugins
+
+GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time")       # of metrics, "group/name"
 
 
 class Method:
@@ -41,9 +46,20 @@ class Method:
         """Write `turn.advantage` (and `turn.token_advantage`, if tokens differ) of this rank's episodes.
 
         All ranks call it; no group is split over ranks. decay: factor on the algorithm's own learning rates
-        in this iteration. Returns metrics, equal on all ranks.
+        in this iteration. Returns metrics, equal on all ranks: {"group/name": number} in a group of its own.
         """
         raise NotImplementedError(type(self))
+
+    def credit(self, episodes, decay=1.0):
+        """`assign`, with PluginError for an advantage or a metric that is none. Returns the metrics."""
+        metrics = self.assign(episodes, decay)
+        turns = ((episode, t, turn) for episode in episodes for t, turn in enumerate(episode.turns, 1))
+        for episode, t, turn in turns:
+            if wrong := wrong_advantage(turn):
+                plugins.refuse(wrong, self, f"task {episode.task.id}, turn {t}")
+        if wrong := wrong_metrics(metrics):
+            plugins.refuse(wrong, self, "assign")
+        return metrics
 
     def zero_variance_groups(self, episodes):
         """The groups whose compared values are all equal: if only rewards count, they have no gradient."""
@@ -66,3 +82,35 @@ class Method:
                 turn.advantage -= penalty
                 if turn.token_advantage:
                     turn.token_advantage = [advantage - penalty for advantage in turn.token_advantage]
+
+
+def wrong_advantage(turn):
+    """What is wrong with the advantage of a turn and its tokens; "" if nothing is."""
+    if not is_finite(turn.advantage):
+        return f"its advantage is {turn.advantage!r:.60}; expected a finite number"
+    if turn.token_advantage is None:
+        return ""
+    n = len(turn.response_ids)
+    if not isinstance(turn.token_advantage, list) or len(turn.token_advantage) != n:
+        return f"its token_advantage is {turn.token_advantage!r:.60}; expected a list of {n} numbers, or None"
+    wrong = [number for number in turn.token_advantage if not is_finite(number)]
+    return f"its token_advantage has {wrong[0]!r:.60}; expected finite numbers" if wrong else ""
+
+
+def wrong_metrics(metrics):
+    """What is wrong with an algorithm's metrics; "" if nothing is. NaN is allowed: it is logged as null."""
+    if not isinstance(metrics, dict):
+        return f"it returned {metrics!r:.60}; expected a dict of metrics, {{}} for none"
+    for name, number in metrics.items():
+        group, slash, rest = name.partition("/") if isinstance(name, str) else ("", "", "")
+        if not (group and slash and rest) or group in GROUPS_OF_THE_RUN:
+            return (f"its metric is named {name!r:.60}; expected \"group/name\", the group none of "
+                    f"{', '.join(GROUPS_OF_THE_RUN)}")
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            return f"its metric {name} is {number!r:.60}; expected a number"
+    return ""
+
+
+def is_finite(number):
+    """Whether a value is a number (int or float, and no bool), not NaN or infinite."""
+    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)

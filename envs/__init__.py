@@ -26,7 +26,7 @@ class Task:
 
 
 class Reply(NamedTuple):
-    """What a game answers to `reset` and to each command."""
+    """What a game answers to `reset` and to each command; `wrong_in` checks it."""
 
     observation: str
     admissible: list[str]   # commands that are possible now, sorted; or templates, "open OBJ"
@@ -35,6 +35,29 @@ class Reply(NamedTuple):
     objects: tuple[str, ...] = ()        # what may replace OBJ, if `admissible` holds templates
     score_100: float | None = None       # the game's own score so far, 0 to 100, if it has one
     taken: bool | None = None            # whether the last command was accepted; None: unknown
+
+
+def wrong_in(reply):
+    """What is wrong with a Reply: what came, and what was expected; "" if nothing is."""
+    if not isinstance(reply, Reply):
+        return f"it returned {reply!r:.60}; expected a Reply"
+    score = reply.score_100
+    expected = {
+        "observation": (isinstance(reply.observation, str), "text"),
+        "admissible": (is_texts(reply.admissible), "a list of texts"),
+        "won": (isinstance(reply.won, bool), "True or False"),
+        "done": (isinstance(reply.done, bool), "True or False"),
+        "objects": (is_texts(reply.objects), "a tuple of texts"),
+        "score_100": (score is None or isinstance(score, (int, float)) and -100 <= score <= 100,
+                      "a number up to 100, or None"),
+        "taken": (reply.taken is None or isinstance(reply.taken, bool), "True, False or None")}
+    return next((f"{name} is {getattr(reply, name)!r:.60}; expected {kind}"
+                 for name, (right, kind) in expected.items() if not right), "")
+
+
+def is_texts(value):
+    """Whether a value is a list or tuple of texts."""
+    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
 
 
 class EpisodeLost(RuntimeError):
@@ -46,7 +69,8 @@ class Game(Protocol):
 
     A game that runs in another process also has `send` ("reset" or "step", and its arguments) and `receive`
     (the Reply), so that all games can work before any is waited for; its `reset` and `step` are a send and a
-    receive. Both may raise EpisodeLost.
+    receive. Both may raise EpisodeLost. Of a game without `send`, an attribute `time_limit_s` limits the
+    seconds of each call: it is interrupted, as if it had raised EpisodeLost.
     """
 
     def reset(self, task: Task, seed: int = 0) -> Reply:
@@ -79,6 +103,35 @@ class Demonstration:
         return [reply.observation for reply in self.replies]
 
 
+def wrong_demonstration(demonstration):
+    """What is wrong with a Demonstration, what came and what was expected; "" if nothing is."""
+    if not isinstance(demonstration, Demonstration):
+        return f"it returned {demonstration!r:.60}; expected a Demonstration"
+    replies, commands, mistakes = demonstration.replies, demonstration.commands, demonstration.mistakes
+    if not is_texts(commands) or len(replies) != len(commands) + 1 or len(mistakes) != len(commands):
+        return (f"{len(commands)} commands, {len(replies)} replies, {len(mistakes)} mistakes; expected "
+                "texts, one reply more, and as many mistakes")
+    found = ((i, wrong_in(reply)) for i, reply in enumerate(replies))
+    return next((f"reply {i}: {wrong}" for i, wrong in found if wrong), "")
+
+
+def wrong_tasks(tasks, n=None):
+    """What is wrong with a list of n tasks (None: at least one); "" if nothing is."""
+    right = isinstance(tasks, (list, tuple)) and all(isinstance(task, Task) for task in tasks)
+    if right and (len(tasks) == n if n is not None else tasks):
+        return ""
+    return f"it returned {tasks!r:.60}; expected a list of {'Tasks' if n is None else f'{n} Tasks'}"
+
+
+def wrong_games(games, n):
+    """What is wrong with a list of n games; "" if nothing is."""
+    methods = ("reset", "step", "close")
+    if isinstance(games, (list, tuple)) and len(games) == n and all(
+            callable(getattr(game, name, None)) for game in games for name in methods):
+        return ""
+    return f"it returned {games!r:.60}; expected a list of {n} games, with {', '.join(methods)}"
+
+
 class Environment:
     """An environment: its tasks, its games, and what else it offers. Base class of every --env.
 
@@ -101,6 +154,7 @@ class Environment:
     noop_message = "Nothing happens."    # the observation after a refused command, which changed nothing
     search_verbs = ()                    # first words of commands that search for something
     templates = False                    # whether replies list templates, "open OBJ", instead of commands
+    known_phrases = ()                   # some of `vocabulary`'s phrases, if listing all of them takes long
 
     # expert(games): has .show(task, seed, mistake_rate, max_turns) -> Demonstration, and .restarts, the
     # number of its engines that died
@@ -146,7 +200,7 @@ class Environment:
         return Path(inspect.getfile(type(self))).stem
 
     def versions(self):
-        """{package: version} of the packages that run the games."""
+        """{package: version} of the packages that run the games. ValueError if one is missing."""
         return {}
 
     def task_content(self, task):

@@ -1,4 +1,4 @@
-"""A game on the terminal: what the players of all environments share.
+"""A game on the terminal: what the players of all environments share, and what makes text safe to print.
 
 Commands are read from stdin, one a line, typed or piped. The game's text is printed or, with --json, one
 Reply a line.
@@ -9,16 +9,94 @@ Reply a line.
 import json
 import os
 import sys
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 
 from envs import EpisodeLost
+
+# What a terminal would obey: C0 and C1 controls, with ESC; what reverses text: bidi embeddings and isolates
+OBEYED = {*range(0x20), *range(0x7f, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)}
+ESCAPES = {code: f"\\u{code:04x}" for code in OBEYED - {ord("\n"), ord("\t")}}      # so that JSON stays JSON
+
+
+def printable(text):
+    """The text with what a terminal would obey instead of showing it as JSON's escapes: ESC is \\u001b.
+
+    Line ends and tabs stay, and so does all other text.
+    """
+    return text.translate(ESCAPES)
+
+
+class StdoutError(Exception):
+    """What is printed cannot be written, to a full disk for instance."""
+
+
+class Printed:
+    """A wrapper of an output stream (None: there is none) that writes text as `printable`.
+
+    What the stream cannot encode is escaped as well. `fail` is called with the OSError of a write or flush.
+    """
+
+    def __init__(self, stream, fail):
+        self.stream, self.fail = stream, fail
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        """Write the text."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        self.attempt("write", printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def flush(self):
+        """Flush the stream."""
+        self.attempt("flush")
+
+    def attempt(self, method, *arguments):
+        """Call this method of the stream.
+
+        After an OSError all goes to the null device: Python would report what is still buffered at exit.
+        """
+        try:
+            if self.stream is not None:
+                getattr(self.stream, method)(*arguments)
+        except OSError as error:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+            self.fail(error)
+
+
+def stop_printing(error):
+    """End the program if the reader of stdout is gone; StdoutError for any other error."""
+    if isinstance(error, BrokenPipeError):
+        sys.exit(0)
+    raise StdoutError(f"standard output: {error.strerror}")
+
+
+@contextmanager
+def printed(program):
+    """Context in which all that is printed is `printable`, on a terminal or not: a log is read on one later.
+
+    A reader of stdout that closes it, as `head` does, ends the program quietly with status 0. Any other error
+    of stdout, such as a full disk, ends it with one line and status 2.
+    """
+    with (redirect_stdout(Printed(sys.stdout, stop_printing)) as stdout,
+          redirect_stderr(Printed(sys.stderr, lambda error: None))):
+        try:
+            try:
+                yield
+            finally:
+                stdout.flush()
+        except StdoutError as error:
+            print(f"{program}: error: {error}", file=sys.stderr)
+            sys.exit(2)
 
 
 def play_in_terminal(parser, argv, task_of, make):
     """Parse `argv` and play the task task_of(options) in a game of make(1), see `terminal_session`."""
     parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
-    options = parser.parse_args(argv)
     with terminal_session(parser):
+        options = parser.parse_args(argv)
         task = task_of(options)
         (game,) = make(1)
         with closing(game):
@@ -27,22 +105,19 @@ def play_in_terminal(parser, argv, task_of, make):
 
 @contextmanager
 def terminal_session(parser, undecodable="surrogateescape"):
-    """Context in which commands are read from stdin. undecodable: its error handler, as `errors` of `open`.
+    """Context, see `printed`, in which commands are read from stdin. undecodable: as `errors` of `open`.
 
-    A ValueError, OSError or EpisodeLost ends the program with the parser's error. Ctrl-C ends the session,
-    and so does a reader of stdout that closes it, as `head` does.
+    A ValueError, OSError or EpisodeLost ends the program with the parser's error. Ctrl-C ends the session.
     """
-    if sys.stdin is None:
-        parser.error("stdin is closed: commands are read from it")
-    sys.stdin.reconfigure(errors=undecodable)          # invalid bytes: a refused command, no exception
-    try:
-        yield
-    except KeyboardInterrupt:
-        print()
-    except (ValueError, OSError, EpisodeLost) as error:
-        if isinstance(error, OSError):       # stdout's: Python would report it again when it exits
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
+    with printed(parser.prog):
+        if sys.stdin is None:
+            parser.error("stdin is closed: commands are read from it")
+        sys.stdin.reconfigure(errors=undecodable)          # invalid bytes: a refused command, no exception
+        try:
+            yield
+        except KeyboardInterrupt:
+            print()
+        except (ValueError, OSError, EpisodeLost) as error:
             parser.error(str(error))
 
 

@@ -44,15 +44,21 @@ def make(n, workers=2):
     The workers end when the last game is closed, and with this process, however it ends. Raises ValueError if
     ALFWorld is not installed.
     """
-    if not all(map(find_spec, PACKAGES)):
-        raise ValueError("--env=alfworld: not installed; pip install -r requirements-alfworld.txt")
+    check_installed()
     pool = Pool(n, min(n, workers))
     return [Alfworld(pool, i) for i in range(n)]
 
 
 def versions():
-    """{package: version} of the engine's packages."""
+    """{package: version} of the engine's packages. ValueError if one is missing."""
+    check_installed()
     return {package: version(package) for package in PACKAGES.values()}
+
+
+def check_installed():
+    """ValueError if a package is missing."""
+    if not all(map(find_spec, PACKAGES)):
+        raise ValueError("--env=alfworld: not installed; pip install -r requirements-alfworld.txt")
 
 
 class Environment(household.Environment):

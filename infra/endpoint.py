@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -22,15 +23,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from infra.progress import progress
 
 MAX_WAIT_S = 60.0              # between two requests for a question, whatever Retry-After is
 FAILURES_IN_A_ROW = 5          # unanswered questions after which the endpoint is considered dead
 MAX_BYTES = 4_000_000          # of an answer; a longer one is a failure
+MAX_ERROR_BYTES = 65_536       # read of the body of an error or a redirect
+MAX_REDIRECTS = 3              # followed for a request
 POLL_S = 0.05                  # between two checks of a question that another process is asking
 MIN_SECRET_LENGTH = 8          # shorter keys are local servers' placeholders, like EMPTY, and are not masked
+# A base URL without the parts that hold keys: user and password, query, fragment
+URL = re.compile(r"(?ai)https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d*)?(/[\w.,:;~%!$&'()*+=/-]*)?")
 MALFORMED = (ValueError, LookupError, TypeError, RecursionError)    # errors of reading JSON of a wrong form
 
 
@@ -44,6 +49,14 @@ class Failure:
     user_error: str = ""               # message of a mistake that makes all other questions fail too
 
 
+LIMITED = Failure("--endpoint-limit")
+REQUESTS = ("asked", "retried", "redirected")              # counts whose sum is the number of requests sent
+
+
+class NotSent(Exception):
+    """Raised in place of sending a request; its argument is the Failure."""
+
+
 class Endpoint:
     """A model on an OpenAI-compatible server that answers questions; see `ask`.
 
@@ -53,10 +66,13 @@ class Endpoint:
     waits longer than `patience_s`, and all of this holds between processes (if the cache's file system
     supports locks), not between threads of one.
 
-    limit: maximum number of requests in this process, including retries. timeout_s: for a complete answer.
-    first_wait_s: before the first retry; doubled for each further retry. counts: each distinct question of a
-    call is `cached` (also if cached by another process meanwhile), `limited`, `failed` or answered; `asked` +
-    `retried` is the number of requests sent.
+    limit: maximum number of requests in this process, including retries and redirects. timeout_s: for a
+    complete answer. first_wait_s: before the first retry; doubled for each further retry. counts: each
+    distinct question of a call is `cached` (also if cached by another process meanwhile), `limited`, `failed`
+    or answered; `asked` + `retried` + `redirected` is the number of requests sent.
+
+    Redirects are followed only within the server (the address's scheme, host and port) and only if they keep
+    the question (status 307 or 308), at most MAX_REDIRECTS per request. Nothing is sent to another server.
 
     After FAILURES_IN_A_ROW failed questions the endpoint is dead: the rest of the call fails without a
     request, and each later call begins with a single request to test whether it works again. ValueError for a
@@ -71,7 +87,8 @@ class Endpoint:
             import openai
         except ImportError:
             raise ValueError("--endpoint: needs openai; pip install -r requirements-endpoint.txt") from None
-        self.base_url, self.model, self.key_variable = checked_url(base_url), model, key_variable
+        self.shown_url = without_path(checked_url(base_url))       # in messages
+        self.model, self.key_variable = model, key_variable
         self.limit, self.concurrency, self.timeout_s, self.retries = limit, concurrency, timeout_s, retries
         self.max_tokens, self.temperature, self.first_wait_s = max_tokens, float(temperature), first_wait_s
         secret, flag = os.environ.get(key_variable, "").strip(), f"--endpoint-key-variable={key_variable}"
@@ -86,17 +103,24 @@ class Endpoint:
             text = text.replace(secret, "[key]") if len(secret) >= MIN_SECRET_LENGTH else text
             return text.encode("utf-8", "replace").decode("utf-8")
 
+        path = urlsplit(base_url).path
+        self.path_parts = [part for part in {*path.split("/"), *unquote(path).split("/")}
+                           if len(part) >= MIN_SECRET_LENGTH]
         self.clean = clean             # a closure, so that only it and the client have the key
         # max_retries=0: the client's own retries would not count towards the limit, and cannot be interrupted
         # no keep-alive: each request has a connection of its own, which `time_limit` can close
-        http = openai.DefaultHttpxClient(event_hooks={"request": [self.note_connection]}, timeout=timeout_s,
+        hooks = {"request": [self.before_request], "response": [self.after_response]}
+        http = openai.DefaultHttpxClient(event_hooks=hooks, timeout=timeout_s,
                                          limits=httpx2.Limits(max_keepalive_connections=0))
         self.client = openai.OpenAI(api_key=secret, base_url=base_url, max_retries=0, timeout=timeout_s,
                                     http_client=http)
-        self.local = threading.local()         # .connection: the socket of this thread's request
+        self.origin = httpx2.URL(base_url).origin
+        # of this thread's request: .kind, "asked" or "retried"; .statuses of the redirects so far;
+        # .connection, its socket; .expired, whether its time is over
+        self.local = threading.local()
         self.errors = (openai.OpenAIError, httpx2.HTTPError, TimeoutError, *MALFORMED)
         self.cache = Cache(cache)
-        self.counts = dict.fromkeys(("cached", "asked", "failed", "limited", "retried"), 0)
+        self.counts = dict.fromkeys(("cached", "failed", "limited", *REQUESTS), 0)
         self.failures_in_a_row, self.last_reason = 0, ""
         self.lock, self.stop = threading.Lock(), threading.Event()
 
@@ -109,7 +133,8 @@ class Endpoint:
         """Return the answers in the order of the questions; None for a question without an answer.
 
         questions: texts, or lists of messages {"role": ..., "content": ...}. Equal questions are asked once.
-        ValueError if the server refuses the key or the model, because every other question would fail too.
+        ValueError if the server refuses the key or the model, or redirects to another server, because every
+        other question would fail too.
         """
         conversations = [self.messages(question) for question in questions]
         keys = [self.cache_key(messages) for messages in conversations]
@@ -125,7 +150,7 @@ class Endpoint:
         else:
             self.ask_concurrently(todo, self.retries)
         if failed := self.counts["failed"] - failed_before:
-            warnings.warn(f"--endpoint={self.base_url}: {failed} of {len(distinct)} questions failed, "
+            warnings.warn(f"--endpoint={self.shown_url}: {failed} of {len(distinct)} questions failed, "
                           f"the last one with {self.last_reason}", stacklevel=2)
         return [self.cache.answers.get(key) for key in keys]
 
@@ -175,12 +200,9 @@ class Endpoint:
             for retry in range(1 if waited else 1 + retries):
                 if self.stop.wait(wait_s):
                     break
-                with self.lock:
-                    left = self.counts["asked"] + self.counts["retried"] < self.limit
-                    self.counts["retried" if retry else "asked"] += left
-                if not left:
+                answer = self.request(messages, "retried" if retry else "asked")
+                if answer is LIMITED:
                     return "limited"
-                answer = self.request(messages)
                 if not isinstance(answer, Failure):
                     self.cache.add({"key": key, "question": messages} | answer)
                     return "answered"
@@ -199,12 +221,56 @@ class Endpoint:
             retry_after_s = self.first_wait_s * 2 ** retry * random.SystemRandom().uniform(0.5, 1.5)
         return min(MAX_WAIT_S, max(0.0, retry_after_s))
 
-    def note_connection(self, request):
-        """Hook of the client before a request: note the socket once it is connected, also under TLS."""
+    def before_request(self, request):
+        """Hook of the client before each request, redirects too: check it, count it, note its socket.
+
+        NotSent if the request must not be sent. The socket is noted once it is connected, also under TLS.
+        """
+        local = self.local.__dict__
+        if local["statuses"]:
+            self.check_redirect(request, local["statuses"])
+        with self.lock:
+            if sum(self.counts[name] for name in REQUESTS) >= self.limit:
+                raise NotSent(LIMITED)
+            self.counts["redirected" if local["statuses"] else local["kind"]] += 1
+
         def trace(event, info):
             if event == "connection.connect_tcp.complete":
-                self.local.connection = info["return_value"].get_extra_info("socket").dup()
+                if local["connection"]:                    # of the request that was redirected
+                    local["connection"].close()
+                local["connection"] = info["return_value"].get_extra_info("socket").dup()
+                if local["expired"].is_set():              # while there was nothing to shut down
+                    with suppress(OSError):
+                        local["connection"].shutdown(socket.SHUT_RDWR)
         request.extensions["trace"] = trace
+
+    def check_redirect(self, request, statuses):
+        """NotSent unless the request, built by the client after responses of these statuses, may be sent."""
+        if request.url.origin != self.origin or request.method != "POST":
+            where = self.clean("{0.scheme}://{0.host}:{0.port}".format(request.url.origin))[:300]
+            reason = f"a redirect with status {statuses[-1]} to {where}"
+            raise NotSent(Failure(reason, user_error=(
+                f"--endpoint={self.shown_url}: {reason} is not followed, only 307 and 308 within the server "
+                "are; expected the address of a server that answers")))
+        if len(statuses) > MAX_REDIRECTS:
+            raise NotSent(Failure(f"more than {MAX_REDIRECTS} redirects"))
+
+    def after_response(self, response):
+        """Hook of the client after each response's headers: note a redirect; cut the body unless it answers.
+
+        The client reads such a body to its end, and a server may never end it.
+        """
+        if response.has_redirect_location:
+            self.local.statuses.append(response.status_code)
+        if not response.is_success:
+            from httpx2 import ByteStream
+            body, stream = bytearray(), response.stream
+            for part in stream:
+                body += part
+                if len(body) >= MAX_ERROR_BYTES:
+                    break
+            stream.close()
+            response.stream = ByteStream(bytes(body[:MAX_ERROR_BYTES]))
 
     @contextmanager
     def time_limit(self):
@@ -213,7 +279,8 @@ class Endpoint:
         The client's own time-out is for a single read, and servers may send a little from time to time, such
         as DeepSeek's empty lines when it is busy.
         """
-        local, expired, self.local.connection = self.local.__dict__, threading.Event(), None
+        local, expired = self.local.__dict__, threading.Event()
+        local |= {"connection": None, "expired": expired}
 
         def shut_down():
             expired.set()
@@ -234,8 +301,12 @@ class Endpoint:
             if local["connection"]:
                 local["connection"].close()
 
-    def request(self, messages):
-        """Send one request. Returns {"answer": text, "usage": the server's token counts}, or a Failure."""
+    def request(self, messages, kind):
+        """Send one request, counted as `kind`, and follow its redirects.
+
+        Returns {"answer": text, "usage": the server's token counts}, or a Failure; LIMITED at the limit.
+        """
+        self.local.kind, self.local.statuses = kind, []
         try:
             with self.time_limit(), self.client.chat.completions.with_streaming_response.create(
                     model=self.model, messages=messages, temperature=self.temperature,
@@ -254,33 +325,45 @@ class Endpoint:
             items = usage.items() if isinstance(usage, dict) else ()
             counts = {self.clean(name): count for name, count in items if type(count) is int}
             return {"answer": self.clean(text), "usage": counts}
+        except NotSent as stopped:
+            return stopped.args[0]
         except self.errors as error:
             return self.failure(error)
 
     def failure(self, error):
         """Return the Failure for an exception, which is not kept: its request's headers contain the key."""
         status = getattr(error, "status_code", None)
-        reason = f"{type(error).__name__}: {self.clean(str(error))[:300]}"
+        text = self.clean(str(error))
+        for part in self.path_parts:
+            text = text.replace(part, "[path]")
+        reason = f"{type(error).__name__}: {text[:300]}"
         if status in (401, 403):
             return Failure(reason, user_error=f"--endpoint-key-variable={self.key_variable}: --endpoint="
-                                              f"{self.base_url} refuses the key in it ({reason})")
+                                              f"{self.shown_url} refuses the key in it ({reason})")
         if status == 404:
             return Failure(reason, user_error=f"--endpoint-model={self.model}: unknown to --endpoint="
-                                              f"{self.base_url}, or no server is at that address ({reason})")
+                                              f"{self.shown_url}, or no server is at that address ({reason})")
         retry = status is None or status in (408, 409, 429) or status >= 500
         return Failure(reason, retry, retry_after_s(error.response.headers) if status else None)
 
 
 def checked_url(url):
-    """Return the base URL; ValueError if it is not valid. Flags are logged, so a URL must not hold a key."""
-    if "@" in url or "?" in url:
-        raise ValueError("--endpoint: expected a base URL without password or query; the key goes into "
-                         "the variable that --endpoint-key-variable names")
+    """Return the base URL of an endpoint.
+
+    ValueError for any other text, which may be a key and is not repeated. See also `without_path`.
+    """
     with suppress(ValueError):
         parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+        if URL.fullmatch(url) and parts.hostname and parts.port != 0:
             return url
-    raise ValueError(f"--endpoint={url}: expected a base URL like https://api.deepseek.com/v1")
+    raise ValueError("--endpoint: expected a base URL like https://api.deepseek.com/v1, without password, "
+                     "query or fragment; what was given is not repeated: it may hold the key, which goes in "
+                     "the variable that --endpoint-key-variable names")
+
+
+def without_path(url):
+    """Return a URL with "/..." for its path: what is printed and stored, because a path can hold a key."""
+    return re.sub(r"(://[^/]*/).+", r"\1...", url, flags=re.DOTALL) if isinstance(url, str) else url
 
 
 def retry_after_s(headers):

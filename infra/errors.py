@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from infra import files
+from infra.plugins import PluginError
 
 # Errors that end a run with one line: mistakes found late, a full disk, engines that die, torch's own errors
 EXPECTED = ValueError, OSError, ArithmeticError, MemoryError, RuntimeError
@@ -17,19 +18,20 @@ ADVICE = ((("rollout.py", "engine.py"), "playing", "--slots or --context down"),
 
 
 def one_line(error, out, known=()):
-    """Format an error as one line. A RuntimeError not of the `known` types leaves OUT/traceback.txt."""
+    """Format an error as one line. A plug-in's, and a RuntimeError not `known`, leaves OUT/traceback.txt."""
     text = " ".join(str(error).split())
     if is_out_of_memory(error, text):
         passed = {Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)}
         advice = [entry for entry in ADVICE if passed & {*entry[0]}] or ADVICE
         hints = "; ".join(f"while {activity}, {flags}" for _, activity, flags in advice)
         return f"out of memory ({text[:200]}): {hints}"
-    if isinstance(error, RuntimeError) and not isinstance(error, known):
+    text = " ".join([text, *(f"({note})" for note in getattr(error, "__notes__", ()))])
+    unknown = isinstance(error, RuntimeError) and not isinstance(error, known)
+    if unknown or isinstance(error, PluginError):
         with suppress(OSError):
             files.write_text(Path(out) / "traceback.txt", "".join(traceback.format_exception(error)))
-            text = f"{text[:300]} (traceback in {out}/traceback.txt)"
-        return f"{type(error).__name__}: {text}"
-    return text
+            text = f"{text[:500]} (traceback in {out}/traceback.txt)"
+    return f"{type(error).__name__}: {text}" if unknown else text
 
 
 def is_out_of_memory(error, text):

@@ -10,11 +10,9 @@ import json
 import math
 import os
 import platform
-import shlex
 import socket
 import subprocess
-import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from infra import plugins
@@ -26,18 +24,25 @@ MAX_HASHED = 4000          # training tasks in games_hash: all 3,553 real games;
 
 @contextmanager
 def locked(folder):
-    """Lock a run's folder, created if missing, for this block. ValueError names the process that locked it.
+    """Lock a run's folder, created if missing, for this block.
 
-    The lock ends with its process, however that ends. Child processes do not inherit it (closed at exec).
+    ValueError names the process that locked it, or says why it cannot be a folder. The lock ends with its
+    process, however that ends; child processes do not inherit it (closed at exec). The file does not hold the
+    command line, in which there may be a key.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"--out={folder}: neither a folder nor a link to one") from None
+    except OSError as error:
+        raise ValueError(f"--out={folder}: {error.strerror}") from None
     with open(folder / LOCK, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--out={folder}: {lock_holder(folder)} is writing there") from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} of {socket.gethostname()} ({shlex.join(sys.argv)[:200]})")
+        file.write(f"process {os.getpid()} of {socket.gethostname()}")
         file.flush()
         yield
 
@@ -61,10 +66,20 @@ def holds_run(folder):
                for path in (folder.iterdir() if folder.is_dir() else ()))
 
 
+def check_can_be_set_aside(folder):
+    """ValueError for a folder that contains the working directory, which would move with it."""
+    if not folder.is_symlink() and Path.cwd().is_relative_to(folder.resolve()):
+        raise ValueError(f"--out={folder}: --overwrite would rename the folder that this command works in; "
+                         "start it elsewhere")
+
+
 def set_aside(folder):
-    """Rename a run's folder to the first free name among FOLDER.old-1, -2, ...; return that path."""
-    folder, n = folder.resolve(), 1
-    while (aside := folder.with_name(f"{folder.name}.old-{n}")).exists():
+    """Rename a run's folder to the first free name among FOLDER.old-1, -2, ...; return that path.
+
+    Of a link the link itself is renamed: what it points to stays where it is.
+    """
+    folder, n = folder if folder.is_symlink() else folder.resolve(), 1
+    while os.path.lexists(aside := folder.with_name(f"{folder.name}.old-{n}")):
         n += 1
     folder.rename(aside)
     return aside
@@ -95,12 +110,14 @@ def write_bytes(path, content):
     OSError names the file.
     """
     path = Path(path)
-    temporary = path.with_name(path.name + ".new")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")      # two processes may make reports at once
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -181,24 +198,37 @@ def commit():
         return ""
 
 
+def versions_of(environment):
+    """Return {name: version} of Python, the libraries and the environment's packages, and the machine."""
+    import torch
+    import transformers
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores"} | environment.versions()
+
+
+def train_hash(config, iterations):
+    """Return a hash of the first tasks of so many RL iterations, at most MAX_HASHED; None if there are none.
+
+    Without RL it is of as many training tasks as there are demonstrations.
+    """
+    played = iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1)
+    types, n = (config.train_types, played) if played else (config.cold_start_types, config.demonstrations)
+    tasks = config.environment.train_tasks(types, 0, min(n, MAX_HASHED)) if n else []
+    return config.environment.tasks_hash(tasks) if tasks else None
+
+
 def origin_of(config, cold_start_types=None):
     """Return a run's provenance: library versions, commit, games, and the environment's texts for reports.
 
     cold_start_types: the task types in the cold start of the run's model; None: none, or unknown. Key
-    "games_hash" maps each evaluated split, and "train" (the first MAX_HASHED tasks of RL), to a hash of its
-    tasks.
+    "games_hash" maps each evaluated split, and "train" (see `train_hash`), to a hash of its tasks.
     """
-    import torch
-    import transformers
     environment = config.environment
     hashes = {split: environment.tasks_hash(environment.split_tasks(split)) for split in config.splits}
-    if played := config.iterations * config.tasks * (4 if config.dynamic_sampling == "refill" else 1):
-        trained = environment.train_tasks(config.train_types, 0, min(played, MAX_HASHED))
-        hashes["train"] = environment.tasks_hash(trained)
-    versions = {"python": platform.python_version(), "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "machine": f"{platform.machine()}, {os.cpu_count()} cores"} | environment.versions()
-    return {"versions": versions, "commit": commit(), "world": plugins.name_of(config.env),
+    if trained := train_hash(config, config.iterations):
+        hashes["train"] = trained
+    return {"versions": versions_of(environment), "commit": commit(), "world": plugins.name_of(config.env),
             "games": environment.description(), "games_hash": hashes, "captions": dict(environment.captions),
             "note": environment.note(config.settings() | {"cold_start_types": cold_start_types}),
             "warning": environment.warning()}

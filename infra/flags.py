@@ -78,6 +78,9 @@ def make_settings(dataclass, values):
         value, meta = values[f.name], f.metadata
         if meta.get("choices") and value not in meta["choices"]:
             raise ValueError(f"{flag_of(f.name)}={value}: expected one of {', '.join(meta['choices'])}")
+        kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(f.type)
+        if kinds and type(value) not in kinds:
+            raise ValueError(f"{flag_of(f.name)}={value!r}: expected {f.type.__name__}")
         low, high = (meta.get(end, limit) for end, limit in (("low", -LIMIT), ("high", LIMIT)))
         if f.type in (int, float) and not low <= value <= high:                        # also refuses NaN
             raise ValueError(f"{flag_of(f.name)}={value}: expected {low:g} to {high:g}")

@@ -2,14 +2,68 @@
 
 `--algo grpo` is class Method of algorithms/grpo.py, `--env path/to/guess.py` class Environment of that file.
 The class is checked: it may define no public name that its base class does not declare, because nothing would
-read it.
+read it. What its code raises or returns against its contract is a PluginError.
 """
 
 import hashlib
 import importlib
 import importlib.util
 import sys
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+
+ORIGINS = {}           # {name of a plug-in's module: its flag and value}
+
+
+class PluginError(ValueError):
+    """A plug-in's mistake, as one line: which plug-in, where, what came and what was expected."""
+
+
+@contextmanager
+def blamed(*passing):
+    """In this block, what a plug-in's code raises becomes a PluginError that names plug-in, line, function.
+
+    SystemExit too, which would end the run without a word. Errors of the types `passing` and lack of memory
+    stay as they are. So does a ValueError or OSError that is meant for the user: of a plug-in of the tree, or
+    with a message that begins with a flag.
+    """
+    try:
+        yield
+    except (PluginError, MemoryError, *passing):
+        raise
+    except (Exception, SystemExit) as error:
+        frame, line = last_frame(error)
+        if frame is None or type(error).__name__ == "OutOfMemoryError":
+            raise
+        module, function = frame.f_globals["__name__"], frame.f_code.co_name
+        for_user = not module.startswith("plugin_") or str(error).startswith("--")
+        if isinstance(error, (ValueError, OSError)) and for_user:
+            raise
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        raise PluginError(f"{ORIGINS[module]}: line {line}, in {function}: {what}{notes}") from error
+
+
+def last_frame(error):
+    """The last frame of an error's traceback that runs a plug-in's code, and its line; (None, 0) without."""
+    found, trace = (None, 0), error.__traceback__
+    while trace:
+        if trace.tb_frame.f_globals.get("__name__") in ORIGINS:
+            found = trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+    return found
+
+
+def refuse(wrong, source, where):
+    """Raise PluginError if `wrong`, the description of a mistake, is not "".
+
+    source: an object of the plug-in, for its name. where: what returned the mistake.
+    """
+    if wrong:
+        module = type(source).__module__
+        origin = ORIGINS.get(module) or getattr(sys.modules.get(module), "__file__", module)
+        raise PluginError(f"{origin}: {where}: {wrong}")
 
 
 def names(package, base):
@@ -45,10 +99,13 @@ def find(package, base, flag, value):
     except (Exception, SystemExit) as error:           # a user's file may raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"{flag}={value}: cannot import {file}{line_in(error, file)}: {reason}") from error
+    ORIGINS[module.__name__] = f"{flag}={value}"
     found = getattr(module, base.__name__, None)
     if not (isinstance(found, type) and issubclass(found, base) and found is not base):
         raise ValueError(f"{flag}={value}: {file} has no class "
                          f"{base.__name__}({base.__module__}.{base.__name__})")
+    if wrong := wrong_attribute(found, base):
+        raise ValueError(f"{flag}={value}: class {base.__name__}: {wrong}")
     if unknown := undeclared(found, base):
         raise ValueError(f"{flag}={value}: class {base.__name__} defines {', '.join(unknown)}, which "
                          f"{base.__module__}.{base.__name__} does not declare, so nothing reads it; a "
@@ -88,6 +145,22 @@ def line_in(error, file):
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
     return f", line {lines[-1]}" if lines else ""
+
+
+def wrong_attribute(found, base):
+    """Return which attribute of a plug-in's class is of another kind than the base class's; "" if none is."""
+    settings = getattr(found, "Settings", None)
+    if settings and not (isinstance(settings, type) and is_dataclass(settings)):
+        return f"Settings is {settings!r:.60}; expected a dataclass"
+    declared = fields(settings) if settings else ()
+    if texts := [f.name for f in declared if isinstance(f.type, str)]:
+        return f"the type of Settings.{texts[0]} is a text; leave out `from __future__ import annotations`"
+    for name, value in vars(base).items():
+        kinds = (tuple, list) if isinstance(value, tuple) else type(value)
+        if isinstance(value, (bool, str, tuple, dict)) and not isinstance(getattr(found, name), kinds):
+            if not name.startswith("_"):
+                return f"{name} is {getattr(found, name)!r:.60}; expected a {type(value).__name__}"
+    return ""
 
 
 def undeclared(found, base):

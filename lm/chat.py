@@ -87,7 +87,7 @@ class Chat:
         return not self.small
 
     def _encode(self, text):
-        """Ids of a text: special tokens in it are text, unpaired surrogates (tokenizers take none) are "?"."""
+        """Ids of a text: special tokens in it are text, and unpaired surrogates are "?"."""
         text = text.encode("utf-8", "replace").decode("utf-8")
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 

@@ -9,6 +9,7 @@ import sys
 import webbrowser
 from pathlib import Path
 
+from envs._terminal import StdoutError, printed
 from infra import files
 from report import gallery, page, read, tables
 
@@ -32,6 +33,7 @@ def open_in_browser(path):
 
 
 def main(argv=None):
+    """The command. Returns its exit status: 0, or 2 for a folder that cannot be read or written."""
     parser = argparse.ArgumentParser(prog="python -m report", allow_abbrev=False,
                                      description="Write a run folder's report.html and summary.json.")
     parser.add_argument("folder", type=Path, nargs="?",
@@ -40,27 +42,29 @@ def main(argv=None):
     parser.add_argument("--gallery", action="store_true",
                         help="write gallery.html: the studies' figures next to the papers' claims")
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    arguments = parser.parse_args(argv)
+    with printed("report"):
+        return run(parser.parse_args(argv))
+
+
+def run(arguments):
+    """Write the page and print the table. Returns the exit status."""
     folder = arguments.folder or (gallery.STUDIES if arguments.gallery else Path("runs/main"))
-    written = folder / ("gallery.html" if arguments.gallery else "report.html")
+    page_file, done, lines = folder / ("gallery.html" if arguments.gallery else "report.html"), "", []
     try:
         if arguments.gallery:
-            files.write_text(written, gallery.gallery(folder))
+            files.write_text(page_file, gallery.gallery(folder))
+            done = f"wrote {page_file}"
         else:
             summary, caption = write(folder)
-    except ValueError as error:
-        print(f"report: {error}", file=sys.stderr)
+            done = f"wrote {page_file} and {folder / 'summary.json'}"
+            lines = [tables.table(summary), *caption]
+        print("\n".join([*lines, done]), flush=True)
+    except (ValueError, OSError, StdoutError) as error:
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
+        print("; ".join(filter(None, [f"report: {why}", done])).replace("\n", "\\n"), file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"report: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    if arguments.gallery:
-        print(f"wrote {written}")
-    else:
-        print("\n".join([tables.table(summary), *caption]))
-        print(f"wrote {written} and {folder / 'summary.json'}")
     if arguments.open:
-        open_in_browser(written)
+        open_in_browser(page_file)
     return 0
 
 

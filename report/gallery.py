@@ -91,11 +91,20 @@ def is_wide(path):
     return box is not None and float(box[1]) > WIDE * float(box[2])
 
 
+def picture_path(folder, name, place):
+    """The path of a study's picture. ValueError if it is not in `folder`: the study may be a stranger's."""
+    path = folder / name
+    if path.resolve().parent != folder.resolve():
+        raise ValueError(f"{place}: its picture {name!r:.200}: expected a file in {folder}")
+    return path
+
+
 def studies(folder):
     """{file: study} of every JSON file in a folder. ValueError if one is broken or none exists."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    found = {path: read.expect(files.read_json(path), dict, path) for path in sorted(folder.glob("*.json"))}
+    found = {path: read.checked(files.read_json(path), lambda study, place: read.expect(study, dict, place),
+                                path) for path in sorted(folder.glob("*.json"))}
     if not found:
         raise ValueError(f"{folder}: no study in it (python -m lab.studies.NAME writes NAME.json)")
     return found
@@ -123,10 +132,9 @@ def entries(found):
                 figure, ("paper", "claim", "found", "agrees", "picture"), place)
             if agrees not in TONES:
                 raise ValueError(f"{place}, agrees: expected one of {', '.join(TONES)}, found {agrees!r:.60}")
-            (command,) = texts(study, ("command",), path)
+            (command,), drawn = texts(study, ("command",), path), picture_path(path.parent, file, place)
             result.append(Entry(f"{path.stem}-{number}", paper, claim, result_here, agrees,
-                                picture(path.parent / file, place), is_wide(path.parent / file),
-                                path.stem, command))
+                                picture(drawn, place), is_wide(drawn), path.stem, command))
     covered = [name for name in PAPER if any(covers(entry.paper, name) for entry in result)]
     for name, reason in PAPER.items():
         if name not in covered:
@@ -159,7 +167,8 @@ def lesson(path, fault, place):
         fault, ("title", "what", "tell", "found", "error", "picture"), place)
     if not isinstance(fault.get("told"), bool):
         raise ValueError(f"{place}, told: expected true or false, found {fault.get('told')!r:.60}")
-    return Lesson(title, what, tell, found, fault["told"], error, picture(path.parent / file, place))
+    drawn = picture(picture_path(path.parent, file, place), place)
+    return Lesson(title, what, tell, found, fault["told"], error, drawn)
 
 
 def gallery(folder=STUDIES):

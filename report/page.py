@@ -1,7 +1,7 @@
 """The report of runs and their summary, as one HTML text that needs no other file and no network.
 
 Chooses the episodes that fit on the page, and renders page.html. Autoescape is on, and the episodes' data is
-escaped for <script>: no text of an episode can become markup. Left out: any markup.
+escaped for <script>: no text of a run can become markup. Left out: any markup.
 """
 
 import json
@@ -10,18 +10,28 @@ from pathlib import Path
 
 import jinja2
 from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
 
-from infra.files import nan_to_null
+from envs._terminal import printable
 from report import charts, tables
 
 EPISODE_BYTES = 2_300_000           # of the page's 3 MB
 COMPACT = {"separators": (",", ":"), "allow_nan": False}
 
 
+def legible(value):
+    """What a template shows for a value: of text, escapes for what HTML does not carry or what would reorder
+    the text around it, see `printable`; the episodes' data, which is JSON, is exact.
+    """
+    if not isinstance(value, str) or isinstance(value, Markup):
+        return value
+    return printable(value).encode("utf-8", "backslashreplace").decode()
+
+
 def templates():
     """The jinja2 environment of this folder's templates, with autoescape."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, finalize=legible,
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = COMPACT
     return environment
@@ -38,7 +48,7 @@ def choose_episodes(runs, budget):
         source = (method, *map(episode.get, ("phase", "iteration", "split")))
         spread = sources.setdefault(source, len(sources)) * 0.6180339887 % 1
         rank = (queued_of[source], episode.get("phase") == "rl", spread)
-        queue.append((*rank, len(queue), nan_to_null({"method": method} | episode)))
+        queue.append((*rank, len(queue), episode | {"method": method}))
         queued_of[source] += 1
     chosen = []
     for *_, order, episode in sorted(queue, key=lambda entry: entry[:4]):

@@ -72,8 +72,8 @@ def main(argv=None):
                                      description="Play a game with a model; other flags are gcd.py's.")
     parser.add_argument("--model", required=True, help="its folder")
     parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER")
-    options, flags = parser.parse_known_args(argv)
     with terminal_session(parser, undecodable="replace"):        # a tokenizer takes no lone surrogate
+        options, flags = parser.parse_known_args(argv)
         given = config.parsed(["--model", options.model, *flags, "--demonstrations", "0", "--dagger", "0"])
         if given.judge_kind == "value":
             raise ValueError("--judge-kind=value: this judge answers in words; a value head has none")

@@ -2,10 +2,11 @@
 
 A run folder has one folder per method; each has `metrics.jsonl`, and may have `evaluation.json`,
 `stages.json` and `episodes.jsonl`. Also reads results over several seeds from the committed results. Left
-out: repair of broken files, except lines that a killed run cut short.
+out: repair of broken files, except lines that are cut short: of a killed run, or of one that is writing.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,24 +114,38 @@ def check_evaluation(record, place):
             expect_fields(expect(scores, dict, here), float, names, here)
 
 
+def check_stages(record, place):
+    """Check stages.json: {stage: seconds}."""
+    expect_fields(expect(record, dict, place), float, record, place)
+
+
 # Reading
 
+def checked(value, check, place):
+    """The value with null for NaN and infinities, checked. ValueError if it is nested too deeply to write."""
+    try:
+        value = files.nan_to_null(value)
+    except RecursionError:
+        raise ValueError(f"{place}: nested too deeply") from None
+    check(value, place)
+    return value
+
+
 def checked_lines(path, check):
-    """The checked records of a .jsonl file, and notes on lines that a killed run cut short."""
+    """The checked records of a .jsonl file, and notes on lines that are cut short."""
     records, broken = files.read_lines(path)
-    for number, record in enumerate(records, start=1):
-        check(record, f"{path}, entry {number}")
+    records = [checked(record, check, f"{path}, entry {n}") for n, record in enumerate(records, start=1)]
     where = f"{path.parent.name}/{path.name}"
-    return records, [f"{where}: line {number} is cut short (killed run?) and left out" for number in broken]
+    return records, [f"{where}: line {number} is cut short (killed run, or still writing?) and left out"
+                     for number in broken]
 
 
 def read_run(folder):
     """Read one method's folder into a Run. ValueError if its files are not as a run writes them."""
     records, notes = checked_lines(folder / files.METRICS, check_metrics)
     episodes, more_notes = checked_lines(folder / files.EPISODES, check_episode)
-    evaluation, stages = files.read_json(folder / files.EVALUATION), files.read_json(folder / files.STAGES)
-    check_evaluation(evaluation, folder / files.EVALUATION)
-    expect_fields(expect(stages, dict, folder / files.STAGES), float, stages, folder / files.STAGES)
+    evaluation, stages = (checked(files.read_json(folder / name), check, folder / name) for name, check in
+                          ((files.EVALUATION, check_evaluation), (files.STAGES, check_stages)))
     if "seconds" in evaluation:
         stages = {"evaluation": evaluation["seconds"]} | stages
     header = next((record for record in records if "config" in record), {})
@@ -141,15 +156,20 @@ def read_run(folder):
 def read_runs(folder):
     """All Runs of a run folder, sorted by name; those without RL iterations (a cold start) come first.
 
-    Runs that were set aside, NAME.old-1, are left out. ValueError if there is none.
+    They may be written meanwhile. Runs that were set aside, NAME.old-1, are left out, and those without a
+    line in their metrics. ValueError if there is none.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
-    found = sorted(path.parent for path in folder.glob(f"*/{files.METRICS}") if path.stat().st_size
-                   and ".old-" not in path.parent.name)
-    if not found:
+    found = []
+    for path in folder.glob(f"*/{files.METRICS}"):
+        if ".old-" not in path.parent.name:
+            with suppress(FileNotFoundError):                    # set aside at this moment
+                found.append(read_run(path.parent))
+    runs = [run for run in found if run.header or run.lines or run.notes]
+    if not runs:
         raise ValueError(f"{folder}: no metrics in it (expected {folder}/<method>/{files.METRICS})")
-    return sorted(map(read_run, found), key=lambda run: (bool(run.iterations), run.name))
+    return sorted(runs, key=lambda run: (bool(run.iterations), run.name))
 
 
 def seed_scores(result, place, names):

@@ -3,6 +3,7 @@
 import shlex
 
 from config import flags_of
+from envs._terminal import printable
 from infra.files import nan_to_null
 from report.read import is_number
 
@@ -59,6 +60,7 @@ def games_and_plays(score):
 
 def aligned(rows):
     """Rows of text as lines, with columns padded to equal width."""
+    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     padded = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
     return "\n".join("  ".join(row).rstrip() for row in padded)

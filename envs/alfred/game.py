@@ -29,6 +29,7 @@ HELP = """Available commands:
   cool (object) with (receptacle):  cool an object using a receptacle
   slice (object) with (object):     slice an object using a sharp object
 """
+COMMANDS = str, bytes, bytearray      # types of a command; bytes change nothing, as on the stock engine
 
 
 class Game:
@@ -51,8 +52,13 @@ class Game:
                            f"Your task is to: {self.problem.task_desc}.")
 
     def step(self, command: str) -> Reply:
-        """Do a command; one that is not admissible changes nothing. Case matters, outer spaces do not."""
-        command = command.strip()
+        """Do a command; one that is not admissible changes nothing. Case matters, outer spaces do not.
+
+        ValueError, before anything changes, for what is not one of COMMANDS.
+        """
+        if not isinstance(command, COMMANDS):
+            raise ValueError(f"command {command!r:.60}: expected text")
+        command = str.strip(command) if isinstance(command, str) else ""
         action = self.commands.get(command) or self.go_commands[self.here].get(command)
         if action is None:
             return self._reply(NOOP_MESSAGE)

@@ -12,7 +12,9 @@ rendering, and an action space of the admissible commands, which are in `info`.
     pip install gymnasium
 """
 
+import os
 import string
+from numbers import Integral
 
 import gymnasium
 from gymnasium.spaces import Text
@@ -35,8 +37,12 @@ class Household(gymnasium.Env):
 
         ValueError for a split without games and for a turn limit below 1.
         """
-        if type(max_turns) is not int or max_turns < 1:
-            raise ValueError(f"max_turns={max_turns}: expected 1 or more")
+        if not isinstance(split, str):
+            raise ValueError(f"split={split!r:.60}: expected text")
+        if not isinstance(games, (str, os.PathLike)):
+            raise ValueError(f"games={games!r:.60}: expected a path")
+        if not isinstance(max_turns, Integral) or max_turns < 1:
+            raise ValueError(f"max_turns={max_turns!r:.60}: expected 1 or more")
         self.tasks = Tasks(games, "part", seed=0)
         self.fixed = None if split == "train" else self.tasks.split_tasks(split)
         if split == "train":
@@ -44,7 +50,7 @@ class Household(gymnasium.Env):
         self.max_turns = max_turns
         self.observation_space = Text(MAX_CHARACTERS, charset=string.printable)
         self.action_space = Text(MAX_CHARACTERS, min_length=0, charset=string.printable)
-        self.game = Game()
+        self.game, self.turns = Game(), None       # None before the first reset
 
     def reset(self, *, seed=None, options=None):
         """Start a newly drawn task of the split: (observation, info). `options` are ignored."""
@@ -56,8 +62,11 @@ class Household(gymnasium.Env):
     def step(self, action):
         """Carry out a command: (observation, reward, terminated, truncated, info).
 
-        Winning terminates, also in the last turn. Otherwise the turn limit truncates.
+        Winning terminates, also in the last turn. Otherwise the turn limit truncates. ValueError, before
+        anything changes, for an action that is not text.
         """
+        if self.turns is None:
+            raise gymnasium.error.ResetNeeded("step: call reset first")
         reply = self.game.step(action)
         self.turns += 1
         truncated = not reply.won and self.turns >= self.max_turns

@@ -14,11 +14,12 @@ the creation of games (`collect_game_files`, `get_game_logic`, `is_solvable`).
 
 import os
 import warnings
+from numbers import Integral, Real
 from pathlib import Path
 
 import numpy as np
 
-from envs.alfred.game import Game
+from envs.alfred.game import COMMANDS, Game
 from envs.alfred.games import entry, load_game, read_json
 
 TASK_TYPES = {
@@ -39,8 +40,8 @@ class AlfredTWEnv:
     def __init__(self, config, train_eval="train"):
         """config: alfworld's, a dictionary of dictionaries.
 
-        ValueError for a missing key, an unsupported setting, a folder without games, or games of a release
-        before 0.4.
+        ValueError for a missing key, an unsupported setting, one of a wrong type, a folder without games, or
+        games of a release before 0.4.
         """
         self.config, self.train_eval = config, train_eval
         step_limit(config, train_eval)
@@ -59,44 +60,60 @@ class Batch:
     """
 
     def __init__(self, gamefiles, batch_size, max_turns):
-        if type(batch_size) is not int or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: expected 1 or more")
+        if not isinstance(batch_size, Integral) or batch_size < 1:
+            raise ValueError(f"batch_size={batch_size!r:.60}: expected 1 or more")
         self.gamefiles, self.batch_size, self.max_turns = gamefiles, batch_size, max_turns
-        self.games = [Game() for _ in range(batch_size)]
         self.replies = None                # the last Reply of each game; None before the first reset
         self.seed(1234)
 
     def seed(self, seed=None):
-        """Restart the order of games, shuffled by RandomState(seed); games in progress are not affected."""
-        random = np.random.RandomState(seed)
+        """Restart the order of games, shuffled by RandomState(seed); games in progress are not affected.
+
+        ValueError for what is no seed; the order then stays.
+        """
+        try:
+            random = np.random.RandomState(seed)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"seed={seed!r:.60}: expected None or an integer from 0 to 2**32 - 1") from error
         files = list(self.gamefiles)
         random.shuffle(files)
         self.order = endless_order(files, random)
         return [seed]
 
     def skip(self, nb_games=1):
-        """Skip the next games of the order."""
+        """Skip the next games of the order; none if `nb_games` is below 1. ValueError if it is no integer."""
+        if not isinstance(nb_games, Integral):
+            raise ValueError(f"skip: nb_games={nb_games!r:.60}: expected an integer")
         for _ in range(nb_games):
             next(self.order)
 
     def reset(self):
-        """Start the next `batch_size` games of the order: (observations, infos)."""
+        """Start the next `batch_size` games of the order: (observations, infos).
+
+        ValueError for a damaged file; the games in progress then continue.
+        """
         files = [next(self.order) for _ in range(self.batch_size)]
-        self.replies = [game.reset(load_game(path)) for game, path in zip(self.games, files)]
-        self.dones, self.turns = [False] * self.batch_size, 0
+        games = [Game() for _ in files]
+        self.replies = [game.reset(load_game(path)) for game, path in zip(games, files)]
+        self.games, self.dones, self.turns = games, [False] * self.batch_size, 0
         return self._observations(), self._infos(files)
 
     def step(self, commands):
         """Carry out one command per game: (observations, scores, dones, infos). A won game scores 1.
 
-        As in ALFWorld, only `reset` names the games: after a step every extra.gamefile is None.
+        As in ALFWorld, only `reset` names the games: after a step every extra.gamefile is None. ValueError,
+        before any game moves, for another number of commands and for a command that is not text, except in a
+        game that ignores it.
         """
         if self.replies is None:
             raise ValueError("step: call reset first")
         if not isinstance(commands, (list, tuple)) or len(commands) != self.batch_size:
             raise ValueError(f"step: expected a list of {self.batch_size} commands, got {repr(commands):.60}")
+        for i, command in enumerate(commands):
+            if not self.dones[i] and not isinstance(command, COMMANDS):
+                raise ValueError(f"step: commands[{i}]={command!r:.60}: expected text")
         self.turns += 1
-        over = bool(self.max_turns) and self.turns >= self.max_turns      # 0: no limit
+        over = bool(self.max_turns) and self.turns >= self.max_turns      # 0, None: no limit
         for i, command in enumerate(commands):
             if not self.dones[i]:
                 self.replies[i] = self.games[i].step(command)
@@ -127,37 +144,41 @@ def endless_order(files, random):
 
 # The config
 
-def setting(config, name, kind=object):
-    """The value under a dotted name, "env.task_types". ValueError if it is missing or not of type `kind`."""
+def setting(config, name, kinds=object, expected=""):
+    """The value under a dotted name, "env.task_types". ValueError if it is missing or not of these types.
+
+    expected: the types in words.
+    """
     found = config
     for key in name.split("."):
         try:
             found = found[key]
-        except (KeyError, TypeError) as error:
+        except (LookupError, TypeError) as error:
             raise ValueError(f"config: {name} is missing") from error
-    if not isinstance(found, kind):
-        raise ValueError(f"config: {name}={found}: expected {kind.__name__}")
+    if not isinstance(found, kinds):
+        raise ValueError(f"config: {name}={found!r:.60}: expected {expected}")
     return found
 
 
 def step_limit(config, train_eval):
-    """Maximum number of commands in a game; 0: no limit. ValueError for unsupported settings.
+    """Maximum number of commands in a game; 0 or None: no limit. ValueError for unsupported settings.
 
     As in ALFWorld, domain randomization concerns training only; evaluation ignores the setting.
     """
-    if train_eval not in SETTINGS:
-        raise ValueError(f"train_eval={train_eval}: expected one of {', '.join(SETTINGS)}")
+    if not isinstance(train_eval, str) or train_eval not in SETTINGS:
+        raise ValueError(f"train_eval={train_eval!s:.60}: expected one of {', '.join(SETTINGS)}")
     training = train_eval == "train"
-    if setting(config, "env.domain_randomization") and training:
-        raise ValueError("config: env.domain_randomization=True: not supported; set it to False")
-    method = setting(config, "general.training_method")
+    if (randomization := setting(config, "env.domain_randomization")) and training:
+        raise ValueError(f"config: env.domain_randomization={randomization!r:.60}: not supported; "
+                         "set it to False")
+    method = setting(config, "general.training_method", str, f"one of {', '.join(LIMITS)}")
     if method not in LIMITS:
         raise ValueError(f"config: general.training_method={method}: expected one of {', '.join(LIMITS)}")
     if method == "dagger" and training:
         raise ValueError("config: general.training_method=dagger with train_eval=train asks for "
                          "extra.expert_plan, which is not supported; set it to dqn, whose step limit is "
                          + LIMITS["dqn"])
-    return setting(config, LIMITS[method], int)
+    return setting(config, LIMITS[method], (Real, type(None)), "a number")
 
 
 def find_games(config, train_eval):
@@ -165,15 +186,21 @@ def find_games(config, train_eval):
 
     ValueError if there are none, and for a game of a release before 0.4, whose commands differ.
     """
-    if config["env"].get("goal_desc_human_anns_prob", 0) > 0:
+    name = "env.goal_desc_human_anns_prob"
+    if "goal_desc_human_anns_prob" in config["env"] and setting(config, name, Real, "a number") > 0:
         warnings.warn("config: env.goal_desc_human_anns_prob is not used: games keep the text of their files")
     folder_name, limit_name = SETTINGS[train_eval]
-    folder, limit = expand_variables(setting(config, folder_name, str)), setting(config, limit_name, int)
+    folder = expand_variables(os.fspath(setting(config, folder_name, (str, os.PathLike), "a path")))
+    limit = setting(config, limit_name, Integral, "an integer")
     numbers = setting(config, "env.task_types")
-    types = {task_type for number, task_type in TASK_TYPES.items() if number in numbers}
+    try:
+        types = {TASK_TYPES[number] for number in numbers if number in TASK_TYPES}
+    except TypeError:                  # not a list, or a list of lists
+        types = ()
     if not types:
-        raise ValueError(f"config: env.task_types={numbers}: expected some of 1 to {len(TASK_TYPES)}")
-    files = [os.path.join(trial, "game.tw-pddl") for trial, _, names in os.walk(folder, topdown=False)
+        raise ValueError(f"config: env.task_types={numbers!r:.60}: expected some of 1 to {len(TASK_TYPES)}")
+    walk = os.walk(folder, topdown=False) if os.path.isdir(folder) else ()     # False for a NUL in it, too
+    files = [os.path.join(trial, "game.tw-pddl") for trial, _, names in walk
              if "traj_data.json" in names and is_playable(trial, types)]
     if not files:
         raise ValueError(f"config: {folder_name}={folder}: no solvable games of the task types {numbers}; "

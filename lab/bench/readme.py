@@ -48,9 +48,9 @@ def result_path(name):
 
 
 def chaos_row(result, name, _):
-    """An attack of `bash run.sh chaos`: description, number of tries, number survived."""
+    """An attack of `bash run.sh chaos`: what is promised, what is done, number of tries, number survived."""
     row = next(row for row in result["attacks"] if row["attack"] == name)
-    return [name, row["what"], str(row["tries"]), str(row["survived"])]
+    return [name, row.get("promise", ""), row["what"], str(row["tries"]), str(row["survived"])]
 
 
 def twins_row(result, name, _):

@@ -244,8 +244,9 @@ class Script:
         if number in self.texts:
             return self.texts[number]
         if correction.MERGE[:40] in self.chat.tokenizer.decode(prompt[-200:]):
-            return self.chat.encode("Do not say what is not possible.<|im_end|>")
-        return self.chat.encode("Refused. <judge>{}</judge><|im_end|>".format(("good", "bad")[number % 2]))
+            return self.chat.encode("Do not say what is not possible.") + self.chat.end_ids
+        text = "Refused. <judge>{}</judge>".format(("good", "bad")[number % 2])
+        return self.chat.encode(text) + self.chat.end_ids
 
 
 class Unclosed:

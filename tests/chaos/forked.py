@@ -5,6 +5,7 @@ One process has imported everything, and a fork of it costs nothing, so a comple
 
 import json
 import os
+import random
 import shutil
 import signal
 import sys
@@ -24,6 +25,16 @@ TINY = ("--device cpu --hidden-size 16 --layers 1 --max-turns 4 --tasks 2 --grou
         "--minibatches 2 --judge-labels oracle --judge-turns 4 --judge-group-size 2 --evaluate none "
         "--context 512 --checkpoint-every 1").split()
 ALL = "--algo ppo --kl loss --gcd".split()          # critic, reference, judge: everything that a run can save
+
+
+PART, USUAL, ALL_TRIES = range(3)                     # sizes of an attack: --part, without a flag, --all
+
+
+def sampled(items, size, part, usual):
+    """A seeded sample of an attack's tries, in their order: at most `part` or `usual` of them, or all."""
+    items = list(items)
+    n = min(len(items), (part, usual, len(items))[size])
+    return [items[k] for k in sorted(random.Random(0).sample(range(len(items)), n))]
 
 
 # One child process

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from forked import (
     ALL,
+    PART,
     child,
     contents,
     difference,
@@ -26,6 +27,7 @@ from forked import (
     in_two_processes,
     resume_problem,
     run,
+    sampled,
     undisturbed,
 )
 from hand_made import GAME
@@ -40,7 +42,7 @@ LIMIT_S = 10
 
 # Disks
 
-def full_disks(workdir, part):
+def full_disks(workdir, size):
     """A disk, also of temporary files, that is full after a fraction of what a run writes; 40 fractions."""
     expected, start = undisturbed(workdir)
     need = sum(map(len, contents(expected).values())) * 3
@@ -50,10 +52,10 @@ def full_disks(workdir, part):
                                       capture_output=True).returncode:
         print("    (no small disk can be mounted here: the size of each file is limited instead)")
         disk = None
-    sizes = [int(need * k / 40) + 4096 for k in (range(0, 40, 8) if part else range(40))]
+    sizes = sampled([int(need * k / 40) + 4096 for k in range(40)], size, 5, 24)
     try:
-        for size in sizes:
-            yield f"{size} bytes", one_full_disk(workdir, disk, size, flags, expected)
+        for n in sizes:
+            yield f"{n} bytes", one_full_disk(workdir, disk, n, flags, expected)
     finally:
         if disk:
             subprocess.run(["umount", disk], check=True)
@@ -160,7 +162,7 @@ def mutated_pddl(rng):
     return " ".join(tokens)
 
 
-def mutations(workdir, part):
+def mutations(workdir, size):
     """A random fault in a config.json, tokenizer, trainer.pt, safetensors file, log or game."""
     expected, start = undisturbed(workdir)
     kinds = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors", "trainer.pt",
@@ -206,17 +208,17 @@ def mutations(workdir, part):
             out = folder / "out"
         return exit_problem(child(run(out, *flags), output, LIMIT_S), output)
 
-    items = [(kind, seed) for seed in range(3 if part else 28) for kind in kinds]
+    items = sampled([(kind, seed) for seed in range(28) for kind in kinds], size, 24, 160)
     for (kind, seed), problem in in_two_processes(items, attack, workdir):
         yield f"{kind} {seed}", problem
 
 
-def not_numbers(workdir, part):
+def not_numbers(workdir, size):
     """NaN or infinity in each weight, and a config.json (RoPE's theta 0) that leads to NaN."""
     _, start = undisturbed(workdir)
     tensors = load_file(start / "model.safetensors")
-    broken = [(name, value) for name in sorted(tensors)[:: 4 if part else 1]
-              for value in (float("nan"), float("inf"))] + [("rope_theta", 0)]
+    broken = sampled([(name, value) for name in sorted(tensors) for value in (float("nan"), float("inf"))],
+                     size, 6, 40) + [("rope_theta", 0)]
     for k, (name, value) in enumerate(broken):
         folder = shutil.copytree(start, workdir / f"model{k}")
         if name in tensors:
@@ -235,7 +237,7 @@ def not_numbers(workdir, part):
 
 # Servers, terminals, time
 
-def hostile_http(workdir, part):
+def hostile_http(workdir, size):
     """A large model's server that is slow, endless, wrong or gone: the question fails in time."""
     warnings.simplefilter("ignore")                # every failed question warns
     os.environ |= {"CHAOS_KEY": "sk-chaos-0123456789", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
@@ -315,7 +317,7 @@ def answer(connection, serve):
             pass
 
 
-def dead_terminals(workdir, part):
+def dead_terminals(workdir, size):
     """An output pipe that is broken, a full disk of the log, and closed streams: the run completes."""
     expected, start = undisturbed(workdir)
     flags = [*ALL, "--model", start, "--demonstrations", 0]
@@ -342,10 +344,10 @@ def dead_terminals(workdir, part):
         yield f"its output is {name}", f"status {status}" if status else difference(workdir / name, expected)
 
 
-def soak(workdir, part):
+def soak(workdir, size):
     """1,000 iterations: memory and the number of open files do not grow."""
     _, start = undisturbed(workdir)
-    iterations, watched = (200 if part else 1000), workdir / "watched"
+    iterations, watched = (200 if size == PART else 1000), workdir / "watched"
 
     def watching():
         iteration = gcd.iteration

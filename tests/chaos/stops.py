@@ -14,6 +14,7 @@ import torch
 import torch.distributed.launcher.api as launcher
 from forked import (
     ALL,
+    PART,
     ROOT,
     TINY,
     child,
@@ -23,6 +24,7 @@ from forked import (
     in_two_processes,
     resume_problem,
     run,
+    sampled,
     undisturbed,
 )
 
@@ -79,7 +81,7 @@ class DieAt:
         self.count_event()
 
 
-def kills(workdir, part):
+def kills(workdir, size):
     """SIGKILL at every file-system event of a run, then --resume --overwrite, as run.sh does."""
     expected, start = undisturbed(workdir)
     flags = [*ALL, "--model", start, "--demonstrations", 0, "--resume", "--overwrite"]
@@ -104,12 +106,12 @@ def kills(workdir, part):
             return f"not killed: status {status}"
         return resume_problem(out, flags, expected, folder / "output")
 
-    points = list(range(1, events + 1))[::10 if part else 1]
+    points = sampled(range(1, events + 1), size, 10, 60)
     for at, problem in in_two_processes(points, attack, workdir):
         yield f"event {at} of {events}", problem
 
 
-def random_kills(workdir, part):
+def random_kills(workdir, size):
     """Up to four SIGKILLs at random times, --resume --overwrite after each, until the run is complete."""
     expected, start = undisturbed(workdir)
     flags = [*ALL, "--model", start, "--demonstrations", 0, "--resume", "--overwrite"]
@@ -124,11 +126,11 @@ def random_kills(workdir, part):
                 return exit_problem(status, folder / "output", ())
         return resume_problem(out, flags, expected, folder / "output")
 
-    for seed, problem in in_two_processes(list(range(6 if part else 50)), attack, workdir):
+    for seed, problem in in_two_processes(sampled(range(50), size, 5, 30), attack, workdir):
         yield f"seed {seed}", problem
 
 
-def reruns(workdir, part):
+def reruns(workdir, size):
     """The same command again, which is refused; then with --overwrite, ended by Ctrl-C, SIGKILL or SIGHUP."""
     expected, start = undisturbed(workdir)
     flags = [*ALL, "--model", start, "--demonstrations", 0]
@@ -152,12 +154,12 @@ def reruns(workdir, part):
 
     rng = random.Random(0)
     tries = [(signum, rng.uniform(0.05, 1.5)) for signum in (signal.SIGINT, signal.SIGKILL, signal.SIGHUP)
-             for _ in range(2 if part else 8)]
+             for _ in range(1 if size == PART else 8)]
     for (signum, after_s), problem in in_two_processes(tries, attack, workdir):
         yield f"{signum.name} after {after_s:.2f} s", problem
 
 
-def interrupts(workdir, part):
+def interrupts(workdir, size):
     """Ctrl-C at a random time: the run saves, reports it, and resumes."""
     expected, start = undisturbed(workdir)
     flags = [*ALL, "--model", start, "--demonstrations", 0, "--resume", "--overwrite"]
@@ -170,12 +172,12 @@ def interrupts(workdir, part):
         return resume_problem(out, flags, expected, folder / "output")
 
     rng = random.Random(1)
-    for after_s, problem in in_two_processes([rng.uniform(0.05, 1.5) for _ in range(4 if part else 16)],
-                                             attack, workdir):
+    times = [rng.uniform(0.05, 1.5) for _ in range(4 if size == PART else 16)]
+    for after_s, problem in in_two_processes(times, attack, workdir):
         yield f"after {after_s:.2f} s", problem
 
 
-def two_writers(workdir, part):
+def two_writers(workdir, size):
     """A second run in the folder of a run that has not ended: it is refused."""
     expected, start = undisturbed(workdir)
     flags = [*ALL, "--model", start, "--demonstrations", 0]
@@ -206,7 +208,7 @@ def two_writers(workdir, part):
 
 # Shells, ranks
 
-def orphans(workdir, part):
+def orphans(workdir, size):
     """run.sh killed by SIGKILL while its two methods run: they save and end, and run.sh resumes them."""
     checkout = workdir / "checkout"
     without = shutil.ignore_patterns(".venv", "runs", ".git", "results", "tests")
@@ -224,7 +226,7 @@ def orphans(workdir, part):
     shutil.copy(ROOT / "requirements.txt", checkout / ".venv")
     environment = os.environ | {"MORE": "--max-turns 12", "OMP_NUM_THREADS": "1"}
     out = checkout / "runs" / "main"
-    for number in range(1 if part else 3):
+    for number in range(1 if size == PART else 3):
         with open(workdir / "shell", "w") as output:
             shell = subprocess.Popen(["bash", "run.sh"], cwd=checkout, stdout=output, stderr=output,
                                      env=environment, start_new_session=True)
@@ -256,7 +258,7 @@ def wait_until(condition, limit_s):
     return True
 
 
-def ranks(workdir, part):
+def ranks(workdir, size):
     """torchrun with two ranks: a rank killed, torchrun's agent killed, Ctrl-C in a step longer than its time
     limit; then resumed on two ranks, or on one."""
     _, start = undisturbed(workdir)
@@ -303,7 +305,7 @@ def ranks(workdir, part):
     ended = wait_until(lambda: not files.lock_holder(out), 60)
     yield "the agent killed", "" if ended else "its ranks did not end"
     yield "resumed on one rank", rerun(out, 1)
-    if part or "SHUTDOWN_TIMEOUT" not in Path(launcher.__file__).read_text():
+    if size == PART or "SHUTDOWN_TIMEOUT" not in Path(launcher.__file__).read_text():
         return                               # torch 2.9 always waits 30 s
     out = workdir / "slow"
     job, pids = start_job(out, 2, step_s=SLOW_S)

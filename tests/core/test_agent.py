@@ -239,7 +239,7 @@ def test_train_equals_the_command(start, tmp_path):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("settings, message", [
-    ({"lr": "nan"}, "--lr=nan"), ({"frobnicate": 1}, "--frobnicate=1: no such flag"),
+    ({"lr": "nan"}, "--lr=nan"), ({"frobnicate": 1}, "--frobnicate: no such flag"),
     ({"iterations": True}, "--iterations"), ({"env": "nowhere"}, "--env=nowhere"),
     ({"gcd": False, "correction": "critiques"}, "--correction=critiques: ")])
 def test_train_refuses_wrong_settings_before_any_work(tmp_path, settings, message):

@@ -121,6 +121,19 @@ def test_changed_ignores_settings_of_place_and_speed():
     assert config.changed(then | {"a_flag_of_old": 1}, parse("--lr", 1e-3)) == {}
 
 
+def test_an_endpoint_is_stored_and_compared_without_its_path():
+    """Settings of older runs have it. That there is one, and its server, is compared."""
+    url = "https://host:80/api/v1"
+    stored = parse("--endpoint", url).settings()
+    assert stored["endpoint"] == "https://host:80/..." and parse("--endpoint", url).endpoint == url
+    assert parse().settings()["endpoint"] == ""
+    for then in (stored, stored | {"endpoint": url}):
+        assert config.changed(then, parse("--endpoint", "https://host:80/v2")) == {}
+        assert config.changed(then, parse("--endpoint", "https://other/v1")) == {
+            "endpoint": ("https://host:80/...", "https://other/...")}
+        assert config.changed(then, parse()) == {"endpoint": ("https://host:80/...", "")}
+
+
 # Defaults: the preset's, the algorithm's, the environment's; the command line overrides them
 
 @pytest.mark.parametrize("algo", plugins.names(algorithms, algorithms.Method))
@@ -207,7 +220,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--task-ids 5", "--task-ids: not read here, but with --env scienceworld"),
     ("--no-normalize-std --algo rlvmr",
      "--no-normalize-std: not read here, but with --algo gigpo or --algo grpo"),
-    ("--frobnicate 1", "--frobnicate: no such flag"), ("--group 3", "--group: no such flag"),
+    ("--frobnicate=1", "--frobnicate: no such flag"), ("--group 3", "--group: no such flag"),
     ("--dual-clip 3", "--dual-clip: a setting, but no flag: --preset and --variant set it"),
     ("--algo gigpo --success-reward 5", "--success-reward: a setting, but no flag"),
     ("here", "here: no such flag"),
@@ -255,6 +268,8 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--algo rlvmr --prompt think", "--prompt=think: --algo rlvmr needs tags"),
     ("--correction critiques --no-gcd", "--correction=critiques: "),
     ("--correction critiques --judge-kind value", "--correction=critiques: "),
+    ("--correction critiques", "--correction=critiques: needs --instructions"),
+    ("--correction critiques --instructions --correction-from critiques", "--correction-from=critiques: "),
     ("--judge-labels rule+endpoint", "--judge-labels=rule+endpoint: needs --endpoint"),
     # of the environment
     ("--env scienceworld --judge-labels oracle", "--judge-labels=oracle: scienceworld has no oracle"),

@@ -5,6 +5,7 @@
 The oracle is an undisturbed run, bit for bit.
 """
 
+import gzip
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import time
 
 import pytest
 import torch
+from hand_made import GAME
 from safetensors.torch import load_file
 from tiny_runs import (
     ENVIRONMENT,
@@ -32,11 +34,12 @@ from tiny_runs import (
 )
 
 import cold_start
+import config
 import gcd
 import resume
 import rollout
 import session
-from infra import checkpoint, files
+from infra import checkpoint, files, parallel
 
 
 @pytest.fixture(scope="module")
@@ -269,6 +272,99 @@ def test_a_run_resumes_with_its_own_settings_only(start, trained, tmp_path, caps
     assert train(tmp_path, "--demonstrations", 0, "--resume", "--iterations", 0) == 0
 
 
+def remarks(capsys):
+    """What --resume has printed about what differs, a line each."""
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("--resume: ")]
+
+
+@pytest.mark.fast
+def test_resume_prints_what_changes_the_rounding(start, finished, capsys):
+    """And nothing if nothing does. Of an older checkpoint, ranks and device are unknown."""
+    flags = [*start_from(start), "--resume"]
+    assert train(finished, *flags, "--checkpoint-every", 1, "--checkpoint-activations", "on") == 0
+    assert remarks(capsys) == []
+    assert train(finished, *flags, "--slots", 3, "--microbatch-tokens", 512) == 0
+    (line,) = remarks(capsys)
+    assert line.startswith("--resume: slots was 128, is 3; microbatch_tokens was 2048, is 512: sums are ")
+    now = config.parsed([*TINY, "--slots", "3", "--microbatch-tokens", "512"])      # as in the checkpoint
+    first, state = resume.first_record(finished), checkpoint.read_trainer(finished / "checkpoint")["state"]
+    two = parallel.Ranks(0, 2, torch.device("cpu"))
+    resume.print_changes(now, finished, state, first, two)
+    (line,) = remarks(capsys)
+    assert line.startswith("--resume: ranks was 1, is 2: sums are rounded ")
+    del state["place"]
+    resume.print_changes(now, finished, state, first, two)
+    assert remarks(capsys) == []
+
+
+@pytest.mark.fast
+def test_resume_prints_another_commit_and_other_versions(start, finished, monkeypatch, capsys):
+    was = resume.first_record(finished)["commit"]
+    monkeypatch.setattr(files, "commit", lambda: "abc1234")
+    monkeypatch.setattr(files.platform, "python_version", lambda: "9.9")
+    assert train(finished, *start_from(start), "--resume") == 0
+    (line,) = remarks(capsys)
+    assert line.startswith(f"--resume: {finished} was begun with commit {was or 'unknown'}, python 3.")
+    assert line.endswith("; it continues with commit abc1234, python 9.9")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("total", [1, 0])
+def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monkeypatch, capsys, total):
+    """It would read as finished, with a part of its learning rate's decay. Its own total continues it."""
+    full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--iterations", 3]
+    assert train(full, *flags) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "optimize", interrupting(gcd.optimize, 0))
+        assert train(parts, *flags) == 130
+    before = contents(parts)
+    assert train(parts, *flags, "--iterations", total, "--resume") == 1
+    assert_one_error(capsys, f"was made with other settings: iterations was 3, is {total}")
+    assert contents(parts) == before
+    assert train(parts, *flags, "--resume") == 0
+    assert same(weights(full), weights(parts))
+
+
+@pytest.mark.fast
+def test_without_decay_a_run_may_end_where_it_was_cut(start, tmp_path, monkeypatch):
+    """It is then the run of that many iterations, and says so."""
+    full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--iterations", 3]
+    assert train(full, *flags, "--iterations", 1, lr_decay=False) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "optimize", interrupting(gcd.optimize, 0))
+        assert train(parts, *flags, lr_decay=False) == 130
+    assert train(parts, *flags, "--iterations", 0, "--resume", lr_decay=False) == 1
+    assert train(parts, *flags, "--iterations", 1, "--resume", lr_decay=False) == 0
+    assert same(weights(full), weights(parts)) and (parts / "stages.json").exists()
+    state = checkpoint.read_trainer(parts / "checkpoint")["state"]
+    assert (state["iteration"], state["settings"]["iterations"]) == (1, 1)
+
+
+@pytest.mark.fast
+def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, capsys):
+    """As long as the run trains; under the same path."""
+    out, path = tmp_path / "out", tmp_path / "games.jsonl.gz"
+
+    def write(**changes):
+        with gzip.open(path, "wt") as file:
+            file.writelines(json.dumps(GAME | {"rel": f"train/a/{k}"} | changes) + "\n" for k in range(4))
+
+    flags = [*start_from(start), "--games", path]
+    write()
+    with monkeypatch.context() as patch:
+        patch.setattr(gcd, "optimize", interrupting(gcd.optimize, 0))
+        assert train(out, *flags) == 130
+    before = contents(out)
+    write(task_desc="put some apple in fridge")
+    assert train(out, *flags, "--resume") == 1
+    assert_one_error(capsys, f"--resume: --games={path}: other games than {out} has trained on (hash ")
+    assert contents(out) == before
+    write()
+    assert train(out, *flags, "--resume") == 0
+    write(task_desc="put some apple in fridge")
+    assert train(out, *flags, "--resume") == 0, "it trains no more"
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("iterations", [0, 2])
 def test_an_interrupted_cold_start_cannot_be_resumed(tmp_path, monkeypatch, capsys, iterations):
@@ -324,6 +420,66 @@ def test_overwrite_sets_the_old_run_aside_even_if_stopped_early(start, finished,
             assert train(finished, *start_from(start), "--overwrite", "--seed", n) == 130
     assert contents(finished.with_name("out.old-1")) == before
     assert len(rows(finished.with_name("out.old-2"))) == len(rows(finished)) == 1
+
+
+@pytest.mark.fast
+def test_overwrite_of_a_link_renames_the_link(start, finished):
+    """What it points to stays where it is, and further commands work."""
+    before, link = contents(finished), finished.with_name("link")
+    link.symlink_to(finished.name)
+    link.with_name("link.old-1").symlink_to("nowhere")                    # taken, too
+    assert train(link, *start_from(start), "--overwrite", "--seed", 1) == 0
+    assert contents(finished) == before and not finished.with_name("out.old-1").exists()
+    aside = link.with_name("link.old-2")
+    assert aside.is_symlink() and aside.resolve() == finished.resolve()
+    assert link.is_dir() and not link.is_symlink() and len(rows(link)) == 2
+    assert train(link, *start_from(start), "--resume", "--seed", 1) == 0
+    assert train(link, *start_from(start), "--resume", "--overwrite", "--seed", 2) == 0
+    assert link.with_name("link.old-3").is_dir() and len(rows(link)) == 2
+
+
+@pytest.mark.fast
+def test_a_link_as_checkpoint_is_followed(start, finished, tmp_path):
+    """Saved through when resumed; set aside as a link when overwritten."""
+    elsewhere, link = tmp_path / "elsewhere", finished / "checkpoint"
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    flags, before = start_from(start), contents(elsewhere)
+    assert train(finished, *flags, "--resume") == 0
+    assert link.is_symlink() and same(load_file(elsewhere / "model.safetensors"), weights(finished))
+    before = contents(elsewhere)
+    assert train(finished, *flags, "--overwrite", "--seed", 1) == 0
+    assert contents(elsewhere) == before and not link.is_symlink()
+    assert weights(finished.with_name("out.old-1")).keys() == weights(finished).keys()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("here, out", [(".", "."), ("checkpoint", ".."), ("checkpoint", "OUT"),
+                                       (".", "checkpoint/..")])
+def test_overwrite_does_not_rename_the_working_directory(start, finished, monkeypatch, capsys, here, out):
+    before, out = contents(finished), str(finished) if out == "OUT" else out
+    monkeypatch.chdir(finished / here)
+    for flags in (["--overwrite"], ["--resume", "--overwrite", "--seed", 1]):
+        assert train(out, *start_from(start), *flags) == 1
+        assert_one_error(capsys, f"--out={out}: --overwrite would rename the folder that this command works")
+    assert contents(finished) == before and not finished.with_name("out.old-1").exists()
+    assert train(out, *start_from(start), "--resume", "--overwrite") == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["file", "link to a file", "link to nothing", "link to itself", "in a file"])
+def test_an_out_that_is_no_folder_is_named(start, tmp_path, capsys, kind):
+    (tmp_path / "file").write_text("mine")
+    target = {"link to a file": "file", "link to nothing": "nowhere", "link to itself": "link"}.get(kind)
+    out = tmp_path / {"file": "file", "in a file": "file/out"}.get(kind, "link")
+    if target:
+        out.symlink_to(target)
+    for flags in ([], ["--overwrite"], ["--resume", "--overwrite"]):
+        assert train(out, *start_from(start), *flags) == 1
+        why = "neither a folder nor a link to one" if out.parent == tmp_path else "Not a directory"
+        assert_one_error(capsys, f"--out={out}: {why}")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"file", *(["link"] if target else [])}
 
 
 @pytest.mark.fast

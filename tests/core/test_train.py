@@ -46,11 +46,13 @@ import rollout
 import session
 import update
 from algorithms import rewards
+from envs import alfworld, scienceworld
 from envs.alfred import rooms
 from envs.household import Environment
-from infra import files, parallel
+from infra import files, parallel, plugins
 from lm import engine
 from lm import model as qwen
+from lm.small import save_small_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def test_every_line_of_the_metrics_is_complete(trained):
     train_hash = environment.tasks_hash(environment.train_tasks("part", 0, 8))    # 2 iterations of 4 tasks
     assert first["games_hash"] == {"train": train_hash}
     splits = {split: environment.tasks_hash(environment.split_tasks(split)) for split in ("L0", "L2")}
-    evaluated = config.parse([*TINY, "--iterations", "0", "--evaluate", "L0,L2"])
+    evaluated = config.parse([*TINY, "--iterations", "0", "--demonstrations", "0", "--evaluate", "L0,L2"])
     assert files.origin_of(evaluated)["games_hash"] == splits
     assert files.origin_of(evaluated)["note"] == "" and "four" in files.origin_of(evaluated, "part")["note"]
     assert [line["iteration"] for line in lines] == [0, 1]
@@ -461,6 +463,104 @@ def test_an_impossible_run_fails_before_any_work(start, tmp_path, capsys, flags,
     assert train(tmp_path / "out", *start_from(start), *flags) == 1
     assert_one_error(capsys, message)
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def untouched(*arguments):
+    raise AssertionError("touched before what is quicker to check")
+
+
+def copied(folder, path, change=lambda folder: None):
+    """A copy of a model folder, changed by a function of it."""
+    shutil.copytree(folder, path)
+    change(path)
+    return path
+
+
+def rewrite(folder, name, **entries):
+    """Change entries of a JSON file."""
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | entries))
+
+
+def with_state(folder, **entries):
+    """Change entries of the state in trainer.pt."""
+    trainer = torch.load(folder / "trainer.pt")
+    torch.save(trainer | {"state": trainer["state"] | entries}, folder / "trainer.pt")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("change, flags, message", [
+    (None, "--context 5000", "--context=5000"), (None, "--prompt tags", "cold start had no tags"),
+    (None, "--correction critiques", "had no --instructions"), (None, "--resume", "holds no checkpoint"),
+    (None, "--endpoint http://127.0.0.1:9/v1 --endpoint-key-variable NOT_SET", "NOT_SET"),
+    (lambda folder: rewrite(folder, "config.json", vocab_size=300), "", "has a token "),
+    (lambda folder: rewrite(folder, "config.json", model_type="gpt"), "", "model_type='gpt' is not"),
+    (lambda folder: rewrite(folder, "tokenizer.json", model=None), "", "tokenizer.json"),
+    (lambda folder: with_state(folder, instruction={"x": 1}), "--iterations 0 --evaluate L0",
+     "not an instruction"),
+    (lambda folder: (folder / "trainer.pt").write_bytes(b"x"), "", "not a trainer state")])
+def test_flags_and_small_files_are_checked_before_games_and_weights_are_read(
+        start, tmp_path, capsys, monkeypatch, change, flags, message):
+    """Games may be thousands of files, weights gigabytes."""
+    for name in ("train_tasks", "split_tasks", "vocabulary", "make"):
+        monkeypatch.setattr(Environment, name, untouched)
+    monkeypatch.setattr(qwen, "load_pretrained", untouched)
+    model = copied(start, tmp_path / "model", change) if change else start
+    assert train(tmp_path / "out", *start_from(model), *flags.split()) == 1
+    assert_one_error(capsys, message)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("change, message", [
+    (lambda folder: with_state(folder, settings={"env": "twins"}), "vocabulary of another environment"),
+    (lambda folder: os.truncate(folder / "model.safetensors", 5000), "not a safetensors file")])
+def test_the_model_is_checked_before_a_games_engine_is_started(
+        start, tmp_path, capsys, monkeypatch, change, message):
+    monkeypatch.setattr(Environment, "make", untouched)
+    monkeypatch.setattr(Environment, "vocabulary", lambda self: [" a word", " of another world"])
+    assert train(tmp_path / "out", *start_from(copied(start, tmp_path / "model", change))) == 1
+    assert_one_error(capsys, message)
+
+
+@pytest.mark.fast
+def test_games_are_checked_before_a_fresh_models_vocabulary_which_may_be_played_for(
+        tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Environment, "vocabulary", untouched)
+    assert train(tmp_path / "out", "--games", tmp_path / "missing") == 1
+    assert_one_error(capsys, "missing: no such file or folder")
+
+
+@pytest.mark.fast
+def test_a_model_for_scienceworld_is_checked_without_playing(start, tmp_path, monkeypatch):
+    """By phrases that its every vocabulary holds: playing for all of them takes more than a minute."""
+    monkeypatch.setattr(scienceworld, "gold_phrases", untouched)
+    settings = config.parsed(["--env", "scienceworld", "--judge-labels", "dense"])
+    with pytest.raises(ValueError, match="' art studio', of --env scienceworld, is none of its tokens"):
+        session.check_vocabulary(settings, start, {}, qwen.load_tokenizer(start))
+    save_small_tokenizer(scienceworld.Environment.known_phrases, tmp_path)
+    qwen.ModelConfig.load(start).save(tmp_path)
+    session.check_vocabulary(settings, tmp_path, {}, qwen.load_tokenizer(tmp_path))
+
+
+@pytest.mark.fast
+def test_another_file_of_the_same_name_is_another_environment(start, tmp_path):
+    """By its hash, if the state of the run that trained the model has one; then its vocabulary decides."""
+    (tmp_path / "guess.py").write_text((ROOT / "tests" / "recipes" / "guess.py").read_text() + "# changed")
+    settings = config.parsed(["--env", str(tmp_path / "guess.py"), "--model", str(start)])
+    tokenizer, previous = qwen.load_tokenizer(start), {"settings": {"env": "elsewhere/guess.py"}}
+    for own in ({}, {"plugins": {"env": plugins.content_hash(settings.env)}}):
+        session.check_vocabulary(settings, start, previous | own, tokenizer)
+    with pytest.raises(ValueError, match="has the vocabulary of another environment: 'I think of a number"):
+        session.check_vocabulary(settings, start, previous | {"plugins": {"env": "0" * 16}}, tokenizer)
+
+
+@pytest.mark.fast
+def test_a_missing_package_is_named_before_the_model_is_read(start, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(alfworld, "find_spec", lambda name: None)
+    monkeypatch.setattr(qwen, "load_tokenizer", untouched)
+    (tmp_path / "games.jsonl.gz").write_bytes(gzip.compress(b""))
+    flags = ["--env", "alfworld", "--games", tmp_path / "games.jsonl.gz"]
+    assert train(tmp_path / "out", *start_from(start), *flags) == 1
+    assert_one_error(capsys, "--env=alfworld: not installed; pip install -r requirements-alfworld.txt")
 
 
 @pytest.mark.fast

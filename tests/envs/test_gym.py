@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_household import goal_of, kitchen, write_game
 
@@ -75,6 +76,24 @@ def test_an_invalid_command_has_no_effect():
         assert after == info
 
 
+@pytest.mark.parametrize("wrong", [None, 3, ["look"], {}, np.array("look")], ids=repr)
+def test_an_action_that_is_not_text_is_refused_and_changes_nothing(wrong):
+    def play(disturb):
+        env = gymnasium.make("gcd/Household-v0", split="L1", max_turns=3).unwrapped
+        with pytest.raises(gymnasium.error.ResetNeeded):
+            env.step("look")
+        steps = [env.reset(seed=2)]
+        while len(steps) < 4:
+            if disturb:
+                with pytest.raises(ValueError, match="^command .*: expected text$"):
+                    env.step(wrong)
+            steps.append(env.step(steps[-1][-1]["admissible_commands"][0]))
+        return steps
+
+    assert play(disturb=True) == play(disturb=False)
+    assert play(disturb=True)[-1][3]
+
+
 def test_random_play_stays_in_the_spaces():
     env, rng = gymnasium.make("gcd/Household-v0", max_turns=30), random.Random(0)
     for seed in range(5):
@@ -88,8 +107,9 @@ def test_random_play_stays_in_the_spaces():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"split": "L3"}, "split 'L3': expected one of"), ({"max_turns": 0}, "max_turns=0: expected 1 or more"),
-    ({"games": "nothere"}, "nothere: no such file or folder")])
+    ({"split": "L3"}, "split 'L3': expected one of"), ({"split": []}, r"split=\[\]: expected text"),
+    ({"max_turns": 0}, "max_turns=0: expected 1 or more"), ({"max_turns": 1.5}, "max_turns=1.5: expected 1"),
+    ({"games": "nothere"}, "nothere: no such file or folder"), ({"games": 3}, "games=3: expected a path")])
 def test_invalid_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         gymnasium.make("gcd/Household-v0", **options)

@@ -8,12 +8,14 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_household import GAMES, goal_of, kitchen, next_command
 
@@ -158,6 +160,43 @@ def test_the_config_selects_the_same_games(stock, kitchens, changes, train_eval)
 
 
 @needs_engine
+@pytest.mark.parametrize("changes", [
+    {"task_types": {1, 2}}, {"task_types": {1: "a", 99: "b"}}, {"task_types": np.array([2, 3])},
+    {"types": (1.0, True, None, "2")}, {"goal_desc_human_anns_prob": float("nan")}, {"most": np.int64(2)},
+    {"most": True}, {"most": -3}, {"limit": None}, {"limit": np.int64(2)}, {"limit": 1.5}, {"limit": -1}],
+    ids=str)
+def test_a_setting_of_another_type_has_the_same_effect(stock, kitchens, changes):
+    config = settings(kitchens, **changes)
+    config["dataset"]["data_path"] = kitchens / "train"
+    theirs, ours = stock(config), AlfredTWEnv(config)
+    assert ours.game_files == theirs.game_files and ours.game_files
+    play_both(theirs.init_env(1), ours.init_env(1), resets=1, turns=3)
+
+
+class Text(str):
+    """A subclass of str."""
+
+
+@needs_engine
+def test_any_text_is_answered_as_the_installed_environment_answers_it(stock, kitchens):
+    texts = ["", " ", "  look ", "look\n", "lo\nok", "look\nlook", "\0look", "look\x1c", "\xa0look\u3000",
+             "\ud800", "look " * 2_000_000, " " * 10**7 + "look", np.str_("look"), Text("look"), b"look",
+             bytearray(b"look")]
+    config = settings(kitchens, limit=len(texts), types=(1,))
+    theirs, ours = stock(config).init_env(1), AlfredTWEnv(config).init_env(1)
+    assert difference(ours.reset(), theirs.reset()) is None
+    for text in [*texts, None, 3]:                     # the last two after the end, where they are ignored
+        answer = ours.step([text])
+        assert difference(answer, theirs.step([text])) is None, text[:30]
+    assert answer[2] == (True,)
+    for commands in (None, "look", [], ["look"] * 2, {"look": 1}, {"look"}, np.array(["look"]), iter("l")):
+        with pytest.raises(AssertionError, match="Expected"):
+            theirs.step(commands)
+        with pytest.raises(ValueError, match="step: expected a list of 1 commands"):
+            ours.step(commands)
+
+
+@needs_engine
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_the_step_limit_is_the_same_and_that_of_dagger_in_evaluation(stock, kitchens, limit):
     config = settings(kitchens, limit, "dagger", types=(2,))
@@ -285,12 +324,27 @@ def test_a_missing_key_is_named(kitchens, name):
 @pytest.mark.parametrize(("changes", "train_eval", "message"), [
     ({"method": "dagger"}, "train", "general.training_method=dagger with .* asks for extra.expert_plan"),
     ({"method": "vision_dagger"}, "train", "general.training_method=vision_dagger: expected one of dqn, dag"),
+    ({"method": []}, "train", r"general.training_method=\[\]: expected one of dqn, dagger"),
     ({"domain_randomization": True}, "train", "env.domain_randomization=True"),
+    ({"domain_randomization": "False"}, "train", "env.domain_randomization='False'"),
     ({}, "dev", "train_eval=dev: expected one of train, eval_in_distribution, eval_out_of_distribution"),
+    ({}, ["train"], r"train_eval=\['train'\]: expected one of train, "),
+    ({}, {}, "train_eval={}: expected one of train, "),
+    ({}, None, "train_eval=None: expected one of train, "),
+    ({"task_types": None}, "train", "env.task_types=None: expected some of 1 to 6"),
+    ({"task_types": "12"}, "train", "env.task_types='12': expected some of 1 to 6"),
+    ({"task_types": 3}, "train", "env.task_types=3: expected some of 1 to 6"),
+    ({"types": ([1],)}, "train", r"env.task_types=\[\[1\]\]: expected some of 1 to 6"),
+    ({"task_types": np.array([[1, 2]])}, "train", "env.task_types=array.*: expected some of 1 to 6"),
+    ({"goal_desc_human_anns_prob": None}, "train", "env.goal_desc_human_anns_prob=None: expected a number"),
+    ({"goal_desc_human_anns_prob": "0"}, "train", "env.goal_desc_human_anns_prob='0': expected a number"),
+    ({"goal_desc_human_anns_prob": [0]}, "train", r"goal_desc_human_anns_prob=\[0\]: expected a number"),
     ({"types": ()}, "train", r"env.task_types=\[\]: expected some of 1 to 6"),
     ({"types": (7,)}, "train", r"env.task_types=\[7\]: expected some of 1 to 6"),
-    ({"limit": "50"}, "train", "rl.training.max_nb_steps_per_episode=50: expected int"),
-    ({"most": None}, "train", "dataset.num_train_games=None: expected int")])
+    ({"limit": "50"}, "train", "rl.training.max_nb_steps_per_episode='50': expected a number"),
+    ({"limit": []}, "train", r"rl.training.max_nb_steps_per_episode=\[\]: expected a number"),
+    ({"most": None}, "train", "dataset.num_train_games=None: expected an integer"),
+    ({"most": 1.5}, "eval_in_distribution", "dataset.num_eval_games=1.5: expected an integer")], ids=str)
 def test_an_invalid_setting_is_named(kitchens, changes, train_eval, message):
     with pytest.raises(ValueError, match=message) as caught:
         AlfredTWEnv(settings(kitchens, **changes), train_eval)
@@ -332,8 +386,8 @@ def test_files_with_invalid_json_are_refused_with_their_path(tmp_path):
 @pytest.mark.fast
 def test_invalid_calls_are_refused(kitchens):
     env = AlfredTWEnv(settings(kitchens))
-    for size in (0, -1, "4", None):
-        with pytest.raises(ValueError, match=f"batch_size={size}: expected 1 or more"):
+    for size in (0, -1, "4", None, 1.5, [1]):
+        with pytest.raises(ValueError, match=re.escape(f"batch_size={size!r}: expected 1 or more")):
             env.init_env(size)
     batch = env.init_env(2)
     with pytest.raises(ValueError, match="call reset first"):
@@ -346,6 +400,71 @@ def test_invalid_calls_are_refused(kitchens):
     with pytest.raises(ValueError, match="call reset first"):
         batch.step(["look", "look"])
     assert batch.reset()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("wrong", [None, 3, 1.5, True, ["look"], ("look",), {}, np.array("look"), object()],
+                         ids=lambda wrong: type(wrong).__name__)
+def test_a_refused_step_changes_nothing(kitchens, wrong):
+    """At each place of the batch, among games that could move; to the last turn of the limit."""
+    def play(env, disturb):
+        answers = [env.reset()]
+        for turn in range(7):
+            commands = [WIN[turn] if turn < len(WIN) else "look", "inventory", "look"]
+            if disturb:
+                i = turn % 3 if turn < len(WIN) else 1 + turn % 2                # the first is won by then
+                message = re.escape(f"step: commands[{i}]={wrong!r:.60}: expected text")
+                with pytest.raises(ValueError, match=f"^{message}$"):
+                    env.step([*commands[:i], wrong, *commands[i + 1:]])
+            answers.append(env.step(commands))
+        return answers
+
+    env = AlfredTWEnv(settings(kitchens, limit=7, types=(1,)))
+    answers = play(env.init_env(3), disturb=True)
+    assert answers == play(env.init_env(3), disturb=False)
+    assert answers[-1][1:3] == ((1, 0, 0), (True, True, True))
+
+
+@pytest.mark.fast
+def test_a_game_that_is_over_ignores_what_is_not_text_too(kitchens):
+    env = AlfredTWEnv(settings(kitchens, limit=1)).init_env(2)
+    env.reset()
+    answer = env.step(["look", "look"])
+    assert env.step([None, 3]) == answer
+
+
+@pytest.mark.fast
+def test_a_refused_seed_or_skip_keeps_the_order(kitchens):
+    def order(env):
+        return [env.reset()[1]["extra.gamefile"] for _ in range(8)]
+
+    env = AlfredTWEnv(settings(kitchens))
+    batch = env.init_env(1)
+    for seed in (-1, 2**32, 1.5, "5", [], {}, [-1]):
+        with pytest.raises(ValueError, match=re.escape(f"seed={seed!r}: expected None or an integer from 0")):
+            batch.seed(seed)
+    for n in (None, 1.5, "5", [1]):
+        with pytest.raises(ValueError, match=re.escape(f"skip: nb_games={n!r}: expected an integer")):
+            batch.skip(n)
+    batch.skip(-1)
+    assert order(batch) == order(env.init_env(np.int64(1)))
+    assert batch.seed(np.int64(7)) == [7] and batch.seed([1, 2]) == [[1, 2]]
+
+
+@pytest.mark.fast
+def test_games_in_progress_continue_after_a_reset_that_fails(tmp_path):
+    for k in range(2):
+        write_game(tmp_path / f"train/pick{k}/trial")
+    env, same = (AlfredTWEnv(settings(tmp_path)).init_env(2) for _ in range(2))
+    for batch in (env, same):
+        batch.reset()
+        batch.step(["go to fridge 1"] * 2)
+    expected = same.step(["open fridge 1"] * 2)
+    last = Path(same.reset()[1]["extra.gamefile"][-1])         # the one before it is read without an error
+    last.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=str(last)):
+        env.reset()
+    assert env.step(["open fridge 1"] * 2) == expected
 
 
 # lab/bench/envs.py

@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -56,6 +57,7 @@ class Server:
         self.http.daemon_threads = True
         self.port = self.http.server_address[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.shown_url = f"http://127.0.0.1:{self.port}/..."                 # in messages
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def close(self):
@@ -67,6 +69,11 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *arguments):
                 pass
+
+            def do_GET(self):                  # what becomes of a POST that a 302 redirects
+                server.seen.append("GET")
+                server.keys.add(self.headers["Authorization"])
+                self.send(server.reply("GET", 0))
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -141,7 +148,7 @@ def connect(tmp_path):
 
 
 def counts(sent=0, **nonzero):
-    return {"cached": 0, "asked": sent, "failed": 0, "limited": 0, "retried": 0} | nonzero
+    return {"cached": 0, "failed": 0, "limited": 0, "asked": sent, "retried": 0, "redirected": 0} | nonzero
 
 
 def rows(path):
@@ -501,6 +508,24 @@ def test_the_time_limit_includes_the_headers(serve, connect, drips):
 
 @pytest.mark.fast
 @quiet
+def test_the_time_limit_includes_the_look_up_of_the_name(serve, connect, monkeypatch):
+    """It passes before there is a connection that could be shut down."""
+    look_up = socket.getaddrinfo
+
+    def slow(*arguments, **named):
+        time.sleep(0.3)
+        return look_up(*arguments, **named)
+
+    endpoint = connect(serve(lambda question, nth: drip_headers), timeout_s=0.2, retries=0)
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    started = time.monotonic()
+    assert endpoint.ask(["a"]) == [None]
+    assert endpoint.last_reason == "TimeoutError: no complete answer in 0.2 s"
+    assert time.monotonic() - started < 5                        # the server sends for ten seconds
+
+
+@pytest.mark.fast
+@quiet
 def test_an_endless_answer_is_cut_off(serve, connect, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 100_000)
 
@@ -561,6 +586,116 @@ def test_usage_of_any_form_is_accepted(serve, connect, tmp_path, usage):
     assert rows(tmp_path / "cache.jsonl")[0]["usage"] == kept
 
 
+# Redirects
+
+def redirect(status, location):
+    return status, "", {"Location": location}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("status", [307, 308])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_redirects_within_the_server_are_followed_and_counted(serve, connect, status, absolute):
+    def further(question, nth):
+        base = server.url if absolute else "/v1"
+        return redirect(status, f"{base}/at/{nth}") if nth < module.MAX_REDIRECTS else good(question, nth)
+
+    server = serve(further)
+    endpoint = connect(server)
+    assert endpoint.ask(["a"]) == ["A: a"]
+    assert [path for path, _ in server.requests] == [
+        "/v1/chat/completions", "/v1/at/0", "/v1/at/1", "/v1/at/2"]
+    assert all(sent == server.requests[0][1] for _, sent in server.requests)
+    assert server.keys == {f"Bearer {SECRET}"}
+    assert endpoint.counts == counts(sent=1, redirected=3)
+
+
+@pytest.mark.fast
+@quiet
+def test_a_redirect_loop_is_cut_and_every_request_of_it_is_counted(serve, connect):
+    server = serve(lambda question, nth: redirect(307, "/v1/chat/completions"))
+    endpoint = connect(server)
+    assert endpoint.ask(["a"]) == [None]
+    assert server.seen == ["a"] * 4 and endpoint.last_reason == "more than 3 redirects"
+    assert endpoint.counts == counts(sent=1, redirected=3, failed=1)
+
+
+@pytest.mark.fast
+def test_the_limit_counts_redirects(serve, connect):
+    server = serve(lambda question, nth: redirect(307, "/v1/chat/completions"))
+    endpoint = connect(server, limit=3)
+    assert endpoint.ask(["a", "a"]) == [None, None]
+    assert server.seen == ["a"] * 3
+    assert endpoint.counts == counts(sent=1, redirected=2, limited=1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("status", [301, 302, 303])
+def test_a_redirect_that_drops_the_question_is_not_followed(serve, connect, status):
+    """The client would make a GET of it, without a body."""
+    server = serve(lambda question, nth: redirect(status, "/v1/chat/completions"))
+    endpoint = connect(server)
+    message = f"a redirect with status {status} to http://127.0.0.1:{server.port} is not followed"
+    with pytest.raises(ValueError, match=f"--endpoint={server.shown_url}: {message}"):
+        endpoint.ask(["a"])
+    assert server.seen == ["a"] and endpoint.counts == counts(sent=1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("hops", [0, 1])
+def test_nothing_is_sent_to_another_server(serve, connect, status, hops):
+    """Another port is another server. hops: redirects within the first server before."""
+    other = serve()
+    server = serve(lambda question, nth: redirect(307, "/v1/more") if nth < hops
+                   else redirect(status, f"{other.url}/chat/completions"))
+    message = (f"--endpoint={server.shown_url}: a redirect with status {status} to "
+               f"http://127.0.0.1:{other.port} is not followed")
+    with pytest.raises(ValueError, match=message) as raised:
+        connect(server).ask(["a"])
+    assert (other.seen, other.keys) == ([], set()) and len(server.seen) == 1 + hops
+    assert SECRET not in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("location", [
+    "https://127.0.0.1:{port}/v1", "http://localhost:{port}/v1", "ftp://127.0.0.1/", "//elsewhere/v1",
+    "http://key:word@elsewhere/", "http://" + "x" * 900])
+def test_another_scheme_or_name_is_another_server(serve, connect, location):
+    server = serve(lambda question, nth: redirect(307, location.format(port=server.port)))
+    with pytest.raises(ValueError, match="a redirect with status 307 to .* is not followed") as raised:
+        connect(server).ask(["a"])
+    assert server.seen == ["a"] and len(str(raised.value)) < 600 and "word" not in str(raised.value)
+
+
+@pytest.mark.fast
+@quiet
+@pytest.mark.parametrize("location", [
+    "http://[", "http://a:b/", "http://h:99999999/", "http://\xff\xfe/", "http:///",
+    "http://[fe80::1%25eth0]/", "http://xn--/", "\x7f", "http://\x01/", "mailto:me"], ids=repr)
+def test_a_malformed_redirect_is_a_failure(serve, connect, location):
+    endpoint = connect(serve(lambda question, nth: redirect(307, location)), retries=1)
+    try:
+        assert endpoint.ask(["a"]) == [None]
+    except ValueError as error:
+        assert str(error).startswith("--endpoint=")
+
+
+@pytest.mark.fast
+@quiet
+@pytest.mark.parametrize("status", [307, 400, 500])
+def test_an_endless_body_of_an_error_or_redirect_is_cut(serve, connect, status):
+    def flood(handler):
+        handler.send((status, "", {"Content-Length": 10**12, "Location": "/v1/chat/completions"}))
+        while True:
+            handler.wfile.write(b" " * 65536)
+
+    endpoint = connect(serve(lambda question, nth: flood), retries=0, timeout_s=PATIENCE_S)
+    assert endpoint.ask(["a"]) == [None]
+    assert endpoint.last_reason.startswith({307: "more than 3 redirects", 400: "BadRequestError",
+                                            500: "InternalServerError"}[status])
+
+
 # Failures that are final
 
 @pytest.mark.fast
@@ -596,7 +731,7 @@ def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, fl
     endpoint = connect(server, concurrency=1)
     with pytest.raises(ValueError, match=flag) as raised:
         endpoint.ask(["a", "b", "c", *map(str, range(50))])
-    assert server.url in str(raised.value) and "no such" in str(raised.value)
+    assert server.shown_url in str(raised.value) and "no such" in str(raised.value)
     assert server.seen == ["a", "b", "c", "0"]
     assert connect(server, limit=0).ask(["a", "b", "c"]) == ["A: a", "A: b", "A: c"]   # all cached
 
@@ -714,20 +849,47 @@ def test_a_key_with_invalid_characters_is_not_repeated(monkeypatch, tmp_path, va
 
 @pytest.mark.fast
 @pytest.mark.parametrize("url", ["", "api.deepseek.com/v1", "ftp://host/v1", "http://", "http://host:port/v1",
-                                 "http://[::1/v1", "http://host:99999/v1"])
-def test_an_invalid_address_is_named(tmp_path, url):
-    with pytest.raises(ValueError, match="--endpoint=") as raised:
+                                 "http://[::1/v1", "http://host:99999/v1", "http://host\\x/v1",
+                                 "http://host/v1\x7f", "http://h%2fost/v1", "sk-1234567890"])
+def test_an_invalid_address_is_refused_and_not_repeated(tmp_path, url):
+    """It may be the key itself, given in the wrong place."""
+    with pytest.raises(ValueError, match="--endpoint: expected a base URL like ") as raised:
         Endpoint(url, "large", "LARGE_KEY", tmp_path / "c")
-    assert f"--endpoint={url}:" in str(raised.value)
+    assert not url or url not in str(raised.value).replace("https://api.deepseek.com/v1", "")
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("url", ["https://me:hunter2hunter2@host/v1",
-                                 "https://host/v1?api-key=hunter2hunter2"])
+@pytest.mark.parametrize("url", ["https://me:hunter2hunter2@host/v1", "https://hunter2hunter2@host/v1",
+                                 "https://host/v1?api-key=hunter2hunter2", "https://host/v1#hunter2hunter2"])
 def test_a_key_in_the_address_is_refused_and_not_repeated(tmp_path, url):
     with pytest.raises(ValueError, match="--endpoint: .*--endpoint-key-variable") as raised:
         Endpoint(url, "large", "LARGE_KEY", tmp_path / "c")
     assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("repeated", ["/v1/hunter2 hunter2/v1/chat/completions", "hunter2%20hunter2"])
+def test_a_key_in_the_path_of_the_address_is_used_but_not_printed(serve, connect, repeated):
+    """Servers repeat the path in their errors."""
+    path = "/v1/hunter2%20hunter2/v1/chat/completions"
+    body = json.dumps({"error": {"message": f"no {repeated}"}})
+    server = serve(lambda question, nth: (404 if question == "b" else 400, body))
+    endpoint = connect(f"{server.url}/hunter2%20hunter2/v1")
+    with pytest.warns(UserWarning, match="1 of 1 questions failed") as warned:
+        assert endpoint.ask(["a"]) == [None]
+    with pytest.raises(ValueError, match=f"--endpoint={server.shown_url}") as raised:
+        endpoint.ask(["b"])
+    assert {requested for requested, _ in server.requests} == {path}
+    assert "hunter2" not in f"{raised.value} {warned[0].message}" and "[path]" in str(raised.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("url, expected", [
+    ("https://host", "https://host"), ("https://host/", "https://host/"), ("", ""), (None, None),
+    ("https://[::1]:80/v1", "https://[::1]:80/..."), ("http://h:/a/b\nc", "http://h:/..."),
+    ("https://host/...", "https://host/..."), ("https://host//key", "https://host/...")])
+def test_only_the_server_of_an_address_is_printed(url, expected):
+    assert module.without_path(url) == expected
 
 
 @pytest.mark.fast

@@ -129,7 +129,7 @@ def test_the_heat_map_compares_commands_over_tasks(model):
 @pytest.mark.fast
 def test_kinds_of_tokens(chat):
     def kinds(text):
-        return influence.token_kinds(chat, chat.encode(text), {"cabinet", "countertop"})
+        return influence.token_kinds(chat, chat.tokenizer.encode(text), {"cabinet", "countertop"})
 
     assert kinds("look cabinet 1<|im_end|>") == ["verb", "receptacle", "stop"]
     assert kinds("look drawer 1") == ["verb", "object"] and kinds("look") == ["verb"]

@@ -147,8 +147,8 @@ def test_a_games_text_holds_no_special_token(any_tokenizer, text):
     """The oracle: a message has the special tokens of a message without them, and reads as it was written."""
     chat = Chat(any_tokenizer, "plain" if is_small(any_tokenizer) else "think")
     special = {i for i, token in any_tokenizer.added_tokens_decoder.items() if token.special}
-    dangerous = {i for i in special if any_tokenizer.decode([i]) in text}
-    assert dangerous <= {*any_tokenizer.encode(text, add_special_tokens=False)} and dangerous or "vision" in text
+    dangerous = special & {*any_tokenizer.encode(text, add_special_tokens=False)}
+    assert dangerous or "vision" in text                        # of which the small model has none
     reply = Reply(text, ["look", f"say {text}"], False, False)
     for first in (True, False):
         honest = chat.observe(Reply("A room.", ["look"], False, False), first)
@@ -168,8 +168,8 @@ def test_a_prompts_ids_are_those_of_the_whole_text(any_tokenizer):
     chat = Chat(any_tokenizer, "plain" if is_small(any_tokenizer) else "think")
     for text in ("A room.", "\n\nA room.\n", " x", "", "é\u0301"):
         for first, template in zip((True, False), templates_of(any_tokenizer, chat.style)):
-            whole = any_tokenizer.encode(template.format(text), add_special_tokens=False)
-            assert chat.message(text, first) == whole
+            expected = any_tokenizer.encode(template.format(text), add_special_tokens=False)
+            assert chat.message(text, first) == expected
 
 
 # Prompts and responses

@@ -19,7 +19,6 @@ from report.__main__ import main, write
 
 pytestmark = pytest.mark.fast
 
-HOSTILE = '</script><script>alert(1)</script><!-- <b>&amp; "quotes" \u2028 \ud800 "'
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -137,19 +136,6 @@ def test_page_needs_no_network(tmp_path):
     assert page.links == []
     assert "http" not in (tmp_path / "report.html").read_text()
     assert {"link", "img", "iframe"}.isdisjoint(page.tags)
-
-
-def test_hostile_text_stays_text(tmp_path):
-    config = {"model": HOSTILE.replace("\ud800", ""), "cold_start_types": "<em>all</em>"}
-    lines = [{"phase": "rl", "iteration": 0, "<b>/x": 1.0}]
-    write_method(tmp_path, "grpo", lines, success={"<u>L0": 0.5}, config=config,
-                 episodes=[episode(text=HOSTILE, task_id=HOSTILE)])
-    write_method(tmp_path, "<s>", lines)
-    _, page, data = build(tmp_path)
-    assert page.tags.count("script") == 2
-    assert {"em", "u", "s"}.isdisjoint(page.tags)
-    assert data["episodes"][0]["turns"][0]["observation"] == HOSTILE
-    assert data["episodes"][0]["task_id"] == HOSTILE
 
 
 def test_missing_keys_and_numbers_that_are_none(tmp_path):

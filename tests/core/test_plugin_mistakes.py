@@ -1,0 +1,348 @@
+"""Proves that a plug-in's mistake is one line: which plug-in, where, what came and what was expected.
+
+    python -m pytest tests/core/test_plugin_mistakes.py
+"""
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Corridor
+from hand_made import make_episode
+from tiny_runs import rows
+
+import algorithms
+import config
+import envs
+import gcd
+import labels
+import rollout
+from envs import Demonstration, EpisodeLost, Reply, Task
+from infra import plugins
+from infra.plugins import PluginError
+from infra.signals import Stop, time_limit
+from lm.chat import Chat
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+GUESS, OPO = ((RECIPES / f"{name}.py").read_text(encoding="utf-8") for name in ("guess", "opo"))
+TINY = ("--device cpu --hidden-size 16 --layers 1 --max-turns 3 --tasks 2 --group-size 2 --iterations 1 "
+        "--minibatches 1 --context 256 --demonstrations 0 --no-gcd --evaluate none "
+        "--admissible-only").split()         # a model without training gives no command otherwise
+
+
+# What a game answers
+
+NUMBER = "expected a number up to 100, or None"
+WRONG_REPLIES = [
+    (None, "it returned None; expected a Reply"), (("a room", [], False, False), "expected a Reply"),
+    ("a room", "it returned 'a room'; expected a Reply"),
+    (Reply(None, [], False, False), "observation is None; expected text"),
+    (Reply(b"a", [], False, False), "observation is b'a'; expected text"),
+    (Reply(3, [], False, False), "observation is 3; expected text"),
+    (Reply("a", None, False, False), "admissible is None; expected a list of texts"),
+    (Reply("a", "look", False, False), "admissible is 'look'; expected a list of texts"),
+    (Reply("a", ["look", 3], False, False), "expected a list of texts"),
+    (Reply("a", [], math.nan, False), "won is nan; expected True or False"),
+    (Reply("a", [], "yes", False), "won is 'yes'; expected True or False"),
+    (Reply("a", [], None, False), "won is None; expected True or False"),
+    (Reply("a", [], False, 1), "done is 1; expected True or False"),
+    (Reply("a", [], False, False, objects="cup"), "objects is 'cup'; expected a tuple of texts"),
+    (Reply("a", [], False, False, score_100=math.nan), f"score_100 is nan; {NUMBER}"),
+    (Reply("a", [], False, False, score_100=math.inf), f"score_100 is inf; {NUMBER}"),
+    (Reply("a", [], False, False, score_100="9"), f"score_100 is '9'; {NUMBER}"),
+    (Reply("a", [], False, False, taken="no"), "taken is 'no'; expected True, False or None")]
+
+
+class Faulty(Corridor):
+    """A corridor that answers turn `at` (0: the reset) with `answer`, or raises it."""
+
+    def __init__(self, answer, at):
+        super().__init__()
+        self.answer, self.left = answer, at
+
+    def reset(self, task, seed=0):
+        return self.faulty(super().reset(task, seed))
+
+    def step(self, command):
+        return self.faulty(super().step(command))
+
+    def faulty(self, reply):
+        self.left -= 1
+        if self.left >= 0:
+            return reply
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        return self.answer
+
+
+def played(tokenizer, game):
+    """A conversation of three turns."""
+    chat = Chat(tokenizer, "plain")
+    spec = rollout.EpisodeSpec(Task("train/7", "train", "walk", (2, 4)), 0, 1)
+    conversation = rollout.Conversation(spec, game, chat, 0).start()
+    for _ in range(3):
+        ids = chat.respond("left")
+        conversation.act(rollout.Response(ids, [0.0] * len(ids), False), 9, 400)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("at, place", [(0, "task train/7, reset"), (2, "task train/7, turn 2")])
+@pytest.mark.parametrize("reply, expected", WRONG_REPLIES)
+def test_a_wrong_reply_is_refused_with_task_and_turn(tokenizer, reply, expected, at, place):
+    with pytest.raises(PluginError) as refused:
+        played(tokenizer, Faulty(reply, at))
+    text = str(refused.value)
+    assert text.startswith(f"{__file__}: {place}: ") and text.endswith(expected)
+
+
+@pytest.mark.fast
+def test_right_replies_are_accepted(tokenizer):
+    played(tokenizer, Faulty(None, 99))
+    assert envs.wrong_in(Reply("", (), True, True, [], 100, True)) == ""
+    assert envs.wrong_in(Reply("x", ["a"], False, False, ("b",), -100.0, None)) == ""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(), EpisodeLost("died")])
+def test_a_games_own_error_is_noted_with_task_and_turn(tokenizer, error):
+    with pytest.raises(type(error)) as raised:
+        played(tokenizer, Faulty(error, 1))
+    assert raised.value.__notes__ == ["task train/7, turn 1"]
+
+
+# A time limit
+
+class Hanging(Corridor):
+    """A corridor whose second step never ends, unless it is interrupted."""
+
+    time_limit_s = 0.2
+
+    def step(self, command):
+        self.steps = getattr(self, "steps", 0) + 1
+        while self.steps == 2:
+            time.sleep(0.01)
+        return super().step(command)
+
+
+@pytest.mark.fast
+def test_a_game_with_a_time_limit_that_hangs_loses_its_episode(tokenizer):
+    with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
+        played(tokenizer, Hanging())
+
+
+@pytest.mark.fast
+def test_a_time_limit_is_raised_again_if_it_is_swallowed_and_is_gone_afterwards():
+    began, swallowed = time.monotonic(), []
+    with pytest.raises(EpisodeLost):
+        with time_limit(0.05, EpisodeLost("late")):
+            try:
+                time.sleep(60)
+            except EpisodeLost as error:
+                swallowed.append(error)
+            time.sleep(60)
+    assert len(swallowed) == 1 and time.monotonic() - began < 30
+    time.sleep(1.1)                                        # no alarm is left
+
+
+# What an algorithm writes
+
+TURNS = [("left", "A room.", None, 3), ("right", "Another room.", None, 3)]
+
+
+def credited(assign):
+    """Call `credit` of a method whose `assign` is this function on two episodes of two turns."""
+    class Method(algorithms.Method):
+        def assign(self, episodes, decay=1.0):
+            return assign([turn for e in episodes for turn in e.turns])
+
+    return Method(algorithms.Method.Settings()).credit([make_episode(TURNS, won=True), make_episode(TURNS)])
+
+
+def writes(name, value):
+    """An `assign` that writes an attribute of the second turn, and returns no metrics."""
+    def assign(turns):
+        setattr(turns[1], name, value)
+        return {}
+
+    return assign
+
+
+THREE = "expected a list of 3 numbers, or None"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name, value, expected", [
+    ("advantage", math.nan, "its advantage is nan; expected a finite number"),
+    ("advantage", None, "its advantage is None; expected a finite number"),
+    ("advantage", [1.0], r"its advantage is \[1.0\]; expected a finite number"),
+    ("token_advantage", [1.0] * 6, THREE),
+    ("token_advantage", [1.0] * 2, r"its token_advantage is \[1.0, 1.0\]; " + THREE),
+    ("token_advantage", 1.0, "its token_advantage is 1.0; " + THREE),
+    ("token_advantage", [1.0, math.inf, 0.0], "its token_advantage has inf; expected finite numbers")])
+def test_a_wrong_advantage_is_refused_with_task_and_turn(name, value, expected):
+    with pytest.raises(PluginError, match=f"task .*, turn 2: .*{expected}"):
+        credited(writes(name, value))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("metrics, expected", [
+    (None, "it returned None; expected a dict of metrics, {} for none"), ([], "it returned []; expected a"),
+    ({"phase": 1.0}, "its metric is named 'phase'; expected \"group/name\""),
+    ({"iteration": 7}, "its metric is named 'iteration'"), ({3: 1.0}, "its metric is named 3"),
+    ({"policy/loss": 1.0}, "its metric is named 'policy/loss'; expected \"group/name\", the group none of"),
+    ({"own/x": None}, "its metric own/x is None; expected a number"),
+    ({"own/x": [1.0]}, "its metric own/x is [1.0]"), ({"own/x": True}, "its metric own/x is True")])
+def test_wrong_metrics_are_refused(metrics, expected):
+    with pytest.raises(PluginError) as refused:
+        credited(lambda turns: metrics)
+    assert "assign: " + expected in str(refused.value)
+
+
+@pytest.mark.fast
+def test_right_advantages_and_metrics_are_accepted():
+    assert math.isnan(credited(lambda turns: {"own/x": math.nan, "own/y": 2})["own/x"])
+    credited(writes("token_advantage", [1, 0.5, 0.0]))
+
+
+# What else an environment returns
+
+@pytest.mark.fast
+@pytest.mark.parametrize("given", [None, ["good"], ["good", "fine"], "ab", [True, False]])
+def test_wrong_labels_are_refused(given):
+    class Judging(envs.Environment):
+        oracle = staticmethod(lambda observations, commands: given)
+        labels = {"own": lambda episode: given}
+
+    for kind in ("oracle", "own"):
+        with pytest.raises(PluginError, match='expected a list of 2, each "good", "bad" or None'):
+            labels.label_turns(make_episode(TURNS), kind, Judging())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("demonstration, expected", [
+    (None, "expected a Demonstration"),
+    (Demonstration([], ["x"], [False]), "1 commands, 0 replies, 1 mistakes"),
+    (Demonstration([None, None], ["x"], [False]), "reply 0: it returned None; expected a Reply"),
+    (Demonstration([Reply("a", [], False, False)], [], [True]), "0 commands, 1 replies, 1 mistakes")])
+def test_a_wrong_demonstration_is_described(demonstration, expected):
+    assert expected in envs.wrong_demonstration(demonstration)
+
+
+@pytest.mark.fast
+def test_wrong_tasks_are_described():
+    task = Task("a", "train", "walk", None)
+    assert envs.wrong_tasks([task]) == envs.wrong_tasks([task], 1) == envs.wrong_tasks([], 0) == ""
+    for tasks, n in ((None, None), ([], None), ([task], 2), (["a"], 1), ("ab", 2)):
+        assert "expected a list of" in envs.wrong_tasks(tasks, n)
+
+
+# Through the command
+
+def fails(folder, capsys, flag, text, *more):
+    """Run gcd.py with a plug-in of this text; return its one line. The trace is in OUT/traceback.txt."""
+    path = folder / f"{'mine' if flag == '--env' else 'own'}.py"
+    path.write_text(text, encoding="utf-8")
+    given = {"--env": RECIPES / "guess.py", "--algo": "grpo", flag: path}
+    flags = [part for pair in given.items() for part in pair]
+    with Stop.restored():
+        status = gcd.main([*TINY, "--out", str(folder / "out"), *map(str, flags), *map(str, more)])
+    error = capsys.readouterr().err
+    assert status == 1 and error.count("\n") == 1 and "Traceback" not in error, error
+    assert "Traceback" in (folder / "out" / "traceback.txt").read_text(encoding="utf-8")
+    start = f"gcd.py: error: {flag}={path}: "
+    assert error.startswith(start), error
+    assert error.endswith(f" (traceback in {folder / 'out'}/traceback.txt)\n"), error
+    return error.removeprefix(start)
+
+
+STEP, RESET = "    def step(self, command):\n", "    def reset(self, task, seed=0):\n"
+MAKE, TASKS = "    def make(self, n):\n", "    def train_tasks(self, types, start, n):\n"
+END = "        return {}\n"                                # of OPO's assign
+
+
+def changed(text, old, new):
+    """The text with one place replaced."""
+    assert text.count(old) == 1
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize("old, new, expected", [
+    (STEP, STEP + "        1 / 0\n", ", in step: ZeroDivisionError: division by zero (task train/"),
+    (STEP, STEP + "        int('x')\n", ", in step: ValueError: invalid literal for int()"),
+    (STEP, STEP + "        raise SystemExit\n", ", in step: SystemExit (task train/"),
+    (RESET, RESET + "        {}[task.id]\n", ", in reset: KeyError: "),
+    ("won=n == self.secret", "won=float('nan')", ": won is nan; expected True or False"),
+    (MAKE, MAKE + "        1 / 0\n", ", in make: ZeroDivisionError"),
+    (MAKE, MAKE + "        return [self]\n", "make(128): it returned [<"),
+    ("for i in range(start, start + n)]", "for i in range(n // 2)]", "train_tasks('part', 0, 1): it"),
+    (TASKS, TASKS + "        {}['x']\n", ", in train_tasks: KeyError: 'x'")])
+def test_an_environments_mistake_is_one_line(tmp_path, capsys, old, new, expected):
+    line = fails(tmp_path, capsys, "--env", changed(GUESS, old, new))
+    assert expected in line and line.startswith(("task train/", "line ", "make(", "train_tasks("))
+
+
+@pytest.mark.parametrize("new, expected", [
+    ("        return None\n", "assign: it returned None; expected a dict"),
+    ("        return {'phase': 'x'}\n", "assign: its metric is named 'phase'"),
+    ("        episodes[0].turns[0].token_advantage = [0.0] * 99\n" + END, "turn 1: its token_advantage is ["),
+    ("        return {}['x']\n", ", in assign: KeyError: 'x'")])
+def test_an_algorithms_mistake_is_one_line(tmp_path, capsys, new, expected):
+    assert expected in fails(tmp_path, capsys, "--algo", changed(OPO, END, new))
+
+
+def test_a_mistake_late_in_a_run_leaves_its_last_checkpoint(tmp_path, capsys):
+    late = "        self._n = getattr(self, '_n', 0) + 1\n        return {}[1] if self._n == 3 else {}\n"
+    more = "--iterations", 4, "--checkpoint-every", 1
+    line = fails(tmp_path, capsys, "--algo", changed(OPO, END, late), *more)
+    assert "in assign: KeyError: 1" in line and len(rows(tmp_path / "out")) == 2
+    assert (tmp_path / "out" / "checkpoint" / "model.safetensors").is_file()
+
+
+def test_the_library_raises_the_same_line(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(changed(GUESS, STEP, STEP + "        raise SystemExit\n"), encoding="utf-8")
+    expected = r"mine.py: line \d+, in step: SystemExit \(task train/.*, turn 1\)"
+    with pytest.raises(PluginError, match=expected):
+        gcd.train(env=str(path), out=str(tmp_path / "out"), demonstrations=0, iterations=1, tasks=2,
+                  group_size=2, max_turns=3, minibatches=1, gcd=False, evaluate="none", admissible_only=True)
+
+
+# Before a run
+
+DEFAULTS, SPLITS = '    defaults = {"max_turns": 8}', "    def unseen_splits(self):\n"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("before, after, expected", [
+    (DEFAULTS, "    defaults = []", "class Environment: defaults is []; expected a dict"),
+    (DEFAULTS, '    defaults = {"max_turns": "8"}', "--max-turns='8': expected int"),
+    ('    splits = ("dev", "test")', '    splits = "test"', "splits is 'test'; expected a tuple"),
+    ('    labels = {"halves": halves}', "    labels = halves", "expected a dict"),
+    ("    @dataclass(frozen=True)\n", "", "expected a dataclass"),
+    ('"""Guess', 'from __future__ import annotations\n"""Guess', "leave out `from __future__"),
+    (MAKE, f"    def __init__(self, *given):\n        1 / 0\n\n{MAKE}", "in __init__: ZeroDivisionError"),
+    (SPLITS, SPLITS + "        1 / 0\n", "in unseen_splits: ZeroDivisionError")])
+def test_a_wrong_class_is_refused_before_a_run(tmp_path, before, after, expected):
+    path = tmp_path / "wrong.py"
+    path.write_text(changed(GUESS, before, after), encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        config.parsed(["--env", str(path)])
+    assert expected in str(refused.value)
+
+
+@pytest.mark.fast
+def test_a_message_for_the_user_stays_as_it_is(tmp_path):
+    path = tmp_path / "strict.py"
+    refusal = "    def __init__(self, *given):\n        raise ValueError('--highest=6: odd numbers')\n\n"
+    path.write_text(changed(GUESS, MAKE, refusal + MAKE), encoding="utf-8")
+    with pytest.raises(ValueError, match="^--highest=6: odd numbers$"):
+        config.parsed(["--env", str(path), "--highest", "6"])
+
+
+@pytest.mark.fast
+def test_errors_of_other_code_and_lack_of_memory_pass():
+    for error in (KeyError("x"), MemoryError(), EpisodeLost("x"), PluginError("x")):
+        with pytest.raises(type(error)) as raised, plugins.blamed(EpisodeLost):
+            raise error
+        assert raised.value is error

@@ -1,0 +1,100 @@
+"""Tests of a run's folder: what its lock says, and that no file in it holds a key of the command line.
+
+    python -m pytest tests/infra/test_files.py
+"""
+
+import sys
+
+import pytest
+from tiny_runs import cold_started, start_from, train
+
+import config
+import gcd
+from envs import household
+from infra import files
+from report import __main__ as report
+
+SECRET = "hunter2hunter2"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return cold_started(tmp_path_factory)
+
+
+def given(monkeypatch, flags):
+    """The same flags, also as this process's command line, which a lock once stored."""
+    monkeypatch.setattr(sys, "argv", ["gcd.py", *map(str, flags)])
+    return flags
+
+
+def holders(folder):
+    """The files in a folder, and the links and folders, whose content or name has the secret."""
+    return [path for path in folder.rglob("*")
+            if SECRET in path.name or path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("url", [f"https://me:{SECRET}@host/v1", f"https://{SECRET}@host/v1", SECRET,
+                                 f"https://host/v1?key={SECRET}", f"https://host/v1#{SECRET}",
+                                 f"ftp://host/{SECRET}/v1"])
+@pytest.mark.parametrize("flag", ["--endpoint", "--endpont"])
+def test_a_secret_in_the_endpoint_is_refused_before_anything_is_written(tmp_path, monkeypatch, capsys, flag,
+                                                                        url):
+    """Without repeating it; also if the flag is misspelt."""
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        train(out, *given(monkeypatch, [f"{flag}={url}"]))
+    printed, error = capsys.readouterr()
+    assert ended.value.code == 2 and printed == "" and error.count("\n") == 1
+    assert error.startswith(f"gcd.py: error: {flag}: ") and SECRET not in error
+    assert not (out).exists()
+
+
+@pytest.mark.parametrize("ending", ["evaluated", "broken"])
+def test_a_secret_in_the_endpoints_path_is_used_and_not_stored(start, tmp_path, monkeypatch, capsys, ending):
+    """In no byte of a run's files or of its report, nor printed."""
+    pytest.importorskip("openai")
+    out = tmp_path / "runs" / "out"
+    monkeypatch.setenv("LARGE_KEY", SECRET)
+    two = household.Environment(household.Environment.Settings(), "part", 0).split_tasks("L2")[:2]
+    monkeypatch.setattr(household.Environment, "split_tasks", lambda self, name: two)
+    flags = given(monkeypatch, [
+        *start_from(start), "--judge-labels", "rule+endpoint", "--endpoint-key-variable", "LARGE_KEY",
+        "--endpoint", f"http://127.0.0.1:9/{SECRET}/v1", "--endpoint-cache", tmp_path / "cache.jsonl",
+        "--endpoint-limit", 0, "--evaluate", "L2"])                  # nothing is sent
+    if ending == "broken":
+        def breaks(*arguments):
+            raise RuntimeError("a bug")
+        monkeypatch.setattr(gcd, "optimize", breaks)
+    assert train(out, *flags) == (ending == "broken")
+    expected = "traceback.txt" if ending == "broken" else "evaluation.json"
+    assert {"lock", "metrics.jsonl", expected} <= {path.name for path in (out).iterdir()}
+    if ending == "evaluated":
+        assert train(out, *flags, "--resume") == 0
+        assert report.main([str(out.parent)]) == 0
+    (header, *_), _ = files.read_lines(out / "metrics.jsonl")
+    assert header["config"]["endpoint"] == "http://127.0.0.1:9/..."
+    printed, error = capsys.readouterr()
+    assert holders(tmp_path) == [] and SECRET not in printed + error
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, iterations, types, n", [
+    ("--iterations 3", 3, "part", 12), ("--iterations 3", 1, "part", 4),
+    ("--iterations 3 --dynamic-sampling refill", 1, "part", 16), ("--iterations 90000", 90000, "part", 4000),
+    ("--iterations 0 --demonstrations 7", 0, "all", 7), ("--iterations 0 --demonstrations 0", 0, "all", 0)])
+def test_the_hash_of_training_is_of_the_tasks_that_it_plays(monkeypatch, flags, iterations, types, n):
+    """Without RL, of as many as there are demonstrations."""
+    given = config.parsed(["--tasks", "4", *flags.split()])
+    monkeypatch.setattr(household.Environment, "train_tasks", lambda self, *asking: [asking][:asking[2]])
+    monkeypatch.setattr(household.Environment, "tasks_hash", lambda self, tasks: tasks)
+    assert files.train_hash(given, iterations) == ([(types, 0, n)] if n else None)
+
+
+@pytest.mark.fast
+def test_a_lock_names_the_process_alone(tmp_path, monkeypatch):
+    given(monkeypatch, ["--endpoint", SECRET])
+    with files.locked(tmp_path):
+        assert files.lock_holder(tmp_path).startswith("process ")
+    assert holders(tmp_path) == []
