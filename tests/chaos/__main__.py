@@ -1,9 +1,11 @@
 """Fault injection: attacks on runs, and checks of what is left afterwards. Not part of the test suite.
 
-    bash run.sh chaos                # about 20 minutes on 2 cores; writes lab/results/chaos.json
+    bash run.sh chaos                # about 20 minutes on 2 cores
     bash run.sh chaos --all          # every try; of the slow attacks the first runs a seeded sample
-    bash run.sh chaos --part         # a part of it, under five minutes, as CI runs it; writes nothing
+    bash run.sh chaos --part         # a part of it, under five minutes, as CI runs it
     bash run.sh chaos --only kills   # one attack
+
+Except with --part, each attack's result replaces its own in lab/results/chaos.json as it ends.
 
 Runs are real but tiny, and forked from one process that has imported everything (forked.py). An attack is a
 function (stops.py, inputs.py, strangers.py) that yields (what was tried, what went wrong or ""). A try is
@@ -91,19 +93,24 @@ def main(argv=None):
             rows.append({"attack": name, "promise": promise, "what": " ".join(attack.__doc__.split()),
                          "tries": len(outcomes), "survived": len(outcomes) - len(failures),
                          "failures": failures, "seconds": round(time.monotonic() - started, 1)})
+            if size != PART:
+                store(rows[-1], options.all)
             print(f"{name:15} {len(outcomes):5} tries {len(outcomes) - len(failures):5} survived "
                   f"{rows[-1]['seconds']:7.1f} s", flush=True)
             for failure in failures[:20]:
                 print(f"    {failure}", flush=True)
     lost = sum(len(row["failures"]) for row in rows)
     print(f"{sum(row['tries'] for row in rows)} tries, {lost} not survived, {time.monotonic() - began:.0f} s")
-    if not options.part and not options.only:
-        files.write_json(RESULT, {
-            "command": "bash run.sh chaos" + " --all" * options.all, "commit": files.commit(),
-            "python": platform.python_version(), "torch": torch.__version__,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "attacks": rows})
     return int(lost > 0)
+
+
+def store(row, every):
+    """Put an attack's row into RESULT, in the order of ATTACKS. every: whether each of its tries was made."""
+    row |= {"command": "bash run.sh chaos" + " --all" * every, "commit": files.commit(),
+            "python": platform.python_version(), "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
+    rows = {old["attack"]: old for old in files.read_json(RESULT).get("attacks", [])} | {row["attack"]: row}
+    files.write_json(RESULT, {"attacks": [rows[name] for name in ATTACKS if name in rows]})
 
 
 if __name__ == "__main__":
