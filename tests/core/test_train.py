@@ -384,7 +384,7 @@ def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     """The cold start's learning rate is 0, so that both start RL with the same bits. They sample the same
     episodes: the seed is the first for which every draw is further from a token boundary than rounding (1e-6)
     can move it."""
-    cold = "--demonstrations 24 --cold-start-lr 0 --judge-demonstrations 10 --slots 3"
+    cold = "--demonstrations 24 --cold-start-lr 0 --judge-demonstrations 40 --slots 3"
     flags = [*start_from(start)[:2], *cold.split(),
              *"--iterations 1 --microbatch-tokens 600 --max-response-tokens 4".split(), *method.split(),
              "--group-size", 4 if "--tasks" not in method else 1, "--seed"]
