@@ -202,9 +202,9 @@ def prepare(config, ranks, should_stop, resources):
     if source is None:
         model, chat = fresh_model(config, out / f"fresh{ranks.rank}", ranks)
     else:
-        if chat.small:
-            check_vocabulary(config, source, previous, chat.tokenizer)
         model = load_model(config, source, ranks)
+        if chat.small:
+            check_vocabulary(config, source, previous, chat.tokenizer)        # may read hundreds of games
     if chat.small:
         torch.set_num_threads(1)                              # more are slower with such small matrices
     games = environment.make(config.slots)

@@ -62,7 +62,7 @@ ATTACKS = {
     "plug-ins": (plug_ins, "a plug-in's mistake is one line: plug-in, place, what came, what was expected"),
     "hostile games": (hostile_games, "no text of a game speaks for the agent or breaks the report"),
     "hanging games": (hanging_games, "a game that asks for a time limit has one; Ctrl-C ends any"),
-    "folders": (folders, "any folder's name works; a link and what it points to are not moved"),
+    "folders": (folders, "any folder's name works; a link is renamed, never what it points to"),
     "copies": (copies, "a run's folder is all that it needs to go on, anywhere and at any time"),
     "changed resumes": (changed_resumes, "what --resume changes is printed; a cut run never seems finished"),
     "keys": (secrets, "no key in an address is stored or printed"),

@@ -281,7 +281,7 @@ def interrupted(action, at):
 
 
 def changed_resumes(workdir, size):
-    """--resume with flags that change the rounding, fewer iterations, other games: said, or refused."""
+    """--resume with flags that change the rounding: printed; with fewer iterations: refused."""
     _, start = undisturbed(workdir)
     flags, output = ["--model", start, "--demonstrations", 0, "--no-gcd"], workdir / "output"
     out = workdir / "cut"
