@@ -363,6 +363,15 @@ def pipes(workdir, size):
     yield "report.html is there", "" if (workdir / "runs" / "report.html").exists() else "it is not"
 
 
+def pages(workdir, size):
+    """The report and the gallery of hostile text in Chromium: no script runs, all is drawn, text is as given."""
+    test = "tests/report/test_hostile.py::test_a_browser_runs_no_text_and_shows_all"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], cwd=ROOT,
+                          env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    if "skipped" not in done.stdout:                       # without Chromium nothing was tried
+        yield "Chromium", "" if done.returncode == 0 else done.stdout[-300:]
+
+
 def slow_refusals(workdir, size):
     """Mistakes that files tell, in each environment: refused within ten seconds."""
     other = ROOT / "lab" / "results" / "alfworld_model"
