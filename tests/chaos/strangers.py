@@ -364,7 +364,7 @@ def pipes(workdir, size):
 
 
 def pages(workdir, size):
-    """The report and the gallery of hostile text in Chromium: no script runs, all is drawn, text is as given."""
+    """The report and the gallery of hostile text in Chromium: no script runs, and the text is as given."""
     test = "tests/report/test_hostile.py::test_a_browser_runs_no_text_and_shows_all"
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test], cwd=ROOT,
                           env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
