@@ -8,6 +8,7 @@ read it. What its code raises or returns against its contract is a PluginError.
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -86,8 +87,8 @@ def find(package, base, flag, value):
         file = f"{package.__name__}/{value}.py"
     else:
         file, path = value, Path(value)
-        if not path.is_file():
-            raise ValueError(f"{flag}={value}: {'is a folder' if path.is_dir() else 'no such file'}")
+        if not os.path.isfile(path):                   # False too if its path is too long, or not readable
+            raise ValueError(f"{flag}={value}: {'is a folder' if os.path.isdir(path) else 'no such file'}")
         if path.resolve().parent == folder:
             return find(package, base, flag, path.stem)
         if path.stem in names(package, base):
@@ -115,7 +116,7 @@ def find(package, base, flag, value):
 
 def is_public(folder, name):
     """Whether the folder has a file `name`.py whose name does not begin with an underscore."""
-    return name.isidentifier() and not name.startswith("_") and (folder / f"{name}.py").is_file()
+    return name.isidentifier() and not name.startswith("_") and os.path.isfile(folder / f"{name}.py")
 
 
 def load_file(path):

@@ -327,6 +327,8 @@ def test_paths_that_are_no_plugins_are_refused(tmp_path, capsys):
     used.write_text(OPO)
     assert refused(capsys, "--env", missing) == f"--env={missing}: no such file"
     assert refused(capsys, "--env", folder) == f"--env={folder}: is a folder"
+    long = tmp_path / f"{'x' * 300}.py"
+    assert refused(capsys, "--env", long) == f"--env={long}: no such file"
     line = refused(capsys, "--env", empty)
     assert line == f"--env={empty}: {empty} has no class Environment(envs.Environment)"
     line = refused(capsys, "--algo", broken)
