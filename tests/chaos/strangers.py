@@ -359,8 +359,11 @@ def pipes(workdir, size):
             done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
                                   text=True, timeout=120)
             (workdir / "output").write_text(done.stderr)
-            yield f"{name} to {end}", exit_problem(done.returncode, workdir / "output", statuses)
-    yield "report.html is there", "" if (workdir / "runs" / "report.html").exists() else "it is not"
+            problem = exit_problem(done.returncode, workdir / "output", statuses)
+            page = workdir / "runs" / "report.html"
+            yield f"{name} to {end}", problem or (
+                "it wrote no report.html" if name == "report" and not page.exists() else "")
+            page.unlink(missing_ok=True)
 
 
 def pages(workdir, size):
