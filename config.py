@@ -69,6 +69,7 @@ class Config:
     hidden_size: int = setting(64, "width of the fresh small model", low=16, high=4096)
     layers: int = setting(3, "layers of the fresh small model", low=1, high=64)
     positions: str = setting("rotary", "position encoding of the fresh small model", ("rotary", "none"))
+    untied: bool = setting(False, "give the fresh small model an output layer of its own, not the embedding")
     context: int = setting(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
     prompt: str = setting("auto", "prompt style; auto: by model and algorithm",
                           ("auto", "plain", "think", "tags"))
@@ -133,6 +134,8 @@ class Config:
     judge_group_size: int = setting(8, "answers to each question", low=2)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
                                         needs=NEEDS_WORDS)
+    judge_redraw: bool = setting(False, "ask about other turns in place of those whose answers earn the "
+                                 "same: up to 4 rounds of questions", needs=NEEDS_WORDS)
     judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
                                   "bit", low=0)
     judge_grad_cap: float = setting(0.0, "judge gradient norm at most this times the policy's; 0: no cap",

@@ -5,6 +5,7 @@ import time
 
 from infra import files, parallel
 from infra.streams import EVALUATION, stream
+from labels import flaw_labels
 from rollout import EpisodeSpec, success_rate, summary
 from session import split_tasks
 
@@ -41,7 +42,8 @@ def evaluation(run):
             sampling = run.sampling(temperature=temperature)
             episodes = run.play(specs, sampling, f"{name} {mode}", turns) if specs else []
             run.stop_if_asked(None)
-            splits[name][mode] = success_rate(parallel.all_sum(summary(episodes)), plays)
+            counts = summary(episodes) | flawed(episodes, run.environment)
+            splits[name][mode] = success_rate(parallel.all_sum(counts), plays)
             if mode == "sampled":
                 run.store(examples(episodes[:len(episodes) // plays]), {"phase": "evaluation", "split": name})
     if run.ranks.rank == 0:
@@ -50,6 +52,14 @@ def evaluation(run):
             "splits": splits, "seed": config.seed, "protocol": config.protocol, "instruction": instruction,
             "temperature": modes["sampled"], "seconds": time.perf_counter() - started})
     return splits
+
+
+def flawed(episodes, environment):
+    """{"flawed": number of turns that the game took and the oracle calls bad}; {} without an oracle."""
+    if not environment.oracle:
+        return {}
+    labels = (label for episode in episodes for label in flaw_labels(episode, environment))
+    return {"flawed": sum(label == "bad" for label in labels)}
 
 
 def examples(episodes):

@@ -47,7 +47,7 @@ __all__ = ["load", "train", "main"]
 # Rounding reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
-REFILL_ROUNDS = 4     # of play in an iteration, at most, with --dynamic-sampling refill
+REFILL_ROUNDS = 4     # at most in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
@@ -117,7 +117,8 @@ def episode_specs(run, i, refill_round=0):
 def judge_turns(run, i, episodes):
     """GCD: label turns, and ask the actor about some. Returns the judged turns, and samples for `optimize`.
 
-    With --correction, a new instruction may come of the verdicts.
+    With --correction, a new instruction may come of the verdicts. With --judge-redraw, other turns are asked
+    about in place of those whose answers all earn the same, which have no gradient.
     """
     config, ranks, seed = run.config, run.ranks, stream(run.config.seed, JUDGE, i)
     by_endpoint = None
@@ -127,17 +128,26 @@ def judge_turns(run, i, episodes):
     places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint, config.label_agreement)
     places = sum(parallel.all_gather(places), [])
-    chosen = judge.choose(places, config.judge_labels, config.judge_turns // 2, seed)
-    if not chosen:
-        run.warn_once("no turn was judged", judge.why_none(places, config.judge_labels))
-    judged = judge.questions(run.chat, episodes, chosen, run.environment)
-    if config.judge_kind == "value":
-        return judged, judge.value_samples(judged)
-    sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
-    judge.answer_questions(run.sampler, run.chat, judged, config.judge_group_size, sampling, seed,
-                           config.slots)
+    judged, informative, wanted = [], [], config.judge_turns // 2
+    for redraw in range(REFILL_ROUNDS if config.judge_redraw else 1):
+        chosen = judge.choose(places, config.judge_labels, wanted,
+                              stream(seed, 3, redraw) if redraw else seed)
+        if not (chosen or redraw):
+            run.warn_once("no turn was judged", judge.why_none(places, config.judge_labels))
+        asked = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)
+        judged += asked
+        if config.judge_kind == "value":
+            return judged, judge.value_samples(judged)
+        sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
+        judge.answer_questions(run.sampler, run.chat, asked, config.judge_group_size, sampling, seed,
+                               config.slots)
+        informative += [question for question in asked if len(set(question.rewards)) > 1]
+        found = parallel.all_sum({"informative": len(informative)})["informative"]
+        places, wanted = [place for place in places if place not in chosen], (config.judge_turns - found) // 2
+        if not (chosen and wanted):
+            break
     correction.correct(run, i, judged)
-    return judged, judge.samples(judged, config.judge_normalize_std)
+    return judged, judge.samples(informative if config.judge_redraw else judged, config.judge_normalize_std)
 
 
 def judge_metrics(run, judged, samples):

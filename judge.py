@@ -146,13 +146,13 @@ def why_none(places, kind):
             f"{counts['bad']} bad, and both are needed; try another kind, such as oracle, or --no-gcd")
 
 
-def questions(chat, episodes, chosen, environment):
-    """JudgedTurns for the chosen turns that belong to these episodes."""
+def questions(chat, episodes, chosen, environment, first=0):
+    """JudgedTurns for the chosen turns that belong to these episodes, numbered from `first`."""
     here = {episode.index: episode for episode in episodes}
     for e in here.keys() & {e for e, _, _ in chosen}:
         oracle_labels(here[e], environment)
     return [JudgedTurn(index, here[e], t, label, question_ids(chat, here[e].turns[t]))
-            for index, (e, t, label) in enumerate(chosen) if e in here]
+            for index, (e, t, label) in enumerate(chosen, first) if e in here]
 
 
 def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):

@@ -8,7 +8,8 @@ the labelled turns are judged (judge.py).
 
 from infra.plugins import refuse
 
-LABELS = ("rule", "dense", "oracle", "rule+oracle", "shuffled", "endpoint", "rule+endpoint")
+LABELS = ("rule", "dense", "taken", "oracle", "flaws", "rule+oracle", "shuffled", "endpoint",
+          "rule+endpoint")
 AGREEMENTS = ("add-good", "both", "endpoint-wins")
 
 
@@ -38,6 +39,31 @@ def dense_labels(episode):
     seen = anchors(episode)
     return [label or ("good" if episode.won and turn.valid and seen.count(after) == 1 else None)
             for label, turn, after in zip(rule_labels(episode), episode.turns, seen[1:])]
+
+
+def taken_labels(episode):
+    """The rule over turns that the game took, with the error of `rule_labels` repaired; the outcome plays no
+    part.
+
+    "bad": a turn on a way back to an observation, on which no observation was new in the episode: a loop that
+    brought nothing. "good": a turn that brought a new observation. Refused turns have no label. Ours.
+    `rule_labels` calls each refused turn bad (its observation "occurs again", since the game gave no other),
+    and each turn that leaves a place to which the actor returns later, which is often needed. How often each
+    is right by the oracle: lab/studies/label_kinds.py.
+    """
+    seen, n = anchors(episode), len(episode.turns)
+    new = [observation not in seen[:t] for t, observation in enumerate(seen)]
+    loops = ((t, u) for t in range(n) for u in range(t + 1, n + 1)
+             if seen[u] == seen[t] and not any(new[t + 1:u + 1]))
+    bad = {k for t, u in loops for k in range(t, u)}
+    return [None if not turn.valid else "bad" if t in bad else "good" if new[t + 1] else None
+            for t, turn in enumerate(episode.turns)]
+
+
+def flaw_labels(episode, environment):
+    """The oracle's labels of the turns that the game took: "bad" is a flaw in the paper's sense."""
+    return [label if turn.valid else None
+            for turn, label in zip(episode.turns, oracle_labels(episode, environment), strict=True)]
 
 
 def oracle_labels(episode, environment):
@@ -90,10 +116,12 @@ def label_turns(episode, kind, environment, endpoint=None, agreement="add-good")
         others, agreement = oracle_labels(episode, environment), "undisputed"
     if kind in ("oracle", "endpoint"):
         labels = others
+    elif kind == "flaws":
+        labels = flaw_labels(episode, environment)
     elif kind in ("rule+oracle", "rule+endpoint"):
         labels = [combine(rule, other, agreement) for rule, other in zip(rule_labels(episode), others)]
     else:
-        rules = {"rule": rule_labels, "dense": dense_labels, "shuffled": dense_labels}
+        rules = {"rule": rule_labels, "dense": dense_labels, "taken": taken_labels, "shuffled": dense_labels}
         labels = (environment.labels | rules)[kind](episode)
         refuse(wrong_labels(labels, episode), environment, f"labels {kind}, task {episode.task.id}")
     for turn, label in zip(episode.turns, labels, strict=True):

@@ -327,6 +327,8 @@ def summary(episodes):
 def success_rate(counts, plays=1):
     """Shares of episodes or turns from `summary`'s counts; success with its 95 % Wilson interval.
 
+    A count "flawed", of turns that the game took and an oracle calls bad, gives "flawed_frac".
+
     plays: how often each game was played; the interval's n is the number of games, because plays of one game
     are not independent.
     """
@@ -336,7 +338,8 @@ def success_rate(counts, plays=1):
     return {"success": counts["won"] / n, "n": counts["episodes"], "plays": plays, "low": low, "high": high,
             "turns": counts["turns"] / n, "invalid_frac": counts["invalid"] / turns,
             "repeated_frac": counts["repeated"] / turns, "truncated_frac": counts["truncated"] / n,
-            "restarts": counts["restarts"]} | score
+            "restarts": counts["restarts"]} | score | (
+                {"flawed_frac": counts["flawed"] / turns} if "flawed" in counts else {})
 
 
 def wilson(successes, n, z=1.96):

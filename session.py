@@ -255,7 +255,7 @@ def fresh_model(config, folder, ranks):
     """
     try:
         save_small_model(folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
-                         config.positions == "rotary", config.seed)
+                         config.positions == "rotary", not config.untied, config.seed)
         return load_model(config, folder, ranks), open_chat(config, folder, ranks)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -22,20 +22,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_small_model(folder, phrases, hidden_size, layers, context, rope, seed):
+def save_small_model(folder, phrases, hidden_size, layers, context, rope, tied, seed):
     """Write a newly initialized small model and its tokenizer into `folder`, which is created if missing.
 
     phrases: texts that become one token each. context: maximum number of positions, raised to 1024 if
-    smaller. rope: False for a model without position encoding.
+    smaller. rope: False for a model without position encoding. tied: whether the output layer is the
+    embedding; otherwise it starts as its copy, so that both begin as the same function.
     """
     folder.mkdir(exist_ok=True)
     vocabulary = save_small_tokenizer(phrases, folder)
     model = Model(ModelConfig(
         vocab_size=len(vocabulary), hidden_size=hidden_size, intermediate_size=3 * hidden_size,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=4, head_dim=hidden_size // 2,
-        max_position_embeddings=max(context, 1024), tie_word_embeddings=True, rope=rope))
+        max_position_embeddings=max(context, 1024), tie_word_embeddings=tied, rope=rope))
     init_weights(model, seed)
     share_name_embeddings(model, vocabulary)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     copying_heads(model)
     save_pretrained(model, folder)
 

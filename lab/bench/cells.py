@@ -18,7 +18,7 @@ PATH_FLAGS = ("out", "model", "resume", "overwrite", "evaluate", "games")     # 
 # Flags newer than some stored results: the value that describes a run made before the flag existed
 NEWER_FLAGS = {"dual_clip": 0.0, "invalid": "admissible", "correction_from": "auto",
                "admissible_only": False, "judge_normalize_std": False, "positions": "rotary",
-               "rearranged": False}
+               "rearranged": False, "untied": False, "judge_redraw": False}
 # Settings that --variant replaced: the paper's form, and the form in each paper's released code
 PAPER_FORM = {"baseline": "episode", "anchor": "state", "composition": "paper", "tag_rewards": "paper",
               "ppo_form": "turn"}

@@ -29,7 +29,7 @@ import sys
 from infra import files
 from lab.bench.intervals import number, percent, with_half
 from lab.bench.study import ROOT
-from lab.bench.table1 import paper_text, shares_text
+from lab.bench.table1 import OF_TURNS, paper_text, shares_text
 
 TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 VARIANT = re.compile(r"^(\w+)\b.* \(`(_\w+)`\)$")          # head of a column that reads another row
@@ -97,14 +97,14 @@ def result_row(result, name, heads):
             cells.append(percent(value, len(result["seeds"])) if value else "–")
             continue
         split = head.split()[0] if head.split()[:1] and head.split()[0] in splits else split
-        if head.startswith("paper") or head == "refused":
-            texts = paper_text if head.startswith("paper") else shares_text
-            cells.append("" if is_difference else texts(splits))
+        if head.startswith("paper") or head in OF_TURNS:
+            text = "" if is_difference else shares_text(splits, head) if head in OF_TURNS else paper_text(splits)
+            cells.append(text)
         elif head in (split, f"{split} at 0.4", "at 0.4") and split:
             value = splits[split]["t0.4"] if head.endswith("0.4") else splits[split]
             cells.append(percent(value, len(result["seeds"]), "+" if is_difference else ""))
         elif head:
-            raise ValueError(f"column {head!r}: expected {', '.join(splits)}, at 0.4, refused or paper")
+            raise ValueError(f"column {head!r}: expected {', '.join(splits)}, at 0.4, {', '.join(OF_TURNS)} or paper")
         else:
             cells.append("")
     return cells

@@ -32,6 +32,7 @@ from lab.bench.study import COLUMN, PAPER, cells_of, choose, read_config
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
 SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
+OF_TURNS = {"refused": "invalid_frac", "flawed": "flawed_frac"}            # columns with a share of turns
 NO_COLD_START = ", no cold start"                            # suffix of rows of the paper's Table 2
 INFERRED = ("†: the paper does not say on which split. Table 3 (kinds of cold start, NTHR) repeats Table 1's "
             "GRPO of ALFWorld L1, so its others are taken for L1; of Table 2 (no cold start) ScienceWorld's "
@@ -61,6 +62,8 @@ def summary(cells, split):
         return interval({}) | {"n": [], "t0.4": None}
     greedy = [mode["greedy"]["success"] for mode in modes.values() if "greedy" in mode]
     shares = {key: mean_known(mode["sampled"].get(key) for mode in modes.values()) for key in SHARES}
+    if (flawed := mean_known(mode["sampled"].get("flawed_frac") for mode in modes.values())) is not None:
+        shares["flawed_frac"] = flawed                        # not in older cells
     at_04 = {seed: mode["t0.4"]["success"] for seed, mode in modes.items() if "t0.4" in mode}
     return interval({seed: mode["sampled"]["success"] for seed, mode in modes.items()}) | {
         "n": sorted({mode["sampled"]["n"] for mode in modes.values()}),
@@ -132,11 +135,13 @@ def text(result):
     """The result as Markdown."""
     splits, seeds = result["splits"], len(result["seeds"])
     columns = [name for split in splits for name in (split, "at 0.4")]
-    rows = [[name, *successes(row, seeds), shares_text(row), "/".join(count(row[s]["n"]) for s in splits),
-             paper_text(row)] for name, row in result["rows"].items()]
+    shares = [head for head in OF_TURNS if head == "refused" or has_share(result, head)]
+    rows = [[name, *successes(row, seeds), *(shares_text(row, head) for head in shares),
+             "/".join(count(row[s]["n"]) for s in splits), paper_text(row)]
+            for name, row in result["rows"].items()]
     pairs = [[name, *successes(row, seeds, "+")] for name, row in result["differences"].items()]
     lines = [f"# {result['what']}", "", *introduction(result), "",
-             *markdown([result["benchmark"], *columns, "refused", "n", "paper " + " / ".join(splits)], rows)]
+             *markdown([result["benchmark"], *columns, *shares, "n", "paper " + " / ".join(splits)], rows)]
     if any("†" in row[-1] for row in rows):
         lines += [INFERRED, ""]
     lines += ["Differences, paired by seed, in points:", "", *markdown(["difference", *columns], pairs)]
@@ -152,7 +157,14 @@ def introduction(result):
             f"Success in per cent at temperature 1 and at 0.4, mean over {len(result['seeds'])} seeds ± half "
             "its 95 % t interval; refused: turns whose command was not admissible, in per cent at "
             "temperature 1, by split; n: episodes a split and seed. The last column is the paper's, "
-            f"{result['paper_model']} on {column}."]
+            f"{result['paper_model']} on {column}."] + (
+        ["Flawed: turns that the game took and the oracle calls bad, likewise."] * has_share(result, "flawed"))
+
+
+def has_share(result, head):
+    """Whether any row has a number in a column of OF_TURNS."""
+    return any(split.get(OF_TURNS[head]) is not None for row in result["rows"].values()
+               for split in row.values())
 
 
 def successes(row, seeds, sign=""):
@@ -160,9 +172,9 @@ def successes(row, seeds, sign=""):
     return [percent(value, seeds, sign) for split in row.values() for value in (split, split["t0.4"])]
 
 
-def shares_text(row):
-    """The percentage of refused commands on each split."""
-    shares = [split.get("invalid_frac") for split in row.values()]
+def shares_text(row, head):
+    """The share of turns in a column of OF_TURNS on each split, in per cent."""
+    shares = [split.get(OF_TURNS[head]) for split in row.values()]
     return "/".join(number(share and 100 * share, ".0f") for share in shares)
 
 

@@ -54,6 +54,8 @@ SCRIPT = [
     ("move mug 1 to drawer 1", "You move the mug 1 to the drawer 1.", "good", "good", "good", "good"),
 ]
 COLUMN = {"rule": 2, "dense": 3, "oracle": 4, "rule+oracle": 5}
+# By hand: a refused turn has none; from the counter to the cabinet and back nothing new is seen
+TAKEN = ["good", "good", None, "good", "good", "bad", "bad", "good", "good", "good", "good"]
 
 
 def scripted(chat, lines=SCRIPT, won=True, truncated=False, index=0):
@@ -79,6 +81,36 @@ def test_labels_of_the_script(chat, kind):
     episode = scripted(chat)
     labels = turn_labels.label_turns(episode, kind, ENVIRONMENT)
     assert labels == [line[COLUMN[kind]] for line in SCRIPT] == [turn.label for turn in episode.turns]
+
+
+@pytest.mark.parametrize("won", [True, False])
+def test_taken_labels_of_the_script_do_not_depend_on_the_outcome(chat, won):
+    episode = scripted(chat, won=won)
+    assert turn_labels.label_turns(episode, "taken", ENVIRONMENT) == TAKEN
+
+
+def test_flaws_are_the_oracles_labels_of_what_the_game_took(chat):
+    labels = turn_labels.label_turns(scripted(chat), "flaws", ENVIRONMENT)
+    assert labels == [None if line[1] == NOOP else line[4] for line in SCRIPT]
+    assert "bad" in labels and turn_labels.label_turns(scripted(chat), "oracle", ENVIRONMENT) != labels
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_taken_labels_are_those_of_the_definition(seed):
+    """Against a double loop over pairs of turns, on random walks through few rooms, with refused turns."""
+    rng = random.Random(seed)
+    episode = Episode(Task("walk", "train", "walk", None), 0, won=rng.random() < 0.5)
+    here = ["room 0"]
+    for _ in range(rng.randint(1, 14)):
+        valid = rng.random() < 0.7
+        episode.turns.append(Turn(here[-1], [], [], [], "", "go", valid, here[-1]))
+        here = [*here, f"room {rng.randrange(5)}" if valid else here[-1]]
+    episode.final_anchor = here[-1]
+    for t, (turn, label) in enumerate(zip(episode.turns, turn_labels.taken_labels(episode), strict=True)):
+        on_loop = any(here[a] == here[b] and set(here[a + 1:b + 1]) <= set(here[:a + 1])
+                      for a in range(t + 1) for b in range(t + 1, len(here)))
+        news = here[t + 1] not in here[:t + 1]
+        assert label == (None if not turn.valid else "bad" if on_loop else "good" if news else None)
 
 
 def test_a_failed_episode_has_no_turn_that_the_rule_calls_good(chat):
@@ -132,7 +164,7 @@ def test_a_truncated_episode_can_be_labelled(chat, before):
     """The final observation after a cut response is the one before it again, as the command was not sent."""
     episode = scripted(chat, [*before, (None, "")], won=False, truncated=True)
     episode.final_observation, episode.final_anchor = episode.turns[-1].observation, episode.turns[-1].anchor
-    for kind in set(turn_labels.LABELS) - {"endpoint"}:
+    for kind in set(turn_labels.LABELS) - {"endpoint", "taken", "flaws"}:
         assert turn_labels.label_turns(episode, kind, ENVIRONMENT)[-1] == "bad"
 
 

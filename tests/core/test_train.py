@@ -303,6 +303,48 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
 
 
 @pytest.mark.fast
+def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch):
+    """Of each round's questions only those with unequal rewards are trained; no turn is asked about twice.
+    Without the flag there is one round, of the same first questions."""
+    asked, answer = [], gcd.judge.answer_questions
+
+    def answers(model, chat, judged, *arguments):
+        answer(model, chat, judged, *arguments)
+        for question in judged:
+            spread = question.index % 4 == 1
+            question.rewards = [float(spread and k == 0) for k in range(len(question.rewards))]
+        asked.append([(question.episode.index, question.t) for question in judged])
+
+    monkeypatch.setattr(gcd.judge, "answer_questions", answers)
+    rounds = {}
+    for flags in ((), ("--judge-redraw",)):
+        run = prepared(tmp_path, *start_from(start), "--judge-labels", "oracle", "--judge-turns", 8, *flags)
+        episodes, _ = gcd.collect(run, 0)
+        judged, samples = gcd.judge_turns(run, 0, episodes)
+        rounds[flags], asked[:] = list(asked), []
+    (first,), several = rounds[()], rounds["--judge-redraw",]
+    assert several[0] == first and [len(turns) for turns in several] == [8, 6, 4, 2]
+    places = sum(several, [])
+    assert len(set(places)) == len(places) == len(judged)
+    assert len({tuple(sample.turns[0].prompt_ids + sample.turns[0].response_ids) for sample in samples}) <= 6
+    assert all(any(sample.advantage) for sample in samples)
+
+
+@pytest.mark.fast
+def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path):
+    folders = {}
+    for name, flags in (("tied", ()), ("untied", ("--untied",))):
+        run = prepared(tmp_path / name, *flags)
+        ids = torch.tensor([[5, 300, 7, 301]])
+        folders[name] = run.model(ids, select=([0] * 4, range(4))).detach()
+        shared = run.model.lm_head.weight is run.model.model.embed_tokens.weight
+        assert shared == (name == "tied")
+    assert torch.equal(folders["tied"], folders["untied"])
+    assert train(tmp_path / "run", "--untied", "--iterations", 0, "--evaluate", "none") == 0
+    found = weights(tmp_path / "run")
+    assert not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
+
+
 def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
     """In groups of two episodes of one turn, often both are valid or both are not."""
     flags = [*start_from(start), "--max-turns", 1, "--group-size", 2, "--tasks", 16, "--no-gcd"]

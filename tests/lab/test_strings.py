@@ -299,7 +299,8 @@ def test_a_base_model_with_a_foreign_vocabulary_is_refused(tmp_path):
                     for name in ("strings", "twins"))
     for name, settings in (("ours", ours), ("theirs", theirs)):
         save_small_model(tmp_path / name, session.vocabulary_of(settings), settings.hidden_size,
-                         settings.layers, settings.context, settings.positions == "rotary", settings.seed)
+                         settings.layers, settings.context, settings.positions == "rotary",
+                         not settings.untied, settings.seed)
     weights = qwen.load_pretrained(tmp_path / "ours").model.layers[0].self_attn
     assert torch.equal(weights.o_proj.weight, weights.v_proj.weight.T)       # initialized to copy
     session.check_vocabulary(ours, tmp_path / "ours", {}, qwen.load_tokenizer(tmp_path / "ours"))

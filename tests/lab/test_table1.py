@@ -88,7 +88,7 @@ def test_a_temperature_that_was_not_evaluated_is_a_dash():
     found = table1.summary(stored, "L0")
     assert (found["mean"], found["t0.4"], found["greedy"]) == (0.5, None, None)
     assert table1.successes({"L0": found}, 2) == ["50.0 ± 0.0", "–"]
-    assert table1.shares_text({"L0": found}) == "25"
+    assert table1.shares_text({"L0": found}, "refused") == "25"
 
 
 @pytest.mark.parametrize("path", sorted(study.RESULTS.glob("table1_*_result.json")), ids=lambda p: p.name)
