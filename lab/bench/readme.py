@@ -98,13 +98,14 @@ def result_row(result, name, heads):
             continue
         split = head.split()[0] if head.split()[:1] and head.split()[0] in splits else split
         if head.startswith("paper") or head in OF_TURNS:
-            text = "" if is_difference else shares_text(splits, head) if head in OF_TURNS else paper_text(splits)
-            cells.append(text)
+            text = shares_text(splits, head) if head in OF_TURNS else paper_text(splits)
+            cells.append("" if is_difference else text)
         elif head in (split, f"{split} at 0.4", "at 0.4") and split:
             value = splits[split]["t0.4"] if head.endswith("0.4") else splits[split]
             cells.append(percent(value, len(result["seeds"]), "+" if is_difference else ""))
         elif head:
-            raise ValueError(f"column {head!r}: expected {', '.join(splits)}, at 0.4, {', '.join(OF_TURNS)} or paper")
+            known = ", ".join([*splits, "at 0.4", *OF_TURNS])
+            raise ValueError(f"column {head!r}: expected {known} or paper")
         else:
             cells.append("")
     return cells

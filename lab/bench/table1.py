@@ -158,7 +158,7 @@ def introduction(result):
             "its 95 % t interval; refused: turns whose command was not admissible, in per cent at "
             "temperature 1, by split; n: episodes a split and seed. The last column is the paper's, "
             f"{result['paper_model']} on {column}."] + (
-        ["Flawed: turns that the game took and the oracle calls bad, likewise."] * has_share(result, "flawed"))
+        ["Flawed: turns that the game took and the oracle calls bad."] * has_share(result, "flawed"))
 
 
 def has_share(result, head):
