@@ -98,8 +98,8 @@ def result_row(result, name, heads):
             continue
         split = head.split()[0] if head.split()[:1] and head.split()[0] in splits else split
         if head.startswith("paper") or head in OF_TURNS:
-            text = shares_text(splits, head) if head in OF_TURNS else paper_text(splits)
-            cells.append("" if is_difference else text)
+            cells.append("" if is_difference else shares_text(splits, head) if head in OF_TURNS
+                         else paper_text(splits))
         elif head in (split, f"{split} at 0.4", "at 0.4") and split:
             value = splits[split]["t0.4"] if head.endswith("0.4") else splits[split]
             cells.append(percent(value, len(result["seeds"]), "+" if is_difference else ""))
