@@ -74,6 +74,19 @@ def coins(episode):
     return [rng.choice(("good", "bad")) for _ in episode.turns]
 
 
+def signs(episode):
+    """Which sign is seen, for --judge-labels signs: "good" under P, "bad" under N, whatever the command."""
+    return ["good" if kind_of(turn.observation) == "P" else "bad" for turn in episode.turns]
+
+
+def parity(episode):
+    """For --judge-labels parity: "good" for every other sign of each kind, which tells neither P nor N."""
+    rank = {sign: k for of_kind in SIGNS.values() for k, sign in enumerate(of_kind)}
+    found = [next(rank[token] for token in turn.observation.strip(".").split() if token in rank)
+             for turn in episode.turns]
+    return ["bad" if k % 2 else "good" for k in found]
+
+
 class Expert:
     """A policy for the cold start: "pull" with probability q under either sign, else any other command.
 
@@ -120,7 +133,7 @@ class Environment(envs.Environment):
     splits = ("dev", "P", "N")
     captions = {"dev": "new states, half of each kind", "P": "states in which pull is right",
                 "N": "states in which pull is flawed"}
-    labels = {"coins": coins}
+    labels = {"coins": coins, "signs": signs, "parity": parity}
 
     def make(self, n):
         """n games that share the counts of plays."""

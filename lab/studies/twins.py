@@ -158,10 +158,12 @@ def measured(out, flags):
 
 
 def probe(actor):
-    """q_P and q_N, the mean probability of R over PROBES states of each kind, and the cosine between P and N.
+    """q_P and q_N, the mean probability of R over PROBES states of each kind; cosine and leak from P to N.
 
-    The cosine is between the gradients, over all parameters, of R's mean log-probability in P and in N; None
-    if a gradient is zero.
+        cosine = <g_P, g_N> / (|g_P| |g_N|),   leak = <g_P, g_N> / <g_P, g_P>
+
+    g_K: the gradient, over all parameters, of R's mean log-probability in kind K. The leak is the theory's c:
+    a step that raises it in P by d raises it in N by c d, to first order. None if a gradient is zero.
     """
     R, game, found, grads = actor.chat.encode(twins.PULL)[0], twins.Game(0.0, Counter()), {}, []
     for kind in "PN":
@@ -174,8 +176,9 @@ def probe(actor):
         pushed = [parameter.grad for parameter in actor.model.parameters() if parameter.grad is not None]
         grads.append(torch.cat([grad.flatten().double() for grad in pushed]))
         actor.model.zero_grad(set_to_none=True)
-    size = float(grads[0].norm() * grads[1].norm())
-    return found | {"cosine": float(grads[0] @ grads[1]) / size if size else None}
+    inner, size_P, size_N = float(grads[0] @ grads[1]), float(grads[0].norm()), float(grads[1].norm())
+    return found | {"cosine": inner / (size_P * size_N) if size_P and size_N else None,
+                    "leak": inner / size_P**2 if size_P else None}
 
 
 def final(result):

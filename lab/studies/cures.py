@@ -1,0 +1,449 @@
+"""Twin states: what lets a flawed action be unlearned: a KL, untied embeddings, knowing the sign, or judging?
+
+The environment is lab/envs/twins.py: one action is right in states P and flawed in states N, which differ in
+one word; 12 of 16 tasks are P. Every cell is a run of gcd.py of 240 iterations from a cold start. Varied are
+the KL (0.01 or none), the embeddings (tied or not), the questions in the cold start (none; about the sign,
+about its parity, judging by coins or rightly: all in the same words, with the same two answers), the arm
+(GRPO; GCD with right labels; GCD with coin tosses), and, from coins, the timing of the judge.
+
+Measured along each run (lab/studies/twins.py, and here): the flawed action's probability q_N, the cosine of
+the gradients that raise it in P and in N, the leak from the good turn to the flawed one, whether a linear
+probe tells P from N where the command is chosen, and the judge's AUC in each iteration.
+
+    python -m lab.studies.cures --seeds 3         # three seeds of every arm
+    python -m lab.studies.cures --seeds 10        # ten of the arms that three do not settle, and of GCD's own
+    python -m lab.studies.cures --jobs 0          # only the page, of the stored cells
+
+Left out: other sizes of the flaw and other mixtures of P and N (lab/studies/twins.py).
+"""
+
+import argparse
+import shutil
+import sys
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import gcd
+import judge
+from infra import files
+from lab.bench.intervals import interval, markdown, mean_known, paired, with_half
+from lab.envs import twins as states
+from lab.studies import common
+from lab.studies.twins import final, probe
+from rollout import wilson
+
+PAGE = Path(__file__).with_name("cures.page.md")
+RUNS = common.ROOT / "runs" / "studies" / "cures"
+ITERATIONS, POINTS, PROBES = 240, 24, 64      # of a run; its measurements; states of each kind in a probe
+DEMONSTRATIONS = 2000                         # of the cold start
+LAST = 10                                     # iterations over which the judge's AUC is averaged
+RIGHT = 0.9                                   # AUC from which a judge counts as right
+COMMON = ("--env", "lab/envs/twins.py", "--evaluate", "none", "--device", "cpu")
+QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", "0"),
+             "coins": ("--judge-labels", "coins"),
+             "parity": ("--judge-labels", "parity"),
+             "sign": ("--judge-labels", "signs"),
+             "judge": ("--judge-labels", "oracle"),
+             "coins, before": ("--judge-labels", "coins")}
+ARMS = {"GRPO": ("--no-gcd",),
+        "+GCD": ("--judge-labels", "oracle"),
+        "+GCD, coins": ("--judge-labels", "coins"),
+        "+sign, before": ("--judge-labels", "signs")}
+FIRST = 3             # seeds of every arm; further ones of those that they do not settle, and of GCD's own
+COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
+
+
+# Cells
+
+def settings_of(questions, arm, kl, embeddings, timing=""):
+    """An arm's settings, plain values."""
+    return {"questions": questions, "arm": arm, "kl": kl, "embeddings": embeddings, "timing": timing}
+
+
+def arms():
+    """Every arm of the study, the most important first."""
+    crossed = [(kl, embeddings) for embeddings in EMBEDDINGS for kl in COEFFICIENTS]
+    found = [settings_of(questions, "GRPO", *pair) for pair in crossed for questions in (
+        "none", "coins", "parity", "sign", "judge")]
+    found += [settings_of("coins", arm, *pair) for pair in crossed for arm in ("+GCD", "+GCD, coins")]
+    found += [settings_of("judge", "+GCD", *pair) for pair in crossed]
+    found += [settings_of("coins", arm, kl, "tied", timing) for kl in COEFFICIENTS
+              for arm, timing in (("GRPO", "constant rate"), ("+GCD", "constant rate"), ("+GCD", "held"))]
+    found += [settings_of("coins, before", arm, kl, "tied") for kl in COEFFICIENTS
+              for arm in ("GRPO", "+sign, before")]
+    return found
+
+
+def name_of(arm):
+    """An arm's name, without the seed."""
+    kl = f"KL {arm['kl']:g}" if arm["kl"] else "no KL"
+    parts = [f"{arm['arm']} after {arm['questions']}", kl, arm["embeddings"], arm["timing"]]
+    return ", ".join(filter(None, parts))
+
+
+# The arms with which GCD in RL is compared like for like: further seeds are run of these, too
+OWN = [name_of(arm) for arm in arms() if arm["questions"] == "coins" and not arm["timing"]]
+
+
+def cells_of(seeds, iterations=ITERATIONS, names=None):
+    """{name: settings} of all cells, seed by seed. names: from seed FIRST on, only these arms (None: all)."""
+    return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
+            for seed in seeds for arm in arms() if seed < FIRST or names is None or name_of(arm) in names}
+
+
+def cold_folder(settings, runs):
+    """The folder of a cell's cold start."""
+    return runs / "cold" / f"{settings['questions']}, {settings['embeddings']}, seed {settings['seed']}"
+
+
+def cold_start(name, settings):
+    """Run the cold start of a cell in the folder `name`."""
+    untied = ["--untied"] if settings["embeddings"] == "untied" else []
+    with asked_before() if "before" in settings["questions"] else ExitStack():
+        common.train([*COMMON, "--seed", settings["seed"], "--demonstrations", DEMONSTRATIONS, *untied,
+                      *QUESTIONS[settings["questions"]], "--iterations", 0, "--overwrite"], Path(name))
+
+
+def run(name, settings, runs):
+    """Run a cell from its cold start, which must exist; returns what is measured during the run."""
+    cold, out = cold_folder(settings, runs) / files.CHECKPOINT, runs / name
+    shutil.rmtree(out, ignore_errors=True)
+    kl = ["--kl", "loss", "--kl-coef", settings["kl"]] if settings["kl"] else []
+    weight = ["--judge-weight", 1] if settings["arm"] != "GRPO" else []
+    flags = [*COMMON, "--seed", settings["seed"], *kl, *weight, *ARMS[settings["arm"]], "--model", cold,
+             "--demonstrations", 0, "--iterations", settings["iterations"],
+             "--keep-checkpoints", settings["iterations"] // POINTS, "--checkpoint-every", 10**6]
+    with ExitStack() as changes:
+        if settings["timing"]:
+            changes.enter_context(constant_rate())
+        if settings["timing"] == "held":
+            changes.enter_context(policy_held())
+        if "before" in settings["questions"]:
+            changes.enter_context(asked_before())
+        common.train(flags, out)
+    result = measured(out, flags)
+    shutil.rmtree(out)
+    return result
+
+
+# Changes of a run that no flag makes
+
+@contextmanager
+def constant_rate():
+    """Within this block, the learning rate does not decay."""
+    with mock.patch.object(gcd, "lr_factor", lambda config, i: 1.0):
+        yield
+
+
+@contextmanager
+def policy_held():
+    """Within this block, the policy learns only once the judge is right: an AUC above RIGHT over LAST
+    iterations."""
+    judge_metrics, informative, aucs, right = gcd.judge_metrics, gcd.informative, [], []
+
+    def noted(run, judged, samples):
+        metrics = judge_metrics(run, judged, samples)
+        aucs.append(metrics.get("judge/auc_oracle", 0.5))
+        if len(aucs) >= LAST and sum(aucs[-LAST:]) / LAST > RIGHT:
+            right.append(len(aucs))
+        return metrics
+
+    with mock.patch.multiple(gcd, judge_metrics=noted,
+                             informative=lambda run, episodes: informative(run, episodes) if right else []):
+        yield
+
+
+@contextmanager
+def asked_before():
+    """Within this block, a question follows the observation and not the command."""
+    def question_ids(chat, turn):
+        return turn.prompt_ids[:-1] + judge.question_message(chat)
+
+    with mock.patch.object(judge, "question_ids", question_ids):
+        yield
+
+
+# Measures
+
+def measured(out, flags):
+    """{"path": measures of every kept model, "auc": the judge's in each iteration; [] without a judge}.
+
+    The AUC is by the oracle or, of an arm that is asked about the sign, by the sign.
+    """
+    path = [{"iteration": iteration} | measures(common.load_actor(folder, flags))
+            for iteration, folder in common.kept_models(out).items()]
+    lines = files.iterations_in(files.read_lines(out / files.METRICS)[0])
+    aucs = [line.get("judge/auc" if "signs" in flags else "judge/auc_oracle") for line in lines]
+    return {"path": path, "auc": [auc and round(auc, 3) for auc in aucs] if set(aucs) != {None} else []}
+
+
+def measures(actor):
+    """q_P, q_N, cosine and leak (twins.probe), and the linear probe's accuracy."""
+    return probe(actor) | {"probe": linear_probe(actor)}
+
+
+@torch.no_grad()
+def linear_probe(actor):
+    """Accuracy of a linear probe of P against N on the hidden state from which the command is predicted.
+
+    Least squares with an intercept on PROBES states of each kind, tested on as many others.
+    """
+    game, n = states.Game(0.0, Counter()), 4 * PROBES
+    tasks = [states.task(f"probe/{i}", "probe", "PN"[i % 2]) for i in range(n)]
+    ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
+    x_BC = actor.model(ids_BT, select=(list(range(n)), [ids_BT.shape[1] - 1] * n), head="hidden").double()
+    x_BC = torch.cat([x_BC, torch.ones(n, 1, dtype=x_BC.dtype)], 1)
+    side_B = torch.tensor([1.0, -1.0], dtype=x_BC.dtype).repeat(n // 2)
+    weights = torch.linalg.lstsq(x_BC[:n // 2], side_B[:n // 2, None], driver="gelsd").solution
+    return float(((x_BC[n // 2:] @ weights)[:, 0].sign() == side_B[n // 2:]).double().mean())
+
+
+def when_right(result):
+    """The iteration from which the judge's AUC, averaged over LAST, first exceeds RIGHT; None: never."""
+    aucs = [0.5 if auc is None else auc for auc in result["auc"]]
+    return next((k for k in range(LAST, len(aucs) + 1) if sum(aucs[k - LAST:k]) / LAST > RIGHT), None)
+
+
+def when_away(result):
+    """The first measured iteration at which q_N is above .9; None: never."""
+    return next((point["iteration"] for point in result["path"] if point["q_N"] > 0.9), None)
+
+
+# Analysis
+
+def table_of(everything, results):
+    """{arm's name: {seed: result}} of the stored results, in the order of `arms`."""
+    found = {name_of(arm): {} for arm in arms()}
+    for name, settings in everything.items():
+        if name in results:
+            found[name_of(settings)][settings["seed"]] = results[name]
+    return {name: of_seed for name, of_seed in found.items() if of_seed}
+
+
+def arm_row(results):
+    """An arm's numbers: seeds that removed the flaw, final q_N and q_P, cosine, leak and probe, the judge."""
+    n, removed = len(results), sum(final(result) < 0.5 for result in results.values())
+    ends, starts = ([result["path"][k] for result in results.values()] for k in (-1, 0))
+    return {"removed": removed, "n": n, "removed_interval": wilson(removed, n),
+            "final": interval({seed: final(result) for seed, result in results.items()}),
+            **{key: mean_known([end[key] for end in ends]) for key in ("q_P", "cosine", "leak", "probe")},
+            **{f"{key}_start": mean_known([start[key] for start in starts]) for key in ("leak", "probe")},
+            "auc": mean_known([mean_known(result["auc"][-60:]) for result in results.values()]),
+            "right": [when_right(result) for result in results.values()],
+            "away": [when_away(result) for result in results.values()]}
+
+
+def unsettled(table):
+    """The arms whose first seeds do not agree on whether the flaw is removed."""
+    return [name for name, results in table.items()
+            if len({final(result) < 0.5 for seed, result in results.items() if seed < FIRST}) > 1]
+
+
+def against(table, one, other):
+    """Final q_N of an arm minus another's, paired by seed (lab.bench.intervals.paired); None if one is not
+    stored."""
+    if one not in table or other not in table:
+        return None
+    return paired(*({seed: final(result) for seed, result in table[name].items()} for name in (one, other)))
+
+
+def pairs():
+    """[(arm, reference)] of the page's comparisons, as names."""
+    found = []
+    for embeddings in EMBEDDINGS:
+        for kl in COEFFICIENTS:
+            def named(questions, arm, kl=kl, embeddings=embeddings, timing=""):
+                return name_of(settings_of(questions, arm, kl, embeddings, timing))
+            found += [(named("judge", "GRPO"), named("sign", "GRPO")),
+                      (named("sign", "GRPO"), named("parity", "GRPO")),
+                      (named("judge", "GRPO"), named("coins", "GRPO")),
+                      (named("coins", "+GCD"), named("coins", "GRPO")),
+                      (named("coins", "+GCD"), named("coins", "+GCD, coins")),
+                      (named("judge", "+GCD"), named("judge", "GRPO"))]
+            if embeddings == "tied":
+                constant = {arm: named("coins", arm, timing="constant rate") for arm in ("GRPO", "+GCD")}
+                found += [(constant["+GCD"], constant["GRPO"]),
+                          (named("coins", "+GCD", timing="held"), constant["+GCD"]),
+                          (named("coins, before", "+sign, before"), named("coins, before", "GRPO"))]
+    return found
+
+
+# Page and figure
+
+def number(value, form=".2f"):
+    """A number as text; "–" for None."""
+    return "–" if value is None else f"{value:{form}}"
+
+
+def times(iterations):
+    """Iterations of several seeds as text: smallest to largest, and how many seeds never get there."""
+    known, never = [k for k in iterations if k is not None], iterations.count(None)
+    text = f"{min(known)}–{max(known)}" if known else ""
+    return ", ".join(filter(None, [text, f"never {never}" if never else ""])) or "–"
+
+
+def grid(table):
+    """The table of all arms."""
+    head = ["arm", "flaw removed", "[95 %]", "final q_N", "q_P", "cosine", "leak, start → end",
+            "probe, start → end", "judge's AUC", "judge right at", "q_N > .9 at"]
+    rows = []
+    for name, results in table.items():
+        row = arm_row(results)
+        low, high = row["removed_interval"]
+        rows.append([name, f"{row['removed']} of {row['n']}", f"[{low:.0%}, {high:.0%}]",
+                     with_half(row["final"]), number(row["q_P"]), number(row["cosine"]),
+                     f"{number(row['leak_start'])} → {number(row['leak'])}",
+                     f"{number(row['probe_start'])} → {number(row['probe'])}", number(row["auc"]),
+                     times(row["right"]) if row["auc"] is not None else "–", times(row["away"])])
+    return "\n".join(markdown(head, rows))
+
+
+def comparisons(table):
+    """The table of differences in final q_N."""
+    rows = []
+    for one, other in pairs():
+        difference = against(table, one, other)
+        if difference is not None and difference["half"] is not None:
+            rows.append([one, other, with_half(difference, "+.2f")])
+    return "\n".join(markdown(["arm", "minus", "final q_N"], rows)) if rows else "Not measurable."
+
+
+def removed_in(table, *settings, timing=""):
+    """In how many seeds an arm removed the flaw, as text."""
+    name = name_of(settings_of(*settings, timing))
+    row = arm_row(table[name]) if name in table else None
+    return f"{row['removed']} of {row['n']}" if row else "not run"
+
+
+def draw(table, path):
+    """Plot q_N over training: a column for each kind of embeddings and KL, a row for what is compared."""
+    pyplot = common.pyplot("cures")
+    crossed = [(kl, embeddings) for embeddings in EMBEDDINGS for kl in COEFFICIENTS]
+    colors = {"none": "tab:gray", "coins": "tab:brown", "parity": "tab:purple", "sign": "tab:green",
+              "judge": "tab:blue", "GRPO": "tab:brown", "+GCD": "tab:blue", "+GCD, coins": "tab:orange"}
+    figure, axes = pyplot.subplots(2, 4, figsize=(12, 6), sharex=True, sharey=True, layout="constrained",
+                                   subplot_kw={"ylim": (0, 1.02)})
+    for column, (kl, embeddings) in enumerate(crossed):
+        rows = ([(questions, "GRPO", questions) for questions in ("none", "coins", "parity", "sign", "judge")],
+                [("coins", arm, arm) for arm in ("GRPO", "+GCD", "+GCD, coins")])
+        for axis, (questions, arm, label) in ((axes[k][column], line) for k in (0, 1) for line in rows[k]):
+            results = table.get(name_of(settings_of(questions, arm, kl, embeddings)), {}).values()
+            q_N = [[point["q_N"] for point in result["path"]] for result in results]
+            x = [point["iteration"] for result in results for point in result["path"]][:POINTS + 1]
+            for path_of_seed in q_N:
+                axis.plot(x, path_of_seed, color=colors[label], linewidth=0.4, alpha=0.4)
+            if q_N:
+                mean = [sum(points) / len(points) for points in zip(*q_N, strict=True)]
+                axis.plot(x, mean, color=colors[label], linewidth=2, label=label)
+        axes[0][column].set_title(f"{'KL .01' if kl else 'no KL'}, {embeddings} embeddings")
+        axes[1][column].set_xlabel("RL iteration")
+    axes[0][0].set_ylabel("GRPO, by the cold start's questions\nprobability of the flawed action")
+    axes[1][0].set_ylabel("after coins, by the arm\nprobability of the flawed action")
+    for row in axes:
+        if row[-1].get_lines():
+            row[-1].legend(fontsize=8)
+    common.save(figure, path)
+
+
+def page(table, command, seeds):
+    """The page's text, from its template in this folder."""
+    return PAGE.read_text(encoding="utf-8").format(
+        command=command, there=sum(map(len, table.values())), seeds=f"{min(seeds)} to {max(seeds)}",
+        grid=grid(table), comparisons=comparisons(table),
+        unsettled="; ".join(unsettled(table)) or "none")
+
+
+def figures_of(table):
+    """What was found on the paper's claim, for the gallery."""
+    def both(questions, arm, embeddings="tied", timing=""):
+        return " and ".join(removed_in(table, questions, arm, kl, embeddings, timing=timing)
+                            for kl in COEFFICIENTS)
+
+    return [{"paper": "Section 4 (what cures, and when)", "picture": "cures.svg",
+             "claim": "Judging one's own actions during RL separates similar samples, so that flawed actions "
+                      "disappear.",
+             "found": "Seeds that remove the flawed action, with a KL of .01 and without. GRPO by the cold "
+                      f"start's questions: none {both('none', 'GRPO')}; random answers {both('coins', 'GRPO')}; "
+                      f"parity {both('parity', 'GRPO')}; which sign {both('sign', 'GRPO')}; judging "
+                      f"{both('judge', 'GRPO')}. From random answers, GCD {both('coins', '+GCD')}, with coin "
+                      f"tosses for labels {both('coins', '+GCD, coins')}; untied embeddings, GCD "
+                      f"{both('coins', '+GCD', 'untied')}, GRPO {both('coins', 'GRPO', 'untied')}; policy held "
+                      f"until the judge is right {both('coins', '+GCD', timing='held')}, at the same constant "
+                      f"rate without holding {both('coins', '+GCD', timing='constant rate')}.",
+             "agrees": verdict(table)}]
+
+
+def verdict(table):
+    """Whether GCD during RL removes the flaw where GRPO does not.
+
+    Over the pairs of arms from coins, by KL and embeddings: "yes" if the intervals of GCD - GRPO and of
+    GCD - coins lie below 0 in all, "partly" in some, "no" in none.
+    """
+    below = []
+    for kl in COEFFICIENTS:
+        for embeddings in EMBEDDINGS:
+            one = name_of(settings_of("coins", "+GCD", kl, embeddings))
+            differences = [against(table, one, name_of(settings_of("coins", arm, kl, embeddings)))
+                           for arm in ("GRPO", "+GCD, coins")]
+            if any(d is None or d["half"] is None for d in differences):
+                return "not measurable"
+            below.append(all(d["mean"] + d["half"] < 0 for d in differences))
+    return "yes" if all(below) else "partly" if any(below) else "no"
+
+
+def results_of(options):
+    """Run the missing cells, after their cold starts; with --jobs 0 none. Returns `table_of` all stored ones."""
+    path, everything = options.out / "cures.jsonl", cells_of(range(90), options.iterations)
+
+    def stored():
+        found = common.finished_cells(path, everything)
+        return table_of(everything, {name: record["result"] for name, record in found.items()})
+
+    steps = [FIRST, options.seeds] if options.seeds > FIRST else [options.seeds]
+    for seeds in steps if options.jobs else ():
+        names = None if seeds <= FIRST else {*unsettled(stored()), *OWN}
+        requested = cells_of(range(seeds), options.iterations, names)
+        missing = common.missing_cells(path, requested)
+        colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
+        common.make_runs(colds, cold_start, options.jobs, "cold starts")
+        common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs)
+    return stored()
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser("python -m lab.studies.cures", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
+    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
+    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
+    options = parser.parse_args(argv)
+    for name, low, high in (("seeds", 1, 90), ("iterations", 1, 10**6), ("jobs", 0, 256)):
+        if not low <= (value := getattr(options, name)) <= high:
+            parser.error(f"--{name}={value}: expected {low} to {high}")
+    if options.iterations % POINTS:
+        parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
+                     "measurements")
+    table = results_of(options)
+    if not table:
+        parser.error(f"--jobs=0: {options.out / 'cures.jsonl'} has no cell")
+    there = sorted({seed for of_seed in table.values() for seed in of_seed})
+    draw(table, options.out / "cures.svg")
+    command = ["python", "-m", "lab.studies.cures", "--seeds", str(options.seeds)]
+    text = page(table, " ".join(command), there)
+    compared = {f"{one} against {other}": against(table, one, other) for one, other in pairs()}
+    common.publish(options.out, "cures", command, there,
+                   {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
+                    "differences": compared}, figures_of(table), text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Tests of lab/studies/cures.py: its arms, the changes that it makes to a run, its measures and its page.
+
+    python -m pytest tests/lab/test_cures.py           # about a minute on one core
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import gcd
+import judge
+from infra import files
+from lab.envs import twins as states
+from lab.studies import common, cures
+from rollout import Episode, Turn
+
+
+def result(*q_N, auc=(), probe=(0.5, 1.0)):
+    """A cell's result with these probabilities at iterations 0, 10, ..."""
+    path = [{"iteration": 10 * k, "q_P": 0.9, "q_N": q, "cosine": 0.5, "leak": 0.4, "probe": probe[k > 0]}
+            for k, q in enumerate(q_N)]
+    return {"path": path, "auc": list(auc)}
+
+
+@pytest.mark.fast
+def test_the_arms_are_those_of_the_design():
+    """GRPO after five kinds of questions, two more arms after coins, and the recipe: each with and without KL,
+    tied and untied; then six of timing, and four that are asked before the command."""
+    names = [cures.name_of(arm) for arm in cures.arms()]
+    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 6 + 4
+    assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
+    assert len(cures.OWN) == 12 and set(cures.OWN) < set(names)
+    few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
+    assert len(few) == 3 * len(names) and len(more) == len(few) + 2
+    assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind, expected", [("signs", ["good", "good", "bad", "bad"]),
+                                            ("parity", ["good", "bad", "good", "bad"])])
+def test_questions_on_the_sign_and_its_parity_do_not_depend_on_the_command(kind, expected):
+    for command in states.COMMANDS:
+        found = []
+        for sign in ("sun", "star", "pit", "cave"):
+            turn = Turn(f"You see oak {sign} elm.", [], [], [], command, command, True, "")
+            found += states.Environment.labels[kind](Episode(None, 0, turns=[turn]))
+        assert found == expected
+
+
+@pytest.mark.fast
+def test_the_numbers_of_an_arm_by_hand():
+    aucs = [0.5] * 10 + [1.0] * 12
+    row = cures.arm_row({0: result(0.2, 0.95, 0.4, auc=aucs), 1: result(0.2, 0.3, 0.92, auc=[0.5] * 22)})
+    assert (row["removed"], row["n"], row["leak"], row["probe_start"], row["probe"]) == (1, 2, 0.4, 0.5, 1.0)
+    assert row["right"] == [19, None] and row["away"] == [10, 20]           # (1 * 0.5 + 9 * 1) / 10 > 0.9
+    assert cures.times(row["right"]) == "19–19, never 1"
+
+
+@pytest.mark.fast
+def test_arms_are_unsettled_if_their_first_seeds_do_not_agree():
+    table = {"a": {0: result(0.9, 0.1), 1: result(0.9, 0.9), 2: result(0.9, 0.9)},
+             "b": {0: result(0.9, 0.1), 1: result(0.9, 0.1), 2: result(0.9, 0.1), 3: result(0.9, 0.9)}}
+    assert cures.unsettled(table) == ["a"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("gcd_ends, coins_ends, expected", [
+    ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), "yes"), ((0.9, 0.92, 0.9), (0.9, 0.91, 0.9), "no"),
+    ((0.1, 0.12, 0.1), (0.1, 0.11, 0.1), "no"), ((0.1,), (0.9,), "not measurable")])
+def test_the_verdict_needs_a_difference_from_grpo_and_from_coins(gcd_ends, coins_ends, expected):
+    table = {}
+    for arm, ends in (("GRPO", (0.9, 0.93, 0.9)), ("+GCD", gcd_ends), ("+GCD, coins", coins_ends)):
+        for kl in cures.COEFFICIENTS:
+            for embeddings in cures.EMBEDDINGS:
+                name = cures.name_of(cures.settings_of("coins", arm, kl, embeddings))
+                table[name] = {seed: result(0.3, end + (seed == 1) * 0.01) for seed, end in enumerate(ends)}
+    assert cures.verdict(table) == expected
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """The folder of a finished study of a few arms and of minimal size."""
+    out, some = tmp_path_factory.mktemp("cures"), cures.arms
+    chosen = [cures.settings_of("coins", "GRPO", 0.01, "tied"),
+              cures.settings_of("coins", "+GCD", 0.0, "untied"),
+              cures.settings_of("coins, before", "+sign, before", 0.01, "tied")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cures, "arms", lambda: chosen)
+        patch.setattr(cures, "DEMONSTRATIONS", 600)
+        assert cures.main(["--seeds", "1", "--iterations", "24", "--jobs", "1", "--out", str(out / "out"),
+                           "--runs", str(out / "runs")]) == 0
+    assert cures.arms is some
+    return out
+
+
+def test_the_study_writes_numbers_figure_and_page(study):
+    found = json.loads((study / "out" / "cures.json").read_text())
+    assert [row["n"] for row in found["rows"]] == [1, 1, 1]
+    assert all(0 < row["final"]["mean"] < 1 and 0.5 <= row["probe"] <= 1 for row in found["rows"])
+    assert [row["auc"] is None for row in found["rows"]] == [True, False, False]
+    assert found["figures"][0]["agrees"] == "not measurable" and "not run" in found["figures"][0]["found"]
+    assert {path.suffix for path in (study / "out").iterdir()} == {".json", ".jsonl", ".svg", ".md"}
+    assert "nan" not in (study / "out" / "cures.md").read_text()
+
+
+def test_a_linear_probe_finds_a_direction_and_nothing_where_there_is_none(study, monkeypatch):
+    """Against hidden states of which one column tells the kind, or none does."""
+    settings = cures.settings_of("coins", "GRPO", 0.01, "tied") | {"seed": 0}
+    folder = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
+    actor = common.load_actor(folder, list(cures.COMMON))
+    noise = torch.randn(4 * cures.PROBES, 32, generator=torch.Generator().manual_seed(0))
+    for strength, low, high in ((4.0, 0.97, 1.0), (0.0, 0.35, 0.65)):
+        hidden = noise.clone()
+        hidden[:, 5] += strength * torch.tensor([1.0, -1.0]).repeat(2 * cures.PROBES)
+        actor.model = lambda *arguments, hidden=hidden, **settings: hidden
+        assert low <= cures.linear_probe(actor) <= high
+
+
+def test_while_the_policy_is_held_only_the_judge_learns(study, tmp_path, monkeypatch):
+    """With a judge that is never right enough the flawed action's probability stays, the judge's loss falls;
+    with one that is right at once the run is that at a constant rate from then on."""
+    settings = cures.settings_of("coins", "+GCD", 0.01, "tied") | {"seed": 0}
+    cold = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
+    flags = [*cures.COMMON, "--seed", 0, "--model", cold, "--demonstrations", 0, "--iterations", 4,
+             "--judge-labels", "oracle", "--judge-weight", 1]
+    monkeypatch.setattr(cures, "LAST", 2)
+    found = {}
+    for name, right in (("never", 2.0), ("at once", -1.0)):
+        monkeypatch.setattr(cures, "RIGHT", right)
+        with cures.constant_rate(), cures.policy_held():
+            common.train(flags, tmp_path / name)
+        found[name] = files.iterations_in(files.read_lines(tmp_path / name / files.METRICS)[0])
+    assert all(line["policy/tokens"] == 0 for line in found["never"])
+    assert [line["policy/tokens"] > 0 for line in found["at once"]] == [False, True, True, True]
+    assert len({line["policy/lr"] for line in found["never"] + found["at once"]}) == 1
+    start, held = (load_file(folder / "model.safetensors")
+                   for folder in (cold, tmp_path / "never" / files.CHECKPOINT))
+    assert any(not torch.equal(start[name], held[name]) for name in start)
+
+
+def test_a_question_before_the_command_has_no_command_in_it(study):
+    settings = cures.settings_of("coins, before", "GRPO", 0.01, "tied") | {"seed": 0}
+    folder = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
+    chat = common.load_actor(folder, list(cures.COMMON)).chat
+    prompt = chat.message("You see oak sun elm.", first=True)
+    turn = Turn("You see oak sun elm.", prompt, chat.respond("pull"), [], "pull", "pull", True, "")
+    usual = chat.decode(judge.question_ids(chat, turn))
+    with cures.asked_before():
+        before = chat.decode(judge.question_ids(chat, turn))
+    assert "pull" in usual and "pull" not in before
+    assert before.startswith("<|user|>You see oak sun elm.<|user|>Was that") and usual.endswith(before[-12:])
+    assert gcd.judge.question_ids is judge.question_ids
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, message", [
+    (["--iterations", "13"], "--iterations=13: expected a multiple of 24"),
+    (["--seeds", "0"], "--seeds=0: expected 1 to 90"), (["--jobs", "-1"], "--jobs=-1: expected 0 to 256"),
+    (["--jobs", "0"], "cures.jsonl has no cell")])
+def test_errors_are_reported_before_anything_runs(flags, message, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        cures.main([*flags, "--out", str(tmp_path)])
+    assert message in capsys.readouterr().err and not any(path.stat().st_size for path in tmp_path.iterdir())
