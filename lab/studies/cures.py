@@ -329,7 +329,7 @@ def draw(table, path):
     figure, axes = pyplot.subplots(2, 4, figsize=(12, 6), sharex=True, sharey=True, layout="constrained",
                                    subplot_kw={"ylim": (0, 1.02)})
     for column, (kl, embeddings) in enumerate(crossed):
-        rows = ([(questions, "GRPO", questions) for questions in ("none", "coins", "parity", "sign", "judge")],
+        rows = ([(asked, "GRPO", asked) for asked in ("none", "coins", "parity", "sign", "judge")],
                 [("coins", arm, arm) for arm in ("GRPO", "+GCD", "+GCD, coins")])
         for axis, (questions, arm, label) in ((axes[k][column], line) for k in (0, 1) for line in rows[k]):
             results = table.get(name_of(settings_of(questions, arm, kl, embeddings)), {}).values()
@@ -368,13 +368,14 @@ def figures_of(table):
              "claim": "Judging one's own actions during RL separates similar samples, so that flawed actions "
                       "disappear.",
              "found": "Seeds that remove the flawed action, with a KL of .01 and without. GRPO by the cold "
-                      f"start's questions: none {both('none', 'GRPO')}; random answers {both('coins', 'GRPO')}; "
-                      f"parity {both('parity', 'GRPO')}; which sign {both('sign', 'GRPO')}; judging "
-                      f"{both('judge', 'GRPO')}. From random answers, GCD {both('coins', '+GCD')}, with coin "
-                      f"tosses for labels {both('coins', '+GCD, coins')}; untied embeddings, GCD "
-                      f"{both('coins', '+GCD', 'untied')}, GRPO {both('coins', 'GRPO', 'untied')}; policy held "
-                      f"until the judge is right {both('coins', '+GCD', timing='held')}, at the same constant "
-                      f"rate without holding {both('coins', '+GCD', timing='constant rate')}.",
+                      f"start's questions: none {both('none', 'GRPO')}; random answers "
+                      f"{both('coins', 'GRPO')}; parity {both('parity', 'GRPO')}; which sign "
+                      f"{both('sign', 'GRPO')}; judging {both('judge', 'GRPO')}. From random answers, GCD "
+                      f"{both('coins', '+GCD')}, with coin tosses for labels {both('coins', '+GCD, coins')}; "
+                      f"untied embeddings, GCD {both('coins', '+GCD', 'untied')}, GRPO "
+                      f"{both('coins', 'GRPO', 'untied')}; policy held until the judge is right "
+                      f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
+                      f"{both('coins', '+GCD', timing='constant rate')}.",
              "agrees": verdict(table)}]
 
 
@@ -397,7 +398,7 @@ def verdict(table):
 
 
 def results_of(options):
-    """Run the missing cells, after their cold starts; with --jobs 0 none. Returns `table_of` all stored ones."""
+    """Run the missing cells, after their cold starts; with --jobs 0 none. Returns `table_of` all stored."""
     path, everything = options.out / "cures.jsonl", cells_of(range(90), options.iterations)
 
     def stored():
