@@ -182,21 +182,26 @@ def draw(results, path):
     common.save(figure, path)
 
 
+def span(results, kind, key):
+    """The smallest and the largest of a kind's numbers over the models, as text."""
+    known = [found for result in results.values()
+             if (found := numbers(result["counts"][kind])[key]) is not None]
+    if not known:
+        return "not measurable"
+    low, high = (f"{100 * end:.0f}" for end in (min(known), max(known)))
+    return f"{low} %" if low == high else f"{low} to {high} %"
+
+
 def figures_of(results):
     """What was found on the paper's rule, for the gallery."""
-    def span(kind, key):
-        known = [found for result in results.values()
-                 if (found := numbers(result["counts"][kind])[key]) is not None]
-        return f"{min(known):.0%} to {max(known):.0%}" if known else "not measurable"
-
     precise = [numbers(result["counts"]["rule"])["bad precision"] or 0 for result in results.values()]
     return [{"paper": "Section 4.1 (labels)", "picture": "label_kinds.svg",
              "claim": "An observation that occurs again later shows that the step was useless.",
-             "found": f"Of the turns that the rule calls bad {span('rule', 'bad refused')} were refused by "
-                      f"the game; of the others {span('rule', 'bad precision')} are bad by the oracle and "
-                      f"{span('rule', 'bad, oracle good')} good: the actor came back because it had to. Of "
-                      "those that lie on a loop which showed nothing new (kind taken) "
-                      f"{span('taken', 'bad precision')} are bad.",
+             "found": f"Of the turns that the rule calls bad {span(results, 'rule', 'bad refused')} were "
+                      f"refused; of the others {span(results, 'rule', 'bad precision')} are bad by the "
+                      f"oracle and {span(results, 'rule', 'bad, oracle good')} good: the actor came back "
+                      "because it had to. Of those on a loop that showed nothing new (kind taken) "
+                      f"{span(results, 'taken', 'bad precision')} are bad.",
              "agrees": "yes" if min(precise) >= 0.8 else "partly" if min(precise) >= 0.5 else "no"}]
 
 
@@ -232,7 +237,13 @@ def main(argv=None):
     given = ["--games", options.games] if options.games else []
     command = ["python", "-m", "lab.studies.label_kinds", *given]
     models, kinds = tables(results)
-    text = PAGE.read_text(encoding="utf-8").format(command=" ".join(command), models=models, kinds=kinds)
+    spans = {"rule_right": ("rule", "bad precision"), "rule_refused": ("rule", "bad refused"),
+             "dense_won": ("dense", "good in won"), "taken_right": ("taken", "bad precision"),
+             "taken_found": ("taken", "flaw recall"), "taken_won": ("taken", "good in won"),
+             "taken_good": ("taken", "good precision")}
+    text = PAGE.read_text(encoding="utf-8").format(
+        command=" ".join(command), models=models, kinds=kinds,
+        **{field: span(results, *of) for field, of in spans.items()})
     common.publish(options.out, "label_kinds", command, [SEED],
                    {"rows": {name: {kind: numbers(counts) for kind, counts in result["counts"].items()}
                              for name, result in results.items()}}, figures_of(results), text)
