@@ -27,6 +27,7 @@ texts; whether the claims cover them is for the reader to judge.
 """
 
 import argparse
+import functools
 import re
 import sys
 
@@ -69,8 +70,13 @@ def read(name, steps):
     path = RESULTS / name
     if not path.exists():
         raise Missing(f"{below_root(path)}: no such file")
-    found = files.read_lines(path)[0] if path.suffix == ".jsonl" else files.read_json(path)
-    return walk(found, steps, name)
+    return walk(parsed(path, path.stat().st_mtime_ns), steps, name)
+
+
+@functools.cache
+def parsed(path, changed):
+    """The content of a file, read once for as long as its time stamp `changed` is the same."""
+    return files.read_lines(path)[0] if path.suffix == ".jsonl" else files.read_json(path)
 
 
 def walk(found, steps, place):
@@ -95,7 +101,7 @@ def walk(found, steps, place):
 def known(value):
     """The value; Missing if it, or an element or mean of it, is None."""
     values = value if isinstance(value, list) else [value]
-    if not values or any(one is None or is_interval(one) and one["mean"] is None for one in values):
+    if not values or any(one is None or is_interval(one) and mean_of(one) is None for one in values):
         raise Missing("has no value")
     return value
 
@@ -112,7 +118,13 @@ def cells(name, prefix, *steps):
 
 
 def is_interval(value):
-    return isinstance(value, dict) and {"mean", "half"} <= value.keys()
+    """Whether a value is a mean over seeds, or a value over tasks, with half its interval."""
+    return isinstance(value, dict) and "half" in value and ("mean" in value or "value" in value)
+
+
+def mean_of(value):
+    """The mean of an interval; any other value itself."""
+    return value.get("mean", value.get("value")) if is_interval(value) else value
 
 
 def table(name, row, splits, temperatures):
@@ -122,9 +134,18 @@ def table(name, row, splits, temperatures):
         for temperature in temperatures.split():
             key = "differences" if " - " in row else "rows"
             part = known(read(name, [key, row, split, *(["t0.4"] if temperature == "0.4" else [])]))
-            found.append({"mean": 100 * part["mean"], "half": part["half"] and 100 * part["half"],
-                          "seeds": part["seeds"]})
+            found.append(times(part, 100))
     return found if len(found) > 1 else found[0]
+
+
+def times(value, factor):
+    """A number, an interval, or each of a list, times a constant."""
+    if isinstance(value, list):
+        return [times(one, factor) for one in value]
+    if not is_interval(value):
+        return value * factor
+    half = None if value["half"] is None else value["half"] * abs(factor)
+    return {"mean": mean_of(known(value)) * factor, "half": half, "seeds": value.get("seeds", {})}
 
 
 def each(function):
@@ -132,7 +153,7 @@ def each(function):
     def applied(*values):
         n = max((len(value) for value in values if isinstance(value, list)), default=None)
         if n is None:
-            return function(*(value["mean"] if is_interval(value) else value for value in map(known, values)))
+            return function(*map(mean_of, map(known, values)))
         columns = [value if isinstance(value, list) else [value] * n for value in values]
         return [applied(*row) for row in zip(*columns, strict=True)]
     return applied
@@ -144,8 +165,8 @@ def of_interval(function):
         if isinstance(value, list):
             return [applied(one) for one in value]
         if value["half"] is None:
-            raise Missing("one seed has no interval")
-        return function(value["mean"] if is_interval(value) else value["value"], value["half"])
+            raise Missing("no interval, as of one seed")
+        return function(mean_of(value), value["half"])
     return applied
 
 
@@ -161,7 +182,7 @@ def by_seed(interval):
 
 CALLS = {
     "table": table, "cells": cells,
-    "minus": each(lambda a, b: a - b), "over": each(lambda a, b: a / b), "times": each(lambda a, b: a * b),
+    "minus": each(lambda a, b: a - b), "over": each(lambda a, b: a / b), "times": times,
     "size": each(abs), "list": lambda *values: [*values],
     "low": of_interval(lambda mean, half: mean - half), "high": of_interval(lambda mean, half: mean + half),
     "half": of_interval(lambda mean, half: half), "zero": of_interval(side_of_zero),
@@ -192,6 +213,8 @@ def outcome(claim):
         if claim.get("pending"):
             return bound_text(claim), claim["pending"], PENDING
         raise
+    except (TypeError, KeyError, ZeroDivisionError) as error:
+        raise ValueError(f"the query cannot be computed: {type(error).__name__}: {error}") from None
     if "pending" in claim:
         raise ValueError(f"came out as {text_of(value)}: remove pending")
     return bound_text(claim), text_of(value), HELD if holds(value, claim) else FAILED
@@ -206,7 +229,7 @@ def holds(value, claim):
     if "is" in claim:
         return False
     low, high = claim["in"]
-    number = value["mean"] if is_interval(value) else value.get("value") if isinstance(value, dict) else value
+    number = mean_of(value)
     return (low is None or number >= low) and (high is None or number <= high)
 
 
@@ -217,7 +240,7 @@ def bound_text(claim):
     low, high = claim["in"]
     if low is None or high is None:
         return f"at most {high:g}" if low is None else f"at least {low:g}"
-    return f"{low:g} to {high:g}"
+    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
 
 
 def text_of(value):
@@ -229,8 +252,8 @@ def text_of(value):
         return f"{text_of(min(value))} to {text_of(max(value))}"
     if isinstance(value, dict):
         n = f" ({len(value['seeds'])} seeds)" if value.get("seeds") else ""
-        half = "" if value.get("half") is None else f" ± {abs(value['half']):.3g}"
-        return f"{value.get('mean', value.get('value')):.3g}{half}{n}"
+        half = "" if value["half"] is None else f" ± {value['half']:.3g}"
+        return f"{mean_of(value):.3g}{half}{n}"
     if value is None:
         return "none"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -277,7 +300,7 @@ def page(groups):
                        + [counts("all", found, groups)])]
     for group in groups:
         lines += [f"## {group['study']}", "",
-                  f"Written in {', '.join(group['written'])}. Results: {group['results']}.", ""]
+                  f"Committed in {', '.join(group['written'])}. Results: {group['results']}.", ""]
         lines += [group["before"], ""] if group["before"] else []
         for prediction in group["predictions"]:
             lines += [f"**{prediction['id']}.** {prediction['text']}", "",

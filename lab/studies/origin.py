@@ -216,22 +216,22 @@ def toy_row(kind, results):
              for problem in result["problems"]] for result in results]
     grown = [after - before for result in results for problem in result["problems"]
              for before, after in zip(problem["before"], problem["after"])]
-    points, forms, whole = [point for run in runs for point in run], None, {}
+    points, forms, more = [point for run in runs for point in run], None, {}
     if kind in FORMS:
         forms = [FORMS[kind](q, BETA) for q, _ in points]
     elif kind == K3:
         forms = [tilting.k3_tokens(token_probabilities(problem["before"], problem["right"]), BETA, TOY_GROUP)
                  for result in results for problem in result["problems"]]
         less = [(q, p - tilting.k3_mass(q, BETA)) for q, p in points]
-        whole = {"distance_of_whole_responses": statistics.fmean(abs(gap) for _, gap in less),
-                 "rare_less_form": mean_known(gap if q < 0.1 else None for q, gap in less)}
+        more = {"distance_of_whole_responses": statistics.fmean(abs(gap) for _, gap in less),
+                "rare_less_form": mean_known(gap if q < 0.1 else None for q, gap in less)}
     return {"points": points, "forms": forms,
             "shift": interval({i: tilting.shift_of(run) for i, run in enumerate(runs)}),
             "grown_most_nats": max(grown),
             "distance": statistics.fmean(abs(form - p) for form, (_, p) in zip(forms, points)) if forms
             else None,
             "at_an_end": statistics.fmean(min(p, 1 - p) < 0.02 for _, p in points),
-            "at_one": statistics.fmean(p > 0.98 for _, p in points)} | whole
+            "at_one": statistics.fmean(p > 0.98 for _, p in points)} | more
 
 
 def token_probabilities(logprob_Y, right):
@@ -375,7 +375,7 @@ def group_text(found):
             f"{small['joint'] - small['outside']:.3f} apart, which runs could tell; none was made.")
 
 
-def whole_text(toy):
+def response_text(toy):
     """How far k3's runs are from the form of whole responses, in points."""
     return f"{100 * toy[K3]['distance_of_whole_responses']:.1f}" if K3 in toy else "not measured"
 
@@ -411,7 +411,7 @@ def page(found, command, seeds, there, requested):
         groups="\n".join(markdown(["groups of", "centered jointly", "penalty outside", "between them"], [
             [str(row["group"]), *(f"{value:+.3f}" for value in (row["joint"], row["outside"],
                                                                row["joint"] - row["outside"]))]
-            for row in found["groups"]])), decided=group_text(found), whole=whole_text(found["toy"]),
+            for row in found["groups"]])), decided=group_text(found), responses=response_text(found["toy"]),
         steps=STEPS,
         shift="none" if shift is None else f"{shift:+.2f}", problems=found["gain"]["problems"],
         bins="\n".join(markdown(["Q", "problems", "gain, points", "shift of log-odds"], bins)),
