@@ -186,7 +186,7 @@ def test_k3_token_by_token_stops_where_the_enumerated_gradient_is_zero(group, se
     found = tilting.k3_tokens(base_YK[right].exp().tolist(), beta, group)
     assert found == pytest.approx(float(end_YK.detach()[right].sum().exp()), abs=1e-3)
     of_response = tilting.k3_mass(float(base_YK[right].sum().exp()), beta)
-    assert abs(of_response - found) > 0.02                         # the curve of whole responses is another one
+    assert abs(of_response - found) > 0.02                   # whole responses have another curve
     if group == 2:
         one, other = (torch.autograd.grad(objective(logit_N2, pairs), logit_N2)[0] for pairs in (False, True))
         torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
