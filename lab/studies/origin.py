@@ -368,11 +368,10 @@ def group_text(found):
     inside = [f"{here[name]:.3f} ({text})" for name, text in (("joint", "centered jointly"),
                                                              ("outside", "penalty outside"))
               if abs(here[name] - shift["mean"]) <= shift["half"]]
-    return (f"The runs center jointly, in groups of {here['group']}, and shift by {with_half(shift, '.3f')}; "
-            f"of the two this interval includes {' and '.join(inside) or 'neither'}. They are "
-            f"{here['joint'] - here['outside']:.3f} apart there, and runs end about as far from the optimum, "
-            f"so these runs do not tell them apart. In groups of {small['group']} they are "
-            f"{small['joint'] - small['outside']:.3f} apart, which runs could tell; none was made.")
+    return (f"The runs center jointly, in groups of {here['group']}, and shift by {with_half(shift, '.3f')}. "
+            f"Of the two this interval includes {' and '.join(inside) or 'neither'}; it is "
+            f"{2 * shift['half']:.3f} wide, and they are {here['joint'] - here['outside']:.3f} apart. In groups "
+            f"of {small['group']} they are {small['joint'] - small['outside']:.3f} apart; no such run was made.")
 
 
 def response_text(toy):
