@@ -182,7 +182,8 @@ def entries(found, gains, iterations):
          f"of {TRIALS}: "
          f"{ends('1.0', 'repeats', 'alike')}; at 0.4: {ends('0.4', 'repeats', 'alike')}. Repeats among the "
          f"turns of a model's own episodes: {ends('1.0', 'own', 'shares', 'repeated')}; at 0.4: "
-         f"{ends('0.4', 'own', 'shares', 'repeated')}.",
+         f"{ends('0.4', 'own', 'shares', 'repeated')}. All but the last are of states of the start model's "
+         "episodes, where the paper has repeated actions of each checkpoint's own.",
          repeats_survive(first)),
         ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
          "assumes.",
@@ -197,9 +198,10 @@ def entries(found, gains, iterations):
          f"{MOVED} or more during training, and {as_text(way['fallen'])} of these have fallen again.",
          some_rise(first)),
         ("11", "200 iterations have converged: training on does not improve the model.",
-         f"The claim was not tested: the runs here have {iterations} iterations, and those twice as long are "
-         "other runs, whose learning rate is decayed over their own length, not the same ones trained on. "
-         f"Success of the longer minus that of the shorter: {gained or 'not measurable'}.",
+         (f"The claim was not tested: the runs here have {iterations} iterations. " if iterations < CONVERGED
+          else "") + "Runs twice as long are other runs, whose learning rate is decayed over their own length, "
+         "not the same ones trained on. Their success minus that of the shorter: "
+         f"{gained or 'not measurable'}.",
          no_gain(next(iter(gains.values()))["1.0"] if gains else None, iterations))]
     return [{"paper": f"Figure {number}", "claim": claim, "found": text, "agrees": agrees,
              "picture": f"flaws.figure{number}.svg"} for number, claim, text, agrees in figures]
