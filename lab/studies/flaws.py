@@ -198,10 +198,10 @@ def entries(found, gains, iterations):
          f"{MOVED} or more during training, and {as_text(way['fallen'])} of these have fallen again.",
          some_rise(first)),
         ("11", "200 iterations have converged: training on does not improve the model.",
-         (f"The claim was not tested: the runs here have {iterations} iterations. " if iterations < CONVERGED
-          else "") + "Runs twice as long are other runs, whose learning rate is decayed over their own length, "
-         "not the same ones trained on. Their success minus that of the shorter: "
-         f"{gained or 'not measurable'}.",
+         (f"The claim was not tested: the runs here have {iterations} iterations. "
+          if iterations < CONVERGED else "")
+         + "Runs twice as long are other runs, whose learning rate is decayed over their own length, not the "
+         f"same ones trained on. Their success minus that of the shorter: {gained or 'not measurable'}.",
          no_gain(next(iter(gains.values()))["1.0"] if gains else None, iterations))]
     return [{"paper": f"Figure {number}", "claim": claim, "found": text, "agrees": agrees,
              "picture": f"flaws.figure{number}.svg"} for number, claim, text, agrees in figures]

@@ -369,10 +369,11 @@ def group_text(found):
                                                              ("outside", "penalty outside"))
               if abs(here[name] - shift["mean"]) <= shift["half"]]
     apart, wider = here["joint"] - here["outside"], small["joint"] - small["outside"]
-    return (f"The runs center jointly, in groups of {here['group']}, and shift by {with_half(shift, '.3f')}. "
-            f"Of the two this interval includes {' and '.join(inside) or 'neither'}; it is "
-            f"{2 * shift['half']:.3f} wide, and they are {apart:.3f} apart. In groups of {small['group']} they "
-            f"are {wider:.3f} apart; no such run was made.")
+    return (f"The runs center jointly, in groups of {here['group']}, and shift by "
+            f"{with_half(shift, '.3f')}. Of the two this interval includes "
+            f"{' and '.join(inside) or 'neither'}; it is {2 * shift['half']:.3f} wide, and they are "
+            f"{apart:.3f} apart. In groups of {small['group']} they are {wider:.3f} apart; no such run was "
+            "made.")
 
 
 def response_text(toy):
