@@ -18,6 +18,7 @@ from pathlib import Path
 from infra import plugins
 
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
+RESULTS = "lab/results"    # what benchmarks and studies write, from the repository's root
 LOCK, CHECKPOINT, KEPT = "lock", "checkpoint", "kept"
 MAX_HASHED = 4000          # training tasks in games_hash: all 3,553 real games; generated ones have no end
 
@@ -190,12 +191,31 @@ def iterations_in(records):
 
 
 def commit():
-    """Return the commit of the code, with "+" if it has local changes; "" outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    """Return the full commit of the code, with "+" if it has local changes; "" outside a git checkout.
+
+    Files that git does not track do not count as changes, and neither does what runs write below RESULTS:
+    else the first result of several would mark all later ones.
+    """
+    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
     try:
-        return subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
+        head, changes = (subprocess.check_output([*git, *command], text=True, stderr=subprocess.DEVNULL)
+                         for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno", "--", ":/",
+                                                                f":(top,exclude){RESULTS}")))
+        return head.strip() + "+" * bool(changes)
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def clean_commit(dirty=False):
+    """Return `commit` for a result to name. ValueError if it names no code: local changes, or no checkout.
+
+    dirty: accept both; the commit's "+", or its absence, marks the result.
+    """
+    found = commit()
+    if dirty or found and not found.endswith("+"):
+        return found
+    raise ValueError(f"{'the tree has uncommitted changes' if found else 'the tree is no git checkout'}: a "
+                     "result would name no code that can be had again; commit first, or mark it by --dirty")
 
 
 def versions_of(environment):

@@ -99,20 +99,29 @@ def check_settings(cell, stored):
 
 # Results
 
-def result_of(cell, folder):
-    """The result of the finished run in `folder`: plain values without machine-specific paths."""
+def result_of(cell, folder, dirty=False):
+    """The result of the finished run in `folder`: plain values without machine-specific paths.
+
+    ValueError for a run, or a part of it, from a tree with uncommitted changes or without git, unless
+    `dirty`: "commits" then shows a "+" or an empty text.
+    """
     lines, _ = files.read_lines(folder / files.METRICS)
     evaluation = files.read_json(folder / files.EVALUATION)
     if not evaluation:
         raise ValueError(f"{below_root(folder)}: has no {files.EVALUATION}")
     settings, rl = files.settings_in(lines), files.iterations_in(lines)
     heads = [line for line in lines if "config" in line]
+    commits = sorted({head["commit"] for head in heads})
+    if not dirty and any(not commit or commit.endswith("+") for commit in commits):
+        raise ValueError(f"{below_root(folder)}: run from a tree with uncommitted changes ({commits}), so "
+                         "its result would name no code that can be had again; remove it to run it again, "
+                         "or mark its result by --dirty")
     return {
         "study": cell.study, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
         "start": cell.start.row if cell.start else None,
         "command": shlex.join(["python", "gcd.py", *cell.arguments]),
         "config": {key: value for key, value in settings.items() if key not in PATH_FLAGS},
-        "commits": sorted({head["commit"] for head in heads}), "versions": heads[-1]["versions"],
+        "commits": commits, "versions": heads[-1]["versions"],
         "parameters": heads[-1].get("parameters"), "started": heads[0].get("started"),
         "resumed": len(heads) - 1,
         "games": evaluation["games"], "games_hash": evaluation.get("games_hash"),
@@ -130,11 +139,12 @@ def last_judge(iterations):
     return {key.removeprefix("judge/"): mean_known(line.get(key) for line in iterations) for key in keys}
 
 
-def adopt(cells, folder):
+def adopt(cells, folder, dirty=False):
     """Copy finished cells of another study: their results, and the checkpoints of cold starts.
 
     Each copied result names the study's folder and the settings that differ. Rows that must not be run again
-    are skipped, because their settings are unknown. Returns the number of results copied.
+    are skipped, because their settings are unknown. dirty: as in `result_of`. Returns the number of results
+    copied.
     """
     taken = 0
     for cell in cells:
@@ -145,7 +155,7 @@ def adopt(cells, folder):
             settings = files.settings_in(files.read_lines(source / files.METRICS)[0])
             origin = {"command": None, "adopted": folder.name,
                       "differs": differences_of(settings, cell, ignored=("games",))}
-            files.write_json(cell.result, result_of(cell, source) | origin)
+            files.write_json(cell.result, result_of(cell, source, dirty) | origin)
             taken += 1
         if cell.cold and not cell.folder.exists():
             shutil.copytree(source / "checkpoint", cell.folder / "checkpoint")

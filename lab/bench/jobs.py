@@ -82,10 +82,10 @@ def same_settings(cell):
 
 # Running
 
-def run_cell(cell, jobs, children):
+def run_cell(cell, jobs, children, dirty=False):
     """Run a cell unless its folder holds the finished run; store its result if it evaluates a split.
 
-    jobs: number of cells run in parallel, stored with the result.
+    jobs: number of cells run in parallel, stored with the result. dirty: as in `cells.result_of`.
     """
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     if writer := files.lock_holder(cell.folder):          # gcd.py would report it too, but only in its log
@@ -97,10 +97,10 @@ def run_cell(cell, jobs, children):
             raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see "
                          f"{below_root(Path(log.name))}")
     if cell.splits:
-        files.write_json(cell.result, result_of(cell, cell.folder) | {"jobs": jobs})
+        files.write_json(cell.result, result_of(cell, cell.folder, dirty) | {"jobs": jobs})
 
 
-def run_all(cells, jobs, report):
+def run_all(cells, jobs, report, dirty=False):
     """Run cells in order, `jobs` in parallel; a failed cell stops only the cells that begin from it.
 
     report(failure or None) is called when a cell ends. On an interrupt, all processes are stopped and waited
@@ -112,7 +112,7 @@ def run_all(cells, jobs, report):
         if cell.start in futures and futures[cell.start].exception():
             raise Failed(f"{below_root(cell.folder)}: not run, because {cell.start.row} failed")
         try:
-            run_cell(cell, jobs, children)
+            run_cell(cell, jobs, children, dirty)
         except (ValueError, OSError) as error:               # an earlier run's files are invalid
             raise Failed(f"{below_root(cell.folder)}: {type(error).__name__}: {error}") from error
 
@@ -131,8 +131,12 @@ def run_all(cells, jobs, report):
             raise
 
 
-def run_due(due, jobs):
-    """Run cells with a progress bar. Prints each failure when it happens; returns the failures."""
+def run_due(due, jobs, dirty=False):
+    """Run cells with a progress bar. Prints each failure when it happens; returns the failures.
+
+    ValueError, before anything runs, for a tree with uncommitted changes, unless `dirty`.
+    """
+    files.clean_commit(dirty)
     failures = []
     with tqdm(total=len(due), unit="cell") as bar:
         def report(failure):
@@ -140,5 +144,5 @@ def run_due(due, jobs):
             if failure:
                 failures.append(failure)
                 bar.write(str(failure), file=sys.stderr)
-        run_all(due, jobs, report)
+        run_all(due, jobs, report, dirty)
     return failures

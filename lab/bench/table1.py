@@ -225,6 +225,8 @@ def parse(argv):
     parser.add_argument("--splits", default="", help="only runs that evaluate these splits (L2); empty: all")
     parser.add_argument("--jobs", type=int, default=2, help="cells run in parallel; 0: print the table only")
     parser.add_argument("--adopt", default="", help="copy finished cells from this folder (runs/household)")
+    parser.add_argument("--dirty", action="store_true",
+                        help="store cells run from a tree with uncommitted changes; a + marks their commit")
     options = parser.parse_args(argv)
     if options.jobs < 0:
         parser.error(f"--jobs={options.jobs}: expected 0 or more")
@@ -238,7 +240,7 @@ def work(options, config, cells):
         raise ValueError(f"--jobs={options.jobs}: "
                          f"each run of this config uses {config['processes']} processes; use --jobs 1")
     if options.adopt:
-        print(f"adopted {adopt(cells, Path(options.adopt))} cells of {options.adopt}")
+        print(f"adopted {adopt(cells, Path(options.adopt), options.dirty)} cells of {options.adopt}")
     check_results(cells)
     if never := [cell for cell in chosen if cell.rerun and not cell.result.exists()]:
         names = ", ".join(dict.fromkeys(cell.row for cell in never))
@@ -246,7 +248,7 @@ def work(options, config, cells):
     due = to_run(chosen) if options.jobs else []
     if not due:
         return []
-    failures = run_due(due, options.jobs)
+    failures = run_due(due, options.jobs, options.dirty)
     check_results(cells)                                     # includes the new results
     return failures
 

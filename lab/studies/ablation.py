@@ -19,14 +19,14 @@ from lab.studies import common
 CONFIG = common.ROOT / "lab" / "results" / "table3_household.json"
 # The figure's bars, from the left: {row of the config: label}
 BARS = {"plain": "cold start\nplain", "judge": "cold start\n+ judge", "plain+grpo": "GRPO\nplain",
-         "plain+gcd": "GCD\nplain", "judge+grpo": "GRPO\n+ judge", "judge+gcd": "GCD\n+ judge",
+         "judge+grpo": "GRPO\n+ judge", "judge+gcd": "GCD\n+ judge",
          "value_head": "value\nhead", "correction": "GCD +\ncorrection"}
 CLAIMS = [
     ("Table 3 (judge data in the cold start)", "Judge questions in the demonstrations make a better cold "
      "start than actions alone; a value head makes a worse one.",
      [("judge", "plain", 1), ("value", "plain", -1)]),
-    ("Figure 7 (GCD in RL)", "GCD in RL improves on GRPO, whatever the cold start.",
-     [("judge+gcd", "judge+grpo", 1), ("plain+gcd", "plain+grpo", 1)]),
+    ("Figure 7 (GCD in RL)", "Training the actor as a classifier in RL improves on GRPO.",
+     [("judge+gcd", "judge+grpo", 1)]),
     ("Figure 7 (prompt-based correction)", "An instruction from the model's own critiques improves on GCD.",
      [("correction", "nothing", 1), ("correction", "control", 1)]),
 ]
@@ -75,7 +75,7 @@ def package(result):
     if plain and not any(any(plain[split]["seeds"].values()) for split in result["splits"]):
         text += (" From the plain cold start GCD is GRPO, with equal results in every seed: that model never "
                  "gives a readable verdict, so all its answers to the judge's questions get the same reward. "
-                 "This difference of 0 is no evidence about GCD.")
+                 "This difference of 0 says nothing about GCD, and is not counted.")
     return text
 
 

@@ -33,22 +33,35 @@ AGREES = ("yes", "partly", "no", "not measurable")         # values of a figure'
 
 # Cells
 
-def run_cells(path, requested, work, jobs):
+def run_cells(path, requested, work, jobs, dirty=False):
     """Return the result of every requested cell; cells that the file at `path` does not have are run first.
 
     requested: {name: settings}, plain values. work(name, settings) returns a cell's result, a dict; `jobs`
-    processes run in parallel. A stored cell with other settings is not used, and stays in the file. Returns
+    processes run in parallel. A stored cell with other settings is not used, and stays in the file. A cell
+    names the commit that its run began from; ValueError if that has local changes, unless `dirty`. Returns
     {name: result} in the order of `requested`.
     """
     todo, path = missing_cells(path, requested), Path(path)
+    commit = check_tree(todo, dirty)
     path.parent.mkdir(parents=True, exist_ok=True)
     files.filter_lines(path, lambda record: True)                    # drop a line that a kill cut short
     with tqdm(total=len(requested), initial=len(requested) - len(todo), desc=path.stem, unit="cell") as bar:
         for name, result in results_of(todo, work, jobs):
-            files.append(path, {"cell": name, "settings": todo[name], "commit": files.commit(),
+            files.append(path, {"cell": name, "settings": todo[name], "commit": commit,
                                 "result": result})
             bar.update()
     return {name: record["result"] for name, record in finished_cells(path, requested).items()}
+
+
+def check_tree(todo, dirty=False):
+    """The commit that the cells `todo` will name, "" without any; ValueError as `files.clean_commit`."""
+    return files.clean_commit(dirty) if todo else ""
+
+
+def add_dirty(parser):
+    """Add the flag of a study that writes cells."""
+    parser.add_argument("--dirty", action="store_true",
+                        help="write cells from a tree with uncommitted changes; a + marks their commit")
 
 
 def missing_cells(path, requested):
@@ -170,6 +183,7 @@ def save(figure, path):
 def publish(out, name, command, seeds, found, figures, page):
     """Write OUT/NAME.json and OUT/NAME.md. The commits of the cells are read from OUT/NAME.jsonl.
 
+    The page's own commit is the one that it is committed in, so none is named.
     figures: the study's results on the paper's figures and claims, a list of {"paper": the figure or claim,
     "claim": in our words, "found": the result here, "agrees": one of AGREES, "picture": a file in OUT}.
     found: further entries of the JSON file. page: the text.
@@ -177,7 +191,7 @@ def publish(out, name, command, seeds, found, figures, page):
     assert all(figure["agrees"] in AGREES for figure in figures), figures
     lines = files.read_lines(Path(out) / f"{name}.jsonl")[0]
     files.write_json(Path(out) / f"{name}.json", {
-        "study": name, "command": shlex.join(command), "commit": files.commit(), "seeds": list(seeds),
+        "study": name, "command": shlex.join(command), "seeds": list(seeds),
         "commits of the cells": sorted({record["commit"] for record in lines if "commit" in record}),
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "machine": f"{platform.machine()}, {os.cpu_count()} cores"},

@@ -100,11 +100,13 @@ def measured(options, environments):
     """The result of every cell; the runs of missing cells are made first."""
     path, root, needed = Path(options.out) / "coupling.jsonl", Path(options.runs).resolve(), {}
     cells = requested_cells(options, environments)
-    for settings in common.missing_cells(path, cells).values():
+    missing = common.missing_cells(path, cells)
+    common.check_tree(missing, options.dirty)
+    for settings in missing.values():
         for key, run in runs_for(settings, options.games, root).items():
             needed[settings["world"], *key] = run
     runs.make(dict(sorted(needed.items(), key=lambda item: not item[1].cold)), options.jobs)
-    return common.run_cells(path, cells, partial(work, options.games, root), options.jobs)
+    return common.run_cells(path, cells, partial(work, options.games, root), options.jobs, options.dirty)
 
 
 # Analysis
@@ -218,16 +220,17 @@ def figure_8(results):
 
 
 def figure_9(results):
-    """Agrees if the share of verbs and names in the influence is larger than in the tokens."""
+    """"Not measurable": a response has no reasoning, and nearly nothing but verbs and names to choose."""
     content = {name: [sum(share[key] for kind, share in shares.items() if kind not in influence.FORM)
                       for key in ("influence", "tokens")]
                for name in results.names if (shares := results.shares(name))}
     text = "; ".join(f"{name} {of_influence:.1%} of the influence, {of_tokens:.1%} of the tokens"
                      for name, (of_influence, of_tokens) in content.items())
     return {"paper": "Figure 9", "picture": "coupling.tokens.svg",
-            "claim": "Tokens of reasoning and action carry the similarity, not those of the format.",
-            "found": f"Verbs and names: {text or 'no two turns'}. A small model's responses "
-            "have no reasoning.", "agrees": verdict([a > b for a, b in content.values()])}
+            "claim": "The tokens that cause the similarity of an agent's samples are those of its reasoning.",
+            "found": "A small model's responses have no reasoning: verbs, names, words between them, and the "
+            "stop token, whose choice is certain and so has no gradient. That verbs and names carry the "
+            f"influence could not come out otherwise: {text or 'no two turns'}.", "agrees": "not measurable"}
 
 
 def figure_10b(results):
@@ -429,6 +432,7 @@ def options_of(argv):
     parser.add_argument("--jobs", type=int, default=2, help="runs, and then cells, in parallel")
     parser.add_argument("--runs", default=str(runs.RUNS), help="folder of the runs")
     parser.add_argument("--out", default=str(common.OUT), help="output folder")
+    common.add_dirty(parser)
     options = parser.parse_args(argv)
     for flag, name, known in (("worlds", "environments", runs.ENVIRONMENTS), ("arms", "arms", RL)):
         given = getattr(options, name).split(",")

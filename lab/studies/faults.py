@@ -402,6 +402,7 @@ def main(argv=None):
     parser.add_argument("--flags", default=FLAGS, help="flags of all runs after the cold start")
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
+    common.add_dirty(parser)
     options = parser.parse_args(argv)
     for name in ("iterations", "jobs"):
         if getattr(options, name) < 1:
@@ -412,11 +413,16 @@ def main(argv=None):
         parser.error(str(error))
     requested, path = cells_of(options), options.out / "faults.jsonl"
     settings = requested[HEALTHY]
-    cold = cold_folder(options.runs, settings)
-    if common.missing_cells(path, requested) and not (cold / files.STAGES).exists():
+    cold, missing = cold_folder(options.runs, settings), common.missing_cells(path, requested)
+    try:
+        common.check_tree(missing, options.dirty)
+    except ValueError as error:
+        parser.error(str(error))
+    if missing and not (cold / files.STAGES).exists():
         if error := train(cold, [*settings["cold"], "--iterations", 0], options.seed):
             parser.error(error)
-    results = common.run_cells(path, requested, functools.partial(run, options.runs), options.jobs)
+    results = common.run_cells(path, requested, functools.partial(run, options.runs), options.jobs,
+                               options.dirty)
     taught = lessons(results, draw(results, options.out))
     changed = [argument for name in ("iterations", "seed", "cold", "flags") for argument in (
         f"--{name}", str(getattr(options, name))) if getattr(options, name) != parser.get_default(name)]

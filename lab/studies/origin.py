@@ -20,7 +20,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from lab.bench.intervals import interval, markdown, paired, percent, with_half
+from lab.bench.intervals import interval, markdown, mean_known, paired, percent, with_half
 from lab.envs.strings import AXES
 from lab.studies import common, origin_cells, tilting
 from lab.studies.origin_cells import AGENT, BETA, EACH, INSTEAD, KINDS, KS, MIDDLE, RHOS, STEPS, TOY_GROUP
@@ -39,6 +39,7 @@ def results_of(everything, requested, options):
     path = options.out / "origin.jsonl"
     work = partial(origin_cells.run, runs=options.runs, results=path)
     missing = common.missing_cells(path, requested) if options.jobs else {}
+    common.check_tree(missing, options.dirty)
     for _, cells in itertools.groupby(missing.items(), lambda cell: cell[1]["seed"]):
         cells = dict(cells)
         bases = {str(origin_cells.base_of(settings, options.runs)): settings
@@ -46,7 +47,8 @@ def results_of(everything, requested, options):
         common.make_runs(bases, origin_cells.pretrain, options.jobs, "pretraining")
         for instead in (False, True):
             common.run_cells(path, {name: settings for name, settings in cells.items()
-                                if (settings["what"] in INSTEAD) == instead}, work, options.jobs)
+                                if (settings["what"] in INSTEAD) == instead}, work, options.jobs,
+                             options.dirty)
     return {name: record["result"] for name, record in common.finished_cells(path, everything).items()}
 
 
@@ -58,13 +60,17 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
     parser.add_argument("--runs", type=Path, default=origin_cells.RUNS, help="folder of the runs")
+    common.add_dirty(parser)
     options = parser.parse_args(argv)
     seeds = options.seeds if options.seeds is not None else len(origin_cells.SEEDS) if options.all else 1
     for name, value, low, high in (("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256)):
         if not low <= value <= high:
             parser.error(f"--{name}={value}: expected {low} to {high}")
     everything = origin_cells.cells_of(True, range(max(seeds, len(origin_cells.SEEDS))))
-    results = results_of(everything, origin_cells.cells_of(options.all, range(seeds)), options)
+    try:
+        results = results_of(everything, origin_cells.cells_of(options.all, range(seeds)), options)
+    except ValueError as error:
+        parser.error(str(error))
     if not any(everything[name]["what"] == "GRPO" for name in results):
         parser.error(f"--jobs=0: {options.out / 'origin.jsonl'} has no run of GRPO")
     there = sorted({everything[name]["seed"] for name in results})
@@ -109,7 +115,8 @@ def findings(everything, results):
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
             "agent": agent_rows({s["seed"]: result for s, result in cells if s["what"] == "agent"}),
             "toy": {kind: toy_row(kind, results) for kind in KINDS
-                    if (results := [result for s, result in cells if s.get("kind") == kind])}}
+                    if (results := [result for s, result in cells if s.get("kind") == kind])},
+            "groups": group_rows()}
 
 
 def axis_row(axis, rho, positions, of_seed):
@@ -193,26 +200,63 @@ def agent_rows(of_seed):
             for k in (2**i for i in range(trials.bit_length()))}
 
 
-FORMS = {"k1 in the reward": tilting.tilted, "k3 in the loss": tilting.k3_mass,
-         "k1, reward over its std": tilting.std_mass, "no KL": None}
+# Closed forms of p that need nothing but Q; k3's needs the base's probability of each token
+FORMS = {"k1 in the reward": tilting.tilted, "k1, reward over its std": tilting.std_mass}
+K3 = "k3 in the loss"
 
 
 def toy_row(kind, results):
     """One kind of KL on the toy: (Q, p) of every problem, the shift, and the distance to its closed form.
 
-    "grown_most_nats": the largest rise of any response's log-probability. Distances are per run, not of
-    means over seeds.
+    "forms": the closed form of every problem, None without one. "grown_most_nats": the largest rise of any
+    response's log-probability. Distances are per run, not of means over seeds. For k3 there are also the
+    distance from the form of whole responses and, where Q is below a tenth, the mean of p minus that form.
     """
-    form = FORMS[kind]
     runs = [[(math.exp(problem["before"][problem["right"]]), math.exp(problem["after"][problem["right"]]))
              for problem in result["problems"]] for result in results]
     grown = [after - before for result in results for problem in result["problems"]
              for before, after in zip(problem["before"], problem["after"])]
-    points = [point for run in runs for point in run]
-    return {"points": points, "shift": interval({i: tilting.shift_of(run) for i, run in enumerate(runs)}),
+    points, forms, more = [point for run in runs for point in run], None, {}
+    if kind in FORMS:
+        forms = [FORMS[kind](q, BETA) for q, _ in points]
+    elif kind == K3:
+        forms = [tilting.k3_tokens(token_probabilities(problem["before"], problem["right"]), BETA, TOY_GROUP)
+                 for result in results for problem in result["problems"]]
+        less = [(q, p - tilting.k3_mass(q, BETA)) for q, p in points]
+        more = {"distance_of_whole_responses": statistics.fmean(abs(gap) for _, gap in less),
+                "rare_less_form": mean_known(gap if q < 0.1 else None for q, gap in less)}
+    return {"points": points, "forms": forms,
+            "shift": interval({i: tilting.shift_of(run) for i, run in enumerate(runs)}),
             "grown_most_nats": max(grown),
-            "distance": statistics.fmean(abs(form(q, BETA) - p) for q, p in points) if form else None,
-            "at_an_end": statistics.fmean(min(p, 1 - p) < 0.02 for _, p in points)}
+            "distance": statistics.fmean(abs(form - p) for form, (_, p) in zip(forms, points)) if forms
+            else None,
+            "at_an_end": statistics.fmean(min(p, 1 - p) < 0.02 for _, p in points),
+            "at_one": statistics.fmean(p > 0.98 for _, p in points)} | more
+
+
+def token_probabilities(logprob_Y, right):
+    """Probability of each token of response `right`, given those before it.
+
+    logprob_Y: of all responses of two letters, sorted, so the first token halves the list, and so on.
+    """
+    probability_Y, found, start, size = [math.exp(logprob) for logprob in logprob_Y], [], 0, len(logprob_Y)
+    while size > 1:
+        total, size = sum(probability_Y[start:start + size]), size // 2
+        start += size * (right >= start + size)
+        found.append(sum(probability_Y[start:start + size]) / total)
+    return found
+
+
+def group_rows():
+    """The shift of log-odds at the optimum with k1 in the reward, by groups of G, by enumeration.
+
+    "joint": reward and penalty are centered by the group's mean, as --kl reward does; "outside": only the
+    reward is.
+    """
+    q = 0.3                                                  # any Q gives the same shift
+    return [{"group": group} | {name: tilting.logit(tilting.group_mass(q, BETA, group, name == "outside"))
+                                - tilting.logit(q) for name in ("joint", "outside")}
+            for group in (2, TOY_GROUP)]
 
 
 # Figures and page
@@ -265,8 +309,11 @@ def draw_masses(found, path):
     grid = [i / 400 for i in range(1, 400)]
     for kind, row in found["toy"].items():
         left.scatter(*zip(*row["points"]), s=9, color=colors[kind], alpha=0.6, linewidths=0, label=kind)
-        if FORMS[kind]:
+        if kind in FORMS:
             left.plot(grid, [FORMS[kind](q, BETA) for q in grid], color=colors[kind], linewidth=1)
+        elif row["forms"]:                                   # no function of Q: a mark for every problem
+            left.scatter([q for q, _ in row["points"]], row["forms"], s=14, color=colors[kind], marker="+",
+                         linewidths=0.7, label=f"{kind}: fixed points, per token")
     left.plot(grid, grid, ":", color="black", linewidth=0.8)
     left.set(xlabel="Q: the base's probability of the correct response", ylabel="after GRPO",
              title=f"toy, beta {BETA:g}: runs and closed forms")
@@ -312,6 +359,28 @@ def toy_table(toy):
                      "largest growth of a response, nats", "problems at 0 or 1"], rows)
 
 
+def group_text(found):
+    """Which of the two shifts the toy's runs leave possible, as a sentence."""
+    row = found["toy"].get("k1 in the reward")
+    if row is None or row["shift"]["half"] is None:
+        return "The toy was not run with two seeds or more."
+    shift, (small, here) = row["shift"], found["groups"]
+    inside = [f"{here[name]:.3f} ({text})" for name, text in (("joint", "centered jointly"),
+                                                             ("outside", "penalty outside"))
+              if abs(here[name] - shift["mean"]) <= shift["half"]]
+    apart, wider = here["joint"] - here["outside"], small["joint"] - small["outside"]
+    return (f"The runs center jointly, in groups of {here['group']}, and shift by "
+            f"{with_half(shift, '.3f')}. Of the two this interval includes "
+            f"{' and '.join(inside) or 'neither'}; it is {2 * shift['half']:.3f} wide, and they are "
+            f"{apart:.3f} apart. In groups of {small['group']} they are {wider:.3f} apart; no such run was "
+            "made.")
+
+
+def response_text(toy):
+    """How far k3's runs are from the form of whole responses, in points."""
+    return f"{100 * toy[K3]['distance_of_whole_responses']:.1f}" if K3 in toy else "not measured"
+
+
 def agent_text(rows):
     """The agent's first and last pass@k as a sentence; "" if it was not run."""
     if not rows:
@@ -340,7 +409,11 @@ def page(found, command, seeds, there, requested):
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, seeds)), there=there, requested=requested,
         axes="\n".join(axes_table(found["axes"])), toy="\n".join(toy_table(found["toy"])),
-        outside=(1 - 1 / TOY_GROUP) / BETA, steps=STEPS,
+        groups="\n".join(markdown(["groups of", "centered jointly", "penalty outside", "between them"], [
+            [str(row["group"]), *(f"{value:+.3f}" for value in (row["joint"], row["outside"],
+                                                               row["joint"] - row["outside"]))]
+            for row in found["groups"]])), decided=group_text(found), responses=response_text(found["toy"]),
+        steps=STEPS,
         shift="none" if shift is None else f"{shift:+.2f}", problems=found["gain"]["problems"],
         bins="\n".join(markdown(["Q", "problems", "gain, points", "shift of log-odds"], bins)),
         saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
@@ -379,8 +452,9 @@ def tilt_verdict(toy):
     fits = row["distance"] < 0.03 and abs(row["shift"]["mean"] - 1 / BETA) <= 0.1
     return ("yes" if fits else "no",
             f"On a toy with k1 in the reward, beta {BETA:g}, runs end {100 * row['distance']:.1f} points "
-            f"from the optimum; log-odds shift by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). k3 in "
-            "the loss, rewards over their std and runs without KL end elsewhere.")
+            f"from the optimum; log-odds shift by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). "
+            "Rewards over their std and runs without KL go to 0 or 1. k3 in the loss ends elsewhere"
+            + (f", {100 * toy[K3]['distance']:.1f} points from its own fixed point." if K3 in toy else "."))
 
 
 def discovery_verdict(rows):

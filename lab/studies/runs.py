@@ -98,7 +98,10 @@ def runs_of(environment, arms, seeds, flags=(), iterations=ITERATIONS, root=RUNS
 
 
 def make(runs, processes):
-    """Make the missing runs, `processes` in parallel. Raises jobs.Failed, which names the run and its log."""
+    """Make the missing runs, `processes` in parallel. Raises jobs.Failed, which names the run and its log.
+
+    They store no result: whether the tree may have uncommitted changes, a study checks for its cells.
+    """
     due = [run for run in runs.values() if not jobs.finished(run)]
-    if failures := jobs.run_due(due, processes) if due else []:
+    if failures := jobs.run_due(due, processes, dirty=True) if due else []:
         raise failures[0]

@@ -48,9 +48,31 @@ def best_mass(beta):
     return sigmoid(-1 / (2 * beta))
 
 
-def k3_mass(q, beta):
-    """Fixed point of p with k3 in the loss: p (1 - p) = beta (p - Q); k3's gradient is KL(pi_ref || pi)'s."""
-    return ((1 - beta) + math.sqrt((1 - beta) ** 2 + 4 * beta * q)) / 2
+def k3_mass(q, beta, value=1.0):
+    """Fixed point of p with k3 in the loss, for one decision: value p (1 - p) = beta (p - Q).
+
+    k3's gradient is that of KL(pi_ref || pi). value: what the decision is worth; 0 leaves p at Q.
+    """
+    gap = value - beta
+    root = math.sqrt(gap**2 + 4 * value * beta * q)
+    return (gap + root) / (2 * value) if gap > 0 else 2 * beta * q / (root - gap)      # no cancellation
+
+
+def k3_tokens(base_K, beta, group):
+    """Probability of the one correct response at the fixed point with k3 in the loss, token by token.
+
+    base_K: the base's probabilities of its tokens, each given those before it. The loss applies k3 to each
+    token under the policy's own prefixes, and the group's own mean scales the reward by 1 - 1/G. So from the
+    last token, with V the probability that the correct tokens after it follow:
+
+        (1 - 1/G) V p (1 - p) = beta (p - q)
+
+    Applied to the response as a whole, `k3_mass` has no V and is another curve.
+    """
+    follows = 1.0
+    for q in reversed(base_K):
+        follows *= k3_mass(q, beta, (1 - 1 / group) * follows)
+    return follows
 
 
 def std_mass(q, beta, eps=1e-6):

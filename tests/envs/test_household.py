@@ -332,6 +332,20 @@ def test_the_released_games_have_the_official_counts():
     assert environment.description() == "real ALFWorld games, household engine"
 
 
+@needs_games
+def test_the_pages_counts_of_games_that_are_close_to_training():
+    """Of valid_seen: those whose folder, which names type, objects and room, has a training game."""
+    goal_and_room = {split: [task.id.split("/")[1] for task in load_games(GAMES, split)]
+                     for split in ("train", "valid_seen", "valid_unseen")}
+    rooms = {split: [name.rpartition("-")[2] for name in names] for split, names in goal_and_room.items()}
+    known = sum(name in set(goal_and_room["train"]) for name in goal_and_room["valid_seen"])
+    assert set(rooms["valid_seen"]) <= set(rooms["train"])
+    assert not set(rooms["valid_unseen"]) & set(rooms["train"])
+    pages = {"results": f"{known} of its 140 games have both", "guide": f"{known} of the 140 have the room"}
+    for page, text in pages.items():
+        assert text in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
 BROKEN = {
     "bad JSON": "{",
     "expected a JSON object": "[1]",

@@ -214,3 +214,21 @@ def test_the_toys_row_compares_runs_with_their_closed_form():
     assert off["grown_most_nats"] == pytest.approx(math.log(3))
     assert origin.tilt_verdict({"k1 in the reward": off})[0] == "no"
     assert origin.tilt_verdict({})[0] == "not measurable"
+
+
+@pytest.mark.fast
+def test_k3s_row_is_compared_token_by_token():
+    """Eight responses of three letters: the tokens' probabilities are conditional ones, by hand."""
+    before_Y = [0.02, 0.08, 0.1, 0.2, 0.05, 0.15, 0.1, 0.3]
+    logprob_Y = [math.log(p) for p in before_Y]
+    assert origin.token_probabilities(logprob_Y, 5) == pytest.approx([0.6, 0.2 / 0.6, 0.15 / 0.2])
+    assert origin.token_probabilities(logprob_Y, 0) == pytest.approx([0.4, 0.1 / 0.4, 0.02 / 0.1])
+    for right in range(8):
+        assert math.prod(origin.token_probabilities(logprob_Y, right)) == pytest.approx(before_Y[right])
+    p = tilting.k3_tokens([0.4, 0.25, 0.2], origin.BETA, origin.TOY_GROUP)
+    after_Y = [p, *(x * (1 - p) / 0.98 for x in before_Y[1:])]
+    problem = {"right": 0, "before": logprob_Y, "after": [math.log(x) for x in after_Y]}
+    found = origin.toy_row(origin.K3, [{"problems": [problem]}])
+    assert found["forms"] == pytest.approx([p]) and found["distance"] == pytest.approx(0, abs=1e-12)
+    assert found["rare_less_form"] == pytest.approx(p - tilting.k3_mass(0.02, origin.BETA))
+    assert found["distance_of_whole_responses"] == pytest.approx(-found["rare_less_form"])

@@ -136,6 +136,62 @@ def test_k3_stops_where_reward_and_penalty_cancel(beta):
     assert tilting.k3_mass(0.001, 0.5) == pytest.approx(0.501, abs=5e-5)
 
 
+@pytest.mark.parametrize("value", [1e-9, 0.1, 0.5, 0.9, 1.0])
+def test_k3_of_one_decision_stops_where_its_value_and_the_penalty_cancel(value):
+    for q, beta in itertools.product(GRID, (0.1, 0.5, 3.0)):
+        p = tilting.k3_mass(q, beta, value)
+        assert q <= p < 1 and value * p * (1 - p) == pytest.approx(beta * (p - q), rel=1e-6, abs=1e-12)
+    assert tilting.k3_mass(0.3, 0.5, 0.0) == 0.3
+
+
+@pytest.mark.parametrize("group", [2, 16])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_k3_token_by_token_stops_where_the_enumerated_gradient_is_zero(group, seed):
+    """Against gradient ascent for a table of a policy's tokens: all eight responses of three letters of two.
+
+    The gradient is the sum over all responses of (1 - 1/G) (R - mean R) and of k3 at each token. For groups
+    of 2 it is also the sum over all pairs of responses, with the pair's own mean.
+    """
+    draws = torch.randn(7, 2, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
+    base_N2, right, beta = (1.5 * draws).log_softmax(-1), 5, 0.5
+    nodes = [[2**k - 1 + (y >> (3 - k)) for k in range(3)] for y in range(8)]        # a heap of the prefixes
+    letters = [[y >> (2 - k) & 1 for k in range(3)] for y in range(8)]
+    reward_Y = torch.zeros(8, dtype=torch.double)
+    reward_Y[right] = 1
+
+    def tokens(logprob_N2):
+        return torch.stack([torch.stack([logprob_N2[n, a] for n, a in zip(*path)])
+                            for path in zip(nodes, letters)])                          # [Y, tokens]
+
+    def objective(logit_N2, pairs):
+        logprob_YK = tokens(logit_N2.log_softmax(-1))
+        chance_Y = logprob_YK.sum(1).detach().exp()
+        penalty = chance_Y @ kl_k3(logprob_YK, base_YK, limit=50.0).sum(1)
+        if not pairs:
+            advantage_Y = (1 - 1 / group) * (reward_Y - chance_Y @ reward_Y)
+            return (chance_Y * advantage_Y) @ logprob_YK.sum(1) - beta * penalty
+        total = torch.zeros((), dtype=torch.double)
+        for a, b in itertools.product(range(8), repeat=2):
+            half = (reward_Y[a] - reward_Y[b]) / 2                                # R less the pair's own mean
+            total = total + chance_Y[a] * chance_Y[b] * half * (logprob_YK[a].sum() - logprob_YK[b].sum()) / 2
+        return total - beta * penalty
+
+    base_YK = tokens(base_N2)
+    logit_N2 = base_N2.clone().requires_grad_()
+    for _ in range(1200):
+        grad, = torch.autograd.grad(objective(logit_N2, pairs=False), logit_N2)
+        with torch.no_grad():
+            logit_N2 += 2 * grad
+    end_YK = tokens(logit_N2.log_softmax(-1))
+    found = tilting.k3_tokens(base_YK[right].exp().tolist(), beta, group)
+    assert found == pytest.approx(float(end_YK.detach()[right].sum().exp()), abs=1e-3)
+    of_response = tilting.k3_mass(float(base_YK[right].sum().exp()), beta)
+    assert abs(of_response - found) > 0.02                   # whole responses have another curve
+    if group == 2:
+        one, other = (torch.autograd.grad(objective(logit_N2, pairs), logit_N2)[0] for pairs in (False, True))
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
 # Rewards over their std
 
 @pytest.mark.parametrize("q, beta", [(0.1, 1.0), (0.1, 2.0), (0.01, 5.0), (0.3, 2.0), (0.5, 2.0), (0.5, 10.0),
@@ -195,6 +251,28 @@ def test_a_groups_own_mean_shortens_the_shift_if_the_penalty_is_outside(q, beta,
     p = tilting.group_mass(q, beta, group, outside)
     assert tilting.logit(p) - tilting.logit(q) == pytest.approx(shift, abs=1e-6)
     assert tilting.push(p, q, beta, group, outside) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("outside, shift", [(False, 2.0), (True, 1.0)])
+def test_pairs_tell_the_two_centerings_apart(outside, shift):
+    """Groups of 2, beta .5: every pair of eight responses of any policy, by ascent to the end.
+
+    A table of eight logits, and each pair's own mean of the rewards, and jointly of the penalties, too. The
+    closed form knows only the sum of the correct ones' probabilities.
+    """
+    logprob_Y, reward_Y, beta = random_logprob(8, 3), (REWARD_Y == 1).double(), 0.5
+    logit_Y = logprob_Y.clone()
+    for _ in range(2000):
+        policy_Y = logit_Y.log_softmax(-1)
+        penalty_Y, chance_Y = beta * (policy_Y - logprob_Y), policy_Y.exp()
+        centered_Y = reward_Y if outside else reward_Y - penalty_Y
+        half_YY = (centered_Y[:, None] - centered_Y) / 2                      # less the pair's own mean
+        advantage_YY = half_YY - penalty_Y[:, None] * outside
+        weight_Y = (chance_Y[:, None] * chance_Y * advantage_YY).sum(1)
+        logit_Y = logit_Y + weight_Y - chance_Y * weight_Y.sum()              # sum of A times d log pi
+    q, p = (float(logprobs.log_softmax(-1).exp() @ reward_Y) for logprobs in (logprob_Y, logit_Y))
+    assert tilting.logit(p) - tilting.logit(q) == pytest.approx(shift, abs=1e-3)
+    assert tilting.group_mass(q, beta, 2, outside) == pytest.approx(p, abs=1e-3)
 
 
 # Measures
