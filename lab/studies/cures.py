@@ -410,9 +410,10 @@ def results_of(options):
         names = None if seeds <= FIRST else {*unsettled(stored()), *OWN}
         requested = cells_of(range(seeds), options.iterations, names)
         missing = common.missing_cells(path, requested)
+        common.check_tree(missing, options.dirty)
         colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
         common.make_runs(colds, cold_start, options.jobs, "cold starts")
-        common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs)
+        common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
     return stored()
 
 
@@ -424,6 +425,7 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
+    common.add_dirty(parser)
     options = parser.parse_args(argv)
     for name, low, high in (("seeds", 1, 90), ("iterations", 1, 10**6), ("jobs", 0, 256)):
         if not low <= (value := getattr(options, name)) <= high:

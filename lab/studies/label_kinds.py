@@ -214,6 +214,7 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the cold starts")
+    common.add_dirty(parser)
     options = parser.parse_args(argv)
     for name, low, high in (("tasks", 1, 10**4), ("jobs", 0, 256)):
         if not low <= (value := getattr(options, name)) <= high:
@@ -225,11 +226,12 @@ def main(argv=None):
     path = options.out / "label_kinds.jsonl"
     if options.jobs:
         missing = common.missing_cells(path, requested)
+        common.check_tree(missing, options.dirty)
         colds = {str(cold_folder(settings["demonstrations"], options.runs)): settings
                  for settings in missing.values() if settings["demonstrations"]}
         common.make_runs(colds, cold_start, options.jobs, "cold starts")
         work = partial(cell, games=options.games, runs=options.runs)
-        common.run_cells(path, requested, work, options.jobs)
+        common.run_cells(path, requested, work, options.jobs, options.dirty)
     results = {name: record["result"] for name, record in common.finished_cells(path, everything).items()}
     if not results:
         parser.error(f"--jobs=0: {path} has no cell")

@@ -486,9 +486,10 @@ def results_of(everything, requested, options):
     """
     path = options.out / "twins.jsonl"
     missing = common.missing_cells(path, requested) if options.jobs else {}
+    common.check_tree(missing, options.dirty)
     colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
     common.make_runs(colds, cold_start, options.jobs or 1, "cold starts")
-    common.run_cells(path, missing, partial(run, runs=options.runs), options.jobs or 1)
+    common.run_cells(path, missing, partial(run, runs=options.runs), options.jobs or 1, options.dirty)
     return {name: record["result"] for name, record in common.finished_cells(path, everything).items()}
 
 
@@ -502,6 +503,7 @@ def main(argv=None):
     parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
+    common.add_dirty(parser)
     options = parser.parse_args(argv)
     seeds = options.seeds if options.seeds is not None else len(SEEDS) if options.all else len(FEW)
     for name, value, low, high in (("seeds", seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
