@@ -235,7 +235,24 @@ def arm_row(results):
             **{f"{key}_start": mean_known([start[key] for start in starts]) for key in ("leak", "probe")},
             "auc": mean_known([mean_known(result["auc"][-60:]) for result in results.values()]),
             "right": [when_right(result) for result in results.values()],
-            "away": [when_away(result) for result in results.values()]}
+            "away": [when_away(result) for result in results.values()],
+            "lag": [lag(result) for result in results.values() if final(result) >= 0.5 and result["auc"]]}
+
+
+def lag(result):
+    """Iterations from the flaw's run-away until the judge is right; "never" counts as the run's last one."""
+    last = result["path"][-1]["iteration"]
+    right, away = when_right(result), when_away(result)
+    return (last if right is None else right) - (last if away is None else away)
+
+
+def removed_by_leak(table, limit=0.5):
+    """Of the runs whose leak ends below the limit, and of all others: [those that removed the flaw, all]."""
+    found = {"below": [0, 0], "above": [0, 0]}
+    for result in (result for results in table.values() for result in results.values()):
+        side = found["below" if result["path"][-1]["leak"] < limit else "above"]
+        side[0], side[1] = side[0] + (final(result) < 0.5), side[1] + 1
+    return found
 
 
 def unsettled(table):
@@ -355,7 +372,8 @@ def page(table, command, seeds):
     return PAGE.read_text(encoding="utf-8").format(
         command=command, there=sum(map(len, table.values())), seeds=f"{min(seeds)} to {max(seeds)}",
         grid=grid(table), comparisons=comparisons(table),
-        unsettled="; ".join(unsettled(table)) or "none")
+        unsettled="; ".join(unsettled(table)) or "none",
+        **{f"leak_{side}": f"{removed} of {n}" for side, (removed, n) in removed_by_leak(table).items()})
 
 
 def figures_of(table):
@@ -443,7 +461,8 @@ def main(argv=None):
     compared = {f"{one} against {other}": against(table, one, other) for one, other in pairs()}
     common.publish(options.out, "cures", command, there,
                    {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
-                    "differences": compared}, figures_of(table), text)
+                    "differences": compared, "removed by leak": removed_by_leak(table)},
+                   figures_of(table), text)
     print(text)
     return 0
 

@@ -55,7 +55,9 @@ def test_the_numbers_of_an_arm_by_hand():
     row = cures.arm_row({0: result(0.2, 0.95, 0.4, auc=aucs), 1: result(0.2, 0.3, 0.92, auc=[0.5] * 22)})
     assert (row["removed"], row["n"], row["leak"], row["probe_start"], row["probe"]) == (1, 2, 0.4, 0.5, 1.0)
     assert row["right"] == [19, None] and row["away"] == [10, 20]           # (1 * 0.5 + 9 * 1) / 10 > 0.9
+    assert row["lag"] == [20 - 20]                     # of the run that kept it; never right
     assert cures.times(row["right"]) == "19–19, never 1"
+    assert cures.removed_by_leak({"a": {0: result(0.2, 0.1)}}) == {"below": [1, 1], "above": [0, 0]}
 
 
 @pytest.mark.fast
