@@ -203,6 +203,17 @@ def linear_probe(actor):
     return float(((x_BC[n // 2:] @ weights)[:, 0].sign() == side_B[n // 2:]).double().mean())
 
 
+def leak_of(point):
+    """The theory's c on log-odds: what arrives in N of a push on the action in P, per unit of push.
+
+        c = leak * (1 - q_P) / (1 - q_N),   since grad log q = (1 - q) grad log(q / (1 - q))
+
+    The stored leak is of log-probabilities (twins.probe), whose gradient vanishes as q_P nears 1. Exact if q
+    is the same in all states of a kind.
+    """
+    return None if point["leak"] is None else point["leak"] * (1 - point["q_P"]) / (1 - point["q_N"])
+
+
 def when_right(result):
     """The iteration from which the judge's AUC, averaged over LAST, first exceeds RIGHT; None: never."""
     aucs = [0.5 if auc is None else auc for auc in result["auc"]]
@@ -231,8 +242,9 @@ def arm_row(results):
     ends, starts = ([result["path"][k] for result in results.values()] for k in (-1, 0))
     return {"removed": removed, "n": n, "removed_interval": wilson(removed, n),
             "final": interval({seed: final(result) for seed, result in results.items()}),
-            **{key: mean_known([end[key] for end in ends]) for key in ("q_P", "cosine", "leak", "probe")},
-            **{f"{key}_start": mean_known([start[key] for start in starts]) for key in ("leak", "probe")},
+            **{key: mean_known([end[key] for end in ends]) for key in ("q_P", "cosine", "probe")},
+            "probe_start": mean_known([start["probe"] for start in starts]),
+            "leak_start": mean_known(map(leak_of, starts)), "leak": mean_known(map(leak_of, ends)),
             "auc": mean_known([mean_known(result["auc"][-60:]) for result in results.values()]),
             "right": [when_right(result) for result in results.values()],
             "away": [when_away(result) for result in results.values()],
@@ -250,7 +262,7 @@ def removed_by_leak(table, limit=0.5):
     """Of the runs whose leak ends below the limit, and of all others: [those that removed the flaw, all]."""
     found = {"below": [0, 0], "above": [0, 0]}
     for result in (result for results in table.values() for result in results.values()):
-        side = found["below" if result["path"][-1]["leak"] < limit else "above"]
+        side = found["below" if leak_of(result["path"][-1]) < limit else "above"]
         side[0], side[1] = side[0] + (final(result) < 0.5), side[1] + 1
     return found
 

@@ -19,7 +19,7 @@ from rollout import Episode, Turn
 
 def result(*q_N, auc=(), probe=(0.5, 1.0)):
     """A cell's result with these probabilities at iterations 0, 10, ..."""
-    path = [{"iteration": 10 * k, "q_P": 0.9, "q_N": q, "cosine": 0.5, "leak": 0.4, "probe": probe[k > 0]}
+    path = [{"iteration": 10 * k, "q_P": 0.9, "q_N": q, "cosine": 0.5, "leak": 4.0, "probe": probe[k > 0]}
             for k, q in enumerate(q_N)]
     return {"path": path, "auc": list(auc)}
 
@@ -53,7 +53,8 @@ def test_questions_on_the_sign_and_its_parity_do_not_depend_on_the_command(kind,
 def test_the_numbers_of_an_arm_by_hand():
     aucs = [0.5] * 10 + [1.0] * 12
     row = cures.arm_row({0: result(0.2, 0.95, 0.4, auc=aucs), 1: result(0.2, 0.3, 0.92, auc=[0.5] * 22)})
-    assert (row["removed"], row["n"], row["leak"], row["probe_start"], row["probe"]) == (1, 2, 0.4, 0.5, 1.0)
+    assert (row["removed"], row["n"], row["probe_start"], row["probe"]) == (1, 2, 0.5, 1.0)
+    assert row["leak"] == pytest.approx((0.4 / 0.6 + 0.4 / 0.08) / 2)         # 4 times .1 over 1 - q_N
     assert row["right"] == [19, None] and row["away"] == [10, 20]           # (1 * 0.5 + 9 * 1) / 10 > 0.9
     assert row["lag"] == [20 - 20]                     # of the run that kept it; never right
     assert cures.times(row["right"]) == "19–19, never 1"
