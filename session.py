@@ -70,7 +70,8 @@ class Run:
             now = {} if self.iteration is None else {"iteration": self.iteration}
             files.append(self.out / files.METRICS, record | now)
             if self.sink and now:
-                self.sink({name: number for name, number in record.items() if "/" in name}, self.iteration)
+                self.sink({name: number for name, number in record.items()
+                           if "/" in name and number == number}, self.iteration)         # no NaN
 
     def store(self, episodes, head, credited=False):
         """Label episodes that have no labels and append them to episodes.jsonl (rank 0).

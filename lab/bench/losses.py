@@ -15,7 +15,7 @@ from infra import files
 from lab.bench.study import ROOT
 
 OUT, RUNS = ROOT / "lab" / "results" / "losses.json", ROOT / "runs" / "losses"
-LOSSES = {"grpo": (), "gspo": (), "gspo, per turn": ("--sequence", "turn"), "cispo": (), "dr_grpo": ()}
+LOSSES = {"grpo": (), "gspo": (), "cispo": (), "dr_grpo": (), "gspo, per turn": ("--sequence", "turn")}
 EVALUATED = ("--evaluate", "L0,L1,L2", "--protocol", "sampled")
 LATE = 10                                    # iterations at the end over which a mean is taken
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,15 @@ def test_every_line_of_the_metrics_is_complete(trained):
         assert 0 <= line["policy/logprob_gap_max_nats"] < 1e-4
         assert line["rollout/episodes"] == 16 and line["policy/steps"] == 2
     assert [line["policy/lr"] for line in lines] == [6e-4, 3e-4]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("warmup, decay, want", [
+    (0, True, [1, 0.75, 0.5, 0.25]), (0, False, [1, 1, 1, 1]), (3, False, [0.25, 0.5, 0.75, 1]),
+    (1, True, [0.5, 0.75, 0.5, 0.25])])
+def test_the_learning_rate_rises_and_decays_linearly(warmup, decay, want):
+    settings = SimpleNamespace(iterations=4, warmup=warmup, lr_decay=decay)
+    assert [gcd.lr_factor(settings, i) for i in range(4)] == want
 
 
 @pytest.mark.fast
