@@ -26,6 +26,10 @@ class Method:
 
     A public name that is not declared here is refused; a helper's name begins with an underscore. If a
     paper's released code differs from the paper, `Settings` has a field `variant`, "paper" or "code".
+
+    loss(ratio_N, advantage_N) returns loss_N, with a gradient through ratio_N, and clipped_N (bool: a bound
+    is active) of the N sampled tokens of a microbatch, the policy's and the judge's. `self.objective` has the
+    run's bounds. Weights, the mean, KL and the sampler's correction are applied to it in update.policy_loss.
     """
 
     Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm
@@ -36,9 +40,8 @@ class Method:
     tags = False                 # needs RLVMR's tags in the responses
     kl_in_reward = True          # supports --kl reward
     critic = None                # (model, optimizer), if it trains a second network
-    ratio = "token"              # pi / pi_old of each token; of its "turn" or "episode": their geometric mean
-    loss = None                  # loss(ratio_N, advantage_N) -> loss_N, clipped_N (bool: a bound is active),
-    #                              of policy and judge tokens; None: losses.clipped_surrogate
+    ratio = "token"              # what a ratio is of; "turn" or "episode": see losses.importance_ratio
+    loss = None                  # None: losses.clipped_surrogate
 
     def __init__(self, settings):
         self.settings = settings
