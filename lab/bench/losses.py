@@ -40,8 +40,8 @@ def row(loss, flags, start, seed):
     command = run(folder, "--model", f"{start.relative_to(ROOT)}/checkpoint", "--demonstrations", "0",
                   "--no-gcd", "--algo", loss.partition(",")[0], *flags, *EVALUATED, "--seed", str(seed))
     splits = files.read_json(folder / files.EVALUATION)["splits"]
-    success = curve(folder, "rollout/success")
-    return {"loss": loss, "command": command, "success": success,
+    success, head = curve(folder, "rollout/success"), files.read_lines(folder / files.METRICS)[0][0]
+    return {"loss": loss, "command": command, "commit": head["commit"], "success": success,
             "late": round(sum(success[-LATE:]) / LATE, 4), "clip_frac": curve(folder, "policy/clip_frac"),
             "evaluated": {split: modes["sampled"] for split, modes in splits.items()}}
 
