@@ -30,21 +30,16 @@ def group_relative_advantage(reward_E, group_E, normalize_std=False, correction=
     return advantage_E
 
 
-def importance_ratio(logprob_N, logprob_old_N, sequence_N=None):
-    """Return ratio_N = pi / pi_old of each token or, with sequence_N, of the sequence that it is part of.
+def sequence_ratio(logprob_N, logprob_old_N, sequence_N):
+    """The geometric mean of pi / pi_old over the tokens of a sequence, for each of its tokens.
 
-        r_t = exp(log pi - log pi_old)
-        s   = exp(mean of log r_t over the sequence's tokens)                 GSPO, arXiv:2507.18071 Eq. 7
+        s = exp(mean over the sequence of log pi - log pi_old)                GSPO, arXiv:2507.18071 Eq. 7
 
-    sequence_N: int, 0 to the number of sequences - 1. Each token's s has the gradient of its own log pi
-    (Eq. 14): of a sequence whose tokens have equal advantages and weights the gradient is that of Eq. 5, and
-    where turns of a sequence have different ones, each keeps its own. With the gradient of Eq. 7, every token
-    would get the sequence's mean advantage.
+    sequence_N: int, from 0 to N - 1. Each token's s has the gradient of its own log pi (Eq. 14). Of sequences
+    whose tokens have equal advantages and weights the gradient is that of Eq. 5; where turns of a sequence
+    have different ones, each keeps its own. With the gradient of Eq. 7 they would share their mean.
     """
-    log_ratio_N = logprob_N - logprob_old_N
-    if sequence_N is None:
-        return log_ratio_N.exp()
-    numbers_2N = torch.stack([log_ratio_N.detach(), torch.ones_like(logprob_N)])
+    numbers_2N = torch.stack([(logprob_N - logprob_old_N).detach(), torch.ones_like(logprob_N)])
     total_N, count_N = torch.zeros_like(numbers_2N).index_add_(1, sequence_N, numbers_2N)[:, sequence_N]
     return (total_N / count_N + logprob_N - logprob_N.detach()).exp()
 

@@ -107,8 +107,9 @@ def policy_loss(model, batch, objective, scale, sums):
                                           entropies=True)
     now_N = logprob_N.detach()
     old_N = now_N if old_N is None else old_N
-    sequence_N = None if objective.ratio == "token" else sequences(batch, objective.ratio).to(device)
-    ratio_N = losses.importance_ratio(logprob_N, old_N, sequence_N)
+    ratio_N = (logprob_N - old_N).exp()
+    if objective.ratio != "token":
+        ratio_N = losses.sequence_ratio(logprob_N, old_N, sequences(batch, objective.ratio).to(device))
     if objective.loss:
         result = objective.loss(ratio_N, advantage_N)
         plugins.refuse(wrong_loss(result, ratio_N), objective.loss, "loss")

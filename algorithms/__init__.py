@@ -40,7 +40,7 @@ class Method:
     tags = False                 # needs RLVMR's tags in the responses
     kl_in_reward = True          # supports --kl reward
     critic = None                # (model, optimizer), if it trains a second network
-    ratio = "token"              # what a ratio is of; "turn" or "episode": see losses.importance_ratio
+    ratio = "token"              # what a ratio is of; "turn" or "episode": see losses.sequence_ratio
     loss = None                  # None: losses.clipped_surrogate
 
     def __init__(self, settings):

@@ -747,18 +747,21 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path
     assert not (tmp_path / "checkpoint").exists()
 
 
-@pytest.mark.fast
-def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_path):
-    """By default; the weights are near 1, because the sampler differs by rounding only."""
+def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_path, monkeypatch):
+    """By default; this sampler says that every token was 0.5 nats likelier than it was."""
+    offset_sampler(monkeypatch, 0.5)
     flags = [*start_from(start), "--dtype", "bfloat16", "--iterations", 1]
-    assert train(tmp_path / "on", *flags) == train(tmp_path / "off", *flags, "--sampler-cap", 0) == 0
+    for name, cap in (("on", 2), ("off", 0)):
+        assert train(tmp_path / name, *flags, "--sampler-cap", cap) == 0
     (on,), (off,) = rows(tmp_path / "on"), rows(tmp_path / "off")
     for kind in ("policy", "judge"):
-        assert on[f"{kind}/sampler_weight"] == pytest.approx(1, abs=0.1)
-        assert on[f"{kind}/sampler_cut_frac"] < 0.1 and f"{kind}/sampler_weight" not in off
+        assert on[f"{kind}/sampler_weight"] == pytest.approx(math.exp(-0.5), rel=0.05)
+        assert on[f"{kind}/sampler_cut_frac"] == 0 and f"{kind}/sampler_weight" not in off
+    assert on["policy/logprob_gap_nats"] == off["policy/logprob_gap_nats"] == pytest.approx(0.5, abs=0.05)
     assert not same(weights(tmp_path / "on"), weights(tmp_path / "off"))
 
 
+@pytest.mark.fast
 def test_a_small_disagreement_is_logged(start, tmp_path, monkeypatch):
     """Larger than float32's own gap (below 1e-4 at the maximum), and below the limit."""
     offset_sampler(monkeypatch, 6e-5)
