@@ -212,7 +212,7 @@ def sequences(samples, unit):
         for before, here in zip([False, *sample.sampled], sample.sampled):
             n += unit == "turn" and here and not before
             numbers += [n] if here else []
-    return torch.tensor(numbers)
+    return torch.tensor(numbers, dtype=torch.long)
 
 
 def device_of(model):

@@ -29,8 +29,8 @@ KINDS = "policy", "judge"
 class Objective:
     """The settings of the loss and the step."""
 
-    loss: Callable | None = None          # (ratio_N, advantage_N) -> loss_N, clipped_N; None: the clipped
-    ratio: str = "token"                  # surrogate. token | turn | episode: what a ratio is of
+    loss: Callable | None = None          # an algorithm's, as of algorithms.Method; None: clipped_surrogate
+    ratio: str = "token"                  # token | turn | episode: what a ratio is of
     sampler_cap: float = 2.0              # see losses.sampler_weight; 0: no such weight
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -195,10 +195,10 @@ def weighted_kinds(samples, objective, sums):
             units[kind, True] = float(sum(sample.count for sample in part))
         elif part:
             reduction = objective.reduction if kind == "policy" else "token"
-            assert objective.ratio != "episode" or kind == "judge" or len({s.episode for s in part}) == len(
-                part), "an episode in several samples has no ratio of its own"
             tokens_S = torch.tensor([sum(sample.sampled) * sample.count for sample in part])
             episode_S = torch.tensor([sample.episode for sample in part])
+            assert (objective.ratio, kind) != ("episode", "policy") or len(episode_S.unique()) == len(part), (
+                "an episode in several samples has no ratio of its own")
             weights[kind], units[kind, False] = losses.token_weight(tokens_S, episode_S, reduction,
                                                                     objective.longest)
             sums[kind]["tokens"] += float(tokens_S.sum())

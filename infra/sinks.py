@@ -17,7 +17,7 @@ def opened(name, out, run, settings, state, resources):
         return None
     try:
         return OPEN[name](out, run, settings, state, resources)
-    except Exception as error:             # a service may raise anything
+    except Exception as error:                                    # a service may raise anything
         raise ValueError(f"--log={name}: {type(error).__name__}: {error}") from error
 
 
@@ -30,7 +30,8 @@ def tensorboard(out, run, settings, state, resources):
 
 
 def wandb(out, run, settings, state, resources):
-    """Log to the project "gcd"; who and where, wandb's own settings and environment variables tell."""
+    """Log to the project "gcd"; who and where, wandb's own settings tell. Of an iteration that a resumed run
+    repeats wandb keeps what came first."""
     import wandb
     logged = wandb.init(project="gcd", id=run, name=out.name, dir=out, config=settings, resume="allow")
     resources.callback(logged.finish)
