@@ -29,6 +29,7 @@ class Sample:
     kind: str = "policy"                  # or "judge", which has its own denominator and weight
     count: int = 1                        # multiplicity: equal judge answers are stored once
     logprob_ref: list[float] | None = None
+    logprob_sampler: list[float] | None = None      # where it is not logprob_old: see `update.rescore`
     label: float | None = None            # value-head judge only: 1 good, 0 bad
     weight: float = 1.0                   # per-token loss weight, set by `update.weighted_kinds`
     turns: list = field(default_factory=list)       # the rollout.Turns it consists of, or is a question about
@@ -169,8 +170,8 @@ def collate(samples, model):
     """A microbatch as tensors.
 
     Returns ids_BT, its attention layout, (row_N, column_N) of the positions that predict the sampled tokens,
-    target_N, advantage_N, weight_N, logprob_old_N or None, logprob_ref_N or None, and allowed: per sampled
-    token the ids it was sampled from (None: all), or None if none is restricted.
+    target_N, advantage_N, weight_N, logprob_old_N, logprob_ref_N and logprob_sampler_N (each or None), and
+    allowed: per sampled token the ids it was sampled from (None: all), or None if none is restricted.
 
     Masks come from what was recorded, never from token ids. Position t - 1 predicts token t.
     """
@@ -197,7 +198,21 @@ def collate(samples, model):
     restricted = any(sample.allowed for sample in samples)
     allowed = [s.allowed.get(t) for s, where in zip(samples, sampled) for t in where] if restricted else None
     return (ids_BT, place, torch.tensor(before, device=device).unbind(1), target_N, numbers("advantage"),
-            weight_N, numbers("logprob_old"), numbers("logprob_ref"), allowed)
+            weight_N, numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
+
+
+def sequences(samples, unit):
+    """Return sequence_N: the number of the turn, or (unit "episode") of the sample, of each sampled token.
+
+    A turn is an unbroken run of sampled tokens; a judge's answer is one run, in a sample of its own.
+    """
+    numbers, n = [], -1
+    for sample in samples:
+        n += unit == "episode"
+        for before, here in zip([False, *sample.sampled], sample.sampled):
+            n += unit == "turn" and here and not before
+            numbers += [n] if here else []
+    return torch.tensor(numbers, dtype=torch.long)
 
 
 def device_of(model):

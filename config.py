@@ -1,6 +1,7 @@
 """The flags of gcd.py: the fields of `Config` that have a help text, and those of algorithm and environment.
 
-    python gcd.py --help                             # the flags of the default run
+    python gcd.py --help                             # the flags of the default run that are often given
+    python gcd.py --help all                         # all of its flags
     python gcd.py --algo ppo --env alfworld --help   # the flags of another run
 
 A value comes from the command line, else from --variant code, the environment's defaults, the algorithm's,
@@ -9,9 +10,11 @@ flag, before any model is loaded.
 """
 
 import contextlib
+import importlib.util
 import json
 import re
 import sys
+from collections import ChainMap
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -40,6 +43,7 @@ NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or rewar
 NEEDS_NO_DAGGER = (lambda values: not values["dagger"], "only without --dagger")
 NEEDS_CORRECTION = (lambda values: values["correction"] != "off", "only with --correction")
 NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint")
+NEEDS_BF16 = (lambda values: values["dtype"] == "bfloat16", "only with --dtype bfloat16")
 NEEDS_WORDS = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
 
 
@@ -58,9 +62,11 @@ class Config:
                         "turns a large model labels, and --dynamic-sampling refill)", low=0, high=99)
     device: str = setting("auto", "where tensors live", ("auto", "cpu", "cuda"))
     dtype: str = setting("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
-    checkpoint_every: int = setting(20, "iterations, or DAgger rounds, between checkpoints", low=1)
+    checkpoint_every: int = setting(20, "iterations, or DAgger rounds, between checkpoints", low=1, rare=True)
     keep_checkpoints: int = setting(0, "iterations between models kept in OUT/kept, from 0 on; 0: none",
-                                    low=0)
+                                    low=0, rare=True)
+    log: str = setting("none", "also send each iteration's metrics to tensorboard (files in OUT/tensorboard) "
+                       "or wandb", ("none", "tensorboard", "wandb"))
     env: str = setting("household", "environment: a file of envs/, or a path to one", section="environment")
     train_types: str = setting("part", "task types of RL: all, or part (without L2's)", ("part", "all"))
     max_turns: int = setting(20, "turns in an episode", low=1, high=10**4)
@@ -68,8 +74,10 @@ class Config:
                          section="model")
     hidden_size: int = setting(64, "width of the fresh small model", low=16, high=4096)
     layers: int = setting(3, "layers of the fresh small model", low=1, high=64)
-    positions: str = setting("rotary", "position encoding of the fresh small model", ("rotary", "none"))
-    untied: bool = setting(False, "give the fresh small model an output layer of its own, not the embedding")
+    positions: str = setting("rotary", "position encoding of the fresh small model", ("rotary", "none"),
+                             rare=True)
+    untied: bool = setting(False, "give the fresh small model an output layer of its own, not the embedding",
+                           rare=True)
     context: int = setting(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
     prompt: str = setting("auto", "prompt style; auto: by model and algorithm",
                           ("auto", "plain", "think", "tags"))
@@ -81,24 +89,24 @@ class Config:
     cold_start_types: str = setting("all", "task types of the demonstrations: all, or part (without L2's); "
                                     "paper: those of --train-types", ("part", "all"))
     thoughts: str = setting("template", "a template's sentence, or a large model's (--endpoint)",
-                            ("template", "endpoint"), needs=NEEDS_WRITER)
+                            ("template", "endpoint"), needs=NEEDS_WRITER, rare=True)
     instructions: bool = setting(False, "instructions in a random half of the demonstrations, for "
-                                 "--correction")
+                                 "--correction", rare=True)
     mistake_rate: float = setting(0.05, "share of mistakes injected; recoveries are imitated", low=0,
-                                  high=0.5)
+                                  high=0.5, rare=True)
     dagger: int = setting(0, "episodes of the second stage that learner and expert play together (DAgger); "
                           "0: imitate the demonstrations again", low=0)
-    cold_start_epochs: int = setting(1, "epochs of policy imitation", low=0)
+    cold_start_epochs: int = setting(1, "epochs of policy imitation", low=0, rare=True)
     cold_start_lr: float = setting(3e-3, "learning rate, decayed linearly to 0 in each stage", low=0)
-    cold_start_batch: int = setting(4, "episodes per step", low=1)
+    cold_start_batch: int = setting(4, "episodes per step", low=1, rare=True)
     judge_demonstrations: int = setting(2000, "judge questions in the second stage; 0: policy only", low=0)
     judge_epochs: int = setting(1, "epochs of the second stage: policy and judge together", low=0,
-                                needs=NEEDS_NO_DAGGER)
+                                needs=NEEDS_NO_DAGGER, rare=True)
     judge_cold_start_weight: float = setting(0.5)              # of the judge's loss in it
     tasks: int = setting(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,
                          section="rollout")
     group_size: int = setting(8, "episodes per task", low=1, high=10**4)
-    slots: int = setting(128, "episodes played at once on a rank", low=1, high=10**4)
+    slots: int = setting(128, "episodes played at once on a rank", low=1, high=10**4, rare=True)
     temperature: float = setting(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = setting(16, "tokens in a response", low=1)
     admissible_only: bool = setting(False, "sample only commands that are admissible now")
@@ -107,10 +115,13 @@ class Config:
     iterations: int = setting(80, "RL iterations; 0: none", low=0)
     minibatches: int = setting(4, "optimizer steps per iteration, cut by episodes", low=1)
     lr: float = setting(6e-4, "learning rate", low=0)
+    warmup: int = setting(0, "iterations in which the learning rate rises to this, linearly", low=0)
     lr_decay: bool = setting(True)              # linear, to 0 over the iterations
-    clip_low: float = setting(0.2)              # ratio clipped below at 1 - this
-    clip_high: float = setting(0.28)            # ratio clipped above at 1 + this
+    clip_low: float = setting(0.2, "pi / pi_old is clipped below at 1 - this", low=0)
+    clip_high: float = setting(0.28, "pi / pi_old is clipped above at 1 + this", low=0)
     dual_clip: float = setting(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: none
+    sampler_cap: float = setting(2.0, "a token's loss is weighted by pi_old / pi_sampler, at most this; 0: "
+                                 "not weighted", low=0, needs=NEEDS_BF16, rare=True)
     reduction: str = setting("token", "how the tokens' losses are averaged", ("token", "episode", "constant"))
     kl: str = setting("none", "KL to RL's first model: k3 in the loss, or k1 in the reward",
                       ("none", "loss", "reward"))
@@ -118,12 +129,12 @@ class Config:
     dynamic_sampling: str = setting("drop", "groups without advantages: keep, drop (not with --kl, which "
                                     "gives them a gradient), or also refill (4 rounds)",
                                     ("keep", "drop", "refill"))
-    max_grad_norm: float = setting(1.0)         # gradient clipping; 0: none
+    max_grad_norm: float = setting(1.0, "a step's gradient is scaled down to this norm; 0: never", low=0)
     microbatch_tokens: int = setting(2048, "tokens in a forward pass, padding included; few fit a CPU's "
-                                     "cache", low=16)
+                                     "cache", low=16, rare=True)
     checkpoint_activations: str = setting("auto", "compute layers again in backward: a third more time, a "
                                           "fraction of the memory; auto: on CUDA, unless the model is small",
-                                          ("auto", "on", "off"), needs=NEEDS_WRITER)
+                                          ("auto", "on", "off"), needs=NEEDS_WRITER, rare=True)
     gcd: bool = setting(True, "train the judge together with the policy", section="GCD")
     judge_kind: str = setting("generative", "verdicts in words, or by a value head (BCE)",
                               ("generative", "value"))
@@ -133,13 +144,13 @@ class Config:
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = setting(8, "answers to each question", low=2)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
-                                        needs=NEEDS_WORDS)
+                                        needs=NEEDS_WORDS, rare=True)
     judge_redraw: bool = setting(False, "ask about other turns in place of those whose answers earn the "
-                                 "same: up to 4 rounds of questions", needs=NEEDS_WORDS)
+                                 "same: up to 4 rounds of questions", needs=NEEDS_WORDS, rare=True)
     judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
                                   "bit", low=0)
     judge_grad_cap: float = setting(0.0, "judge gradient norm at most this times the policy's; 0: no cap",
-                                    low=0)
+                                    low=0, rare=True)
     judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=NEEDS_WRITER)
     correction: str = setting("off", "put an instruction before later tasks: from mistakes that the judge "
                               "found, or (control) irrelevant text of equal length",
@@ -183,11 +194,18 @@ class Config:
                f"--max-response-tokens={self.max_response_tokens}: not below --context={self.context}")
         refuse(self.gcd and self.question_room <= 0, f"--judge-response-tokens={self.judge_response_tokens}: "
                f"leaves no room for a question in --context={self.context}")
+        refuse(self.log != "none" and not importlib.util.find_spec(self.log),
+               f"--log={self.log}: not installed; pip install {self.log}")
         if self.endpoint:
             checked_url(self.endpoint)
         refuse(not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable),
                "--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
+        refuse(wrong := algorithms.wrong_loss(algorithm), f"{algo}: {wrong}")
+        refuse(algorithm.ratio == "episode" and self.history, f"--history={self.history}: {algo} has one "
+               "ratio for an episode, whose turns are then apart in the update; expected full, or a turn's")
+        refuse(self.warmup >= self.iterations > 0,
+               f"--warmup={self.warmup}: not below --iterations={self.iterations}")
         refuse(algorithm.groups and self.iterations and self.group_size < 2,
                f"--group-size={self.group_size}: {algo} compares the episodes of a group")
         refuse(self.dynamic_sampling != "keep" and not algorithm.groups,
@@ -251,7 +269,7 @@ def refuse(wrong, message):
 
 # Settings of place and speed, which may differ when a run is resumed or a table is filled
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "slots", "microbatch_tokens",
-         "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "endpoint_key_variable",
+         "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "log", "endpoint_key_variable",
          "endpoint_cache", "endpoint_limit")
 ROUNDING = ("slots", "microbatch_tokens")    # of these, what changes the last digits, and so the run
 
@@ -335,10 +353,12 @@ def parsed(argv=None):
         flag = unknown[0].partition("=")[0]                  # its value may be a key, too
         raise ValueError(f"{flag}: {why_unknown(flag)}")
     values = values_of(flags, sources.values(), algorithm, environment)
-    if values.pop("help", False):
-        parser = Parser("gcd.py", description="Cold start, RL with a self-judge (GCD), evaluation.")
+    if which := values.pop("help", ""):
+        parser = Parser("gcd.py", description="Cold start, RL with a self-judge (GCD), evaluation.",
+                        epilog="" if which == "all" else "These are the flags most often given; --help all "
+                        "lists all.")
         for section, settings in sources.items():
-            parser.add(settings, section, values)
+            parser.add(settings, section, values, which == "all")
         parser.print_help()
         raise SystemExit(0)
     for f in (f for settings in sources.values() for f in fields(settings)):
@@ -357,7 +377,8 @@ def values_of(flags, sources, algorithm, environment):
     preset = flags.get("preset", "auto")
     if preset == "auto":
         preset = "paper" if flags.get("model") and not is_small(flags["model"]) else "small"
-    changes = algorithm.defaults | environment.defaults
+    inherited = ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))
+    changes = dict(inherited) | environment.defaults
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
         labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"
         types = flags.get("train_types", Config.train_types)

@@ -8,7 +8,7 @@
 Start reading at `iteration`, one training step, and continue with the functions that it calls, in the order
 below. Each stage writes to --out as it goes: `checkpoint/` (a Hugging Face folder), `metrics.jsonl`,
 `episodes.jsonl`, `evaluation.json` and, at the end, `stages.json`; `python -m report` draws them. As a
-library: `load` and `train`. Left out: learning-rate schedules other than linear decay.
+library: `load` and `train`. Left out: learning-rate schedules other than linear warm-up and decay.
 """
 
 import math
@@ -185,8 +185,9 @@ def informative(run, episodes):
 
 
 def lr_factor(config, i):
-    """The factor on all learning rates in iteration i: linear decay to 0, or 1."""
-    return 1 - i / config.iterations if config.lr_decay else 1.0
+    """The factor on all learning rates in iteration i: linear warm-up, then linear decay to 0, or 1."""
+    decay = 1 - i / config.iterations if config.lr_decay else 1.0
+    return decay * min(1.0, (i + 1) / (config.warmup + 1))
 
 
 def optimize(run, i, samples, reference):

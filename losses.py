@@ -1,5 +1,5 @@
-"""Pure functions of a policy gradient: group-relative advantage, clipped surrogate, KL estimates, token
-weights.
+"""Pure functions of a policy gradient: group-relative advantage, importance ratio, clipped surrogate, KL
+estimates, token weights.
 
 Each cites the equation it implements. No model, no text, no ranks, no randomness. Logprobs are in nats.
 Shapes: E episodes, B samples, N sampled tokens (flat over everything).
@@ -30,7 +30,21 @@ def group_relative_advantage(reward_E, group_E, normalize_std=False, correction=
     return advantage_E
 
 
-def clipped_surrogate(logprob_N, logprob_old_N, advantage_N, clip_low=0.2, clip_high=0.28, dual_clip=0.0):
+def sequence_ratio(logprob_N, logprob_old_N, sequence_N):
+    """The geometric mean of pi / pi_old over the tokens of a sequence, for each of its tokens.
+
+        s = exp(mean over the sequence of log pi - log pi_old)                GSPO, arXiv:2507.18071 Eq. 7
+
+    sequence_N: int, from 0 to N - 1. Each token's s has the gradient of its own log pi (Eq. 14). Of sequences
+    whose tokens have equal advantages and weights the gradient is that of Eq. 5; where turns of a sequence
+    have different ones, each keeps its own. With the gradient of Eq. 7 they would share their mean.
+    """
+    numbers_2N = torch.stack([(logprob_N - logprob_old_N).detach(), torch.ones_like(logprob_N)])
+    total_N, count_N = torch.zeros_like(numbers_2N).index_add_(1, sequence_N, numbers_2N)[:, sequence_N]
+    return (total_N / count_N + logprob_N - logprob_N.detach()).exp()
+
+
+def clipped_surrogate(ratio_N, advantage_N, clip_low=0.2, clip_high=0.28, dual_clip=0.0):
     """PPO's clipped surrogate loss per token, and the tokens whose gradient the clip removes.
 
         L = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A),   ratio = pi / pi_old
@@ -39,7 +53,6 @@ def clipped_surrogate(logprob_N, logprob_old_N, advantage_N, clip_low=0.2, clip_
     loss of a token with a negative advantage is at most -c * A at any ratio (arXiv:1912.09729 Eq. 5; verl's c
     is 3); 0: no such bound. Returns loss_N and clipped_N (bool: a bound is active, the gradient is 0).
     """
-    ratio_N = (logprob_N - logprob_old_N).exp()
     free_N = ratio_N * advantage_N
     bound_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantage_N
     loss_N, clipped_N = -torch.minimum(free_N, bound_N), bound_N < free_N
@@ -47,6 +60,20 @@ def clipped_surrogate(logprob_N, logprob_old_N, advantage_N, clip_low=0.2, clip_
         most_N = torch.where(advantage_N < 0, -dual_clip * advantage_N, math.inf)
         loss_N, clipped_N = torch.minimum(loss_N, most_N), clipped_N | (most_N < loss_N)
     return loss_N, clipped_N
+
+
+def sampler_weight(logprob_old_N, logprob_sampler_N, cap):
+    """The weight of each token for having been sampled by another distribution than the old policy.
+
+        w = min(pi_old / pi_sampler, cap)
+
+    Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training"; verl's rollout correction, of tokens, with its threshold of 2. The weighted
+    gradient's expectation is that under pi_old, less (pi_old - cap * pi_sampler) at the tokens that are cut.
+    Returns weight_N, and cut_N (bool: the cap is active).
+    """
+    weight_N = (logprob_old_N - logprob_sampler_N).exp()
+    return weight_N.clamp(max=cap), weight_N > cap
 
 
 def kl_k3(logprob_N, logprob_ref_N, limit=10.0):

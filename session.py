@@ -19,7 +19,7 @@ import labels
 import resume
 import rollout
 import update
-from infra import checkpoint, files, parallel, plugins
+from infra import checkpoint, files, parallel, plugins, sinks
 from infra.endpoint import Endpoint
 from infra.memory import check_memory
 from infra.progress import progress
@@ -48,6 +48,7 @@ class Run:
     identity: dict                # what its checkpoint and metrics share: see resume.begin
     done: int | None = None       # RL iterations done in the resumed checkpoint; None: none
     endpoint: Endpoint | None = None                       # the large model's server, if any
+    sink: object = None           # what --log sends metrics to: sink(metrics, iteration); rank 0 only
     instruction: correction.Instruction | None = None      # of prompt-based correction
     origin: dict = field(default_factory=dict)             # see files.origin_of; rank 0 only
     seconds: dict = field(default_factory=dict)            # {stage: seconds} of ended stages
@@ -68,6 +69,9 @@ class Run:
         if self.ranks.rank == 0:
             now = {} if self.iteration is None else {"iteration": self.iteration}
             files.append(self.out / files.METRICS, record | now)
+            if self.sink and now:
+                self.sink({name: number for name, number in record.items()
+                           if "/" in name and number == number}, self.iteration)         # no NaN
 
     def store(self, episodes, head, credited=False):
         """Label episodes that have no labels and append them to episodes.jsonl (rank 0).
@@ -218,9 +222,10 @@ def prepare(config, ranks, should_stop, resources):
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
+    sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
     sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
-               should_stop, identity, state and state["iteration"], endpoint, instruction=instruction,
+               should_stop, identity, state and state["iteration"], endpoint, sink, instruction,
                seconds=dict(state.get("seconds", {}) if state else {}),
                dagger_progress=dict(state.get("cold") or {} if state else {}))
 
@@ -263,9 +268,10 @@ def fresh_model(config, folder, ranks):
 
 def objective_of(config):
     """update.Objective by the flags."""
-    names = ("clip_low", "clip_high", "dual_clip", "reduction", "judge_weight", "judge_grad_cap",
-             "temperature", "max_grad_norm", "microbatch_tokens")
-    return update.Objective(**{name: getattr(config, name) for name in names},
+    names = ("sampler_cap", "clip_low", "clip_high", "dual_clip", "reduction", "judge_weight",
+             "judge_grad_cap", "temperature", "max_grad_norm", "microbatch_tokens")
+    return update.Objective(config.algorithm.loss, config.algorithm.ratio,
+                            **{name: getattr(config, name) for name in names},
                             longest=config.max_turns * config.max_response_tokens,
                             kl_coef=config.kl_coef if config.kl == "loss" else 0.0)
 

@@ -1,4 +1,5 @@
-"""One optimizer step on samples of the policy and the judge. It knows no algorithm, only advantages.
+"""One optimizer step on samples of the policy and the judge. It knows no algorithm, only advantages and the
+loss that it is given.
 
     L = sum_policy / N_policy + lambda * sum_judge / N_judge              GCD, arXiv:2509.23870 Eq. 3
 
@@ -10,14 +11,15 @@ samples of a microbatch, N sampled tokens (flat over the microbatch), V vocabula
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 import losses
-from batching import collate, device_of, equal_microbatches, layout, samples_of
-from infra import parallel
+from batching import collate, device_of, equal_microbatches, layout, samples_of, sequences
+from infra import parallel, plugins
 from lm.logprobs import token_logprobs
 
 KINDS = "policy", "judge"
@@ -27,6 +29,9 @@ KINDS = "policy", "judge"
 class Objective:
     """The settings of the loss and the step."""
 
+    loss: Callable | None = None          # an algorithm's, as of algorithms.Method; None: clipped_surrogate
+    ratio: str = "token"                  # token | turn | episode: what a ratio is of
+    sampler_cap: float = 2.0              # see losses.sampler_weight; 0: no such weight
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0                # bound on the loss where the advantage is negative; 0: none
@@ -89,20 +94,33 @@ def update(model, optimizer, samples, objective, lr, compare=False):
 
 
 def policy_loss(model, batch, objective, scale, sums):
-    """The loss of a microbatch of sampled tokens: clipped surrogate, and k3 on policy samples if asked for.
+    """The loss of a microbatch of sampled tokens: the algorithm's, and k3 on policy samples if asked for.
 
-        L = sum_n scale[kind_n] * weight_n * (surrogate_n + kl_coef * k3_n)
+        L = sum_n scale[kind_n] * weight_n * (sampler_weight_n * loss_n + kl_coef * k3_n)
 
-    batch: Samples, policy's and judge's mixed. Adds what `loss_metrics` reports to sums[kind].
+    batch: Samples, policy's and judge's mixed. Adds what `loss_metrics` reports to sums[kind]. PluginError
+    for a loss that is none.
     """
-    *where, target_N, advantage_N, weight_N, old_N, ref_N, allowed = collate(batch, model)
+    *where, target_N, advantage_N, weight_N, old_N, ref_N, sampler_N, allowed = collate(batch, model)
     kinds, device = [sample.kind for sample in batch for _ in range(sum(sample.sampled))], target_N.device
     logprob_N, entropy_N = token_logprobs(model, *where, target_N, objective.temperature, allowed,
                                           entropies=True)
     now_N = logprob_N.detach()
     old_N = now_N if old_N is None else old_N
-    loss_N, clipped_N = losses.clipped_surrogate(logprob_N, old_N, advantage_N, objective.clip_low,
-                                                 objective.clip_high, objective.dual_clip)
+    ratio_N = (logprob_N - old_N).exp()
+    if objective.ratio != "token":
+        ratio_N = losses.sequence_ratio(logprob_N, old_N, sequences(batch, objective.ratio).to(device))
+    if objective.loss:
+        result = objective.loss(ratio_N, advantage_N)
+        plugins.refuse(wrong_loss(result, ratio_N), objective.loss, "loss")
+        loss_N, clipped_N = result
+    else:
+        loss_N, clipped_N = losses.clipped_surrogate(ratio_N, advantage_N, objective.clip_low,
+                                                     objective.clip_high, objective.dual_clip)
+    corrected = {}
+    if sampler_N is not None and objective.sampler_cap:
+        correction_N, cut_N = losses.sampler_weight(old_N, sampler_N, objective.sampler_cap)
+        loss_N, corrected = correction_N * loss_N, {"correction": correction_N, "cut": cut_N}
     kl_N = torch.zeros_like(now_N)
     if objective.kl_coef and "policy" in kinds:
         judge_N = torch.tensor([kind == "judge" for kind in kinds], device=device)
@@ -110,7 +128,7 @@ def policy_loss(model, batch, objective, scale, sums):
         loss_N = loss_N + objective.kl_coef * kl_N
     loss_N, gap_N = weight_N * loss_N, (now_N - old_N).abs()
     measured = {"loss": loss_N, "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N, "kl": kl_N,
-                "gap": gap_N}
+                **corrected, "gap": gap_N}
     for kind in {*kinds}:
         here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=device)
         found = [of_token_N.detach()[here].double() for of_token_N in measured.values()]
@@ -120,6 +138,22 @@ def policy_loss(model, batch, objective, scale, sums):
         sums[kind]["scored"] += len(here)
         sums[kind]["gap_max"] = max(sums[kind]["gap_max"], largest)
     return (torch.tensor([scale[kind] for kind in kinds], device=device) * loss_N).sum()
+
+
+def wrong_loss(result, ratio_N):
+    """What is wrong with what an algorithm's loss returned; "" if nothing is, or if its input was not
+    finite.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2 and all(map(torch.is_tensor, result))):
+        return f"it returned {result!r:.60}; expected two tensors, loss_N and clipped_N"
+    shapes = [tuple(tensor.shape) for tensor in (ratio_N, *result)]
+    if len({*shapes}) > 1:
+        return f"it returned shapes {shapes[1]} and {shapes[2]}; expected that of the ratio, {shapes[0]}"
+    if not result[0].requires_grad:
+        return "its loss has no gradient; expected a function of the ratio, not detached"
+    if not result[0].isfinite().all() and ratio_N.isfinite().all():
+        return f"its loss is {result[0][~result[0].isfinite()][0]:g}; expected finite numbers"
+    return ""
 
 
 def value_head_loss(model, batch, judged, sums):
@@ -163,6 +197,8 @@ def weighted_kinds(samples, objective, sums):
             reduction = objective.reduction if kind == "policy" else "token"
             tokens_S = torch.tensor([sum(sample.sampled) * sample.count for sample in part])
             episode_S = torch.tensor([sample.episode for sample in part])
+            assert (objective.ratio, kind) != ("episode", "policy") or len(episode_S.unique()) == len(part), (
+                "an episode in several samples has no ratio of its own")
             weights[kind], units[kind, False] = losses.token_weight(tokens_S, episode_S, reduction,
                                                                     objective.longest)
             sums[kind]["tokens"] += float(tokens_S.sum())
@@ -213,7 +249,8 @@ def step(model, optimizer, weighted, norm, max_norm, lr):
 
 # Metrics
 
-COUNTED = "loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max"
+COUNTED = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max", "correction",
+           "cut")
 
 
 def gradient_metrics(grads, norms, weight):
@@ -236,9 +273,11 @@ def loss_metrics(sums):
     metrics = {}
     means = (("nll_nats", "nll"), ("entropy_nats", "entropy"), ("clip_frac", "clipped"), ("kl_nats", "kl"),
              ("logprob_gap_nats", "gap"))
+    weights = ("sampler_weight", "correction"), ("sampler_cut_frac", "cut")
     for kind, counted in sums.items():
         total, largest = parallel.all_sum(counted), parallel.all_max(counted["gap_max"])
-        metrics |= {f"{kind}/{key}": total[name] / (total["scored"] or math.nan) for key, name in means}
+        measured = means + weights if total["correction"] else means       # never 0 where there is a weight
+        metrics |= {f"{kind}/{key}": total[name] / (total["scored"] or math.nan) for key, name in measured}
         metrics |= {f"{kind}/loss": total["loss"], f"{kind}/tokens": total["tokens"],
                     f"{kind}/logprob_gap_max_nats": largest if total["scored"] else math.nan}
     return metrics
@@ -271,7 +310,7 @@ def per_sample(model, samples, objective, of_batch):
 def logprobs(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids (0 where not sampled)."""
     def of_batch(batch):
-        *where, target_N, _, _, _, _, allowed = collate(batch, model)
+        *where, target_N, _, _, _, _, _, allowed = collate(batch, model)
         logprob_N, _ = token_logprobs(model, *where, target_N, objective.temperature, allowed)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
@@ -281,14 +320,14 @@ def logprobs(model, samples, objective):
 
 
 def rescore(model, samples, objective):
-    """Replace old logprobs by the trainer's own: in bf16 the sampler's differ by up to 0.03.
+    """Replace old logprobs by the trainer's own, and keep the sampler's: in bf16 they differ by up to 0.03.
 
     Returns metrics: how far off they were, mean and maximum over all ranks (nan without samples).
     """
     samples, gaps = [sample for sample in samples if any(sample.sampled)], []      # none of the value head's
     for sample, new in zip(samples, logprobs(model, samples, objective)):
         gaps.append([abs(a - b) for a, b, sampled in zip(sample.logprob_old, new, sample.sampled) if sampled])
-        sample.logprob_old = new
+        sample.logprob_sampler, sample.logprob_old = sample.logprob_old, new
     total = parallel.all_sum({"gap": sum(map(sum, gaps)), "tokens": sum(map(len, gaps))})
     largest = parallel.all_max(max([0.0, *itertools.chain(*gaps)]))
     return {"policy/logprob_gap_nats": total["gap"] / (total["tokens"] or math.nan),

@@ -1,12 +1,14 @@
-"""What an algorithm is: it turns the rewards of episodes into the advantage of each of their turns.
+"""What an algorithm is: it turns the rewards of episodes into the advantage of each of their turns, and may
+bring its own loss.
 
 One file is one method: its equations with their sources, its settings, which become flags of gcd.py when it
-is chosen, and `assign`. `--algo NAME` is class Method of algorithms/NAME.py, `--algo path/to/file.py` that of
-any file.
+is chosen, `assign` and `loss`. `--algo NAME` is class Method of algorithms/NAME.py, `--algo path/to/file.py`
+that of any file.
 
     python gcd.py --algo gigpo --help          # gigpo's own flags, in addition to those of every run
 """
 
+import inspect
 import math
 
 import torch
@@ -15,6 +17,7 @@ import losses
 from algorithms import rewards
 from infra import plugins
 
+RATIOS = ("token", "turn", "episode")
 GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time")       # of metrics, "group/name"
 
 
@@ -23,16 +26,22 @@ class Method:
 
     A public name that is not declared here is refused; a helper's name begins with an underscore. If a
     paper's released code differs from the paper, `Settings` has a field `variant`, "paper" or "code".
+
+    loss(ratio_N, advantage_N) returns loss_N, with a gradient through ratio_N, and clipped_N (bool: a bound
+    is active) of the N sampled tokens of a microbatch, the policy's and the judge's. `self.objective` has the
+    run's bounds. Weights, the mean, KL and the sampler's correction are applied to it in update.policy_loss.
     """
 
     Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm
-    defaults = {}                # changed defaults of the run's other settings
+    defaults = {}                # changed defaults of the run's other settings; those of base classes add up
     code_defaults = dict(success_reward=10.0, invalid="format", invalid_unit="turn")    # with --variant code
     groups = True                # compares the episodes of a task: a group with equal rewards has no gradient
     allows_refill = False         # unequal rewards in a group always give a gradient: allows refill
     tags = False                 # needs RLVMR's tags in the responses
     kl_in_reward = True          # supports --kl reward
     critic = None                # (model, optimizer), if it trains a second network
+    ratio = "token"              # what a ratio is of; "turn" or "episode": see losses.sequence_ratio
+    loss = None                  # None: losses.clipped_surrogate
 
     def __init__(self, settings):
         self.settings = settings
@@ -82,6 +91,18 @@ class Method:
                 turn.advantage -= penalty
                 if turn.token_advantage:
                     turn.token_advantage = [advantage - penalty for advantage in turn.token_advantage]
+
+
+def wrong_loss(method):
+    """What is wrong with an algorithm's `ratio` or `loss` before it is called; "" if nothing is."""
+    if method.ratio not in RATIOS:
+        return f"ratio is {method.ratio!r:.60}; expected one of {', '.join(RATIOS)}"
+    try:
+        if method.loss is not None:
+            inspect.signature(method.loss).bind("ratio_N", "advantage_N")
+    except (TypeError, ValueError):
+        return f"loss is {method.loss!r:.60}; expected a function of ratio_N and advantage_N"
+    return ""
 
 
 def wrong_advantage(turn):

@@ -18,9 +18,9 @@ class Settings:
     """The reward of an episode. Every algorithm has these flags."""
 
     variant = "paper"            # not a flag, unless the algorithm has a second variant
-    success_reward: float = setting(1.0)       # of a won episode
+    success_reward: float = setting(1.0, "reward of a won episode", low=0)
     invalid: str = setting("admissible", "a turn is invalid if its command is not admissible, or (format, as "
-                           "in verl-agent's code) if it has no command", ("admissible", "format"))
+                           "in verl-agent's code) if it has no command", ("admissible", "format"), rare=True)
     invalid_penalty: float = setting(0.1, "subtracted for invalid turns", low=0)
     invalid_unit: str = setting("share")   # the penalty is times the "share" of invalid turns, or per "turn"
 

@@ -9,15 +9,16 @@ from dataclasses import field, fields
 LIMIT = 1e6          # bound on a number's magnitude by default; a larger number is a mistake or overflows
 
 
-def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, read=None, section="", needs=None):
+def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, read=None, section="", needs=None,
+            rare=False):
     """Return a dataclass field for one setting: its default, its meaning and unit, its allowed values.
 
     read: a function from text to value, if the type is not enough. section: heading that begins here in
     --help. needs: (predicate of all settings, message): where the predicate is False, nothing reads the
-    setting, and giving its flag is a ValueError with the message.
+    setting, and giving its flag is a ValueError with the message. rare: only --help all lists it.
     """
     return field(default=default, metadata=dict(
-        help=help, choices=choices, low=low, high=high, read=read, section=section, needs=needs))
+        help=help, choices=choices, low=low, high=high, read=read, section=section, needs=needs, rare=rare))
 
 
 def flag_of(name):
@@ -36,21 +37,23 @@ class Parser(argparse.ArgumentParser):
         """Raise ValueError."""
         raise ValueError(message)
 
-    def add(self, settings, section, values=None):
+    def add(self, settings, section, values=None, rare=True):
         """Add a flag for each field of the dataclass `settings` that has a help text.
 
-        values: all settings; if given, they are the defaults, and flags that would not be used are left out.
+        values: all settings; if given, they are the defaults. rare: also flags that are rarely given, or that
+        would not be used.
         """
         group = self.add_argument_group(section)
         for f in fields(settings):
             meta = f.metadata
             if meta.get("section"):
                 group = self.add_argument_group(meta["section"])
-            if meta.get("help") and (not values or is_used(meta, values)):
+            if meta.get("help") and (rare or is_used(meta, values) and not meta.get("rare")):
                 kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {
                     "type": meta.get("read") or f.type,
                     "metavar": "|".join(meta.get("choices") or (f.type.__name__,))}
-                group.add_argument(flag_of(f.name), help=meta["help"].replace("%", "%%"), **kind,
+                unused = "" if not values or is_used(meta, values) else f"; {meta['needs'][1]}"
+                group.add_argument(flag_of(f.name), help=(meta["help"] + unused).replace("%", "%%"), **kind,
                                    default=values[f.name] if values else argparse.SUPPRESS)
 
 
@@ -64,7 +67,8 @@ def parse_known(program, argv, *dataclasses):
     parser = Parser(program)
     for settings in dataclasses:
         parser.add(settings, "")
-    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", nargs="?", const="common", choices=("common", "all"),
+                        default=argparse.SUPPRESS)
     values, unknown = parser.parse_known_args(argv)
     return vars(values), unknown
 

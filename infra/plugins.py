@@ -59,10 +59,10 @@ def last_frame(error):
 def refuse(wrong, source, where):
     """Raise PluginError if `wrong`, the description of a mistake, is not "".
 
-    source: an object of the plug-in, for its name. where: what returned the mistake.
+    source: an object or a method of the plug-in, for its name. where: what returned the mistake.
     """
     if wrong:
-        module = type(source).__module__
+        module = source.__module__
         origin = ORIGINS.get(module) or getattr(sys.modules.get(module), "__file__", module)
         raise PluginError(f"{origin}: {where}: {wrong}")
 

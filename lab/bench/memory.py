@@ -122,7 +122,7 @@ def update_bytes(model, samples, objective):
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     batch = batching.microbatches(samples, objective.microbatch_tokens, batching.packed_attention(model))[-1]
     with Meter() as meter:
-        *where, target_N, advantage_N, weight_N, old_N, _, allowed = batching.collate(batch, model)
+        *where, target_N, advantage_N, weight_N, old_N, _, _, allowed = batching.collate(batch, model)
         logprob_N, _ = logprobs.token_logprobs(model, *where, target_N, 1.0, allowed, entropies=True)
         (weight_N * advantage_N * (logprob_N - old_N).exp()).sum().backward()
     return meter.peak

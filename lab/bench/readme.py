@@ -2,10 +2,10 @@
 
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `twins` (arms of the study), `origin`
-(axes of the study), `memory` (bytes by stage), `cpu` (ratios) or a benchmark (`hour`: ALFWorld in an hour;
-`ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end,
-if any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
-column says what it contains:
+(axes of the study), `memory` (bytes by stage), `cpu` (ratios), `losses` (one seed) or a benchmark (`hour`:
+ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by its first cell: the text in
+backticks at its end, if any, else all of it. The rows of a benchmark are rows or differences of
+lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -38,7 +38,7 @@ RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
          "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json",
-         "cpu": "cpu.json", "admissible": "table3_admissible_result.json",
+         "cpu": "cpu.json", "losses": "losses.json", "admissible": "table3_admissible_result.json",
          "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
 
 
@@ -132,8 +132,21 @@ def cpu_row(result, name, _):
             *(f"{side['tokens_per_episode']:,.0f}" for side in sides)]
 
 
+def losses_row(result, name, _):
+    """A loss of lab.bench.losses, or "cold_start": success in training over the first and the last ten
+    iterations; on L0, with its 95 % interval; clipped tokens. All in per cent.
+    """
+    row = result["cold_start"] if name == "cold_start" else next(
+        row for row in result["rows"] if row["loss"] == name)
+    l0, success, clipped = row["evaluated"]["L0"], row.get("success"), row.get("clip_frac")
+    means = [statistics.fmean(numbers) for numbers in (success[:10], success[-10:])] if success else []
+    cells = [number(100 * mean, ".1f") for mean in means] or ["–", "–"]
+    on_l0 = f"{100 * l0['success']:.1f} [{100 * l0['low']:.1f}, {100 * l0['high']:.1f}]"
+    return [name, *cells, on_l0, number(100 * statistics.fmean(clipped), ".1f") if clipped else "–"]
+
+
 ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
-        "memory": memory_row, "cpu": cpu_row}
+        "memory": memory_row, "cpu": cpu_row, "losses": losses_row}
 
 
 def cells_of(line):

@@ -155,6 +155,8 @@ def rescored():
 
     def with_trainer_logprobs(run, i, samples, reference):
         update.rescore(run.model, samples, run.objective)
+        for sample in samples:
+            sample.logprob_sampler = None
         return optimize(run, i, samples, reference)
 
     return mock.patch.object(gcd, "optimize", with_trainer_logprobs)

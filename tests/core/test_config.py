@@ -33,10 +33,10 @@ def mistake(capsys, *flags):
     return error.removeprefix("gcd.py: error: ").removesuffix("; see --help\n")
 
 
-def help_of(capsys, *flags):
+def help_of(capsys, *flags, which=()):
     """({heading: its flags}, the full text) as printed by --help with these flags."""
     with pytest.raises(SystemExit) as stopped:
-        parse("--help", *flags)
+        parse("--help", *which, *flags)
     printed, error = capsys.readouterr()
     assert (stopped.value.code, error) == (0, "")
     sections = re.split(r"(?m)^(\S.*):\n(?=  --)", printed)[1:]
@@ -54,16 +54,29 @@ def hub_folder(tmp_path):
 
 # Flags and settings
 
-def test_help_lists_at_most_60_flags_under_headings(capsys):
+def test_help_lists_at_most_55_flags_under_headings(capsys):
     """Those of the default run; a flag that only some other setting needs is listed with that setting."""
     sections, printed = help_of(capsys)
     listed = [flag for flags in sections.values() for flag in flags]
-    assert len(listed) == len(set(listed)) <= 60
+    assert len(listed) == len(set(listed)) <= 55
     assert list(sections) == ["run", "environment", "model", "cold start", "rollout", "RL", "GCD",
                               "correction and large models", "evaluation", "--algo grpo", "--env household"]
     assert {"--out", "--env", "--model", "--algo", "--gcd", "--evaluate", "--games"} <= set(listed)
+    assert {"--clip-low", "--clip-high", "--max-grad-norm", "--warmup", "--success-reward"} <= set(listed)
     assert not {"--kl-coef", "--endpoint-model", "--gae-lambda", "--task-ids"} & set(listed)
     assert all(len(line) <= 100 for line in printed.splitlines())
+
+
+def test_help_all_lists_every_flag_and_when_it_is_read(capsys):
+    """Every setting with a help text; --help lists a part of them, in the same order, and says that."""
+    sections, printed = help_of(capsys, which=["all"])
+    listed = [flag for flags in sections.values() for flag in flags]
+    own = config.find_algorithm("grpo").Settings, config.find_environment("household").Settings
+    assert listed == [flag_of(f.name) for source in (config.Config, *own) for f in fields(source)
+                      if f.metadata.get("help")]
+    assert re.search(r"(?s)--kl-coef float.*?only with --kl\s+loss or\s+reward", printed)
+    short, text = help_of(capsys)
+    assert {*sum(short.values(), [])} < {*listed} and "--help all lists all" in text not in printed
 
 
 @pytest.mark.parametrize("chosen, more", [
@@ -79,7 +92,7 @@ def test_help_lists_the_flags_that_another_flag_brings(capsys, chosen, more):
 
 
 def test_help_shows_the_defaults_of_the_given_run(capsys):
-    _, printed = help_of(capsys, "--preset", "paper", "--algo", "ppo", "--variant", "code")
+    _, printed = help_of(capsys, "--preset", "paper", "--algo", "ppo", "--variant", "code", which=["all"])
     for flag, default in (("--tasks", "128"), ("--lr", "1e-06"), ("--invalid", "format"),
                           ("--demonstrations", "300")):
         text = re.search(rf"(?ms)^  {flag}\b.*?\(default:\s+(\S+)\)", printed)
@@ -138,12 +151,13 @@ def test_an_endpoint_is_stored_and_compared_without_its_path():
 
 @pytest.mark.parametrize("algo", plugins.names(algorithms, algorithms.Method))
 def test_the_papers_preset_works_with_every_algorithm(algo):
-    """PPO's and REINFORCE++'s 128 tasks x 1 override the preset's."""
+    """PPO's and REINFORCE++'s 128 tasks x 1 override the preset's, and so do a loss's own bounds."""
     found = parse("--preset", "paper", "--algo", algo, "--lr", "2e-6").settings()
     assert (found["lr"], found["demonstrations"], found["success_reward"]) == (2e-6, 300, 10.0)
     assert (found["tasks"], found["group_size"]) == ((128, 1) if algo in ("ppo", "reinforce") else (16, 8))
-    assert (found["clip_high"], found["dual_clip"], found["history"]) == (0.2, 3.0, 0)
-    assert found.get("normalize_std", True) and found.get("critic_lr", 1e-5) == 1e-5
+    bounds = {"cispo": (4.0, 3.0), "dapo": (0.28, 0.0), "dr_grpo": (0.2, 0.0), "gspo": (4e-4, 0.0)}
+    assert (found["clip_high"], found["dual_clip"], found["history"]) == (*bounds.get(algo, (0.2, 3.0)), 0)
+    assert found.get("normalize_std", True) != (algo == "dr_grpo") and found.get("critic_lr", 1e-5) == 1e-5
     assert algo != "rlvmr" or found["step_weight"] == 0.5
     assert algo != "gigpo" or found["step_weight"] == 1.0
 
@@ -219,10 +233,11 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
 @pytest.mark.parametrize("flags, message", [
     ("--task-ids 5", "--task-ids: not read here, but with --env scienceworld"),
     ("--no-normalize-std --algo rlvmr",
-     "--no-normalize-std: not read here, but with --algo gigpo or --algo grpo"),
+     "--no-normalize-std: not read here, but with --algo cispo or --algo dapo"),
     ("--frobnicate=1", "--frobnicate: no such flag"), ("--group 3", "--group: no such flag"),
     ("--dual-clip 3", "--dual-clip: a setting, but no flag: --preset and --variant set it"),
-    ("--algo gigpo --success-reward 5", "--success-reward: a setting, but no flag"),
+    ("--sampler-cap 3", "--sampler-cap: only with --dtype bfloat16"),
+    ("--help everything", "argument -h/--help: invalid choice: 'everything' (choose from"),
     ("here", "here: no such flag"),
     # flags that would have no effect
     ("--kl-coef 1", "--kl-coef: only with --kl loss or reward"),
@@ -251,7 +266,9 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--max-response-tokens 1024", "--max-response-tokens=1024: not below --context=1024"),
     ("--context 64", "--judge-response-tokens=4: leaves no room"), ("--hidden-size 33", "--hidden-size=33"),
     ("--cold-start-types four", "--cold-start-types=four: expected one of part, all"),
-    ("--tasks 1e9", "--tasks"),
+    ("--tasks 1e9", "--tasks"), ("--clip-low -0.1", "--clip-low=-0.1: expected 0"),
+    ("--warmup 80", "--warmup=80: not below --iterations=80"),
+    ("--algo gspo --history 2", "--history=2: --algo gspo has one ratio for an episode"),
     (f"--env {ROOT}/lab/envs/twins.py --dagger 8", "has no online_expert"),
     ("--demonstrations 0 --dagger 8", "--dagger=8: needs --demonstrations"),
     ("--cold-start-epochs 0 --dagger 8", "--dagger=8: needs --demonstrations"),

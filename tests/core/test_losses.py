@@ -28,7 +28,7 @@ def fixed_seed():
 def test_clipping_removes_the_gradient_on_the_right_side(ratio, advantage, gradient):
     """d loss / d logprob is -ratio * A if the surrogate is not clipped, else 0."""
     logprob = torch.tensor([math.log(ratio)], requires_grad=True)
-    loss, clipped = losses.clipped_surrogate(logprob, torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28)
+    loss, clipped = losses.clipped_surrogate(logprob.exp(), torch.tensor([advantage]), 0.2, 0.28)
     loss.sum().backward()
     assert logprob.grad.item() == pytest.approx(gradient, abs=1e-6)
     assert clipped.item() == (gradient == 0.0)
@@ -40,7 +40,7 @@ def test_clipping_removes_the_gradient_on_the_right_side(ratio, advantage, gradi
 def test_dual_clip_bounds_the_loss_of_negative_advantages_only(ratio, advantage, loss, gradient):
     """c = 3: arXiv:1912.09729 maximizes max(min(r A, clip(r) A), c A) for A < 0."""
     logprob, advantage = torch.tensor([math.log(ratio)], requires_grad=True), torch.tensor([advantage])
-    got, clipped = losses.clipped_surrogate(logprob, torch.zeros(1), advantage, 0.2, 0.28, 3.0)
+    got, clipped = losses.clipped_surrogate(logprob.exp(), advantage, 0.2, 0.28, 3.0)
     got.sum().backward()
     assert (got.item(), logprob.grad.item()) == pytest.approx((loss, gradient), abs=1e-5)
     assert clipped.item() == (gradient == 0.0)
@@ -50,7 +50,8 @@ def test_on_policy_gradient_is_the_score_function():
     """Toy policy over two tokens: the gradient is -A times the softmax's score, by hand."""
     logits = torch.tensor([0.3, -0.4], requires_grad=True)
     logprob = logits.log_softmax(0)[:1]
-    losses.clipped_surrogate(logprob, logprob.detach(), torch.tensor([2.0]))[0].sum().backward()
+    ratio = (logprob - logprob.detach()).exp()
+    losses.clipped_surrogate(ratio, torch.tensor([2.0]))[0].sum().backward()
     p = logits.detach().softmax(0)
     assert torch.allclose(logits.grad, -2.0 * torch.tensor([1 - p[0], -p[1]]))
 

@@ -298,7 +298,7 @@ def test_resume_accepts_unchanged_plugins_and_refuses_changed_ones(plugged, monk
     ("--env", GUESS.replace("def oracle", "def orcale"), "orcale", "envs.Environment"),
     ("--env", GUESS.replace("    labels =", "    noop_mesage ="), "noop_mesage", "envs.Environment"),
     ("--algo", OPO.replace("def assign", "def asign"), "asign", "algorithms.Method"),
-    ("--algo", OPO.replace("    allows_refill = True", "    loss: str"), "loss", "algorithms.Method")])
+    ("--algo", OPO.replace("    allows_refill = True", "    los: str"), "los", "algorithms.Method")])
 def test_a_public_name_that_the_base_class_does_not_declare_is_refused(tmp_path, capsys, flag, text, name,
                                                                        base):
     """A misspelled hook would be ignored, and something else trained."""

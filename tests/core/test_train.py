@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -125,6 +126,15 @@ def test_every_line_of_the_metrics_is_complete(trained):
         assert 0 <= line["policy/logprob_gap_max_nats"] < 1e-4
         assert line["rollout/episodes"] == 16 and line["policy/steps"] == 2
     assert [line["policy/lr"] for line in lines] == [6e-4, 3e-4]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("warmup, decay, want", [
+    (0, True, [1, 0.75, 0.5, 0.25]), (0, False, [1, 1, 1, 1]), (3, False, [0.25, 0.5, 0.75, 1]),
+    (1, True, [0.5, 0.75, 0.5, 0.25])])
+def test_the_learning_rate_rises_and_decays_linearly(warmup, decay, want):
+    settings = SimpleNamespace(iterations=4, warmup=warmup, lr_decay=decay)
+    assert [gcd.lr_factor(settings, i) for i in range(4)] == want
 
 
 @pytest.mark.fast
@@ -777,6 +787,20 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path
     assert train(tmp_path, *start_from(start)) == 1
     assert_one_error(capsys, "sampler and trainer differ by 5.00e-01 nats")
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_path, monkeypatch):
+    """By default; this sampler says that every token was 0.5 nats likelier than it was."""
+    offset_sampler(monkeypatch, 0.5)
+    flags = [*start_from(start), "--dtype", "bfloat16", "--iterations", 1]
+    for name, cap in (("on", 2), ("off", 0)):
+        assert train(tmp_path / name, *flags, "--sampler-cap", cap) == 0
+    (on,), (off,) = rows(tmp_path / "on"), rows(tmp_path / "off")
+    for kind in ("policy", "judge"):
+        assert on[f"{kind}/sampler_weight"] == pytest.approx(math.exp(-0.5), rel=0.05)
+        assert on[f"{kind}/sampler_cut_frac"] == 0 and f"{kind}/sampler_weight" not in off
+    assert on["policy/logprob_gap_nats"] == off["policy/logprob_gap_nats"] == pytest.approx(0.5, abs=0.05)
+    assert not same(weights(tmp_path / "on"), weights(tmp_path / "off"))
 
 
 @pytest.mark.fast

@@ -369,14 +369,90 @@ def test_logprobs_equal_a_full_forward_of_each_sample(model, samples, temperatur
         assert scores == pytest.approx(want, abs=rounding(want))
 
 
-def test_rescore_replaces_the_old_logprobs_and_returns_the_gap(model, samples):
-    true = update.logprobs(model, samples, PLAIN)
+def test_rescore_replaces_the_old_logprobs_keeps_the_samplers_and_returns_the_gap(model, samples):
+    true, sampler = update.logprobs(model, samples, PLAIN), [sample.logprob_old for sample in samples]
     gaps = [abs(a - b) for s, new in zip(samples, true)
             for a, b, sampled in zip(s.logprob_old, new, s.sampled) if sampled]
     metrics = update.rescore(model, samples, PLAIN)
     assert [sample.logprob_old for sample in samples] == true
+    assert [sample.logprob_sampler for sample in samples] == sampler
     assert metrics == pytest.approx({"policy/logprob_gap_nats": sum(gaps) / len(gaps),
                                      "policy/logprob_gap_max_nats": max(gaps)})
+
+
+# A sampler that is not the old policy
+
+def expectation(model, noise, cap):
+    """The gradient's expectation if a sampler draws the next token of a prompt, by `update`, with its
+    metrics; and, by autograd, the expectation under the old policy, the one without weights and that of cut
+    weights.
+
+    The vocabulary is gone through token by token: a sample for each, as often as the sampler draws it. Its
+    logits are off by Gaussian noise.
+    """
+    rng, prompt = random.Random(7), [5, 17, 3]
+    old_V = model(torch.tensor([prompt]))[0, -1].log_softmax(-1).detach()
+    noise_V = torch.tensor([rng.gauss(0, noise) for _ in old_V])
+    sampler_V = (old_V + noise_V).log_softmax(-1)
+    advantage = [rng.gauss(0, 1) for _ in old_V]
+    made = [Sample([*prompt, v], [False] * 3 + [True], [0.0] * 3 + [advantage[v]], [0.0] * 3 + [logprob], v,
+                   count=math.exp(logprob)) for v, logprob in enumerate(sampler_V.tolist())]
+    update.rescore(model, made, PLAIN)
+    got, metrics = gradient(model, made, replace(PLAIN, sampler_cap=cap))
+
+    def under(probability_V):
+        logprob_V = model(torch.tensor([prompt]))[0, -1].log_softmax(-1)
+        return gradient_of(model, -(probability_V * torch.tensor(advantage) * logprob_V).sum())
+
+    share_V = torch.minimum(old_V.exp(), cap * sampler_V.exp())
+    return got, metrics, under(old_V.exp()), under(sampler_V.exp()), under(share_V), (old_V - sampler_V).exp()
+
+
+def test_below_the_cap_the_weighted_gradients_expectation_is_that_under_the_old_policy(model):
+    got, metrics, true, unweighted, _, weight_V = expectation(model, 0.2, 2.0)
+    assert weight_V.max() < 2
+    assert_same(got, true)
+    assert (got - unweighted).norm() > 0.02 * got.norm()
+    assert metrics["policy/sampler_cut_frac"] == 0
+    assert metrics["policy/sampler_weight"] == pytest.approx(weight_V.mean().item(), rel=1e-5)
+
+
+def test_above_the_cap_the_expectation_has_the_stated_bias(model):
+    got, metrics, true, unweighted, cut, weight_V = expectation(model, 0.8, 2.0)
+    assert_same(got, cut)
+    assert min((got - other).norm() for other in (true, unweighted)) > 0.02 * got.norm()
+    assert metrics["policy/sampler_cut_frac"] == pytest.approx((weight_V > 2).float().mean().item()) != 0
+    assert metrics["policy/sampler_weight"] == pytest.approx(weight_V.clamp(max=2).mean().item(), rel=1e-5)
+
+
+def test_without_weights_the_expectation_is_neither(model):
+    got, metrics, true, unweighted, cut, _ = expectation(model, 0.8, 0.0)
+    assert_same(got, unweighted)
+    assert min((got - other).norm() for other in (true, cut)) > 0.02 * got.norm()
+    assert "policy/sampler_weight" not in metrics
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_the_samplers_weight_is_on_policy_and_judge_and_not_on_the_kl(model, samples, judgements, compare):
+    """Against a loop; on equal logprobs every weight is 1, and nothing changes."""
+    rng, objective = random.Random(6), replace(PLAIN, kl_coef=0.3, judge_weight=0.5, sampler_cap=1.2)
+    for sample in samples:
+        sample.logprob_ref = [(p + rng.uniform(-1, 1)) * s
+                              for p, s in zip(sample.logprob_old, sample.sampled)]
+    both = samples + judgements
+    plain, _ = gradient(model, both, objective, compare)
+    equal = [replace(sample, logprob_sampler=sample.logprob_old) for sample in both]
+    same, metrics = gradient(model, equal, objective, compare)
+    assert torch.equal(same, plain) and metrics["judge/sampler_weight"] == 1
+    for sample in both:
+        sample.logprob_sampler = [(p + rng.uniform(-0.5, 0.5)) * s
+                                  for p, s in zip(sample.logprob_old, sample.sampled)]
+    weighted = [replace(sample, advantage=[a * min(math.exp(old - sampler), 1.2) for a, old, sampler in zip(
+        sample.advantage, sample.logprob_old, sample.logprob_sampler)]) for sample in both]
+    got, metrics = gradient(model, both, objective, compare)
+    policy, judge = plain_gradient(model, weighted[:9], objective), plain_gradient(model, weighted[9:])
+    assert_same(got, policy + 0.5 * judge)
+    assert (got - plain).norm() > 0.01 * got.norm() and 0 < metrics["judge/sampler_cut_frac"] < 1
 
 
 def test_a_first_token_that_was_sampled_is_refused(model):

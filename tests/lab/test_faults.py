@@ -99,7 +99,7 @@ def test_groups_of_equal_reward_get_advantages_as_large_as_other_groups():
 
 @fast
 def test_the_learning_rate_is_multiplied():
-    config = SimpleNamespace(lr_decay=True, iterations=10)
+    config = SimpleNamespace(lr_decay=True, iterations=10, warmup=0)
     with faults.too_fast():
         assert gcd.lr_factor(config, 5) == pytest.approx(0.5 * faults.TOO_FAST)
     assert gcd.lr_factor(config, 5) == 0.5

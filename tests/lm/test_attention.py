@@ -264,10 +264,10 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
 def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples):
     """From a microbatch's tensors to its gradients; metrics are read afterwards."""
     meta = on_meta(model).float()
-    *where, target_N, advantage_N, weight_N, old_N, _, allowed = batching.collate(samples, meta)
+    *where, target_N, advantage_N, weight_N, old_N, _, _, allowed = batching.collate(samples, meta)
     with HostReads():
         logprob_N, entropy_N = logprobs.token_logprobs(meta, *where, target_N, 1.0, allowed, entropies=True)
-        loss_N, _ = clipped_surrogate(logprob_N, old_N, advantage_N, 0.2, 0.28, 0.0)
+        loss_N, _ = clipped_surrogate((logprob_N - old_N).exp(), advantage_N, 0.2, 0.28, 0.0)
         (weight_N * loss_N).sum().backward()
     assert all(p.grad is not None for p in meta.parameters())
 

@@ -1,0 +1,41 @@
+"""Where --log sends an iteration's metrics, beside metrics.jsonl: TensorBoard's files, or Weights & Biases.
+
+Left out: the cold start, whose steps count something else, and the evaluation; metrics.jsonl and
+evaluation.json have them.
+"""
+
+from infra import parallel
+
+
+def opened(name, out, run, settings, state, resources):
+    """Return sink(metrics, iteration) for the log `name`, None for "none" and on ranks other than 0.
+
+    run: the run's identity. state: the resumed checkpoint's, or None: later iterations are logged anew.
+    resources: an ExitStack, which closes the log. ValueError, naming the flag, if it cannot be opened.
+    """
+    if name == "none" or not parallel.is_rank0():
+        return None
+    try:
+        return OPEN[name](out, run, settings, state, resources)
+    except Exception as error:                                    # a service may raise anything
+        raise ValueError(f"--log={name}: {type(error).__name__}: {error}") from error
+
+
+def tensorboard(out, run, settings, state, resources):
+    """Write OUT/tensorboard; `tensorboard --logdir OUT` shows it."""
+    from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(out / "tensorboard", purge_step=state and state["iteration"])
+    resources.callback(writer.close)
+    return lambda metrics, iteration: [writer.add_scalar(*item, iteration) for item in metrics.items()]
+
+
+def wandb(out, run, settings, state, resources):
+    """Log to the project "gcd"; who and where, wandb's own settings tell. Of an iteration that a resumed run
+    repeats wandb keeps what came first."""
+    import wandb
+    logged = wandb.init(project="gcd", id=run, name=out.name, dir=out, config=settings, resume="allow")
+    resources.callback(logged.finish)
+    return lambda metrics, iteration: logged.log(metrics, step=iteration)
+
+
+OPEN = {"tensorboard": tensorboard, "wandb": wandb}
