@@ -134,14 +134,14 @@ def judge_turns(run, i, episodes):
                               stream(seed, 3, redraw) if redraw else seed)
         if not (chosen or redraw):
             run.warn_once("no turn was judged", judge.why_none(places, config.judge_labels))
-        asked = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)
-        judged += asked
+        fresh = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)
+        judged += fresh
         if config.judge_kind == "value":
             return judged, judge.value_samples(judged)
         sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
-        judge.answer_questions(run.sampler, run.chat, asked, config.judge_group_size, sampling, seed,
+        judge.answer_questions(run.sampler, run.chat, fresh, config.judge_group_size, sampling, seed,
                                config.slots)
-        informative += [question for question in asked if len(set(question.rewards)) > 1]
+        informative += [question for question in fresh if len(set(question.rewards)) > 1]
         found = parallel.all_sum({"informative": len(informative)})["informative"]
         places, wanted = [place for place in places if place not in chosen], (config.judge_turns - found) // 2
         if not (chosen and wanted):

@@ -74,13 +74,13 @@ def counted(episodes, environment):
     return result
 
 
-def share(counts, part, whole):
-    """The share of `part` in `whole`, both (label, oracle, taken, won) with None for any; None if empty."""
+def share(counts, part, among):
+    """The share of `part` in `among`, both (label, oracle, taken, won) with None for any; None if empty."""
     def total(wanted):
         return sum(n for name, n in counts.items()
                    if all(want in (None, is_) for want, is_ in zip(wanted, name.split("/"), strict=True)))
 
-    return total(part) / total(whole) if total(whole) else None
+    return total(part) / total(among) if total(among) else None
 
 
 def numbers(counts):

@@ -316,14 +316,14 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
 def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch):
     """Of each round's questions only those with unequal rewards are trained; no turn is asked about twice.
     Without the flag there is one round, of the same first questions."""
-    asked, answer = [], gcd.judge.answer_questions
+    rounds_of_turns, answer = [], gcd.judge.answer_questions
 
     def answers(model, chat, judged, *arguments):
         answer(model, chat, judged, *arguments)
         for question in judged:
             spread = question.index % 4 == 1
             question.rewards = [float(spread and k == 0) for k in range(len(question.rewards))]
-        asked.append([(question.episode.index, question.t) for question in judged])
+        rounds_of_turns.append([(question.episode.index, question.t) for question in judged])
 
     monkeypatch.setattr(gcd.judge, "answer_questions", answers)
     rounds = {}
@@ -331,7 +331,7 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
         run = prepared(tmp_path, *start_from(start), "--judge-labels", "oracle", "--judge-turns", 8, *flags)
         episodes, _ = gcd.collect(run, 0)
         judged, samples = gcd.judge_turns(run, 0, episodes)
-        rounds[flags], asked[:] = list(asked), []
+        rounds[flags], rounds_of_turns[:] = list(rounds_of_turns), []
     (first,), several = rounds[()], rounds["--judge-redraw",]
     assert several[0] == first and [len(turns) for turns in several] == [8, 6, 4, 2]
     places = sum(several, [])

@@ -138,9 +138,9 @@ def test_while_the_policy_is_held_only_the_judge_learns(study, tmp_path, monkeyp
     assert all(line["policy/tokens"] == 0 for line in found["never"])
     assert [line["policy/tokens"] > 0 for line in found["at once"]] == [False, True, True, True]
     assert len({line["policy/lr"] for line in found["never"] + found["at once"]}) == 1
-    start, held = (load_file(folder / "model.safetensors")
+    start, judge_alone = (load_file(folder / "model.safetensors")
                    for folder in (cold, tmp_path / "never" / files.CHECKPOINT))
-    assert any(not torch.equal(start[name], held[name]) for name in start)
+    assert any(not torch.equal(start[name], judge_alone[name]) for name in start)
 
 
 def test_a_question_before_the_command_has_no_command_in_it(study):
