@@ -13,19 +13,19 @@ import argparse
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import envs
-from envs._terminal import play_in_terminal
-from envs.alfred import expert, games, rooms, splits
-from envs.alfred.game import Game
-from envs.alfred.problem import NOOP_MESSAGE
-from envs.alfred.tw_env import AlfredTWEnv
+from . import Environment as Base
+from ._terminal import play_in_terminal
+from .alfred import expert, games, rooms, splits
+from .alfred.game import Game
+from .alfred.problem import NOOP_MESSAGE
+from .alfred.tw_env import AlfredTWEnv
 
 __all__ = ["AlfredTWEnv", "Environment"]
 
 PRIOR = 5_000_000, 400     # training tasks that the expert's prior is counted over: first index, number
 
 
-class Environment(envs.Environment):
+class Environment(Base):
     """Household tasks in pure Python, tens of thousands of turns a second on one core."""
 
     @dataclass(frozen=True)

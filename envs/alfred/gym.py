@@ -19,8 +19,8 @@ from numbers import Integral
 import gymnasium
 from gymnasium.spaces import Text
 
-from envs.alfred.game import Game
-from envs.alfred.splits import Tasks
+from .game import Game
+from .splits import Tasks
 
 MAX_CHARACTERS = 4096     # of a text; the longest of 20,000 turns in real games has 899
 TRAIN_TASKS = 10_000_000  # number of training tasks to draw from; real games repeat in it

@@ -13,9 +13,9 @@ The splits L0, L1 and L2 are RLVMR's (arXiv:2507.22844). L2 is held out only if 
 import random
 from collections import defaultdict
 
-from envs.alfred import games, rooms
-from envs.alfred.problem import parse_goal
-from envs.alfred.rearranged import rearranged, scene_type
+from . import games, rooms
+from .problem import parse_goal
+from .rearranged import rearranged, scene_type
 
 TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
 HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.alfred.game import COMMANDS, Game
-from envs.alfred.games import entry, load_game, read_json
+from .game import COMMANDS, Game
+from .games import entry, load_game, read_json
 
 TASK_TYPES = {
     1: "pick_and_place_simple", 2: "look_at_obj_in_light", 3: "pick_clean_then_place_in_recep",
