@@ -35,7 +35,7 @@ class Command(Action):
 
 
 class Turn(Observation):
-    """What the game answers. `reward`: 1 for the command that wins, else 0. `done`: won, or no turn is left."""
+    """What the game answers. reward: 1 for the command that wins, else 0. done: won, or no turn is left."""
 
     text: str
     admissible: list[str]      # commands that are possible now, sorted
@@ -64,7 +64,7 @@ class Server(Environment):
         return self._turn(0.0)
 
     def step(self, action, timeout_s=None):
-        """Carry out a command. A game that is over ignores it, repeats its answer and gives no more reward."""
+        """Carry out a command. A game that is over ignores it: the same answer again, with reward 0."""
         if self.reply is None:
             raise ValueError("step: call reset first")
         if self._over():
@@ -121,9 +121,10 @@ def main(argv=None):
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     options = parser.parse_args(argv)
-    import uvicorn                      # comes with openenv
+    import uvicorn  # comes with openenv
     try:
-        served = app(options.sessions, games=options.games, types=options.types, max_turns=options.max_turns)
+        served = app(options.sessions, games=options.games, types=options.types,
+                     max_turns=options.max_turns)
     except ValueError as error:
         parser.error(str(error))
     uvicorn.run(served, host=options.host, port=options.port, log_level="warning")

@@ -14,13 +14,13 @@ imported here. Left out: the episode as token ids, which lab/bench/trl_grpo.py h
 from .game import Game
 from .splits import check_positive, find_split
 
-PROMPT = ("You play a text game in a household. Do its task by calling the tool act with one command at a time."
-          "\n\n")
+PROMPT = ("You play a text game in a household. Do its task by calling the tool act, with one command at a "
+          "time.\n\n")
 OVER = "The game is over."
 
 
 def rows(n, start=0, split="train", **settings):
-    """n rows of a dataset: tasks start, start + 1, ... of the split. settings: further arguments of `reset`."""
+    """n rows of a dataset: the split's tasks from number `start`. settings: further arguments of `reset`."""
     return [{"prompt": [{"role": "user", "content": PROMPT}], "split": split, "index": start + i, **settings}
             for i in range(n)]
 

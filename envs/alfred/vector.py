@@ -56,8 +56,8 @@ class Games:
         """Carry out one command for each game: (observations, rewards, dones), a list of each.
 
         The reward is 1 for the command that wins and 0 for any other. A game that is over ignores its
-        command, which may be None, and repeats its observation. ValueError, before any game moves, for another
-        number of commands and for what is not text.
+        command, which may be None, and repeats its observation. ValueError, before any game moves, for
+        another number of commands and for what is not text.
         """
         if self.tasks is None:
             raise ValueError("step: call reset first")
