@@ -109,7 +109,7 @@ def fetch(url, path):
             if error.code < 500 and error.code != 429:
                 raise DownloadError(f"{url}: {reason}; --mirror takes another address") from error
         except (urllib.error.URLError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
+            reason = " ".join(str(getattr(error, "reason", error)).split())      # a server's own words
         now = size_of(part)
         if total is not None and now >= total:
             if now > total:                            # of another archive; the CRCs find one that is shorter
