@@ -9,8 +9,6 @@ All games live in this process: they need no workers. Left out: a model, prompts
 the place of one that is over before the others are.
 """
 
-from numbers import Integral
-
 from .game import COMMANDS, Game
 from .splits import check_positive, find_split
 
@@ -35,21 +33,22 @@ class Games:
         self.split, self.max_turns, self.group_size = find_split(split, games, types), max_turns, group_size
         self.games, self.next, self.tasks = [Game() for _ in range(n)], 0, None
 
-    def reset(self, start=None):
-        """Start the tasks from number `start` of the split, by default the next ones: the observations.
+    def reset(self, tasks=None):
+        """Start the next tasks of the split, or these, one for each group: the observations.
 
-        After the last task of the split comes the first one again.
+        After the last task of the split comes the first one again. ValueError for another number of tasks.
         """
-        start = self.next if start is None else start
-        if not isinstance(start, Integral):
-            raise ValueError(f"start={start!r:.60}: expected an integer")
-        starting = [self.split[start + i] for i in range(len(self.games) // self.group_size)]
-        tasks = [task for task in starting for _ in range(self.group_size)]
-        replies = [game.reset(task) for game, task in zip(self.games, tasks, strict=True)]
-        self.tasks, self.next, self.turns = tasks, start + len(starting), 0
+        groups = len(self.games) // self.group_size
+        if tasks is None:
+            tasks = [self.split[self.next + i] for i in range(groups)]
+            self.next += groups
+        elif not isinstance(tasks, (list, tuple)) or len(tasks) != groups:
+            raise ValueError(f"reset: expected a list of {groups} tasks, got {repr(tasks):.60}")
+        replies = [game.reset(tasks[i // self.group_size]) for i, game in enumerate(self.games)]
+        self.tasks, self.turns = [tasks[i // self.group_size] for i in range(len(replies))], 0
         self.observations = [reply.observation for reply in replies]
         self.admissible = [reply.admissible for reply in replies]
-        self.won, self.dones = ([False] * len(tasks) for _ in range(2))
+        self.won, self.dones = ([False] * len(replies) for _ in range(2))
         return list(self.observations)
 
     def step(self, commands):
