@@ -107,6 +107,8 @@ def measure(options, engine, config):
         trainer = trl_grpo.make_trainer(options, make_rollout)
         clock = trl_grpo.stopwatch(trainer)
         trainer.train()
+    for batch in rollouts[0].batches:
+        batch.close()
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     *_, step_s = (end - start for start, end in itertools.pairwise(clock))
     return {"row": engine, "step_s": step_s, "engine_s": rollouts[0].engine_s[-1],

@@ -3,9 +3,9 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `twins` (arms of the study), `origin`
 (axes of the study), `memory` (bytes by stage), `cpu` (ratios), `share` (the engine's part of a step) or a
-benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end,
-if any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
-column says what it contains:
+benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by its first cell:
+the text in backticks at its end, if any, else all of it. The rows of a benchmark are rows or differences of
+lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
