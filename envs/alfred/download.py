@@ -143,9 +143,9 @@ def fetch_rest(url, part, have):
     try:
         answer = urllib.request.urlopen(request, timeout=TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        whole = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
-        if error.code == 416 and whole:                # no byte is left to send
-            return int(whole[1])
+        length = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
+        if error.code == 416 and length:                # no byte is left to send
+            return int(length[1])
         raise
     with answer:
         span, length = (answer.headers.get(name, "") for name in ("Content-Range", "Content-Length"))

@@ -45,11 +45,11 @@ def archives(tmp_path_factory):
 class Mirror:
     """A server of files. `answer(handler, content, start)` replaces the answer of the requests in `odd`.
 
-    asked: (name, first byte) of each request. odd: {number of the request: answer}; `always` replaces all.
+    requests: (name, first byte) of each request. odd: {number of the request: answer}; `always` replaces all.
     """
 
     def __init__(self, files):
-        self.files, self.asked, self.odd, self.always = files, [], {}, None
+        self.files, self.requests, self.odd, self.always = files, [], {}, None
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/games"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
@@ -59,8 +59,8 @@ class Mirror:
             def do_GET(self):
                 name = self.path.rpartition("/")[2]
                 start = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"])[1])
-                mirror.asked.append((name, start))
-                answer = mirror.odd.get(len(mirror.asked) - 1) or mirror.always or part
+                mirror.requests.append((name, start))
+                answer = mirror.odd.get(len(mirror.requests) - 1) or mirror.always or part
                 answer(self, mirror.files[name], start)
 
             def log_message(self, *_):
@@ -87,7 +87,7 @@ def part(handler, content, start):
              Content_Range=f"bytes {start}-{len(content) - 1}/{len(content)}")
 
 
-def whole(handler, content, start):
+def all_of_it(handler, content, start):
     """A server that knows no ranges."""
     send(handler, 200, content)
 
@@ -140,7 +140,7 @@ def test_the_games_arrive_and_can_be_played(get, mirror, tmp_path):
     status, out, _ = get()
     assert status == 0 and out.splitlines()[-1] == (
         f"games in {tmp_path}/json_2.1.1: train 1, valid_seen 1, valid_unseen 1")
-    assert mirror.asked == [(LABELS, 0), (GAMES, 0)] and left(tmp_path) == []
+    assert mirror.requests == [(LABELS, 0), (GAMES, 0)] and left(tmp_path) == []
     for split in download.SPLITS:
         assert len(load_games(tmp_path / "json_2.1.1", split)) == 1
     assert not [*tmp_path.rglob("*.part")]
@@ -148,18 +148,19 @@ def test_the_games_arrive_and_can_be_played(get, mirror, tmp_path):
 
 def test_what_is_there_is_not_asked_for_again_unless_forced(get, mirror, tmp_path):
     assert get()[0] == 0
-    mirror.asked.clear()
-    assert get()[0] == 0 and mirror.asked == []
+    mirror.requests.clear()
+    assert get()[0] == 0 and mirror.requests == []
     game = next(tmp_path.rglob("game.tw-pddl"))
     content = game.read_bytes()
     game.write_bytes(b"{}")
-    assert get("--force")[0] == 0 and game.read_bytes() == content and len(mirror.asked) == 2
+    assert get("--force")[0] == 0 and game.read_bytes() == content and len(mirror.requests) == 2
 
 
 def test_a_cut_connection_continues_where_it_was_cut(get, mirror, tmp_path):
     mirror.odd = {0: cut(100_000), 1: cut(1), 2: cut(50_000)}
     assert get()[0] == 0
-    assert mirror.asked == [(LABELS, 0), (LABELS, 100_000), (LABELS, 100_001), (LABELS, 150_001), (GAMES, 0)]
+    assert mirror.requests == [(LABELS, 0), (LABELS, 100_000), (LABELS, 100_001), (LABELS, 150_001),
+                               (GAMES, 0)]
 
 
 def test_a_stopped_download_continues_in_the_next_run(get, mirror, tmp_path):
@@ -167,19 +168,19 @@ def test_a_stopped_download_continues_in_the_next_run(get, mirror, tmp_path):
     status, _, err = get()
     assert status == 2 and "503" in err and "100000 bytes are kept" in err
     assert left(tmp_path) == [LABELS + ".part"]
-    mirror.odd, asked = {}, len(mirror.asked)
-    assert get()[0] == 0 and mirror.asked[asked:] == [(LABELS, 100_000), (GAMES, 0)]
+    mirror.odd, before = {}, len(mirror.requests)
+    assert get()[0] == 0 and mirror.requests[before:] == [(LABELS, 100_000), (GAMES, 0)]
 
 
 def test_a_server_without_ranges_starts_again(get, mirror, tmp_path):
-    mirror.odd, mirror.always = {0: cut(100_000)}, whole
+    mirror.odd, mirror.always = {0: cut(100_000)}, all_of_it
     assert get()[0] == 0 and left(tmp_path) == []
 
 
 def test_a_length_that_is_too_large_is_found_out(get, mirror, archives, tmp_path):
     mirror.odd = {0: lambda handler, content, start: send(handler, 200, content,
                                                            Content_Length=len(content) + 7)}
-    assert get()[0] == 0 and mirror.asked[1] == (LABELS, len(archives[LABELS]))
+    assert get()[0] == 0 and mirror.requests[1] == (LABELS, len(archives[LABELS]))
 
 
 def test_a_length_that_is_too_small_is_a_damaged_archive(get, mirror, tmp_path):
@@ -209,7 +210,7 @@ def test_a_bad_answer_is_one_line_with_the_address(get, mirror, tmp_path, answer
     status, _, err = get()
     last = err.splitlines()[-1]
     assert status == 2 and f"{mirror.url}/{LABELS}: " in last and message in last
-    assert len(mirror.asked) == tries and not [*tmp_path.rglob("*.zip")]
+    assert len(mirror.requests) == tries and not [*tmp_path.rglob("*.zip")]
 
 
 def test_bytes_of_another_archive_are_removed(get, mirror, archives, tmp_path):
@@ -258,12 +259,12 @@ def test_without_a_network_it_says_what_to_do_and_takes_what_was_put_there(get, 
     assert f"Without a network: get {LABELS} elsewhere, put it into {tmp_path} and run the same" in err
     for name, content in archives.items():
         (tmp_path / name).write_bytes(content)
-    assert get("--mirror", "http://127.0.0.1:1")[0] == 0 and mirror.asked == []
+    assert get("--mirror", "http://127.0.0.1:1")[0] == 0 and mirror.requests == []
 
 
 def test_without_a_mirror_the_addresses_are_those_of_alfworlds_own_script(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(download, "fetch", lambda url, path: asked.append(url) or 1 / 0)
+    requests = []
+    monkeypatch.setattr(download, "fetch", lambda url, path: requests.append(url) or 1 / 0)
     for done in ((), (LABELS,)):
         for name in done:
             (tmp_path / (name + ".done")).touch()
@@ -273,7 +274,7 @@ def test_without_a_mirror_the_addresses_are_those_of_alfworlds_own_script(monkey
     if not script.exists():
         pytest.skip("needs alfworld's own script: pip install -r requirements-alfworld.txt")
     theirs = re.findall('^(?:TW_PDDL|JSON)_FILES_URL = "(.*)"', script.read_text(encoding="utf-8"), re.M)
-    assert asked == theirs and len(theirs) == 2
+    assert requests == theirs and len(theirs) == 2
 
 
 @pytest.mark.parametrize("limit", [50_000, 200_000])
@@ -289,7 +290,7 @@ def test_a_full_disk_keeps_what_has_arrived(mirror, archives, tmp_path, limit):
     assert "File too large; what has arrived is kept" in done.stderr.splitlines()[-1]
     kept = (tmp_path / (LABELS + ".part")).stat().st_size
     assert 0 <= kept <= limit
-    assert run().returncode == 0 and mirror.asked[1] == (LABELS, kept)
+    assert run().returncode == 0 and mirror.requests[1] == (LABELS, kept)
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -298,7 +299,7 @@ def test_a_full_disk_keeps_what_has_arrived(mirror, archives, tmp_path, limit):
     (["--to", "/dev/null/x"], "/dev/null/x: Not a directory"), (["--mirro", "x"], "unrecognized arguments")])
 def test_invalid_flags_are_refused(get, mirror, flags, message):
     status, _, err = get(*flags)
-    assert status == 2 and message in err and mirror.asked == []
+    assert status == 2 and message in err and mirror.requests == []
 
 
 @pytest.mark.parametrize("bar", [True, False])

@@ -31,9 +31,9 @@ def expert():
     searcher = Expert(find_split("train").tasks.train_tasks("all", 5_000_000, 50))
 
     def commands(index):
-        shown = searcher.show(find_split("train")[index], 0, 0.0, 50)
-        assert shown.won
-        return shown.commands
+        played = searcher.show(find_split("train")[index], 0, 0.0, 50)
+        assert played.won
+        return played.commands
     return commands
 
 
