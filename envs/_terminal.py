@@ -11,7 +11,7 @@ import os
 import sys
 from contextlib import closing, contextmanager, redirect_stderr, redirect_stdout, suppress
 
-from envs import EpisodeLost
+from . import EpisodeLost
 
 # What a terminal would obey: C0 and C1 controls, with ESC; what reverses text: bidi embeddings and isolates
 OBEYED = {*range(0x20), *range(0x7f, 0xa0), *range(0x202a, 0x202f), *range(0x2066, 0x206a)}

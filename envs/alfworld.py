@@ -28,10 +28,10 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from envs import EpisodeLost, Reply, Task, household
-from envs._terminal import play_in_terminal
-from envs.alfred.games import PddlText, check_source, load_game, load_games, problem_from_pddl
-from envs.alfred.problem import NOOP_MESSAGE
+from . import EpisodeLost, Reply, Task, household
+from ._terminal import play_in_terminal
+from .alfred.games import PddlText, check_source, load_game, load_games, problem_from_pddl
+from .alfred.problem import NOOP_MESSAGE
 
 PACKAGES = {"alfworld": "alfworld", "textworld": "textworld", "fast_downward": "fast_downward_textworld"}
 ANSWER_TIMEOUT_S = 120   # a worker without an answer hangs; a first load takes at most 1 s, a turn some ms

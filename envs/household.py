@@ -2,30 +2,32 @@
 
 The rules are in alfred/game.py, the generated rooms in alfred/rooms.py, the reader of real games in
 alfred/games.py, expert and oracle in alfred/expert.py. alfworld.py plays the same tasks on the original
-engine. Other training stacks can use the game through ALFWorld's own interface, alfred/tw_env.py:
-`from envs.household import AlfredTWEnv`.
+engine. Other training stacks use the game through alfred/tw_env.py, ALFWorld's own interface, alfred/gym.py,
+alfred/trl.py, alfred/openenv.py or alfred/vector.py: docs/household.md.
 
     python -m envs.household --split L0 --seed 3          # play a generated room, one command a line
     python -m envs.household --game game.tw-pddl --json   # play an ALFWorld game, one JSON reply a line
+    python -m envs.household download                     # get ALFWorld's games, see alfred/download.py
 """
 
 import argparse
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import envs
-from envs._terminal import play_in_terminal
-from envs.alfred import expert, games, rooms, splits
-from envs.alfred.game import Game
-from envs.alfred.problem import NOOP_MESSAGE
-from envs.alfred.tw_env import AlfredTWEnv
+from . import Environment as Base
+from ._terminal import play_in_terminal
+from .alfred import expert, games, rooms, splits
+from .alfred.game import Game
+from .alfred.problem import NOOP_MESSAGE
+from .alfred.tw_env import AlfredTWEnv
 
 __all__ = ["AlfredTWEnv", "Environment"]
 
 PRIOR = 5_000_000, 400     # training tasks that the expert's prior is counted over: first index, number
 
 
-class Environment(envs.Environment):
+class Environment(Base):
     """Household tasks in pure Python, tens of thousands of turns a second on one core."""
 
     @dataclass(frozen=True)
@@ -118,9 +120,13 @@ class Environment(envs.Environment):
 # Command line
 
 def main(argv=None):
-    """Play one task on the terminal."""
-    parser = argparse.ArgumentParser("python -m envs.household", description="Play the household text game.",
-                                     allow_abbrev=False)
+    """Play one task on the terminal, or download ALFWorld's games."""
+    argv, program = sys.argv[1:] if argv is None else argv, f"python -m {__package__}.household"
+    if argv[:1] == ["download"]:
+        from .alfred import download
+        return download.main(argv[1:], f"{program} download")
+    parser = argparse.ArgumentParser(program, description="Play the household text game.", allow_abbrev=False,
+                                     epilog=f"{program} download --help: get ALFWorld's games")
     parser.add_argument("--split", default="L0", help="split of the generated room")
     parser.add_argument("--seed", type=int, default=0, help="number of the generated room in its split")
     parser.add_argument("--game", help="play this game.tw-pddl file instead of a generated room")

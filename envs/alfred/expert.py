@@ -14,10 +14,10 @@ import random
 import re
 from collections import Counter, defaultdict
 
-from envs import Demonstration
-from envs.alfred.game import Game
-from envs.alfred.problem import NOOP_MESSAGE, TREATED, UNTREATED, parse_goal, problem_of, type_of
-from envs.alfred.splits import Tasks
+from .. import Demonstration
+from .game import Game
+from .problem import NOOP_MESSAGE, TREATED, UNTREATED, parse_goal, problem_of, type_of
+from .splits import Tasks
 
 DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types that may be closed
 NAME = re.compile(r"(?<![a-z])[a-z]+ \d+")      # the lookbehind avoids quadratic time on a long word

@@ -11,8 +11,8 @@ ALFWorld's six types.
 from bisect import insort
 from collections import defaultdict
 
-from envs import Reply, Task
-from envs.alfred.problem import NOOP_MESSAGE, TREATED, UNTREATED, listing, problem_of
+from .. import Reply, Task
+from .problem import NOOP_MESSAGE, TREATED, UNTREATED, listing, problem_of
 
 HELP = """Available commands:
   look:                             look around your current location

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from envs import Task
-from envs.alfred.problem import Goal, Problem, Receptacle, Thing, problem_of, type_of
+from .. import Task
+from .problem import Goal, Problem, Receptacle, Thing, problem_of, type_of
 
 GOALS = {
     "pick_and_place_simple":

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from envs import Task
+from .. import Task
 
 NOOP_MESSAGE = "Nothing happens."      # the game's answer to a command that is not admissible
 TASKS = [(re.compile(pattern), task_type) for pattern, task_type in (

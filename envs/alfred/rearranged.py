@@ -16,8 +16,8 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import replace
 
-from envs import Task
-from envs.alfred.problem import TREATED, problem_of, type_of
+from .. import Task
+from .problem import TREATED, problem_of, type_of
 
 # Goals drawn per room, of all rooms' games. If none is achievable, the room keeps its receptacles and goal.
 # Most draws are kitchens' goals, so this happens in a quarter to a third of the other rooms.

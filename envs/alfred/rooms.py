@@ -14,8 +14,8 @@ import re
 import zlib
 from functools import lru_cache
 
-from envs import Task
-from envs.alfred.problem import Goal, Problem, Receptacle, Thing
+from .. import Task
+from .problem import Goal, Problem, Receptacle, Thing
 
 TRAINED_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
                  "pick_heat_then_place_in_recep")

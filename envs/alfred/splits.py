@@ -10,17 +10,21 @@
 The splits L0, L1 and L2 are RLVMR's (arXiv:2507.22844). L2 is held out only if training leaves its types out.
 """
 
+import os
 import random
 from collections import defaultdict
+from functools import lru_cache
+from numbers import Integral
 
-from envs.alfred import games, rooms
-from envs.alfred.problem import parse_goal
-from envs.alfred.rearranged import rearranged, scene_type
+from . import games, rooms
+from .problem import parse_goal
+from .rearranged import rearranged, scene_type
 
 TYPES = {"part": rooms.TRAINED_TYPES, "all": rooms.ALL_TYPES}
 HELD_OUT = tuple(t for t in rooms.ALL_TYPES if t not in rooms.TRAINED_TYPES)
 FOLDER = {"train": "train", "dev": "valid_train", "L0": "valid_seen", "L1": "valid_unseen",
           "L2": "valid_unseen"}
+TRAIN_TASKS = 10_000_000  # number of training tasks in a Split; real games repeat in it
 REAL_EVERY = 3          # with rearranged games, every third task is still a real one
 CAPTIONS = {"dev": "for tuning, training rooms and other rooms", "L0": "training rooms, new tasks",
             "L1": "other rooms", "L2": "other rooms and task types that RL never trains on"}
@@ -107,3 +111,51 @@ class Tasks:
         if self.train_types == "all":
             return ["L0", "L1"]
         return ["L2"] if self.source else ["L0", "L1", "L2"]
+
+
+class Split:
+    """The tasks of one split by their numbers, for use without a run: see `find_split`.
+
+    `len` of it is the number of tasks, TRAIN_TASKS for "train". Numbers start at 0 and wrap around.
+    """
+
+    def __init__(self, name, source, types):
+        self.tasks, self.types = Tasks(source, "part", seed=0), types
+        self.fixed = None if name == "train" else self.tasks.split_tasks(name)
+        if name == "train":
+            self[0]                                # raises ValueError if there are none
+
+    def __len__(self):
+        return TRAIN_TASKS if self.fixed is None else len(self.fixed)
+
+    def __getitem__(self, index):
+        if not isinstance(index, Integral):
+            raise ValueError(f"index={index!r:.60}: expected an integer")
+        if self.fixed is not None:
+            return self.fixed[index % len(self.fixed)]
+        (task,) = self.tasks.train_tasks(self.types, int(index) % TRAIN_TASKS, 1)
+        return task
+
+
+def find_split(name, source="", types="part"):
+    """The Split of this name, read once in a process.
+
+    source: a json_2.1.1 folder or a .jsonl.gz of real games; "" for generated rooms. types: the task types of
+    "train": "part", without L2's two, or "all". ValueError for a split that is unknown or has no games.
+    """
+    if not isinstance(name, str):
+        raise ValueError(f"split={name!r:.60}: expected text")
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"games={source!r:.60}: expected a path")
+    if not isinstance(types, str) or types not in TYPES:
+        raise ValueError(f"types={types!r:.60}: expected one of {', '.join(TYPES)}")
+    return read_split(name, os.fspath(source), types)
+
+
+read_split = lru_cache(maxsize=None)(Split)
+
+
+def check_positive(name, value):
+    """Raise ValueError, naming the argument, for what is no integer above 0."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r:.60}: expected 1 or more")

@@ -1,15 +1,15 @@
 """ALFWorld's `AlfredTWEnv` in pure Python: same interface, same results, hundreds of times as fast.
 
-    from envs.household import AlfredTWEnv      # in place of alfworld.agents.environment's
+    from envs.alfred.tw_env import AlfredTWEnv      # in place of alfworld.agents.environment's
     env = AlfredTWEnv(config, train_eval="train").init_env(batch_size=8)
     observations, infos = env.reset()
     observations, scores, dones, infos = env.step([commands[0] for commands in infos["admissible_commands"]])
 
 Config (alfworld's YAML, as a dictionary), games and their order, step limit, texts, admissible commands,
 scores and types are those of alfworld 0.4.2 on textworld 1.7.0. Neither package is needed, only numpy and the
-games, which alfworld-download puts into $ALFWORLD_DATA. Left out, with an error that names the setting: the
-expert's plans (`dagger` in training) and domain randomization. Also left out: printed messages, `render`, and
-the creation of games (`collect_game_files`, `get_game_logic`, `is_solvable`).
+games, which `python -m envs.household download` puts into $ALFWORLD_DATA. Left out, with an error that names
+the setting: the expert's plans (`dagger` in training) and domain randomization. Also left out: printed
+messages, `render`, and the creation of games (`collect_game_files`, `get_game_logic`, `is_solvable`).
 """
 
 import os
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from envs.alfred.game import COMMANDS, Game
-from envs.alfred.games import entry, load_game, read_json
+from .game import COMMANDS, Game
+from .games import entry, load_game, read_json
 
 TASK_TYPES = {
     1: "pick_and_place_simple", 2: "look_at_obj_in_light", 3: "pick_clean_then_place_in_recep",
@@ -204,7 +204,8 @@ def find_games(config, train_eval):
              if "traj_data.json" in names and is_playable(trial, types)]
     if not files:
         raise ValueError(f"config: {folder_name}={folder}: no solvable games of the task types {numbers}; "
-                         "alfworld-download puts games into $ALFWORLD_DATA")
+                         "alfworld-download, or the command `download` of household.py, puts games into "
+                         "$ALFWORLD_DATA")
     return files[:limit] if limit > 0 else files
 
 

@@ -1,8 +1,9 @@
 """Turns per second of the household game on real ALFWorld games.
 
-If alfworld is installed, also of its engine and of our worker pool around it, and of its AlfredTWEnv next to
-our drop-in replacement, at batch sizes 1 and 128, on the same games and commands. Every turn is a random
-admissible command and includes the computation of the next admissible commands. Prints one JSON line.
+Also of 64 games side by side in the vectorised class. If alfworld is installed, also of its engine and of our
+worker pool around it, and of its AlfredTWEnv next to our drop-in replacement, at batch sizes 1 and 128, on
+the same games and commands. Every turn is a random admissible command and includes the computation of the
+next admissible commands. Prints one JSON line; each ratio is to ALFWorld's own engine in the same run.
 
     python -m lab.bench.envs [--games $ALFWORLD_DATA/json_2.1.1]
 """
@@ -24,11 +25,13 @@ from envs import alfworld
 from envs.alfred.game import Game
 from envs.alfred.games import load_games
 from envs.alfred.tw_env import AlfredTWEnv, expand_variables
+from envs.alfred.vector import Games
 
 PLACES = (expand_variables("$ALFWORLD_DATA/json_2.1.1"), "../shared/data/alfworld/games.jsonl.gz")
 NO_GAMES = ("no ALFWorld games: alfworld-download stores them in $ALFWORLD_DATA; --games takes another "
             "json_2.1.1 folder or a games.jsonl.gz")
 BATCHES = (1, 128)
+SIDE_BY_SIDE = 64         # games of the vectorised class
 
 
 def main(argv=None):
@@ -70,6 +73,7 @@ def measured(tasks, turns, stock_turns):
     stock = turns_per_s(stock_players(tasks), stock_turns) if installed("alfworld") else None
     return {"parse_ms": round(parse_ms, 2), "household_turns_per_s": round(household),
             "stock_turns_per_s": stock and round(stock, 1), "ratio": stock and round(household / stock),
+            "vector": vector(tasks, turns, stock),
             "tw_env": [tw_env(tasks, size, turns, stock_turns) for size in BATCHES],
             **(alfworld_pool(tasks) if installed("alfworld") else {})}
 
@@ -111,17 +115,28 @@ def stock_players(tasks):
         yield env.reset()["admissible_commands"], lambda command: env.step(command)[0]["admissible_commands"]
 
 
+def vector(tasks, turns, stock, turns_per_game=50):
+    """Turns per second of SIDE_BY_SIDE games in one call, and as a ratio to `stock`; starts are not timed."""
+    games, following = Games(SIDE_BY_SIDE, max_turns=turns_per_game), itertools.cycle(tasks)
+    rng, played, spent_s = random.Random(0), 0, 0.0
+    while played < turns:
+        games.reset(list(itertools.islice(following, SIDE_BY_SIDE)))
+        while not all(games.dones):
+            commands = [rng.choice(admissible) for admissible in games.admissible]
+            played += games.dones.count(False)
+            started_s = time.perf_counter()
+            games.step(commands)
+            spent_s += time.perf_counter() - started_s
+    speed = played / spent_s
+    return {"games": SIDE_BY_SIDE, "turns_per_s": round(speed), "ratio": stock and round(speed / stock)}
+
+
 # AlfredTWEnv
 
 def tw_env(tasks, size, turns, stock_turns):
     """Turns per second of a batch and seconds to start it: of the drop-in and, if any, the installed one."""
     with tempfile.TemporaryDirectory() as folder:
-        for number, task in enumerate(tasks[:max(BATCHES)]):
-            trial = Path(folder, "games", task.task_type, f"trial_{number}")
-            trial.mkdir(parents=True)
-            (trial / "game.tw-pddl").write_text(json.dumps(game_file(task)), encoding="utf-8")
-            (trial / "traj_data.json").write_text(json.dumps({"task_type": task.task_type}), encoding="utf-8")
-        config = config_of(f"{folder}/games")
+        config = written(tasks[:max(BATCHES)], f"{folder}/games")
         speed, start_s = batch_speed(AlfredTWEnv(config), size, turns)
         line = {"batch": size, "turns_per_s": round(speed), "start_s": round(start_s, 2)}
         if not installed("alfworld"):
@@ -129,6 +144,16 @@ def tw_env(tasks, size, turns, stock_turns):
         stock_speed, stock_start_s = batch_speed(stock_environment(config), size, max(stock_turns, 2 * size))
         return line | {"stock_turns_per_s": round(stock_speed, 1), "stock_start_s": round(stock_start_s, 2),
                        "ratio": round(speed / stock_speed)}
+
+
+def written(tasks, folder):
+    """Write the games as alfworld's files to a folder that is not there yet; returns `config_of` it."""
+    for number, task in enumerate(tasks):
+        trial = Path(folder, task.task_type, f"trial_{number}")
+        trial.mkdir(parents=True)
+        (trial / "game.tw-pddl").write_text(json.dumps(game_file(task)), encoding="utf-8")
+        (trial / "traj_data.json").write_text(json.dumps({"task_type": task.task_type}), encoding="utf-8")
+    return config_of(folder)
 
 
 def batch_speed(environment, size, turns, turns_per_game=50):

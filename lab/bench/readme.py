@@ -2,10 +2,10 @@
 
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `twins` (arms of the study), `origin`
-(axes of the study), `memory` (bytes by stage), `cpu` (ratios), `losses` (one seed) or a benchmark (`hour`:
-ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by its first cell: the text in
-backticks at its end, if any, else all of it. The rows of a benchmark are rows or differences of
-lab.bench.table1, and the head of a column says what it contains:
+(axes of the study), `memory` (bytes by stage), `cpu` (ratios), `share` (the engine's part of a step),
+`losses` (one seed) or a benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is
+found by its first cell: the text in backticks at its end, if any, else all of it. The rows of a benchmark are
+rows or differences of lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -38,7 +38,8 @@ RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
          "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json",
-         "cpu": "cpu.json", "losses": "losses.json", "admissible": "table3_admissible_result.json",
+         "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
+         "admissible": "table3_admissible_result.json",
          "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
 
 
@@ -145,8 +146,15 @@ def losses_row(result, name, _):
     return [name, *cells, on_l0, number(100 * statistics.fmean(clipped), ".1f") if clipped else "–"]
 
 
+def share_row(result, name, _):
+    """An engine: seconds of a training step, the engine's part of them, and that as a share."""
+    row = next(row for row in result["rows"] if row["row"] == name)
+    return [name, f"{row['step_s']:.1f} s", f"{row['engine_s']:.2f} s",
+            f"{100 * row['engine_s'] / row['step_s']:.1f} %"]
+
+
 ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
-        "memory": memory_row, "cpu": cpu_row, "losses": losses_row}
+        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "share": share_row}
 
 
 def cells_of(line):

@@ -101,8 +101,19 @@ def reward(won, refused_share, log_metric, **others):
     return [float(w) - 0.1 * share for w, share in zip(won, refused_share)]
 
 
-def make_trainer(options):
-    """A GRPOTrainer with gcd.py's default loss: mean over tokens, no KL, no division by the group's std."""
+def household_rollout(options, chat):
+    """(rollout_func, prompts) of the household environment."""
+    environment = config.find_environment("household")(seed=options.seed)
+    tasks = environment.train_tasks("part", 0, options.tasks * options.steps)
+    rollout = Rollout(environment, tasks, chat, options.tasks * options.group_size, options.max_turns)
+    return rollout, [task.id for task in tasks]
+
+
+def make_trainer(options, make_rollout=household_rollout):
+    """A GRPOTrainer with gcd.py's default loss: mean over tokens, no KL, no division by the group's std.
+
+    make_rollout(options, chat) returns its rollout_func and a prompt for each task of each step.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")      # disables TRL's telemetry; read at import
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -112,8 +123,7 @@ def make_trainer(options):
     chat = chats.Chat(tokenizer, "plain" if chats.is_small(tokenizer) else "think")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
     model.generation_config.eos_token_id = list(chat.stop_ids)  # TRL ends a response at these
-    environment = config.find_environment("household")(seed=options.seed)
-    tasks = environment.train_tasks("part", 0, options.tasks * options.steps)
+    rollout, prompts = make_rollout(options, chat)
     settings = GRPOConfig(
         output_dir=options.out, max_steps=options.steps, seed=options.seed, shuffle_dataset=False,
         per_device_train_batch_size=options.group_size, num_generations=options.group_size,
@@ -121,9 +131,8 @@ def make_trainer(options):
         learning_rate=options.lr, lr_scheduler_type="constant", max_grad_norm=1.0, beta=0.0, epsilon=0.2,
         epsilon_high=0.28, loss_type="dapo", scale_rewards="none", bf16=False, gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(), logging_steps=1, save_strategy="no", report_to="none")
-    rollout = Rollout(environment, tasks, chat, options.tasks * options.group_size, options.max_turns)
-    prompts = Dataset.from_list([{"prompt": task.id} for task in tasks])
-    return GRPOTrainer(model, reward, settings, prompts, processing_class=tokenizer, rollout_func=rollout)
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in prompts])
+    return GRPOTrainer(model, reward, settings, rows, processing_class=tokenizer, rollout_func=rollout)
 
 
 def stopwatch(trainer):

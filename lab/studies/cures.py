@@ -358,7 +358,7 @@ def draw(table, path):
     figure, axes = pyplot.subplots(2, 4, figsize=(12, 6), sharex=True, sharey=True, layout="constrained",
                                    subplot_kw={"ylim": (0, 1.02)})
     for column, (kl, embeddings) in enumerate(crossed):
-        rows = ([(questions, "GRPO", questions) for questions in ("none", "coins", "parity", "sign", "judge")],
+        rows = ([(q, "GRPO", q) for q in ("none", "coins", "parity", "sign", "judge")],
                 [("coins", arm, arm) for arm in ("GRPO", "+GCD", "+GCD, coins")])
         for axis, (questions, arm, label) in ((axes[k][column], line) for k in (0, 1) for line in rows[k]):
             results = table.get(name_of(settings_of(questions, arm, kl, embeddings)), {}).values()
