@@ -1,9 +1,9 @@
 """Evaluation of every game of the splits, or of 128 drawn games, by --protocol.
 
 `evaluation` is stage 3 of a run. The command, the referee, evaluates any player under the same protocols: a
-model folder, a model behind an OpenAI-compatible server, the environment's expert, a random player, or one that
-always gives the first admissible command. Both keep the outcome of each game, so that two evaluations can be
-compared game by game (`python -m report compare`). Left out: leaderboards (docs/alfworld.md).
+model folder, a model behind an OpenAI-compatible server, the environment's expert, a random player, or one
+that always gives the first admissible command. Both keep the outcome of each game, so that two evaluations
+can be compared game by game (`python -m report compare`). Left out: who plays, and how (players.py).
 
     python evaluation.py --player DIR --games DIR --evaluate L0,L1,L2 --protocol eight --out runs/mine
     python evaluation.py --player https://api.deepseek.com/v1 --endpoint-model deepseek-chat --out runs/theirs
@@ -31,7 +31,7 @@ from envs._terminal import printable, printed
 from infra import files, parallel, plugins
 from infra.endpoint import Endpoint, checked_url, without_path
 from infra.errors import EXPECTED, one_line
-from infra.flags import Parser, flag_of, is_used, make_settings, parse_known, setting
+from infra.flags import Parser, flag_of, make_settings, parse_known, setting
 from infra.progress import progress
 from infra.signals import Stop
 from infra.streams import EVALUATION, stream
@@ -191,7 +191,7 @@ OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit")
 Flags = make_dataclass("Flags", [
     (f.name, f.type, field(default=f.default, metadata=f.metadata | {"needs": None}))
     for f in fields(settings.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
-TURN_SLOTS = 8            # games, and so requests, at once, where a turn is no pass of a model of this process
+TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
 # What has to be equal to continue an evaluation
 IDENTITY = ("player", "prompt", "world", "games_hash", "protocol", "seed", "max_turns", "temperatures",
             "max_response_tokens", "history", "admissible_only", "instruction")
@@ -217,13 +217,13 @@ def parse(argv):
     unread = {"model": OF_SERVERS, "server": OF_MODELS, "script": (*OF_MODELS, *OF_WRITERS, *OF_SERVERS)}
     for name in given:
         if name in unread[kind]:
-            raise ValueError(f"{flag_of(name)}: not read with --player {own.player if kind != 'server' else 'URL'}")
+            raise ValueError(f"{flag_of(name)}: not read if the player is a {kind}")
     flags = {name: value for name, value in given.items() if name not in vars(own)}
     flags |= {"demonstrations": 0, "iterations": 0}
     if kind == "model":
         flags["model"] = own.player
     else:
-        flags = {"preset": "paper", "slots": TURN_SLOTS} | flags
+        flags = {"preset": "paper", "slots": TEXT_SLOTS} | flags
     if kind == "server":
         flags["endpoint"] = checked_url(own.player)
         flags.pop("show_admissible", None)         # of a model here; `server_player` reads what was given
@@ -285,8 +285,11 @@ def head_of(own, config, given, player, facts):
 
 
 def command_of(given):
-    """The command that repeats an evaluation: its flags, an address without its path, which can hold a key."""
-    shown = {name: without_path(value) for name, value in given.items() if name not in ("resume", "overwrite")}
+    """The command that repeats an evaluation, without the folder that it writes to, and of an address without
+    the path, which can hold a key.
+    """
+    shown = {name: without_path(value) for name, value in given.items()
+             if name not in ("out", "resume", "overwrite")}
     return shlex.join(["python", "evaluation.py", *settings.arguments(shown)])
 
 
@@ -354,8 +357,8 @@ def play_missing(config, head, player, games, out, should_stop):
         for m, (mode, temperature) in enumerate(head["temperatures"].items()):
             specs = episode_specs(config, tasks, m, plays, head["instruction"])
             due = [spec for spec in specs if (split, mode, spec.index) not in done]
-            with progress(total=len(specs), desc=f"{split} {mode}", unit="game", initial=len(specs) - len(due),
-                          leave=False) as bar:
+            with progress(total=len(specs), initial=len(specs) - len(due), desc=f"{split} {mode}",
+                          unit="game", leave=False) as bar:
 
                 def ended(episode, prompt_tokens, response_tokens):
                     nonlocal clock, missing
@@ -429,8 +432,8 @@ def print_result(result):
         for mode, rate in modes.items():
             useless = f", useless {rate['useless_frac']:.1%}" if "useless_frac" in rate else ""
             print(f"{split} {mode}: success {rate['success']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}], "
-                  f"{rate['games']} games, {rate['n']} plays; of commands: refused {rate['invalid_frac']:.1%}, "
-                  f"repeated {rate['repeated_frac']:.1%}{useless}")
+                  f"{rate['games']} games, {rate['n']} plays; of commands: refused "
+                  f"{rate['invalid_frac']:.1%}, repeated {rate['repeated_frac']:.1%}{useless}")
             for name, part in result["by_type"][split][mode].items():
                 print(f"    {name}: {part['success']:.1%} [{part['low']:.1%}, {part['high']:.1%}], "
                       f"{part['games']} games")

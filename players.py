@@ -148,10 +148,10 @@ class TextPlayer:
 class ServerPlayer(TextPlayer):
     """A model on an OpenAI-compatible server; see infra.endpoint.Endpoint for retries, redirects and keys.
 
-    A request whose failure may pass is retried, then its episode is left out; after FAILURES_IN_A_ROW of these,
-    or at the limit of requests, no further episode begins. A request that is refused for good although the
-    server accepted an earlier one of the same episode has become too long for it: the episode ends there, not
-    won, as one that overflows its context.
+    A request whose failure may pass is retried, then its episode is left out; after FAILURES_IN_A_ROW of
+    these, or at the limit of requests, no further episode begins. A request that is refused for good although
+    the server accepted an earlier one of the same episode has become too long for it: the episode ends there,
+    not won, as one that overflows its context.
     """
 
     def __init__(self, endpoint, chat, history):
