@@ -37,7 +37,7 @@ from infra.signals import Stop
 from infra.streams import EVALUATION, stream
 from lm import model as qwen
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
-from rollout import EpisodeSpec, repeated_turns, success_rate, summary
+from rollout import EpisodeSpec, success_rate, summary
 from session import check_vocabulary, load_model, open_chat, split_tasks
 
 # By --protocol: {mode: temperature}
@@ -243,7 +243,7 @@ def kind_of(player):
 
 def open_player(own, config, given, resources):
     """The player, and the facts about it that the evaluation's file holds. ValueError if it cannot play."""
-    kind, facts = kind_of(own.player), {"kind": kind_of(own.player), "name": own.name or own.player}
+    facts = {"kind": (kind := kind_of(own.player)), "name": own.name or own.player}
     if kind == "script":
         return ScriptPlayer(own.player, config.environment), facts
     if kind == "server":
@@ -271,16 +271,15 @@ def open_player(own, config, given, resources):
 
 def head_of(own, config, given, player, facts):
     """What is known of an evaluation before it begins."""
-    found = resume.instruction_of(Path(config.model), resume.state_beside(Path(config.model))) if (
-        config.model) else None
-    modes = MODES[config.protocol]
+    folder, modes = Path(config.model), MODES[config.protocol]
+    instruction = config.model and resume.instruction_of(folder, resume.state_beside(folder))
     if facts["kind"] == "script":                             # it knows no temperature
         modes = {"sampled": None}
     return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
             **files.origin_of(config), "protocol": config.protocol, "seed": config.seed,
             "max_turns": turns_of(config), "temperature": modes["sampled"], "temperatures": modes,
             "max_response_tokens": config.max_response_tokens, "history": config.history,
-            "admissible_only": config.admissible_only, "instruction": found.text if found else "",
+            "admissible_only": config.admissible_only, "instruction": instruction.text if instruction else "",
             "command": command_of(given)}
 
 
@@ -320,10 +319,8 @@ def referee(own, config, given, resources):
     for game in games:
         resources.callback(game.close)
     files.write_json(out / files.EVALUATION, head | {"splits": {}, "outcomes": {}})
-    try:
-        due = play_missing(config, head, player, games, out, should_stop)
-    finally:
-        result = head | result_of(config, head, out)
+    due = play_missing(config, head, player, games, out, should_stop)
+    result = head | result_of(config, head, out)
     files.write_json(out / files.EVALUATION, result)
     print_result(result)
     kept = f"{out / files.EPISODES} keeps what was played; --resume continues"
@@ -383,10 +380,9 @@ def counts_of(episode):
 
     Useless: accepted, and "bad" by the environment's oracle, which knows what was known at that time.
     """
-    turns = episode.turns
     return summary([episode]) | {
-        "malformed": sum(turn.action is None for turn in turns), "repeated": repeated_turns(episode),
-        "useless": sum(turn.oracle == "bad" and turn.valid for turn in turns)}
+        "malformed": sum(turn.action is None for turn in episode.turns),
+        "useless": sum(turn.oracle == "bad" and turn.valid for turn in episode.turns)}
 
 
 def result_of(config, head, out):

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 
 import rollout
 from envs import EpisodeLost, Reply
-from infra.endpoint import FAILURES_IN_A_ROW, LIMITED, Failure
+from infra.endpoint import FAILURES_IN_A_ROW, LIMITED, STOPPED, Failure
 from lm.chat import Chat
 from lm.engine import Response, Sampling
 from rollout import Conversation
@@ -47,8 +47,8 @@ class ModelPlayer:
 class MessageChat(Chat):
     """A chat whose items are messages in place of token ids, because the template is the server's.
 
-    A conversation is a list of messages {"role", "content"}, and a response is one message. Read leniently: a
-    thought before the answer may be missing, since servers cut it off, but there must be one command.
+    A conversation is a list of messages {"role", "content"}, and a response is a list of one. The thought
+    before a command may be missing, since servers may cut it off, but there must be exactly one command.
     """
 
     def __init__(self, style, admissible=True, noop_message="Nothing happens."):
@@ -87,6 +87,8 @@ class TextPlayer:
         on_end(episode, prompt tokens, response tokens): called as each one ends; tokens are None if unknown.
         An episode that got no answer is not reported, since nothing is known of it.
         """
+        if self.is_dead():
+            return
         self.start(temperature)
         specs = iter(specs)
         try:
@@ -190,9 +192,11 @@ class ServerPlayer(TextPlayer):
     def response(self, conversation, answer):
         """The Response in an answer, whose tokens are added to the episode's, or its Failure."""
         if isinstance(answer, Failure):
-            if not self.is_refusal(conversation, answer):
+            if answer is not STOPPED and not self.is_refusal(conversation, answer):
                 self.reason = answer.reason
                 self.failures_in_a_row += FAILURES_IN_A_ROW if answer is LIMITED else 1
+            if self.is_dead():
+                self.endpoint.stop.set()                       # the others need not retry
             return answer
         self.failures_in_a_row = 0
         self.used.setdefault(conversation.spec.index, []).append(answer["usage"])

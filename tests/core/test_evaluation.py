@@ -15,7 +15,8 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from tiny_runs import ENVIRONMENT, ROOT, cold_started, start_from, train
+from conftest import QWEN_TOKENIZER, needs_qwen, tiny_model
+from tiny_runs import ENVIRONMENT, ROOT
 
 import envs.household
 import evaluation
@@ -24,6 +25,7 @@ from envs.alfred import rooms
 from infra import files
 from infra.endpoint import Endpoint
 from infra.streams import EVALUATION, stream
+from lm import model as qwen
 from lm.chat import ASK, RULES
 
 COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
@@ -158,21 +160,6 @@ def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypa
     assert rate["turns"] == 30
 
 
-def test_a_run_keeps_each_games_outcome(tmp_path_factory, tmp_path, short):
-    """With one play a game and with eight; the digits are those of the counted wins."""
-    start = cold_started(tmp_path_factory)
-    for protocol, plays in (("full", 1), ("eight", 8)):
-        flags = [*start_from(start), "--iterations", 0, "--evaluate", "dev", "--max-turns", 3]
-        assert train(tmp_path / protocol, *flags, "--protocol", protocol) == 0
-        found = files.read_json(tmp_path / protocol / "evaluation.json")
-        entries = found["outcomes"]["dev"]
-        assert [entry["game"] for entry in entries] == [task.id for task in rooms.tasks("dev")[:12]]
-        for mode, rate in found["splits"]["dev"].items():
-            assert {len(entry[mode]) for entry in entries} == {plays}
-            assert sum(entry[mode].count("1") for entry in entries) == round(rate["success"] * rate["n"])
-        assert found["max_turns"] == 3
-
-
 # A model folder
 
 @needs_games
@@ -190,6 +177,23 @@ def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee
     theirs = "".join(entry["sampled"] for entry in committed["outcomes"]["L1"][:16])
     assert len(ours) == 128 and sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 4
     assert 0 < result["splits"]["L1"]["sampled"]["prompt_tokens"]
+
+
+@needs_qwen
+def test_any_folder_that_loads_is_evaluated(tmp_path, referee, monkeypatch):
+    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:3])
+    folder = tmp_path / "model"
+    shutil.copytree(QWEN_TOKENIZER, folder)
+    tokenizer = qwen.load_tokenizer(folder)
+    qwen.save_pretrained(tiny_model(tokenizer), folder)
+    status, result, error = referee("--player", folder, "--prompt", "plain", "--max-turns", 2, "--device",
+                                    "cpu", "--max-response-tokens", 8, "--context", 1000,
+                                    "--no-show-admissible")
+    assert status == 0, error
+    assert result["prompt"]["style"] == "plain" and "Answer with exactly one" in result["prompt"]["first"]
+    assert result["prompt"]["first"].startswith("<|im_start|>system")
+    rate = result["splits"]["L1"]["sampled"]
+    assert rate["n"] == 3 and rate["response_tokens"] <= 3 * 2 * 8 < rate["prompt_tokens"]
 
 
 @pytest.mark.fast

@@ -1,4 +1,4 @@
-"""Tests of `python -m report compare`: arithmetic by hand and scipy's, evaluations that differ, hostile texts.
+"""Tests of `python -m report compare`: arithmetic, evaluations that differ, texts that are hostile.
 
     python -m pytest tests/report/test_compare.py
 """
