@@ -287,9 +287,9 @@ def command_of(given):
     """The command that repeats an evaluation, without the folder that it writes to, and of an address without
     the path, which can hold a key.
     """
-    shown = {name: without_path(value) for name, value in given.items()
+    flags = {name: without_path(value) for name, value in given.items()
              if name not in ("out", "resume", "overwrite")}
-    return shlex.join(["python", "evaluation.py", *settings.arguments(shown)])
+    return shlex.join(["python", "evaluation.py", *settings.arguments(flags)])
 
 
 def referee(own, config, given, resources):
@@ -346,8 +346,8 @@ def check_same(stored, head, out):
 
 def play_missing(config, head, player, games, out, should_stop):
     """Play every episode that episodes.jsonl does not hold. Returns how many it does not hold in the end."""
-    held, _ = files.read_lines(out / files.EPISODES)
-    done = {(record["split"], record["mode"], record["index"]) for record in held}
+    stored, _ = files.read_lines(out / files.EPISODES)
+    done = {(record["split"], record["mode"], record["index"]) for record in stored}
     plays, missing, clock = PLAYS.get(config.protocol, 1), 0, time.perf_counter()
     for split in config.splits:
         tasks = drawn_tasks(config, split)

@@ -243,15 +243,15 @@ def named_differences(a, b):
     return found
 
 
-def text_of(a, b, changes, shown):
-    """The comparison as lines. shown: number of flipped games whose transcripts are shown."""
+def text_of(a, b, changes, limit):
+    """The comparison as lines. limit: number of flipped games whose transcripts follow."""
     lines, width = named_differences(a, b), max(COLUMN, (shutil.get_terminal_size().columns - 3) // 2)
     for change in changes:
         lines += ["", sentence(change)]
         lines += [f"    {game}: {share(one)} -> {share(two)}" for game, one, two in change.flipped]
     if not any(change.flipped for change in changes):
         return [*lines, "", "nothing differs: each game has the same outcomes"]
-    for change, entry in [(change, entry) for change in changes for entry in change.flipped][:shown]:
+    for change, entry in [(change, entry) for change in changes for entry in change.flipped][:limit]:
         both = transcripts(a, b, change, *entry)
         if any(both):
             lines += ["", f"{change.split} {change.mode}, {entry[0]}: A on the left, B on the right", "",

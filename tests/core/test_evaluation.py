@@ -166,8 +166,8 @@ def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypa
 def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee):
     """Its first 16 games of L1, eight times each: sampled tokens may differ by rounding on another CPU."""
     committed = files.read_json(REFEREE / "alfworld_model.json")
-    whole = envs.household.Environment.split_tasks
-    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: whole(self, name)[:16])
+    all_tasks = envs.household.Environment.split_tasks
+    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: all_tasks(self, name)[:16])
     monkeypatch.setitem(evaluation.MODES, "eight", {"sampled": 1.0})
     status, result, _ = referee("--player", COMMITTED, "--games", GAMES, "--protocol", "eight",
                                 "--max-turns", 30)
@@ -392,13 +392,13 @@ def test_a_thought_may_be_missing_but_not_the_command(text, command):
 
 @pytest.mark.fast
 def test_admissible_commands_are_shown_unless_they_are_not_to_be(serve, short, referee):
-    for flag, shown in (([], True), (["--no-show-admissible"], False)):
+    for flag, listed in (([], True), (["--no-show-admissible"], False)):
         server = serve(lambda question, nth: (200, completion("<action>look</action>", usage=False)))
         flags = [flag for flag in flags_of(server, "--max-turns", "1") if flag != "--no-show-admissible"]
-        status, result, error = referee(*flags, "--prompt", "think", *flag, out=f"shown {shown}")
+        status, result, error = referee(*flags, "--prompt", "think", *flag, out=f"listed {listed}")
         assert status == 0, error
-        assert all(("Commands that are possible now:" in text) is shown for text in server.seen)
-        assert result["prompt"]["admissible"] is shown
+        assert all(("Commands that are possible now:" in text) is listed for text in server.seen)
+        assert result["prompt"]["admissible"] is listed
         assert result["splits"]["L1"]["sampled"]["prompt_tokens"] is None          # the server counts none
 
 
