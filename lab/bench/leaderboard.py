@@ -57,9 +57,9 @@ def parameters(result):
 def protocol(result, mode):
     """How a row was played: protocol, temperature, turns, and the prompt's style."""
     temperature, style = result["temperatures"][mode], result["prompt"].get("style")
-    shown = " with the admissible commands" if result["prompt"].get("admissible") else ""
+    listed = " with the admissible commands" if result["prompt"].get("admissible") else ""
     parts = [f"`{result['protocol']}`", "" if temperature is None else f"at {temperature:g}",
-             f"{result['max_turns']} turns", f"prompt `{style}`{shown}" if style else ""]
+             f"{result['max_turns']} turns", f"prompt `{style}`{listed}" if style else ""]
     return ", ".join(filter(None, parts))
 
 
@@ -89,9 +89,9 @@ def commands(found):
     """The command that repeats each row, with the games where ALFWorld's own script puts them."""
     lines = ["```bash"]
     for result in found.values():
-        words = [f"--games={GAMES}" if word.startswith("--games=") else shlex.quote(word)
+        parts = [f"--games={GAMES}" if word.startswith("--games=") else shlex.quote(word)
                  for word in shlex.split(result["command"]) if not word.startswith(("--seen=", "--name="))]
-        lines.append(f"{' '.join(words)} --out=runs/{shlex.quote(result['player']['name'])}")
+        lines.append(f"{' '.join(parts)} --out=runs/{shlex.quote(result['player']['name'])}")
     return [*lines, "```", ""]
 
 

@@ -166,8 +166,9 @@ def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypa
 def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee):
     """Its first 16 games of L1, eight times each: sampled tokens may differ by rounding on another CPU."""
     committed = files.read_json(REFEREE / "alfworld_model.json")
-    all_tasks = envs.household.Environment.split_tasks
-    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: all_tasks(self, name)[:16])
+    household = envs.household.Environment
+    tasks_of = household.split_tasks
+    monkeypatch.setattr(household, "split_tasks", lambda self, name: tasks_of(self, name)[:16])
     monkeypatch.setitem(evaluation.MODES, "eight", {"sampled": 1.0})
     status, result, _ = referee("--player", COMMITTED, "--games", GAMES, "--protocol", "eight",
                                 "--max-turns", 30)
