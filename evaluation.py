@@ -226,7 +226,7 @@ def parse(argv):
         flags = {"preset": "paper", "slots": TEXT_SLOTS} | flags
     if kind == "server":
         flags["endpoint"] = checked_url(own.player)
-        flags.pop("show_admissible", None)         # of a model here; `server_player` reads what was given
+        flags.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
     flags.setdefault("evaluate", ",".join(name for name in environment.splits if name != "dev"))
     config = settings.parsed(settings.arguments(flags))
     if not config.splits:

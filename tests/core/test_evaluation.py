@@ -451,6 +451,24 @@ def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee
 
 
 @pytest.mark.fast
+def test_ctrl_c_stops_it_and_resume_continues(serve, short, referee, tmp_path):
+    def interrupting(question, nth):
+        if len(server.seen) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+        return 200, completion("look")
+
+    server = serve(interrupting)
+    flags = [*flags_of(server), "--max-turns", "1", "--slots", "2"]
+    status, result, error = referee(*flags)
+    assert status == 130 and "--resume continues" in error and result["complete"] is False
+    kept = len(files.read_lines(tmp_path / "out" / "episodes.jsonl")[0])
+    assert 3 <= kept == len(digits(result)) < 12
+    status, result, _ = referee(*flags, "--resume")
+    assert status == 0 and result["complete"] and len(server.seen) <= 12 + 2
+
+
+@pytest.mark.fast
 def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee):
     def short_context(question, nth):
         return lambda handler: handler.send((400, "{}") if len(handler.messages) > 3
