@@ -173,8 +173,8 @@ class Config:
     evaluate: str = setting("auto", "splits, such as L0,L1; auto: those unseen in training; none",
                             section="evaluation")
     protocol: str = setting("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
-                            "eight: eight times at 1 and at 0.4; verl-agent, rlvmr: 128 drawn with "
-                            "replacement, at 0.4, in 50 or 30 turns",
+                            "eight: eight times at 1 and at 0.4; verl-agent (and GiGPO), rlvmr: 128 drawn "
+                            "with replacement, at 0.4, in 50 or 30 turns",
                             ("full", "sampled", "eight", "verl-agent", "rlvmr"))
     algorithm: algorithms.Method = None           # made from --algo and its flags
     environment: envs.Environment = None          # made from --env and its flags

@@ -1,13 +1,44 @@
-"""Stage 3: evaluation of every game of the splits, or of 128 drawn games, by --protocol."""
+"""Evaluation of every game of the splits, or of 128 drawn games, by --protocol.
+
+`evaluation` is stage 3 of a run. The command, the referee, evaluates any player under the same protocols: a
+model folder, a model behind an OpenAI-compatible server, the environment's expert, a random player, or one
+that always gives the first admissible command. Both keep the outcome of each game, so that two evaluations
+can be compared game by game (`python -m report compare`). Left out: who plays, and how (players.py).
+
+    python evaluation.py --player DIR --games DIR --evaluate L0,L1,L2 --protocol eight --out runs/mine
+    python evaluation.py --player https://api.deepseek.com/v1 --endpoint-model deepseek-chat --out runs/theirs
+    python evaluation.py --player expert --out runs/expert         # or random, or first: a minute
+    python evaluation.py --help
+"""
 
 import random
+import shlex
+import sys
 import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
 
-from infra import files, parallel
+import torch
+
+import config as settings
+import envs
+import resume
+from envs import EpisodeLost
+from envs._terminal import printable, printed
+from infra import files, parallel, plugins
+from infra.endpoint import Endpoint, checked_url, without_path
+from infra.errors import EXPECTED, one_line
+from infra.flags import Parser, flag_of, make_settings, parse_known, setting
+from infra.progress import progress
+from infra.signals import Stop
 from infra.streams import EVALUATION, stream
 from labels import flaw_labels
+from lm import model as qwen
+from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
 from rollout import EpisodeSpec, success_rate, summary
-from session import split_tasks
+from session import check_vocabulary, load_model, open_chat, split_tasks
 
 # By --protocol: {mode: temperature}
 MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
@@ -18,6 +49,8 @@ PLAYS = {"eight": 8}
 TURNS = {"verl-agent": 50, "rlvmr": 30}
 
 
+# Stage 3 of a run
+
 def evaluation(run):
     """Evaluate each split in each mode. Writes evaluation.json, and some episodes to episodes.jsonl.
 
@@ -26,32 +59,50 @@ def evaluation(run):
     config, started = run.config, time.perf_counter()
     modes, plays = MODES[config.protocol], PLAYS.get(config.protocol, 1)
     instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
-    turns, splits = TURNS.get(config.protocol), {}
+    splits, outcomes = {}, {}
     parallel.copy_weights(run.model, run.sampler)
     if run.ranks.rank == 0:                                # drop those of an earlier evaluation of this run
         files.filter_lines(run.out / files.EPISODES, lambda record: record.get("phase") != "evaluation")
     for name in config.splits:
-        tasks, splits[name] = split_tasks(run.environment, name), {}
-        if turns:
-            tasks = random.Random(config.seed).choices(tasks, k=128)          # drawn with replacement
+        tasks, splits[name], ended = drawn_tasks(config, name), {}, []
         for m, (mode, temperature) in enumerate(modes.items()):
-            specs = [EpisodeSpec(task, g, stream(config.seed, EVALUATION, m, g, *([k] if k else [])), g,
-                                 instruction)
-                     for k in range(plays) for g, task in enumerate(tasks)]
+            specs = episode_specs(config, tasks, m, plays, instruction)
             specs = specs[run.ranks.rank::run.ranks.world_size]                # this rank's
             sampling = run.sampling(temperature=temperature)
-            episodes = run.play(specs, sampling, f"{name} {mode}", turns) if specs else []
+            episodes = run.play(specs, sampling, f"{name} {mode}", turns_of(config)) if specs else []
             run.stop_if_asked(None)
+            of_mode = sum(parallel.all_gather([ending(mode, episode) for episode in episodes]), [])
             counts = summary(episodes) | flawed(episodes, run.environment)
-            splits[name][mode] = success_rate(parallel.all_sum(counts), plays)
+            splits[name][mode] = scores(parallel.all_sum(counts), plays, of_mode)
+            ended += of_mode
             if mode == "sampled":
                 run.store(examples(episodes[:len(episodes) // plays]), {"phase": "evaluation", "split": name})
+        outcomes[name] = outcomes_of(ended)
     if run.ranks.rank == 0:
         files.write_json(run.out / files.EVALUATION, {
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},
             "splits": splits, "seed": config.seed, "protocol": config.protocol, "instruction": instruction,
-            "temperature": modes["sampled"], "seconds": time.perf_counter() - started})
+            "max_turns": turns_of(config), "temperature": modes["sampled"],
+            "seconds": time.perf_counter() - started, "outcomes": outcomes})
     return splits
+
+
+def drawn_tasks(config, split):
+    """The tasks to play in a split: all, or those that the protocol draws, with replacement."""
+    tasks = split_tasks(config.environment, split)
+    return random.Random(config.seed).choices(tasks, k=128) if config.protocol in TURNS else tasks
+
+
+def turns_of(config):
+    """The most turns in an episode: the protocol's, if it has its own."""
+    return TURNS.get(config.protocol, config.max_turns)
+
+
+def episode_specs(config, tasks, m, plays, instruction=""):
+    """The EpisodeSpecs of decoding mode number m. Play k of task g has the index k * len(tasks) + g."""
+    return [EpisodeSpec(task, g, stream(config.seed, EVALUATION, m, g, *([k] if k else [])),
+                        k * len(tasks) + g, instruction)
+            for k in range(plays) for g, task in enumerate(tasks)]
 
 
 def flawed(episodes, environment):
@@ -69,3 +120,343 @@ def examples(episodes):
         if picked and all(episode.won != won for episode in picked):
             picked[-1:] = [episode for episode in episodes if episode.won == won][:1] or picked[-1:]
     return picked
+
+
+# Outcomes: games are the units, their plays are not
+
+def ending(mode, episode):
+    """How an episode ended: (mode, its index, the game's id and type, whether it was won)."""
+    return mode, episode.index, episode.task.id, episode.task.task_type, episode.won
+
+
+def outcomes_of(ended):
+    """Each game's outcomes, from `ending`s: [{"game": id, "type": its type, mode: "1101"}, ...].
+
+    A mode's text has a digit for each play, 1 if it was won; games that are drawn often have long ones.
+    """
+    games = {}
+    for mode, _, game, task_type, won in sorted(ended, key=lambda entry: entry[1]):
+        found = games.setdefault(game, {"game": game, "type": task_type})
+        found[mode] = found.get(mode, "") + str(int(won))
+    return list(games.values())
+
+
+def plays_a_game(numbers):
+    """Mean number of plays of a game, weighted by plays: sum m^2 / sum m over games with m plays.
+
+    n plays are worth n over this many independent ones if plays of one game always agree, the worst case
+    (Kish 1965). It is m if each game is played m times.
+    """
+    return sum(n * n for n in numbers) / (sum(numbers) or 1) or 1
+
+
+def scores(counts, plays, ended):
+    """rollout.success_rate of `summary`'s counts, with the 95 % interval over games, from their `ending`s.
+
+    "games": how many different ones; "plays": of each of them, or of each draw.
+    """
+    numbers = Counter(game for _, _, game, _, _ in ended).values()
+    return success_rate(counts, plays_a_game(numbers)) | {"games": len(numbers), "plays": plays}
+
+
+def by_type(outcomes, mode):
+    """{task type: success and its interval over games, for the games of this type}."""
+    found = {}
+    for name in sorted({entry["type"] for entry in outcomes}):
+        digits = [entry[mode] for entry in outcomes if entry["type"] == name and entry.get(mode)]
+        won, numbers = sum(text.count("1") for text in digits), [len(text) for text in digits]
+        rate = success_rate(Counter(won=won, episodes=sum(numbers)), plays_a_game(numbers))
+        found[name] = {key: rate[key] for key in ("success", "n", "low", "high")} | {"games": len(digits)}
+    return found
+
+
+def by_seed(outcomes, mode):
+    """Success in each play of all games, whose random streams differ; empty if games were drawn."""
+    digits = [entry.get(mode, "") for entry in outcomes]
+    if len({*map(len, digits)}) != 1:
+        return []
+    return [sum(digit == "1" for digit in play) / len(digits) for play in zip(*digits)]
+
+
+# The referee
+
+@dataclass(frozen=True)
+class Settings:
+    """The referee's own flags."""
+
+    player: str = setting("", "who plays: a model folder, the URL of an OpenAI-compatible server, expert, "
+                          "random, or first (admissible command)", section="player")
+    name: str = setting("", "its name in tables; empty: as --player or --endpoint-model says")
+    seen: str = setting("", "what it was trained on, for tables: demonstrations, an expert, task types")
+
+
+# Flags of a run that the referee reads, and those of them that are only for one kind of player
+SHARED = ("out", "resume", "overwrite", "seed", "device", "dtype", "env", "max_turns", "context", "prompt",
+          "show_admissible", "history", "slots", "max_response_tokens", "admissible_only", "endpoint_model",
+          "endpoint_key_variable", "endpoint_limit", "evaluate", "protocol")
+OF_MODELS = ("device", "dtype", "context", "admissible_only")
+OF_WRITERS = ("prompt", "show_admissible", "history", "max_response_tokens")
+OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit")
+Flags = make_dataclass("Flags", [
+    (f.name, f.type, field(default=f.default, metadata=f.metadata | {"needs": None}))
+    for f in fields(settings.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
+TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
+# What has to be equal to continue an evaluation
+IDENTITY = ("player", "prompt", "world", "games_hash", "protocol", "seed", "max_turns", "temperatures",
+            "max_response_tokens", "history", "admissible_only", "instruction")
+
+
+def parse(argv):
+    """The command line as (Settings, config.Config, {flag: value} as given). ValueError for a wrong one."""
+    program = "evaluation.py"
+    chosen = parse_known(program, argv, Flags)[0]
+    environment = settings.find_environment(chosen.get("env", settings.Config.env))
+    given, unknown = parse_known(program, argv, Flags, environment.Settings)
+    if given.pop("help", False):
+        parser = Parser(program, description="Evaluate any player; its games and protocol as in gcd.py.")
+        for section, known in {"run": Flags, f"--env {chosen.get('env', settings.Config.env)}":
+                               environment.Settings}.items():
+            parser.add(known, section)
+        parser.print_help()
+        raise SystemExit(0)
+    if unknown:
+        raise ValueError(f"{unknown[0].partition('=')[0]}: no flag of the referee")
+    own = make_settings(Settings, {f.name: given.get(f.name, f.default) for f in fields(Settings)})
+    kind = kind_of(own.player)
+    unread = {"model": OF_SERVERS, "server": OF_MODELS, "script": (*OF_MODELS, *OF_WRITERS, *OF_SERVERS)}
+    for name in given:
+        if name in unread[kind]:
+            raise ValueError(f"{flag_of(name)}: not read if the player is a {kind}")
+    flags = {name: value for name, value in given.items() if name not in vars(own)}
+    flags |= {"demonstrations": 0, "iterations": 0}
+    if kind == "model":
+        flags["model"] = own.player
+    else:
+        flags = {"preset": "paper", "slots": TEXT_SLOTS} | flags
+    if kind == "server":
+        flags["endpoint"] = checked_url(own.player)
+        flags.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
+    flags.setdefault("evaluate", ",".join(name for name in environment.splits if name != "dev"))
+    config = settings.parsed(settings.arguments(flags))
+    if not config.splits:
+        raise ValueError(f"--evaluate={config.evaluate}: no split to evaluate")
+    return own, config, given
+
+
+def kind_of(player):
+    """The kind of a --player: "script", "server" or "model". ValueError if none is given."""
+    if not player:
+        raise ValueError(f"--player: expected a model folder, a URL, or one of {', '.join(SCRIPTS)}")
+    return "script" if player in SCRIPTS else "server" if "://" in player else "model"
+
+
+def open_player(own, config, given, resources):
+    """The player, and the facts about it that the evaluation's file holds. ValueError if it cannot play."""
+    facts = {"kind": (kind := kind_of(own.player)), "name": own.name or own.player}
+    if kind == "script":
+        return ScriptPlayer(own.player, config.environment), facts
+    if kind == "server":
+        endpoint = Endpoint(own.player, config.endpoint_model, config.endpoint_key_variable, "",
+                            config.endpoint_limit, config.slots, ANSWER_S,
+                            max_tokens=config.max_response_tokens)
+        resources.callback(endpoint.close)
+        style = "think" if config.prompt == "auto" else config.prompt
+        chat = MessageChat(style, given.get("show_admissible", True), config.environment.noop_message)
+        return ServerPlayer(endpoint, chat, config.history), facts | {
+            "name": own.name or config.endpoint_model, "model": config.endpoint_model}
+    folder, ranks = Path(own.player), parallel.setup(config.device)
+    chat = open_chat(config, folder, ranks)
+    if not chat.tokenizer.chat_template:
+        raise ValueError(f"--player={folder}: no chat template (chat_template.jinja, or chat_template in "
+                         "tokenizer_config.json): a model that was never taught to chat cannot be evaluated")
+    if chat.small:
+        check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
+        torch.set_num_threads(1)                              # more are slower with such small matrices
+    model = load_model(config, folder, ranks).to(getattr(torch, config.dtype))
+    return ModelPlayer(model, chat, config), facts | {
+        "name": own.name or folder.resolve().name, "parameters": qwen.count_parameters(model.config),
+        "weights": qwen.weights_hash(own.player)}
+
+
+def head_of(own, config, given, player, facts):
+    """What is known of an evaluation before it begins."""
+    folder, modes = Path(config.model), MODES[config.protocol]
+    instruction = config.model and resume.instruction_of(folder, resume.state_beside(folder))
+    if facts["kind"] == "script":                             # it knows no temperature
+        modes = {"sampled": None}
+    return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
+            **files.origin_of(config), "protocol": config.protocol, "seed": config.seed,
+            "max_turns": turns_of(config), "temperature": modes["sampled"], "temperatures": modes,
+            "max_response_tokens": config.max_response_tokens, "history": config.history,
+            "admissible_only": config.admissible_only, "instruction": instruction.text if instruction else "",
+            "command": command_of(given)}
+
+
+def command_of(given):
+    """The command that repeats an evaluation, without the folder that it writes to, and of an address without
+    the path, which can hold a key.
+    """
+    flags = {name: without_path(value) for name, value in given.items()
+             if name not in ("out", "resume", "overwrite")}
+    return shlex.join(["python", "evaluation.py", *settings.arguments(flags)])
+
+
+def referee(own, config, given, resources):
+    """Play what the folder --out does not hold yet, and write its evaluation.json. Returns an exit status.
+
+    Each episode is in episodes.jsonl as soon as it has ended. Status 1 if some games could not be played.
+    """
+    out, should_stop = Path(config.out), Stop()
+    resources.enter_context(files.locked(out))
+    if not config.resume and files.holds_run(out):
+        if not config.overwrite:
+            raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside")
+        files.check_can_be_set_aside(out)
+    config.environment.versions()                             # ValueError if a package is missing
+    for split in config.splits:                               # before a model is loaded
+        split_tasks(config.environment, split)
+    player, facts = open_player(own, config, given, resources)
+    head = head_of(own, config, given, player, facts)
+    if config.resume:
+        check_same(files.read_json(out / files.EVALUATION), head, out)
+        files.filter_lines(out / files.EPISODES, lambda record: "mode" in record)     # drops incomplete lines
+    elif files.holds_run(out):
+        print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
+        resources.enter_context(files.locked(out))
+    games = config.environment.make(config.slots)
+    plugins.refuse(envs.wrong_games(games, config.slots), config.environment, f"make({config.slots})")
+    for game in games:
+        resources.callback(game.close)
+    files.write_json(out / files.EVALUATION, head | {"splits": {}, "outcomes": {}})
+    due = play_missing(config, head, player, games, out, should_stop)
+    result = head | result_of(config, head, out)
+    files.write_json(out / files.EVALUATION, result)
+    print_result(result)
+    kept = f"{out / files.EPISODES} keeps what was played; --resume continues"
+    if should_stop:
+        print(f"stopped; {kept}", file=sys.stderr)
+        return 130
+    if due:
+        print(f"evaluation.py: error: {due} games without an answer, the last one because of "
+              f"{getattr(player, 'reason', '')}; {kept}", file=sys.stderr)
+    return 1 if due else 0
+
+
+def check_same(stored, head, out):
+    """ValueError unless a stored evaluation is of the same player and games, by the same protocol."""
+    if not stored.get("player"):
+        raise ValueError(f"--resume: {out / files.EVALUATION} is no evaluation by the referee")
+    head = files.nan_to_null(head)
+    for name in IDENTITY:
+        if stored.get(name) != head[name]:
+            raise ValueError(f"--resume: {out}: {name} was {str(stored.get(name))[:200]}, is "
+                             f"{str(head[name])[:200]}")
+
+
+def play_missing(config, head, player, games, out, should_stop):
+    """Play every episode that episodes.jsonl does not hold. Returns how many it does not hold in the end."""
+    stored, _ = files.read_lines(out / files.EPISODES)
+    done = {(record["split"], record["mode"], record["index"]) for record in stored}
+    plays, missing, clock = PLAYS.get(config.protocol, 1), 0, time.perf_counter()
+    for split in config.splits:
+        tasks = drawn_tasks(config, split)
+        for m, (mode, temperature) in enumerate(head["temperatures"].items()):
+            specs = episode_specs(config, tasks, m, plays, head["instruction"])
+            due = [spec for spec in specs if (split, mode, spec.index) not in done]
+            with progress(total=len(specs), initial=len(specs) - len(due), desc=f"{split} {mode}",
+                          unit="game", leave=False) as bar:
+
+                def ended(episode, prompt_tokens, response_tokens):
+                    nonlocal clock, missing
+                    before, clock = clock, time.perf_counter()
+                    files.append(out / files.EPISODES, {
+                        "phase": "evaluation", "split": split, "mode": mode, "index": episode.index,
+                        "counts": counts_of(episode, config.environment), "prompt_tokens": prompt_tokens,
+                        "response_tokens": response_tokens, "seconds": clock - before,
+                        **files.episode_record(episode, credited=False)})
+                    missing -= 1
+                    bar.update()
+
+                missing += len(due)
+                if due and not should_stop:
+                    player.play(due, games, temperature, head["max_turns"], ended, should_stop)
+    return missing
+
+
+def counts_of(episode, environment):
+    """rollout.summary of an episode, its flawed turns, and those without a command."""
+    return summary([episode]) | flawed([episode], environment) | {
+        "malformed": sum(turn.action is None for turn in episode.turns)}
+
+
+def result_of(config, head, out):
+    """Scores and outcomes of the episodes in episodes.jsonl."""
+    splits, outcomes, details, seconds = {}, {}, {"by_type": {}, "by_seed": {}}, 0.0
+    records, _ = files.read_lines(out / files.EPISODES)
+    plays, expected = PLAYS.get(config.protocol, 1), 0
+    for split in config.splits:
+        n = plays * len(drawn_tasks(config, split))
+        ended = [(record["mode"], record["index"], record["task_id"], record["task_type"], record["won"])
+                 for record in records if record["split"] == split]
+        outcomes[split], splits[split] = outcomes_of(ended), {}
+        for mode in head["temperatures"]:
+            expected += n
+            here = [record for record in records if (record["split"], record["mode"]) == (split, mode)]
+            if not here:
+                continue
+            counts = Counter()
+            for record in here:
+                counts.update(record["counts"])               # "+" would drop negative scores
+            turns, spent = counts["turns"] or 1, sum(record["seconds"] for record in here)
+            tokens = {key: known_sum(record[key] for record in here)
+                      for key in ("prompt_tokens", "response_tokens")}
+            splits[split][mode] = scores(counts, plays, [entry for entry in ended if entry[0] == mode]) | {
+                "malformed_frac": counts["malformed"] / turns, **tokens}
+            seconds += spent
+            for key, table in (("by_type", by_type), ("by_seed", by_seed)):
+                details[key].setdefault(split, {})[mode] = table(outcomes[split], mode)
+    return {"complete": len(records) == expected, "splits": splits, **details, "seconds": seconds,
+            "outcomes": outcomes}
+
+
+def known_sum(values):
+    """The sum of numbers; None if any is unknown."""
+    values = list(values)
+    return None if None in values else sum(values)
+
+
+def print_result(result):
+    """Print a line for each split and mode, then one for each type."""
+    for split, modes in result["splits"].items():
+        for mode, rate in modes.items():
+            flaws = f", flawed {rate['flawed_frac']:.1%}" if "flawed_frac" in rate else ""
+            print(f"{split} {mode}: success {rate['success']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}], "
+                  f"{rate['games']} games, {rate['n']} plays; of commands: refused "
+                  f"{rate['invalid_frac']:.1%}, repeated {rate['repeated_frac']:.1%}{flaws}")
+            for name, part in result["by_type"][split][mode].items():
+                print(f"    {name}: {part['success']:.1%} [{part['low']:.1%}, {part['high']:.1%}], "
+                      f"{part['games']} games")
+
+
+def main(argv=None):
+    """The command. Exit status 0; 1 if it failed after the start, 2 for a wrong flag, 130 if interrupted."""
+    with printed("evaluation.py"):
+        try:
+            parsed = parse(argv)
+        except ValueError as error:
+            print(f"evaluation.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
+            return 2
+        try:
+            with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
+                return referee(*parsed, resources)
+        except KeyboardInterrupt:
+            print("stopped at once; what was played before is kept", file=sys.stderr)
+            return 130
+        except EXPECTED as error:
+            why = one_line(error, parsed[1].out, known=EpisodeLost)
+            print(f"evaluation.py: error: {printable(why)}", file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -303,8 +303,8 @@ def make_chat(config, tokenizer):
     knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
     if style == "auto":
         style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
-    if style == "plain" and not small:
-        raise ValueError("--prompt=plain: the small model's style; expected think or tags")
+    if style == "plain" and not small and (config.demonstrations or config.iterations):
+        raise ValueError("--prompt=plain: the small model's style in training; expected think or tags")
     if style == "tags" and small and not knows_tags:
         raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
                          "tags, so it knows none (--prompt tags there)")

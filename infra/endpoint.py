@@ -47,9 +47,10 @@ class Failure:
     retry: bool = False                # whether the same request may succeed later
     retry_after_s: float | None = None         # when, if the server sends it
     user_error: str = ""               # message of a mistake that makes all other questions fail too
+    refused: bool = False              # whether the server read this request and will never answer it
 
 
-LIMITED = Failure("--endpoint-limit")
+LIMITED, STOPPED = Failure("--endpoint-limit"), Failure("asked to stop")
 REQUESTS = ("asked", "retried", "redirected")              # counts whose sum is the number of requests sent
 
 
@@ -66,6 +67,7 @@ class Endpoint:
     waits longer than `patience_s`, and all of this holds between processes (if the cache's file system
     supports locks), not between threads of one.
 
+    cache: its file; "" for none, where only `answer` may be called: each call is a new sample of the model.
     limit: maximum number of requests in this process, including retries and redirects. timeout_s: for a
     complete answer. first_wait_s: before the first retry; doubled for each further retry. counts: each
     distinct question of a call is `cached` (also if cached by another process meanwhile), `limited`, `failed`
@@ -119,7 +121,7 @@ class Endpoint:
         # .connection, its socket; .expired, whether its time is over
         self.local = threading.local()
         self.errors = (openai.OpenAIError, httpx2.HTTPError, TimeoutError, *MALFORMED)
-        self.cache = Cache(cache)
+        self.cache = Cache(cache) if cache else None
         self.counts = dict.fromkeys(("cached", "failed", "limited", *REQUESTS), 0)
         self.failures_in_a_row, self.last_reason = 0, ""
         self.lock, self.stop = threading.Lock(), threading.Event()
@@ -127,7 +129,8 @@ class Endpoint:
     def close(self):
         """Close the client's connections and the cache's lock file."""
         self.client.close()
-        self.cache.close()
+        if self.cache:
+            self.cache.close()
 
     def ask(self, questions):
         """Return the answers in the order of the questions; None for a question without an answer.
@@ -195,25 +198,38 @@ class Endpoint:
             self.cache.refresh()
             if key in self.cache.answers:
                 return "cached"
-            wait_s = 0
             # after waiting, without retries: another process has just failed at this question
-            for retry in range(1 if waited else 1 + retries):
-                if self.stop.wait(wait_s):
-                    break
-                answer = self.request(messages, "retried" if retry else "asked")
-                if answer is LIMITED:
-                    return "limited"
-                if not isinstance(answer, Failure):
-                    self.cache.add({"key": key, "question": messages} | answer)
-                    return "answered"
-                if answer.user_error:
-                    self.stop.set()    # here, at once: else this thread might ask another question
-                    raise ValueError(answer.user_error)
-                self.last_reason = answer.reason
-                if not answer.retry:
-                    break
-                wait_s = self.wait_s(retry, answer.retry_after_s)
-        return "failed"
+            answer = self.answer(messages, 0 if waited else retries)
+            if answer is LIMITED:
+                return "limited"
+            if isinstance(answer, Failure):
+                return "failed"
+            if not answer["answer"].strip():
+                self.last_reason = "an empty answer"
+                return "failed"
+            self.cache.add({"key": key, "question": messages} | answer)
+            return "answered"
+
+    def answer(self, messages, retries):
+        """`request` the answer to one conversation, and retry failures that may pass, until `stop` is set.
+
+        Returns what `request` returned last. ValueError for a mistake that makes every other question fail.
+        """
+        answer, wait_s = STOPPED, 0
+        for retry in range(1 + retries):
+            if self.stop.wait(wait_s):
+                break
+            answer = self.request(messages, "retried" if retry else "asked")
+            if answer is LIMITED or not isinstance(answer, Failure):
+                break
+            if answer.user_error:
+                self.stop.set()        # here, at once: else this thread might ask another question
+                raise ValueError(answer.user_error)
+            self.last_reason = answer.reason
+            if not answer.retry:
+                break
+            wait_s = self.wait_s(retry, answer.retry_after_s)
+        return answer
 
     def wait_s(self, retry, retry_after_s):
         """Return the seconds to wait after retry number `retry`: the server's, else exponential backoff."""
@@ -304,7 +320,8 @@ class Endpoint:
     def request(self, messages, kind):
         """Send one request, counted as `kind`, and follow its redirects.
 
-        Returns {"answer": text, "usage": the server's token counts}, or a Failure; LIMITED at the limit.
+        Returns {"answer": text, maybe empty, "cut": whether at max_tokens, "usage": the server's token
+        counts}, or a Failure; LIMITED at the limit.
         """
         self.local.kind, self.local.statuses = kind, []
         try:
@@ -317,14 +334,14 @@ class Endpoint:
                     if len(body) > MAX_BYTES:
                         raise ValueError(f"an answer of more than {MAX_BYTES} bytes")
             data = json.loads(body)
-            text, usage = data["choices"][0]["message"]["content"], data.get("usage")
+            choice, usage = data["choices"][0], data.get("usage")
+            text = choice["message"]["content"]
             if not isinstance(text, str | None):
                 raise TypeError("content is not a string")
-            if not text or not text.strip():
-                return Failure("an empty answer")
             items = usage.items() if isinstance(usage, dict) else ()
             counts = {self.clean(name): count for name, count in items if type(count) is int}
-            return {"answer": self.clean(text), "usage": counts}
+            cut = choice.get("finish_reason") == "length"
+            return {"answer": self.clean(text or ""), "cut": cut, "usage": counts}
         except NotSent as stopped:
             return stopped.args[0]
         except self.errors as error:
@@ -344,7 +361,8 @@ class Endpoint:
             return Failure(reason, user_error=f"--endpoint-model={self.model}: unknown to --endpoint="
                                               f"{self.shown_url}, or no server is at that address ({reason})")
         retry = status is None or status in (408, 409, 429) or status >= 500
-        return Failure(reason, retry, retry_after_s(error.response.headers) if status else None)
+        return Failure(reason, retry, retry_after_s(error.response.headers) if status else None,
+                       refused=status in (400, 413, 422))
 
 
 def checked_url(url):

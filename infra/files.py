@@ -13,6 +13,7 @@ import platform
 import socket
 import subprocess
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from infra import plugins
@@ -221,9 +222,8 @@ def clean_commit(dirty=False):
 def versions_of(environment):
     """Return {name: version} of Python, the libraries and the environment's packages, and the machine."""
     import torch
-    import transformers
     return {"python": platform.python_version(), "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),          # without the seconds that importing it takes
             "machine": f"{platform.machine()}, {os.cpu_count()} cores"} | environment.versions()
 
 

@@ -28,6 +28,7 @@ RULES = ("You play a text game. Each turn you give one command and the game answ
 POSSIBLE = "Commands that are possible now:\n{admissible}\n\n"
 OBJECTS = "OBJ stands for one of: {objects}\n\n"
 ASK = {
+    "plain": "Answer with exactly one command, word for word from the list, and nothing else.",
     "think": "First reason about the next command inside <think> </think>, then give exactly one command, "
              "word for word from the list, inside <action> </action>.",
     "tags": "First write one short sentence inside exactly one of these tags: <planning> a numbered plan, at "
@@ -51,7 +52,8 @@ class Chat:
     """Prompts and responses as token ids, in one of three styles.
 
     style:  prompt                                     response
-    plain   the observation                            the command (small model only)
+    plain   the observation (small model)              the command
+    plain   the observation, rules, commands           the command (evaluation only)
     think   the observation, rules, commands           <think>...</think><action>command</action>
     tags    the same                                   <explore>...</explore><action>command</action>, or one
                                                        of the other TAGS (RLVMR)
@@ -68,14 +70,13 @@ class Chat:
     def __init__(self, tokenizer, style, admissible=True, noop_message="Nothing happens."):
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
-        assert self.small or style != "plain", "plain is the small model's style"
         control = partial(tokenizer.encode, add_special_tokens=False)
         self.templates = [(control(before), start, control(after)) for before, start, after in
                           map(cut_template, templates_of(tokenizer, style))]
         self.end_ids = control("<|im_end|>")
         ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])   # Qwen2.5 trains both
         self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
-        self.bare = style == "plain" or self.small and style == "tags"
+        self.bare = self.small and style in ("plain", "tags")
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
         # cached, since the same observations occur thousands of times
         self.encode = lru_cache(100_000)(self._encode)
@@ -102,11 +103,15 @@ class Chat:
 
     def observe(self, reply, first=False, instruction=""):
         """Ids of the environment's reply as the next user message. instruction: text to put before it."""
+        return self.message(self.content(reply, first, instruction), first)
+
+    def content(self, reply, first=False, instruction=""):
+        """Text of that message."""
         content = reply.observation
         if not self.bare:
             ask = self.ask(reply)
             content = RULES.format(observation=content, ask=ask) if first else f"{content}\n\n{ask}"
-        return self.message(f"{instruction}\n\n{content}" if instruction else content, first)
+        return f"{instruction}\n\n{content}" if instruction else content
 
     def ask(self, reply):
         """The end of a prompt: the admissible commands, if shown, and the response format."""
@@ -138,7 +143,7 @@ class Chat:
         accepts, one of the commands must follow, then </action> and the stop token.
         """
         trie = trie_of(ids for command in commands for ids in self.encodings(command))
-        return Restriction(trie, None if self.bare else self.command_starts)
+        return Restriction(trie, None if self.bare or self.style == "plain" else self.command_starts)
 
     def _encodings(self, command):
         """All token sequences that give a command, from where the restriction starts to the stop token.
@@ -148,7 +153,9 @@ class Chat:
         responses = [self.respond(command, tag) for tag in (TAGS if self.style == "tags" else ("",))]
         if any(self.parse(self.decode(ids))[0] != command for ids in responses):
             raise ValueError(f"--admissible-only: no response can give the command {command!r}")
-        return responses if self.bare else [self.encode(f">{command}</action>") + self.end_ids]
+        if self.bare or self.style == "plain":
+            return responses
+        return [self.encode(f">{command}</action>") + self.end_ids]
 
     def command_starts(self, ids):
         """Whether a response that consists of `ids` continues with its command."""
@@ -170,15 +177,15 @@ class Chat:
 def templates_of(tokenizer, style):
     """The pair of user-message templates for a tokenizer: the small model's, Qwen3's, or Qwen2's and 2.5's.
 
-    Qwen3's tokenizer has the token <think>, and its template no default system message. Style "tags" switches
-    thinking off if the tokenizer's own template can. Those of the 2507 models cannot: Instruct never thinks,
-    and Thinking's template puts "<think>" into the prompt, which here the model writes itself.
+    Qwen3's tokenizer has the token <think>, and its template no default system message. Styles "tags" and
+    "plain" switch thinking off if the tokenizer's own template can. Those of the 2507 models cannot: Instruct
+    never thinks, and Thinking's template puts "<think>" into the prompt, which here the model writes itself.
     """
     if is_small(tokenizer):
         return SMALL
     if "<think>" not in tokenizer.get_added_vocab():
         return CHATML
-    switched_off = style == "tags" and "enable_thinking" in (tokenizer.chat_template or "")
+    switched_off = style in ("plain", "tags") and "enable_thinking" in (tokenizer.chat_template or "")
     user = USER + EMPTY_THOUGHT if switched_off else USER
     return user, "\n" + user
 

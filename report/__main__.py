@@ -1,6 +1,7 @@
-"""The command: writes report.html and summary.json into a run folder, and prints the table.
+"""The command: writes report.html and summary.json into a run folder, and prints the table; or compares.
 
     python -m report runs/main --open
+    python -m report compare A.json B.json  # two evaluations, game by game; see compare.py
     python -m report --gallery              # writes lab/results/studies/gallery.html: the papers' claims
 """
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from envs._terminal import StdoutError, printed
 from infra import files
-from report import gallery, page, read, tables
+from report import compare, gallery, page, read, tables
 
 
 def write(folder, results=read.RESULTS):
@@ -33,7 +34,11 @@ def open_in_browser(path):
 
 
 def main(argv=None):
-    """The command. Returns its exit status: 0, or 2 for a folder that cannot be read or written."""
+    """The command. Returns its exit status: 0, or 2 for what cannot be read, written or compared."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["compare"]:
+        with printed("report"):
+            return run_compare(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m report", allow_abbrev=False,
                                      description="Write a run folder's report.html and summary.json.")
     parser.add_argument("folder", type=Path, nargs="?",
@@ -44,6 +49,17 @@ def main(argv=None):
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     with printed("report"):
         return run(parser.parse_args(argv))
+
+
+def run_compare(argv):
+    """Print a comparison. Returns the exit status."""
+    try:
+        print("\n".join(compare.main(argv)), flush=True)
+        return 0
+    except (ValueError, OSError, StdoutError) as error:
+        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
+        print(f"report: {why}".replace("\n", "\\n"), file=sys.stderr)
+        return 2
 
 
 def run(arguments):

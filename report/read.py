@@ -104,14 +104,28 @@ def check_episode(record, place):
 
 
 def check_evaluation(record, place):
-    """Check evaluation.json: "splits" is {split: {decoding mode: {"success": ...}}}."""
+    """Check evaluation.json: "splits" is {split: {decoding mode: {"success": ...}}}, and "outcomes", which
+    older files lack, {split: [{"game": id, "type": task type, decoding mode: "1101"}]}.
+    """
     expect(record, dict, place)
     check_about(record, place)
+    for split, games in expect(record.get("outcomes", {}), dict, f"{place}, outcomes").items():
+        for number, entry in enumerate(expect(games, list, f"{place}, outcomes of {split}"), start=1):
+            check_outcome(entry, f"{place}, outcomes of {split}, game {number}")
     for split, modes in expect(record.get("splits", {}), dict, f"{place}, splits").items():
         for mode, scores in expect(modes, dict, f"{place}, {split}").items():
             here = f"{place}, {split}, {mode}"
             names = ("success", "n", "plays", "low", "high", "turns", "invalid_frac", "repeated_frac")
             expect_fields(expect(scores, dict, here), float, names, here)
+
+
+def check_outcome(entry, place):
+    """Check a game's outcomes: its id, and digits for each mode."""
+    expect_fields(expect(entry, dict, place), str, entry, place)
+    digits = [entry[mode] for mode in entry if mode not in ("game", "type")]
+    if not entry.get("game") or not all(text and not text.strip("01") for text in digits):
+        raise ValueError(f"{place}: expected a game's id, and digits 0 and 1 for each mode, found "
+                         f"{json.dumps(entry)[:200]}")
 
 
 def check_stages(record, place):

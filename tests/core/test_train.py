@@ -163,6 +163,10 @@ def test_the_evaluation_counts_every_task_of_a_split_in_three_modes(start, tmp_p
     for mode in found["splits"]["dev"].values():
         assert mode["n"] == len(rooms.tasks("dev")) and mode["low"] <= mode["success"] <= mode["high"]
         assert 1 <= mode["turns"] <= 2
+    games = found["outcomes"]["dev"]
+    assert [game["game"] for game in games] == [task.id for task in rooms.tasks("dev")]
+    for name, mode in found["splits"]["dev"].items():
+        assert [game[name] for game in games].count("1") == mode["success"] * mode["n"]
     assert capsys.readouterr().out.startswith("dev: success ")
     assert train(tmp_path / "one", *flags, "--protocol", "sampled") == 0
     sampled = json.loads((tmp_path / "one" / "evaluation.json").read_text())
@@ -175,7 +179,9 @@ def test_protocol_eight_plays_every_task_eight_times_with_different_streams(star
     monkeypatch.setattr(Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:5])
     flags = ["--iterations", 0, "--evaluate", "dev", "--max-turns", 2, "--protocol", "eight"]
     assert train(tmp_path, *start_from(start), *flags) == 0
-    modes = json.loads((tmp_path / "evaluation.json").read_text())["splits"]["dev"]
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    modes = found["splits"]["dev"]
+    assert [{len(game[name]) for game in found["outcomes"]["dev"]} for name in modes] == [{8}, {8}]
     assert {name: mode["n"] for name, mode in modes.items()} == {"sampled": 40, "t0.4": 40}
     assert len({spec.stream for played in specs for spec in played}) == 80
     every = {task.id: 8 for task in rooms.tasks("dev")[:5]}

@@ -46,8 +46,9 @@ class Server:
     """A server that sends what `reply(question, nth)` returns.
 
     A reply is (status, body), (status, body, headers), or a function of the request handler that writes the
-    response. nth: how often this question came before. `seen`: all questions in order of arrival. `now` and
-    `most`: the number of requests being answered at present, and its maximum.
+    response and finds the conversation in its `messages`. nth: how often this question came before. `seen`:
+    all questions in order of arrival. `now` and `most`: the number of requests being answered at present, and
+    its maximum.
     """
 
     def __init__(self, reply=good, port=0):
@@ -77,7 +78,7 @@ class Server:
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                question = request["messages"][-1]["content"]
+                self.messages, question = request["messages"], request["messages"][-1]["content"]
                 with server.lock:
                     nth = server.seen.count(question)
                     server.seen.append(question)

@@ -174,6 +174,19 @@ def test_a_prompts_ids_are_those_of_the_whole_text(any_tokenizer):
 
 # Prompts and responses
 
+def test_the_plain_style_asks_a_model_that_writes_for_the_command_alone(qwen3_tokenizer):
+    chat = Chat(qwen3_tokenizer, "plain")
+    reply = Reply("A room.", ["go left", "help", "look"], False, False)
+    prompt = qwen3_tokenizer.decode(chat.observe(reply, True))
+    ask = "Commands that are possible now:\ngo left\nlook\n\nAnswer with exactly one command, word for word "
+    assert "You play a text game" in prompt and f"A room.\n\n{ask}" in prompt
+    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")         # it does not think
+    assert chat.decode(chat.respond("go left")) == "go left" and chat.parse(" go left\n") == ("go left", None)
+    allowed = chat.restriction(reply.admissible).next                  # from the first token on
+    assert {*allowed} == {chat.respond(command)[0] for command in reply.admissible}
+    assert "word for word" not in qwen3_tokenizer.decode(Chat(qwen3_tokenizer, "plain", False).observe(reply))
+
+
 def test_the_think_style_gives_the_rules_once_and_the_admissible_commands_every_turn(tokenizer):
     chat = Chat(tokenizer, "think")
     reply = Reply("A room.", ["go left", "help", "look"], False, False)

@@ -1,0 +1,273 @@
+"""Players that an evaluation measures: a model of this process, one behind a server, and scripts.
+
+Each has `describe` and `play`, which plays EpisodeSpecs and reports every episode as it ends. Scripts are the
+environment's expert, a random player, and one that always gives the first admissible command. Left out: which
+games are played, and what is counted (evaluation.py).
+"""
+
+import random
+import re
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+
+import rollout
+from envs import EpisodeLost, Reply
+from infra.endpoint import FAILURES_IN_A_ROW, LIMITED, STOPPED, Failure
+from lm.chat import Chat
+from lm.engine import Response, Sampling
+from rollout import Conversation
+
+SCRIPTS = ("expert", "random", "first")
+ANSWER_S = 300.0          # for a server's complete answer; models that reason take minutes
+POLL_S = 0.2              # between two looks at whether the run was asked to stop
+THOUGHT = re.compile(r"(?s).*</think>")
+ACTION = re.compile(r"<action>([^<>]*)</action>")
+
+
+class ModelPlayer:
+    """A model of this process, sampled as in training."""
+
+    def __init__(self, model, chat, config):
+        self.model, self.chat, self.config = model, chat, config
+
+    def describe(self):
+        """The prompt's style and templates."""
+        return prompt_of(self.chat, self.chat.tokenizer.decode)
+
+    def play(self, specs, games, temperature, max_turns, on_end, should_stop):
+        """Play every spec once; see rollout.play. on_end(episode, prompt tokens, response tokens)."""
+        def ended(episode):
+            on_end(episode, sum(len(turn.prompt_ids) for turn in episode.turns),
+                   sum(len(turn.response_ids) for turn in episode.turns))
+
+        config, sampling = self.config, Sampling(temperature, self.config.max_response_tokens)
+        rollout.play(self.model, self.chat, games, specs, sampling, max_turns, config.context, config.history,
+                     config.on_truncation, ended, should_stop, config.admissible_only)
+
+
+class MessageChat(Chat):
+    """A chat whose items are messages in place of token ids, because the template is the server's.
+
+    A conversation is a list of messages {"role", "content"}, and a response is a list of one. The thought
+    before a command may be missing, since servers may cut it off, but there must be exactly one command.
+    """
+
+    def __init__(self, style, admissible=True, noop_message="Nothing happens."):
+        self.style, self.small, self.bare, self.stop_ids = style, False, False, ()
+        self.admissible, self.noop_message = admissible, noop_message
+
+    def message(self, content, first=False):
+        """A user message, as a list of one."""
+        return [{"role": "user", "content": content}]
+
+    def decode(self, ids):
+        """Text of a response, or of any messages."""
+        return "".join(message["content"] for message in ids)
+
+    def parse(self, text):
+        """(command, None) of a response's text; (None, None) if malformed: without a command, or with two."""
+        answer = THOUGHT.sub("", text, count=1)
+        commands = [answer] if self.style == "plain" else ACTION.findall(answer)
+        command = commands[0].strip() if len(commands) == 1 else ""
+        return command or None, None
+
+
+class TextPlayer:
+    """A player that answers texts, some conversations at a time. Base of ServerPlayer and ScriptPlayer.
+
+    begin(conversation) asks for its next response; finished() returns (conversation, Response) pairs, or a
+    Failure in place of the Response, and waits for one if there is none.
+    """
+
+    history, on_truncation = 0, "invalid"
+    waiting = ()              # what `finished` waits for
+
+    def play(self, specs, games, temperature, max_turns, on_end, should_stop):
+        """Play every spec once, one in each game at a time. Games are called in this thread only.
+
+        on_end(episode, prompt tokens, response tokens): called as each one ends; tokens are None if unknown.
+        An episode that got no answer is not reported, since nothing is known of it.
+        """
+        if self.is_dead():
+            return
+        self.start(temperature)
+        specs = iter(specs)
+        try:
+            pending = [Conversation(spec, game, self.chat, self.history) for game, spec in zip(games, specs)]
+            while (pending or self.waiting) and not should_stop:
+                conversations, pending, free = pending, [], []
+                for conversation in conversations:
+                    try:
+                        over = self.receive(conversation, max_turns)
+                    except EpisodeLost as loss:
+                        pending.append(rollout.restarted(conversation, loss))
+                        continue
+                    if over:
+                        on_end(conversation.episode, *self.tokens(conversation))
+                        free.append(conversation)
+                    else:
+                        self.begin(conversation)
+                for conversation, response in self.finished():
+                    if isinstance(response, Failure) and self.is_refusal(conversation, response):
+                        conversation.episode.overflowed = True
+                        on_end(conversation.episode, *self.tokens(conversation))
+                    if isinstance(response, Failure):
+                        free.append(conversation)
+                    else:
+                        conversation.submit(response, self.on_truncation)
+                        pending.append(conversation)
+                if not self.is_dead():
+                    pending += [Conversation(spec, ended.game, self.chat, self.history)
+                                for ended, spec in zip(free, specs)]
+        finally:
+            self.stop()
+
+    def receive(self, conversation, max_turns):
+        """Receive the game's reply; True if the episode has ended."""
+        if conversation.started:
+            return conversation.receive(max_turns, float("inf"))
+        conversation.start()
+        return False
+
+    def start(self, temperature):
+        """Called before play."""
+
+    def stop(self):
+        """Called after play, however it ends."""
+
+    def tokens(self, conversation):
+        """(prompt tokens, response tokens) of a conversation so far; (None, None) if unknown."""
+        return None, None
+
+    def is_refusal(self, conversation, failure):
+        """Whether a failure is an answer to this conversation: that it is too long, for instance."""
+        return False
+
+    def is_dead(self):
+        """Whether there is no point in beginning further episodes."""
+        return False
+
+
+class ServerPlayer(TextPlayer):
+    """A model on an OpenAI-compatible server; see infra.endpoint.Endpoint for retries, redirects and keys.
+
+    A request whose failure may pass is retried, then its episode is left out; after FAILURES_IN_A_ROW of
+    these, or at the limit of requests, no further episode begins. A request that is refused for good although
+    the server accepted an earlier one of the same episode has become too long for it: the episode ends there,
+    not won, as one that overflows its context.
+    """
+
+    def __init__(self, endpoint, chat, history):
+        self.endpoint, self.chat, self.history = endpoint, chat, history
+        self.failures_in_a_row, self.reason = 0, ""
+
+    def describe(self):
+        """The prompt's style and templates; the chat template is the server's."""
+        return prompt_of(self.chat, self.chat.decode)
+
+    def start(self, temperature):
+        """Open the pool of requests."""
+        self.endpoint.temperature = temperature
+        self.endpoint.stop.clear()
+        self.pool = ThreadPoolExecutor(self.endpoint.concurrency, thread_name_prefix="player")
+        self.waiting, self.used = {}, {}
+
+    def stop(self):
+        """Drop the requests that wait, and wait for those that were sent."""
+        self.endpoint.stop.set()
+        self.pool.shutdown(cancel_futures=True)
+
+    def begin(self, conversation):
+        """Send the conversation, as soon as one of `concurrency` requests is free."""
+        messages = self.endpoint.messages(conversation.prompt)
+        self.waiting[self.pool.submit(self.endpoint.answer, messages, self.endpoint.retries)] = conversation
+
+    def finished(self):
+        """The answers that have come, at least one unless POLL_S seconds pass. ValueError for a wrong key or
+        model.
+        """
+        done, _ = wait(self.waiting, POLL_S, FIRST_COMPLETED)
+        return [(conversation := self.waiting.pop(future), self.response(conversation, future.result()))
+                for future in done]
+
+    def response(self, conversation, answer):
+        """The Response in an answer, whose tokens are added to the episode's, or its Failure."""
+        if isinstance(answer, Failure):
+            if answer is not STOPPED and not self.is_refusal(conversation, answer):
+                self.reason = answer.reason
+                self.failures_in_a_row += FAILURES_IN_A_ROW if answer is LIMITED else 1
+            if self.is_dead():
+                self.endpoint.stop.set()                       # the others need not retry
+            return answer
+        self.failures_in_a_row = 0
+        self.used.setdefault(conversation.spec.index, []).append(answer["usage"])
+        return Response([{"role": "assistant", "content": answer["answer"]}], [], answer["cut"])
+
+    def tokens(self, conversation):
+        """Tokens as the server counted them."""
+        used = self.used.pop(conversation.spec.index, [])
+        counts = [[usage.get(name) for usage in used] for name in ("prompt_tokens", "completion_tokens")]
+        return tuple(None if None in values or not values else sum(values) for values in counts)
+
+    def is_refusal(self, conversation, failure):
+        """Whether a request was refused for good, although one of the same episode was answered."""
+        return failure.refused and bool(conversation.episode.turns)
+
+    def is_dead(self):
+        """Whether the last FAILURES_IN_A_ROW requests failed, or the limit is reached."""
+        return self.failures_in_a_row >= FAILURES_IN_A_ROW
+
+
+class ScriptPlayer(TextPlayer):
+    """A player without a model. script: "expert", "random" or "first".
+
+    expert: the environment's, which follows the play and knows what its texts have shown. random: each
+    admissible command is as likely as any other. first: the first of them, in the game's order. ValueError if
+    the environment has no such expert, or lists templates of commands instead of commands.
+    """
+
+    def __init__(self, script, environment):
+        if script == "expert" and environment.online_expert is None:
+            raise ValueError("--player=expert: this environment has no online_expert, which follows a player")
+        if script != "expert" and environment.templates:
+            raise ValueError(f"--player={script}: this environment lists templates of commands, not commands")
+        self.script, self.environment, self.experts = script, environment, {}
+        self.chat, self.waiting = MessageChat("plain", noop_message=environment.noop_message), []
+
+    def describe(self):
+        """No prompt."""
+        return {}
+
+    def start(self, temperature):
+        """No expert follows an episode yet."""
+        self.experts, self.waiting = {}, []
+
+    def begin(self, conversation):
+        """Choose the next command."""
+        command = self.command(conversation) or ""
+        self.waiting.append((conversation, Response([{"role": "assistant", "content": command}], [], False)))
+
+    def finished(self):
+        """The chosen commands."""
+        chosen, self.waiting = self.waiting, []
+        return chosen
+
+    def command(self, conversation):
+        """The next command; None if there is none to choose from."""
+        admissible, turns, index = (conversation.reply.admissible, conversation.episode.turns,
+                                    conversation.spec.index)
+        if self.script == "expert":
+            if not turns:
+                seed = conversation.spec.stream
+                self.experts[index] = self.environment.online_expert(conversation.spec.task, seed)
+            self.experts[index].observe(conversation.reply.observation, turns[-1].action if turns else None)
+            return self.experts[index].command()
+        if self.script == "random" and admissible:
+            return random.Random(conversation.next_stream()).choice(admissible)
+        return next(iter(admissible), None)
+
+
+def prompt_of(chat, decode):
+    """A chat's style and its templates as text: the first user message, and a later one."""
+    example = Reply("{observation}", ["{command}"], False, False)
+    first, later = (decode(chat.observe(example, first)) for first in (True, False))
+    return {"style": chat.style, "admissible": chat.admissible, "first": first, "later": later}

@@ -1,0 +1,505 @@
+"""Tests of the referee: scripts, a committed model, and servers on loopback that answer well, badly or never.
+
+    python -m pytest tests/core/test_evaluation.py      # about a minute; servers need the openai package
+"""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from conftest import QWEN_TOKENIZER, needs_qwen, tiny_model
+from tiny_runs import ENVIRONMENT, ROOT
+
+import envs.household
+import evaluation
+import players
+from envs.alfred import rooms
+from infra import files
+from infra.endpoint import Endpoint
+from infra.streams import EVALUATION, stream
+from lm import model as qwen
+from lm.chat import ASK, RULES
+
+COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
+REFEREE = ROOT / "lab" / "results" / "referee"
+CELL = ROOT / "lab" / "results" / "cells" / "alfworld_hour" / "grpo+gcd" / "seed0.json"
+GAMES = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.gz"
+needs_games = pytest.mark.skipif(not GAMES.is_file(), reason=f"needs ALFWorld's games: {GAMES}")
+SECRET = "sk-THISisTHEkey0123456789"
+PATIENCE_S, OWN_WAIT_S = 120, Endpoint.wait_s
+# The referee in another process, on the first 12 games of each split
+SHORT = """
+import sys
+import envs.household, evaluation
+from envs.alfred import rooms
+envs.household.Environment.split_tasks = lambda self, name: rooms.tasks(name)[:12]
+sys.exit(evaluation.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Splits of 12 generated rooms."""
+    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:12])
+
+
+@pytest.fixture
+def referee(tmp_path, capsys):
+    """referee(*flags): run the command in this process with --out OUT. Returns status, file, and stderr."""
+    def run(*flags, out="out"):
+        capsys.readouterr()
+        status = evaluation.main(["--out", str(tmp_path / out), "--evaluate", "L1", "--protocol", "sampled",
+                                  *map(str, flags)])
+        return status, files.read_json(tmp_path / out / "evaluation.json"), capsys.readouterr().err
+
+    return run
+
+
+def without_seconds(result):
+    return {key: value for key, value in result.items() if key not in ("seconds", "commit")}
+
+
+def digits(result, split="L1", mode="sampled"):
+    return [entry[mode] for entry in result["outcomes"][split]]
+
+
+# Scripts
+
+@pytest.mark.fast
+def test_the_expert_wins_and_every_game_has_its_outcome(short, referee, tmp_path):
+    status, result, _ = referee("--player", "expert")
+    tasks = rooms.tasks("L1")[:12]
+    assert status == 0 and result["complete"]
+    assert [(entry["game"], entry["type"]) for entry in result["outcomes"]["L1"]] == [
+        (task.id, task.task_type) for task in tasks]
+    rate = result["splits"]["L1"]["sampled"]
+    assert digits(result).count("1") == 12 * rate["success"] >= 11
+    assert (rate["games"], rate["n"], rate["plays"]) == (12, 12, 1)
+    records, _ = files.read_lines(tmp_path / "out" / "episodes.jsonl")
+    assert [record["won"] for record in sorted(records, key=lambda record: record["index"])] == [
+        digit == "1" for digit in digits(result)]
+    turns = [turn for record in records for turn in record["turns"]]
+    assert rate["turns"] == len(turns) / 12
+    flawed = [turn for turn in turns if turn["oracle"] == "bad" and turn["valid"]]
+    assert rate["flawed_frac"] == len(flawed) / len(turns)
+    assert sum(part["games"] for part in result["by_type"]["L1"]["sampled"].values()) == 12
+    assert result["player"] == {"kind": "script", "name": "expert"} and result["prompt"] == {}
+
+
+@pytest.mark.fast
+def test_random_commands_are_admissible_and_drawn_evenly(short, referee, tmp_path):
+    status, result, _ = referee("--player", "random", "--protocol", "eight")
+    assert status == 0 and result["splits"]["L1"]["sampled"]["invalid_frac"] == 0
+    assert [len(text) for text in digits(result)] == [8] * 12
+    records, _ = files.read_lines(tmp_path / "out" / "episodes.jsonl")
+    of_game = [record for record in records if record["task_id"] == result["outcomes"]["L1"][0]["game"]]
+    assert len({tuple(turn["action"] for turn in record["turns"]) for record in of_game}) == 8
+    tasks, game = rooms.tasks("L1"), envs.household.Environment().make(1)[0]
+    admissible = game.reset(tasks[0]).admissible
+    first = Counter(record["turns"][0]["action"] for record in of_game)
+    assert first.keys() <= {*admissible} and len(first) > 3
+    assert without_seconds(result) == without_seconds(referee("--player", "random", "--protocol", "eight",
+                                                              out="again")[1])
+
+
+@pytest.mark.fast
+def test_first_gives_the_first_admissible_command(short, referee, tmp_path):
+    referee("--player", "first", "--max-turns", 4)
+    record = files.read_lines(tmp_path / "out" / "episodes.jsonl")[0][0]
+    task = next(task for task in rooms.tasks("L1") if task.id == record["task_id"])
+    game = envs.household.Environment().make(1)[0]
+    reply = game.reset(task)
+    for turn in record["turns"]:
+        assert turn["action"] == reply.admissible[0]
+        reply = game.step(turn["action"])
+
+
+@pytest.mark.fast
+def test_without_a_given_split_all_but_dev_are_played(short, tmp_path):
+    assert evaluation.main(["--player", "first", "--max-turns", "1", "--out", str(tmp_path)]) == 0
+    assert files.read_json(tmp_path / "evaluation.json")["splits"].keys() == {"L0", "L1", "L2"}
+
+
+# Games are the units
+
+@pytest.mark.fast
+def test_outcomes_and_intervals_of_drawn_games():
+    """Three draws of game a, one of b: 4 plays are worth 16/10 independent ones if those of a game agree."""
+    ended = [("sampled", 3, "a", "x", False), ("sampled", 0, "a", "x", True), ("sampled", 2, "a", "x", True),
+             ("sampled", 1, "b", "y", False)]
+    assert evaluation.outcomes_of(ended) == [{"game": "a", "type": "x", "sampled": "110"},
+                                             {"game": "b", "type": "y", "sampled": "0"}]
+    assert evaluation.plays_a_game([3, 1]) == 10 / 4
+    assert evaluation.plays_a_game([8] * 140) == 8
+    counts = Counter(episodes=4, won=2)
+    rate = evaluation.scores(counts, 1, ended)
+    assert (rate["success"], rate["games"], rate["n"]) == (0.5, 2, 4)
+    half = evaluation.scores(counts, 1, [("sampled", i, str(i), "x", i < 2) for i in range(4)])
+    assert rate["low"] < half["low"] < half["high"] < rate["high"]
+    assert evaluation.by_seed(evaluation.outcomes_of(ended), "sampled") == []
+    twice = [{"game": "a", "type": "x", "t": "10"}, {"game": "b", "type": "x", "t": "11"}]
+    assert evaluation.by_seed(twice, "t") == [1.0, 0.5]
+    assert evaluation.by_type(twice, "t")["x"]["success"] == 0.75
+
+
+@pytest.mark.fast
+def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypatch):
+    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:40])
+    status, result, _ = referee("--player", "first", "--protocol", "rlvmr")
+    rate = result["splits"]["L1"]["sampled"]
+    assert status == 0 and rate["n"] == 128 > rate["games"] and result["max_turns"] == 30
+    assert sum(map(len, digits(result))) == 128
+    assert rate["turns"] == 30
+
+
+# A model folder
+
+@needs_games
+def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee):
+    """Its first 16 games of L1, eight times each: sampled tokens may differ by rounding on another CPU."""
+    committed = files.read_json(REFEREE / "alfworld_model.json")
+    household = envs.household.Environment
+    tasks_of = household.split_tasks
+    monkeypatch.setattr(household, "split_tasks", lambda self, name: tasks_of(self, name)[:16])
+    monkeypatch.setitem(evaluation.MODES, "eight", {"sampled": 1.0})
+    status, result, _ = referee("--player", COMMITTED, "--games", GAMES, "--protocol", "eight",
+                                "--max-turns", 30)
+    assert status == 0 and result["player"]["weights"] == committed["player"]["weights"]
+    # random streams are named by the game's place in its split, so the first games play as they do among all
+    ours = "".join(entry["sampled"] for entry in result["outcomes"]["L1"])
+    theirs = "".join(entry["sampled"] for entry in committed["outcomes"]["L1"][:16])
+    assert len(ours) == 128 and sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 4
+    assert 0 < result["splits"]["L1"]["sampled"]["prompt_tokens"]
+
+
+@needs_qwen
+def test_any_folder_that_loads_is_evaluated(tmp_path, referee, monkeypatch):
+    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:3])
+    folder = tmp_path / "model"
+    shutil.copytree(QWEN_TOKENIZER, folder)
+    tokenizer = qwen.load_tokenizer(folder)
+    qwen.save_pretrained(tiny_model(tokenizer), folder)
+    status, result, error = referee("--player", folder, "--prompt", "plain", "--max-turns", 2, "--device",
+                                    "cpu", "--max-response-tokens", 8, "--context", 1000,
+                                    "--no-show-admissible")
+    assert status == 0, error
+    assert result["prompt"]["style"] == "plain" and "Answer with exactly one" in result["prompt"]["first"]
+    assert result["prompt"]["first"].startswith("<|im_start|>system")
+    rate = result["splits"]["L1"]["sampled"]
+    assert rate["n"] == 3 and rate["response_tokens"] <= 3 * 2 * 8 < rate["prompt_tokens"]
+
+
+@pytest.mark.fast
+def test_the_committed_models_row_is_its_cell():
+    """lab/results/referee holds what the training run's own evaluation gave, number by number."""
+    committed, cell = files.read_json(REFEREE / "alfworld_model.json"), files.read_json(CELL)
+    for split, modes in cell["evaluation"].items():
+        for mode, rate in modes.items():
+            assert {key: committed["splits"][split][mode][key] for key in rate} == rate
+        assert committed["games_hash"][split] == cell["games_hash"][split]
+
+
+@pytest.mark.fast
+def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
+    folder = shutil.copytree(COMMITTED, tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    status, result, error = referee("--player", folder)
+    assert status == 1 and "no chat template" in error and str(folder) in error and result == {}
+
+
+# Mistakes
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, expected", [
+    ([], "--player: expected a model folder, a URL, or one of expert, random, first"),
+    (["--player", "expert", "--evaluate", "L7"], "no split 'L7'"),
+    (["--player", "expert", "--evaluate", "none"], "--evaluate=none: no split to evaluate"),
+    (["--player", "expert", "--prompt", "plain"], "--prompt: not read if the player is a script"),
+    (["--player", "expert", "--endpoint-model", "x"], "--endpoint-model: not read if the player is a script"),
+    (["--player", "http://a/v1", "--dtype", "float32"], "--dtype: not read if the player is a server"),
+    (["--player", "expert", "--lr", "1"], "--lr: no flag of the referee"),
+    (["--player", "http://a:b@c/v1"], "expected a base URL"),
+    (["--player", "expert", "--protocol", "gigpo"], "--protocol=gigpo: expected one of full"),
+])
+def test_a_wrong_flag_is_one_line_before_any_work(flags, expected, tmp_path, capsys):
+    assert evaluation.main(["--out", str(tmp_path / "out"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.fast
+def test_missing_games_and_a_missing_folder_are_one_line(tmp_path, referee):
+    status, result, error = referee("--player", "expert", "--games", tmp_path / "none")
+    assert status == 1 and str(tmp_path / "none") in error and result == {}
+    status, _, error = referee("--player", tmp_path / "model")
+    assert status != 0 and "model" in error and error.count("\n") == 1
+
+
+@pytest.mark.fast
+def test_another_player_or_protocol_does_not_continue(short, referee):
+    assert referee("--player", "first", "--max-turns", 2)[0] == 0
+    status, result, error = referee("--player", "first", "--max-turns", 2)
+    assert status == 1 and "holds a run; --resume continues it" in error
+    for flags, named in ((["--player", "random", "--max-turns", 2], "player was"),
+                         (["--player", "first", "--max-turns", 3], "max_turns was 2, is 3"),
+                         (["--player", "first", "--max-turns", 2, "--seed", 1], "seed was 0, is 1")):
+        status, _, error = referee(*flags, "--resume")
+        assert status == 1 and named in error
+    assert without_seconds(referee("--player", "first", "--max-turns", 2, "--resume")[1]) == without_seconds(
+        result)
+
+
+@pytest.mark.fast
+def test_what_was_played_before_the_disk_was_full_is_kept(short, referee, tmp_path):
+    undisturbed = referee("--player", "expert", out="undisturbed")[1]
+    size = (tmp_path / "undisturbed" / "episodes.jsonl").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, hard))
+    try:
+        status, result, error = referee("--player", "expert")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert status == 1 and "episodes.jsonl" in error and error.count("\n") == 1
+    assert result["complete"] is False
+    kept = len(files.read_lines(tmp_path / "out" / "episodes.jsonl")[0])
+    assert 3 <= kept < 12
+    status, resumed, _ = referee("--player", "expert", "--resume")
+    assert status == 0 and without_seconds(resumed) == without_seconds(undisturbed)
+
+
+# Servers
+
+@pytest.fixture
+def serve(monkeypatch):
+    """serve(reply): a test_endpoint.Server, whose key is in LARGE_KEY; waits before retries are short."""
+    pytest.importorskip("openai", reason="needs the openai package: pip install -r requirements-endpoint.txt")
+    from test_endpoint import Server
+    for name, value in (("LARGE_KEY", SECRET), ("NO_PROXY", "127.0.0.1"), ("no_proxy", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Endpoint, "wait_s", lambda self, retry, after: 0.001)
+    servers = []
+
+    def serving(reply):
+        servers.append(Server(reply))
+        return servers[-1]
+
+    yield serving
+    for server in servers:
+        server.close()
+
+
+def flags_of(server, *flags):
+    return ["--player", server.url, "--endpoint-model", "large", "--endpoint-key-variable", "LARGE_KEY",
+            "--prompt", "plain", "--no-show-admissible", *flags]
+
+
+def completion(text, finish="stop", usage=True):
+    body = {"choices": [{"finish_reason": finish, "message": {"role": "assistant", "content": text}}]}
+    return json.dumps(body | ({"usage": {"prompt_tokens": 7, "completion_tokens": 2}} if usage else {}))
+
+
+def command_of(messages):
+    """The expert's command in a conversation, from nothing but its messages."""
+    ask = "\n\n" + ASK["plain"].replace(", word for word from the list,", "")
+    head, _, _ = RULES.partition("{observation}")
+    texts = [message["content"] for message in messages]
+    observations = [text.removeprefix(head).removesuffix(ask) for text in texts[::2]]
+    assert all(text.endswith(ask) for text in texts[::2]) and texts[0].startswith(head)
+    expert = EXPERT.online_expert(rooms.tasks("L1")[0], 0)
+    expert.observe(observations[0])
+    for command, observation in zip(texts[1::2], observations[1:], strict=True):
+        expert.observe(observation, command)
+    return expert.command()
+
+
+EXPERT = envs.household.Environment()
+
+
+def playing_expert(question, nth):
+    return lambda handler: handler.send((200, completion(command_of(handler.messages))))
+
+
+def test_a_server_that_plays_the_expert_killed_and_resumed(serve, short, referee, tmp_path):
+    """It wins what the expert wins, and the file after a kill is that of an undisturbed run."""
+    pause_s = [0.0]
+
+    def answer(question, nth):
+        time.sleep(*pause_s)
+        return playing_expert(question, nth)
+
+    server, out = serve(answer), tmp_path / "killed"
+    status, undisturbed, error = referee(*flags_of(server), out="undisturbed")
+    assert status == 0, error
+    expert = referee("--player", "expert", out="expert")[1]
+    assert digits(undisturbed) == digits(expert) and digits(expert).count("1") >= 11
+    rate = undisturbed["splits"]["L1"]["sampled"]
+    assert rate["prompt_tokens"] == 7 * len(server.seen) and rate["response_tokens"] == 2 * len(server.seen)
+    assert undisturbed["prompt"]["style"] == "plain" and "{observation}" in undisturbed["prompt"]["first"]
+
+    pause_s[:] = [0.05]
+    command = [sys.executable, "-c", SHORT, "--out", str(out), "--evaluate", "L1", "--protocol", "sampled",
+               "--slots", "2", *flags_of(server)]
+    environment = ENVIRONMENT | dict(os.environ)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + PATIENCE_S
+    while len(files.read_lines(out / "episodes.jsonl")[0]) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept, _ = files.read_lines(out / "episodes.jsonl")
+    assert 5 <= len(kept) < 12 and files.read_json(out / "evaluation.json")["complete"] is False
+    assert server.most >= 2
+    status, resumed, _ = referee(*flags_of(server), "--resume", out="killed")
+    assert status == 0
+    assert json.dumps(without_seconds(resumed)) == json.dumps(without_seconds(undisturbed))
+    assert files.read_lines(out / "episodes.jsonl")[0][:len(kept)] == kept
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("text, finish, malformed, refused, cut", [
+    ("open the pod bay doors", "stop", 0.0, 1.0, 0.0),              # wrong
+    ("я иду к шкафу", "stop", 0.0, 1.0, 0.0),                       # in another language
+    ("go to", "length", 1.0, 1.0, 1.0),                             # cut
+    ("", "stop", 1.0, 1.0, 0.0),                                    # empty
+    (None, "stop", 1.0, 1.0, 0.0),
+])
+def test_a_bad_answer_counts_as_what_it_is(serve, short, referee, text, finish, malformed, refused, cut):
+    server = serve(lambda question, nth: (200, completion(text, finish)))
+    status, result, error = referee(*flags_of(server, "--max-turns", "3"))
+    assert status == 0, error
+    rate = result["splits"]["L1"]["sampled"]
+    assert (rate["success"], rate["malformed_frac"], rate["invalid_frac"], rate["truncated_frac"]) == (
+        0.0, malformed, refused, cut)
+    assert rate["turns"] == 3 and rate["n"] == 12 and rate["response_tokens"] == 2 * 36
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("text, command", [
+    ("<think>Where?</think><action>look</action>", "look"), ("<action> look </action>", "look"),
+    ("<think>not <action>open</action></think>\n<action>look</action>", "look"), ("Action: look", None),
+    ("<action>look</action> or <action>inventory</action>", None), ("<action></action>", None), ("", None),
+])
+def test_a_thought_may_be_missing_but_not_the_command(text, command):
+    assert players.MessageChat("think").parse(text) == (command, None)
+
+
+@pytest.mark.fast
+def test_admissible_commands_are_shown_unless_they_are_not_to_be(serve, short, referee):
+    for flag, listed in (([], True), (["--no-show-admissible"], False)):
+        server = serve(lambda question, nth: (200, completion("<action>look</action>", usage=False)))
+        flags = [flag for flag in flags_of(server, "--max-turns", "1") if flag != "--no-show-admissible"]
+        status, result, error = referee(*flags, "--prompt", "think", *flag, out=f"listed {listed}")
+        assert status == 0, error
+        assert all(("Commands that are possible now:" in text) is listed for text in server.seen)
+        assert result["prompt"]["admissible"] is listed
+        assert result["splits"]["L1"]["sampled"]["prompt_tokens"] is None          # the server counts none
+
+
+@pytest.mark.fast
+def test_a_server_that_is_busy_is_asked_again_when_it_says(serve, short, referee, monkeypatch):
+    monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:1])
+    monkeypatch.setattr(Endpoint, "wait_s", OWN_WAIT_S)
+    times = []
+
+    def busy(question, nth):
+        times.append(time.monotonic())
+        return (429, "{}", {"Retry-After": "0.7"}) if len(times) == 1 else (200, completion("look"))
+
+    status, result, error = referee(*flags_of(serve(busy), "--max-turns", "2"))
+    assert status == 0, error
+    assert len(times) == 3 and times[1] - times[0] >= 0.7 and result["splits"]["L1"]["sampled"]["n"] == 1
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("broken", [(500, "{}"), (200, completion("look")[:40]), (200, b"\xff\xfe"),
+                                    (200, "")], ids=["500", "half a line", "no text", "no body"])
+def test_a_server_that_recovers_loses_no_game(serve, short, referee, broken):
+    server = serve(lambda question, nth: broken if nth == 0 else (200, completion("look")))
+    status, result, error = referee(*flags_of(server, "--max-turns", "1"))
+    assert status == 0 and result["complete"], error
+    assert result["splits"]["L1"]["sampled"]["n"] == 12
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("case", ["500", "too slow", "half a line", "refused at once"])
+def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee, case, monkeypatch):
+    """They count neither as lost nor as won, the run ends, and --resume plays them."""
+    monkeypatch.setattr(evaluation, "ANSWER_S", 0.15)
+
+    def dead(question, nth):
+        if case == "too slow":
+            server.released.wait(5)
+        return {"500": (500, "{}"), "half a line": (200, completion("look")[:40]),
+                "refused at once": (400, "{}")}.get(case, (200, completion("look")))
+
+    server = serve(dead)
+    status, result, error = referee(*flags_of(server, "--max-turns", "1"))
+    server.released.set()
+    assert status == 1 and "12 games without an answer" in error and "--resume continues" in error
+    assert result["complete"] is False and result["splits"]["L1"] == {}
+    good = serve(lambda question, nth: (200, completion("look")))
+    status, result, error = referee(*flags_of(good, "--max-turns", "1"), "--resume")
+    assert status == 0 and result["complete"] and len(digits(result)) == 12, error
+
+
+@pytest.mark.fast
+def test_ctrl_c_stops_it_and_resume_continues(serve, short, referee, tmp_path):
+    def interrupting(question, nth):
+        if len(server.seen) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+        return 200, completion("look")
+
+    server = serve(interrupting)
+    flags = [*flags_of(server), "--max-turns", "1", "--slots", "2"]
+    status, result, error = referee(*flags)
+    assert status == 130 and "--resume continues" in error and result["complete"] is False
+    kept = len(files.read_lines(tmp_path / "out" / "episodes.jsonl")[0])
+    assert 3 <= kept == len(digits(result)) < 12
+    status, result, _ = referee(*flags, "--resume")
+    assert status == 0 and result["complete"] and len(server.seen) <= 12 + 2
+
+
+@pytest.mark.fast
+def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee):
+    def short_context(question, nth):
+        return lambda handler: handler.send((400, "{}") if len(handler.messages) > 3
+                                            else (200, completion("look")))
+
+    status, result, error = referee(*flags_of(serve(short_context)))
+    assert status == 0, error
+    rate = result["splits"]["L1"]["sampled"]
+    assert (rate["n"], rate["turns"], rate["truncated_frac"], rate["success"]) == (12, 2, 1.0, 0.0)
+
+
+@pytest.mark.fast
+def test_a_refused_key_ends_it_and_is_written_nowhere(serve, short, referee, tmp_path):
+    status, result, error = referee(*flags_of(serve(lambda question, nth: (401, json.dumps(SECRET)))))
+    assert status == 1 and "--endpoint-key-variable=LARGE_KEY" in error and "refuses the key" in error
+    assert error.count("\n") == 1 and result["complete"] is False
+    written = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
+    assert SECRET.encode() not in written and SECRET not in error
+
+
+@pytest.mark.fast
+def test_the_limit_of_requests_ends_it(serve, short, referee):
+    server = serve(lambda question, nth: (200, completion("look")))
+    status, result, error = referee(*flags_of(server, "--max-turns", "1", "--endpoint-limit", "5"))
+    assert status == 1 and "7 games without an answer, the last one because of --endpoint-limit" in error
+    assert len(server.seen) == 5 and len(digits(result)) == 5
+
+
+@pytest.mark.fast
+def test_streams_are_named_by_split_place_and_play():
+    specs = evaluation.episode_specs(SimpleNamespace(seed=4), rooms.tasks("L1")[:3], 1, 2)
+    assert [spec.index for spec in specs] == [*range(6)] and [spec.group for spec in specs] == [0, 1, 2] * 2
+    assert [spec.stream for spec in specs] == [stream(4, EVALUATION, 1, g, *([k] if k else []))
+                                               for k in range(2) for g in range(3)]
