@@ -105,12 +105,17 @@ def episode_tensors(episodes, settings):
             torch.tensor(valid, dtype=torch.bool))
 
 
+def step_rewards(episodes):
+    """Return reward_S, the environment's own reward of each turn, which is added to the outcome's."""
+    return torch.tensor([turn.reward for e in episodes for turn in e.turns])
+
+
 def write_rewards(episodes, settings):
-    """Write `episode.reward` of each episode."""
+    """Write `episode.reward` of each episode: the outcome's, and the sum of the environment's own."""
     won_E, turns_E, _, valid_S = episode_tensors(episodes, settings)
     invalid_E = torch.tensor([int((~valid).sum()) for valid in valid_S.split(turns_E.tolist())])
     for episode, reward in zip(episodes, episode_reward(won_E, invalid_E, turns_E, settings).tolist()):
-        episode.reward = reward
+        episode.reward = reward + sum(turn.reward for turn in episode.turns)
 
 
 def stored_rewards(episodes):
@@ -127,6 +132,8 @@ def grouped_rewards(episodes, settings):
     if settings.variant == "paper":
         return stored_rewards(episodes), group_E, turns_E
     reward_S = code_turn_rewards(won_E, valid_S, turns_E, settings)
+    own_E = torch.tensor([sum(turn.reward for turn in e.turns) for e in episodes])
+    reward_S = reward_S + own_E.repeat_interleave(turns_E)
     return reward_S, group_E.repeat_interleave(turns_E), torch.ones(len(reward_S), dtype=torch.long)
 
 
