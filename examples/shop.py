@@ -15,11 +15,10 @@ import sqlite3
 from envs import Demonstration, Task
 from envs.tools import Game, ToolEnvironment, ToolError, call, calls_in, read_call, schemas
 
-NAMES = ("bowl", "broom", "candle", "chair", "clock", "cup", "fork", "hat", "jug", "kettle", "knife", "lamp",
-         "mirror", "pan", "pillow", "plate", "shelf", "soap", "towel", "vase")
+NAMES = ("bowl", "candle", "chair", "cup", "hat", "jug", "kettle", "lamp", "mirror", "pillow", "shelf", "vase")
 COUNTS = range(1, 6)
-KINDS = range(2, 6)                     # kinds of each article in a shop
-FIRST, LAST = 100, 199                  # an article's number
+KINDS = range(2, 5)                     # kinds of each article in a shop
+FIRST, LAST = 10, 59                    # an article's number
 PRICES = range(1, 10)                   # euros
 
 
@@ -35,12 +34,12 @@ class Shop(Game):
         return f"Order: {self._count} of the cheapest {self._name} of which so many are in stock."
 
     def search(self, name: str) -> str:
-        """List the kinds of an article, with number and price.
+        """List the kinds of an article, with number and price, the cheapest first.
 
         Args:
             name: the article's name, one word
         """
-        rows = self._rows("select number, price from articles where name = ? order by number", name)
+        rows = self._rows("select number, price from articles where name = ? order by price", name)
         if not rows:
             raise ToolError("the shop has no such article")
         return "\n".join(f"article {number} costs {price}" for number, price in rows)
