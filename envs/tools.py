@@ -16,7 +16,6 @@ observations. Left out: tools that run at the same time, and calls that are not 
 
 import inspect
 import json
-import math
 from functools import lru_cache
 
 import envs
@@ -40,8 +39,7 @@ class Game:
     """
 
     def __init__(self):
-        self._schemas = {schema["function"]["name"]: schema["function"]["parameters"]
-                         for schema in schemas(type(self))}
+        self._parameters = parameters_of(schemas(type(self)))
 
     def begin(self, task, seed):
         """Start a task; returns the first observation. Equal for the same task and seed."""
@@ -69,7 +67,7 @@ class Game:
     def _answer(self, text):
         """(answer, whether the call was made) for the text of a call."""
         try:
-            name, arguments = read_call(text, self._schemas)
+            name, arguments = read_call(text, self._parameters)
             answer = getattr(self, name)(**arguments)
         except ToolError as error:
             return f"error: {error}", False
@@ -91,6 +89,13 @@ class ToolEnvironment(envs.Environment):
         start = text.find(START)
         return text[start:].strip() if start >= 0 else None
 
+    def _calls(self, command):
+        """[(tool, arguments)] of a command, for an oracle; [] if any of them cannot be made."""
+        try:
+            return [read_call(text, parameters_of(self.tools())) for text in calls_in(command)]
+        except ToolError:
+            return []
+
     def vocabulary(self):
         """The parts of calls, and of what is answered to a wrong one."""
         return [self.noop_message, "error: ", *phrases(self.tools())]
@@ -103,13 +108,18 @@ def call(name, /, **arguments):
 
 def calls_in(command):
     """The texts of the calls in a command; a last one may be cut short."""
-    return [text.partition(END)[0] for text in command.split(START)[1:]] or [""]
+    return [text.partition(END)[0].strip() for text in command.split(START)[1:]] or [""]
+
+
+def parameters_of(tools):
+    """{tool: the schema of its arguments} of a list of schemas."""
+    return {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
 
 
 def read_call(text, parameters):
     """(name, arguments) of a call. ToolError if it is not JSON, or not as the tool's schema has it.
 
-    parameters: {tool: schema of its arguments}.
+    parameters: see `parameters_of`.
     """
     try:
         given = json.loads(text, parse_constant=float)
@@ -153,7 +163,7 @@ def wrong_value(value, schema):
     if not any(isinstance(value, KINDS[kind]) and isinstance(value, bool) == (kind == "boolean")
                for kind in kinds):
         return f"{shown}; expected {' or '.join(kinds)}"
-    if isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) < 2**63):
+    if isinstance(value, (int, float)) and not abs(value) < 2**63:                     # also refuses NaN
         return f"{shown}; expected a number of at most 63 bits"
     if isinstance(value, str) and value != value.encode("utf-8", "replace").decode("utf-8"):
         return f"{shown}; expected text without unpaired surrogates"

@@ -13,9 +13,9 @@ import re
 import sqlite3
 
 from envs import Demonstration, Task
-from envs.tools import Game, ToolEnvironment, ToolError, call, calls_in, read_call, schemas
+from envs.tools import Game, ToolEnvironment, ToolError, call, schemas
 
-NAMES = ("bowl", "candle", "chair", "cup", "hat", "jug", "kettle", "lamp", "mirror", "pillow", "shelf", "vase")
+NAMES = ("bowl", "candle", "chair", "cup", "hat", "jug", "kettle", "lamp", "mirror", "pan", "shelf", "vase")
 COUNTS = range(1, 6)
 KINDS = range(2, 5)                     # kinds of each article in a shop
 FIRST, LAST = 10, 59                    # an article's number
@@ -189,13 +189,9 @@ class Environment(ToolEnvironment):
     def oracle(self, observations, commands):
         """"good" for a command that is the one right call by what was known, "bad" for any other."""
         known, labels = Known(observations[0]), []
-        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools()}
         for command, answer in zip(commands, observations[1:]):
-            try:
-                (made,) = (read_call(text, parameters) for text in calls_in(command))
-            except (ToolError, ValueError):                      # not a call, or several
-                made = None
-            labels.append("good" if made == known.best() else "bad")
-            if made:
-                known.learn(*made, answer)
+            calls = self._calls(command)
+            labels.append("good" if calls == [known.best()] else "bad")
+            for name, arguments in calls if len(calls) == 1 else ():
+                known.learn(name, arguments, answer)
         return labels

@@ -12,7 +12,7 @@ import re
 from typing import Literal
 
 from envs import Demonstration, Task
-from envs.tools import Game, ToolEnvironment, ToolError, call, calls_in, read_call, schemas
+from envs.tools import Game, ToolEnvironment, ToolError, call, schemas
 
 OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 LARGEST = 200
@@ -126,12 +126,7 @@ class Environment(ToolEnvironment):
     def oracle(self, observations, commands):
         a, first, b, second, c = re.match(r"Compute \((\d+) (.) (\d+)\) (.) (\d+)", observations[0]).groups()
         pending, labels = right_calls((int(a), first, int(b), second, int(c))), []
-        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools()}
         for command in commands:
-            try:
-                made = [read_call(text, parameters) for text in calls_in(command)]
-            except ToolError:
-                made = None
-            labels.append("good" if made == pending[:1] != [] else "bad")
+            labels.append("good" if self._calls(command) == pending[:1] else "bad")
             pending = pending[1:] if labels[-1] == "good" else pending
         return labels
