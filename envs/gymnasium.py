@@ -50,7 +50,7 @@ class Game:
             observation, *rest, info = call()
             reward, terminated, truncated = rest or (0.0, False, False)
             won = bool(info.get("won", info.get("success", terminated and reward > 0)))
-            reply = Reply(observation, list(info.get("admissible_commands") or ()), won,
+            reply = Reply(observation, tuple(info.get("admissible_commands") or ()), won,
                           bool(terminated or truncated), reward=float(reward),
                           ended="won" if won else "terminated" if terminated else "truncated" * truncated)
             if wrong := envs.wrong_in(reply):

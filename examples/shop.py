@@ -151,7 +151,7 @@ class Environment(ToolEnvironment):
     """Orders at shops that no other order has."""
 
     rules = "You work for a shop. Fill the order with one purchase, and look at the stock before you buy."
-    defaults = {"max_turns": 10, "judge_labels": "oracle", "max_response_tokens": 24}
+    defaults = {"max_turns": 10, "max_response_tokens": 24, "iterations": 40, "judge_labels": "oracle"}
     splits = ("dev", "test")
     captions = {"dev": "orders as in training, in other shops", "test": "articles in a count never ordered"}
 

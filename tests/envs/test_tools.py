@@ -142,7 +142,8 @@ class Size(Enum):
 
 class Wide(Game):
     def paint(self, x: str, a: int, b: float, c: bool, d: Literal["x", 3], e: Size, f: list[int],
-              g: int | str, h: dict[str, int], i: tuple[int, str], j: int | None = None, k: list[list[str]] | bool = True):
+              g: int | str, h: dict[str, int], i: tuple[int, str], j: int | None = None,
+              k: list[list[str]] | bool = True):
         """Paint.
 
         Args:

@@ -20,11 +20,12 @@ class TextArena(gymnasium.Env):
     observation_space = action_space = Text(100_000)
 
     def __init__(self, game):
-        self.game = textarena.make(game)
+        self.name = game
 
     def reset(self, *, seed=None, options=None):
         """Start the game with this seed."""
         super().reset(seed=seed)
+        self.game = textarena.make(self.name)          # a second reset of the same one keeps the old texts
         self.game.reset(num_players=1, seed=seed)
         self.seen = ""
         return self.new_text(), {}
