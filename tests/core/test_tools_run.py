@@ -51,7 +51,7 @@ def assert_trained(out):
 def test_the_small_model_learns_to_call_tools_from_scratch(tmp_path, env):
     assert train(tmp_path / "run", env=env, hidden_size=32, layers=2) == 0
     turns, ended = assert_trained(tmp_path / "run")
-    assert any(turn["action"] and turn["action"].startswith("<tool_call>\n{") and turn["valid"] for turn in turns)
+    assert any(turn["valid"] and turn["action"].startswith("<tool_call>\n{") for turn in turns)
     assert ended <= {"bought", "bought the wrong thing", "not in stock", "turn limit", "right", "wrong",
                      "response too long", "context full"}
     if env == CALCULATOR:

@@ -149,7 +149,7 @@ BAD = {"text": "step: observation is None; expected text", "raises": r"step rais
        "long": "step: an observation of 10000000 characters; expected at most 100000",
        "nan": "step: reward is nan; expected a finite number",
        "four": "step raised ValueError: not enough values to unpack",
-   XX
+       "info": r"step: admissible is \(3,\); expected a list of texts"}
 
 
 @pytest.mark.fast
