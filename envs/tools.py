@@ -154,27 +154,27 @@ def wrong_value(value, schema):
     """
     if value is None and schema.get("nullable"):
         return ""
-    text_of = f"is {json.dumps(value):.60}"
+    what = f"is {json.dumps(value):.60}"
     if "anyOf" in schema:
         reasons = [wrong_value(value, choice) for choice in schema["anyOf"]]
-        return "" if "" in reasons else f"{text_of}; expected another type"
+        return "" if "" in reasons else f"{what}; expected another type"
     kinds = schema.get("type", [*KINDS])
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if not any(isinstance(value, KINDS[kind]) and isinstance(value, bool) == (kind == "boolean")
                for kind in kinds):
-        return f"{text_of}; expected {' or '.join(kinds)}"
+        return f"{what}; expected {' or '.join(kinds)}"
     if isinstance(value, (int, float)) and not abs(value) < 2**63:                     # also refuses NaN
-        return f"{text_of}; expected a number of at most 63 bits"
+        return f"{what}; expected a number of at most 63 bits"
     if isinstance(value, str) and value != value.encode("utf-8", "replace").decode("utf-8"):
-        return f"{text_of}; expected text without unpaired surrogates"
+        return f"{what}; expected text without unpaired surrogates"
     if "enum" in schema and value not in schema["enum"]:
-        return f"{text_of}; expected one of {', '.join(map(json.dumps, schema['enum']))}"
+        return f"{what}; expected one of {', '.join(map(json.dumps, schema['enum']))}"
     parts = []
     if isinstance(value, list):
         parts = [(item, schema.get("items", {})) for item in value]
         if (of_each := schema.get("prefixItems")) is not None:
             if len(value) != len(of_each):
-                return f"{text_of}; expected {len(of_each)} items"
+                return f"{what}; expected {len(of_each)} items"
             parts = [*zip(value, of_each)]
     elif isinstance(value, dict):
         parts = [(item, schema.get("additionalProperties", {})) for item in value.values()]

@@ -222,7 +222,8 @@ def test_an_environments_words_replace_the_runs(qwen3):
         chat.parse("seven")
     tags = make_chat(qwen3, "tags", Own())
     request = qwen3.decode(tags.observe(Reply("Higher."), True))
-    assert "<planning> a numbered plan" in request and "otherwise. Close the tag. Answer in brackets" in request
+    assert "<planning> a numbered plan" in request
+    assert "otherwise. Close the tag. Answer in brackets" in request
     assert "<action>" not in first + later + request
     assert tags.parse("<explore>It is big.</explore> [9]") == ("[9]", "explore")
     assert tags.parse("[9]") == (None, None) == tags.parse("<explore></explore>[9]")
