@@ -219,7 +219,7 @@ def rollout_metrics(run, episodes):
         metrics["rollout/zero_variance_frac"] = counts["equal"] / counts["episodes"]
     metrics |= {f"rollout/{key}": counts[key] for key in ("episodes", "response_tokens", "restarts")}
     return metrics | {"rollout/reward": counts["reward"] / counts["episodes"],
-                      "time/step_ms": 1000 * counts["game_s"] / max(counts["turns"], 1)}
+                      "time/game_ms": 1000 * counts["game_s"] / max(counts["turns"], 1)}
 
 
 def store(run, i, episodes):

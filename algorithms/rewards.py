@@ -105,7 +105,7 @@ def episode_tensors(episodes, settings):
             torch.tensor(valid, dtype=torch.bool))
 
 
-def step_rewards(episodes):
+def own_turn_rewards(episodes):
     """Return reward_S, the environment's own reward of each turn, which is added to the outcome's."""
     return torch.tensor([turn.reward for e in episodes for turn in e.turns], dtype=torch.float)
 

@@ -144,10 +144,10 @@ class Environment:
     """An environment: its tasks, its games, and what else it offers. Base class of every --env.
 
     A subclass must define `make`, `train_tasks` and `split_tasks`; the rest has defaults, and None means that
-    it is not offered. Public names that are not declared here are refused: a helper's name
-    begins with an underscore. The constructor gets the environment's own settings, the task types that RL
-    trains on ("part" leaves out L2's, "all" does not) and the run's seed. It must be quick, and raise
-    ValueError with flag and value for settings that cannot be right.
+    it is not offered. Public names that are not declared here are refused: a helper's name begins with an
+    underscore. The constructor gets the environment's own settings, the task types that RL trains on ("part"
+    leaves out L2's, "all" does not) and the run's seed. It must be quick, and raise ValueError with flag and
+    value for settings that cannot be right.
     """
 
     @dataclass(frozen=True)

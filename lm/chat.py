@@ -42,7 +42,7 @@ ASK = {
 TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
 TAG = f"<({'|'.join(TAGS)})>"
 OWN_FORMAT = "Close the tag, then give exactly one command inside <action> </action>."    # of ASK["tags"]
-MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template: private use, in no text
+MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
 COMMAND = r">([^<>]*)</action>\s*"
 TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*"
@@ -96,7 +96,8 @@ class Chat:
         self.switches = {"enable_thinking": False} if silent else {}
         self.answer_templates = {}
         if self.tools and not (tokenizer.chat_template and self.shows_tools()):
-            raise ValueError("--model: its chat template shows no tools, which this --env has")
+            raise ValueError(f"--model={tokenizer.name_or_path}: its chat template shows no tools, which "
+                             "this --env has")
         # cached, since the same observations occur thousands of times
         self.encode = lru_cache(100_000)(self._encode)
         self.encodings = lru_cache(100_000)(self._encodings)
@@ -193,10 +194,9 @@ class Chat:
         elif self.style == "tags" and self.small:
             text = f"<{tag}>{command}"
         else:
-            tag, given = "think" if self.style == "think" else tag, f"<action>{command}</action>"
-            thought = thought or (OWN_THOUGHT if self.own_parse else THOUGHT.format(command=command))
-            text = (f"<{tag}>\n{thought}\n</{tag}>\n\n{command}" if self.own_parse else       # as Qwen3 does
-                    f"<{tag}>{thought}</{tag}>{given}")
+            tag = "think" if self.style == "think" else tag
+            text = (f"<{tag}>\n{thought or OWN_THOUGHT}\n</{tag}>\n\n{command}" if self.own_parse else
+                    f"<{tag}>{thought or THOUGHT.format(command=command)}</{tag}><action>{command}</action>")
         return self.encode(text) + self.end_ids
 
     def restriction(self, commands):

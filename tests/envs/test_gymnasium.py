@@ -226,13 +226,13 @@ def train(out, name, **changes):
         return gcd.main(config.arguments(TINY | {"out": str(out), "env": f"gymnasium:{name}"} | changes))
 
 
-def test_two_iterations_log_step_times_rewards_and_reasons(tmp_path):
+def test_two_iterations_log_game_times_rewards_and_reasons(tmp_path):
     assert train(tmp_path / "run", HOUSEHOLD, admissible_only=True) == 0
     (first, *_), lines = files.read_lines(tmp_path / "run" / "metrics.jsonl")[0], rows(tmp_path / "run")
     assert first["games"] == f"gymnasium {HOUSEHOLD}" and first["config"]["id"] == HOUSEHOLD
     assert [line["iteration"] for line in lines] == [0, 1]
     for line in lines:
-        assert 0 < line["time/step_ms"] < 1000 * line["time/rollout_s"]
+        assert 0 < line["time/game_ms"] < 1000 * line["time/rollout_s"]
         assert line["rollout/invalid_frac"] == 0.0
     episodes, _ = files.read_lines(tmp_path / "run" / "episodes.jsonl")
     assert {episode["ended"] for episode in episodes} <= {"won", "turn limit", "context full"}
@@ -275,4 +275,4 @@ def test_a_game_of_textarena_trains_for_two_iterations(tmp_path, monkeypatch):
     assert "higher" in texts[0].observation and len(texts[0].observation) < 200
     assert train(tmp_path / "run", name, max_response_tokens=4) == 0
     for row in rows(tmp_path / "run"):
-        assert row["rollout/episodes"] == 4 and row["time/step_ms"] > 0
+        assert row["rollout/episodes"] == 4 and row["time/game_ms"] > 0
