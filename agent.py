@@ -59,8 +59,9 @@ class Agent:
         -= Welcome to TextWorld, ALFRED! =-
         ...
         """
+        same = plugins.name_of(env).partition(":")[0] == plugins.name_of(self.config.env)
         own = {name: value for name, value in self.settings.items()              # not of another environment
-               if name in vars(self.config) or plugins.name_of(env) == plugins.name_of(self.config.env)}
+               if name in vars(self.config) or same}
         config = playing(self.config.model, own | settings | {"env": env})
         chat = make_chat(config, self.chat.tokenizer)
         sampling = Sampling(temperature, config.max_response_tokens)

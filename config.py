@@ -67,7 +67,8 @@ class Config:
                                     low=0, rare=True)
     log: str = setting("none", "also send each iteration's metrics to tensorboard (files in OUT/tensorboard) "
                        "or wandb", ("none", "tensorboard", "wandb"))
-    env: str = setting("household", "environment: a file of envs/, or a path to one", section="environment")
+    env: str = setting("household", "environment: a file of envs/, or a path to one; NAME:VALUE gives its "
+                       "first setting", section="environment")
     train_types: str = setting("part", "task types of RL: all, or part (without L2's)", ("part", "all"))
     max_turns: int = setting(20, "turns in an episode", low=1, high=10**4)
     model: str = setting("", "Hugging Face Qwen2 or Qwen3 folder to start from; empty: a fresh small model",
@@ -339,9 +340,16 @@ def find_environment(name):
 def parsed(argv=None):
     """Command line to Config; ValueError for a wrong flag or value. --help prints and exits.
 
-    The flags --algo and --env are read first, then the flags that those two bring.
+    The flags --algo and --env are read first, then the flags that those two bring. --env NAME:VALUE is --env
+    NAME with VALUE for the first of the environment's own flags.
     """
+    argv = list(sys.argv[1:] if argv is None else argv)
     chosen = {"algo": Config.algo, "env": Config.env} | parse_known("gcd.py", argv, Config)[0]
+    name, colon, value = chosen["env"].partition(":")
+    if colon and name.isidentifier() and not chosen["env"].endswith(".py"):
+        first = next(iter(fields(find_environment(name).Settings)), None)
+        refuse(first is None, f"--env={chosen['env']}: {name} has no settings, so nothing follows its name")
+        chosen["env"], argv = name, [*argv, f"--env={name}", f"{flag_of(first.name)}={value}"]
     algorithm, environment = find_algorithm(chosen["algo"]), find_environment(chosen["env"])
     sources = {"run": Config, f"--algo {chosen['algo']}": algorithm.Settings,
                f"--env {chosen['env']}": environment.Settings}

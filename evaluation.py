@@ -256,12 +256,15 @@ def open_player(own, config, given, resources):
     if kind == "script":
         return ScriptPlayer(own.player, config.environment), facts
     if kind == "server":
+        if config.environment.tools():
+            raise ValueError(f"--env={config.env}: has tools, which a server's player is not given")
         endpoint = Endpoint(own.player, config.endpoint_model, config.endpoint_key_variable, "",
                             config.endpoint_limit, config.slots, ANSWER_S,
                             max_tokens=config.max_response_tokens)
         resources.callback(endpoint.close)
         style = "think" if config.prompt == "auto" else config.prompt
-        chat = MessageChat(style, given.get("show_admissible", True), config.environment.noop_message)
+        chat = MessageChat(style, given.get("show_admissible", True), config.environment.noop_message,
+                           config.environment)
         return ServerPlayer(endpoint, chat, config.history), facts | {
             "name": own.name or config.endpoint_model, "model": config.endpoint_model}
     folder, ranks = Path(own.player), parallel.setup(config.device)

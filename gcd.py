@@ -229,7 +229,8 @@ def rollout_metrics(run, episodes):
     if algorithm.groups:
         metrics["rollout/zero_variance_frac"] = counts["equal"] / counts["episodes"]
     metrics |= {f"rollout/{key}": counts[key] for key in ("episodes", "response_tokens", "restarts")}
-    return metrics | {"rollout/reward": counts["reward"] / counts["episodes"]}
+    return metrics | {"rollout/reward": counts["reward"] / counts["episodes"],
+                      "time/game_ms": 1000 * counts["game_s"] / max(counts["turns"], 1)}
 
 
 def store(run, i, episodes):

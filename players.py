@@ -51,9 +51,10 @@ class MessageChat(Chat):
     before a command may be missing, since servers may cut it off, but there must be exactly one command.
     """
 
-    def __init__(self, style, admissible=True, noop_message="Nothing happens."):
-        self.style, self.small, self.bare, self.stop_ids = style, False, False, ()
+    def __init__(self, style, admissible=True, noop_message="Nothing happens.", environment=None):
+        self.style, self.small, self.bare, self.stop_ids, self.tools = style, False, False, (), []
         self.admissible, self.noop_message = admissible, noop_message
+        self.take_words(environment)
 
     def message(self, content, first=False):
         """A user message, as a list of one."""
@@ -65,6 +66,8 @@ class MessageChat(Chat):
 
     def parse(self, text):
         """(command, None) of a response's text; (None, None) if malformed: without a command, or with two."""
+        if self.own_parse:
+            return self.parse_own(text)
         answer = THOUGHT.sub("", text, count=1)
         commands = [answer] if self.style == "plain" else ACTION.findall(answer)
         command = commands[0].strip() if len(commands) == 1 else ""

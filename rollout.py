@@ -33,6 +33,7 @@ class Turn:
     anchor: str                   # the last informative observation: the state as far as the actor saw it
     truncated: bool = False       # the response had no stop token within its length
     tag: str | None = None        # RLVMR's meta-reasoning tag; None: malformed, or no tags in the prompt
+    reward: float = 0.0           # the environment's for this turn, beside the outcome
     kl: list[float] | None = None                 # kl_coef * k1 per response token (--kl reward)
     advantage: float = 0.0                        # by the algorithm; in a demonstration, the turn's weight
     token_advantage: list[float] | None = None    # one per response token, if they differ
@@ -60,6 +61,9 @@ class Episode:
     final_anchor: str = ""        # the last informative observation so far
     score_100: float | None = None       # the game's own score at the end, if it has one
     restarts: int = 0             # how often its engine died, and it started again
+    lost: str = ""                # why, the last time
+    ended: str = ""               # why it ended: the game's reason, or see Conversation.receive
+    game_s: float = field(default=0.0, compare=False)            # seconds that it waited for its game
 
     def __str__(self):
         """The transcript: observations, commands, labels, and the outcome."""
@@ -72,7 +76,8 @@ class Episode:
             lines += [turn.observation, "", f"[{number}] > {command}" + (f"   ({note})" if note else "")]
         score = "" if self.score_100 is None else f", score {self.score_100:g} of 100"
         outcome = "won" if self.won else "not won"
-        end = [self.final_observation, "", f"{outcome} after {len(self.turns)} turns{score}"]
+        why = f" ({self.ended})" if self.ended not in ("", "won") else ""
+        end = [self.final_observation, "", f"{outcome} after {len(self.turns)} turns{score}{why}"]
         return "\n".join(lines + end)
 
 
@@ -134,11 +139,14 @@ class Conversation:
     def checked_reply(self):
         """The game's Reply. PluginError if it is none; any other error gets a note of the task and turn."""
         place = f"task {self.spec.task.id}, " + (f"turn {n}" if (n := len(self.episode.turns)) else "reset")
+        began = perf_counter()
         try:
             reply = self.game.receive()
         except BaseException as error:
             error.add_note(place)
             raise
+        finally:
+            self.episode.game_s += perf_counter() - began
         refuse(wrong_in(reply), self.source, place)
         return reply
 
@@ -169,34 +177,43 @@ class Conversation:
         action, tag = (None, None) if response.truncated else self.chat.parse(text)
         episode.turns.append(Turn(
             before.observation, self.prompt, response.ids, response.logprob, text, action,
-            action in before.admissible, episode.final_anchor, response.truncated, tag,
-            allowed=response.allowed))
+            action is not None and (not before.admissible or action in before.admissible),
+            episode.final_anchor, response.truncated, tag, allowed=response.allowed))
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
+            episode.ended = "response too long"
         elif action is not None:
             self.game.send("step", action)
 
     def receive(self, max_turns, max_prompt):
         """Receive the reply and build the next prompt, of at most max_prompt tokens; True if the episode
         ended.
+
+        episode.ended is then the game's own reason, or "won", "over" (the game's end without a reason), "turn
+        limit", "context full" or "response too long".
         """
         episode, turn = self.episode, self.episode.turns[-1]
         if episode.truncated:
             return True
         if turn.action is None:
-            self.reply = self.reply._replace(observation=self.chat.noop_message)
+            self.reply = self.reply._replace(observation=self.chat.noop_message, answers=())
         else:
             self.reply = self.checked_reply()
             turn.valid = turn.valid if self.reply.taken is None else self.reply.taken
+            turn.reward = float(self.reply.reward)
         episode.won, episode.score_100 = self.reply.won, self.reply.score_100
         episode.final_observation = self.reply.observation
         if self.reply.observation != self.chat.noop_message and self.reply.taken is not False:
             episode.final_anchor = self.reply.observation
         self.exchanges.append(turn.response_ids + self.chat.observe(self.reply))
         self.prompt = list(chain(self.head, *self.exchanges[-self.history:]))      # -0 is 0: all of them
-        ended = self.reply.done or len(episode.turns) >= max_turns
-        episode.overflowed = not ended and len(self.prompt) > max_prompt
-        return ended or episode.overflowed
+        limit = len(episode.turns) >= max_turns
+        episode.overflowed = not self.reply.done and not limit and len(self.prompt) > max_prompt
+        if self.reply.done:
+            episode.ended = self.reply.ended or ("won" if self.reply.won else "over")
+        elif limit or episode.overflowed:
+            episode.ended = "turn limit" if limit else "context full"
+        return bool(episode.ended)
 
 
 def check_first_prompt(task, prompt, max_response_tokens, context):
@@ -299,7 +316,8 @@ def restarted(conversation, loss, most=5):
     if restarts > most:
         raise EpisodeLost(f"task {spec.task.id}: lost {restarts} times: {loss}") from loss
     new = Conversation(spec, conversation.game, conversation.chat, conversation.history, conversation.number)
-    new.episode.restarts = restarts
+    new.episode.restarts, new.episode.lost = restarts, str(loss)
+    new.episode.game_s = conversation.episode.game_s
     new.stream = stream(spec.stream, 1 << 40, restarts)         # no turn has the number 1 << 40
     return new
 
@@ -319,7 +337,7 @@ def summary(episodes):
         "turns": len(turns), "invalid": sum(not t.valid for t in turns),
         "repeated": sum(repeated_turns(e) for e in episodes),
         "response_tokens": sum(len(t.response_ids) for t in turns),
-        "restarts": sum(e.restarts for e in episodes),
+        "restarts": sum(e.restarts for e in episodes), "game_s": sum(e.game_s for e in episodes),
         "scored": sum(e.score_100 is not None for e in episodes),
         "score_100": sum(e.score_100 or 0.0 for e in episodes)}
 

@@ -42,6 +42,7 @@ if [ "${1:-}" = test ]; then
     install requirements-endpoint.txt
     install requirements-trl.txt
     install requirements-scienceworld.txt
+    install requirements-textarena.txt
     install requirements-alfworld.txt ||
         echo "alfworld could not be installed (it needs g++ and make): the tests that need it are skipped"
     OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n 2 --dist loadfile "${@:2}"     # two files at a time

@@ -308,7 +308,8 @@ def make_chat(config, tokenizer):
     if style == "tags" and small and not knows_tags:
         raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
                          "tags, so it knows none (--prompt tags there)")
-    chat = Chat(tokenizer, style, config.show_admissible, config.environment.noop_message)
+    environment = config.environment
+    chat = Chat(tokenizer, style, config.show_admissible, environment.noop_message, environment)
     if config.thoughts == "endpoint" and not chat.writes_prose:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
     if config.correction != "off" and not chat.writes_prose:

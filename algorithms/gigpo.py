@@ -64,6 +64,7 @@ class Method(grpo.Method):
         settings, code = self.settings, self.settings.variant == "code"
         won_E, turns_E, _, valid_S = rewards.episode_tensors(episodes, settings)
         reward_S = rewards.turn_rewards(won_E, valid_S | code, turns_E, settings)
+        reward_S = reward_S + rewards.own_turn_rewards(episodes)
         return_S = rewards.discounted_returns(reward_S, turns_E, settings.step_gamma)
         if code:                                             # penalties are not discounted
             return_S = return_S - settings.invalid_penalty * (~valid_S).float()

@@ -191,6 +191,7 @@ class Method(algorithms.Method):
         """Write GAE over turns. Returns target_N, with targets at each turn's first token only, else nan."""
         won_E, turns_E, _, valid_S = rewards.episode_tensors(episodes, self.settings)
         reward_S = rewards.turn_rewards(won_E, valid_S, turns_E, self.settings)
+        reward_S = reward_S + rewards.own_turn_rewards(episodes)
         first_S = tokens_S.cumsum(0) - tokens_S
         advantage_S, return_S = gae(reward_S, value_N[first_S], turns_E, lam=self.settings.gae_lambda)
         moments = parallel.all_sum(rewards.moments(advantage_S))

@@ -105,11 +105,22 @@ def episode_tensors(episodes, settings):
             torch.tensor(valid, dtype=torch.bool))
 
 
+def own_turn_rewards(episodes):
+    """Return reward_S, the environment's own reward of each turn, which is added to the outcome's."""
+    return torch.tensor([turn.reward for e in episodes for turn in e.turns], dtype=torch.float)
+
+
+def own_rewards(episodes):
+    """Return own_E, the sum of the environment's own rewards in each episode."""
+    return torch.tensor([sum(turn.reward for turn in e.turns) for e in episodes], dtype=torch.float)
+
+
 def write_rewards(episodes, settings):
-    """Write `episode.reward` of each episode."""
+    """Write `episode.reward` of each episode: the outcome's, and the sum of the environment's own."""
     won_E, turns_E, _, valid_S = episode_tensors(episodes, settings)
     invalid_E = torch.tensor([int((~valid).sum()) for valid in valid_S.split(turns_E.tolist())])
-    for episode, reward in zip(episodes, episode_reward(won_E, invalid_E, turns_E, settings).tolist()):
+    reward_E = episode_reward(won_E, invalid_E, turns_E, settings) + own_rewards(episodes)
+    for episode, reward in zip(episodes, reward_E.tolist()):
         episode.reward = reward
 
 
@@ -127,6 +138,7 @@ def grouped_rewards(episodes, settings):
     if settings.variant == "paper":
         return stored_rewards(episodes), group_E, turns_E
     reward_S = code_turn_rewards(won_E, valid_S, turns_E, settings)
+    reward_S = reward_S + own_rewards(episodes).repeat_interleave(turns_E)
     return reward_S, group_E.repeat_interleave(turns_E), torch.ones(len(reward_S), dtype=torch.long)
 
 

@@ -10,6 +10,7 @@ be copied alone. Left out: observations that are not text.
 
 import hashlib
 import inspect
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -29,12 +30,16 @@ class Reply(NamedTuple):
     """What a game answers to `reset` and to each command; `wrong_in` checks it."""
 
     observation: str
-    admissible: list[str]   # commands that are possible now, sorted; or templates, "open OBJ"
-    won: bool
-    done: bool              # the game takes no more commands; the caller enforces the turn limit
+    admissible: list[str] = ()           # commands that are possible now, sorted; or templates, "open OBJ";
+                                         # empty: not listed, and a command is valid unless `taken` is False
+    won: bool = False
+    done: bool = False                   # no more commands are taken; the caller enforces the turn limit
     objects: tuple[str, ...] = ()        # what may replace OBJ, if `admissible` holds templates
     score_100: float | None = None       # the game's own score so far, 0 to 100, if it has one
     taken: bool | None = None            # whether the last command was accepted; None: unknown
+    reward: float = 0.0                  # for the last command alone, beside what the outcome earns
+    ended: str = ""                      # with done: why, in a word or two, such as "sold out"
+    answers: tuple[str, ...] = ()        # of the functions that the command called, in order: role "tool"
 
 
 def wrong_in(reply):
@@ -50,7 +55,10 @@ def wrong_in(reply):
         "objects": (is_texts(reply.objects), "a tuple of texts"),
         "score_100": (score is None or isinstance(score, (int, float)) and -100 <= score <= 100,
                       "a number up to 100, or None"),
-        "taken": (reply.taken is None or isinstance(reply.taken, bool), "True, False or None")}
+        "taken": (reply.taken is None or isinstance(reply.taken, bool), "True, False or None"),
+        "reward": (isinstance(reply.reward, (int, float)) and math.isfinite(reply.reward), "a finite number"),
+        "ended": (isinstance(reply.ended, str), "text"),
+        "answers": (is_texts(reply.answers), "a tuple of texts")}
     return next((f"{name} is {getattr(reply, name)!r:.60}; expected {kind}"
                  for name, (right, kind) in expected.items() if not right), "")
 
@@ -135,11 +143,11 @@ def wrong_games(games, n):
 class Environment:
     """An environment: its tasks, its games, and what else it offers. Base class of every --env.
 
-    A subclass must define `make`, `train_tasks`, `split_tasks` and `vocabulary`; the rest has defaults, and
-    None means that it is not offered. Public names that are not declared here are refused: a helper's name
-    begins with an underscore. The constructor gets the environment's own settings, the task types that RL
-    trains on ("part" leaves out L2's, "all" does not) and the run's seed. It must be quick, and raise
-    ValueError with flag and value for settings that cannot be right.
+    A subclass must define `make`, `train_tasks` and `split_tasks`; the rest has defaults, and None means that
+    it is not offered. Public names that are not declared here are refused: a helper's name begins with an
+    underscore. The constructor gets the environment's own settings, the task types that RL trains on ("part"
+    leaves out L2's, "all" does not) and the run's seed. It must be quick, and raise ValueError with flag and
+    value for settings that cannot be right.
     """
 
     @dataclass(frozen=True)
@@ -152,6 +160,8 @@ class Environment:
     splits = ("dev", "L0", "L1", "L2")   # splits that can be evaluated
     captions = {}                        # {split: what its tasks are, a clause}, for tables and the report
     noop_message = "Nothing happens."    # the observation after a refused command, which changed nothing
+    rules = ""                           # opens the first prompt of a model that writes; "": a text game's
+    ask = ""                             # ends each of its prompts: how to answer; "": the run's format
     search_verbs = ()                    # first words of commands that search for something
     templates = False                    # whether replies list templates, "open OBJ", instead of commands
     known_phrases = ()                   # some of `vocabulary`'s phrases, if listing all of them takes long
@@ -165,6 +175,10 @@ class Environment:
     online_expert = None
     # oracle(observations, commands): "good", "bad" or None for each command, by what was known at that time
     oracle = None
+    # parse(text): the command in a response, without the thought before it, or None; a demonstrated command
+    # must be read back as itself. None: the run's format, <action>COMMAND</action>, or all that a small model
+    # writes
+    parse = None
     # {kind: function(episode) -> a label per turn}: further kinds for --judge-labels
     labels = {}
 
@@ -189,7 +203,11 @@ class Environment:
 
     def vocabulary(self):
         """Phrases that are one token each in the small model's tokenizer, in the order of their ids."""
-        raise NotImplementedError
+        return []
+
+    def tools(self):
+        """JSON schemas of functions for the chat template of a model that writes, see envs/tools.py."""
+        return []
 
     def unseen_splits(self):
         """The splits whose tasks this training does not show: the default of --evaluate."""

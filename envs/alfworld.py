@@ -13,23 +13,18 @@ textworld's batches, its planner and alfworld's experts.
 import argparse
 import ctypes
 import os
-import queue
-import socket
 import struct
-import subprocess
-import sys
 import tempfile
-import threading
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from . import EpisodeLost, Reply, Task, household
+from . import Reply, household
 from ._terminal import play_in_terminal
+from ._workers import worker_games
 from .alfred.games import PddlText, check_source, load_game, load_games, problem_from_pddl
 from .alfred.problem import NOOP_MESSAGE
 
@@ -45,8 +40,7 @@ def make(n, workers=2):
     ALFWorld is not installed.
     """
     check_installed()
-    pool = Pool(n, min(n, workers))
-    return [Alfworld(pool, i) for i in range(n)]
+    return worker_games(n, min(n, workers), f"{__spec__.name}:engines", ANSWER_TIMEOUT_S, pddl_text)
 
 
 def versions():
@@ -91,54 +85,6 @@ class Environment(household.Environment):
 
 # In the main process
 
-class Alfworld:
-    """A Game whose turns are played by a worker. If the worker died, `reset` uses a new one."""
-
-    def __init__(self, pool, number):
-        self.pool, self.number = pool, number
-        self.worker = None
-        self.task = None           # the current task; the engine itself names it in the first turn only
-        self.sent = 0
-
-    def reset(self, task: Task, seed: int = 0) -> Reply:
-        """Start the task's game. Games are deterministic: `seed` has no effect.
-
-        Raises ValueError for broken PDDL and for a generated room, EpisodeLost as `step` does.
-        """
-        self.send("reset", task, seed)
-        return self.receive()
-
-    def step(self, command: str) -> Reply:
-        """Carry out a command. One that is not admissible has no effect. Case matters, outer spaces do not.
-
-        Raises EpisodeLost if the worker died since the reset, or does not answer within ANSWER_TIMEOUT_S.
-        """
-        self.send("step", command)
-        return self.receive()
-
-    def send(self, method, argument, seed=0):
-        """Send "reset" and a task, or "step" and a command; `receive` waits for the reply."""
-        if method == "reset":
-            text = pddl_text(argument)
-            self.worker, self.task, argument = self.pool.worker_of(self.number), argument, text
-        self.sent += 1
-        self.worker.ask((self.number, self.sent, method, argument))
-
-    def receive(self) -> Reply:
-        """The reply to the last `send`. Raises ValueError and EpisodeLost as `reset` and `step` do."""
-        try:
-            answer = self.worker.answer(self.number, self.sent)
-        except EpisodeLost as loss:
-            raise EpisodeLost(f"task {self.task.id}: {loss}") from loss
-        if isinstance(answer, ValueError):
-            raise answer
-        return answer
-
-    def close(self) -> None:
-        """Close the game; the last one to close ends the workers."""
-        self.pool.leave(self.number)
-
-
 def pddl_text(task):
     """The PDDL text of a task. ValueError for a generated room, which has no such text."""
     if not isinstance(task.problem, PddlText):
@@ -147,134 +93,12 @@ def pddl_text(task):
     return task.problem
 
 
-class Pool:
-    """The workers of n games. Each worker plays a contiguous part of them, of equal size."""
-
-    def __init__(self, n, workers):
-        self.n = n
-        self.open = set(range(n))
-        self.workers = [Worker() for _ in range(workers)]
-
-    def worker_of(self, number):
-        """The worker of a game; a new one if it died."""
-        index = number * len(self.workers) // self.n
-        if self.workers[index].lost:
-            self.workers[index] = Worker()
-        return self.workers[index]
-
-    def leave(self, number):
-        """Close a game; with the last one, the workers end."""
-        self.open.discard(number)
-        if not self.open:
-            for worker in self.workers:
-                worker.stop(timeout_s=10)
-
-
-class Worker:
-    """A process that plays games, and the pipe to it. It answers requests in their order.
-
-    It is a new process and not a fork, because this process may use a GPU and has imported more than a worker
-    needs. It ends when the pipe closes, so also when this process is killed. It has its own session, so that
-    a Ctrl-C does not reach it.
-    """
-
-    def __init__(self):
-        ours, theirs = socket.socketpair()
-        set_timeout(ours)
-        root = str(Path(__file__).resolve().parent.parent)
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from envs.alfworld import serve; serve({theirs.fileno()})"],
-                env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                start_new_session=True)
-        self.pipe = Connection(ours.detach())
-        self.answers = {}          # game -> (request number, content) of its last answer that was received
-        self.lost = None           # why no answer will come; None while the worker lives
-
-    def ask(self, request):
-        """Send a request; an error is raised by the `answer` calls that wait for it."""
-        if not self.lost:
-            try:
-                self.pipe.send(request)
-            except OSError as error:
-                self.fail(error)
-
-    def answer(self, game, number):
-        """The answer to a game's request of that number; raises EpisodeLost if none will come."""
-        while self.answers.get(game, (0, None))[0] != number:
-            if self.lost:
-                raise EpisodeLost(self.lost)
-            try:
-                game_, number_, answer = self.pipe.recv()
-                self.answers[game_] = number_, answer
-            except (EOFError, OSError) as error:
-                self.fail(error)
-        return self.answers.pop(game)[1]
-
-    def fail(self, error):
-        """Stop the worker after an error of its pipe, and record the reason in `lost`."""
-        hangs = isinstance(error, BlockingIOError)
-        self.stop(timeout_s=0 if hangs else 1)
-        self.lost = f"its worker gave no answer for {ANSWER_TIMEOUT_S} s" if hangs else (
-            f"its worker died with exit code {self.process.returncode}")
-
-    def stop(self, timeout_s):
-        """Close the pipe, which ends the worker; kill it if that takes longer than `timeout_s`."""
-        self.lost = "its worker was closed"
-        self.pipe.close()
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def set_timeout(end):
-    """Let reads and writes on this end of a pipe raise BlockingIOError after ANSWER_TIMEOUT_S."""
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", ANSWER_TIMEOUT_S, 0))
-
-
 # In a worker process
 
-def serve(descriptor):
-    """The main loop of a worker: answer requests, with one engine per game, until the pipe closes."""
-    pipe, requests = Connection(descriptor), queue.SimpleQueue()
-    threading.Thread(target=read_requests, args=(pipe, requests), daemon=True).start()
-    logic, engines = prepare(), {}
-    while True:
-        game, number, method, argument = requests.get()
-        if game not in engines:
-            engines[game] = Engine(logic)
-        engine = engines[game]
-        answer = start(engine, argument) if method == "reset" else engine.step(argument)
-        try:
-            pipe.send((game, number, answer))
-        except BrokenPipeError:
-            return
-
-
-def read_requests(pipe, requests):
-    """Move requests from the pipe to a queue; end the process when the pipe closes, even if the engine runs.
-
-    Without the queue, the main process could block on a send while the worker blocks on an answer.
-    """
-    try:
-        while True:
-            requests.put(pipe.recv())
-    except (EOFError, OSError):
-        os._exit(0)
-
-
-def start(engine, text):
-    """The first reply of a game, or a ValueError with its name, whatever the translator raises."""
-    try:
-        problem_from_pddl(text.pddl, text.task_desc)
-        return engine.reset(text)
-    except (Exception, SystemExit) as error:
-        return ValueError(f"{text.source}: {error or type(error).__name__}")
+def engines(settings):
+    """What makes the engine of each game in a worker, see _workers.serve. settings: ignored."""
+    logic = prepare()
+    return lambda: Engine(logic)
 
 
 def prepare():
@@ -359,6 +183,14 @@ class Engine:
         self.downward.load_sas_replan = lambda sas: None              # for the planner only
 
     def reset(self, text) -> Reply:
+        """The first reply of a PddlText's game. ValueError with its name, whatever the translator raises."""
+        try:
+            problem_from_pddl(text.pddl, text.task_desc)
+            return self._start(text)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{text.source}: {error or type(error).__name__}") from error
+
+    def _start(self, text):
         """Load the game of a PddlText and return its first reply."""
         from textworld.envs.pddl.logic import PddlState
         self.grammar = grammar_of(self.logic, text.task_desc)

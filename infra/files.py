@@ -256,9 +256,9 @@ def origin_of(config, cold_start_types=None):
 
 def episode_record(episode, credited):
     """Return an episode as a record of episodes.jsonl. credited: with its turns' advantages (training)."""
-    of_turn = ("observation", "response", "action", "valid", "label", "tag", "advantage", "oracle",
+    of_turn = ("observation", "response", "action", "valid", "reward", "label", "tag", "advantage", "oracle",
                "verdicts", "judge_reward")
-    of_episode = ("group", "won", "score_100", "restarts", "final_observation")
+    of_episode = ("group", "won", "ended", "score_100", "restarts", "lost", "final_observation")
     hidden = {} if credited else {"advantage": None}
     turns = [{name: getattr(turn, name) for name in of_turn} | hidden for turn in episode.turns]
     return {"task_id": episode.task.id, "task_type": episode.task.task_type, "turns": turns} | {

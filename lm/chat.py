@@ -6,12 +6,16 @@ thoughts of earlier turns, and the empty thought of a turn with thinking off. He
 that an episode is one sequence, which is computed once and trained on with the context that the model had.
 Special tokens come from the templates alone: "<|im_end|>" in a game's text stays text, so that no game can
 speak for the agent.
-Left out: tools, and system messages other than Qwen2.5's default.
+An environment may bring its own rules, response format and tools. With tools, the head of a conversation is
+rendered by the tokenizer's own template; of what follows a response, only the difference is, once and without
+that response, and so tokens that were sampled are never rendered again.
+Left out: templates whose tool calls are not JSON (Qwen3.5's are XML); their answers are refused as malformed.
 """
 
 import re
 from functools import lru_cache, partial
 
+from infra.plugins import refuse
 from lm.restrict import Restriction, trie_of
 
 # Pairs of templates: the first user message, and one after an assistant's stop token. Both end where the
@@ -23,8 +27,7 @@ USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CHATML = (SYSTEM + USER, "\n" + USER)
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"      # start of Qwen3's responses with thinking off
 
-RULES = ("You play a text game. Each turn you give one command and the game answers with what you see.\n\n"
-         "{observation}\n\n{ask}")
+RULES = "You play a text game. Each turn you give one command and the game answers with what you see."
 POSSIBLE = "Commands that are possible now:\n{admissible}\n\n"
 OBJECTS = "OBJ stands for one of: {objects}\n\n"
 ASK = {
@@ -39,13 +42,16 @@ ASK = {
 }
 TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
 TAG = f"<({'|'.join(TAGS)})>"
+OWN_FORMAT = "Close the tag, then give exactly one command inside <action> </action>."    # of ASK["tags"]
+MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
 COMMAND = r">([^<>]*)</action>\s*"
-PREFIX = {"think": r"(?s)\s*<think>.*</think>\s*" + ACTION_START,
-          "tags": r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*" + ACTION_START}
+TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*"
+PREFIX = {"think": r"(?s)\s*<think>.*</think>\s*" + ACTION_START, "tags": TAGGED + ACTION_START}
 THOUGHT_ACTION, TAG_ACTION = (re.compile(start + COMMAND) for start in PREFIX.values())
 SMALL_TAG_ACTION = re.compile(TAG + r"([^<>]*)", re.DOTALL)
 THOUGHT = "The next thing to do for the task is: {command}."
+OWN_THOUGHT = "The next thing to do for the task is the following."
 
 
 class Chat:
@@ -61,13 +67,18 @@ class Chat:
 
     Qwen3 (recognized by its tokenizer) thinks in style think, but not in style tags.
 
+    An environment's `ask` and `parse` replace the command's format in the last column, its `rules` what opens
+    the first prompt; a style's thought or tag comes before. A small model's prompts stay the observation.
+
     admissible: whether prompts list the admissible commands (the small model's never do).
     noop_message: the environment's reply to a command that changes nothing; also to a malformed response.
+    environment: an envs.Environment, for its rules, ask, parse and tools. ValueError for tools that the
+    tokenizer's template does not show.
     Attributes: small, whether the tokenizer is the small model's; bare, whether prompts are the observation
     alone; end_ids, the ids that end a demonstrated response; stop_ids, each of which ends a sampled one.
     """
 
-    def __init__(self, tokenizer, style, admissible=True, noop_message="Nothing happens."):
+    def __init__(self, tokenizer, style, admissible=True, noop_message="Nothing happens.", environment=None):
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
         control = partial(tokenizer.encode, add_special_tokens=False)
@@ -78,9 +89,23 @@ class Chat:
         self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
         self.bare = self.small and style in ("plain", "tags")
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
+        self.take_words(environment)
+        self.tools = environment.tools() if environment and not self.small else []
+        silent = EMPTY_THOUGHT in templates_of(tokenizer, style)[0]
+        self.switches = {"enable_thinking": False} if silent else {}
+        self.answer_templates = {}
+        if self.tools and not (tokenizer.chat_template and self.shows_tools()):
+            raise ValueError(f"--model={tokenizer.name_or_path}: its chat template shows no tools, which "
+                             "this --env has")
         # cached, since the same observations occur thousands of times
         self.encode = lru_cache(100_000)(self._encode)
         self.encodings = lru_cache(100_000)(self._encodings)
+
+    def take_words(self, environment):
+        """Take an environment's own rules, ask and parse; None: it has none."""
+        self.environment = environment
+        self.rules, self.own_ask, self.own_parse = (getattr(environment, name, None)
+                                                    for name in ("rules", "ask", "parse"))
 
     @property
     def writes_prose(self):
@@ -103,24 +128,70 @@ class Chat:
 
     def observe(self, reply, first=False, instruction=""):
         """Ids of the environment's reply as the next user message. instruction: text to put before it."""
-        return self.message(self.content(reply, first, instruction), first)
+        if self.tools and reply.answers:
+            return self.answers(reply.answers)
+        content = self.content(reply, first, instruction)
+        return self.head(content) if self.tools and first else self.message(content, first)
 
     def content(self, reply, first=False, instruction=""):
         """Text of that message."""
-        content = reply.observation
-        if not self.bare:
-            ask = self.ask(reply)
-            content = RULES.format(observation=content, ask=ask) if first else f"{content}\n\n{ask}"
-        return f"{instruction}\n\n{content}" if instruction else content
+        rules = (self.rules or RULES) if first and not self.bare and not self.tools else ""
+        ask = "" if self.bare else self.ask(reply)
+        return "\n\n".join(filter(None, (instruction, rules, reply.observation, ask)))
+
+    def shows_tools(self):
+        """Whether the tokenizer's own template shows the tools."""
+        return self.tools[0]["function"]["name"] in self.rendered([{"role": "user", "content": ""}])
+
+    def head(self, content):
+        """Ids of the first prompt by the tokenizer's own template: rules, tools, first user message."""
+        system = [{"role": "system", "content": MARK.format(0)}] if self.rules else []
+        rendered = self.rendered([*system, {"role": "user", "content": MARK.format(1)}])
+        return self.filled(rendered, [self.rules, content])
+
+    def answers(self, texts):
+        """Ids of the tools' answers by the tokenizer's own template, from the response's stop token on."""
+        if len(texts) not in self.answer_templates:
+            marks = [MARK.format(k) for k in range(len(texts) + 2)]
+            rendered = self.rendered([
+                {"role": "user", "content": marks[-1]}, {"role": "assistant", "content": marks[-2]},
+                *({"role": "tool", "content": mark} for mark in marks[:-2])])
+            after = rendered.partition(marks[-2])[2]
+            self.answer_templates[len(texts)] = after.partition(self.tokenizer.decode(self.end_ids))[2]
+        return self.filled(self.answer_templates[len(texts)], texts)
+
+    def rendered(self, messages):
+        """The text of messages by the tokenizer's own template, with the tools, where a response starts."""
+        return self.tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=True,
+                                                  tokenize=False, **self.switches)
+
+    def filled(self, rendered, texts):
+        """Ids of a rendered template in which each MARK stands for a text.
+
+        Tokenizers encode what is between special tokens separately: so the ids are those of the whole, but
+        special tokens in the texts are text.
+        """
+        special = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()
+                   if token.special}
+        ids = []
+        for piece in re.split(f"({'|'.join(map(re.escape, special))})", rendered):
+            if piece in special:
+                ids.append(special[piece])
+                continue
+            ids += self.encode(re.sub(MARK.format(r"(\d+)"), lambda mark: texts[int(mark[1])], piece))
+        return ids
 
     def ask(self, reply):
         """The end of a prompt: the admissible commands, if shown, and the response format."""
-        if not self.admissible:
-            return ASK[self.style].replace(", word for word from the list,", "")
+        ask, own = ASK[self.style], self.own_ask or ""
+        if own or self.own_parse:
+            ask = ask.replace(OWN_FORMAT, f"Close the tag. {own}".strip()) if self.style == "tags" else own
+        if not self.admissible or not reply.admissible:
+            return ask.replace(", word for word from the list,", "")
         commands = POSSIBLE.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
         if reply.objects:
             commands += OBJECTS.format(objects=", ".join(reply.objects))
-        return commands + ASK[self.style]
+        return commands + ask
 
     def respond(self, command, tag="monitor", thought=None):
         """Ids of a demonstration's response: the command, with a thought if the style has one.
@@ -133,15 +204,19 @@ class Chat:
             text = f"<{tag}>{command}"
         else:
             tag = "think" if self.style == "think" else tag
-            text = f"<{tag}>{thought or THOUGHT.format(command=command)}</{tag}><action>{command}</action>"
+            text = (f"<{tag}>\n{thought or OWN_THOUGHT}\n</{tag}>\n\n{command}" if self.own_parse else
+                    f"<{tag}>{thought or THOUGHT.format(command=command)}</{tag}><action>{command}</action>")
         return self.encode(text) + self.end_ids
 
     def restriction(self, commands):
         """A Restriction of one response to these commands.
 
         A thought before the command is free. Once the response has reached "<action" in the form that `parse`
-        accepts, one of the commands must follow, then </action> and the stop token.
+        accepts, one of the commands must follow, then </action> and the stop token. ValueError for an
+        environment's own format.
         """
+        if self.own_parse and not self.bare:
+            raise ValueError("--admissible-only: not with this --env, whose response format is its own")
         trie = trie_of(ids for command in commands for ids in self.encodings(command))
         return Restriction(trie, None if self.bare or self.style == "plain" else self.command_starts)
 
@@ -163,7 +238,13 @@ class Chat:
         return end.endswith(ACTION_START) and bool(re.fullmatch(PREFIX[self.style], self.decode(ids)))
 
     def parse(self, text):
-        """(command, tag) of a response's text; (None, None) if malformed. Only style "tags" has tags."""
+        """(command, tag) of a response's text; (None, None) if malformed. Only style "tags" has tags.
+
+        An environment's own `parse` gets the text after the thought or the tag. PluginError if it returns
+        anything but a text or None.
+        """
+        if self.own_parse:
+            return self.parse_own(text)
         if self.style == "plain":
             return text.strip() or None, None
         if self.style == "think":
@@ -172,6 +253,21 @@ class Chat:
         match = (SMALL_TAG_ACTION if self.small else TAG_ACTION).fullmatch(text)
         command = match[2].strip() if match else ""
         return (command, match[1]) if command else (None, None)
+
+    def parse_own(self, text):
+        """`parse`, for an environment with its own."""
+        tag = None
+        if self.style == "tags":
+            match = re.match(TAG if self.small else TAGGED, text)
+            if not match:
+                return None, None
+            tag, text = match[1], text[match.end():]
+        elif self.style == "think":
+            text = text.rpartition("</think>")[2]
+        command = self.own_parse(text)
+        refuse("" if command is None or isinstance(command, str) else
+               f"it returned {command!r:.60}; expected text or None", self.environment, "parse")
+        return (command, tag) if command else (None, None)
 
 
 def templates_of(tokenizer, style):

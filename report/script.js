@@ -86,7 +86,8 @@ function turnCard(turn, number) {
 
 function endCard(episode) {
   const score = typeof episode.return === "number" ? `, return ${episode.return.toFixed(2)}` : "";
-  const card = copyOf("end", {outcome: (episode.won ? "Won" : "Lost") + score,
+  const why = episode.ended && episode.ended !== "won" ? ` (${episode.ended})` : "";
+  const card = copyOf("end", {outcome: (episode.won ? "Won" : "Lost") + why + score,
                               observation: episode.final_observation});
   card.querySelector(".outcome").classList.add(episode.won ? "good" : "bad");
   return card;

@@ -47,10 +47,11 @@ def make_episode(lines, group=0, won=False, history=0, first_id=100, index=0):
     return episode
 
 
-def random_episodes(seed, groups=4, size=5, history=0, first=0):
+def random_episodes(seed, groups=4, size=5, history=0, first=0, pays=False):
     """Ragged episodes with refused and malformed turns, repeated states and all tags, numbered from `first`.
 
-    The episodes of the last group are lost and differ only in length.
+    The episodes of the last group are lost and differ only in length. pays: whether turns of the other groups
+    have rewards of the environment's own.
     """
     rng, episodes = random.Random(seed), []
     for g in range(groups):
@@ -65,6 +66,8 @@ def random_episodes(seed, groups=4, size=5, history=0, first=0):
                 lines, won = [("a", "room 0", "monitor", 2)] * rng.randint(1, 4), False
             k = len(episodes)
             episodes.append(make_episode(lines, g, won, history, 1000 * (k + 1), first + k))
+            for turn in episodes[-1].turns if pays and g < groups - 1 else ():
+                turn.reward = rng.choice([0.0, 0.5, -0.25])
     return episodes
 
 
@@ -118,7 +121,8 @@ def reward_of(episode, settings):
     refused = sum(penalized(turn, settings) for turn in episode.turns)
     if settings.invalid_unit == "share":
         refused /= len(episode.turns)
-    return settings.success_reward * episode.won - settings.invalid_penalty * refused
+    own = sum(turn.reward for turn in episode.turns)
+    return settings.success_reward * episode.won - settings.invalid_penalty * refused + own
 
 
 def turn_reward(episode, t, settings):
@@ -126,13 +130,13 @@ def turn_reward(episode, t, settings):
     reward = settings.success_reward if episode.won and t == len(episode.turns) - 1 else 0.0
     if penalized(episode.turns[t], settings):
         reward -= settings.invalid_penalty / (len(episode.turns) if settings.invalid_unit == "share" else 1)
-    return reward
+    return reward + episode.turns[t].reward
 
 
 def turn_row_reward(episode, t, settings):
-    """The reward of turn t in variant "code": the episode's success less the turn's own penalty."""
+    """The reward of turn t in variant "code": the episode's success and own rewards, the turn's penalty."""
     penalty = settings.invalid_penalty * penalized(episode.turns[t], settings)
-    return settings.success_reward * episode.won - penalty
+    return settings.success_reward * episode.won - penalty + sum(turn.reward for turn in episode.turns)
 
 
 def relative_advantage(value, others, normalize, spread):

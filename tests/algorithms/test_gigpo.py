@@ -42,7 +42,8 @@ def step_returns(episode, settings):
         return settings.invalid_penalty * penalized(episode.turns[t], settings)
 
     def success(t):
-        return settings.success_reward * (episode.won and t == len(episode.turns) - 1)
+        won = settings.success_reward * (episode.won and t == len(episode.turns) - 1)
+        return won + episode.turns[t].reward
 
     code, turns = settings.variant == "code", range(len(episode.turns))
     return [sum(settings.step_gamma ** (k - t) * (success(k) if code else turn_reward(episode, k, settings))
@@ -70,7 +71,7 @@ def gigpo_by_loops(episodes, settings):
 @pytest.mark.parametrize("seed", [3, 4])
 def test_gigpo_is_its_equations_written_out(changes, seed):
     changes = dict(step_gamma=0.9, step_weight=0.7, normalize_std=False) | changes
-    method, episodes = method_of("gigpo", **changes), random_episodes(seed)
+    method, episodes = method_of("gigpo", **changes), random_episodes(seed, pays=seed == 4)
     got, metrics = advantages_of(method, episodes)
     assert got == pytest.approx(gigpo_by_loops(episodes, method.settings), abs=1e-4)
     assert sum(metrics.values()) == pytest.approx(1) and len(metrics) == 4

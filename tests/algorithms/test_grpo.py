@@ -32,7 +32,7 @@ pytestmark = pytest.mark.fast
 @pytest.mark.parametrize("seed", [0, 1])
 def test_grpo_gives_every_turn_its_episodes_advantage(changes, seed):
     """With --variant code, every turn has the advantage of its own reward."""
-    grpo, episodes = method_of("grpo", **changes), random_episodes(seed)
+    grpo, episodes = method_of("grpo", **changes), random_episodes(seed, pays=seed == 1)
     got, metrics = advantages_of(grpo, episodes)
     want = [episode_level(e, t, episodes, grpo.settings, grpo.settings.normalize_std)
             for e, t in flat_turns(episodes)]

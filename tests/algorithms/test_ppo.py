@@ -185,7 +185,7 @@ def written(episodes):
 @pytest.mark.parametrize("changes", [{}, {"gae_lambda": 0.0}, {"gae_lambda": 1.0, **SUCCESS_10}])
 @pytest.mark.parametrize("history", [0, 2])
 def test_ppo_over_turns_is_its_equations_written_out(stub, changes, history):
-    method, episodes = ppo_of(**changes), random_episodes(10, history=history)
+    method, episodes = ppo_of(**changes), random_episodes(10, history=history, pays=True)
     got, metrics = advantages_of(method, episodes)
     value, turns = stub.known, [e.turns[t] for e, t in flat_turns(episodes)]
     advantages, returns = zip(*[pair for e in episodes for pair in gae_by_loops(
@@ -205,7 +205,7 @@ def test_ppo_over_turns_is_its_equations_written_out(stub, changes, history):
 @pytest.mark.parametrize("changes", [{"variant": "code"}, CODE])
 @pytest.mark.parametrize("history", [0, 2])
 def test_verl_agents_ppo_compares_each_token_with_the_return(stub, changes, history):
-    method, episodes = ppo_of(**changes), random_episodes(11, history=history)
+    method, episodes = ppo_of(**changes), random_episodes(11, history=history, pays=True)
     got, metrics = advantages_of(method, episodes)
     value, targets = stub.known, {i: turn_row_reward(e, t, method.settings)
                                    for e, t in flat_turns(episodes) for i in e.turns[t].response_ids}

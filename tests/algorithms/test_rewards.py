@@ -163,7 +163,7 @@ def test_whitening_equal_numbers_gives_exactly_zero(x):
 
 @pytest.mark.parametrize("changes", [{}, SUCCESS_10, {"invalid": "format"}, {"invalid_penalty": 0.0}])
 def test_every_episode_has_its_reward_written(changes):
-    settings, episodes = Settings(**changes), random_episodes(2)
+    settings, episodes = Settings(**changes), random_episodes(2, pays=True)
     rewards.write_rewards(episodes, settings)
     assert [e.reward for e in episodes] == pytest.approx([reward_of(e, settings) for e in episodes], abs=1e-5)
     assert rewards.stored_rewards(episodes).tolist() == [e.reward for e in episodes]

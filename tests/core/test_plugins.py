@@ -337,6 +337,22 @@ def test_paths_that_are_no_plugins_are_refused(tmp_path, capsys):
     assert line == f"--algo={used}: algorithms/grpo.py has the same name; rename the file"
 
 
+@pytest.mark.fast
+def test_two_plugins_of_one_name(tmp_path, capsys):
+    """Two files of one name are two plug-ins; a file with the name of one in the tree is refused."""
+    for folder, highest in (("a", 20), ("b", 30)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "number.py").write_text(
+            GUESS.replace("field(default=20", f"field(default={highest}"))
+    found = [config.find_environment(str(tmp_path / folder / "number.py")) for folder in ("a", "b", "a")]
+    assert found[0] is found[2] is not found[1]
+    assert [kind().settings.highest for kind in found] == [20, 30, 20]
+    used = tmp_path / "gymnasium.py"
+    used.write_text(GUESS)
+    line = refused(capsys, "--env", used)
+    assert line == f"--env={used}: envs/gymnasium.py has the same name; rename the file"
+
+
 # JSON actions and token advantages
 
 def test_json_actions_and_token_advantages_train_together(outside, monkeypatch):
@@ -383,6 +399,16 @@ def test_the_json_environment_accepts_any_spelling_of_an_action_and_refuses_the_
         answer = reply.observation, reply.won, reply.taken
         assert answer == (environment.noop_message, False, False), command
     assert game.step('{"guess": 1}').won
+
+
+@pytest.mark.fast
+def test_the_json_environment_brings_its_own_words():
+    """For a model that writes: rules, how to answer, and a parser that reads each command back."""
+    environment = import_recipe("json_guess").Environment()
+    assert environment.rules.startswith("You guess a number.") and environment.ask.endswith('{"guess": 8}.')
+    for command in environment.make(1)[0].reset(environment.split_tasks("dev")[0]).admissible:
+        assert environment.parse(f"\n{command} ") == command
+    assert environment.parse("I guess 8.") is None
 
 
 @pytest.mark.fast

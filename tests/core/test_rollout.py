@@ -390,7 +390,8 @@ def test_summary_and_success_rate_by_hand():
                 Episode(task, 1, turns=[turn("x", "left")])]
     counts = rollout.summary(episodes)
     assert counts == {"episodes": 4, "won": 1, "truncated": 2, "turns": 9, "invalid": 2, "repeated": 3,
-                      "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "scored": 0, "score_100": 0.0}
+                      "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "game_s": 0.0, "scored": 0,
+                      "score_100": 0.0}
     shares = rollout.success_rate(counts)
     assert (shares["success"], shares["n"], shares["turns"], shares["truncated_frac"]) == (0.25, 4, 2.25, 0.5)
     assert (shares["invalid_frac"], shares["repeated_frac"]) == (2 / 9, 3 / 9)

@@ -30,6 +30,7 @@ from test_household import (
 )
 
 from envs import EpisodeLost, alfworld
+from envs._workers import set_timeout
 from envs.alfred import rooms
 from envs.alfred.game import Game
 from envs.alfred.games import GOALS, load_game, load_games
@@ -347,14 +348,14 @@ def test_a_worker_killed_during_a_step_raises_episode_lost(make):
 
 @needs_engine
 @pytest.mark.parametrize("length", [4, 10_000_000], ids=["no answer", "send blocks"])
-def test_a_worker_that_hangs_is_replaced(make, monkeypatch, length):
+def test_a_worker_that_hangs_is_replaced(make, length):
     (game,) = make(1)
     game.reset(kitchen_task())
     (process,) = processes(game)
     os.kill(process.pid, signal.SIGSTOP)
-    with monkeypatch.context() as patch, socket.socket(fileno=os.dup(game.worker.pipe.fileno())) as end:
-        patch.setattr(alfworld, "ANSWER_TIMEOUT_S", 1)
-        alfworld.set_timeout(end)
+    with socket.socket(fileno=os.dup(game.worker.pipe.fileno())) as end:
+        game.worker.timeout_s = 1
+        set_timeout(end, 1)
         with pytest.raises(EpisodeLost, match="no answer for 1 s"):
             game.step("look".ljust(length))
     assert not is_alive(process.pid)

@@ -3,7 +3,8 @@
     python gcd.py --env tests/recipes/json_guess.py --iterations 20
 
 The game parses commands with `json`: {"guess": 7} and {"guess":7} are the same action. Anything else is
-refused with `noop_message`. `Reply.taken` reports it, because `admissible` lists only one spelling.
+refused with `noop_message`. `Reply.taken` reports it, because `admissible` lists only one spelling. A model
+that writes is told the environment's own rules, and how to answer; it may think first.
 """
 
 import json
@@ -71,9 +72,15 @@ class Expert:
 class Environment(envs.Environment):
     """One task per number; none is held out."""
 
+    rules = "You guess a number. After each guess you are told whether it is too low or too high."
+    ask = 'Give your next guess as JSON and nothing else, such as {"guess": 8}.'
     defaults = {"max_turns": 8}
     splits = ("dev",)
     noop_message = 'Expected JSON such as {"guess": 8}.'
+
+    def parse(self, text):
+        """The response itself; None if it is no JSON object."""
+        return text.strip() if text.strip().startswith("{") else None
 
     def make(self, n):
         return [Game() for _ in range(n)]

@@ -1,0 +1,211 @@
+"""Games in worker processes: for engines that are slow, take much memory, or may die.
+
+The main process holds a `WorkerGame` per game, a worker one engine per game: an object whose `reset` and
+`step` take one argument and return a Reply. All games can work before any is waited for. A worker that dies
+or hangs loses its episodes (EpisodeLost) and is replaced at the next reset.
+"""
+
+import importlib
+import os
+import queue
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from . import EpisodeLost, Reply, Task
+
+
+def worker_games(n, workers, factory, timeout_s, problem_of, settings=None):
+    """n games on so many worker processes; neighbours, such as a group's, share a worker.
+
+    The workers end when the last game is closed, and with this process, however it ends.
+
+    factory: "module:function" of a function(settings) that a worker calls once; it returns a function that
+    makes an engine. timeout_s: a worker without an answer for so long hangs. problem_of(task): what the
+    engine's `reset` gets, and settings: what the factory gets; both are pickled.
+    """
+    pool = Pool(n, workers, (factory, settings, timeout_s))
+    return [WorkerGame(pool, i, problem_of) for i in range(n)]
+
+
+class WorkerGame:
+    """A Game whose turns are played by a worker. If the worker died, `reset` uses a new one."""
+
+    def __init__(self, pool, number, problem_of):
+        self.pool, self.number, self.problem_of = pool, number, problem_of
+        self.worker = None
+        self.task = None
+        self.sent = 0
+
+    def reset(self, task: Task, seed: int = 0) -> Reply:
+        """Start a task. Games are deterministic: `seed` has no effect.
+
+        Raises what the engine raises, and EpisodeLost as `step` does.
+        """
+        self.send("reset", task, seed)
+        return self.receive()
+
+    def step(self, command: str) -> Reply:
+        """Carry out a command.
+
+        Raises what the engine raises, and EpisodeLost if the worker died since the reset, or does not answer
+        in time.
+        """
+        self.send("step", command)
+        return self.receive()
+
+    def send(self, method, argument, seed=0):
+        """Send "reset" and a task, or "step" and a command; `receive` waits for the reply."""
+        if method == "reset":
+            problem = self.problem_of(argument)
+            self.worker, self.task, argument = self.pool.worker_of(self.number), argument, problem
+        self.sent += 1
+        self.worker.ask((self.number, self.sent, method, argument))
+
+    def receive(self) -> Reply:
+        """The reply to the last `send`. Raises as `reset` and `step` do."""
+        try:
+            answer = self.worker.answer(self.number, self.sent)
+            if isinstance(answer, Exception):
+                raise answer
+        except EpisodeLost as loss:
+            raise EpisodeLost(f"task {self.task.id}: {loss}") from loss
+        return answer
+
+    def close(self) -> None:
+        """Close the game; the last one to close ends the workers."""
+        self.pool.leave(self.number)
+
+
+class Pool:
+    """The workers of n games. Each worker plays a contiguous part of them, of equal size."""
+
+    def __init__(self, n, workers, how):
+        self.n, self.how = n, how                       # how: the arguments of Worker
+        self.open = set(range(n))
+        self.workers = [Worker(*how) for _ in range(workers)]
+
+    def worker_of(self, number):
+        """The worker of a game; a new one if it died."""
+        index = number * len(self.workers) // self.n
+        if self.workers[index].lost:
+            self.workers[index] = Worker(*self.how)
+        return self.workers[index]
+
+    def leave(self, number):
+        """Close a game; with the last one, the workers end."""
+        self.open.discard(number)
+        if not self.open:
+            for worker in self.workers:
+                worker.stop(timeout_s=10)
+
+
+class Worker:
+    """A process that plays games, and the pipe to it. It answers requests in their order.
+
+    It is a new process and not a fork, because this process may use a GPU and has imported more than a worker
+    needs. It ends when the pipe closes, so also when this process is killed. It has its own session, so that
+    a Ctrl-C does not reach it.
+    """
+
+    def __init__(self, factory, settings, timeout_s):
+        ours, theirs = socket.socketpair()
+        self.timeout_s = timeout_s
+        set_timeout(ours, timeout_s)
+        root = str(Path(__file__).resolve().parents[__name__.count(".")])
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+                env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                start_new_session=True)
+        self.pipe = Connection(ours.detach())
+        self.answers = {}          # game -> (request number, content) of its last answer that was received
+        self.lost = None           # why no answer will come; None while the worker lives
+        self.ask((factory, settings))
+
+    def ask(self, request):
+        """Send a request; an error is raised by the `answer` calls that wait for it."""
+        if not self.lost:
+            try:
+                self.pipe.send(request)
+            except OSError as error:
+                self.fail(error)
+
+    def answer(self, game, number):
+        """The answer to a game's request of that number; raises EpisodeLost if none will come."""
+        while self.answers.get(game, (0, None))[0] != number:
+            if self.lost:
+                raise EpisodeLost(self.lost)
+            try:
+                game_, number_, answer = self.pipe.recv()
+                self.answers[game_] = number_, answer
+            except (EOFError, OSError) as error:
+                self.fail(error)
+        return self.answers.pop(game)[1]
+
+    def fail(self, error):
+        """Stop the worker after an error of its pipe, and record the reason in `lost`."""
+        hangs = isinstance(error, BlockingIOError)
+        self.stop(timeout_s=0 if hangs else 1)
+        self.lost = f"its worker gave no answer for {self.timeout_s:g} s" if hangs else (
+            f"its worker died with exit code {self.process.returncode}")
+
+    def stop(self, timeout_s):
+        """Close the pipe, which ends the worker; kill it if that takes longer than `timeout_s`."""
+        self.lost = "its worker was closed"
+        self.pipe.close()
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def set_timeout(end, timeout_s):
+    """Let reads and writes on this end of a pipe raise BlockingIOError after timeout_s."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+# In a worker process
+
+def serve(descriptor):
+    """The main loop of a worker: answer requests, with one engine per game, until the pipe closes.
+
+    What an engine raises is its answer, and raised again in the main process.
+    """
+    pipe, requests = Connection(descriptor), queue.SimpleQueue()
+    threading.Thread(target=read_requests, args=(pipe, requests), daemon=True).start()
+    factory, settings = requests.get()
+    module, _, function = factory.partition(":")
+    make, engines = getattr(importlib.import_module(module), function)(settings), {}
+    while True:
+        game, number, method, argument = requests.get()
+        try:
+            if game not in engines:
+                engines[game] = make()
+            answer = getattr(engines[game], method)(argument)
+        except (ValueError, EpisodeLost) as error:
+            answer = error
+        with suppress(BrokenPipeError):
+            pipe.send((game, number, answer))
+
+
+def read_requests(pipe, requests):
+    """Move requests from the pipe to a queue; end the process when the pipe closes, even if the engine runs.
+
+    Without the queue, the main process could block on a send while the worker blocks on an answer.
+    """
+    try:
+        while True:
+            requests.put(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(0)

@@ -1,0 +1,338 @@
+"""Proves envs/tools.py: schemas, the check of arguments, and an answer to whatever a model calls.
+
+    python -m pytest tests/envs/test_tools.py
+
+Oracles: transformers' get_json_schema, the package jsonschema, and the rules of two complete environments,
+the shop of examples/ and the calculator of tests/recipes/, by brute force.
+"""
+
+import importlib.util
+import json
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import envs
+from envs import Task
+from envs.tools import (
+    CALL,
+    Game,
+    ToolError,
+    call,
+    calls_in,
+    parameters_of,
+    phrases,
+    read_call,
+    schemas,
+    wrong_value,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.fast
+
+
+def module_of(path):
+    """The module of a file of the checkout."""
+    specification = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+SHOP, CALCULATOR = module_of("examples/shop.py"), module_of("tests/recipes/calculator.py")
+
+
+# Schemas
+
+def test_schemas_are_transformers_of_the_public_methods_in_their_order():
+    from transformers.utils import get_json_schema
+    tools = schemas(SHOP.Shop)
+    assert tools == [get_json_schema(getattr(SHOP.Shop, name)) for name in ("search", "stock", "buy")]
+    assert parameters_of(tools)["buy"] == {
+        "type": "object", "required": ["article", "count"], "properties": {
+            "article": {"type": "integer", "description": "the article's number"},
+            "count": {"type": "integer", "description": "how many"}}}
+
+
+class Colour:
+    pass
+
+
+def game_of(method):
+    """A Game class with one tool, named `paint`."""
+    method.__name__ = "paint"
+    return type("Painter", (Game,), {"paint": method})
+
+
+def documented(method):
+    """A method with a docstring that describes x."""
+    method.__doc__ = "Paint.\n\nArgs:\n    x: what\n"
+    return game_of(method)
+
+
+def undescribed(self, x: int):
+    """Paint."""
+
+
+def unhinted(self, x):
+    pass
+
+
+def custom(self, x: Colour):
+    pass
+
+
+def nested(self, x: list[Colour]):
+    pass
+
+
+def unknown(self, x: "Nowhere"):  # noqa: F821
+    pass
+
+
+def variable(self, *x: int):
+    pass
+
+
+def keywords(self, **x: int):
+    pass
+
+
+def undocumented(self, x: int):
+    pass
+
+
+@pytest.mark.parametrize("game, message", [
+    (documented(unhinted), "tool paint, argument x: has no type hint"),
+    (documented(custom), "tool paint, argument x: its type hint .*Colour has no JSON schema"),
+    (documented(nested), "tool paint, argument x: its type hint list.*Colour.* has no JSON schema"),
+    (documented(unknown), "tool paint, argument x: its type hint 'Nowhere' has no JSON schema"),
+    (documented(variable), r"tool paint, argument \*x: int: cannot be passed by its name"),
+    (documented(keywords), r"tool paint, argument \*\*x: int: cannot be passed by its name"),
+    (game_of(undescribed), "tool paint: .*no description for the argument 'x'"),
+    (game_of(undocumented), "tool paint: .*it has no docstring"),
+    (type("Empty", (Game,), {}), "Empty has no public method, and so no tool")])
+def test_a_tool_whose_schema_cannot_be_made_is_refused_by_name(game, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        schemas(game)
+    with pytest.raises(ValueError):
+        game()
+
+
+def test_helpers_are_no_tools_and_inherited_tools_are():
+    class Cheap(SHOP.Shop):
+        def _helper(self):
+            pass
+
+        def close(self):
+            super().close()
+
+    assert schemas(Cheap) == schemas(SHOP.Shop)
+
+
+# Arguments
+
+class Size(Enum):
+    SMALL = "s"
+    LARGE = 3
+
+
+class Wide(Game):
+    def paint(self, x: str, a: int, b: float, c: bool, d: Literal["x", 3], e: Size, f: list[int],
+              g: int | str, h: dict[str, int], i: tuple[int, str], j: int | None = None,
+              k: list[list[str]] | bool = True):
+        """Paint.
+
+        Args:
+            x: a text
+            a: an integer
+            b: a number
+            c: whether
+            d: one of two
+            e: a size
+            f: integers
+            g: an integer or a text
+            h: integers by name
+            i: an integer and a text
+            j: an integer, if any
+            k: texts, or whether
+        """
+
+
+VALUES = ["", "x", "s", 0, 3, -7, 2.5, 1e18, True, False, None, [], [1], [1, "a"], [[]], [["a"]], [["a"], 3],
+          {}, {"a": 1}, {"a": "b"}, [None], [True], "\U0001f600", 2**40]
+
+
+@pytest.mark.parametrize("name", "xabcdefghijk")
+def test_a_value_is_right_where_jsonschema_says_so(name):
+    """By draft 4, in which 3.0 is no integer. "nullable" is OpenAPI's, "prefixItems" a later draft's."""
+    jsonschema = pytest.importorskip("jsonschema", reason="needs: pip install jsonschema")
+    schema = parameters_of(schemas(Wide))["paint"]["properties"][name]
+    theirs = dict(schema)
+    if of_each := theirs.pop("prefixItems", None):
+        theirs |= {"items": of_each, "minItems": len(of_each), "maxItems": len(of_each)}
+    validator = jsonschema.Draft4Validator(theirs)
+    for value in VALUES:
+        right = validator.is_valid(value) or value is None and schema.get("nullable", False)
+        assert (wrong_value(value, schema) == "") == right, (value, schema)
+
+
+def test_numbers_and_texts_that_python_cannot_pass_on_are_refused():
+    number, text = {"type": "number"}, {"type": "string"}
+    for value in (float("inf"), float("nan"), 2**63, -2**63, 10**400):
+        assert "expected a number of at most 63 bits" in wrong_value(value, number)
+    assert wrong_value(2**63 - 1, number) == "" and wrong_value("é\0", text) == ""
+    assert "expected text without unpaired surrogates" in wrong_value("\ud800", text)
+
+
+# Calls
+
+@pytest.fixture
+def shop():
+    game, (task,) = SHOP.Shop(), SHOP.Environment().train_tasks("part", 3, 1)
+    game.reset(task)
+    yield game
+    game.close()
+
+
+WRONG_CALLS = [
+    ("", "not JSON: Expecting value at character 0"), ("{", "not JSON: Expecting property name"),
+    ('{"name": "stock", "arguments": {"article": 1', "not JSON: Expecting ',' delimiter at character 44"),
+    ('{"name": "stock", "argu', "not JSON: Unterminated string"), ("null", f"expected {CALL}"),
+    ("[" * 100_000, "not JSON that can be read"), ("1" * 5000, "not JSON that can be read"),
+    ("[]", f"expected {CALL}"),
+    ('{"name": "stock"}', f"expected {CALL}"), ('{"name": "stock", "arguments": []}', f"expected {CALL}"),
+    ('{"name": "stock", "arguments": {}, "id": 1}', f"expected {CALL}"),
+    ('{"name": "steal", "arguments": {}}', "no tool 'steal'; expected one of search, stock, buy"),
+    ('{"name": "close", "arguments": {}}', "no tool 'close'"),
+    ('{"name": "_rows", "arguments": {}}', "no tool '_rows'"),
+    ('{"name": ["buy"], "arguments": {}}', "no tool ['buy']"),
+    ('{"name": null, "arguments": {}}', "no tool None"),
+    ('{"name": "buy", "arguments": {"article": 1}}', "buy: argument count is missing"),
+    ('{"name": "stock", "arguments": {"article": 1, "self": 2}}', "stock: no argument 'self'; expected"),
+    ('{"name": "stock", "arguments": {"article": "1"}}', 'stock: argument article is "1"; expected integer'),
+    ('{"name": "stock", "arguments": {"article": true}}', "argument article is true; expected integer"),
+    ('{"name": "stock", "arguments": {"article": 1.5}}', "stock: argument article is 1.5; expected integer"),
+    ('{"name": "stock", "arguments": {"article": NaN}}', "stock: argument article is NaN; expected integer"),
+    ('{"name": "stock", "arguments": {"article": 1e999}}', "argument article is Infinity; expected integer"),
+    ('{"name": "stock", "arguments": {"article": 99999999999999999999}}', "expected a number of at most 63"),
+    ('{"name": "search", "arguments": {"name": "\\ud800"}}', "expected text without unpaired surrogates"),
+    ('{"name": "search", "arguments": {"name": "x\' or 1=1 --"}}', "the shop has no such article"),
+    ('{"name": "stock", "arguments": {"article": -1}}', "the shop has no such article")]
+
+
+@pytest.mark.parametrize("text, answer", WRONG_CALLS)
+def test_a_wrong_call_is_answered_and_changes_nothing(shop, text, answer):
+    """Also if it is cut short. The turn is invalid; a right call after it is made."""
+    right = call("search", name="cup")
+    expected = shop.step(right)
+    assert expected.taken and not expected.observation.startswith("error")
+    for command in (f"<tool_call>\n{text}\n</tool_call>", f"<tool_call>{text}"):
+        reply = shop.step(command)
+        assert reply.observation.startswith("error: ") and answer in reply.observation
+        assert (reply.won, reply.done, reply.taken) == (False, False, False)
+        assert reply.answers == (reply.observation,)
+        assert envs.wrong_in(reply) == ""
+    assert shop.step(right) == expected
+
+
+def test_calls_of_a_turn_are_made_in_order_until_one_ends_the_game():
+    game = CALCULATOR.Calculator()
+    game.reset(Task("a", "train", "compute", (2, "+", 3, "*", 4)))
+    first, wrong = call("calculate", left=2, operator="+", right=3), call("calculate", left=5)
+    end, after = call("answer", value=20), call("calculate", left=1, operator="-", right=1)
+    reply = game.step("\n".join((first, wrong, first)))
+    assert reply.answers == ("5", "error: calculate: argument operator is missing", "5")
+    assert (reply.taken, reply.done, reply.reward) == (False, False, pytest.approx(-0.04))
+    reply = game.step("\n".join((first, end, after)))
+    assert (reply.answers, reply.observation) == (("5", "right"), "5\nright")
+    assert (reply.taken, reply.won, reply.done, reply.ended) == (True, True, True, "right")
+    assert reply.reward == pytest.approx(-0.02)
+
+
+def test_a_response_is_its_calls_from_the_first_on():
+    environment = CALCULATOR.Environment()
+    text = call("answer", value=3)
+    assert environment.parse(f"So:\n{text}\n") == text == environment.parse(text)
+    assert environment.parse("<tool_call>{") == "<tool_call>{" and environment.parse("It is 3.") is None
+    assert environment._calls(text * 2) == [("answer", {"value": 3})] * 2
+    assert environment._calls("<tool_call>") == []
+    written = json.dumps({"name": "answer", "arguments": {"value": 3}})
+    assert calls_in(f"{text} and <tool_call>{{") == [written, "{"]
+    with pytest.raises(ToolError):
+        read_call(calls_in("")[0], {})
+
+
+def test_an_answer_that_is_no_text_is_the_authors_mistake():
+    class Silent(Game):
+        def begin(self, task, seed):
+            return "Hello."
+
+        def paint(self):
+            """Paint."""
+
+    game = Silent()
+    game.reset(Task("a", "train", "paint", None))
+    with pytest.raises(TypeError, match="^paint returned None; expected text"):
+        game.step(call("paint"))
+
+
+# Complete environments
+
+@pytest.mark.parametrize("module", [SHOP, CALCULATOR], ids=["shop", "calculator"])
+def test_the_expert_wins_and_the_oracle_finds_its_mistakes(module):
+    """And every text consists of the vocabulary, single bytes of a wrong call's answer apart."""
+    environment, texts = module.Environment(), set()
+    (game,), limit = environment.make(1), environment.defaults["max_turns"]
+    test = environment.split_tasks("test")
+    assert {task.id for task in test} & {task.id for task in environment.train_tasks("part", 0, 500)} == set()
+    for task in [*environment.train_tasks("part", 0, 60), *test[:30]]:
+        demonstration = environment.expert([game]).show(task, 0, 0.0, limit)
+        assert demonstration.won and not envs.wrong_demonstration(demonstration)
+        assert set(environment.oracle(demonstration.observations, demonstration.commands)) == {"good"}
+        assert demonstration == environment.expert([game]).show(task, 0, 0.0, limit)
+        texts |= {*demonstration.observations, *demonstration.commands}
+        clumsy = environment.expert([game]).show(task, 1, 0.4, limit)
+        labels = environment.oracle(clumsy.observations, clumsy.commands)
+        assert labels == ["bad" if mistake else "good" for mistake in clumsy.mistakes]
+    start = game.reset(task).observation
+    for command in ("<tool_call>{", ""):
+        assert environment.oracle([start, "x"], [command]) == ["bad"]
+    for phrase in sorted(environment.vocabulary(), key=len, reverse=True):
+        texts = {text.replace(phrase, "") for text in texts}
+    assert texts == {""}
+    assert len(set(environment.vocabulary())) == len(environment.vocabulary())
+
+
+def test_only_the_right_purchase_fills_an_order():
+    """Brute force over the articles and counts of a shop: exactly one purchase wins."""
+    for task in SHOP.Environment().train_tasks("part", 0, 8):
+        game, wins = SHOP.Shop(), []
+        rows, (name, count) = SHOP.articles_of(task), task.problem
+        enough = [row for row in rows if row[1] == name and row[3] >= count]
+        for row in rows:
+            for n in (-1, 0, *SHOP.COUNTS):
+                game.reset(task)
+                reply = game.step(call("buy", article=row[0], count=n))
+                assert reply.done and reply.ended in ("bought", "bought the wrong thing", "not in stock")
+                assert reply.won == (reply.ended == "bought")
+                assert (reply.ended == "not in stock") == (n < 1 or n > row[3])
+                wins += [(row[0], n)] if reply.won else []
+        assert wins == [(min(enough, key=lambda row: row[2])[0], count)]
+        game.close()
+
+
+def test_held_out_orders_are_never_trained_on():
+    environment = SHOP.Environment()
+    pairs = {split: {task.problem for task in environment.split_tasks(split)} for split in ("dev", "test")}
+    trained = {task.problem for types in ("all", "part") for task in environment.train_tasks(types, 0, 2000)}
+    assert pairs["dev"] <= trained and not pairs["test"] & trained and len(pairs["test"]) == 12
+
+
+def test_phrases_join_to_the_calls():
+    parts = phrases(schemas(SHOP.Shop))
+    text = call("buy", article=7, count=2)
+    assert re.sub("|".join(map(re.escape, sorted(parts, key=len, reverse=True))), "", text) == "72"
