@@ -32,7 +32,7 @@ from tiny_runs import (
 import correction
 import gcd
 import rollout
-from envs import alfworld, household, scienceworld
+from envs import _workers, alfworld, household, scienceworld
 from lm import engine
 from lm import model as qwen
 from lm.chat import EMPTY_THOUGHT, TAGS, Chat
@@ -385,7 +385,7 @@ def jvm_of(game):
 
 
 @pytest.mark.parametrize("benchmark, kind, process_of, most", [
-    ("alfworld", alfworld.Alfworld, worker_of_alfworld, 4),                    # two workers run four games
+    ("alfworld", _workers.WorkerGame, worker_of_alfworld, 4),                 # two workers run four games
     ("scienceworld", scienceworld.ScienceWorld, jvm_of, 1)], ids=["alfworld", "scienceworld"])
 def test_an_engine_killed_in_an_episode_is_replaced_and_counted(train_scripted, monkeypatch, benchmark, kind,
                                                                 process_of, most):

@@ -108,7 +108,8 @@ def test_play_uses_the_settings_of_load_unless_it_is_given_others():
 def test_an_episode_prints_as_a_transcript(player):
     episode = player.play("household", "L0/3", max_turns=3)
     first, *_, last = str(episode).splitlines()
-    assert first == f"task {episode.task.id}" and last in ("won after 3 turns", "not won after 3 turns")
+    assert first == f"task {episode.task.id}"
+    assert last in ("won after 3 turns", "not won after 3 turns (turn limit)")
     commands = [f"[{number}] > {turn.action}" for number, turn in enumerate(episode.turns, 1)]
     positions = [str(episode).index(command) for command in commands]
     assert positions == sorted(positions)
