@@ -1,7 +1,7 @@
 """Turns per second of the household game on real ALFWorld games.
 
 Also of 64 games side by side in the vectorised class. If alfworld is installed, also of its engine and of our
-worker pool around it, and of its AlfredTWEnv next to our drop-in replacement, at batch sizes 1 and 128, on
+worker pool around it, and of its AlfredTWEnv next to our drop-in replacement, at batch sizes 1 and 8, on
 the same games and commands. Every turn is a random admissible command and includes the computation of the
 next admissible commands. Prints one JSON line; each ratio is to ALFWorld's own engine in the same run.
 
@@ -30,7 +30,7 @@ from envs.alfred.vector import Games
 PLACES = (expand_variables("$ALFWORLD_DATA/json_2.1.1"), "../shared/data/alfworld/games.jsonl.gz")
 NO_GAMES = ("no ALFWorld games: alfworld-download stores them in $ALFWORLD_DATA; --games takes another "
             "json_2.1.1 folder or a games.jsonl.gz")
-BATCHES = (1, 128)
+BATCHES = (1, 8)
 SIDE_BY_SIDE = 64         # games of the vectorised class
 
 

@@ -1,6 +1,7 @@
 """Success per iteration with each loss, from one cold start: GRPO, GSPO, CISPO, Dr. GRPO; one seed, no judge.
 
     python -m lab.bench.losses               # a quarter of an hour on an idle core; lab/results/losses.json
+                                             # and the picture of the curves beside it
 
 One seed shows whether a loss trains, not which is better: docs/results.md says how far seeds and machines
 alone differ. What is in runs/losses already is not run again.
@@ -13,6 +14,7 @@ import sys
 
 from infra import files
 from lab.bench.study import ROOT
+from lab.studies import common
 
 OUT, RUNS = ROOT / "lab" / "results" / "losses.json", ROOT / "runs" / "losses"
 LOSSES = {"grpo": (), "gspo": (), "cispo": (), "dr_grpo": (), "gspo, per turn": ("--sequence", "turn")}
@@ -52,6 +54,19 @@ def row(loss, flags, start, seed, iterations):
             "evaluated": evaluated(folder)}
 
 
+def draw(rows, path):
+    """Plot success in training of every loss, a mean over LATE iterations."""
+    pyplot = common.pyplot("losses")
+    figure, axis = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
+    for found in rows:
+        success = found["success"]
+        smooth = [sum(success[k - LATE:k]) / LATE for k in range(LATE, len(success) + 1)]
+        axis.plot(range(LATE, len(success) + 1), smooth, label=found["loss"])
+    axis.set(xlabel="RL iteration", ylabel=f"success in training, mean over {LATE} iterations")
+    axis.legend(fontsize=8)
+    common.save(figure, path)
+
+
 def main(argv=None):
     """Run what is missing, and write the file."""
     parser = argparse.ArgumentParser("python -m lab.bench.losses", description=__doc__.splitlines()[0])
@@ -67,6 +82,7 @@ def main(argv=None):
               "seed": seed, "commit": header["commit"], "versions": header["versions"],
               "cold_start": {"command": cold, "evaluated": evaluated(start)}, "rows": rows}
     files.write_text(OUT, json.dumps(result) + "\n")
+    draw(rows, OUT.with_suffix(".svg"))
     for found in rows:
         shares = {split: modes["success"] for split, modes in found["evaluated"].items()}
         print(found["loss"], found["late"], shares)
