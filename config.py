@@ -4,7 +4,7 @@
     python gcd.py --help all                         # all of its flags
     python gcd.py --algo ppo --env alfworld --help   # the flags of another run
 
-A value comes from the command line, else from --variant code, the environment's defaults, the algorithm's,
+A value comes from the command line, else from the environment's defaults, --variant code, the algorithm's,
 the preset's, or `Config`'s (the small model's, tuned on split dev). A mistake is one line that names the
 flag, before any model is loaded.
 """
@@ -44,7 +44,7 @@ NEEDS_NO_DAGGER = (lambda values: not values["dagger"], "only without --dagger")
 NEEDS_CORRECTION = (lambda values: values["correction"] != "off", "only with --correction")
 NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint")
 NEEDS_BF16 = (lambda values: values["dtype"] == "bfloat16", "only with --dtype bfloat16")
-NEEDS_WORDS = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
+NEEDS_GENERATIVE = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ class Config:
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = setting(8, "answers to each question", low=2)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
-                                        needs=NEEDS_WORDS, rare=True)
+                                        needs=NEEDS_GENERATIVE, rare=True)
     judge_redraw: bool = setting(False, "ask about other turns in place of those whose answers earn the "
-                                 "same: up to 4 rounds of questions", needs=NEEDS_WORDS, rare=True)
+                                 "same: up to 4 rounds of questions", needs=NEEDS_GENERATIVE, rare=True)
     judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
                                   "bit", low=0)
     judge_grad_cap: float = setting(0.0, "judge gradient norm at most this times the policy's; 0: no cap",
@@ -204,7 +204,7 @@ class Config:
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
         refuse(wrong := algorithms.wrong_loss(algorithm), f"{algo}: {wrong}")
         refuse(algorithm.ratio == "episode" and self.history, f"--history={self.history}: {algo} has one "
-               "ratio for an episode, whose turns are then apart in the update; expected full, or a turn's")
+               "ratio for an episode, which must then be one sample; expected full, or a ratio for each turn")
         refuse(self.warmup >= self.iterations > 0,
                f"--warmup={self.warmup}: not below --iterations={self.iterations}")
         refuse(algorithm.groups and self.iterations and self.group_size < 2,
@@ -218,7 +218,7 @@ class Config:
                f"--prompt={self.prompt}: {algo} needs tags")
         known = (*LABELS, *self.environment.labels)
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
-        refuse(self.gcd and "oracle" in labels and self.environment.oracle is None,
+        refuse(self.gcd and ("oracle" in labels or labels == "flaws") and self.environment.oracle is None,
                f"--judge-labels={labels}: {self.env} has no oracle")
         refuse(self.demonstrations and self.environment.expert is None,
                f"--demonstrations={self.demonstrations}: {self.env} has no expert; 0 starts RL from scratch")
@@ -340,16 +340,11 @@ def find_environment(name):
 def parsed(argv=None):
     """Command line to Config; ValueError for a wrong flag or value. --help prints and exits.
 
-    The flags --algo and --env are read first, then the flags that those two bring. --env NAME:VALUE is --env
-    NAME with VALUE for the first of the environment's own flags.
+    The flags --algo and --env are read first, then the flags that those two bring.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = {"algo": Config.algo, "env": Config.env} | parse_known("gcd.py", argv, Config)[0]
-    name, colon, value = chosen["env"].partition(":")
-    if colon and name.isidentifier() and not chosen["env"].endswith(".py"):
-        first = next(iter(fields(find_environment(name).Settings)), None)
-        refuse(first is None, f"--env={chosen['env']}: {name} has no settings, so nothing follows its name")
-        chosen["env"], argv = name, [*argv, f"--env={name}", f"{flag_of(first.name)}={value}"]
+    chosen["env"], argv = environment_in(chosen["env"], argv)
     algorithm, environment = find_algorithm(chosen["algo"]), find_environment(chosen["env"])
     sources = {"run": Config, f"--algo {chosen['algo']}": algorithm.Settings,
                f"--env {chosen['env']}": environment.Settings}
@@ -379,6 +374,18 @@ def parsed(argv=None):
         return make_settings(Config, values)
 
 
+def environment_in(env, argv):
+    """The environment that --env names, and the command line: for NAME:VALUE it is NAME, with VALUE for the
+    first of the environment's own flags.
+    """
+    name, colon, value = env.partition(":")
+    if not colon or not name.isidentifier() or env.endswith(".py"):
+        return env, argv
+    first = next(iter(fields(find_environment(name).Settings)), None)
+    refuse(first is None, f"--env={env}: {name} has no settings, so nothing follows its name")
+    return name, [*argv, f"--env={name}", f"{flag_of(first.name)}={value}"]
+
+
 def values_of(flags, sources, algorithm, environment):
     """The value of every setting: the flag's if it is given, else the last applicable default."""
     values = {f.name: f.default for settings in sources for f in fields(settings)}
@@ -386,12 +393,13 @@ def values_of(flags, sources, algorithm, environment):
     if preset == "auto":
         preset = "paper" if flags.get("model") and not is_small(flags["model"]) else "small"
     inherited = ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))
-    changes = dict(inherited) | environment.defaults
+    changes = dict(inherited)
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
         labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"
         types = flags.get("train_types", Config.train_types)
         changes = PAPER | dict(judge_labels=labels, cold_start_types=types) | changes
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
+    changes |= environment.defaults
     changes = {name: value for name, value in changes.items() if name in values}
     return values | changes | flags | {"preset": preset}
 

@@ -11,6 +11,7 @@ can be compared game by game (`python -m report compare`). Left out: who plays, 
     python evaluation.py --help
 """
 
+import os
 import random
 import shlex
 import sys
@@ -203,19 +204,21 @@ Flags = make_dataclass("Flags", [
 TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
 # What has to be equal to continue an evaluation
 IDENTITY = ("player", "prompt", "world", "games_hash", "protocol", "seed", "max_turns", "temperatures",
-            "max_response_tokens", "history", "admissible_only", "instruction")
+            "max_response_tokens", "history", "admissible_only", "context", "dtype", "on_truncation",
+            "instruction", "commit")
 
 
 def parse(argv):
     """The command line as (Settings, config.Config, {flag: value} as given). ValueError for a wrong one."""
     program = "evaluation.py"
-    chosen = parse_known(program, argv, Flags)[0]
-    environment = settings.find_environment(chosen.get("env", settings.Config.env))
+    argv = list(sys.argv[1:] if argv is None else argv)
+    named = parse_known(program, argv, Flags)[0].get("env", settings.Config.env)
+    name, argv = settings.environment_in(named, argv)
+    environment = settings.find_environment(name)
     given, unknown = parse_known(program, argv, Flags, environment.Settings)
     if given.pop("help", False):
         parser = Parser(program, description="Evaluate any player; its games and protocol as in gcd.py.")
-        for section, known in {"run": Flags, f"--env {chosen.get('env', settings.Config.env)}":
-                               environment.Settings}.items():
+        for section, known in {"run": Flags, f"--env {name}": environment.Settings}.items():
             parser.add(known, section)
         parser.print_help()
         raise SystemExit(0)
@@ -291,7 +294,8 @@ def head_of(own, config, given, player, facts):
             **files.origin_of(config), "protocol": config.protocol, "seed": config.seed,
             "max_turns": turns_of(config), "temperature": modes["sampled"], "temperatures": modes,
             "max_response_tokens": config.max_response_tokens, "history": config.history,
-            "admissible_only": config.admissible_only, "instruction": instruction.text if instruction else "",
+            "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,
+            "on_truncation": config.on_truncation, "instruction": instruction.text if instruction else "",
             "command": command_of(given)}
 
 
@@ -448,6 +452,9 @@ def main(argv=None):
             parsed = parse(argv)
         except ValueError as error:
             print(f"evaluation.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
+            return 2
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            print("evaluation.py: error: it plays in one process; run it without torchrun", file=sys.stderr)
             return 2
         try:
             with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):

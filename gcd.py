@@ -143,7 +143,8 @@ def judge_turns(run, i, episodes):
                                config.slots)
         informative += [question for question in fresh if len(set(question.rewards)) > 1]
         found = parallel.all_sum({"informative": len(informative)})["informative"]
-        places, wanted = [place for place in places if place not in chosen], (config.judge_turns - found) // 2
+        drawn, wanted = {place[:2] for place in chosen}, (config.judge_turns - found) // 2
+        places = [place for place in places if place[:2] not in drawn]
         if not (chosen and wanted):
             break
     correction.correct(run, i, judged)

@@ -143,7 +143,7 @@ def why_none(places, kind):
     """A warning for an iteration in which no turn can be judged: which class is missing, and what to try."""
     counts = {label: sum(place[2] == label for place in places) for label in ANSWERS}
     return (f"GCD: no turn was judged, because --judge-labels {kind} labels {counts['good']} turns good and "
-            f"{counts['bad']} bad, and both are needed; try another kind, such as oracle, or --no-gcd")
+            f"{counts['bad']} bad, and both are needed; try another kind, or --no-gcd")
 
 
 def questions(chat, episodes, chosen, environment, first=0):

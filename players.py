@@ -54,7 +54,7 @@ class MessageChat(Chat):
     def __init__(self, style, admissible=True, noop_message="Nothing happens.", environment=None):
         self.style, self.small, self.bare, self.stop_ids, self.tools = style, False, False, (), []
         self.admissible, self.noop_message = admissible, noop_message
-        self.take_words(environment)
+        self.set_formats(environment)
 
     def message(self, content, first=False):
         """A user message, as a list of one."""
@@ -66,9 +66,9 @@ class MessageChat(Chat):
 
     def parse(self, text):
         """(command, None) of a response's text; (None, None) if malformed: without a command, or with two."""
-        if self.own_parse:
-            return self.parse_own(text)
         answer = THOUGHT.sub("", text, count=1)
+        if self.own_parse:
+            return self.parse_own(answer.lstrip())
         commands = [answer] if self.style == "plain" else ACTION.findall(answer)
         command = commands[0].strip() if len(commands) == 1 else ""
         return command or None, None
@@ -111,7 +111,7 @@ class TextPlayer:
                         self.begin(conversation)
                 for conversation, response in self.finished():
                     if isinstance(response, Failure) and self.is_refusal(conversation, response):
-                        conversation.episode.overflowed = True
+                        conversation.episode.overflowed, conversation.episode.ended = True, "context full"
                         on_end(conversation.episode, *self.tokens(conversation))
                     if isinstance(response, Failure):
                         free.append(conversation)
@@ -255,7 +255,7 @@ class ScriptPlayer(TextPlayer):
         return chosen
 
     def command(self, conversation):
-        """The next command; None if there is none to choose from."""
+        """The next command. ValueError if a command has to be chosen and the game lists none."""
         admissible, turns, index = (conversation.reply.admissible, conversation.episode.turns,
                                     conversation.spec.index)
         if self.script == "expert":
@@ -264,9 +264,12 @@ class ScriptPlayer(TextPlayer):
                 self.experts[index] = self.environment.online_expert(conversation.spec.task, seed)
             self.experts[index].observe(conversation.reply.observation, turns[-1].action if turns else None)
             return self.experts[index].command()
-        if self.script == "random" and admissible:
+        if not admissible:
+            raise ValueError(f"--player={self.script}: task {conversation.spec.task.id} lists no command "
+                             f"before turn {len(turns) + 1}")
+        if self.script == "random":
             return random.Random(conversation.next_stream()).choice(admissible)
-        return next(iter(admissible), None)
+        return admissible[0]
 
 
 def prompt_of(chat, decode):

@@ -33,7 +33,7 @@ class Turn:
     anchor: str                   # the last informative observation: the state as far as the actor saw it
     truncated: bool = False       # the response had no stop token within its length
     tag: str | None = None        # RLVMR's meta-reasoning tag; None: malformed, or no tags in the prompt
-    reward: float = 0.0           # the environment's for this turn, beside the outcome
+    reward: float = 0.0           # the environment's for this turn, added to the outcome's
     kl: list[float] | None = None                 # kl_coef * k1 per response token (--kl reward)
     advantage: float = 0.0                        # by the algorithm; in a demonstration, the turn's weight
     token_advantage: list[float] | None = None    # one per response token, if they differ

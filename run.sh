@@ -60,8 +60,8 @@ if [ "${1:-}" = alfworld ]; then        # the flags of lab/results/table1_alfwor
     [ $# = 1 ] || unknown "$2"
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
     [ -d "$games/valid_seen" ] || {
-        echo "run.sh: no games in $games; .venv/bin/pip install -r requirements-alfworld.txt and" \
-             ".venv/bin/alfworld-download fetch them, to \$ALFWORLD_DATA if it is set" >&2; exit 2; }
+        echo "run.sh: no games in $games; .venv/bin/python -m envs.household download fetches them," \
+             "to \$ALFWORLD_DATA if it is set" >&2; exit 2; }
     common+=(--games "$games" --hidden-size 96 --max-turns 30 --protocol eight)
     cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 49152)
     rl+=(--rearranged --iterations 60 --lr 3e-4 --invalid-penalty 0.5)

@@ -99,7 +99,7 @@ def policy_loss(model, batch, objective, scale, sums):
         L = sum_n scale[kind_n] * weight_n * (sampler_weight_n * loss_n + kl_coef * k3_n)
 
     batch: Samples, policy's and judge's mixed. Adds what `loss_metrics` reports to sums[kind]. PluginError
-    for a loss that is none.
+    if the algorithm's loss returns something else.
     """
     *where, target_N, advantage_N, weight_N, old_N, ref_N, sampler_N, allowed = collate(batch, model)
     kinds, device = [sample.kind for sample in batch for _ in range(sum(sample.sampled))], target_N.device

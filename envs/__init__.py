@@ -37,7 +37,7 @@ class Reply(NamedTuple):
     objects: tuple[str, ...] = ()        # what may replace OBJ, if `admissible` holds templates
     score_100: float | None = None       # the game's own score so far, 0 to 100, if it has one
     taken: bool | None = None            # whether the last command was accepted; None: unknown
-    reward: float = 0.0                  # for the last command alone, beside what the outcome earns
+    reward: float = 0.0                  # for the last command alone, added to the outcome's
     ended: str = ""                      # with done: why, in a word or two, such as "sold out"
     answers: tuple[str, ...] = ()        # of the functions that the command called, in order: role "tool"
 

@@ -52,7 +52,8 @@ class Game:
             won = bool(info.get("won", info.get("success", terminated and reward > 0)))
             reply = Reply(observation, tuple(info.get("admissible_commands") or ()), won,
                           bool(terminated or truncated), reward=float(reward),
-                          ended="won" if won else "terminated" if terminated else "truncated" * truncated)
+                          ended=next((name for name, is_so in (("won", won), ("terminated", terminated),
+                                      ("truncated", truncated)) if is_so), ""))
             if wrong := wrong_in(reply):
                 raise EpisodeLost(f"{self.name}: {method}: {wrong}")
             if len(observation) > LONGEST:
@@ -100,7 +101,8 @@ class Environment(Base):
             "help": "worker processes; 0: this process, where only one environment works at a time",
             "low": 0, "high": 999})
         time_limit_s: float = field(default=60.0, metadata={
-            "help": "a call of the environment that takes longer loses its episode", "low": 0.01})
+            "help": "a call of the environment that takes longer loses its episode (in a worker, its start "
+                    "included; not while a small model's vocabulary is gathered)", "low": 0.01})
 
     defaults = {"slots": 16, "success_reward": 0.0, "demonstrations": 0, "judge_demonstrations": 0}
     splits = tuple(SPLITS)
@@ -130,6 +132,10 @@ class Environment(Base):
         first = {"dev": 0, "test": SPLITS["dev"]}[name]
         return [Task(f"{name}/{seed}", name, self.settings.id, seed)
                 for seed in range(first, first + SPLITS[name])]
+
+    def task_content(self, task):
+        """The environment's ID: tasks of two environments have the same seeds."""
+        return task.task_type
 
     def unseen_splits(self):
         """The test split."""

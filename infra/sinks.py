@@ -30,8 +30,10 @@ def tensorboard(out, run, settings, state, resources):
 
 
 def wandb(out, run, settings, state, resources):
-    """Log to the project "gcd"; who and where, wandb's own settings tell. Of an iteration that a resumed run
-    repeats wandb keeps what came first."""
+    """Log to the project "gcd"; the account comes from wandb's own settings.
+
+    Of an iteration that a resumed run repeats, wandb keeps the first record.
+    """
     import wandb
     logged = wandb.init(project="gcd", id=run, name=out.name, dir=out, config=settings, resume="allow")
     resources.callback(logged.finish)

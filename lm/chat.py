@@ -89,7 +89,7 @@ class Chat:
         self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
         self.bare = self.small and style in ("plain", "tags")
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
-        self.take_words(environment)
+        self.set_formats(environment)
         self.tools = environment.tools() if environment and not self.small else []
         silent = EMPTY_THOUGHT in templates_of(tokenizer, style)[0]
         self.switches = {"enable_thinking": False} if silent else {}
@@ -101,8 +101,8 @@ class Chat:
         self.encode = lru_cache(100_000)(self._encode)
         self.encodings = lru_cache(100_000)(self._encodings)
 
-    def take_words(self, environment):
-        """Take an environment's own rules, ask and parse; None: it has none."""
+    def set_formats(self, environment):
+        """Set an environment's own rules, ask and parse; None: there is none."""
         self.environment = environment
         self.rules, self.own_ask, self.own_parse = (getattr(environment, name, None)
                                                     for name in ("rules", "ask", "parse"))

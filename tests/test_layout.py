@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up: each may import what stands before it, and itself
 FLOORS = (("infra",), ("lm", "envs", "losses", "labels"), ("rollout", "batching"),
           ("judge", "update", "players"), ("algorithms",), ("config",), ("correction",), ("resume",),
-          ("session",), ("cold_start", "evaluation", "agent"), ("gcd",), ("report",), ("lab",))
+          ("session",), ("cold_start", "evaluation", "agent"), ("gcd",), ("report",), ("lab", "examples"))
 USERS = ("lab",)                                 # these may choose an environment or an algorithm by its name
 # Words of an earlier private language: no function, class, parameter, attribute or variable has such a name
 FORBIDDEN = set("""
@@ -37,9 +37,10 @@ FORBIDDEN = set("""
 """.split())
 TOP, TESTS = sorted(ROOT.glob("*.py")), ROOT / "tests"
 FOLDERS = sorted(folder for folder in ROOT.iterdir()
-                 if folder.name.isidentifier() and any(folder.glob("*.py"))
-                 and folder.name != "examples")          # notebooks
-CODE = TOP + sorted(path for folder in FOLDERS if folder != TESTS for path in folder.rglob("*.py"))
+                 if folder.name.isidentifier() and any(folder.glob("*.py")))
+NOTEBOOKS = [ROOT / "examples" / "tour.py"]
+CODE = TOP + sorted(path for folder in FOLDERS if folder != TESTS for path in folder.rglob("*.py")
+                    if path not in NOTEBOOKS)
 # What a common flag offers as its value is that flag's word, whatever else has the name: --protocol rlvmr
 CHOICES = {choice for setting in fields(Config) for choice in setting.metadata.get("choices") or ()}
 DISTRIBUTED = re.compile(r"torch\.distributed|\bdist\.\w+|\bfsdp\b|\bDTensor\b")

@@ -187,7 +187,7 @@ def test_without_the_games_the_error_explains_how_to_get_them(folder, monkeypatc
     process = run_sh(folder, "alfworld")
     assert process.wait(PATIENCE_S) == 2 and not (folder / "calls").exists()
     (line,) = process.stderr.read().splitlines()
-    assert "nowhere/json_2.1.1" in line and "alfworld-download" in line
+    assert "nowhere/json_2.1.1" in line and "envs.household download" in line
 
 
 def test_an_unknown_argument_is_named(folder):

@@ -87,7 +87,8 @@ def download(folder, mirror=None, force=False):
     games = {split: sum(1 for _ in (folder / "json_2.1.1" / split).rglob("game.tw-pddl")) for split in SPLITS}
     if not all(games.values()):
         raise DownloadError(f"{folder}/json_2.1.1: no game.tw-pddl under "
-                            f"{', '.join(s for s in SPLITS if not games[s])}: archives of another kind?")
+                            f"{', '.join(s for s in SPLITS if not games[s])}: archives of another "
+                            "kind, or removed since (--force gets them again)?")
     print(f"games in {folder}/json_2.1.1: " + ", ".join(f"{split} {n}" for split, n in games.items()))
 
 

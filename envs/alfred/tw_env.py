@@ -222,7 +222,8 @@ def is_playable(trial, types):
         return False
     game = read_json(path)
     if game.get("solvable") and MOVE_TEMPLATE not in entry(game, "grammar", path):
-        raise ValueError(f"{path}: of a release before alfworld 0.4; alfworld-download gets current games")
+        raise ValueError(f"{path}: of a release before alfworld 0.4; household.py's `download` gets "
+                         "current ones")
     return bool(game.get("solvable"))
 
 

@@ -1,4 +1,4 @@
-"""Many household games side by side, for whoever writes their own loop: one command for each, in one call.
+"""Many household games side by side, for a training loop of your own: one command for each, in one call.
 
     from envs.alfred.vector import Games
     games = Games(64, split="train", group_size=8)       # games=DIR for the real ones

@@ -28,8 +28,8 @@ from envs.alfred.tw_env import AlfredTWEnv, expand_variables
 from envs.alfred.vector import Games
 
 PLACES = (expand_variables("$ALFWORLD_DATA/json_2.1.1"), "../shared/data/alfworld/games.jsonl.gz")
-NO_GAMES = ("no ALFWorld games: alfworld-download stores them in $ALFWORLD_DATA; --games takes another "
-            "json_2.1.1 folder or a games.jsonl.gz")
+NO_GAMES = ("no ALFWorld games: python -m envs.household download puts them into $ALFWORLD_DATA; --games "
+            "takes another json_2.1.1 folder or a games.jsonl.gz")
 BATCHES = (1, 8)
 SIDE_BY_SIDE = 64         # games of the vectorised class
 

@@ -33,6 +33,8 @@ def evaluations(folder=REFEREE):
     for name, result in found.items():
         if not result.get("complete") or not result.get("player"):
             raise ValueError(f"{name}.json: not a complete evaluation by the referee")
+        if result["commit"].endswith("+"):
+            raise ValueError(f"{name}.json: its commit {result['commit']} had local changes")
         for split, value in result["games_hash"].items():
             known = hashes.setdefault(split, value)
             if known != value:

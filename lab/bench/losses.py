@@ -74,6 +74,7 @@ def main(argv=None):
     parser.add_argument("--iterations", type=int, default=80, help="gcd.py's default is 80")
     options = parser.parse_args(argv)
     seed, iterations = options.seed, options.iterations
+    files.clean_commit()                         # ValueError in a tree with local changes
     start = RUNS / f"seed{seed}" / "cold_start"
     cold = run(start, "--iterations", "0", *EVALUATED, "--seed", str(seed))
     rows = [row(loss, flags, start, seed, iterations) for loss, flags in LOSSES.items()]

@@ -1,9 +1,9 @@
 """How often is a judge's label right? Every kind of labels against the environment's oracle.
 
 Models of several strengths play training tasks, eight episodes each; every turn is labelled by every kind of
-labels.py, and by the paper's rule on raw observations (arXiv:2509.23870 §4.1, "literal"). Counted are, per
-kind, how many turns it calls good and bad, what the oracle says of them, and how many of the bad ones the
-game refused: to know those is to know the game's grammar, not which action is flawed.
+labels.py, and by the paper's rule on raw observations (arXiv:2509.23870 §4.1, "literal"). For each
+kind this counts the turns that it calls good and bad, what the oracle says of them, and how many of the bad
+ones the game refused: a judge that knows those knows the game's grammar, not which action is flawed.
 
 The oracle (envs/alfred/expert.py) has limits of its own: it calls a turn good if the goal needs it or if it
 searches, given what was seen; bad if it was refused, undoes progress, or shows nothing new; and says nothing

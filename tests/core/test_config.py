@@ -290,6 +290,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--judge-labels rule+endpoint", "--judge-labels=rule+endpoint: needs --endpoint"),
     # of the environment
     ("--env scienceworld --judge-labels oracle", "--judge-labels=oracle: scienceworld has no oracle"),
+    ("--env scienceworld --judge-labels flaws", "--judge-labels=flaws: scienceworld has no oracle"),
     ("--env scienceworld --admissible-only", "--admissible-only: scienceworld lists templates of commands"),
     ("--env scienceworld --task-ids x", "--task-ids=x"), ("--env alfworld", "--env=alfworld: needs --games"),
     ("--model NOWHERE", "--model=NOWHERE")])

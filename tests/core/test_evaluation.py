@@ -244,6 +244,45 @@ def test_missing_games_and_a_missing_folder_are_one_line(tmp_path, referee):
 
 
 @pytest.mark.fast
+def test_the_first_setting_of_an_environment_may_follow_its_name(referee, tmp_path):
+    """--env NAME:VALUE, as in gcd.py: household's first setting is --games."""
+    status, _, error = referee("--player", "first", "--env", f"household:{tmp_path / 'none'}")
+    assert status == 1 and str(tmp_path / "none") in error and error.count("\n") == 1
+
+
+@pytest.mark.fast
+def test_a_script_that_has_to_choose_needs_a_list_of_commands(tmp_path, capsys):
+    flags = ["--env", str(ROOT / "examples" / "shop.py"), "--evaluate", "dev", "--protocol", "sampled"]
+    for script in ("random", "first"):
+        assert evaluation.main(["--player", script, "--out", str(tmp_path / script), *flags]) == 1
+        error = capsys.readouterr().err
+        assert f"--player={script}: task" in error and "lists no command before turn 1" in error
+
+
+@pytest.mark.fast
+def test_the_referee_plays_in_one_process(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert evaluation.main(["--player", "first", "--out", str(tmp_path / "out")]) == 2
+    assert "without torchrun" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("style, text", [
+    ("think", "<think>It is 7?</think> {'guess': 7}"), ("plain", "<think>It is 7?</think> {'guess': 7}"),
+    ("plain", "{'guess': 7}"), ("tags", "<think>Hm.</think> <monitor>half of them</monitor> {'guess': 7}")])
+def test_a_servers_thought_may_precede_an_environments_own_format(style, text):
+    seen = []
+
+    class Own(envs.Environment):
+        def parse(self, text):
+            seen.append(text.strip())
+            return "guess 7"
+
+    assert players.MessageChat(style, environment=Own()).parse(text)[0] == "guess 7"
+    assert seen == ["{'guess': 7}"]
+
+
+@pytest.mark.fast
 def test_another_player_or_protocol_does_not_continue(short, referee):
     assert referee("--player", "first", "--max-turns", 2)[0] == 0
     status, result, error = referee("--player", "first", "--max-turns", 2)
@@ -469,7 +508,7 @@ def test_ctrl_c_stops_it_and_resume_continues(serve, short, referee, tmp_path):
 
 
 @pytest.mark.fast
-def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee):
+def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, tmp_path):
     def short_context(question, nth):
         return lambda handler: handler.send((400, "{}") if len(handler.messages) > 3
                                             else (200, completion("look")))
@@ -478,6 +517,8 @@ def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee):
     assert status == 0, error
     rate = result["splits"]["L1"]["sampled"]
     assert (rate["n"], rate["turns"], rate["truncated_frac"], rate["success"]) == (12, 2, 1.0, 0.0)
+    records, _ = files.read_lines(tmp_path / "out" / "episodes.jsonl")
+    assert {record["ended"] for record in records} == {"context full"}
 
 
 @pytest.mark.fast

@@ -319,7 +319,8 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
 
 
 @pytest.mark.fast
-def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["oracle", "shuffled"])
+def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch, kind):
     """Of each round's questions only those with unequal rewards are trained; no turn is asked about twice.
     Without the flag there is one round, of the same first questions."""
     rounds_of_turns, answer = [], gcd.judge.answer_questions
@@ -334,7 +335,7 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
     monkeypatch.setattr(gcd.judge, "answer_questions", answers)
     rounds = {}
     for flags in ((), ("--judge-redraw",)):
-        run = prepared(tmp_path, *start_from(start), "--judge-labels", "oracle", "--judge-turns", 8, *flags)
+        run = prepared(tmp_path, *start_from(start), "--judge-labels", kind, "--judge-turns", 8, *flags)
         episodes, _ = gcd.collect(run, 0)
         judged, samples = gcd.judge_turns(run, 0, episodes)
         rounds[flags], rounds_of_turns[:] = list(rounds_of_turns), []

@@ -11,6 +11,7 @@ import socket
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_runs import rows
 
@@ -60,7 +61,7 @@ class Counter(gymnasium.Env):
                     "nan": ("2", float("nan"), ended, False, {}), "four": ("2", reward, ended, {}),
                     "info": ("2", reward, ended, False, {"admissible_commands": [3]})}[self.bad]
         info = {"success": ended, "admissible_commands": ["more", "wait"]}
-        return str(self.n), reward, ended, self.n == 0 and action == "stop", info
+        return str(self.n), reward, np.bool_(ended), np.bool_(self.n == 0 and action == "stop"), info
 
 
 gymnasium.register("tests/Counter-v0", entry_point=Counter)
@@ -120,6 +121,12 @@ def test_seeds_are_the_tasks_and_no_split_is_trained_on():
 @pytest.mark.fast
 def test_a_value_after_the_name_is_the_first_setting():
     parsed = config.parsed(["--env", "gymnasium:a:b/C-v0", "--no-gcd"])
+    coded = config.parsed(["--env", "gymnasium:a:b/C-v0", "--no-gcd", "--variant", "code"])
+    assert coded.algorithm.settings.success_reward == 0.0          # its rewards are its own
+    one, other = (config.parsed(["--env", f"gymnasium:{name}", "--no-gcd"]).environment
+                  for name in ("A-v0", "B-v0"))
+    contents = {made.task_content(made.split_tasks("dev")[0]) for made in (one, other)}
+    assert contents == {"A-v0", "B-v0"}
     assert (parsed.env, parsed.environment.settings.id) == ("gymnasium", "a:b/C-v0")
     assert parsed.algorithm.settings.success_reward == 0.0 and parsed.slots == 16
     for flags, message in (
