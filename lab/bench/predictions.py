@@ -40,6 +40,7 @@ GROUP = {"study", "written", "results", "before", "after", "predictions"}
 PREDICTION = {"id", "text", "claims"}
 DECIDED, UNDECIDED = {"claim", "query"}, {"claim", "undecided"}
 HELD, FAILED, OPEN, PENDING = "held", "**failed**", "not decided", "not run yet"
+LEAST = 3                                # seeds from which a row of a table decides a claim
 SHOWN = 8                                # values of a list that are shown; of a longer one the ends
 
 
@@ -128,12 +129,17 @@ def mean_of(value):
 
 
 def table(name, row, splits, temperatures):
-    """Intervals of a row or difference of lab.bench.table1, in per cent or points. splits: "L0 L1"."""
+    """Intervals of a row or difference of lab.bench.table1, in per cent or points. splits: "L0 L1".
+
+    Missing with fewer than LEAST seeds.
+    """
     found = []
     for split in splits.split():
         for temperature in temperatures.split():
             key = "differences" if " - " in row else "rows"
             part = known(read(name, [key, row, split, *(["t0.4"] if temperature == "0.4" else [])]))
+            if len(part["seeds"]) < LEAST:
+                raise Missing(f"{name}, {row}: {len(part['seeds'])} seeds")
             found.append(times(part, 100))
     return found if len(found) > 1 else found[0]
 
@@ -186,7 +192,7 @@ CALLS = {
     "size": each(abs), "list": lambda *values: [*values],
     "low": of_interval(lambda mean, half: mean - half), "high": of_interval(lambda mean, half: mean + half),
     "half": of_interval(lambda mean, half: half), "zero": of_interval(side_of_zero),
-    "seeds": by_seed, "n": len,
+    "seeds": by_seed, "n": len, "given": lambda condition, value: value,
     "average": lambda values: sum(values) / len(values), "largest": max, "smallest": min,
     "above": lambda values, limit: sum(value > limit for value in values),
     "below": lambda values, limit: sum(value < limit for value in values),

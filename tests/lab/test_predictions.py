@@ -17,10 +17,11 @@ RESULT = {
              {"arm": "b", "n": 5, "lr": 1, "final": {"mean": 0.1, "half": None, "seeds": {"0": 0.1}}}],
     "share": 0.25, "none": None, "curve": [1, 2, 3, 4],
     "gain": {"value": 0.3, "half": 0.1}}
-TABLE = {"rows": {"x": {"L0": {"mean": 0.5, "half": 0.1, "seeds": {}, "t0.4": {"mean": 0.6, "half": 0.02,
-                                                                              "seeds": {"0": 1}}}}},
-         "differences": {"x - y": {"L0": {"mean": -0.1, "half": 0.05, "seeds": {}, "t0.4": None},
-                                   "L1": {"mean": 0.01, "half": 0.05, "seeds": {}, "t0.4": None}}}}
+SEEDS = {"0": 1, "1": 1, "2": 1}
+TABLE = {"rows": {"x": {"L0": {"mean": 0.5, "half": 0.1, "seeds": SEEDS, "t0.4": {"mean": 0.6, "half": 0.02,
+                                                                              "seeds": SEEDS}}}},
+         "differences": {"x - y": {"L0": {"mean": -0.1, "half": 0.05, "seeds": SEEDS, "t0.4": None},
+                                   "L1": {"mean": 0.01, "half": 0.05, "seeds": SEEDS, "t0.4": None}}}}
 CELLS = [{"cell": "a, seed 1", "result": {"q": 2}}, {"cell": "a, seed 0", "result": {"q": 0}},
          {"cell": "a, lr 2, seed 0", "result": {"q": 9}}, {"cell": "a, seed 0", "result": {"q": 1}}]
 
@@ -134,6 +135,18 @@ def test_runs_to_come_are_said_until_there_is_a_value(results):
     assert predictions.outcome(entry) == ("0 to 1", "0.5", predictions.HELD)
 
 
+def test_a_table_decides_from_three_seeds_on(results):
+    few = copy.deepcopy(TABLE)
+    few["rows"]["x"]["L0"]["seeds"] = {"0": 1, "1": 1}
+    (results / "t.json").write_text(json.dumps(few))
+    entry = claim(["given", ["table", "t.json", "x", "L0", "1"], ["r.json", "share"]], **{"in": [0, 1]})
+    with pytest.raises(predictions.Missing, match="t.json, x: 2 seeds"):
+        predictions.outcome(entry)
+    assert predictions.outcome(entry | {"pending": "two of five"})[2] == predictions.PENDING
+    (results / "t.json").write_text(json.dumps(TABLE | {"again": 0}))
+    assert predictions.outcome(entry)[1:] == ("0.25", predictions.HELD)
+
+
 # Queries and bounds
 
 @pytest.mark.parametrize("query, value", [
@@ -158,7 +171,7 @@ def test_queries_by_hand(results, query, value):
 def test_times_keeps_an_interval(results):
     assert predictions.value_of(["times", ["r.json", "gain"], -10]) == {"mean": -3, "half": 1, "seeds": {}}
     assert predictions.value_of(["table", "t.json", "x", "L0", "1 0.4"]) == [
-        {"mean": 50, "half": 10, "seeds": {}}, {"mean": 60, "half": 2, "seeds": {"0": 1}}]
+        {"mean": 50, "half": 10, "seeds": SEEDS}, {"mean": 60, "half": 2, "seeds": SEEDS}]
 
 
 @pytest.mark.parametrize("query", [
