@@ -3,9 +3,10 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `twins` (arms of the study), `origin`
 (axes of the study), `memory` (bytes by stage), `cpu` (ratios), `share` (the engine's part of a step),
-`losses` (one seed) or a benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is
-found by its first cell: the text in backticks at its end, if any, else all of it. The rows of a benchmark are
-rows or differences of lab.bench.table1, and the head of a column says what it contains:
+`losses` (one seed), `cures` (seeds that removed the flaw) or a benchmark (`hour`: ALFWorld in an hour;
+`ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if
+any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
+column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -37,7 +38,8 @@ CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MUL
 RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
-         "twins": "studies/twins.json", "origin": "studies/origin.json", "memory": "memory.json",
+         "twins": "studies/twins.json", "cures": "studies/cures.json",
+         "origin": "studies/origin.json", "memory": "memory.json",
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "admissible": "table3_admissible_result.json",
          "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
@@ -133,6 +135,17 @@ def cpu_row(result, name, _):
             *(f"{side['tokens_per_episode']:,.0f}" for side in sides)]
 
 
+def cures_row(result, name, heads):
+    """Seeds that removed the flaw in the arms whose names begin so, with and without a KL."""
+    cells = [name]
+    for head in heads[1:]:
+        kl = "KL 0.01" if head.startswith("KL") else "no KL"
+        arms = [f"{name}, {kl}, {embeddings}" for embeddings in ("tied", "untied")]
+        found = [row for row in result["rows"] if row["name"] in arms]
+        cells.append(f"{sum(row['removed'] for row in found)} of {sum(row['n'] for row in found)}")
+    return cells
+
+
 def losses_row(result, name, _):
     """A loss of lab.bench.losses, or "cold_start": success in training over the first and the last ten
     iterations; on L0, with its 95 % interval; clipped tokens. All in per cent.
@@ -154,7 +167,7 @@ def share_row(result, name, _):
 
 
 ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
-        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "share": share_row}
+        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row, "share": share_row}
 
 
 def cells_of(line):

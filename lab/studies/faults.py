@@ -132,8 +132,8 @@ def judge_knows_the_outcome():
     known at the turn in question."""
     questions = judge.questions
 
-    def after_the_end(chat, episodes, chosen, environment):
-        judged = questions(chat, episodes, chosen, environment)
+    def after_the_end(chat, episodes, chosen, environment, first=0):
+        judged = questions(chat, episodes, chosen, environment, first)
         for question in judged:
             question.prompt_ids = judge.question_ids(chat, question.episode.turns[-1])
             question.label = "good" if question.episode.won else "bad"

@@ -69,7 +69,7 @@ def chat_model(folder, environment, monkeypatch):
     phrases = [*environment.vocabulary(), *schemas, *system, environment.rules, "system\n", "user\n", "\n\n",
                "assistant\n", "<tool_response>\n", "\n</tool_response>", judge.QUESTION["think"],
                f"<think>\n{OWN_THOUGHT}\n</think>\n\n", "<judge>good</judge>", "<judge>bad</judge>"]
-    small.save_small_model(folder, [*dict.fromkeys(phrases)], 64, 2, 1024, True, 0)
+    small.save_small_model(folder, [*dict.fromkeys(phrases)], 64, 2, 1024, True, True, 0)
     monkeypatch.undo()
     return folder
 
@@ -98,6 +98,6 @@ def test_a_model_with_a_chat_template_trains_with_its_tools(tmp_path, monkeypatc
 
 def test_a_model_whose_template_has_no_tools_is_refused_before_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(small, "SPECIAL_TOKENS", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
-    small.save_small_model(tmp_path / "qwen", ["good"], 32, 1, 1024, True, 0)
+    small.save_small_model(tmp_path / "qwen", ["good"], 32, 1, 1024, True, True, 0)
     assert train(tmp_path / "run", env=SHOP, model=str(tmp_path / "qwen"), preset="small") == 1
     assert_one_error(capsys, "qwen: its chat template shows no tools, which this --env has")
