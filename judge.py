@@ -38,6 +38,7 @@ class JudgedTurn:
     t: int                        # the turn's index in the episode
     label: str                    # the rewarded answer, "good" or "bad" ("shuffled": by coin toss)
     prompt_ids: list[int]
+    verb: str = ""                # of its command: see `auc`
     answers: list[Response] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
 
@@ -151,8 +152,9 @@ def questions(chat, episodes, chosen, environment, first=0):
     here = {episode.index: episode for episode in episodes}
     for e in here.keys() & {e for e, _, _ in chosen}:
         oracle_labels(here[e], environment)
-    return [JudgedTurn(index, here[e], t, label, question_ids(chat, here[e].turns[t]))
-            for index, (e, t, label) in enumerate(chosen, first) if e in here]
+    turns = [(index, here[e], t, label) for index, (e, t, label) in enumerate(chosen, first) if e in here]
+    return [JudgedTurn(index, episode, t, label, question_ids(chat, episode.turns[t]),
+                       environment.verb(episode.turns[t].action or "")) for index, episode, t, label in turns]
 
 
 def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):
@@ -277,8 +279,8 @@ class VerdictRecord:
 
 def verdict_records(judged):
     """VerdictRecords of this rank's judged turns."""
-    return [VerdictRecord(question.label, question.turn.oracle, (question.turn.action or " ").split(" ")[0],
-                     tuple(question.turn.verdicts), tuple(question.rewards)) for question in judged]
+    return [VerdictRecord(question.label, question.turn.oracle, question.verb,
+                          tuple(question.turn.verdicts), tuple(question.rewards)) for question in judged]
 
 
 def agreement(records, truth):

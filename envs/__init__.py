@@ -209,6 +209,10 @@ class Environment:
         """JSON schemas of functions for the chat template of a model that writes, see envs/tools.py."""
         return []
 
+    def verb(self, command):
+        """What kind of command this is, its first word: the judge is measured within each kind, too."""
+        return command.partition(" ")[0]
+
     def unseen_splits(self):
         """The splits whose tasks this training does not show: the default of --evaluate."""
         return [name for name in self.splits if name != "dev"]

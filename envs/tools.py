@@ -88,6 +88,10 @@ class ToolEnvironment(Environment):
         start = text.find(START)
         return text[start:].strip() if start >= 0 else None
 
+    def verb(self, command):
+        """The first tool that is called; "" if the call cannot be made."""
+        return next((name for name, _ in self._calls(command)), "")
+
     def _calls(self, command):
         """[(tool, arguments)] of a command, for an oracle; [] if any of them cannot be made."""
         try:

@@ -712,7 +712,7 @@ def test_metrics_without_turns_or_without_a_class():
 
 def test_verdict_records_name_the_verb(chat):
     episode = scripted(chat, [("take mug 1 from countertop 1", "x"), (None, NOOP)], won=False)
-    judged = [JudgedTurn(0, episode, t, "good", []) for t in (0, 1)]
+    judged = judge.questions(chat, [episode], [(0, 0, "good"), (0, 1, "good")], ENVIRONMENT)
     for question in judged:
         question.turn.oracle = "bad"
         judge.record(question, ["good", None])

@@ -266,6 +266,15 @@ def test_a_response_is_its_calls_from_the_first_on():
         read_call(calls_in("")[0], {})
 
 
+def test_the_verb_of_a_command_is_the_first_tool_called():
+    """Within which the judge is measured; elsewhere it is a command's first word."""
+    shop = SHOP.Environment()
+    calls = [call("search", name="lamp"), call("buy", article=3, count=1)]
+    assert [shop.verb(text) for text in ("\n".join(calls), calls[1], calls[1][:20], "")] == [
+        "search", "buy", "", ""]
+    assert envs.Environment().verb("take mug 1 from shelf 2") == "take"
+
+
 def test_an_answer_that_is_no_text_is_the_authors_mistake():
     class Silent(Game):
         def begin(self, task, seed):
