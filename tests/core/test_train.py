@@ -333,6 +333,8 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
         rounds_of_turns.append([(question.episode.index, question.t) for question in judged])
 
     monkeypatch.setattr(gcd.judge, "answer_questions", answers)
+    find = gcd.judge.candidates                # the oracle's: so weak a model gives dense labels no good turn
+    monkeypatch.setattr(gcd.judge, "candidates", lambda played, kind, *rest: find(played, "oracle", *rest))
     rounds = {}
     for flags in ((), ("--judge-redraw",)):
         run = prepared(tmp_path, *start_from(start), "--judge-labels", kind, "--judge-turns", 8, *flags)

@@ -366,7 +366,7 @@ def test_the_error_for_a_folder_without_games_names_it_and_the_download(tmp_path
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"grammar": GRAMMAR.replace("move {o} to", "put {o} in/on")}, "before alfworld 0.4; alfworld-download"),
+    ({"grammar": GRAMMAR.replace("move {o} to", "put {o} in/on")}, "before alfworld 0.4; household.py"),
     ({"grammar": 3}, "no text under the key grammar")])
 def test_a_game_with_other_command_templates_is_refused_with_its_path(tmp_path, changes, message):
     write_game(tmp_path / "train/pick/trial", **changes)
@@ -477,7 +477,7 @@ def test_the_bench_without_games_prints_one_line_that_names_the_download(capsys,
     assert bench.main([]) == 2
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("\n") == 1
-    for name in ("alfworld-download", "$ALFWORLD_DATA", "--games"):
+    for name in ("envs.household download", "$ALFWORLD_DATA", "--games"):
         assert name in output.err
     assert bench.main(["--games", "nothere"]) == 2
     assert capsys.readouterr().err == "lab.bench.envs: nothere: no such file or folder\n"
