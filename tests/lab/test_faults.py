@@ -16,6 +16,7 @@ from hand_made import ANSWER, HEAD, make_episode
 from tiny_runs import TINY, rows, same, start_from, train, weights, without_times
 
 import batching
+import envs
 import gcd
 import judge
 import losses
@@ -109,7 +110,7 @@ def test_the_learning_rate_is_multiplied():
 def test_the_judges_question_comes_after_the_end_and_its_label_is_the_outcome():
     episode, question = make_episode(LINES), [7, 8]
     chat = SimpleNamespace(message=lambda text: question, bare=True)
-    environment = SimpleNamespace(oracle=None, noop_message="Nothing happens.")
+    environment = envs.Environment()
 
     def question_of():
         return judge.questions(chat, [episode], [(0, 0, "good")], environment)[0]
