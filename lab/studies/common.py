@@ -64,6 +64,16 @@ def add_dirty(parser):
                         help="write cells from a tree with uncommitted changes; a + marks their commit")
 
 
+def check_ranges(parser, *ranges):
+    """End the program with one line, as argparse does, if a flag's value is out of range.
+
+    ranges: (name, value, lowest, highest).
+    """
+    for name, value, low, high in ranges:
+        if not low <= value <= high:
+            parser.error(f"--{name}={value}: expected {low} to {high}")
+
+
 def missing_cells(path, requested):
     """The requested cells that have no result in the file at `path`, {name: settings}."""
     found = finished_cells(path, requested)

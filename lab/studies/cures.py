@@ -171,20 +171,17 @@ def asked_before():
 # Measures
 
 def measured(out, flags):
-    """{"path": measures of every kept model, "auc": the judge's in each iteration; [] without a judge}.
+    """{"path": twins.probe and linear_probe of every kept model, "auc": the judge's per iteration or []}.
 
     The AUC is by the oracle or, of an arm that is asked about the sign, by the sign.
     """
-    path = [{"iteration": iteration} | measures(common.load_actor(folder, flags))
-            for iteration, folder in common.kept_models(out).items()]
+    actors = ((iteration, common.load_actor(folder, flags))
+              for iteration, folder in common.kept_models(out).items())
+    path = [{"iteration": iteration} | probe(actor) | {"probe": linear_probe(actor)}
+            for iteration, actor in actors]
     lines = files.iterations_in(files.read_lines(out / files.METRICS)[0])
     aucs = [line.get("judge/auc" if "signs" in flags else "judge/auc_oracle") for line in lines]
     return {"path": path, "auc": [auc and round(auc, 3) for auc in aucs] if set(aucs) != {None} else []}
-
-
-def measures(actor):
-    """q_P, q_N, cosine and leak (twins.probe), and the linear probe's accuracy."""
-    return probe(actor) | {"probe": linear_probe(actor)}
 
 
 @torch.no_grad()
@@ -457,9 +454,8 @@ def main(argv=None):
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
     common.add_dirty(parser)
     options = parser.parse_args(argv)
-    for name, low, high in (("seeds", 1, 90), ("iterations", 1, 10**6), ("jobs", 0, 256)):
-        if not low <= (value := getattr(options, name)) <= high:
-            parser.error(f"--{name}={value}: expected {low} to {high}")
+    common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
+                        ("jobs", options.jobs, 0, 256))
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")

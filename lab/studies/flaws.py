@@ -400,10 +400,10 @@ def check(parser, options):
         known = arms if flag == "twice" else [arm for arm, (start, _) in runs.ARMS.items() if start]
         if unknown := [name for name in names if name not in known]:
             parser.error(f"--{flag}={unknown[0]}: expected one of {', '.join(known)}")
-    for name, low, high in (("iterations", 1, 10**4), ("every", 1, options.iterations), ("tasks", 2, 256),
-                            ("places", 1, 10**6), ("jobs", 1, 256)):
-        if not low <= (value := getattr(options, name)) <= high:
-            parser.error(f"--{name}={value}: expected {low} to {high}")
+    common.check_ranges(
+        parser, ("iterations", options.iterations, 1, 10**4), ("every", options.every, 1, options.iterations),
+        ("tasks", options.tasks, 2, 256), ("places", options.places, 1, 10**6),
+        ("jobs", options.jobs, 1, 256))
     if options.iterations % options.every or options.every % runs.EVERY:
         parser.error(f"--every={options.every}: expected a multiple of {runs.EVERY} that divides "
                      f"--iterations={options.iterations}")

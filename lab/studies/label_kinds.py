@@ -216,9 +216,7 @@ def main(argv=None):
     parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the cold starts")
     common.add_dirty(parser)
     options = parser.parse_args(argv)
-    for name, low, high in (("tasks", 1, 10**4), ("jobs", 0, 256)):
-        if not low <= (value := getattr(options, name)) <= high:
-            parser.error(f"--{name}={value}: expected {low} to {high}")
+    common.check_ranges(parser, ("tasks", options.tasks, 1, 10**4), ("jobs", options.jobs, 0, 256))
     everything = {name: {"demonstrations": n, "temperature": temperature, "tasks": options.tasks}
                   for name, (n, temperature) in MODELS.items()}
     requested = {name: settings for name, settings in everything.items()

@@ -63,9 +63,7 @@ def main(argv=None):
     common.add_dirty(parser)
     options = parser.parse_args(argv)
     seeds = options.seeds if options.seeds is not None else len(origin_cells.SEEDS) if options.all else 1
-    for name, value, low, high in (("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256)):
-        if not low <= value <= high:
-            parser.error(f"--{name}={value}: expected {low} to {high}")
+    common.check_ranges(parser, ("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256))
     everything = origin_cells.cells_of(True, range(max(seeds, len(origin_cells.SEEDS))))
     try:
         results = results_of(everything, origin_cells.cells_of(options.all, range(seeds)), options)

@@ -506,10 +506,8 @@ def main(argv=None):
     common.add_dirty(parser)
     options = parser.parse_args(argv)
     seeds = options.seeds if options.seeds is not None else len(SEEDS) if options.all else len(FEW)
-    for name, value, low, high in (("seeds", seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
-                                   ("jobs", options.jobs, 0, 256)):
-        if not low <= value <= high:
-            parser.error(f"--{name}={value}: expected {low} to {high}")
+    common.check_ranges(parser, ("seeds", seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
+                        ("jobs", options.jobs, 0, 256))
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")
