@@ -22,6 +22,7 @@ from batching import Sample
 from infra import files, plugins
 from infra.streams import stream
 from lm import model as qwen
+from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
 from session import make_chat
@@ -150,6 +151,7 @@ def load(folder, **settings):
     >>> agent.model.config.hidden_size
     96
     """
+    folder = smollm2.named(folder)
     qwen.ModelConfig.load(folder)                            # of a wrong folder the clearest error
     return loaded(playing(str(folder), settings), settings)
 

@@ -14,6 +14,7 @@ import random
 from collections import Counter
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -27,6 +28,7 @@ import update
 from envs import EpisodeLost
 from infra import checkpoint, files, parallel, plugins
 from infra.progress import progress
+from infra.signals import Interrupted
 from infra.streams import COLD_START_ORDER, DAGGER, DAGGER_ORDER, DEMONSTRATIONS, QUESTIONS, generator, stream
 from lm.engine import Response
 from lm.optim import Muon
@@ -42,29 +44,34 @@ def cold_start(run):
     """Imitate the expert: first the policy, then policy and judge together. Jointly from scratch, the judge's
     questions take over and the policy learns little.
 
-    With --dagger, checkpoints are saved between rounds, from which --resume continues.
+    A stop saves a checkpoint, from which --resume continues: between steps or, with --dagger, between rounds.
     """
-    config, learner = run.config, run
+    config, learner, steps, rounds = run.config, run, 0, 0
     if run.chat.small:
         learner = copy(run)
         learner.optimizer = Muon(run.model)                  # this stage's own; RL starts with a fresh AdamW
-    if run.dagger_progress:
-        done = run.dagger_progress["steps"] - steps_before_round(run, run.dagger_progress["rounds"])
+    if run.cold_progress:
+        steps, rounds = run.cold_progress["steps"], run.cold_progress["rounds"]
         restore(run, learner)
+    if rounds:
+        done = steps - steps_before_round(run, rounds)
     else:
         episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate)
         policy = imitation_samples(episodes)
         batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
-        imitate(learner, batches, len(batches), "cold start: policy", 0)
-        done = len(batches)
+        done, stop = len(batches), partial(save_or_stop, run, learner)
+        imitate(learner, batches[steps:], done, "cold start: policy", 0, min(steps, done), stop)
     questions = judge_questions(run)
     if config.dagger:
+        if not rounds:
+            save(run, learner, 0, done)
         batches, n = dagger(run, questions, learner, done), steps_before_round(run, len(rounds_of(config)))
+        first, stop = steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
     else:
+        first = max(0, steps - done)
         batches = batches_of(run, policy + questions, len(episodes), config.judge_epochs)
-        n = len(batches)
-    imitate(learner, batches, n, "cold start: policy and judge", done,
-            steps_before_round(run, run.dagger_progress.get("rounds", 0)))
+        n, batches = len(batches), batches[first:]
+    imitate(learner, batches, n, "cold start: policy and judge", done, first, stop)
 
 
 def steps_before_round(run, rounds):
@@ -75,13 +82,22 @@ def steps_before_round(run, rounds):
 def save(run, learner, rounds, step):
     """Save a checkpoint after `rounds` DAgger rounds and `step` steps of the cold start."""
     muon = None if learner is run else learner.optimizer.state_dict()
-    run.dagger_progress |= {"rounds": rounds, "steps": step}       # shared with the learner's copy of run
-    run.save({"iteration": None, "cold": run.dagger_progress | {"muon": muon}})
+    run.cold_progress |= {"rounds": rounds, "steps": step}         # shared with the learner's copy of run
+    run.save({"iteration": None, "cold": run.cold_progress | {"muon": muon}})
+
+
+def save_or_stop(run, learner, step):
+    """Save a checkpoint after `step` steps and stop, if asked to; a large model's is saved regularly, too."""
+    stops = parallel.any_rank(bool(run.should_stop))
+    if stops or not run.chat.small and step % run.config.checkpoint_every == 0:
+        save(run, learner, 0, step)
+    if stops:
+        raise Interrupted(None)
 
 
 def restore(run, learner):
     """Restore the optimizer from a checkpoint made by `save`."""
-    muon = run.dagger_progress.pop("muon")
+    muon = run.cold_progress.pop("muon")
     if learner is run:
         checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer)
     else:
@@ -113,7 +129,7 @@ def dagger(run, questions, learner, done):
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
     first = FIRST_DEMONSTRATION + config.demonstrations + config.judge_demonstrations
-    resumed = run.dagger_progress.get("rounds", 0)
+    resumed = run.cold_progress.get("rounds", 0)
     for i, (k, n) in list(enumerate(rounds))[resumed:]:
         step = done + steps_before_round(run, i)
         if i > resumed and i % config.checkpoint_every == 0:
@@ -125,7 +141,7 @@ def dagger(run, questions, learner, done):
         overrides = {player.spec.index: player.override for player in players}
         episodes = run.play([player.spec for player in players], run.sampling(), f"DAgger round {i}",
                             overrides=overrides)
-        run.stop_if_asked(state_to_save(run))
+        run.stop_if_asked(None)
         for episode, player in zip(episodes, players, strict=True):
             for turn, label in zip(episode.turns, player.expert_labels, strict=True):
                 turn.advantage = float((turn.action, turn.tag) == label)
@@ -268,7 +284,7 @@ def judge_questions(run):
     if "endpoint" in config.judge_labels:
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)
         by_endpoint = parallel.all_gather(given)[0]
-    writes = "endpoint" in config.judge_labels and run.chat.writes_prose and config.judge_kind == "generative"
+    writes = "endpoint" in config.judge_labels and not run.chat.bare and config.judge_kind == "generative"
     max_tokens = config.question_room + (0 if writes else config.judge_response_tokens)
     places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint,
                               config.label_agreement)
@@ -297,16 +313,10 @@ def steps_of(run, n_episodes):
     return max(1, n_episodes // run.config.cold_start_batch)
 
 
-def state_to_save(run):
-    """The state to save if the cold start is stopped now: the model alone, which cannot be resumed; None if
-    there is a checkpoint of DAgger, which can.
-    """
-    return None if run.dagger_progress else {"iteration": None}
+def imitate(run, batches, n, name, done, first, stop):
+    """Imitate the last of n batches by cross-entropy, those from number `first` on.
 
-
-def imitate(run, batches, n, name, done, first=0):
-    """Imitate n batches by cross-entropy, from number `first` on. done: steps of earlier stages, for the
-    log.
+    done: steps of earlier stages. stop: called after each step with the number of steps so far.
     """
     config, ranks = run.config, run.ranks
     objective = update.Objective(
@@ -323,7 +333,7 @@ def imitate(run, batches, n, name, done, first=0):
                      "cold_start/loss": metrics["policy/nll_nats"],
                      "cold_start/judge_loss": metrics["judge/nll_nats"],
                      "cold_start/grad_norm": metrics["policy/grad_norm"]})
-        run.stop_if_asked(state_to_save(run))
+        stop(done + step + 1)
 
 
 def shuffled_batches(samples, n, rng):

@@ -25,6 +25,7 @@ from infra.endpoint import checked_url, without_path
 from infra.flags import Parser, flag_of, is_used, make_settings, parse_known, setting
 from infra.lazy import deferred
 from labels import AGREEMENTS, LABELS
+from lm import smollm2
 
 # Modules that wait until they are used: --help and wrong flags are answered without them
 HEAVY = ("torch", "losses", "infra.parallel")
@@ -37,6 +38,7 @@ def history_length(text):
     return 0 if text == "full" else int(text)
 
 
+DRAWN = ("verl-agent", "rlvmr")             # protocols that draw 128 games with replacement
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
 NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
@@ -71,7 +73,8 @@ class Config:
                        "first setting", section="environment")
     train_types: str = setting("part", "task types of RL: all, or part (without L2's)", ("part", "all"))
     max_turns: int = setting(20, "turns in an episode", low=1, high=10**4)
-    model: str = setting("", "Hugging Face Qwen2 or Qwen3 folder to start from; empty: a fresh small model",
+    model: str = setting("", "Hugging Face folder of a Qwen2, Qwen3 or Llama model to start from, or "
+                         "smollm2; empty: a fresh small model",
                          section="model")
     hidden_size: int = setting(64, "width of the fresh small model", low=16, high=4096)
     layers: int = setting(3, "layers of the fresh small model", low=1, high=64)
@@ -173,6 +176,8 @@ class Config:
                                   needs=NEEDS_ENDPOINT)
     evaluate: str = setting("auto", "splits, such as L0,L1; auto: those unseen in training; none",
                             section="evaluation")
+    evaluate_tasks: int = setting(0, "tasks of each split to play, drawn once, the same for every "
+                                  "seed; 0: all", low=0, rare=True)
     protocol: str = setting("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
                             "eight: eight times at 1 and at 0.4; verl-agent (and GiGPO), rlvmr: 128 drawn "
                             "with replacement, at 0.4, in 50 or 30 turns",
@@ -186,6 +191,8 @@ class Config:
         for split in self.splits:
             refuse(split not in self.environment.splits,
                    f"--evaluate={self.evaluate}: no split {split!r} ({', '.join(self.environment.splits)})")
+        refuse(self.evaluate_tasks and self.protocol in DRAWN, f"--evaluate-tasks={self.evaluate_tasks}: "
+               f"--protocol {self.protocol} draws its own 128 games")
         refuse(self.hidden_size % 8, f"--hidden-size={self.hidden_size}: expected a multiple of 8")
         refuse(self.minibatches > self.tasks * self.group_size,
                f"--minibatches={self.minibatches}: more than {self.tasks * self.group_size} episodes")
@@ -355,6 +362,8 @@ def parsed(argv=None):
     if unknown:
         flag = unknown[0].partition("=")[0]                  # its value may be a key, too
         raise ValueError(f"{flag}: {why_unknown(flag)}")
+    if "model" in flags:
+        flags["model"] = smollm2.named(flags["model"])
     values = values_of(flags, sources.values(), algorithm, environment)
     if which := values.pop("help", ""):
         parser = Parser("gcd.py", description="Cold start, RL with a self-judge (GCD), evaluation.",

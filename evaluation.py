@@ -83,15 +83,20 @@ def evaluation(run):
         files.write_json(run.out / files.EVALUATION, {
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},
             "splits": splits, "seed": config.seed, "protocol": config.protocol, "instruction": instruction,
+            "evaluate_tasks": config.evaluate_tasks,
             "max_turns": turns_of(config), "temperature": modes["sampled"],
             "seconds": time.perf_counter() - started, "outcomes": outcomes})
     return splits
 
 
 def drawn_tasks(config, split):
-    """The tasks to play in a split: all, or those that the protocol draws, with replacement."""
-    tasks = split_tasks(config.environment, split)
-    return random.Random(config.seed).choices(tasks, k=128) if config.protocol in TURNS else tasks
+    """The tasks to play in a split: all, --evaluate-tasks of them, or those that the protocol draws, with
+    replacement.
+    """
+    tasks, n = split_tasks(config.environment, split), config.evaluate_tasks
+    if config.protocol in settings.DRAWN:
+        return random.Random(config.seed).choices(tasks, k=128)
+    return random.Random(0).sample(tasks, n) if 0 < n < len(tasks) else tasks
 
 
 def turns_of(config):
@@ -194,7 +199,8 @@ class Settings:
 # Flags of a run that the referee reads, and those of them that are only for one kind of player
 SHARED = ("out", "resume", "overwrite", "seed", "device", "dtype", "env", "max_turns", "context", "prompt",
           "show_admissible", "history", "slots", "max_response_tokens", "admissible_only", "endpoint_model",
-          "endpoint_key_variable", "endpoint_limit", "evaluate", "protocol")
+          "endpoint_key_variable", "endpoint_limit", "evaluate", "evaluate_tasks",
+          "protocol")
 OF_MODELS = ("device", "dtype", "context", "admissible_only")
 OF_WRITERS = ("prompt", "show_admissible", "history", "max_response_tokens")
 OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit")
@@ -203,9 +209,9 @@ Flags = make_dataclass("Flags", [
     for f in fields(settings.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
 TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
 # What has to be equal to continue an evaluation
-IDENTITY = ("player", "prompt", "world", "games_hash", "protocol", "seed", "max_turns", "temperatures",
-            "max_response_tokens", "history", "admissible_only", "context", "dtype", "on_truncation",
-            "instruction", "commit")
+IDENTITY = ("player", "prompt", "world", "games_hash", "evaluate_tasks", "protocol", "seed", "max_turns",
+            "temperatures", "max_response_tokens", "history", "admissible_only", "context", "dtype",
+            "on_truncation", "instruction", "commit")
 
 
 def parse(argv):
@@ -270,18 +276,15 @@ def open_player(own, config, given, resources):
                            config.environment)
         return ServerPlayer(endpoint, chat, config.history), facts | {
             "name": own.name or config.endpoint_model, "model": config.endpoint_model}
-    folder, ranks = Path(own.player), parallel.setup(config.device)
+    folder, ranks = Path(config.model), parallel.setup(config.device)
     chat = open_chat(config, folder, ranks)
-    if not chat.tokenizer.chat_template:
-        raise ValueError(f"--player={folder}: no chat template (chat_template.jinja, or chat_template in "
-                         "tokenizer_config.json): a model that was never taught to chat cannot be evaluated")
     if chat.small:
         check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
         torch.set_num_threads(1)                              # more are slower with such small matrices
     model = load_model(config, folder, ranks).to(getattr(torch, config.dtype))
     return ModelPlayer(model, chat, config), facts | {
         "name": own.name or folder.resolve().name, "parameters": qwen.count_parameters(model.config),
-        "weights": qwen.weights_hash(own.player)}
+        "weights": qwen.weights_hash(folder)}
 
 
 def head_of(own, config, given, player, facts):
@@ -291,7 +294,8 @@ def head_of(own, config, given, player, facts):
     if facts["kind"] == "script":                             # it knows no temperature
         modes = {"sampled": None}
     return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
-            **files.origin_of(config), "protocol": config.protocol, "seed": config.seed,
+            **files.origin_of(config), "evaluate_tasks": config.evaluate_tasks, "protocol": config.protocol,
+            "seed": config.seed,
             "max_turns": turns_of(config), "temperature": modes["sampled"], "temperatures": modes,
             "max_response_tokens": config.max_response_tokens, "history": config.history,
             "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,

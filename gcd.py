@@ -313,8 +313,8 @@ def finish(run):
     saved = "nothing to save yet" if not folder.is_dir() else f"{folder} holds the model"
     if run.stage == "rl" and state:
         saved += f" after {state['iteration']} of {run.config.iterations} iterations; --resume continues"
-    if run.stage == "cold_start" and run.dagger_progress:
-        saved += f" after {run.dagger_progress['rounds']} rounds of DAgger; --resume continues"
+    if run.stage == "cold_start" and run.cold_progress:
+        saved += f" after {run.cold_progress['steps']} steps of its cold start; --resume continues"
     parallel.print0(f"stopped; {saved}", file=sys.stderr)
     return 130
 

@@ -82,7 +82,9 @@ def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", agreement
 
 
 def question_style(chat):
-    """The key of QUESTION and VERDICT: "plain" for a small model, which answers in one word, else "think"."""
+    """The key of QUESTION and VERDICT: "plain" for prompts that ask for a bare command, answered in one word,
+    else "think".
+    """
     return "plain" if chat.bare else "think"
 
 

@@ -52,8 +52,8 @@ class MessageChat(Chat):
     """
 
     def __init__(self, style, admissible=True, noop_message="Nothing happens.", environment=None):
-        self.style, self.small, self.bare, self.stop_ids, self.tools = style, False, False, (), []
-        self.admissible, self.noop_message = admissible, noop_message
+        self.style, self.small, self.bare, self.stop_ids, self.tools = style, False, style == "plain", (), []
+        self.admissible, self.noop_message = admissible and not self.bare, noop_message
         self.set_formats(environment)
 
     def message(self, content, first=False):

@@ -169,8 +169,8 @@ def check_resumed(config, state):
     """
     done = state["iteration"]
     if done is None and not state.get("cold"):
-        raise ValueError(f"--resume: {config.out} stopped in its cold start, before a DAgger checkpoint; "
-                         "--overwrite starts it over")
+        raise ValueError(f"--resume: {config.out} stopped in its cold start, and its checkpoint, an older "
+                         "version's, does not say where; --overwrite starts it over")
     done = done or 0
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")

@@ -55,7 +55,7 @@ class Run:
     stage: str = ""                                        # the current stage, and when it began
     began: float = 0.0
     iteration: int | None = None                           # of RL, during RL
-    dagger_progress: dict = field(default_factory=dict)    # rounds and steps done in the last checkpoint
+    cold_progress: dict = field(default_factory=dict)      # the cold start's, in the last checkpoint
     waits: dict = field(default_factory=dict)              # seconds spent waiting in `play`, by cause
     warned: set = field(default_factory=set)               # kinds of warnings given
 
@@ -227,7 +227,7 @@ def prepare(config, ranks, should_stop, resources):
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
                should_stop, identity, state and state["iteration"], endpoint, sink, instruction,
                seconds=dict(state.get("seconds", {}) if state else {}),
-               dagger_progress=dict(state.get("cold") or {} if state else {}))
+               cold_progress=dict(state.get("cold") or {} if state else {}))
 
 
 def open_chat(config, folder, ranks):
@@ -303,14 +303,12 @@ def make_chat(config, tokenizer):
     knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
     if style == "auto":
         style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
-    if style == "plain" and not small and (config.demonstrations or config.iterations):
-        raise ValueError("--prompt=plain: the small model's style in training; expected think or tags")
     if style == "tags" and small and not knows_tags:
         raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
                          "tags, so it knows none (--prompt tags there)")
     environment = config.environment
     chat = Chat(tokenizer, style, config.show_admissible, environment.noop_message, environment)
-    if config.thoughts == "endpoint" and not chat.writes_prose:
+    if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
     if config.correction != "off" and not chat.writes_prose:
         if len(chat.encode(correction.instruction_phrases()[0])) > 1:

@@ -1,10 +1,10 @@
-"""Chat formats: text to tokens and back, for three chat templates and three prompt styles.
+"""Chat formats: text to tokens and back, by the tokenizer's chat template and in three prompt styles.
 
-Templates are rendered by hand, so that a longer conversation always extends the shorter one token for token;
-tests compare them with the tokenizers' own. They differ from Qwen3's in one point: Qwen3's template drops the
-thoughts of earlier turns, and the empty thought of a turn with thinking off. Here both stay, as sampled, so
-that an episode is one sequence, which is computed once and trained on with the context that the model had.
-Special tokens come from the templates alone: "<|im_end|>" in a game's text stays text, so that no game can
+Of the template only what surrounds a user message is rendered, once, so that a longer conversation always
+extends the shorter one token for token. The result differs from Qwen3's in one point: Qwen3's template drops
+the thoughts of earlier turns, and the empty thought of a turn with thinking off. Here both stay, as sampled,
+so that an episode is one sequence, which is computed once and trained on with the context that the model had.
+Special tokens come from the template alone: "<|im_end|>" in a game's text stays text, so that no game can
 speak for the agent.
 An environment may bring its own rules, response format and tools. With tools, the head of a conversation is
 rendered by the tokenizer's own template; of what follows a response, only the difference is, once and without
@@ -18,14 +18,7 @@ from functools import lru_cache, partial
 from infra.plugins import refuse
 from lm.restrict import Restriction, trie_of
 
-# Pairs of templates: the first user message, and one after an assistant's stop token. Both end where the
-# assistant's response starts.
-SMALL = ("<|user|>{}<|assistant|>", "<|user|>{}<|assistant|>")
-SYSTEM = ("<|im_start|>system\n"
-          "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n")
-USER = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-CHATML = (SYSTEM + USER, "\n" + USER)
-EMPTY_THOUGHT = "<think>\n\n</think>\n\n"      # start of Qwen3's responses with thinking off
+OPEN_THOUGHT = "<think>\n"             # some templates start a response with it; here the model does
 
 RULES = "You play a text game. Each turn you give one command and the game answers with what you see."
 POSSIBLE = "Commands that are possible now:\n{admissible}\n\n"
@@ -58,43 +51,45 @@ class Chat:
     """Prompts and responses as token ids, in one of three styles.
 
     style:  prompt                                     response
+    plain   the observation; first the rules           the command
     plain   the observation (small model)              the command
-    plain   the observation, rules, commands           the command (evaluation only)
     think   the observation, rules, commands           <think>...</think><action>command</action>
     tags    the same                                   <explore>...</explore><action>command</action>, or one
                                                        of the other TAGS (RLVMR)
     tags    the observation (small model)              <explore>command
 
-    Qwen3 (recognized by its tokenizer) thinks in style think, but not in style tags.
+    A model whose template can switch its own thinking off thinks in style think alone.
 
     An environment's `ask` and `parse` replace the command's format in the last column, its `rules` what opens
     the first prompt; a style's thought or tag comes before. A small model's prompts stay the observation.
 
-    admissible: whether prompts list the admissible commands (the small model's never do).
+    admissible: whether prompts list the admissible commands (bare ones never do).
     noop_message: the environment's reply to a command that changes nothing; also to a malformed response.
-    environment: an envs.Environment, for its rules, ask, parse and tools. ValueError for tools that the
-    tokenizer's template does not show.
-    Attributes: small, whether the tokenizer is the small model's; bare, whether prompts are the observation
-    alone; end_ids, the ids that end a demonstrated response; stop_ids, each of which ends a sampled one.
+    environment: an envs.Environment, for its rules, ask, parse and tools. ValueError for a tokenizer without
+    a chat template, for a template without turns of an assistant, or without the environment's tools.
+    Attributes: small, whether the tokenizer is the small model's; bare, whether prompts after the first are
+    the observation alone; end_ids, the ids that end a demonstrated response; stop_ids, each of which ends a
+    sampled one.
     """
 
     def __init__(self, tokenizer, style, admissible=True, noop_message="Nothing happens.", environment=None):
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
+        self.bare = style == "plain" or self.small and style == "tags"
+        can_be_silent = "enable_thinking" in (tokenizer.chat_template or "")
+        self.switches = {"enable_thinking": False} if can_be_silent and style != "think" else {}
         control = partial(tokenizer.encode, add_special_tokens=False)
+        *templates, end = templates_of(tokenizer, self.switches)
         self.templates = [(control(before), start, control(after)) for before, start, after in
-                          map(cut_template, templates_of(tokenizer, style))]
-        self.end_ids = control("<|im_end|>")
-        ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])   # Qwen2.5 trains both
-        self.stop_ids = tuple(sorted({tokenizer.eos_token_id, *ends} - {None}))
-        self.bare = self.small and style in ("plain", "tags")
+                          (cut_template(template, special_tokens(tokenizer)) for template in templates)]
+        self.end_ids = control(end)
+        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)   # Qwen2.5: two of
+        self.stop_ids = tuple(sorted({*self.end_ids, *ends} - {None}))                    # them are trained
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
         self.set_formats(environment)
         self.tools = environment.tools() if environment and not self.small else []
-        silent = EMPTY_THOUGHT in templates_of(tokenizer, style)[0]
-        self.switches = {"enable_thinking": False} if silent else {}
         self.answer_templates = {}
-        if self.tools and not (tokenizer.chat_template and self.shows_tools()):
+        if self.tools and not self.shows_tools():
             raise ValueError(f"--model={tokenizer.name_or_path}: its chat template shows no tools, which "
                              "this --env has")
         # cached, since the same observations occur thousands of times
@@ -135,9 +130,11 @@ class Chat:
 
     def content(self, reply, first=False, instruction=""):
         """Text of that message."""
-        rules = (self.rules or RULES) if first and not self.bare and not self.tools else ""
-        ask = "" if self.bare else self.ask(reply)
-        return "\n\n".join(filter(None, (instruction, rules, reply.observation, ask)))
+        opens = first and not (self.small and self.bare)
+        rules = (self.rules or RULES) if opens and not self.tools else ""
+        ask = self.ask(reply) if opens or not self.bare else ""
+        parts = (rules, ask, reply.observation) if self.bare else (rules, reply.observation, ask)
+        return "\n\n".join(filter(None, (instruction, *parts)))
 
     def shows_tools(self):
         """Whether the tokenizer's own template shows the tools."""
@@ -162,8 +159,7 @@ class Chat:
 
     def rendered(self, messages):
         """The text of messages by the tokenizer's own template, with the tools, where a response starts."""
-        return self.tokenizer.apply_chat_template(messages, tools=self.tools, add_generation_prompt=True,
-                                                  tokenize=False, **self.switches)
+        return render(self.tokenizer, messages, tools=self.tools, **self.switches)
 
     def filled(self, rendered, texts):
         """Ids of a rendered template in which each MARK stands for a text.
@@ -171,9 +167,7 @@ class Chat:
         Tokenizers encode what is between special tokens separately: so the ids are those of the whole, but
         special tokens in the texts are text.
         """
-        special = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()
-                   if token.special}
-        ids = []
+        special, ids = special_tokens(self.tokenizer), []
         for piece in re.split(f"({'|'.join(map(re.escape, special))})", rendered):
             if piece in special:
                 ids.append(special[piece])
@@ -270,30 +264,55 @@ class Chat:
         return (command, tag) if command else (None, None)
 
 
-def templates_of(tokenizer, style):
-    """The pair of user-message templates for a tokenizer: the small model's, Qwen3's, or Qwen2's and 2.5's.
+def templates_of(tokenizer, switches=None):
+    """What surrounds user messages, by the tokenizer's own template: (first, later, end of a response).
 
-    Qwen3's tokenizer has the token <think>, and its template no default system message. Styles "tags" and
-    "plain" switch thinking off if the tokenizer's own template can. Those of the 2507 models cannot: Instruct
-    never thinks, and Thinking's template puts "<think>" into the prompt, which here the model writes itself.
+    The first two are texts with {} for the message: the first message of a conversation, with the template's
+    own system message if it has one, and one after a response's end. Both end where the next response starts.
+    switches: the template's own, such as enable_thinking. ValueError for a tokenizer without a chat template,
+    or whose template shows no response or no token that ends it.
     """
-    if is_small(tokenizer):
-        return SMALL
-    if "<think>" not in tokenizer.get_added_vocab():
-        return CHATML
-    switched_off = style in ("plain", "tags") and "enable_thinking" in (tokenizer.chat_template or "")
-    user = USER + EMPTY_THOUGHT if switched_off else USER
-    return user, "\n" + user
+    name, marks = tokenizer.name_or_path, [MARK.format(k) for k in range(3)]
+    if not tokenizer.chat_template:
+        raise ValueError(f"{name}: no chat template (chat_template.jinja, or chat_template in "
+                         "tokenizer_config.json): a model that was never taught to chat")
+    user, response, later = marks
+    messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks)]
+    first = render(tokenizer, messages[:1], **switches or {})
+    after = render(tokenizer, messages, **switches or {}).partition(response)[2]
+    end = next((token for token in special_tokens(tokenizer) if after.lstrip().startswith(token)), None)
+    if user not in first or later not in after or end is None:
+        raise ValueError(f"{name}: its chat template has no turn of an assistant that a token ends")
+    after = after.partition(end)[2]
+    return (*(text.replace(mark, "{}").removesuffix(OPEN_THOUGHT)
+              for text, mark in ((first, user), (after, later))), end)
 
 
-def cut_template(template):
-    """Cut a template into the special tokens before the content, plain text between the two, and the rest.
+def render(tokenizer, messages, **switches):
+    """The text of messages by the tokenizer's own template, up to where a response starts. ValueError names
+    the folder of a template that cannot render them.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switches)
+    except Exception as error:                    # of the template's own, such as "only user and assistant"
+        raise ValueError(f"{tokenizer.name_or_path}: its chat template refuses "
+                         f"{', '.join(message['role'] for message in messages)}: {error}") from None
+
+
+def special_tokens(tokenizer):
+    """{text: id} of the tokenizer's special tokens."""
+    return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def cut_template(template, special):
+    """Cut a template into what comes up to the last of the special tokens before the message, plain text
+    between the two, and the rest.
 
     Around a special token, a tokenizer encodes text in separate pieces, so the ids are those of the whole.
     """
-    before, after = template.split("{}")
-    control, end, start = before.rpartition("|>")
-    return control + end, start, after
+    before, _, after = template.partition("{}")
+    cut = max((at + len(token) for token in special if (at := before.rfind(token)) >= 0), default=0)
+    return before[:cut], before[cut:], after
 
 
 def is_small(tokenizer):

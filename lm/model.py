@@ -1,4 +1,4 @@
-"""The decoder of Qwen2 and Qwen3 (dense) in plain PyTorch, used for both sampling and training.
+"""The decoder of Qwen2, Qwen3 (dense) and Llama in plain PyTorch, used for both sampling and training.
 
 Parameter names, config.json and safetensors files follow Hugging Face, so either library loads the other's
 folders. Which keys a query attends to is decided by an attention layout (lm/attention.py).
@@ -22,14 +22,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lm.attention import Rows
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 LARGEST = 1e9                                                # the largest number that config.json may contain
 TYPE_NAMES = {int: "an integer", float: "a number"}          # in error messages
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a Qwen2 or Qwen3 model, with Hugging Face's field names."""
+    """The shape of a Qwen2, Qwen3 or Llama model, with Hugging Face's field names."""
 
     vocab_size: int
     hidden_size: int
@@ -46,7 +46,7 @@ class ModelConfig:
     eos_token_id: int | None = None
     value_head: bool = False    # not in Hugging Face, which ignores it; True: a second head with one output
     rope: bool = True           # not in Hugging Face; False: no position encoding, saved as rope_type "none"
-    model_type: str = "qwen2"   # or "qwen3": norms of queries and keys in place of biases on q, k and v
+    model_type: str = "qwen2"   # one of ARCHITECTURES; what differs between them is in Attention
 
     @classmethod
     def load(cls, folder):
@@ -69,6 +69,7 @@ class ModelConfig:
         implemented = {
             "model_type": raw.get("model_type") in [*ARCHITECTURES],
             "attention_bias": raw.get("model_type") == "qwen2" or not raw.get("attention_bias"),
+            "mlp_bias": not raw.get("mlp_bias"),
             "hidden_act": raw.get("hidden_act", "silu") == "silu",
             "use_sliding_window": not raw.get("use_sliding_window"),
             "layer_types": all(kind == "full_attention" for kind in raw.get("layer_types") or ()),
@@ -138,18 +139,18 @@ def rope_tables(position_BT, head_dim, theta, dtype):
 class Attention(nn.Module):
     """Causal self-attention with grouped key/value heads (grouped-query attention).
 
-    The only difference between the two families is here: Qwen2 has biases on q, k and v; Qwen3 has none, and
-    applies an RMSNorm over the head size to each query and key before RoPE.
+    The only difference between the three families is here: Qwen2 has biases on q, k and v; Llama has none;
+    nor has Qwen3, which applies an RMSNorm over the head size to each query and key before RoPE.
     """
 
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.normed = config.model_type == "qwen3"
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=not self.normed)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=not self.normed)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=not self.normed)
+        biased, self.normed = config.model_type == "qwen2", config.model_type == "qwen3"
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=biased)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=biased)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=biased)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         if self.normed:
             self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)

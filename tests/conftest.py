@@ -67,6 +67,7 @@ QWEN3_TEMPLATE = """\
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
+EMPTY_THOUGHT = "<think>\n\n</think>\n\n"      # start of Qwen3's responses with thinking off
 COMMANDS = ("left", "right", "look")
 STOPS = ("<|im_end|>", "<|endoftext|>")
 NOOP_MESSAGE = "Nothing happens."

@@ -13,7 +13,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import QWEN_TOKENIZER, WITHOUT_QWEN
+from conftest import EMPTY_THOUGHT, QWEN_TOKENIZER, WITHOUT_QWEN
 from safetensors.torch import load_file
 from test_household import GAMES
 from tiny_runs import (
@@ -35,7 +35,7 @@ import rollout
 from envs import _workers, alfworld, household, scienceworld
 from lm import engine
 from lm import model as qwen
-from lm.chat import EMPTY_THOUGHT, TAGS, Chat
+from lm.chat import TAGS, Chat
 
 
 @pytest.fixture(scope="module")

@@ -206,7 +206,8 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
         model=model, config=settings, environment=settings.environment,
         chat=chat, ranks=SimpleNamespace(rank=rank, world_size=ranks),
         games=[Game()], endpoint=endpoint, optimizer=None, log=rows.append, steps=model.steps, rows=rows,
-        should_stop=False, stop_if_asked=lambda state: None, log_endpoint=lambda: None, dagger_progress={},
+        should_stop=False, stop_if_asked=lambda state: None, save=lambda state: None, cold_progress={},
+        log_endpoint=lambda: None,
         endpoint_labels=lambda episodes, n, seed: None)
 
 
@@ -418,10 +419,10 @@ def test_batches_are_drawn_from_the_generator():
 
 
 def test_imitation_uses_each_sample_once_an_epoch_and_decays_the_learning_rate(chat):
-    run = make_run(chat, "--cold-start-lr", 0.01)
+    run, stops = make_run(chat, "--cold-start-lr", 0.01), []
     samples = make_samples(9, 4, random.Random(1))
     batches = cold_start.batches_of(run, samples, 9, 3)
-    cold_start.imitate(run, batches, len(batches), "stage", 100)
+    cold_start.imitate(run, batches, len(batches), "stage", 100, 0, stops.append)
     assert len(run.steps) == 12                                                # 9 // 2 steps an epoch
     assert all({s.kind for s in batch} == {"policy", "judge"} for batch, _ in run.steps)
     for epoch in range(3):
@@ -431,13 +432,15 @@ def test_imitation_uses_each_sample_once_an_epoch_and_decays_the_learning_rate(c
     orders = [[id(s) for batch, _ in steps for s in batch] for steps in (run.steps[:4], run.steps[4:8])]
     assert orders[0] != orders[1]
     assert [row["step"] for row in run.rows] == [100, 111] and {row["stage"] for row in run.rows} == {"stage"}
+    assert stops == [*range(101, 113)]
 
 
 def test_ranks_split_a_step():
     samples = make_samples(9, 4, random.Random(2))
     alone, *ranks = runs = [make_run(None), make_run(None, ranks=2, rank=0), make_run(None, ranks=2, rank=1)]
     for run in runs:
-        cold_start.imitate(run, cold_start.batches_of(run, samples, 9, 2), 8, "stage", 0)
+        batches = cold_start.batches_of(run, samples, 9, 2)
+        cold_start.imitate(run, batches, 8, "stage", 0, 0, lambda step: None)
     for (full, rate), *parts in zip(alone.steps, *[run.steps for run in ranks], strict=True):
         assert sorted(map(id, full)) == sorted(id(s) for batch, _ in parts for s in batch)
         assert [part_rate for _, part_rate in parts] == [rate, rate]
@@ -463,6 +466,17 @@ def test_without_a_judge_only_the_policy_is_trained(chat):
     cold_start.cold_start(run)
     assert {sample.kind for batch, _ in run.steps for sample in batch} == {"policy"}
     assert {row["stage"] for row in run.rows if "stage" in row} == {"cold start: policy"}
+
+
+@pytest.mark.parametrize("small, saved", [(True, []), (False, [2, 4, 6, 8])])
+def test_the_cold_start_of_a_large_model_is_saved_regularly(chat, monkeypatch, small, saved):
+    """Its steps take long; a small one's whole cold start takes a minute."""
+    run = make_run(chat, "--demonstrations", 8, "--judge-demonstrations", 0, "--checkpoint-every", 2)
+    monkeypatch.setattr(chat, "small", small)
+    states = []
+    run.save = lambda state: states.append(state["cold"]["steps"])
+    cold_start.cold_start(run)
+    assert states == saved
 
 
 # DAgger

@@ -6,6 +6,7 @@ The oracle is an undisturbed run, bit for bit.
 """
 
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -142,7 +143,7 @@ def test_dagger_resumes_exactly_between_rounds(tmp_path, monkeypatch, capsys, ho
         patch.setattr(session.Run, "play", ending)
         assert train(parts, *flags) == (1 if how == "crashed" else 130)
     if how == "stopped":
-        assert "checkpoint holds the model after 2 rounds of DAgger; --resume" in capsys.readouterr().err
+        assert "holds the model after 11 steps of its cold start; --resume" in capsys.readouterr().err
     before = len(rows(parts, "practice"))
     assert train(parts, *flags, "--resume") == 0
     assert same(weights(full), weights(parts)) and before == 3
@@ -365,15 +366,28 @@ def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, caps
     assert train(out, *flags, "--resume") == 0, "it trains no more"
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("iterations", [0, 2])
-def test_an_interrupted_cold_start_cannot_be_resumed(tmp_path, monkeypatch, capsys, iterations):
-    flags = ["--demonstrations", 8, "--judge-epochs", 0, "--iterations", iterations]
+@pytest.mark.parametrize("step", [1, 4, 6])
+def test_a_stopped_cold_start_resumes_exactly(tmp_path, monkeypatch, capsys, step):
+    """In its first stage of 4 steps, between the two, in the second; Muon's moments are restored."""
+    full, parts, update = tmp_path / "full", tmp_path / "parts", cold_start.update.update
+    flags = ["--demonstrations", 8, "--judge-demonstrations", 4, "--cold-start-batch", 2]
+    assert train(full, *flags) == 0
+    steps = itertools.count(1)
+
+    def stopping(*arguments, **options):
+        if next(steps) == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return update(*arguments, **options)
+
     with monkeypatch.context() as patch:
-        patch.setattr(cold_start, "imitate", interrupting(cold_start.imitate, "cold start: policy"))
-        assert train(tmp_path, *flags) == 130
-    assert train(tmp_path, *flags, "--resume") == 1
-    assert_one_error(capsys, "--resume: ")
+        patch.setattr(cold_start.update, "update", stopping)
+        assert train(parts, *flags) == 130
+    assert f"holds the model after {step} steps of its cold start; --resume" in capsys.readouterr().err
+    assert train(parts, *flags, "--resume") == 0
+    assert same(weights(full), weights(parts))
+    for phase in ("cold_start", "rl"):
+        uninterrupted, resumed = ([without_times(row) for row in rows(out, phase)] for out in (full, parts))
+        assert uninterrupted == resumed
 
 
 @pytest.mark.fast

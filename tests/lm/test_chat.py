@@ -1,4 +1,4 @@
-"""Proves that rendered prompts equal the tokenizers' own templates, and that responses are parsed correctly.
+"""Proves that prompts equal those of the tokenizers' own templates, and that responses are parsed correctly.
 
     python -m pytest tests/lm/test_chat.py
 """
@@ -6,11 +6,15 @@
 import re
 
 import pytest
-from conftest import QWEN_TOKENIZER, needs_qwen
+from conftest import EMPTY_THOUGHT, QWEN_TOKENIZER, needs_qwen
+from tokenizers import Tokenizer, models
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 import judge
 from envs import Reply
-from lm.chat import EMPTY_THOUGHT, TAGS, Chat, is_small, templates_of
+from lm.chat import RULES, TAGS, Chat, is_small, templates_of
 from lm.model import load_tokenizer
 
 pytestmark = pytest.mark.fast
@@ -51,6 +55,52 @@ def test_qwen2s_chat_equals_its_template_with_the_default_system_message():
     assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>\n")
 
 
+def letters(template, *specials):
+    """A byte-level tokenizer of single letters with these special tokens and this chat template."""
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    letters.pre_tokenizer, letters.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=specials[0],
+                                        additional_special_tokens=list(specials[1:]))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+LLAMA3 = """{{ '<|begin_of_text|>' }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] +
+'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if
+add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+GEMMA = """{% for message in messages %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else
+'user') + '\n' + message['content'] + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{
+'<start_of_turn>model\n' }}{% endif %}"""
+USERS_ONLY = """{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}
+{% endfor %}"""
+UNENDED = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
+SINGLE = "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("template, end, specials", [
+    (LLAMA3, "<|eot_id|>", ("<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>",
+                            "<|end_header_id|>", "<|eot_id|>")),
+    (GEMMA, "<end_of_turn>", ("<eos>", "<start_of_turn>", "<end_of_turn>"))], ids=["Llama 3", "Gemma"])
+def test_other_families_templates(template, end, specials):
+    """Llama 3's begins with a token that occurs once; its tokenizer is not to be had here, so letters are."""
+    tokenizer = letters(template, *specials)
+    assert_template(tokenizer, "plain")
+    chat = Chat(tokenizer, "plain")
+    assert tokenizer.decode(chat.end_ids) == end
+    assert {tokenizer.decode(stop) for stop in chat.stop_ids} == {end, specials[0]}
+
+
+@pytest.mark.parametrize("template, message", [
+    (None, "^: no chat template .chat_template.jinja, or chat_template in tokenizer_config.json.: a model "
+           "that was never taught to chat$"),
+    (USERS_ONLY, "^: its chat template has no turn of an assistant that a token ends$"),
+    (UNENDED, "^: its chat template has no turn of an assistant that a token ends$"),
+    (SINGLE, "^: its chat template refuses user, assistant, user: one$")])
+def test_a_template_without_turns_of_an_assistant_is_refused(template, message):
+    with pytest.raises(ValueError, match=message):
+        Chat(letters(template, "<eos>"), "plain")
+
+
 # Qwen3
 
 def test_qwen3_may_think_in_style_think_and_has_no_system_message(qwen3_tokenizer):
@@ -88,11 +138,16 @@ def test_qwen3s_thoughts_stay_in_the_conversation(qwen3_tokenizer):
 
 
 def test_a_qwen3_whose_template_cannot_switch_thinking_off_has_no_empty_thought(qwen3_tokenizer, monkeypatch):
-    """The templates of the 2507 models cannot. Without a template there is no empty thought, either."""
-    template = qwen3_tokenizer.chat_template
-    for other in (template.replace("enable_thinking", "never_given"), None):
+    """The templates of the 2507 models cannot; that of Thinking-2507 begins a thought, which here the model
+    writes."""
+    template = qwen3_tokenizer.chat_template.replace("enable_thinking", "never_given")
+    start = "{{- '<|im_start|>assistant\\n' }}"
+    opened = template.replace(start, start.replace("assistant\\n", "assistant\\n<think>\\n"))
+    assert opened != template
+    for other in (template, opened):
         monkeypatch.setattr(qwen3_tokenizer, "chat_template", other)
         assert Chat(qwen3_tokenizer, "tags").templates == Chat(qwen3_tokenizer, "think").templates
+        assert qwen3_tokenizer.decode(Chat(qwen3_tokenizer, "think").message("Go")).endswith("assistant\n")
 
 
 def test_qwen3s_think_tags_are_single_tokens_that_decoding_keeps(qwen3_tokenizer):
@@ -167,7 +222,7 @@ def test_a_prompts_ids_are_those_of_the_whole_text(any_tokenizer):
     """Also where the text begins with what a tokenizer joins to the line's end before it."""
     chat = Chat(any_tokenizer, "plain" if is_small(any_tokenizer) else "think")
     for text in ("A room.", "\n\nA room.\n", " x", "", "é\u0301"):
-        for first, template in zip((True, False), templates_of(any_tokenizer, chat.style)):
+        for first, template in zip((True, False), templates_of(any_tokenizer, chat.switches)):
             expected = any_tokenizer.encode(template.format(text), add_special_tokens=False)
             assert chat.message(text, first) == expected
 
@@ -178,13 +233,14 @@ def test_the_plain_style_asks_a_model_that_writes_for_the_command_alone(qwen3_to
     chat = Chat(qwen3_tokenizer, "plain")
     reply = Reply("A room.", ["go left", "help", "look"], False, False)
     prompt = qwen3_tokenizer.decode(chat.observe(reply, True))
-    ask = "Commands that are possible now:\ngo left\nlook\n\nAnswer with exactly one command, word for word "
-    assert "You play a text game" in prompt and f"A room.\n\n{ask}" in prompt
+    assert f"\n{RULES}\n\nAnswer with exactly one command and nothing else.\n\nA room.<|im_end|>" in prompt
+    later = qwen3_tokenizer.decode(chat.observe(reply))
+    assert later.startswith("\n<|im_start|>user\nA room.<|im_end|>\n")
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")         # it does not think
     assert chat.decode(chat.respond("go left")) == "go left" and chat.parse(" go left\n") == ("go left", None)
     allowed = chat.restriction(reply.admissible).next                  # from the first token on
     assert {*allowed} == {chat.respond(command)[0] for command in reply.admissible}
-    assert "word for word" not in qwen3_tokenizer.decode(Chat(qwen3_tokenizer, "plain", False).observe(reply))
+    assert judge.question_style(chat) == "plain" and chat.decode(judge.verdict_ids(chat, "bad")) == "bad"
 
 
 def test_the_think_style_gives_the_rules_once_and_the_admissible_commands_every_turn(tokenizer):

@@ -1,4 +1,4 @@
-"""Proves that lm/model.py is the decoder of Qwen2 and Qwen3: its logits and files equal transformers'.
+"""Proves that lm/model.py is the decoder of Qwen2, Qwen3 and Llama: its logits and files equal transformers'.
 
     python -m pytest tests/lm/test_model.py
 """
@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -31,7 +33,8 @@ def make_reference(family="qwen2", tied=False, heads=4, kv_heads=2, seed=0):
     """
     torch.manual_seed(seed)
     make, shape, more = {"qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-                         "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 12})}[family]
+                         "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 12}),
+                         "llama": (LlamaForCausalLM, LlamaConfig, {})}[family]
     reference = make(shape(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=heads,
         num_key_value_heads=kv_heads, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
@@ -79,9 +82,10 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, atol=rounding(want), rtol=0)
 
 
-FAMILIES = ["qwen2", "qwen3"]
+FAMILIES = ["qwen2", "qwen3", "llama"]
 KINDS = [dict(tied=False), dict(tied=True), dict(heads=4, kv_heads=4), dict(heads=4, kv_heads=1),
-         dict(family="qwen3"), dict(family="qwen3", tied=True), dict(family="qwen3", heads=4, kv_heads=1)]
+         dict(family="qwen3"), dict(family="qwen3", tied=True), dict(family="qwen3", heads=4, kv_heads=1),
+         dict(family="llama"), dict(family="llama", tied=True, heads=4, kv_heads=1)]
 RAGGED, SINGLE = [[7, 3, 12], [5, 9, 1], [8, 0, 7]], [[1] * 20] * 3
 
 
@@ -396,9 +400,11 @@ def test_rope_theta_is_read_from_either_field(tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"model_type": "llama"}, "model_type='llama'"), ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
+    ({"model_type": "gemma"}, "model_type='gemma'"), ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
     ({"model_type": ["qwen3"]}, r"model_type=\['qwen3'\]"), ({"model_type": None}, "model_type=None"),
     ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True is not implemented"),
+    ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not implemented"),
+    ({"model_type": "llama", "mlp_bias": True}, "mlp_bias=True is not implemented"),
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -429,6 +435,7 @@ def test_unsupported_and_invalid_configs_are_refused(tmp_path, change, message):
 
 @pytest.mark.parametrize("saved, declared, message", [
     ("qwen2", "qwen3", "unexpected tensor model.layers.0.self_attn.[kqv]_proj.bias"),
+    ("qwen2", "llama", "unexpected tensor model.layers.0.self_attn.[kqv]_proj.bias"),
     ("qwen3", "qwen2", "unexpected tensor model.layers.0.self_attn.[kq]_norm.weight")])
 def test_weights_of_the_other_family_are_refused(tmp_path, saved, declared, message):
     m.save_pretrained(make_model(model_type=saved), tmp_path)

