@@ -144,11 +144,14 @@ class Results:
         parts = [self.of(name, seed)[part] for seed in self.seeds]
         return mean_known(found and found[key] for found in parts)
 
-    def difference(self, name, other, part, key):
-        """A number of a final model minus another's, an interval over the seeds that know both."""
-        known = [{seed: found[key] for seed in self.seeds if (found := self.of(model, seed)[part])}
-                 for model in (name, other)]
-        return paired(*known)
+    def less_repetitive(self, key):
+        """{final model: a number of its similarity minus that of STAND_IN, an interval over seeds}, of the
+        cold starts in text games; {} without either."""
+        names = [name for name in ("household", "ALFWorld") if {name, STAND_IN} <= {*self.names}]
+        known = {name: {seed: found[key] for seed in self.seeds
+                        if (found := self.of(name, seed)["similarity"])}
+                 for name in (*names, *([STAND_IN] if names else []))}
+        return {name: paired(known[name], known[STAND_IN]) for name in names}
 
     def gap(self, arm, seed, key="gap", turns="fixed", late=True):
         """An arm's mean gap over the last third of the kept models, or its first gap; None if unknown."""
@@ -227,9 +230,8 @@ def figure_3a(results):
     """At most "partly", since strings stand in for a mathematics data set: if in household or ALFWorld the
     root mean square of the gradients' cosines or the cosine of hidden states is above that of strings, beyond
     the interval over seeds; else "no". "Not measurable" without strings or with one seed."""
-    differences = [results.difference(name, STAND_IN, "similarity", key) for key in ("rms", "hidden")
-                   for name in ("household", "ALFWorld") if {name, STAND_IN} <= {*results.names}]
-    known = [difference for difference in differences if difference["half"] is not None]
+    known = [difference for key in ("rms", "hidden") for difference in results.less_repetitive(key).values()
+             if difference["half"] is not None]
 
     def text(key):
         return "; ".join(f"{name} {number(results.mean(name, 'similarity', key), '.2f')}"
@@ -562,8 +564,11 @@ def main(argv=None):
     figures = [figure(results) for figure in (figure_3a, figure_3b, figure_8, figure_9, figure_10b)]
     draw(results, out)
     text = page(results, figures, shlex.join(command), without)
-    common.publish(out, "coupling", command, options.seeds, {"without": without, "cells": results.cells},
-                   figures, text)
+    common.publish(out, "coupling", command, options.seeds, {
+        "without": without, "cells": results.cells, "halves": results.halves(),
+        "late gap, +GCD minus": {key: results.differences(key) for key in GAPS},
+        "similarity minus that of strings": {key: results.less_repetitive(key) for key in ("rms", "hidden")},
+    }, figures, text)
     print(text)
     return 0
 
