@@ -40,6 +40,9 @@ SNAPSHOTS = {"twin states": ("twins", runs.COLD), "household": ("household", run
 STAND_IN, STAND_IN_SPLIT = "strings", "id"         # for mathematics in Figure 3a; not an agent
 JUDGES = {"generative judge": "grpo+gcd", "value head": "grpo+value"}
 GAPS = ("gap", "gap of cosines")
+STAND_IN_TEXT = (", and strings are not GSM8K: they are problems of one turn, answered with letters by a "
+                 "model of their own, and stand for a task without repetition. So the claim can be met in "
+                 "part at most.")
 
 
 # Cells
@@ -230,6 +233,8 @@ def figure_3a(results):
     """At most "partly", since strings stand in for a mathematics data set: if in household or ALFWorld the
     root mean square of the gradients' cosines or the cosine of hidden states is above that of strings, beyond
     the interval over seeds; else "no". "Not measurable" without strings or with one seed."""
+    stand_in = STAND_IN_TEXT if STAND_IN in results.names else (": environments of different repetitiveness "
+                                                               "are compared.")
     known = [difference for key in ("rms", "hidden") for difference in results.less_repetitive(key).values()
              if difference["half"] is not None]
 
@@ -242,9 +247,7 @@ def figure_3a(results):
             "mathematics data set.",
             "found": f"Root mean square cosine of gradients between tasks: {text('rms')}. Pairs with one "
             f"action: {text('same action')}. Mean cosine of hidden states: {text('hidden')}. There is no "
-            "mathematics here, and strings are not GSM8K: they are problems of one turn, answered with "
-            "letters by a model of their own, and stand for a task without repetition. So the claim can be "
-            "met in part at most.",
+            f"mathematics here{stand_in}",
             "agrees": "not measurable" if not known else "partly" if any(map(above_zero, known)) else "no"}
 
 
@@ -305,8 +308,10 @@ def figure_10b(results):
                     f"{with_half(found['judge'], '+.3f')}); norm {found['ratio']['mean']:.1f} times the "
                     "policy's")
     for kind, lines in results.judges().items():
-        text.append(f"{kind} in the run's own steps: cosine "
-                    f"{statistics.fmean(line['cosine'] for line in lines):+.3f}")
+        mean, error = spread([line["cosine"] for line in lines])
+        text.append(f"{kind} in the runs' own steps: cosine {mean:+.3f} (standard error over iterations "
+                    f"{error:.3f}), norm {statistics.fmean(line['ratio'] for line in lines):.1f} times the "
+                    "policy's")
     agrees = "not measurable"
     if len(halves) == len(JUDGES):
         judge, value = (halves[kind]["between"] for kind in JUDGES)
@@ -314,8 +319,9 @@ def figure_10b(results):
             agrees = verdict([value["mean"] + value["half"] < min(0.0, judge["mean"] - judge["half"])])
     return {"paper": "Figure 10b", "picture": "coupling.conflict.svg",
             "claim": "The value head's gradient conflicts with the policy's, the generative judge's does "
-            "not.", "found": f"Means over training, between halves of a batch that share no task: "
-            f"{'; '.join(text) or 'neither was run'}.", "agrees": agrees}
+            "not.", "found": ("Means over training, between halves of a batch that share no task: " if halves
+                              else "How large a cosine the gradients' noise allows was not measured: ")
+            + f"{'; '.join(text) or 'neither was run'}.", "agrees": agrees}
 
 
 # Figures
@@ -488,11 +494,6 @@ def page(results, figures, command, without):
         for arm in results.arms]
     gaps = markdown(["", "gap, start", "late", "of cosines, start", "late", "good and refused, late",
                      "own turns, late"], rows)
-    halves = markdown(["", "policy and judge", "ceiling", "halves of the policy's", "halves of the judge's",
-                       "whole batch", "norm, times the policy's"], [
-        [kind, text_of(found["between"]), number(found["ceiling"], ".3f"),
-         *(text_of(found[key]) for key in ("policy", "judge", "whole", "ratio"))]
-        for kind, found in results.halves().items()])
     shares = {name: results.shares(name) for name in results.agents}
     kinds = dict.fromkeys(kind for of_name in shares.values() for kind in of_name)
     tokens = markdown(["", *kinds], [[name, *(
@@ -503,7 +504,18 @@ def page(results, figures, command, without):
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, results.seeds)), without=without, claims="\n".join(claims),
         tasks=influence.TASKS, splits=conflict.SPLITS, own=influence.STEP_NATS, similar=similar, heats=heats,
-        gaps="\n".join(gaps), halves="\n".join(halves), tokens="\n".join(tokens), counts=counts(results))
+        gaps="\n".join(gaps), halves=halves_table(results), tokens="\n".join(tokens),
+        counts=counts(results))
+
+
+def halves_table(results):
+    """The table of Figure 10b's cosines and ceilings."""
+    rows = [[kind, text_of(found["between"]), number(found["ceiling"], ".3f"),
+             *(text_of(found[key]) for key in ("policy", "judge", "whole", "ratio"))]
+            for kind, found in results.halves().items()]
+    return "\n".join(markdown(["", "policy and judge", "ceiling", "halves of the policy's",
+                               "halves of the judge's", "whole batch", "norm, times the policy's"],
+                              rows)) if rows else "Not measured.\n"
 
 
 def counts(results):

@@ -459,9 +459,9 @@ def page(found, command, seeds, there, requested):
                  for row in found["saturation"]]
     instead = [[row["axis"], row["how"], points_of(row["gain"]), points_of(row["less_GRPO"]),
                 points_of(row["gain_256"])] for row in found["instead"]]
-    shown = 1, KS[len(KS) // 2], KS[-1]
+    columns = 1, KS[len(KS) // 2], KS[-1]
     methods = [[f"{row['axis']}, rho {row['rho']:g}", row["how"],
-                *(points_of(row["curve"][k]) for k in shown),
+                *(points_of(row["curve"][k]) for k in columns),
                 *(points_of(row["less_GRPO"][k]) for k in (1, KS[-1]))] for row in found["methods"]]
     agent = [[str(k), *map(points_of, row.values())] for k, row in (found["agent"] or {}).items()]
     shift = found["gain"]["shift"]
@@ -478,7 +478,7 @@ def page(found, command, seeds, there, requested):
         saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
         instead="\n".join(markdown(["axis", "alternative", "gain at pass@1", "minus GRPO's",
                                     "gain at pass@256"], instead)) if instead else "Not run.\n",
-        methods="\n".join(markdown(["axis", "from one base", *(f"pass@{k}" for k in shown),
+        methods="\n".join(markdown(["axis", "from one base", *(f"pass@{k}" for k in columns),
                                     "pass@1 minus GRPO's", f"pass@{KS[-1]} minus GRPO's"], methods))
         if methods else "Not run yet.\n",
         agent="\n".join(markdown(["k", "cold start", "GRPO", "gain"], agent)) if agent else "Not run.\n",

@@ -234,11 +234,11 @@ def test_gradients_by_task_add_up_to_those_of_an_update(model, value_head):
     objective = update.Objective(max_grad_norm=0.0, microbatch_tokens=64)
     found = conflict.gradients_by_task(model, samples, objective, task_of)
     assert all(rows.shape[0] == 3 and bool((rows.norm(dim=1) > 0).all()) for rows in found.values())
-    whole = conflict.half_cosines(found, 0)
+    measured = conflict.half_cosines(found, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     metrics = update.update(model, optimizer, samples, objective, 0.0, compare=True)
-    assert whole["whole"] == pytest.approx(metrics["judge/grad_cosine"], abs=1e-4)
-    assert whole["ratio"] == pytest.approx(metrics["judge/grad_ratio"], rel=1e-4)
+    assert measured["whole"] == pytest.approx(metrics["judge/grad_cosine"], abs=1e-4)
+    assert measured["ratio"] == pytest.approx(metrics["judge/grad_ratio"], rel=1e-4)
 
 
 def slow_cosine(a, b):

@@ -244,13 +244,13 @@ def test_the_gain_of_twice_the_iterations_is_paired_by_task():
     assert found["half"] == pytest.approx(1.96 * math.sqrt(0.5 / 3) / 2)
 
 
-def ran(confidence=(1.0, 1.0), alike=(1.0, 1.0), good=(0.5, 0.6), risen=0.2, fallen=0.5,
+def ran(confidence=(1.0, 1.0), consistent=(1.0, 1.0), good=(0.5, 0.6), risen=0.2, fallen=0.5,
         differences=(1.0, 1.0, 1.0)):
     """The part of a run's result that the verdicts use."""
     of_kind = {kind: {"difference": None if value is None else {"value": value, "half": 0.5}}
              for kind, value in zip(measures.KINDS, differences)}
     models = [{"1.0": {"chosen": {"own": {"confidence": c, "alike": a}}, "confidence": {"good": {"mean": g}},
-                       "own": {"won or lost": of_kind}}} for c, a, g in zip(confidence, alike, good)]
+                       "own": {"won or lost": of_kind}}} for c, a, g in zip(confidence, consistent, good)]
     return {"models": models, "ways": {"1.0": {"flawed": {"risen": risen, "fallen": fallen}}}}
 
 
