@@ -9,7 +9,7 @@ ALFWorld with GSM8K, which is not an environment here: twin states, household an
 problems on strings, which have one turn and hardly an answer twice. Left out: the fate of flawed actions
 (lab/studies/flaws.py), and Figure 10a, which was not readable.
 
-    python -m lab.studies.coupling            # one seed; 15 minutes on two cores
+    python -m lab.studies.coupling            # one seed; 20 minutes on two cores
     python -m lab.studies.coupling --seeds 0,1,2,3,4
     python -m lab.studies.coupling --games $ALFWORLD_DATA/json_2.1.1
 """

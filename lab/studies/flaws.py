@@ -6,7 +6,7 @@ control on repeats that are the same for all models. Every model plays the first
 table reports. Left out: what the gradients of two samples have in common (lab/studies/coupling.py).
 
     python -m lab.studies.flaws               # lab/results/studies/flaws.json, .md and a picture per figure
-    python -m lab.studies.flaws --seeds 0,1,2,3,4 --iterations 80
+    python -m lab.studies.flaws --seeds 0,1,2,3,4            # about a quarter of a core-hour each
 """
 
 import argparse

@@ -410,6 +410,13 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert all((out / figure["picture"]).read_text().count("<svg") == 1 for figure in found["figures"])
     text = (out / "coupling.md").read_text()
     assert "{" not in text and "nan" not in text.lower().replace("nance", "")
+    again = {name.replace("seed 0", "seed 1"): cell for name, cell in found["cells"].items()}
+    results = coupling.Results(found["cells"] | again, [0, 1])
+    coupling.draw(results, study.folder / "several")
+    assert len([*(study.folder / "several").glob("*.svg")]) == 5
+    page = coupling.page(results, [coupling.figure_8(results), coupling.figure_10b(results)], "", "")
+    row = next(line for line in page.split("\n") if line.startswith("| grpo+gcd |"))
+    assert row.count("± 0.000") + row.count("–") == 6 > row.count("–")       # two equal seeds
     shutil.rmtree(study.folder / "runs")
     assert study(*flags)[0] == 0 and not (study.folder / "runs").exists()     # everything is in the cells
 
