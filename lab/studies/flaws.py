@@ -327,6 +327,7 @@ def tables(found):
     ways = [[length_of(*name), temperature, *(as_text(result["ways"][temperature][kind][what])
                                               for kind in CLASSES for what in ("risen", "fallen"))]
             for name, result in found.items() for temperature in DASHES]
+
     def of_repeats(*path):
         return table({head: ((*path, name), three) for head, name in (
             ("probability to repeat", "confidence"), ("an accepted command", "accepted"),

@@ -568,24 +568,28 @@ def saturation_verdict(rows):
 
 
 def sharpening_verdict(rows):
-    """Yes if on each axis some temperature brings the base to GRPO's pass@1: if GRPO is not above the best of
-    them, beyond the interval; no if on none; partly if on some. Not measurable with one seed.
+    """Yes if on each axis on which GRPO gains, beyond the interval, a lower temperature brings the base to
+    its pass@1: if GRPO is not above the best of them, beyond the interval; no if on none; partly if on some.
+    Not measurable with one seed, or if GRPO gains nowhere.
 
     The best temperature is chosen on the problems that are reported, in favor of sharpening.
     """
     best, text = [], []
     for axis, rho in METHODS_AT:
-        colder = [row for row in rows
-                  if (row["axis"], row["rho"]) == (axis, rho) and row["how"] not in METHODS]
-        if not colder or colder[0]["less_GRPO"][1]["half"] is None:
+        of = {row["how"]: row for row in rows if (row["axis"], row["rho"]) == (axis, rho)}
+        if not of or of["GRPO"]["gain"][1]["half"] is None:
             return "not measurable", "This needs every axis, and two seeds or more."
-        best.append(max(colder, key=lambda row: row["curve"][1]["mean"]))
+        if of["GRPO"]["gain"][1]["mean"] <= of["GRPO"]["gain"][1]["half"]:
+            text.append(f"{axis}, rho {rho:g}: GRPO gains {points_of(of['GRPO']['gain'][1])} points only")
+            continue
+        best.append(max((of[base_at(t)] for t in TEMPERATURES if t < 1),
+                        key=lambda row: row["curve"][1]["mean"]))
         less = best[-1]["less_GRPO"]
         text.append(f"{axis}, rho {rho:g}: {best[-1]['how']} has {points_of(best[-1]['curve'][1])} % at "
                     f"pass@1; minus GRPO's {points_of(less[1])} points, and {points_of(less[KS[-1]])} at "
                     f"pass@{KS[-1]}")
     reached = [row["less_GRPO"][1]["mean"] + row["less_GRPO"][1]["half"] >= 0 for row in best]
-    return ("yes" if all(reached) else "partly" if any(reached) else "no",
+    return ("not measurable" if not best else "yes" if all(reached) else "partly" if any(reached) else "no",
             "The base at its best temperature: " + "; ".join(text) + ".")
 
 

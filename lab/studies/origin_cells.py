@@ -78,8 +78,8 @@ def cells_of(full, seeds):
 def method_cells(seeds):
     """{name: settings} of the cells that compare methods of RL and temperatures.
 
-    Each holds all that it compares: pretraining does not repeat bit for bit on another machine, so that a
-    stored cell may be of another base.
+    Each holds all that it compares, since pretraining again, on another machine or with other code, gives
+    another base than that of a stored cell.
     """
     found = [{"what": "methods", "axis": axis, "rho": rho, "positions": "rotary", "seed": seed}
              for seed in seeds for axis, rho in METHODS_AT]

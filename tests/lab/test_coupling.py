@@ -421,6 +421,15 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert study(*flags)[0] == 0 and not (study.folder / "runs").exists()     # everything is in the cells
 
 
+def test_strings_are_measured_for_similarity_only(study):
+    small = "--hidden-size 32 --layers 2 --demonstrations 100"
+    status, found, _ = study("--worlds", "strings", "--flags", small)
+    (cell,) = found["cells"].values()
+    assert status == 0 and cell["heat"] is cell["tokens"] is None
+    assert 0 < cell["similarity"]["rms"] <= 1 and 2 < cell["similarity"]["turns"] <= 16
+    assert {figure["paper"]: figure["agrees"] for figure in found["figures"]}["Figure 3a"] == "not measurable"
+
+
 def test_missing_games_and_invalid_flags_are_reported(study, capsys):
     status, found, error = study("--worlds", "twins,alfworld", "--games", "nowhere.gz")
     assert status == 0 and "nowhere.gz does not exist" in error and "nowhere.gz" in found["without"]

@@ -228,16 +228,22 @@ def test_colder_sampling_is_the_sampling_of_a_sharper_model(toys):
         assert share == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / n) + 1e-3)
 
 
-def sampled(less, half=0.02):
-    """The rows of the methods' table that the rule uses, by axis: the best colder base minus GRPO."""
-    return [{"axis": axis, "rho": rho, "how": how, "curve": {1: origin.interval({0: 0.5, 1: 0.5})},
-             "less_GRPO": {k: {"mean": x, "half": half, "seeds": {0: x, 1: x}} for k in (1, origin.EACH)}}
-            for (axis, rho), x in zip(cells.METHODS_AT, less) for how in (cells.base_at(0.4), "GRPO")]
+def sampled(less, half=0.02, gains=(0.2, 0.2)):
+    """The rows of the methods' table that the rule uses, by axis. less: the base at .4 minus GRPO, the others
+    are lower; gains: GRPO's."""
+    def part(x):
+        return {k: {"mean": x, "half": half, "seeds": {0: x, 1: x}} for k in (1, origin.EACH)}
+
+    return [{"axis": axis, "rho": rho, "how": how, "gain": part(gain), "curve": part(0.5 - (how != best)),
+             "less_GRPO": part(x - (how != best))}
+            for (axis, rho), x, gain in zip(cells.METHODS_AT, less, gains) for best in (cells.base_at(0.4),)
+            for how in (*map(cells.base_at, cells.TEMPERATURES), "GRPO")]
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("rows, agrees", [
     (sampled((-0.01, 0.1)), "yes"), (sampled((-0.01, -0.1)), "partly"), (sampled((-0.1, -0.1)), "no"),
+    (sampled((-0.1, 0.1), gains=(0.2, 0.01)), "no"), (sampled((0.1, 0.1), gains=(0, 0)), "not measurable"),
     (sampled((0.1, 0.1), None), "not measurable"), (sampled((0.1,)), "not measurable")])
 def test_the_rule_for_sharpening(rows, agrees):
     assert origin.sharpening_verdict(rows)[0] == agrees
