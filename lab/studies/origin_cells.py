@@ -36,11 +36,11 @@ RL = ("--iterations", 120, "--lr", 3e-4)
 RATE, BATCH, PASSES = 4e-3, 24, 4        # of fine-tuning instead of RL: the best of 3e-4, 1e-3, 4e-3
 SFT, REJECTION, LARGER = "SFT on the axis", "rejection fine-tuning", "GRPO, groups of 32"
 INSTEAD = (SFT, REJECTION, LARGER)
-# Methods of RL and colder sampling from one base: where GRPO gains most, and where its pass@256 falls
+# Methods of RL and colder sampling from one base, where a base of seed 90 solves 72 and 41 %
 METHODS = {"GRPO": (), "RLOO": ("--algo", "rloo"), "PPO": ("--algo", "ppo"),
            "GRPO, KL .01 in the loss": ("--kl", "loss", "--kl-coef", 0.01)}
 TEMPERATURES = (1.0, 0.6, 0.4, 0.2)
-METHODS_AT = (("composition", 0.001), ("depth", 0.1))
+METHODS_AT = (("composition", 0.001), ("length", 0.1))
 AGENT = ("household", "L2", 80, 64)      # environment, split of types without RL, iterations, trials
 # The toy: 8 possible responses to each problem, one of them correct
 TOY = ("--letters", 2, "--length", 3, "--k", 1, "--problems", 6)
