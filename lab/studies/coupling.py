@@ -4,16 +4,18 @@ arXiv:2509.23870, sections 3.2 and 4, on models kept during runs of gcd.py (lab/
 measures of lab/studies/influence.py: the similarity of turns in environments of different repetitiveness
 (Figure 3a); the effect of a gradient step on one turn on others (3b); influence within a class of turns minus
 influence across classes, over training (8); the tokens that carry it (9); the gradients of the judge and of
-the value head against the policy's (10b). The paper compares ALFWorld with GSM8K, which is not an environment
-here; twin states, household and real games are compared instead. Left out: the fate of flawed actions
+the value head against the policy's, and the largest cosine that their noise allows (10b). The paper compares
+ALFWorld with GSM8K, which is not an environment here: twin states, household and real games are compared with
+problems on strings, which have one turn and hardly an answer twice. Left out: the fate of flawed actions
 (lab/studies/flaws.py), and Figure 10a, which was not readable.
 
-    python -m lab.studies.coupling            # one seed; 15 minutes on two cores
-    python -m lab.studies.coupling --seeds 0,1,2 --iterations 80 --turns 128
+    python -m lab.studies.coupling            # one seed; 20 minutes on two cores
+    python -m lab.studies.coupling --seeds 0,1,2,3,4
     python -m lab.studies.coupling --games $ALFWORLD_DATA/json_2.1.1
 """
 
 import argparse
+import math
 import re
 import shlex
 import statistics
@@ -25,24 +27,35 @@ from pathlib import Path
 import torch
 
 from lab.bench import jobs
-from lab.bench.intervals import markdown, mean_known, number, paired, with_half
-from lab.studies import common, influence, runs
+from lab.bench.intervals import interval, markdown, mean_known, number, paired, with_half
+from lab.studies import common, conflict, influence, runs
 
 PAGE = Path(__file__).with_name("coupling.page.md")
 GAMES = "../shared/data/alfworld/games.jsonl.gz"
 RL = ("grpo", "gigpo", "grpo+gcd", "grpo+shuffled", "grpo+value")
 # Final models that are measured, {name: (environment, arm)}
 SNAPSHOTS = {"twin states": ("twins", runs.COLD), "household": ("household", runs.COLD),
-             "household after GRPO": ("household", "grpo"), "ALFWorld": ("alfworld", runs.COLD)}
+             "household after GRPO": ("household", "grpo"), "ALFWorld": ("alfworld", runs.COLD),
+             "strings": ("strings", runs.COLD)}
+STAND_IN, STAND_IN_SPLIT = "strings", "id"         # for mathematics in Figure 3a; not an agent
 JUDGES = {"generative judge": "grpo+gcd", "value head": "grpo+value"}
 GAPS = ("gap", "gap of cosines")
+STAND_IN_TEXT = (", and strings are not GSM8K: they are problems of one turn, answered with letters by a "
+                 "model of their own, and stand for a task without repetition. So the claim can be met in "
+                 "part at most.")
 
 
 # Cells
 
 def snapshot(run, settings):
-    """The numbers of Figures 3a, 3b and 9 for a run's last model, on turns that it plays itself."""
+    """The numbers of Figures 3a, 3b and 9 for a run's last model, on turns that it plays itself.
+
+    Of the stand-in for mathematics only 3a's: its responses are no commands.
+    """
     actor, seed = run.actor(max(run.models)), settings["seed"]
+    if settings["world"] == STAND_IN:
+        turns = influence.measured_turns(actor, seed, STAND_IN_SPLIT)
+        return {"similarity": influence.similarity(actor.model, turns, seed), "heat": None, "tokens": None}
     turns = influence.measured_turns(actor, seed)
     return {"similarity": influence.similarity(actor.model, turns, seed),
             "heat": influence.heat(actor.model, turns, seed),
@@ -54,9 +67,10 @@ def trajectory(run, settings):
 
     "fixed": on turns played by the cold start, the same for all arms and kept models, so only the model
     changes; "refused": on the good and the refused ones of these turns; "own": on turns that each kept model
-    plays itself.
+    plays itself. "judge": what the run measured in its own steps; "halves": conflict.half_cosines on a batch
+    of each kept model, if the run has a judge of JUDGES.
     """
-    seed, n, path = settings["seed"], settings["turns"], []
+    seed, n, path, halves = settings["seed"], settings["turns"], [], []
     fixed = influence.by_class(influence.measured_turns(run.start.actor(0), seed), n, seed)
     for iteration in run.models:
         actor = run.actor(iteration)
@@ -64,14 +78,18 @@ def trajectory(run, settings):
         path.append({"iteration": iteration, "fixed": influence.influence_gaps(actor.model, fixed),
                      "refused": influence.influence_gaps(actor.model, fixed, ("good", "refused")),
                      "own": influence.influence_gaps(actor.model, own)})
+        if settings["arm"] in JUDGES.values():
+            gradients = conflict.batch_gradients(run, iteration, run.iterations + len(halves))
+            halves.append({"iteration": iteration} | conflict.half_cosines(gradients, seed))
     lines = [line for line in run.metrics if line.get("judge/grad_cosine") is not None]
     return {"path": path, "judge": [{"iteration": line["iteration"], "cosine": line["judge/grad_cosine"],
-                                     "ratio": line["judge/grad_ratio"]} for line in lines]}
+                                     "ratio": line["judge/grad_ratio"]} for line in lines], "halves": halves}
 
 
 def requested_cells(options, environments):
     """{cell: settings} of the study: the final models of each environment, and the arms of household."""
-    shared, found = {"turns": options.turns, "iterations": options.iterations, "flags": options.flags}, {}
+    shared, found = {"turns": options.turns, "iterations": options.iterations, "flags": options.flags,
+                     "splits": conflict.SPLITS}, {}
     for seed in options.seeds:
         for name, (environment, arm) in SNAPSHOTS.items():
             if environment in environments and arm in (*options.arms, runs.COLD):
@@ -117,6 +135,7 @@ class Results:
     def __init__(self, cells, seeds):
         self.cells, self.seeds = cells, seeds
         self.names = [name for name in SNAPSHOTS if f"{name}, seed {seeds[0]}" in cells]
+        self.agents = [name for name in self.names if name != STAND_IN]
         self.arms = [arm for arm in RL if f"{arm}, seed {seeds[0]}" in cells]
 
     def of(self, name, seed=None):
@@ -127,6 +146,15 @@ class Results:
         """The mean over seeds of a number of a final model; None if no seed has it."""
         parts = [self.of(name, seed)[part] for seed in self.seeds]
         return mean_known(found and found[key] for found in parts)
+
+    def less_repetitive(self, key):
+        """{final model: a number of its similarity minus that of STAND_IN, an interval over seeds}, of the
+        cold starts in text games; {} without either."""
+        names = [name for name in ("household", "ALFWorld") if {name, STAND_IN} <= {*self.names}]
+        known = {name: {seed: found[key] for seed in self.seeds
+                        if (found := self.of(name, seed)["similarity"])}
+                 for name in (*names, *([STAND_IN] if names else []))}
+        return {name: paired(known[name], known[STAND_IN]) for name in names}
 
     def gap(self, arm, seed, key="gap", turns="fixed", late=True):
         """An arm's mean gap over the last third of the kept models, or its first gap; None if unknown."""
@@ -149,6 +177,18 @@ class Results:
         found = {kind: [line for seed in self.seeds for line in self.of(arm, seed)["judge"]]
                  for kind, arm in JUDGES.items() if arm in self.arms}
         return {kind: lines for kind, lines in found.items() if lines}
+
+    def halves(self):
+        """{kind of judge: {number of conflict.half_cosines: `estimate`, and "ceiling"}} of the kinds run."""
+        found = {}
+        for kind, arm in JUDGES.items():
+            of_seed = {seed: self.of(arm, seed)["halves"] for seed in self.seeds} if arm in self.arms else {}
+            known = {key: estimate({seed: [point[key] for point in points]
+                                    for seed, points in of_seed.items()}) for key in conflict.NUMBERS}
+            if all(known.values()):
+                most = conflict.ceiling(known["policy"]["mean"], known["judge"]["mean"])
+                found[kind] = known | {"ceiling": most}
+        return found
 
     def shares(self, name):
         """{kind of token: its shares of the influence and of the tokens}, means over seeds; {} if unknown."""
@@ -174,8 +214,30 @@ def spread(values):
     return statistics.fmean(values), error
 
 
+def estimate(of_seed):
+    """Mean with half its 95 % interval: over seeds or, of one seed, two standard errors over its values.
+
+    of_seed: {seed: values, of which some may be None}; one seed's are taken as independent. None if no value
+    is known.
+    """
+    known = {seed: found for seed, values in of_seed.items()
+             if (found := [value for value in values if value is not None])}
+    means = {seed: statistics.fmean(values) for seed, values in known.items()}
+    if len(known) == 1:
+        (values,) = known.values()
+        return {"mean": statistics.fmean(values), "half": 2 * spread(values)[1], "seeds": means}
+    return interval(means) if known else None
+
+
 def figure_3a(results):
-    """"Not measurable", for want of a mathematics data set; gives our environments' similarities instead."""
+    """At most "partly", since strings stand in for a mathematics data set: if in household or ALFWorld the
+    root mean square of the gradients' cosines or the cosine of hidden states is above that of strings, beyond
+    the interval over seeds; else "no". "Not measurable" without strings or with one seed."""
+    stand_in = STAND_IN_TEXT if STAND_IN in results.names else (": environments of different repetitiveness "
+                                                               "are compared.")
+    known = [difference for key in ("rms", "hidden") for difference in results.less_repetitive(key).values()
+             if difference["half"] is not None]
+
     def text(key):
         return "; ".join(f"{name} {number(results.mean(name, 'similarity', key), '.2f')}"
                          for name in results.names)
@@ -185,15 +247,15 @@ def figure_3a(results):
             "mathematics data set.",
             "found": f"Root mean square cosine of gradients between tasks: {text('rms')}. Pairs with one "
             f"action: {text('same action')}. Mean cosine of hidden states: {text('hidden')}. There is no "
-            "mathematics here: environments of different repetitiveness are compared.",
-            "agrees": "not measurable"}
+            f"mathematics here{stand_in}",
+            "agrees": "not measurable" if not known else "partly" if any(map(above_zero, known)) else "no"}
 
 
 def figure_3b(results):
     """Agrees if same-action pairs exceed different-action ones in 4 of 5 comparisons, and their mean is twice
     as high."""
     maps = {name: [results.mean(name, "heat", key) for key in ("same", "different", "above")]
-            for name in results.names if results.mean(name, "heat", "same") is not None}
+            for name in results.agents if results.mean(name, "heat", "same") is not None}
     text = "; ".join(f"{name} {same:.2f} against {different:.2f}, above it in {above:.0%} of comparisons"
                      for name, (same, different, above) in maps.items())
     return {"paper": "Figure 3b", "picture": "coupling.heat.svg",
@@ -223,7 +285,7 @@ def figure_9(results):
     """"Not measurable": a response has no reasoning, and nearly nothing but verbs and names to choose."""
     content = {name: [sum(share[key] for kind, share in shares.items() if kind not in influence.FORM)
                       for key in ("influence", "tokens")]
-               for name in results.names if (shares := results.shares(name))}
+               for name in results.agents if (shares := results.shares(name))}
     text = "; ".join(f"{name} {of_influence:.1%} of the influence, {of_tokens:.1%} of the tokens"
                      for name, (of_influence, of_tokens) in content.items())
     return {"paper": "Figure 9", "picture": "coupling.tokens.svg",
@@ -234,19 +296,32 @@ def figure_9(results):
 
 
 def figure_10b(results):
-    """Agrees if the value head's cosine with the policy is below 0 and below the judge's, by more than two
-    standard errors over iterations (taken as independent). Norms are reported and decide nothing."""
-    of = {kind: [spread([line[key] for line in lines]) for key in ("cosine", "ratio")]
-          for kind, lines in results.judges().items()}
-    tests = []
-    if len(of) == len(JUDGES):
-        (judge, _), (value, _) = (of[kind] for kind in JUDGES)
-        tests = [value[0] + 2 * value[1] < min(0.0, judge[0] - 2 * judge[1])]
-    text = "; ".join(f"{kind}: cosine {mean:+.3f} (standard error {error:.3f}), norm {ratio:.1f} times the "
-                     "policy's" for kind, ((mean, error), (ratio, _)) in of.items())
+    """Agrees if between disjoint halves of a batch the value head's cosine with the policy is below 0 and
+    below the judge's, beyond the intervals. "Not measurable" without both, and if such a cosine could not be
+    seen: if a ceiling is unknown or within half the interval. Norms are reported and decide nothing."""
+    halves, text = results.halves(), []
+    for kind, found in halves.items():
+        most = "unknown" if found["ceiling"] is None else f"{found['ceiling']:.3f}"
+        text.append(f"{kind}: cosine with the policy {with_half(found['between'], '+.3f')}, where equal "
+                    f"gradients would have {most} (halves of the policy's batch "
+                    f"{with_half(found['policy'], '+.3f')}, of the judge's "
+                    f"{with_half(found['judge'], '+.3f')}); norm {found['ratio']['mean']:.1f} times the "
+                    "policy's")
+    for kind, lines in results.judges().items():
+        mean, error = spread([line["cosine"] for line in lines])
+        text.append(f"{kind} in the runs' own steps: cosine {mean:+.3f} (standard error over iterations "
+                    f"{error:.3f}), norm {statistics.fmean(line['ratio'] for line in lines):.1f} times the "
+                    "policy's")
+    agrees = "not measurable"
+    if len(halves) == len(JUDGES):
+        judge, value = (halves[kind]["between"] for kind in JUDGES)
+        if all(found["ceiling"] and found["ceiling"] > found["between"]["half"] for found in halves.values()):
+            agrees = verdict([value["mean"] + value["half"] < min(0.0, judge["mean"] - judge["half"])])
     return {"paper": "Figure 10b", "picture": "coupling.conflict.svg",
             "claim": "The value head's gradient conflicts with the policy's, the generative judge's does "
-            "not.", "found": f"Means over training: {text or 'neither was run'}.", "agrees": verdict(tests)}
+            "not.", "found": ("Means over training, between halves of a batch that share no task: " if halves
+                              else "How large a cosine the gradients' noise allows was not measured: ")
+            + f"{'; '.join(text) or 'neither was run'}.", "agrees": agrees}
 
 
 # Figures
@@ -293,9 +368,9 @@ def draw_similarity(plotted, results, path):
 
 def draw_heat(plotted, results, path):
     """Draw a map per environment, turns sorted by action, the blocks of each action framed."""
-    n, image = max(1, len(results.names)), None
+    n, image = max(1, len(results.agents)), None
     figure, panels = plotted.subplots(1, n, figsize=(4.7 * n, 3.9), layout="constrained", squeeze=False)
-    for axes, name in zip(panels[0], results.names):
+    for axes, name in zip(panels[0], results.agents):
         axes.set_title(name)
         if (found := results.of(name)["heat"]) is None:
             add_legend(axes)
@@ -314,7 +389,7 @@ def draw_heat(plotted, results, path):
 
 
 def draw_gap(plotted, results, path):
-    """Plot the gap over training, a line per arm, means over seeds."""
+    """Plot the gap over training, a line per arm, means over seeds with their 95 % intervals."""
     kinds = (("fixed", "gap", "influence per token pair"), ("fixed", "gap of cosines", "cosines"),
              ("refused", "gap of cosines", "cosines, good and refused"),
              ("own", "gap of cosines", "cosines, each model's own turns"))
@@ -326,7 +401,13 @@ def draw_gap(plotted, results, path):
                 if point[turns]:
                     of.setdefault(point["iteration"], []).append(point[turns][key])
             if of:
-                axes.plot([*of], [*map(statistics.fmean, of.values())], "o-", markersize=3, label=arm)
+                (drawn,) = axes.plot([*of], [*map(statistics.fmean, of.values())], "o-", markersize=3,
+                                     label=arm)
+                bands = [interval(dict(enumerate(values))) for values in of.values()]
+                if all(band["half"] is not None for band in bands):
+                    axes.fill_between([*of], [band["mean"] - band["half"] for band in bands],
+                                      [band["mean"] + band["half"] for band in bands],
+                                      color=drawn.get_color(), alpha=0.12, linewidth=0)
         axes.axhline(0, color="grey", linewidth=0.6)
         axes.set(title=title, xlabel="iteration")
         if not axes.get_legend_handles_labels()[0]:
@@ -340,10 +421,10 @@ def draw_gap(plotted, results, path):
 
 def draw_tokens(plotted, results, path):
     """Plot the share of each kind of token in the influence and in the tokens."""
-    n = max(1, len(results.names))
+    n = max(1, len(results.agents))
     figure, panels = plotted.subplots(1, n, figsize=(3.7 * n, 3), layout="constrained", sharex=True,
                                       squeeze=False)
-    for axes, name in zip(panels[0], results.names):
+    for axes, name in zip(panels[0], results.agents):
         shares = results.shares(name)
         kinds = [*shares][::-1]
         for i, key in enumerate(("tokens", "influence")):
@@ -356,44 +437,64 @@ def draw_tokens(plotted, results, path):
 
 
 def draw_conflict(plotted, results, path):
-    """Plot cosine and norm ratio of the judge's gradient and the policy's, a point per iteration and seed."""
-    figure, panels = plotted.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    """Plot cosine and norm ratio of the judge's gradient and the policy's, a point per iteration and seed,
+    and the cosine between halves of a batch, means over seeds, with its ceilings dashed."""
+    figure, panels = plotted.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
     for axes, key, title in zip(panels, ("cosine", "ratio"), ("cosine with the policy's gradient",
                                                               "norm over that of the policy's")):
         for kind, lines in results.judges().items():
             axes.plot([line["iteration"] for line in lines], [line[key] for line in lines], ".", label=kind)
         axes.set(title=title, xlabel="iteration")
+    for kind, color in zip(results.halves(), ("tab:blue", "tab:orange")):
+        points = {}
+        for point in (point for seed in results.seeds for point in results.of(JUDGES[kind], seed)["halves"]):
+            points.setdefault(point["iteration"], []).append(point)
+        means = {key: [mean_known(point[key] for point in at) for at in points.values()]
+                 for key in conflict.NUMBERS}
+        most = [*map(conflict.ceiling, means["policy"], means["judge"])]
+        for values, line, text in ((means["between"], "o-", kind), (most, "--", f"{kind}: ceiling")):
+            panels[2].plot([*points], [math.nan if value is None else value for value in values], line,
+                           color=color, markersize=3, label=text)
+    panels[2].set(title="between halves of a batch", xlabel="iteration")
+    for axes in panels:
         add_legend(axes)
-    panels[0].axhline(0, color="grey", linewidth=0.6)
+    for axes in (panels[0], panels[2]):
+        axes.axhline(0, color="grey", linewidth=0.6)
     panels[1].set_ylim(bottom=0)
     common.save(figure, path)
 
 
 # The study
 
+def text_of(found):
+    """An interval as text; a dash without values."""
+    return "–" if found is None or found["mean"] is None else with_half(found, ".3f")
+
+
 def page(results, figures, command, without):
     """The page's text, from its template in this folder."""
-    def table(part, columns):
+    def table(names, part, columns):
         rows = [[name, *(number(results.mean(name, part, key), form) for _, key, form in columns)]
-                for name in results.names]
+                for name in names]
         return "\n".join(markdown(["", *(title for title, _, _ in columns)], rows))
 
-    similar = table("similarity", (
+    similar = table(results.names, "similarity", (
         ("pairs with the same action", "same action", ".2f"), ("cosine of gradients, mean", "mean", ".3f"),
         ("root mean square", "rms", ".2f"), ("same action", "mean of same action", ".2f"),
         ("different actions", "mean of different", ".3f"), ("hidden states", "hidden", ".2f")))
-    heats = table("heat", (
+    heats = table(results.agents, "heat", (
         ("same action", "same", ".2f"), ("different actions", "different", ".3f"),
         ("same above different", "above", ".0%"), ("change, same action", "change same", ".1%"),
         ("different actions", "change different", ".1%"), ("nonlinearity", "nonlinear", ".1%")))
     columns = (("fixed", "gap", False), ("fixed", "gap", True), ("fixed", "gap of cosines", False),
                ("fixed", "gap of cosines", True), ("refused", "gap of cosines", True),
                ("own", "gap of cosines", True))
-    rows = [[arm, *(number(mean_known(results.gap(arm, seed, key, turns, late) for seed in results.seeds),
-                           ".3f") for turns, key, late in columns)] for arm in results.arms]
+    rows = [[arm, *(text_of(interval({seed: gap for seed in results.seeds if (
+        gap := results.gap(arm, seed, key, turns, late)) is not None})) for turns, key, late in columns)]
+        for arm in results.arms]
     gaps = markdown(["", "gap, start", "late", "of cosines, start", "late", "good and refused, late",
                      "own turns, late"], rows)
-    shares = {name: results.shares(name) for name in results.names}
+    shares = {name: results.shares(name) for name in results.agents}
     kinds = dict.fromkeys(kind for of_name in shares.values() for kind in of_name)
     tokens = markdown(["", *kinds], [[name, *(
         "{influence:.1%} of {tokens:.1%}".format(**of_name[kind]) if kind in of_name else "–"
@@ -402,8 +503,19 @@ def page(results, figures, command, without):
               f"Agrees: {figure['agrees']}.\n" for figure in figures]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, results.seeds)), without=without, claims="\n".join(claims),
-        tasks=influence.TASKS, own=influence.STEP_NATS, similar=similar, heats=heats, gaps="\n".join(gaps),
-        tokens="\n".join(tokens), counts=counts(results))
+        tasks=influence.TASKS, splits=conflict.SPLITS, own=influence.STEP_NATS, similar=similar, heats=heats,
+        gaps="\n".join(gaps), halves=halves_table(results), tokens="\n".join(tokens),
+        counts=counts(results))
+
+
+def halves_table(results):
+    """The table of Figure 10b's cosines and ceilings."""
+    rows = [[kind, text_of(found["between"]), number(found["ceiling"], ".3f"),
+             *(text_of(found[key]) for key in ("policy", "judge", "whole", "ratio"))]
+            for kind, found in results.halves().items()]
+    return "\n".join(markdown(["", "policy and judge", "ceiling", "halves of the policy's",
+                               "halves of the judge's", "whole batch", "norm, times the policy's"],
+                              rows)) if rows else "Not measured.\n"
 
 
 def counts(results):
@@ -464,8 +576,11 @@ def main(argv=None):
     figures = [figure(results) for figure in (figure_3a, figure_3b, figure_8, figure_9, figure_10b)]
     draw(results, out)
     text = page(results, figures, shlex.join(command), without)
-    common.publish(out, "coupling", command, options.seeds, {"without": without, "cells": results.cells},
-                   figures, text)
+    common.publish(out, "coupling", command, options.seeds, {
+        "without": without, "cells": results.cells, "halves": results.halves(),
+        "late gap, +GCD minus": {key: results.differences(key) for key in GAPS},
+        "similarity minus that of strings": {key: results.less_repetitive(key) for key in ("rms", "hidden")},
+    }, figures, text)
     print(text)
     return 0
 

@@ -1,9 +1,10 @@
 """Repeats and flaws in the models of a run: the measures of lab/studies/flaws.py.
 
-All models of a seed are measured on the same states and turns, those of the initial model's episodes at
-temperature 1, and play the same tasks with the same random draws. Probabilities are exact, from the logits of
-a command's tokens. A flaw is an admissible command that the environment's oracle calls bad. Left out: other
-tokenizations of a command; runs, means over seeds and figures (lab/studies/flaws.py).
+All models of a seed play the same tasks with the same random draws. Figure 1 is measured on the repeats
+that a model chose in its own episodes, as in the paper; everything else on states and turns that are the
+same for all models, those of the initial model's episodes at temperature 1. Probabilities are exact, from
+the logits of a command's tokens. A flaw is an admissible command that the environment's oracle calls bad.
+Left out: other tokenizations of a command; runs, means over seeds and figures (lab/studies/flaws.py).
 """
 
 import math
@@ -39,6 +40,7 @@ class RepeatState:
 
     prompt_ids: list[int]
     given: dict[str, bool]        # {command: whether the game accepted it the last time}
+    chosen: str | None = None     # the command of the turn
 
 
 def repeat_states(episodes):
@@ -53,10 +55,21 @@ def repeat_states(episodes):
         for turn in episode.turns:
             here = given.setdefault(turn.anchor, {})
             if here:
-                found.append(RepeatState(turn.prompt_ids, dict(here)))
+                found.append(RepeatState(turn.prompt_ids, dict(here), turn.action))
             if turn.action is not None:
                 here[turn.action] = turn.valid
     return found
+
+
+def chosen_repeats(found):
+    """Of `repeat_states`, those whose turn repeated a command, each with this command only.
+
+    These are the paper's: "we choose those repeated actions and observe the confidence". A state is among
+    them with the probability to repeat there, so the mean of the command's probability p over them is
+    E[p^2] / E[p] of all pairs of a state and a command given there, which is at least E[p].
+    """
+    return [RepeatState(state.prompt_ids, {state.chosen: state.given[state.chosen]}, state.chosen)
+            for state in found if state.chosen in state.given]
 
 
 def subsample(found, n, seed):
@@ -94,6 +107,14 @@ def sampled_commands(actor, found, temperature, seed):
     answers = answer(actor.model, prompts, streams, chat.stop_ids, sampling, actor.config.slots)
     return [[None if response.truncated else chat.parse(chat.decode(response.ids))[0]
              for response in of_state] for of_state in answers]
+
+
+def repeats(actor, found, temperature, seed):
+    """`repeat_numbers` of a model in the states of a list, which may be empty."""
+    if not found:
+        return repeat_numbers([], [], [])
+    return repeat_numbers(found, sampled_commands(actor, found, temperature, seed),
+                          repeat_probabilities(actor, found, temperature))
 
 
 def repeat_numbers(found, trials, probability):
@@ -263,23 +284,27 @@ def specs(tasks, seed):
 def measured(actors, tasks, n_states, seed):
     """All numbers of a run. actors: pairs (iterations, Actor), the initial model first.
 
-    The initial model's episodes at temperature 1 contain the states and turns that all models are measured
-    on.
+    "repeats" and "confidence" are of the initial model's episodes at temperature 1, the same for all models.
+    "chosen" is Figure 1: "own", of the model's own episodes at this temperature; "initial", of the initial
+    model's, so that only the model changes and not the states.
     """
     models, by_model, fixed = [], {temperature: [] for temperature in TEMPERATURES}, None
     for done, actor in actors:
         environment, of_model = actor.config.environment, {"done": done}
         for temperature in TEMPERATURES:
             played = actor.play(specs(tasks, seed), temperature)
+            own = repeat_states(played)
+            chosen = subsample(chosen_repeats(own), n_states, seed)
             if fixed is None:                                        # the first of TEMPERATURES is 1
-                fixed, found = played, subsample(repeat_states(played), n_states, seed)
+                fixed, found, initial = played, subsample(own, n_states, seed), chosen
                 of_turn = turn_classes(fixed, environment)
             probability = turn_probabilities(actor.model, fixed, temperature)
             by_model[temperature].append(probability)
             of_model[str(temperature)] = {
                 "own": own_play(played, environment), "confidence": mean_probabilities(of_turn, probability),
-                "repeats": repeat_numbers(found, sampled_commands(actor, found, temperature, seed),
-                                   repeat_probabilities(actor, found, temperature))}
+                "repeats": repeats(actor, found, temperature, seed),
+                "chosen": {"own": repeats(actor, chosen, temperature, seed),
+                           "initial": repeats(actor, initial, temperature, seed)}}
         models.append(of_model)
     return {"models": models, "ways": {str(temperature): rise_and_fall(of_turn, probability)
                                        for temperature, probability in by_model.items()}}

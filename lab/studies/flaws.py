@@ -1,11 +1,12 @@
 """Do flawed actions survive training? Figures 1, 2, 5 and 11 of arXiv:2509.23870 on models kept during runs.
 
 The measures are in lab/studies/flaw_measures.py; this file has the runs, means over seeds, and the comparison
-with the paper. Every model plays the first tasks of `dev`, which no table reports. Left out: what the
-gradients of two samples have in common (lab/studies/coupling.py).
+with the paper. Figure 1 is measured on the repeats of each model's own episodes, as in the paper, and as a
+control on repeats that are the same for all models. Every model plays the first tasks of `dev`, which no
+table reports. Left out: what the gradients of two samples have in common (lab/studies/coupling.py).
 
     python -m lab.studies.flaws               # lab/results/studies/flaws.json, .md and a picture per figure
-    python -m lab.studies.flaws --seeds 0,1,2,3,4 --iterations 80
+    python -m lab.studies.flaws --seeds 0,1,2,3,4            # about a quarter of a core-hour each
 """
 
 import argparse
@@ -116,12 +117,14 @@ def with_half(part, form="+.3f"):
 
 
 def repeats_survive(result):
-    """Figure 1: "yes" if nine tenths or more of the initial confidence in repeats is left at the end, at
-    temperature 1, "partly" if half or more is."""
-    first, last = (result["models"][i]["1.0"]["repeats"]["confidence"] for i in (0, -1))
-    if not first:
+    """Figure 1, of the repeats that each model chose itself, at temperature 1: "yes" if nine tenths or more
+    of the initial confidence and of the initial share of consistent repeats are left at the end, "partly" if
+    half or more of both are."""
+    first, last = (result["models"][i]["1.0"]["chosen"]["own"] for i in (0, -1))
+    if not (first["confidence"] and first["alike"]):
         return "not measurable"
-    return "yes" if last >= 0.9 * first else "partly" if last >= 0.5 * first else "no"
+    left = min((last[name] or 0.0) / first[name] for name in ("confidence", "alike"))
+    return "yes" if left >= 0.9 else "partly" if left >= 0.5 else "no"
 
 
 def flaws_lose(result):
@@ -169,6 +172,7 @@ def entries(found, gains, iterations):
                 for arm, result in short.items()]
         return ", ".join(f"{before} to {after} ({title(arm)})" for arm, (before, after) in texts)
 
+    own, fixed = ("chosen", "own"), ("chosen", "initial")
     way, differences = first["ways"]["1.0"]["flawed"], first["models"][-1]["1.0"]["own"]["won or lost"]
     raised = first["models"][0]["1.0"]["own"]["raised"]
     lost = ", ".join(f"{kind} {with_half(differences[kind]['difference'])}" for kind in KINDS)
@@ -177,13 +181,16 @@ def entries(found, gains, iterations):
     figures = [
         ("1", "Repeats survive training: confidence in them stays or grows, and so does the share of states "
          "in which five or more of ten trials repeat the same command.",
-         f"Probability to repeat: {ends('1.0', 'repeats', 'confidence')}; at temperature 0.4: "
-         f"{ends('0.4', 'repeats', 'confidence')}. States with {CONSISTENT} or more equal repeats "
-         f"of {TRIALS}: "
-         f"{ends('1.0', 'repeats', 'alike')}; at 0.4: {ends('0.4', 'repeats', 'alike')}. Repeats among the "
-         f"turns of a model's own episodes: {ends('1.0', 'own', 'shares', 'repeated')}; at 0.4: "
-         f"{ends('0.4', 'own', 'shares', 'repeated')}. All but the last are of states of the start model's "
-         "episodes, where the paper has repeated actions of each checkpoint's own.",
+         "Turns of a model's own episodes that repeat a command in the same state, as in the paper: "
+         f"probability of the command: {ends('1.0', *own, 'confidence')}; at temperature 0.4: "
+         f"{ends('0.4', *own, 'confidence')}. Those with {CONSISTENT} or more of {TRIALS} new responses "
+         f"equal to it: {ends('1.0', *own, 'alike')}; at 0.4: {ends('0.4', *own, 'alike')}. Repeats among "
+         f"all turns: {ends('1.0', 'own', 'shares', 'repeated')}; at 0.4: "
+         f"{ends('0.4', 'own', 'shares', 'repeated')}. Such turns are chosen by what the model did, so "
+         "likely commands are over-represented. The same measures on the start model's repeats, which do "
+         f"not change: {ends('1.0', *fixed, 'confidence')}; {ends('1.0', *fixed, 'alike')}. Probability to "
+         "repeat any command where one could, in states of the start model's episodes: "
+         f"{ends('1.0', 'repeats', 'confidence')}; at 0.4: {ends('0.4', 'repeats', 'confidence')}.",
          repeats_survive(first)),
         ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
          "assumes.",
@@ -246,16 +253,20 @@ def draw(found, out):
         return plotted.subplots(rows, columns, figsize=(3.8 * columns, 3.5 * rows), layout="constrained",
                                 squeeze=False, **more)
 
-    figure, ((*axes_3,),) = panels(1, 3)
+    (figure, axes_RC), texts = panels(3, 3), {}
     numbers = {"confidence": "probability to repeat, exact", "trials": "share of trials that repeat",
                "alike": f"states with {CONSISTENT} or more of {TRIALS} equal"}
-    for axes, name in zip(axes_3, numbers):
-        for arm, result in short.items():
-            for temperature, dash in DASHES.items():
-                line(axes, result, (temperature, "repeats", name), color=colors[arm], linestyle=dash,
-                     label=f"{title(arm)}, temperature {temperature}")
-    finish(figure, {axes: (text, "") for axes, text in zip(axes_3, numbers.values())},
-           out / "flaws.figure1.svg")
+    for row, (path, states) in zip(axes_RC, (
+            (("chosen", "own"), "each model's own repeats (the paper's)"),
+            (("chosen", "initial"), "the start model's own repeats"),
+            (("repeats",), "all states in which it could repeat"))):
+        for axes, (name, text) in zip(row, numbers.items()):
+            for arm, result in short.items():
+                for temperature, dash in DASHES.items():
+                    line(axes, result, (temperature, *path, name), color=colors[arm], linestyle=dash,
+                         label=f"{title(arm)}, temperature {temperature}")
+            texts[axes] = text, states if name == "confidence" else ""
+    finish(figure, texts, out / "flaws.figure1.svg")
 
     figure, ((*axes_3,),) = panels(1, 3)
     for axes, kind in zip(axes_3, KINDS):
@@ -307,17 +318,25 @@ def tables(found):
     def three(value):
         return as_text(value, ".3f")
 
+    def as_count(value):
+        return as_text(value, ".0f")
+
     def share_of(kind, which):
         return "own", "won or lost", kind, which
 
     ways = [[length_of(*name), temperature, *(as_text(result["ways"][temperature][kind][what])
                                               for kind in CLASSES for what in ("risen", "fallen"))]
             for name, result in found.items() for temperature in DASHES]
-    return {
-        "repeats": table({head: (("repeats", name), three) for head, name in (
+
+    def of_repeats(*path):
+        return table({head: ((*path, name), three) for head, name in (
             ("probability to repeat", "confidence"), ("an accepted command", "accepted"),
             ("a refused one", "refused"), ("trials that repeat", "trials"),
-            (f"{CONSISTENT} or more equal", "alike"))}),
+            (f"{CONSISTENT} or more equal", "alike"))} | {"states a seed": ((*path, "places"), as_count)})
+
+    return {
+        "chosen": of_repeats("chosen", "own"), "same": of_repeats("chosen", "initial"),
+        "repeats": of_repeats("repeats"),
         "frequency": table({f"{kind}, {which}": (share_of(kind, which), three)
                             for kind in KINDS for which in ("won", "lost")}),
         "differences": table({kind: (share_of(kind, "difference"), with_half) for kind in KINDS}
@@ -358,6 +377,7 @@ def study(options, command):
     made = {f"{arm} {length} seed{seed}": run for (arm, length, seed), run in kept.items() if length}
     requested = {name: {"arm": run.row, "iterations": run.iterations, "seed": run.seed,
                         "tasks": options.tasks, "places": options.places,
+                        "chosen": True,                      # absent in cells without this measure
                         "models": measured_models(run.iterations, options)}
                  for name, run in made.items()}
     missing = common.missing_cells(out / "flaws.jsonl", requested)
@@ -420,7 +440,8 @@ def main(argv=None):
             ("iterations", runs.ITERATIONS, "RL iterations"),
             ("every", 10, "iterations between measured models; doubled in a run twice as long"),
             ("tasks", 32, f"tasks of {SPLIT} that each model plays, {MEMBERS} episodes each"),
-            ("places", 100, "states in which repeats are measured"), ("jobs", 2, "parallel processes"),
+            ("places", 100, "states of each kind in which repeats are measured"),
+            ("jobs", 2, "parallel processes"),
             ("runs", str(runs.RUNS), "folder of the runs"),
             ("out", str(common.OUT), "output folder")):
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)

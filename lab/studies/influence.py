@@ -24,7 +24,7 @@ from labels import oracle_labels
 from rollout import EpisodeSpec
 
 PLAY, DRAW = 20, 21                      # purposes of random streams: the second number of their names
-TASKS = 96                               # of split "dev", each played once
+TASKS = 96                               # of a split, each played once
 ACTIONS, CONTEXTS = 6, 6                 # of the heat map: commands, and turns per command
 STEP_NATS = 0.01                               # mean rise of a turn's log-probability by its own step
 CLASSES = ("good", "bad", "refused")
@@ -46,13 +46,13 @@ class MeasuredTurn:
     kinds: list                   # of each response token, see `token_kinds`
 
 
-def measured_turns(actor, seed):
-    """Play one episode of each of the first TASKS of split "dev"; returns its turns that have a command.
+def measured_turns(actor, seed, split="dev"):
+    """Play one episode of each of the first TASKS of a split; returns its turns that have a command.
 
     A turn is labeled "refused" if the game refused the command, else "good" or "bad" by the oracle.
     """
     environment = actor.config.environment
-    tasks = environment.split_tasks("dev")[:TASKS]
+    tasks = environment.split_tasks(split)[:TASKS]
     specs = [EpisodeSpec(task, g, stream(seed, PLAY, g), g) for g, task in enumerate(tasks)]
     episodes, found = actor.play(specs), []
     rooms = [episode.turns[0].observation.partition("Your task is to")[0] for episode in episodes]

@@ -3,12 +3,13 @@
 A small model is pretrained on strings (lab/envs/strings.py) with a share rho of problems outside the main
 distribution on each of four axes: more operations, longer strings, other letters, unseen pairs of
 operations. GRPO then trains on one axis. Measured before and after: pass@1 to pass@256 on 64 new problems,
-and with it the base's probability Q of a correct response; the same from checkpoints of pretraining; and
-alternatives to GRPO. On a toy whose responses can be enumerated, the end points of GRPO with each kind of KL
-are compared with closed forms (lab/studies/tilting.py). Left out: text games, except for one comparison.
+and with it the base's probability Q of a correct response; the same from checkpoints of pretraining;
+alternatives to GRPO; and other methods of RL beside the base sampled at lower temperatures. On a toy whose
+responses can be enumerated, the end points of GRPO with each kind of KL are compared with closed forms
+(lab/studies/tilting.py). Left out: text games, except for one comparison.
 
     python -m lab.studies.origin              # one seed, rho .01: a quarter of an hour on two cores
-    python -m lab.studies.origin --all        # five seeds of everything; about four core-hours
+    python -m lab.studies.origin --all        # five seeds of everything; about six core-hours
     python -m lab.studies.origin --jobs 0     # only the page, which always covers all stored cells
 """
 
@@ -23,7 +24,24 @@ from pathlib import Path
 from lab.bench.intervals import interval, markdown, mean_known, paired, percent, with_half
 from lab.envs.strings import AXES
 from lab.studies import common, origin_cells, tilting
-from lab.studies.origin_cells import AGENT, BETA, EACH, INSTEAD, KINDS, KS, MIDDLE, RHOS, STEPS, TOY_GROUP
+from lab.studies.origin_cells import (
+    AGENT,
+    BETA,
+    EACH,
+    INSTEAD,
+    K1,
+    K1_PAIRS,
+    KINDS,
+    KS,
+    METHODS,
+    METHODS_AT,
+    MIDDLE,
+    RHOS,
+    STEPS,
+    TEMPERATURES,
+    TOY_GROUP,
+    base_at,
+)
 
 PAGE = Path(__file__).with_name("origin.page.md")
 
@@ -55,7 +73,8 @@ def results_of(everything, requested, options):
 def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.studies.origin", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
-    parser.add_argument("--all", action="store_true", help="run every rho, no positions, and alternatives")
+    parser.add_argument("--all", action="store_true",
+                        help="run every rho, no positions, alternatives, and methods of RL")
     parser.add_argument("--seeds", type=int, help="number of seeds, from 0 (default 1; with --all 5)")
     parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
@@ -76,6 +95,7 @@ def main(argv=None):
     draw_axes(found["axes"], options.out / "origin.svg")
     draw_saturation(found["saturation"], options.out / "origin.saturation.svg")
     draw_masses(found, options.out / "origin.toy.svg")
+    draw_methods(found["methods"], options.out / "origin.methods.svg")
     command = ["python", "-m", "lab.studies.origin", *(["--all"] if options.all else []),
                "--seeds", str(seeds)]
     text = page(found, " ".join(command), there, len(results), len(everything))
@@ -111,6 +131,9 @@ def findings(everything, results):
     return {"axes": axes, "gain": gains([pair for of_seed in trained.values() for pair in of_seed.values()]),
             "saturation": saturation(cells),
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
+            "methods": [row for axis, rho in METHODS_AT
+                        for row in method_rows(axis, rho, {s["seed"]: result for s, result in cells if (
+                            s["what"], s.get("axis"), s.get("rho")) == ("methods", axis, rho)})],
             "agent": agent_rows({s["seed"]: result for s, result in cells if s["what"] == "agent"}),
             "toy": {kind: toy_row(kind, results) for kind in KINDS
                     if (results := [result for s, result in cells if s.get("kind") == kind])},
@@ -188,6 +211,18 @@ def instead_row(axis, how, of_seed, trained):
             "less_GRPO": paired(gain[1], grpo_gain)}
 
 
+def method_rows(axis, rho, of_seed):
+    """The base at each temperature and each method of RL on an axis: pass@k, its gain on the base at
+    temperature 1, and its difference to GRPO, at k = 1 and at the largest k. of_seed: {seed: result}."""
+    names = [*map(base_at, TEMPERATURES), *METHODS] if of_seed else []
+    known = {how: {k: {seed: passes(result["right"][how], k) for seed, result in of_seed.items()} for k in KS}
+             for how in names}
+    return [{"axis": axis, "rho": rho, "how": how, "curve": {k: interval(known[how][k]) for k in KS},
+             "gain": {k: paired(known[how][k], known[base_at(1)][k]) for k in (1, KS[-1])},
+             "less_GRPO": {k: paired(known[how][k], known["GRPO"][k]) for k in (1, KS[-1])}}
+            for how in names]
+
+
 def agent_rows(of_seed):
     """The agent's pass@k on task types without RL training, {k: base, GRPO, gain}; None: not run."""
     if not of_seed:
@@ -199,7 +234,7 @@ def agent_rows(of_seed):
 
 
 # Closed forms of p that need nothing but Q; k3's needs the base's probability of each token
-FORMS = {"k1 in the reward": tilting.tilted, "k1, reward over its std": tilting.std_mass}
+FORMS = {K1: tilting.tilted, K1_PAIRS: tilting.tilted, "k1, reward over its std": tilting.std_mass}
 K3 = "k3 in the loss"
 
 
@@ -303,7 +338,7 @@ def draw_masses(found, path):
     """Plot, left, p against Q on the toy with closed forms; right, the gain by Q in the study's runs."""
     pyplot = common.pyplot("origin")
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
-    colors = dict(zip(KINDS, ("tab:blue", "tab:orange", "tab:green", "tab:gray")))
+    colors = dict(zip(KINDS, ("tab:blue", "tab:orange", "tab:green", "tab:gray", "tab:purple")))
     grid = [i / 400 for i in range(1, 400)]
     for kind, row in found["toy"].items():
         left.scatter(*zip(*row["points"]), s=9, color=colors[kind], alpha=0.6, linewidths=0, label=kind)
@@ -325,6 +360,24 @@ def draw_masses(found, path):
         right.legend(fontsize=7)
     right.axhline(0, color="black", linewidth=0.6)
     right.set(xlabel="Q of a problem", ylabel="gain", title="all axes, no KL: gain by Q")
+    common.save(figure, path)
+
+
+def draw_methods(rows, path):
+    """Plot pass@k of the base at each temperature (dashed) and of each method, a panel per axis."""
+    pyplot = common.pyplot("origin")
+    figure, panels = pyplot.subplots(1, len(METHODS_AT), figsize=(5 * len(METHODS_AT), 3.8),
+                                     layout="constrained", squeeze=False)
+    for panel, (axis, rho) in zip(panels[0], METHODS_AT):
+        for row in rows:
+            if (row["axis"], row["rho"]) == (axis, rho):
+                panel.plot(KS, [row["curve"][k]["mean"] for k in KS], "-" if row["how"] in METHODS else "--",
+                           linewidth=1.4, label=row["how"])
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(KS[::2], map(str, KS[::2]))
+        panel.set(title=f"{axis}, rho {rho:g}" + ("" if rows else ": not run"), xlabel="k", ylabel="pass@k")
+    if rows:
+        panels[0][0].legend(fontsize=7)
     common.save(figure, path)
 
 
@@ -358,20 +411,24 @@ def toy_table(toy):
 
 
 def group_text(found):
-    """Which of the two shifts the toy's runs leave possible, as a sentence."""
-    row = found["toy"].get("k1 in the reward")
-    if row is None or row["shift"]["half"] is None:
-        return "The toy was not run with two seeds or more."
-    shift, (small, here) = row["shift"], found["groups"]
-    inside = [f"{here[name]:.3f} ({text})" for name, text in (("joint", "centered jointly"),
-                                                             ("outside", "penalty outside"))
-              if abs(here[name] - shift["mean"]) <= shift["half"]]
-    apart, wider = here["joint"] - here["outside"], small["joint"] - small["outside"]
-    return (f"The runs center jointly, in groups of {here['group']}, and shift by "
-            f"{with_half(shift, '.3f')}. Of the two this interval includes "
-            f"{' and '.join(inside) or 'neither'}; it is {2 * shift['half']:.3f} wide, and they are "
-            f"{apart:.3f} apart. In groups of {small['group']} they are {wider:.3f} apart; no such run was "
-            "made.")
+    """Which of the two shifts the toy's runs leave possible, in groups of either size, as sentences."""
+    return " ".join(sizes_text(row, found["toy"].get(kind)) for kind, row in zip((K1_PAIRS, K1),
+                                                                                found["groups"]))
+
+
+def sizes_text(group, toy):
+    """A sentence on groups of one size. group: a row of `group_rows`; toy: the toy's row, None if not run."""
+    size, apart = group["group"], group["joint"] - group["outside"]
+    if toy is None or toy["shift"]["half"] is None:
+        return (f"In groups of {size} they are {apart:.3f} apart; the toy was not run so with two seeds or "
+                "more.")
+    shift = toy["shift"]
+    inside = [f"{group[name]:.3f} ({text})" for name, text in (("joint", "centered jointly"),
+                                                               ("outside", "penalty outside"))
+              if abs(group[name] - shift["mean"]) <= shift["half"]]
+    return (f"The runs, which center jointly, shift by {with_half(shift, '.3f')} in groups of {size}. Of the "
+            f"two this interval includes {' and '.join(inside) or 'neither'}; it is {2 * shift['half']:.3f} "
+            f"wide, and they are {apart:.3f} apart.")
 
 
 def response_text(toy):
@@ -402,6 +459,10 @@ def page(found, command, seeds, there, requested):
                  for row in found["saturation"]]
     instead = [[row["axis"], row["how"], points_of(row["gain"]), points_of(row["less_GRPO"]),
                 points_of(row["gain_256"])] for row in found["instead"]]
+    columns = 1, KS[len(KS) // 2], KS[-1]
+    methods = [[f"{row['axis']}, rho {row['rho']:g}", row["how"],
+                *(points_of(row["curve"][k]) for k in columns),
+                *(points_of(row["less_GRPO"][k]) for k in (1, KS[-1]))] for row in found["methods"]]
     agent = [[str(k), *map(points_of, row.values())] for k, row in (found["agent"] or {}).items()]
     shift = found["gain"]["shift"]
     return PAGE.read_text(encoding="utf-8").format(
@@ -417,6 +478,9 @@ def page(found, command, seeds, there, requested):
         saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
         instead="\n".join(markdown(["axis", "alternative", "gain at pass@1", "minus GRPO's",
                                     "gain at pass@256"], instead)) if instead else "Not run.\n",
+        methods="\n".join(markdown(["axis", "from one base", *(f"pass@{k}" for k in columns),
+                                    "pass@1 minus GRPO's", f"pass@{KS[-1]} minus GRPO's"], methods))
+        if methods else "Not run yet.\n",
         agent="\n".join(markdown(["k", "cold start", "GRPO", "gain"], agent)) if agent else "Not run.\n",
         agent_text=agent_text(found["agent"]),
         agrees="\n".join(markdown(["claim", "agrees", "found"], [
@@ -438,6 +502,9 @@ def figures_of(found):
             ("GRPO's origin: saturation", "origin.saturation.svg",
              "Its gains in distribution vanish as the base saturates.",
              saturation_verdict(found["saturation"])))
+    if found["methods"]:
+        claims += (("GRPO's origin: sharpening", "origin.methods.svg", "It is a tool that sharpens what "
+                    "pretraining prefers.", sharpening_verdict(found["methods"])),)
     return [{"paper": paper, "picture": picture, "claim": claim, "agrees": agrees, "found": text}
             for paper, picture, claim, (agrees, text) in claims]
 
@@ -498,6 +565,32 @@ def saturation_verdict(rows):
     return (("no", "partly", "yes")[late + (best["gain"]["mean"] >= 0.1)],
             f"From {points_of(best['base'])} % GRPO gains {points_of(best['gain'])} points, from "
             f"{points_of(rows[-1]['base'])} % {points_of(rows[-1]['gain'])}.")
+
+
+def sharpening_verdict(rows):
+    """Yes if on each axis on which GRPO gains, beyond the interval, a lower temperature brings the base to
+    its pass@1: if GRPO is not above the best of them, beyond the interval; no if on none; partly if on some.
+    Not measurable with one seed, or if GRPO gains nowhere.
+
+    The best temperature is chosen on the problems that are reported, in favor of sharpening.
+    """
+    best, text = [], []
+    for axis, rho in METHODS_AT:
+        of = {row["how"]: row for row in rows if (row["axis"], row["rho"]) == (axis, rho)}
+        if not of or of["GRPO"]["gain"][1]["half"] is None:
+            return "not measurable", "This needs every axis, and two seeds or more."
+        if of["GRPO"]["gain"][1]["mean"] <= of["GRPO"]["gain"][1]["half"]:
+            text.append(f"{axis}, rho {rho:g}: GRPO gains {points_of(of['GRPO']['gain'][1])} points only")
+            continue
+        best.append(max((of[base_at(t)] for t in TEMPERATURES if t < 1),
+                        key=lambda row: row["curve"][1]["mean"]))
+        less = best[-1]["less_GRPO"]
+        text.append(f"{axis}, rho {rho:g}: {best[-1]['how']} has {points_of(best[-1]['curve'][1])} % at "
+                    f"pass@1; minus GRPO's {points_of(less[1])} points, and {points_of(less[KS[-1]])} at "
+                    f"pass@{KS[-1]}")
+    reached = [row["less_GRPO"][1]["mean"] + row["less_GRPO"][1]["half"] >= 0 for row in best]
+    return ("not measurable" if not best else "yes" if all(reached) else "partly" if any(reached) else "no",
+            "The base at its best temperature: " + "; ".join(text) + ".")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
 The last tests run the full study on tiny runs of twin states and household: half a minute on an idle core.
 """
 
+import itertools
 import json
 import random
 import shutil
@@ -16,8 +17,9 @@ from hand_made import make_sample
 
 import batching
 import gcd
+import update
 from lab.bench import jobs
-from lab.studies import common, coupling, influence, runs
+from lab.studies import common, conflict, coupling, influence, runs
 from lm import model as qwen
 
 TINY = ("--hidden-size 32 --layers 2 --demonstrations 100 --judge-demonstrations 60 --cold-start-epochs 2 "
@@ -200,18 +202,129 @@ def test_verdicts():
     assert coupling.spread([1.0, 3.0]) == (2.0, 1.0) and coupling.spread([1.0])[1] == float("inf")
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("cosine, ratio, agrees", [
-    (-0.3, 9.0, "yes"), (-0.3, 1.0, "yes"), (0.2, 9.0, "no"), (-0.01, 9.0, "no")])
-def test_a_conflict_is_a_cosine_below_0_by_more_than_its_error(cosine, ratio, agrees):
-    def cell(cosine, ratio):
-        return {"judge": [{"iteration": i, "cosine": cosine + 0.1 * (-1) ** i, "ratio": ratio}
-                          for i in range(8)]}
+# Figure 10b: policy and judge
 
-    cells = {"grpo+gcd, seed 0": cell(0.1, 2.0), "grpo+value, seed 0": cell(cosine, ratio)}
+def judged_batch(seed=5):
+    """Samples of a policy and a judge in 4 episodes of each of 3 tasks, {episode: task}, and their number."""
+    rng, samples = random.Random(seed), []
+    for episode in range(12):
+        for kind in ("policy", "judge"):
+            sample = make_sample(rng, n=rng.randint(4, 12))
+            sample.kind, sample.episode = kind, episode
+            sample.advantage = [rng.uniform(-1, 1) * sampled for sampled in sample.sampled]
+            samples.append(sample)
+    return samples, {episode: episode // 4 for episode in range(12)}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("value_head", [False, True])
+def test_gradients_by_task_add_up_to_those_of_an_update(model, value_head):
+    """Against update.update's own comparison of the two gradients, and against one task's samples alone."""
+    samples, task_of = judged_batch()
+    if value_head:
+        torch.manual_seed(0)
+        other = qwen.Model(qwen.ModelConfig(**{**vars(model.config), "value_head": True}))
+        qwen.init_weights(other, 0)
+        torch.nn.init.normal_(other.value_head.weight)
+        model = other
+        for i, sample in enumerate(samples):
+            if sample.kind == "judge":
+                sample.label, sample.sampled = float(i % 4 > 1), [False] * len(sample.ids)
+                sample.advantage = sample.logprob_old = [0.0] * len(sample.ids)
+    objective = update.Objective(max_grad_norm=0.0, microbatch_tokens=64)
+    found = conflict.gradients_by_task(model, samples, objective, task_of)
+    assert all(rows.shape[0] == 3 and bool((rows.norm(dim=1) > 0).all()) for rows in found.values())
+    measured = conflict.half_cosines(found, 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    metrics = update.update(model, optimizer, samples, objective, 0.0, compare=True)
+    assert measured["whole"] == pytest.approx(metrics["judge/grad_cosine"], abs=1e-4)
+    assert measured["ratio"] == pytest.approx(metrics["judge/grad_ratio"], rel=1e-4)
+
+
+def slow_cosine(a, b):
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+@pytest.mark.fast
+def test_half_cosines_are_those_of_all_splits():
+    """Against a loop over all ways to halve 4 tasks: the mean over random splits is near theirs."""
+    torch.manual_seed(0)
+    policy_UX, judge_UX = torch.randn(4, 6) + 1, torch.randn(4, 6) - 0.5
+    found = conflict.half_cosines({"policy": policy_UX, "judge": judge_UX}, 3)
+    of = {"policy": [], "judge": [], "between": []}
+    for half in itertools.combinations(range(4), 2):
+        other = [i for i in range(4) if i not in half]
+        (p_a, p_b), (j_a, j_b) = ([rows[list(part)].sum(0) for part in (half, other)]
+                                  for rows in (policy_UX, judge_UX))
+        of["policy"].append(slow_cosine(p_a, p_b))
+        of["judge"].append(slow_cosine(j_a, j_b))
+        of["between"].append((slow_cosine(p_a, j_b) + slow_cosine(p_b, j_a)) / 2)
+    for name, values in of.items():
+        error = torch.tensor(values).std() / conflict.SPLITS ** 0.5
+        assert found[name] == pytest.approx(sum(values) / len(values), abs=5 * float(error))
+    assert found["whole"] == pytest.approx(slow_cosine(policy_UX.sum(0), judge_UX.sum(0)), abs=1e-6)
+    assert found["ratio"] == pytest.approx(float(judge_UX.sum(0).norm() / policy_UX.sum(0).norm()))
+    empty = conflict.half_cosines({"policy": policy_UX, "judge": torch.zeros(4, 6)}, 3)
+    assert (empty["judge"], empty["between"], empty["whole"], empty["ratio"]) == (None, None, None, 0)
+    assert empty["policy"] == found["policy"]
+
+
+@pytest.mark.fast
+def test_the_ceiling_is_what_equal_gradients_in_noise_reach():
+    """Two losses of one expected gradient, and of opposite ones, in noise: between is about +-ceiling."""
+    rng = torch.Generator().manual_seed(0)
+    signal_X = torch.randn(400, generator=rng)
+    for sign in (1, -1):
+        sums = dict.fromkeys(("policy", "judge", "between"), 0.0)
+        for k in range(20):
+            noise = [torch.randn(16, 400, generator=rng) * scale for scale in (4, 8)]
+            found = conflict.half_cosines({"policy": signal_X + noise[0],
+                                           "judge": sign * signal_X + noise[1]}, k)
+            for name in sums:
+                sums[name] += found[name] / 20
+        ceiling = conflict.ceiling(sums["policy"], sums["judge"])
+        assert sums["between"] == pytest.approx(sign * ceiling, abs=0.05) and 0.1 < ceiling < 0.6
+    assert conflict.ceiling(0.1, -0.1) is None and conflict.ceiling(None, 0.1) is None
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cosine, reliability, agrees", [
+    (-0.3, 0.5, "yes"), (0.2, 0.5, "no"), (-0.01, 0.5, "no"), (-0.3, -0.01, "not measurable"),
+    (-0.01, 0.01, "not measurable")])
+def test_a_conflict_is_a_cosine_below_0_where_the_ceiling_lets_one_be_seen(cosine, reliability, agrees):
+    def cell(cosine, reliability):
+        return {"judge": [{"iteration": 5, "cosine": 0.1, "ratio": 2.0}], "halves": [
+            {"iteration": i, "policy": 0.5, "judge": reliability, "between": cosine + 0.1 * (-1) ** i,
+             "whole": cosine, "ratio": 2.0} for i in range(8)]}
+
+    cells = {"grpo+gcd, seed 0": cell(0.1, 0.5), "grpo+value, seed 0": cell(cosine, reliability)}
+    if reliability == 0.01:                                  # a ceiling of .07, within two standard errors
+        cells["grpo+value, seed 0"]["halves"] = cells["grpo+value, seed 0"]["halves"][:3]
     assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == agrees
     del cells["grpo+value, seed 0"]
     assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == "not measurable"
+
+
+@pytest.mark.fast
+def test_an_estimate_is_over_seeds_or_over_one_seeds_values():
+    assert coupling.estimate({0: [1.0, 3.0, None]}) == {"mean": 2.0, "half": 2.0, "seeds": {0: 2.0}}
+    assert coupling.estimate({0: [1.0, 3.0], 1: [4.0], 2: [None]}) == coupling.interval({0: 2.0, 1: 4.0})
+    assert coupling.estimate({0: [], 1: [None]}) is None
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("strings, seeds, agrees", [
+    (0.1, 3, "partly"), (0.3, 3, "no"), (0.1, 1, "not measurable")])
+def test_strings_can_show_figure_3a_in_part_only(strings, seeds, agrees):
+    def cell(value):
+        return {"similarity": {"rms": value, "hidden": value, "same action": 0.0}}
+
+    cells = {f"{name}, seed {seed}": cell(value + 0.001 * seed) for seed in range(seeds)
+             for name, value in (("household", 0.2), ("strings", strings + 0.001 * (seed == 1)))}
+    found = coupling.figure_3a(coupling.Results(cells, [*range(seeds)]))
+    assert found["agrees"] == agrees and "not GSM8K" in found["found"]
+    del cells["strings, seed 0"]
+    assert coupling.figure_3a(coupling.Results(cells, [*range(seeds)]))["agrees"] == "not measurable"
 
 
 @pytest.mark.fast
@@ -272,7 +385,7 @@ def interrupt(run, settings):
 
 
 def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
-    flags = ("--worlds", "household,twins", "--arms", "grpo,grpo+gcd")
+    flags = ("--worlds", "household,twins", "--arms", "grpo,grpo+gcd,grpo+value")
     monkeypatch.setattr(coupling, "trajectory", interrupt)
     with pytest.raises(KeyboardInterrupt):
         study(*flags)
@@ -282,19 +395,39 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     monkeypatch.undo()
     make_small(monkeypatch)
     status, found, _ = study(*flags)
-    assert status == 0 and len(lines.read_text().splitlines()) == 5
+    assert status == 0 and len(lines.read_text().splitlines()) == 6
     assert [figure["paper"].split()[1] for figure in found["figures"]] == ["3a", "3b", "8", "9", "10b"]
     assert found["figures"][2]["agrees"] == "not measurable"                  # one seed has no interval
     path = found["cells"]["grpo+gcd, seed 0"]["path"]
     assert [point["iteration"] for point in path] == [0, 5]
+    for arm, judged in (("grpo", False), ("grpo+gcd", True), ("grpo+value", True)):
+        halves = found["cells"][f"{arm}, seed 0"]["halves"]
+        assert [point["iteration"] for point in halves] == [0, 5] * judged
+        assert all(abs(point["policy"]) <= 1 for point in halves)
     start = found["cells"]["grpo, seed 0"]["path"][0]
     assert start == path[0]                                      # the same start and turns
     out = study.folder / "out"
     assert all((out / figure["picture"]).read_text().count("<svg") == 1 for figure in found["figures"])
     text = (out / "coupling.md").read_text()
     assert "{" not in text and "nan" not in text.lower().replace("nance", "")
+    again = {name.replace("seed 0", "seed 1"): cell for name, cell in found["cells"].items()}
+    results = coupling.Results(found["cells"] | again, [0, 1])
+    coupling.draw(results, study.folder / "several")
+    assert len([*(study.folder / "several").glob("*.svg")]) == 5
+    page = coupling.page(results, [coupling.figure_8(results), coupling.figure_10b(results)], "", "")
+    row = next(line for line in page.split("\n") if line.startswith("| grpo+gcd |"))
+    assert row.count("± 0.000") + row.count("–") == 6 > row.count("–")       # two equal seeds
     shutil.rmtree(study.folder / "runs")
     assert study(*flags)[0] == 0 and not (study.folder / "runs").exists()     # everything is in the cells
+
+
+def test_strings_are_measured_for_similarity_only(study):
+    small = "--hidden-size 32 --layers 2 --demonstrations 100"
+    status, found, _ = study("--worlds", "strings", "--flags", small)
+    (cell,) = found["cells"].values()
+    assert status == 0 and cell["heat"] is cell["tokens"] is None
+    assert 0 < cell["similarity"]["rms"] <= 1 and 2 < cell["similarity"]["turns"] <= 16
+    assert {figure["paper"]: figure["agrees"] for figure in found["figures"]}["Figure 3a"] == "not measurable"
 
 
 def test_missing_games_and_invalid_flags_are_reported(study, capsys):

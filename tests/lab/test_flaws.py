@@ -8,6 +8,7 @@ sampling, and the study at a tiny size, interrupted and resumed.
 
 import json
 import math
+import random
 import shutil
 from collections import Counter
 from functools import partial
@@ -44,6 +45,47 @@ def test_repeat_states_are_turns_whose_state_was_acted_on_before():
     assert [state.given for state in found] == [{"a": False}, {"a": True}, {"a": True}, {"b": True}]
     assert [state.prompt_ids for state in found] == [episode.turns[t].prompt_ids for t in (1, 3, 4, 5)]
     assert measures.repeat_states([make_episode([("a", "room", None, 1), ("a", "end", None, 1)])]) == []
+
+
+@fast
+def test_chosen_repeats_are_the_turns_that_repeat_with_their_own_command():
+    """Against a double loop over turns and earlier turns, and rollout's count of repeated turns."""
+    rng = random.Random(0)
+    episodes = [make_episode([(rng.choice("abc"), rng.choice([NOOP_MESSAGE, "room", "hall"]), None, 1)
+                              for _ in range(12)]) for _ in range(5)]
+    wanted = []
+    for episode in episodes:
+        for t, turn in enumerate(episode.turns):
+            before = [other for other in episode.turns[:t]
+                      if other.anchor == turn.anchor and other.action == turn.action]
+            if before:
+                wanted.append((turn.prompt_ids, {turn.action: before[-1].valid}))
+    found = measures.chosen_repeats(measures.repeat_states(episodes))
+    assert [(state.prompt_ids, state.given) for state in found] == wanted
+    assert len(found) == sum(map(rollout.repeated_turns, episodes)) > 10
+    assert {accepted for state in found for accepted in state.given.values()} == {True, False}
+    silent = make_episode([("a", NOOP_MESSAGE, None, 1), (None, NOOP_MESSAGE, None, 1),
+                           ("b", "end", None, 1)])
+    assert measures.chosen_repeats(measures.repeat_states([silent])) == []
+
+
+@fast
+def test_confidence_in_chosen_repeats_is_the_softmax_and_what_sampling_gives(model, chat):
+    specs = make_specs(6, 4)
+    episodes = rollout.play(model, chat, [Corridor() for _ in range(4)], specs, Sampling(1.0, 6), 8, 400)
+    found, wanted = measures.chosen_repeats(measures.repeat_states(episodes)), []
+    for episode in episodes:
+        for t, turn in enumerate(episode.turns):
+            if turn.action is not None and any((other.anchor, other.action) == (turn.anchor, turn.action)
+                                               for other in episode.turns[:t]):
+                wanted.append(explicit(model, turn.prompt_ids, chat.respond(turn.action), 0.4))
+    actor = SimpleNamespace(model=model, chat=chat, config=SimpleNamespace(max_response_tokens=6, slots=64))
+    result = measures.repeats(actor, found, 0.4, 0)
+    assert result["places"] == len(wanted) > 5
+    assert result["confidence"] == pytest.approx(sum(wanted) / len(wanted), rel=1e-3)
+    error = math.sqrt(sum(p * (1 - p) for p in wanted) / measures.TRIALS) / len(wanted)
+    assert abs(result["trials"] - result["confidence"]) <= 5 * error + 1e-3
+    assert measures.repeats(actor, [], 0.4, 0)["places"] == 0
 
 
 @fast
@@ -202,12 +244,13 @@ def test_the_gain_of_twice_the_iterations_is_paired_by_task():
     assert found["half"] == pytest.approx(1.96 * math.sqrt(0.5 / 3) / 2)
 
 
-def ran(confidence=(1.0, 1.0), good=(0.5, 0.6), risen=0.2, fallen=0.5, differences=(1.0, 1.0, 1.0)):
+def ran(confidence=(1.0, 1.0), consistent=(1.0, 1.0), good=(0.5, 0.6), risen=0.2, fallen=0.5,
+        differences=(1.0, 1.0, 1.0)):
     """The part of a run's result that the verdicts use."""
     of_kind = {kind: {"difference": None if value is None else {"value": value, "half": 0.5}}
              for kind, value in zip(measures.KINDS, differences)}
-    models = [{"1.0": {"repeats": {"confidence": c}, "confidence": {"good": {"mean": g}},
-                       "own": {"won or lost": of_kind}}} for c, g in zip(confidence, good)]
+    models = [{"1.0": {"chosen": {"own": {"confidence": c, "alike": a}}, "confidence": {"good": {"mean": g}},
+                       "own": {"won or lost": of_kind}}} for c, a, g in zip(confidence, consistent, good)]
     return {"models": models, "ways": {"1.0": {"flawed": {"risen": risen, "fallen": fallen}}}}
 
 
@@ -218,7 +261,11 @@ some_gain = partial(flaws.no_gain, iterations=flaws.CONVERGED)
 @pytest.mark.parametrize("verdict, run, expected", [
     (flaws.repeats_survive, ran((0.2, 0.19)), "yes"), (flaws.repeats_survive, ran((0.2, 0.1)), "partly"),
     (flaws.repeats_survive, ran((0.2, 0.05)), "no"),
+    (flaws.repeats_survive, ran((0.2, 0.3), (0.1, 0.05)), "partly"),
+    (flaws.repeats_survive, ran((0.2, 0.3), (0.1, 0.04)), "no"),
+    (flaws.repeats_survive, ran((0.2, None), (0.1, None)), "no"),          # no repeat is left
     (flaws.repeats_survive, ran((None, None)), "not measurable"),
+    (flaws.repeats_survive, ran((0.2, 0.2), (0.0, 0.0)), "not measurable"),
     (flaws.flaws_lose, ran(), "yes"), (flaws.flaws_lose, ran(differences=(1, 0.1, None)), "partly"),
     (flaws.flaws_lose, ran(differences=(0, 0, 0)), "no"),
     (flaws.flaws_lose, ran(differences=(None,) * 3), "not measurable"),
@@ -289,6 +336,9 @@ def test_the_study_is_interrupted_resumed_and_reproducible(tiny, monkeypatch, ca
     assert done == [[0, 1, 2], [0, 1, 2], [0, 2, 4]]
     first = [run["models"][0] for run in found["arms"]]
     assert first[0] == first[1] == first[2]                     # the same start and states
+    chosen = [model["1.0"]["chosen"] for model in found["arms"][0]["models"]]
+    assert chosen[0]["own"] == chosen[0]["initial"]             # the start model's own are the fixed ones
+    assert all(of["initial"]["places"] == chosen[0]["initial"]["places"] for of in chosen)
     assert "nan" not in written["flaws.json"].lower() and "not measurable" in capsys.readouterr().out
 
 

@@ -39,13 +39,15 @@ def tiny(monkeypatch):
 def test_the_cells_are_those_of_the_design():
     """For five seeds: at each rho a base with positions and four axes, one without and its length axis.
 
-    At rho .01 also five checkpoints of pretraining, four kinds of toy, and for three seeds three alternatives
-    and the agent.
+    At rho .01 also five checkpoints of pretraining, five kinds of toy, and for three seeds three alternatives
+    and the agent. Of RL's methods a cell for each of two axes and each seed.
     """
-    requested = cells.cells_of(True, range(5))
-    assert len(requested) == 5 * 4 * (1 + 4 + 1 + 1) + 5 * (5 + 4) + 3 * (3 * 4 + 1)
+    requested, alone = cells.cells_of(True, range(5)), cells.method_cells(range(5))
+    assert len(requested) == 5 * 4 * (1 + 4 + 1 + 1) + 5 * (5 + 5) + 3 * (3 * 4 + 1) + len(alone)
+    assert len(alone) == 5 * 2 and {s["what"] for s in alone.values()} == {"methods"}
+    assert alone.items() <= requested.items()
     default = cells.cells_of(False, range(1))
-    assert len(default) == 1 + 4 + 5 + 4 and {s.get("rho", 0.01) for s in default.values()} == {0.01}
+    assert len(default) == 1 + 4 + 5 + 5 and {s.get("rho", 0.01) for s in default.values()} == {0.01}
     names = list(requested)
     for name, settings in requested.items():
         if settings["what"] in cells.INSTEAD:                # the GRPO cell comes before its alternatives
@@ -67,7 +69,7 @@ def test_the_full_study_at_minimal_size(tiny, tmp_path, capsys):
     assert origin.main(command) == 0
     path = tmp_path / "out" / "origin.jsonl"
     lines = path.read_text().splitlines()
-    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + (2 + 12) + 4 + 1
+    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + (2 + 12) + 5 + 1 + 2
     page = (tmp_path / "out" / "origin.md").read_text()
     assert "nan" not in page.lower() and all(axis in page for axis in AXES) and "Not run." not in page
     published = json.loads((tmp_path / "out" / "origin.json").read_text())
@@ -79,6 +81,9 @@ def test_the_full_study_at_minimal_size(tiny, tmp_path, capsys):
     path.write_text("".join(line + "\n" for line in lines if json.loads(line)["cell"] != lost))
     assert origin.main(command) == 0
     assert {record["cell"]: record["result"] for record in files.read_lines(path)[0]} == results
+    of_methods = next(result for name, result in results.items() if name.startswith("methods"))
+    assert [*of_methods["right"]] == [*map(cells.base_at, cells.TEMPERATURES), *cells.METHODS]
+    assert all(len(right) == 6 and max(right) <= 16 for right in of_methods["right"].values())
     sft = results[f"{cells.SFT}, axis depth, rho 0.01, positions rotary, seed 0"]
     assert 0 <= sft["tokens"] - results[lost]["tokens"] <= 42                # a depth's longest solution
     capsys.readouterr()
@@ -190,6 +195,61 @@ def test_the_rule_for_novel_solutions(rows, agrees):
 
 
 @pytest.mark.fast
+def test_methods_are_compared_with_their_own_base_and_grpo():
+    """Two problems, pass@1 and pass@256 by hand: a base with 64 and 0 of 256 right, and so on."""
+    def result(base, cold, trained):
+        right = {cells.base_at(t): base if t == 1 else cold for t in cells.TEMPERATURES}
+        return {"right": right | {how: trained for how in cells.METHODS}}
+
+    of_seed = {0: result([64, 0], [128, 0], [256, 0]), 1: result([64, 64], [128, 0], [192, 0])}
+    found = {row["how"]: row for row in origin.method_rows("depth", 0.1, of_seed)}
+    assert [*found] == [*map(cells.base_at, cells.TEMPERATURES), *cells.METHODS]
+    assert found[cells.base_at(0.4)]["curve"][1]["seeds"] == {0: 0.25, 1: 0.25}
+    assert found[cells.base_at(1)]["curve"][256]["seeds"] == {0: 0.5, 1: 1.0}
+    assert found["PPO"]["gain"][1]["seeds"] == {0: 0.375, 1: 0.125}
+    assert found[cells.base_at(0.4)]["less_GRPO"][1]["seeds"] == {0: -0.25, 1: -0.125}
+    assert found["GRPO"]["less_GRPO"][256]["mean"] == 0
+    assert origin.method_rows("depth", 0.1, {}) == []
+
+
+@pytest.mark.fast
+def test_colder_sampling_is_the_sampling_of_a_sharper_model(toys):
+    """At temperature .4 the shares of responses are those of probabilities to the power 2.5, renormalized
+    token by token, here from a softmax of the logits over .4."""
+    task = toys.config.environment.split_tasks("id")[0]
+    prompt, n = cells.prompt_of(toys, task), 2000
+    found = cells.respond(toys, [task], n, temperature=0.4)[0]
+    for text in task.problem.responses():
+        ids, p = toys.chat.respond(text), 1.0
+        logit_TV = toys.model(torch.tensor([prompt + ids]))[0].detach() / 0.4
+        for t, token in enumerate(ids):
+            p *= float(logit_TV[len(prompt) + t - 1].softmax(-1)[token])
+        share = sum(list(response.ids) == list(ids) for response in found) / n
+        assert share == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / n) + 1e-3)
+
+
+def sampled(less, half=0.02, gains=(0.2, 0.2)):
+    """The rows of the methods' table that the rule uses, by axis. less: the base at .4 minus GRPO, the others
+    are lower; gains: GRPO's."""
+    def part(x):
+        return {k: {"mean": x, "half": half, "seeds": {0: x, 1: x}} for k in (1, origin.EACH)}
+
+    return [{"axis": axis, "rho": rho, "how": how, "gain": part(gain), "curve": part(0.5 - (how != best)),
+             "less_GRPO": part(x - (how != best))}
+            for (axis, rho), x, gain in zip(cells.METHODS_AT, less, gains) for best in (cells.base_at(0.4),)
+            for how in (*map(cells.base_at, cells.TEMPERATURES), "GRPO")]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rows, agrees", [
+    (sampled((-0.01, 0.1)), "yes"), (sampled((-0.01, -0.1)), "partly"), (sampled((-0.1, -0.1)), "no"),
+    (sampled((-0.1, 0.1), gains=(0.2, 0.01)), "no"), (sampled((0.1, 0.1), gains=(0, 0)), "not measurable"),
+    (sampled((0.1, 0.1), None), "not measurable"), (sampled((0.1,)), "not measurable")])
+def test_the_rule_for_sharpening(rows, agrees):
+    assert origin.sharpening_verdict(rows)[0] == agrees
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("early, late, agrees", [(0.2, 0.01, "yes"), (0.05, 0.01, "partly"),
                                                  (0.05, 0.1, "no")])
 def test_the_rule_for_saturation(early, late, agrees):
@@ -214,6 +274,20 @@ def test_the_toys_row_compares_runs_with_their_closed_form():
     assert off["grown_most_nats"] == pytest.approx(math.log(3))
     assert origin.tilt_verdict({"k1 in the reward": off})[0] == "no"
     assert origin.tilt_verdict({})[0] == "not measurable"
+
+
+@pytest.mark.fast
+def test_the_two_centerings_are_told_apart_by_the_interval():
+    def toy(mean, half=0.1):
+        return {"shift": {"mean": mean, "half": half, "seeds": {}}}
+
+    groups = origin.group_rows()
+    text = origin.group_text({"groups": groups, "toy": {origin.K1: toy(1.95), origin.K1_PAIRS: toy(2.02)}})
+    pairs, many = text.split("apart.")[:2]
+    assert "in groups of 2." in pairs and "2.000 (centered jointly)" in pairs and "outside" not in pairs
+    assert "in groups of 16." in many and "centered jointly" in many and "penalty outside" in many
+    assert "was not run so" in origin.group_text({"groups": groups, "toy": {origin.K1: toy(1.95)}})
+    assert "neither" in origin.group_text({"groups": groups, "toy": {origin.K1_PAIRS: toy(1.5)}})
 
 
 @pytest.mark.fast
