@@ -73,9 +73,8 @@ def disabled(model):
 
 def save(weights, folder, base):
     """Write the adapters among full weights as peft's files. base: folder of the model without them."""
-    tensors = {f"base_model.model.{name}.weight": weights[name] for name in weights if "lora_" in name}
+    found = {f"base_model.model.{name}.weight": weights[name] for name in weights if "lora_" in name}
     files.write_json(folder / "adapter_config.json", {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(base),
-        "r": len(next(iter(tensors.values()))), "lora_alpha": ALPHA,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors})})
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": len([*found.values()][0]), "lora_alpha": ALPHA,
+        "base_model_name_or_path": str(base), "target_modules": sorted({k.split(".")[-3] for k in found})})
+    save_file(found, folder / "adapter_model.safetensors", metadata={"format": "pt"})
