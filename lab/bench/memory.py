@@ -168,10 +168,10 @@ def numbers(parameters):
 def stages(name, ranks, settings, work, before=False):
     """{stage: bytes per GPU} of a run of the Qwen2.5 model `name` with these settings, in bf16.
 
-    With settings.lora, only adapters of that rank are trained, and the sampler is the model without them.
-    before: count the engine of 2026-11-20 instead, which had no adapters, reserved slots x context, sampled from FSDP's
-    gathered weights, kept an fp32 reference on the GPU, computed all logits of a microbatch at once, stored
-    all activations, and used a third set of gradients in the step.
+    With settings.lora, only adapters of that rank are trained. before: count the engine of 2026-11-20
+    instead, which reserved slots x context, sampled from FSDP's gathered weights, kept an fp32 reference on
+    the GPU, computed all logits of a microbatch at once, stored all activations, and used a third set of
+    gradients in the step; it had no adapters.
     """
     model, dtype = meta_model(shape(name), torch.bfloat16), torch.bfloat16
     model.compute_dtype = dtype
@@ -212,9 +212,10 @@ def seconds(name, ranks, settings, work, machine):
     question = work.turns / 2 * (work.observation + work.response)
     steps = {"rollout": work.turns * work.response, "judge": work.response}
     read = {"rollout": 2 * P + cached, "judge": 2 * P + kv_bytes * judged * work.answers * question}
+    trained_tokens = tokens + judged * (work.question + work.answers * work.response)
     flops = {"rollout": 2 * P * tokens, "judge": 2 * P * judged * question,
              "score": 2 * P * tokens * (1 + (settings.kl != "none")),
-             "update": (6 if settings.lora else 8) * P * (tokens + judged * (work.question + work.answers * work.response))}
+             "update": (6 if settings.lora else 8) * P * trained_tokens}
     return {stage: steps.get(stage, 0) * read.get(stage, 0) / machine.bandwidth + flops[stage] / machine.flops
             for stage in flops}
 
