@@ -26,7 +26,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x):
         y = super().forward(x)
-        return y + ALPHA / len(self.lora_A) * (x @ self.lora_A.T @ self.lora_B.T) if self.enabled else y
+        return y + ALPHA / len(self.lora_A) * (x @ self.lora_A.T) @ self.lora_B.T if self.enabled else y
 
 
 def add(model, rank, generator):

@@ -84,10 +84,10 @@ def measure(shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REPEATS):
     ways, samples = [Way(flags, shape) for flags in WAYS], random_samples(shape.vocab_size, sequences, tokens)
     for way in progress(ways * (1 + repeats), desc="steps", unit="step"):
         way.step(samples)
-    n, whole = sequences * (tokens - 1), ways[0].seconds[1:]
+    n, full = sequences * (tokens - 1), ways[0].seconds[1:]
     rows = [{"way": way.flags, "trained_parameters": sum(p.numel() for p in trained(way.model)),
              "tokens_per_cpu_s": interval({k: n / s for k, s in enumerate(way.seconds[1:])}),
-             "times_whole": interval({k: a / b for k, (a, b) in enumerate(zip(whole, way.seconds[1:]))}),
+             "times_full": interval({k: a / b for k, (a, b) in enumerate(zip(full, way.seconds[1:]))}),
              "merge_s": way.merge_seconds()} for way in ways]
     return {"what": "optimizer steps on this CPU, one thread; CPU seconds",
             "command": "python -m lab.bench.trained_tokens", "commit": files.commit(),
@@ -103,7 +103,7 @@ def table(found):
     return markdown(head, [
         [row["way"] or "the whole model", f"{row['trained_parameters'] / 1e6:.1f} million",
          with_half(row["tokens_per_cpu_s"], ".1f"), f"{1000 / row['tokens_per_cpu_s']['mean']:.1f}",
-         with_half(row["times_whole"])] for row in found["rows"]])
+         with_half(row["times_full"])] for row in found["rows"]])
 
 
 def main():

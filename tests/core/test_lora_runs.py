@@ -217,13 +217,13 @@ def test_adapters_of_another_rank_or_file_are_refused(trained, start, capsys):
     assert train(trained, *flags, "--lora", 8) == 1
     assert_one_error(capsys, "was made with other settings: lora was 4, is 8")
     path = trained / "checkpoint" / "trainer.pt"
-    whole = torch.load(path, weights_only=True)
+    trainer = torch.load(path, weights_only=True)
     try:
-        torch.save(whole | {"state": whole["state"] | {"unmerged": {}}}, path)
+        torch.save(trainer | {"state": trainer["state"] | {"unmerged": {}}}, path)
         assert train(trained, *flags, *LORA) == 1
         assert_one_error(capsys, "trainer.pt: its adapters are of another model or rank")
     finally:
-        torch.save(whole, path)
+        torch.save(trainer, path)
 
 
 @pytest.mark.fast

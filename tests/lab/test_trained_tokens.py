@@ -30,13 +30,13 @@ def test_each_way_takes_its_steps_on_all_tokens_but_the_first(monkeypatch):
     monkeypatch.setattr(update, "update", lambda *given, **named: metrics.append(step(*given, **named)))
     found = trained_tokens.measure(TINY, sequences=3, tokens=9, repeats=2)
     assert [entry["policy/tokens"] for entry in metrics] == [24] * 3 * 3          # the first is not measured
-    whole, adapters, last = found["rows"]
+    full, adapters, last = found["rows"]
     assert [row["way"] for row in found["rows"]] == [*trained_tokens.WAYS]
-    assert whole["trained_parameters"] == found["parameters"] == qwen.count_parameters(TINY)
+    assert full["trained_parameters"] == found["parameters"] == qwen.count_parameters(TINY)
     assert adapters["trained_parameters"] == 16 * 6 * PLACES
     assert last["trained_parameters"] == 4 * (MATRICES + 36 + 2 * 12 + 2 * 36) + 36
     for row in found["rows"]:
-        assert row["tokens_per_cpu_s"]["seeds"] == {0: 24, 1: 24} and row["times_whole"]["mean"] == 1
+        assert row["tokens_per_cpu_s"]["seeds"] == {0: 24, 1: 24} and row["times_full"]["mean"] == 1
         assert row["merge_s"] == (1 if "lora" in row["way"] else None)
     lines = trained_tokens.table(found)
     assert len(lines) == 2 + 3 + 1 and "24.0 ± 0.0 | 41.7 | 1.00 ± 0.00" in lines[2]
