@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, and Muon for the cold start of a small model. Frozen parameters are in neither.
+"""Optimizers: AdamW, and Muon for the cold start of a small model, over the parameters that are trained.
 
 Left out: learning-rate schedules (the caller sets the learning rate at each step).
 """
@@ -17,9 +17,9 @@ def train_last(model, n):
     if n > (blocks := len(model.model.layers)):
         raise ValueError(f"--train-layers={n}: the model has {blocks} layers")
     model.requires_grad_(False)
-    for part in (*model.model.layers[-n:], model.model.norm, getattr(model, "value_head", None)):
-        if part is not None:
-            part.requires_grad_(True)
+    heads = [model.value_head] if model.config.value_head else []
+    for part in (*model.model.layers[-n:], model.model.norm, *heads):
+        part.requires_grad_(True)
 
 
 def trained(model):
