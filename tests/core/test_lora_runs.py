@@ -47,7 +47,7 @@ def unmerged(out):
     return torch.load(out / "checkpoint" / "trainer.pt", weights_only=True)["state"]["unmerged"]
 
 
-def stop(*arguments, **others):
+def stop():
     os.kill(os.getpid(), signal.SIGINT)
 
 
