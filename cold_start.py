@@ -134,7 +134,7 @@ def dagger(run, questions, learner, done):
         step = done + steps_before_round(run, i)
         if i > resumed and i % config.checkpoint_every == 0:
             save(run, learner, i, step)
-        parallel.copy_weights(run.model, run.sampler)
+        run.update_sampler()
         tasks = train_tasks(run.environment, config.cold_start_types, first + k, n)
         players = [DaggerPlayer(rollout.EpisodeSpec(task, j, stream(config.seed, DAGGER, k + j), j), run)
                    for j, task in enumerate(tasks) if j % ranks.world_size == ranks.rank]

@@ -46,6 +46,7 @@ NEEDS_NO_DAGGER = (lambda values: not values["dagger"], "only without --dagger")
 NEEDS_CORRECTION = (lambda values: values["correction"] != "off", "only with --correction")
 NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint")
 NEEDS_BF16 = (lambda values: values["dtype"] == "bfloat16", "only with --dtype bfloat16")
+NEEDS_LORA = (lambda values: values["lora"] and values["model"], "only with --lora, of a --model")
 NEEDS_GENERATIVE = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
 
 
@@ -82,6 +83,12 @@ class Config:
                              rare=True)
     untied: bool = setting(False, "give the fresh small model an output layer of its own, not the embedding",
                            rare=True)
+    lora: int = setting(0, "rank of LoRA adapters (alpha 32) of the layers' matrices, which alone are "
+                        "trained; 0: none", low=0, high=4096)
+    train_layers: int = setting(0, "train only this many layers, the last, and the final norm; 0: the whole "
+                                "model", low=0, high=1000)
+    save_adapter: bool = setting(False, "also save the adapter, as peft loads it, in OUT/adapter, and RL's "
+                                 "first model, to which it belongs, in OUT/reference", needs=NEEDS_LORA)
     context: int = setting(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
     prompt: str = setting("auto", "prompt style; auto: by model and algorithm",
                           ("auto", "plain", "think", "tags"))
@@ -210,6 +217,12 @@ class Config:
                "--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
         refuse(wrong := algorithms.wrong_loss(algorithm), f"{algo}: {wrong}")
+        refuse(self.lora and self.train_layers,
+               f"--lora={self.lora}: not with --train-layers={self.train_layers}; each says what is trained")
+        refuse(self.lora and self.judge_kind == "value",
+               f"--lora={self.lora}: not with --judge-kind=value; it would freeze the value head")
+        refuse(self.lora and algorithm.trains_critic,
+               f"--lora={self.lora}: not with {algo}, which trains a second network")
         refuse(algorithm.ratio == "episode" and self.history, f"--history={self.history}: {algo} has one "
                "ratio for an episode, which must then be one sample; expected full, or a ratio for each turn")
         refuse(self.warmup >= self.iterations > 0,
@@ -277,8 +290,8 @@ def refuse(wrong, message):
 
 # Settings of place and speed, which may differ when a run is resumed or a table is filled
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "slots", "microbatch_tokens",
-         "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "log", "endpoint_key_variable",
-         "endpoint_cache", "endpoint_limit")
+         "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "save_adapter", "log",
+         "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
 ROUNDING = ("slots", "microbatch_tokens")    # of these, what changes the last digits, and so the run
 
 

@@ -61,7 +61,7 @@ def evaluation(run):
     modes, plays = MODES[config.protocol], PLAYS.get(config.protocol, 1)
     instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
     splits, outcomes = {}, {}
-    parallel.copy_weights(run.model, run.sampler)
+    run.update_sampler()
     if run.ranks.rank == 0:                                # drop those of an earlier evaluation of this run
         files.filter_lines(run.out / files.EPISODES, lambda record: record.get("phase") != "evaluation")
     for name in config.splits:

@@ -38,8 +38,9 @@ from infra.errors import EXPECTED, one_line
 from infra.progress import progress
 from infra.signals import Interrupted, Stop, Unbreakable
 from infra.streams import JUDGE, ROLLOUT, stream
+from lm.optim import trained
 from rollout import EpisodeSpec, success_rate, summary
-from session import frozen_copy, prepare, train_tasks
+from session import begin_adapters, frozen_copy, prepare, train_tasks
 
 __all__ = ["load", "train", "main"]
 
@@ -54,7 +55,7 @@ DETAIL_EVERY = 5      # iterations between storing a group's episodes, and betwe
 def iteration(run, i, reference):
     """One training step: play, judge, assign credit, update. Returns its metrics."""
     config, times = run.config, [time.perf_counter()]
-    parallel.copy_weights(run.model, run.sampler)
+    run.update_sampler()
     run.waits.clear()
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
@@ -255,6 +256,8 @@ def reinforcement(run):
         checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
     if first == 0:
         run.optimizer.state.clear()                  # the cold start's moments belong to another objective
+    if config.lora:
+        begin_adapters(run, first)
     reference = frozen_copy(run, first) if config.kl != "none" else None
     if config.keep_checkpoints and first == 0:
         run.keep(0)
@@ -279,6 +282,7 @@ def run_stages(run):
     run.stop_if_asked(None)
     run.log({**run.identity, "config": config.settings(), **run.origin,
              "parameters": sum(p.numel() for p in run.model.parameters()),
+             "trained_parameters": sum(p.numel() for p in trained(run.model)),
              "started": datetime.now(timezone.utc).isoformat(timespec="seconds")})
     stages = {"cold_start": cold_start if config.demonstrations and run.done is None else None,
               "rl": reinforcement if config.iterations else None,

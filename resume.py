@@ -151,7 +151,7 @@ def place_of(ranks):
 def check_state(path, state):
     """ValueError unless a checkpoint's state has the entries and types that a run writes."""
     kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": dict | None}
-    later = {"plugins": dict | None, "place": dict}                     # older checkpoints lack these
+    later = {"plugins": dict | None, "place": dict, "unmerged": dict}       # older checkpoints lack these
     for name, kind in (kinds | {name: kind for name, kind in later.items() if name in state}).items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f"{path}: not a run's: its {name} is {state.get(name)!r:.60}")

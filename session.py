@@ -24,10 +24,12 @@ from infra.endpoint import Endpoint
 from infra.memory import check_memory
 from infra.progress import progress
 from infra.signals import Interrupted
+from infra.streams import LORA, generator
+from lm import lora
 from lm import model as qwen
 from lm.chat import TAGS, Chat, is_small
 from lm.engine import Sampling
-from lm.optim import adamw
+from lm.optim import adamw, train_last, trained
 from lm.small import save_small_model
 
 
@@ -38,7 +40,7 @@ class Run:
     config: object                # config.Config
     ranks: parallel.Ranks
     model: torch.nn.Module        # to train
-    sampler: torch.nn.Module      # to generate; `parallel.copy_weights` gives it the model's weights
+    sampler: torch.nn.Module      # to generate; `update_sampler` gives it the model's weights
     optimizer: torch.optim.Optimizer
     objective: update.Objective   # the loss by the flags
     chat: Chat
@@ -58,6 +60,7 @@ class Run:
     cold_progress: dict = field(default_factory=dict)      # the cold start's, in the last checkpoint
     waits: dict = field(default_factory=dict)              # seconds spent waiting in `play`, by cause
     warned: set = field(default_factory=set)               # kinds of warnings given
+    base: object = None           # folder of the model that the adapters belong to, with --save-adapter
 
     @property
     def environment(self):
@@ -89,19 +92,28 @@ class Run:
         instruction = asdict(self.instruction) if self.instruction else None
         state = state | self.identity | {"instruction": instruction, "settings": self.config.settings(),
                                          "seconds": self.spent(), "place": resume.place_of(self.ranks)}
-        checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
-                                 qwen.save_pretrained, self.chat.tokenizer.save_pretrained,
-                                 self.config.algorithm.critic)
+        weights = parallel.full_weights(self.model) if self.config.lora else {}
+        checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer,
+                                   state | {"unmerged": unmerged(weights)}, save_merged,
+                                   self.chat.tokenizer.save_pretrained, self.config.algorithm.critic)
+        if self.config.save_adapter:
+            folder = (self.out / files.ADAPTER).resolve()
+            parallel.on_rank0(lambda: checkpoint.replace(
+                folder, lambda written: lora.save(weights, written, self.base)))
 
     def keep(self, done):
         """Save the model after `done` iterations in OUT/kept, next to earlier ones."""
         weights, folder = parallel.full_weights(self.model), self.out / files.KEPT / f"{done:05d}"
 
         def fill(written):
-            qwen.save_pretrained(self.model, written, state=weights)
+            save_merged(self.model, written, state=weights)
             self.chat.tokenizer.save_pretrained(written)
 
         parallel.on_rank0(lambda: checkpoint.replace(folder.resolve(), fill))
+
+    def update_sampler(self):
+        """Give the sampler the model's weights, adapters merged. All ranks call it."""
+        parallel.copy_weights(self.model, self.sampler, lora.merged)
 
     def spent(self):
         """{stage: seconds} so far, including those before a --resume."""
@@ -209,6 +221,9 @@ def prepare(config, ranks, should_stop, resources):
         model = load_model(config, source, ranks)
         if chat.small:
             check_vocabulary(config, source, previous, chat.tokenizer)        # may read hundreds of games
+    choose_trained(model, config)
+    if state and config.lora:
+        restore_adapters(model, state, source)
     if chat.small:
         torch.set_num_threads(1)                              # more are slower with such small matrices
     games = environment.make(config.slots)
@@ -223,11 +238,13 @@ def prepare(config, ranks, should_stop, resources):
             first.restriction()                                   # ValueError if no command is listed
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
     sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
-    sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype))
+    sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype),
+                                      always=config.lora > 0)
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
                should_stop, identity, state and state["iteration"], endpoint, sink, instruction,
                seconds=dict(state.get("seconds", {}) if state else {}),
-               cold_progress=dict(state.get("cold") or {} if state else {}))
+               cold_progress=dict(state.get("cold") or {} if state else {}),
+               base=config.model and Path(config.model).resolve())
 
 
 def open_chat(config, folder, ranks):
@@ -236,8 +253,10 @@ def open_chat(config, folder, ranks):
     ValueError if its files fit neither each other nor the flags, or if the model does not fit into memory.
     """
     shape = qwen.ModelConfig.load(folder)
-    parameters = qwen.count_parameters(shape)
-    check_memory(parameters, ranks.world_size, getattr(torch, config.dtype), ranks.device)
+    with torch.device("meta"):
+        model = choose_trained(qwen.Model(shape), config)
+    check_memory(qwen.count_parameters(shape), ranks.world_size, getattr(torch, config.dtype), ranks.device,
+                 sum(parameter.numel() for parameter in trained(model)), config.lora > 0)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
     tokenizer = qwen.load_tokenizer(folder)
@@ -251,6 +270,41 @@ def load_model(config, folder, ranks):
     """The model of a folder, with a value head if the judge needs one. ValueError for wrong weights."""
     head = True if config.judge_kind == "value" else None
     return qwen.load_pretrained(folder, torch.float32, ranks.device, head)
+
+
+def choose_trained(model, config):
+    """Freeze what --lora or --train-layers leave untrained, and return the model. ValueError if they do not
+    fit it.
+    """
+    if config.lora and model.config.value_head:
+        raise ValueError(f"--lora={config.lora}: not with --model={config.model}, which has a value head")
+    if config.lora:
+        lora.add(model, config.lora, generator(config.seed, LORA, 0))
+    if config.train_layers:
+        train_last(model, config.train_layers)
+    return model
+
+
+def unmerged(weights):
+    """Of a model's {name: tensor}, what cannot be told from lora.merged: adapters, and the matrices that have
+    one.
+    """
+    return {name: weight for name, weight in weights.items() if "lora_" in name
+            or f"{name.removesuffix('weight')}lora_A" in weights}
+
+
+def save_merged(model, folder, state):
+    """qwen.save_pretrained, with adapters merged. state: the full weights."""
+    qwen.save_pretrained(model, folder, state=dict(lora.merged(state)))
+
+
+def restore_adapters(model, state, source):
+    """Restore what `unmerged` returned from a checkpoint's state. ValueError if the model has others."""
+    own, saved = ({name: tensor.shape for name, tensor in weights.items()}
+                  for weights in (unmerged(model.state_dict()), state.get("unmerged", {})))
+    if own != saved:
+        raise ValueError(f"{source / checkpoint.TRAINER_FILE}: its adapters are of another model or rank")
+    model.load_state_dict(state["unmerged"], strict=False)
 
 
 def fresh_model(config, folder, ranks):
@@ -336,13 +390,32 @@ def check_vocabulary(config, source, previous, tokenizer):
                          f"--env {config.env}, is none of its tokens")
 
 
-def frozen_copy(run, first):
-    """The KL's reference: a frozen copy of RL's first model, saved in OUT/reference for --resume."""
-    folder = run.out / "reference"
+def begin_adapters(run, first):
+    """Merge the cold start's adapters when RL begins, at iteration 0: RL's first model is that without its
+    own adapters. With --save-adapter it is saved in OUT/reference.
+    """
     if first == 0:
-        weights = parallel.full_weights(run.model)
-        folder.mkdir(exist_ok=True)
-        parallel.on_rank0(lambda: qwen.save_pretrained(run.model, folder, state=weights))
+        lora.merge(run.model, generator(run.config.seed, LORA, 1))
+    if run.config.save_adapter:
+        run.base = save_reference(run).resolve()
+
+
+def save_reference(run):
+    """Save the model without its adapters in OUT/reference, and return the folder."""
+    weights, folder = parallel.full_weights(run.model), run.out / files.REFERENCE
+    frozen = {name: weight for name, weight in weights.items() if "lora_" not in name}
+    folder.mkdir(exist_ok=True)
+    parallel.on_rank0(lambda: qwen.save_pretrained(run.model, folder, state=frozen))
+    return folder
+
+
+def frozen_copy(run, first):
+    """The KL's reference: a frozen copy of RL's first model, saved in OUT/reference for --resume; or the
+    run's own model, if it is RL's first without its adapters (see update.write_reference).
+    """
+    if run.config.lora:
+        return run.model
+    folder = save_reference(run) if first == 0 else run.out / files.REFERENCE
     here = run.ranks.rank == 0              # other machines may lack the folder; `shard` sends the weights
     model = qwen.load_pretrained(folder) if here else qwen.Model(run.model.config)
     model = run.shard(model, frozen=True)

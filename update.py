@@ -20,6 +20,7 @@ import torch.nn.functional as F
 import losses
 from batching import collate, device_of, equal_microbatches, layout, samples_of, sequences
 from infra import parallel, plugins
+from lm import lora
 from lm.logprobs import token_logprobs
 
 KINDS = "policy", "judge"
@@ -335,11 +336,13 @@ def rescore(model, samples, objective):
 
 
 def write_reference(model, reference, samples, objective):
-    """Write `logprob_ref` of the policy's samples (the judge has no KL). The reference is on the model's
-    device only meanwhile.
+    """Write `logprob_ref` of the policy's samples (the judge has no KL).
+
+    reference: a model, which is on the device of `model` only meanwhile; or `model` itself, with its adapters
+    off meanwhile.
     """
     policy = [sample for sample in samples if sample.kind == "policy"]
-    with parallel.onloaded(model, reference):
+    with lora.disabled(model) if reference is model else parallel.onloaded(model, reference):
         for sample, ref in zip(policy, logprobs(reference, policy, objective)):
             sample.logprob_ref = ref
 

@@ -39,7 +39,8 @@ class Method:
     allows_refill = False         # unequal rewards in a group always give a gradient: allows refill
     tags = False                 # needs RLVMR's tags in the responses
     kl_in_reward = True          # supports --kl reward
-    critic = None                # (model, optimizer), if it trains a second network
+    trains_critic = False        # trains a second network, `critic`
+    critic = None                # (model, optimizer), if it does
     ratio = "token"              # what a ratio is of; "turn" or "episode": see losses.sequence_ratio
     loss = None                  # None: losses.clipped_surrogate
 

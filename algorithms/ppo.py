@@ -158,6 +158,7 @@ class Method(algorithms.Method):
     defaults = dict(tasks=128, group_size=1, dynamic_sampling="keep")
     groups = False
     kl_in_reward = False
+    trains_critic = True
 
     def begin(self, model, objective, minibatches, shard):
         """Create the critic."""

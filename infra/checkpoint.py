@@ -137,7 +137,7 @@ def load_optimizer(path, model, optimizer, saved):
     known = saved["state"]                # torch 2.9 needs a state of every parameter, even without gradient
     like = next(iter(known.values()), {})
     new = {name: {key: torch.zeros(value.shape and parameter.shape) for key, value in like.items()}
-           for name, parameter in model.named_parameters() if like and name not in known}
+           for name, parameter in model.named_parameters() if like and name in names - known.keys()}
     groups = [group | {"fused": optimizer.defaults["fused"]} for group in saved["param_groups"]]
     optimizer.state.clear()
     try:

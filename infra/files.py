@@ -20,7 +20,7 @@ from infra import plugins
 
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
 RESULTS = "lab/results"    # what benchmarks and studies write, from the repository's root
-LOCK, CHECKPOINT, KEPT = "lock", "checkpoint", "kept"
+LOCK, CHECKPOINT, KEPT, REFERENCE, ADAPTER = "lock", "checkpoint", "kept", "reference", "adapter"
 MAX_HASHED = 4000          # training tasks in games_hash: all 3,553 real games; generated ones have no end
 
 

@@ -3,23 +3,27 @@
 import torch
 
 
-def state_bytes(parameters, ranks, dtype):
-    """Return {name: bytes per rank} of training `parameters` parameters with AdamW in compute dtype `dtype`.
+def state_bytes(parameters, ranks, dtype, trained=None, adapters=False):
+    """Return {name: bytes per rank} of training a model with AdamW in compute dtype `dtype`.
+
+    parameters: number of its parameters. trained: number of those that are trained (None: all); with
+    `adapters` they are not among `parameters`, and the sampler is a copy with the adapters merged.
 
     There are two sets of gradients, because the policy's and the judge's are computed separately, to be
     compared. Left out: models that are offloaded meanwhile (the KL's reference; PPO's critic and its state).
     """
-    compute = torch.finfo(dtype).bits // 8
-    samples_itself = ranks == 1 and dtype == torch.float32       # no separate copy of the weights to generate
-    return {"master weights": 4 * parameters / ranks, "Adam's moments": 8 * parameters / ranks,
-            "gradients": 8 * parameters / ranks, "sampler": 0 if samples_itself else compute * parameters}
+    compute, trained = torch.finfo(dtype).bits // 8, parameters if trained is None else trained
+    samples_itself = ranks == 1 and dtype == torch.float32 and not adapters        # no copy to generate with
+    return {"master weights": 4 * (parameters + adapters * trained) / ranks,
+            "Adam's moments": 8 * trained / ranks, "gradients": 8 * trained / ranks,
+            "sampler": 0 if samples_itself else compute * parameters}
 
 
-def check_memory(parameters, ranks, dtype, device):
+def check_memory(parameters, ranks, dtype, device, trained=None, adapters=False):
     """ValueError if `state_bytes` exceeds the GPU's memory. Devices other than CUDA are not checked."""
     if device.type != "cuda":
         return
-    required = sum(state_bytes(parameters, ranks, dtype).values())
+    required = sum(state_bytes(parameters, ranks, dtype, trained, adapters).values())
     if required > (available := torch.cuda.get_device_properties(device).total_memory):
         raise ValueError(f"--dtype={str(dtype).removeprefix('torch.')}: weights, gradients and moments of "
                          f"{parameters / 1e9:.1f} billion parameters take {required / 1e9:.0f} GB on each of "

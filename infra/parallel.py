@@ -152,13 +152,16 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
     """Shard a model's fp32 master weights over the ranks by FSDP2: one unit per layer, and the root.
 
     Every rank gets rank 0's weights, and holds the full model once while it is sharded. compute_dtype: dtype
-    of forward and backward. frozen: the weights are not trained, and are stored in compute_dtype.
+    of forward and backward. frozen: the weights are not trained, and are stored in compute_dtype; otherwise
+    those that require a gradient are trained.
 
     Gradients are summed in fp32, not averaged: divide the loss by a count over all ranks. Afterwards, ranks
     must call forward and backward equally often (but see `unsharded_copy`). Create the optimizer afterwards.
     A single process in fp32 is not wrapped, to save time; bf16 needs FSDP for its fp32 master weights.
     """
-    model.to(device=ranks.device, dtype=compute_dtype if frozen else torch.float32).requires_grad_(not frozen)
+    model.to(device=ranks.device, dtype=compute_dtype if frozen else torch.float32)
+    if frozen:
+        model.requires_grad_(False)
     if ranks.world_size == 1 and compute_dtype == torch.float32:
         return model
     if not dist.is_initialized():    # one process: FSDP needs a group; this one uses no network
@@ -176,13 +179,14 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
     return model
 
 
-def unsharded_copy(model, make, dtype):
-    """Return an unsharded copy of a sharded model, for generation; an unsharded model is returned itself.
+def unsharded_copy(model, make, dtype, always=False):
+    """Return an unsharded copy of a sharded model, for generation; an unsharded model is returned itself,
+    unless `always`.
 
     The copy is make(), a model of the same shape, in `dtype` on every rank, without FSDP's hooks and at fixed
     addresses. Its weights are undefined until `copy_weights`.
     """
-    if not isinstance(model, FSDPModule):
+    if not (always or isinstance(model, FSDPModule)):
         return model
     with torch.device("meta"):
         copy = make()
@@ -192,15 +196,19 @@ def unsharded_copy(model, make, dtype):
 
 
 @torch.no_grad()
-def copy_weights(model, copy):
-    """Copy a sharded model's current weights into its `unsharded_copy`. All ranks call it.
+def copy_weights(model, copy, merged=dict.items):
+    """Copy a model's current weights into its `unsharded_copy`. All ranks call it.
 
-    Ranks may then call the copy's forward different numbers of times. Costs one all-gather per parameter.
+    merged: yields (name, tensor) of the copy's parameters from the model's {name: parameter}, such as
+    lora.merged. Ranks may then call the copy's forward different numbers of times. Costs one all-gather per
+    parameter.
     """
     if copy is not model:
-        model.reshard()           # after a forward without a backward the root's weights are still gathered
-        for target, source in zip(copy.parameters(), model.parameters(), strict=True):
-            target.copy_(source.full_tensor())
+        if isinstance(model, FSDPModule):
+            model.reshard()       # after a forward without a backward the root's weights are still gathered
+        sources = merged(dict(model.named_parameters()))
+        for target, (_, source) in zip(copy.parameters(), sources, strict=True):
+            target.copy_(full_tensor(source))
 
 
 def offload(model, optimizer=None):

@@ -10,8 +10,8 @@ import torch
 
 MASK64 = (1 << 64) - 1
 # Purposes: the first number after the seed. No two may be equal (tests/infra/test_streams.py).
-DEMONSTRATIONS, QUESTIONS, COLD_START_ORDER, ROLLOUT, JUDGE, EVALUATION, DAGGER, DAGGER_ORDER, CORRECTION = (
-    2, 3, 4, 5, 6, 8, 9, 10, 7)
+DEMONSTRATIONS, QUESTIONS, COLD_START_ORDER, ROLLOUT, JUDGE, EVALUATION, DAGGER, DAGGER_ORDER, CORRECTION, \
+    LORA = 2, 3, 4, 5, 6, 8, 9, 10, 7, 11
 
 
 def mix64(x):

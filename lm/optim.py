@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, and Muon for the cold start of a small model.
+"""Optimizers: AdamW, and Muon for the cold start of a small model, over the parameters that are trained.
 
 Left out: learning-rate schedules (the caller sets the learning rate at each step).
 """
@@ -8,14 +8,34 @@ import torch
 from infra import parallel
 
 
+def train_last(model, n):
+    """Freeze a model except for its last n blocks, its final norm and a value head.
+
+    The embedding and lm_head are frozen, tied or not: a tied one would also change what the frozen blocks
+    read. ValueError if the model has fewer blocks.
+    """
+    if n > (blocks := len(model.model.layers)):
+        raise ValueError(f"--train-layers={n}: the model has {blocks} layers")
+    model.requires_grad_(False)
+    heads = [model.value_head] if model.config.value_head else []
+    for part in (*model.model.layers[-n:], model.model.norm, *heads):
+        part.requires_grad_(True)
+
+
+def trained(model):
+    """The parameters of a model that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def adamw(model, exclude=()):
-    """AdamW over a model's parameters except `exclude`; the caller sets the learning rate before each step.
+    """AdamW over a model's trained parameters except `exclude`; the caller sets the learning rate before each
+    step.
 
     On CUDA it is fused, which needs no temporary tensors.
     """
     excluded = {id(parameter) for parameter in exclude}
     device = next(model.parameters()).device
-    return torch.optim.AdamW([p for p in model.parameters() if id(p) not in excluded], lr=0.0,
+    return torch.optim.AdamW([p for p in trained(model) if id(p) not in excluded], lr=0.0,
                              betas=(0.9, 0.999), weight_decay=0.0,
                              fused=True if device.type == "cuda" else None)
 
@@ -29,10 +49,11 @@ class Muon:
     """
 
     def __init__(self, model):
-        self.matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
+        self.matrices = [p for p in trained(model.model.layers) if p.dim() == 2]
         self.full = [parallel.full_tensor(p) for p in self.matrices]
-        self.parts = (torch.optim.Muon(self.full, lr=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-                      adamw(model, exclude=self.matrices))
+        self.parts = [torch.optim.Muon(self.full, lr=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
+        if len(trained(model)) > len(self.matrices):         # not so if adapters alone are trained
+            self.parts.append(adamw(model, exclude=self.matrices))
         self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self):
@@ -46,7 +67,7 @@ class Muon:
 
     def zero_grad(self, set_to_none=True):
         """Set all gradients to None."""
-        for parameter in (*self.matrices, *self.full, *self.parts[1].param_groups[0]["params"]):
+        for parameter in (*self.matrices, *(p for group in self.param_groups for p in group["params"])):
             parameter.grad = None
 
     def state_dict(self):

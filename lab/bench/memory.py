@@ -30,6 +30,8 @@ from lab.bench.study import ROOT
 from lm import logprobs
 from lm import model as qwen
 from lm.engine import Sampling, Slots
+from lm.optim import trained
+from session import choose_trained
 
 GB = 1e9
 OUT = ROOT / "lab" / "results" / "memory.json"
@@ -118,7 +120,7 @@ def rollout_bytes(model, slots, context, longest, chunk):
 
 def update_bytes(model, samples, objective):
     """Peak bytes of the last microbatch's forward and backward, without weights and gradients."""
-    for parameter in model.parameters():                 # FSDP reduces a layer's gradients at once
+    for parameter in trained(model):                     # FSDP reduces a layer's gradients at once
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     batch = batching.microbatches(samples, objective.microbatch_tokens, batching.packed_attention(model))[-1]
     with Meter() as meter:
@@ -150,29 +152,39 @@ def gathered_bytes(model):
     """Bytes that FSDP holds unsharded at once, in bf16: embedding and head, and two layers, the gradients of
     one of them before and after their cast to fp32.
     """
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    root = sum(p.numel() for p in model.parameters()) - layer * len(model.model.layers)
-    return 2 * root + 2 * 2 * layer + 6 * max(layer, root)
+    def of_root_and_layer(parameters):
+        layer = numbers(parameters(model.model.layers[0]))
+        return numbers(parameters(model)) - layer * len(model.model.layers), layer
+
+    root, layer = of_root_and_layer(qwen.Model.parameters)
+    return 2 * root + 2 * 2 * layer + 6 * max(of_root_and_layer(trained))
+
+
+def numbers(parameters):
+    """How many numbers these parameters hold."""
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def stages(name, ranks, settings, work, before=False):
     """{stage: bytes per GPU} of a run of the Qwen2.5 model `name` with these settings, in bf16.
 
-    before: count the engine of 2026-11-20 instead, which reserved slots x context, sampled from FSDP's
-    gathered weights, kept an fp32 reference on the GPU, computed all logits of a microbatch at once, stored
-    all activations, and used a third set of gradients in the step.
+    With settings.lora, only adapters of that rank are trained. before: count the engine of 2026-11-20
+    instead, which reserved slots x context, sampled from FSDP's gathered weights, kept an fp32 reference on
+    the GPU, computed all logits of a microbatch at once, stored all activations, and used a third set of
+    gradients in the step; it had no adapters.
     """
     model, dtype = meta_model(shape(name), torch.bfloat16), torch.bfloat16
     model.compute_dtype = dtype
     model.recompute_layers(not before)
-    P, slots = sum(p.numel() for p in model.parameters()), settings.tasks * settings.group_size // ranks
-    resident = state_bytes(P, ranks, dtype)
+    P, slots = numbers(model.parameters()), settings.tasks * settings.group_size // ranks
+    longest = settings.context - 512 if before else work.most_turns * (work.observation + work.response)
+    playing = rollout_bytes(model, slots, settings.context, longest, work.observation)
+    choose_trained(model, settings)
+    resident = state_bytes(P, ranks, dtype, numbers(trained(model)), settings.lora > 0)
     gradients, sampler = resident.pop("gradients"), resident["sampler"]
     if before:
         resident["reference"] = 4 * P / ranks
         gradients *= 1.5
-    longest = settings.context - 512 if before else work.most_turns * (work.observation + work.response)
-    playing = rollout_bytes(model, slots, settings.context, longest, work.observation)
     with mock.patch.object(logprobs, "CHUNK_LOGITS", 2**62 if before else logprobs.CHUNK_LOGITS):
         judged = 0 if before else work.judged * 8 // (settings.tasks * settings.group_size)
         samples = [sample for _ in range(judged) for sample in with_answers(episode(work.turns, work), work)]
@@ -185,9 +197,13 @@ def stages(name, ranks, settings, work, before=False):
 
 
 def seconds(name, ranks, settings, work, machine):
-    """{stage: seconds} of an iteration: decoding by the bytes it reads, everything else by its FLOPs."""
+    """{stage: seconds} of an iteration: decoding by the bytes it reads, everything else by its FLOPs.
+
+    A pass through the model takes 2 per parameter and token. An update has four: forward, its repetition, and
+    the gradients of activations and of weights; with settings.lora, the last is left out.
+    """
     model = meta_model(shape(name), torch.bfloat16)
-    P, config_ = sum(p.numel() for p in model.parameters()), model.config
+    P, config_ = numbers(model.parameters()), model.config
     episodes = settings.tasks * settings.group_size / ranks
     tokens = episodes * work.turns * (work.observation + work.response)
     kv_bytes = 4 * config_.num_hidden_layers * config_.num_key_value_heads * config_.head_dim    # per token
@@ -196,9 +212,10 @@ def seconds(name, ranks, settings, work, machine):
     question = work.turns / 2 * (work.observation + work.response)
     steps = {"rollout": work.turns * work.response, "judge": work.response}
     read = {"rollout": 2 * P + cached, "judge": 2 * P + kv_bytes * judged * work.answers * question}
+    trained_tokens = tokens + judged * (work.question + work.answers * work.response)
     flops = {"rollout": 2 * P * tokens, "judge": 2 * P * judged * question,
              "score": 2 * P * tokens * (1 + (settings.kl != "none")),
-             "update": 8 * P * (tokens + judged * (work.question + work.answers * work.response))}
+             "update": (6 if settings.lora else 8) * P * trained_tokens}
     return {stage: steps.get(stage, 0) * read.get(stage, 0) / machine.bandwidth + flops[stage] / machine.flops
             for stage in flops}
 
@@ -207,11 +224,13 @@ def table(work, machine):
     """The content of OUT: for each model size and number of GPUs, bytes by stage and seconds."""
     settings = config.parsed(["--preset", "paper", "--evaluate", "none"])
     rows = []
-    for name, ranks in (("1.5B", 1), ("1.5B", 8), ("7B", 8)):
-        now, then = (stages(name, ranks, settings, work, before) for before in (False, True))
-        rows.append({"row": f"{name} on {ranks} × 80 GB", "now": now, "before": then,
-                     "seconds": seconds(name, ranks, settings, work, machine),
-                     "seconds_without_gcd": seconds(name, ranks, settings, replace(work, judged=0), machine)})
+    for name, ranks, rank in (("1.5B", 1, 0), ("1.5B", 8, 0), ("7B", 8, 0), ("1.5B", 1, 16), ("7B", 4, 16)):
+        chosen = replace(settings, lora=rank)
+        row = f"{name} on {ranks} × 80 GB" + (f", --lora {rank}" if rank else "")
+        rows.append({"row": row, "now": stages(name, ranks, chosen, work),
+                     "before": stages(name, ranks, settings, work, before=True),
+                     "seconds": seconds(name, ranks, chosen, work, machine),
+                     "seconds_without_gcd": seconds(name, ranks, chosen, replace(work, judged=0), machine)})
     return {"what": "computed on meta tensors, not measured: peak bytes a GPU and seconds an iteration",
             "command": "python -m lab.bench.memory", "commit": files.commit(), "torch": torch.__version__,
             "settings": {key: getattr(settings, key) for key in

@@ -3,10 +3,10 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `twins` (arms of the study), `origin`
 (axes of the study), `memory` (bytes by stage), `cpu` (ratios), `share` (the engine's part of a step),
-`losses` (one seed), `cures` (seeds that removed the flaw) or a benchmark (`hour`: ALFWorld in an hour;
-`ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if
-any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
-column says what it contains:
+`losses` (one seed), `cures` (seeds that removed the flaw), `trained` (costs of a trained token) or a
+benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by its first cell:
+the text in backticks at its end, if any, else all of it. The rows of a benchmark are rows or differences of
+lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -41,6 +41,7 @@ FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default
          "twins": "studies/twins.json", "cures": "studies/cures.json",
          "origin": "studies/origin.json", "memory": "memory.json",
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
+         "trained": "trained_tokens.json",
          "admissible": "table3_admissible_result.json",
          "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
 
@@ -166,8 +167,16 @@ def share_row(result, name, _):
             f"{100 * row['engine_s'] / row['step_s']:.1f} %"]
 
 
+def trained_row(result, name, _):
+    """What is trained: its parameters, tokens a CPU second, and those relative to the whole model's."""
+    row = next(row for row in result["rows"] if (row["way"] or "the whole model") == name)
+    return [name, f"{row['trained_parameters'] / 1e6:.1f} million", with_half(row["tokens_per_cpu_s"], ".0f"),
+            with_half(row["times_full"])]
+
+
 ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
-        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row, "share": share_row}
+        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row, "share": share_row,
+        "trained": trained_row}
 
 
 def cells_of(line):

@@ -486,7 +486,6 @@ def dagger_run(chat, monkeypatch):
     """make(*flags): a run in generated rooms with rounds of 4 episodes; its learner always gives "look"."""
     copied = []
     monkeypatch.setattr(cold_start, "ROUND", 4)
-    monkeypatch.setattr(cold_start.parallel, "copy_weights", lambda model, copy: copied.append(model))
 
     def play(specs, sampling, name, overrides):
         episodes = []
@@ -501,7 +500,7 @@ def dagger_run(chat, monkeypatch):
     def make(*flags, **changes):
         run = make_run(chat, "--demonstrations", 4, *flags, **changes)
         run.sampler, run.sampling, run.play = "copy", lambda: None, play
-        run.copied = copied
+        run.copied, run.update_sampler = copied, lambda: copied.append(run.model)
         return run
     return make
 

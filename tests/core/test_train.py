@@ -440,7 +440,7 @@ def nearest_draws(monkeypatch):
     return distances
 
 
-@pytest.mark.parametrize("method", ["", "--algo ppo --tasks 16", "--algo nthr"])
+@pytest.mark.parametrize("method", ["", "--algo ppo --tasks 16", "--algo nthr", "--lora 4 --kl loss"])
 def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     """The cold start's learning rate is 0, so that both start RL with the same bits. They sample the same
     episodes: the seed is the first for which every draw is further from a token boundary than rounding (1e-6)

@@ -26,6 +26,7 @@ from algorithms import nthr, ppo, rewards
 from batching import Sample
 from envs import Task
 from infra import checkpoint, parallel, streams
+from lm import lora
 from lm import model as qwen
 from lm.optim import Muon, adamw
 from rollout import Episode, Turn
@@ -36,6 +37,8 @@ SHAPE = qwen.ModelConfig(vocab_size=67, hidden_size=32, intermediate_size=96, nu
                          num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
 SINGLE = parallel.Ranks(0, 1, torch.device("cpu"))
 JUDGE_SCALE = 0.25
+MATRIX = "model.layers.1.mlp.down_proj.weight"
+ADAPTER = MATRIX.replace("weight", "lora_A")
 
 
 def new_model(seed=0, shape=SHAPE):
@@ -128,6 +131,36 @@ def step_by_muon(ranks, out):
         train_step(model, optimizer, ranks, name)
     weights = parallel.full_weights(model)
     parallel.on_rank0(lambda: torch.save(weights, out / "muon.pt"))
+
+
+def train_adapters(ranks, out):
+    """A step with AdamW and one with Muon on adapters of a sharded model, which are merged in between.
+
+    Saves the full weights at each moment, and the sampler's: before and after the merge, and at the end.
+    """
+    model = new_model()
+    lora.add(model, 4, torch.Generator().manual_seed(ranks.rank))          # all ranks must get rank 0's
+    model = parallel.shard(model, ranks)
+    sampler, found = parallel.unsharded_copy(model, lambda: qwen.Model(SHAPE), torch.float32, always=True), []
+
+    def record():
+        parallel.copy_weights(model, sampler, lora.merged)
+        found.append((parallel.full_weights(model), {**sampler.state_dict()}))
+        found[-1] = copy.deepcopy(found[-1])
+
+    for name, make in ((1, adamw), (2, Muon)):
+        optimizer = make(model)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2
+        train_step(model, optimizer, ranks, name)
+        train_step(model, optimizer, ranks, name)
+        record()
+        if make is adamw:
+            with lora.disabled(model), torch.no_grad():
+                model(sequences(3))                    # as the KL reference does; the root stays gathered
+            lora.merge(model, torch.Generator().manual_seed(7))
+            record()
+    parallel.on_rank0(lambda: torch.save(found, out / "adapters.pt"))
 
 
 def full_disk(model, folder, state):
@@ -258,6 +291,7 @@ def main(out, source):
     ranks = parallel.setup("cpu", timeout_s=120)
     train_and_save(ranks, out)
     step_by_muon(ranks, out)
+    train_adapters(ranks, out)
     resume(ranks, source, out)
     if ranks.world_size == 2:
         train_with_value_heads(ranks, out)
@@ -272,6 +306,7 @@ def one(tmp_path_factory):
     out = tmp_path_factory.mktemp("one")
     train_and_save(SINGLE, out)
     step_by_muon(SINGLE, out)
+    train_adapters(SINGLE, out)
     train_with_value_heads(SINGLE, out)
     return out
 
@@ -351,6 +386,22 @@ def test_muon_takes_the_same_steps_on_two_ranks(one, two):
     weights = [torch.load(out / "muon.pt") for out in (one, two)]
     torch.testing.assert_close(*weights, rtol=0, atol=2 * 4 * 2**-8 * 2e-3)
     assert max((new_model().state_dict()[name] - w).abs().max() for name, w in weights[1].items()) > 1e-3
+
+
+def test_adapters_are_trained_and_merged_on_two_ranks_as_on_one(one, two):
+    """Muon's tolerance is that of the test above; the frozen weights are the same bits everywhere."""
+    plain, (ours, theirs) = new_model().state_dict(), (torch.load(out / "adapters.pt") for out in (one, two))
+    for moments in (ours, theirs):
+        (after_adam, sampled), (merged, sampled_again), (after_muon, _) = moments
+        assert all(torch.equal(after_adam[name], weight) for name, weight in plain.items())
+        as_one = dict(lora.merged(after_adam))
+        assert as_one.keys() == plain.keys() and not torch.equal(as_one[MATRIX], plain[MATRIX])
+        for name, weight in as_one.items():
+            assert torch.equal(weight, sampled[name]) and torch.equal(weight, sampled_again[name])
+            assert torch.equal(weight, merged[name]) and torch.equal(weight, after_muon[name])
+    for i, tolerance in ((0, 2e-4), (1, 2e-4), (2, 2 * 4 * 2**-8 * 2e-2)):
+        torch.testing.assert_close(ours[i], theirs[i], rtol=1e-4, atol=tolerance)
+    assert (ours[2][0][ADAPTER] - ours[1][0][ADAPTER]).abs().max() > 1e-2
 
 
 def test_unequal_numbers_of_forwards_of_an_unsharded_copy_have_the_same_weights(one, two):

@@ -16,7 +16,9 @@ import torch
 
 from infra.memory import check_memory, state_bytes
 from lab.bench import memory
-from lm import attention
+from lm import attention, lora
+from lm import model as qwen
+from lm.optim import adamw, trained
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
@@ -88,9 +90,32 @@ def test_state_bytes_are_those_of_a_model_and_its_optimizer():
     state = state_bytes(n, 1, torch.float32)
     assert state == {"master weights": 4 * n, "Adam's moments": 4 * moments, "gradients": 2 * 4 * n,
                      "sampler": 0}
+    assert state_bytes(n, 1, torch.float32, trained=300) == {
+        "master weights": 4 * n, "Adam's moments": 8 * 300, "gradients": 8 * 300, "sampler": 0}
+    assert state_bytes(n, 1, torch.float32, trained=300, adapters=True) == {
+        "master weights": 4 * (n + 300), "Adam's moments": 8 * 300, "gradients": 8 * 300, "sampler": 4 * n}
     halves = state_bytes(n, 2, torch.bfloat16)
     assert halves == {"master weights": 2 * n, "Adam's moments": 2 * moments, "gradients": 4 * n,
                       "sampler": 2 * n}
+
+
+@pytest.mark.fast
+def test_adapters_are_counted_as_an_update_with_them_allocates_them():
+    """Moments and gradients of the adapters alone; nothing is allocated for the frozen weights."""
+    model = qwen.Model(qwen.ModelConfig(50, 64, 128, 2, 4, 2, 16))
+    before = memory.numbers(model.parameters())
+    lora.add(model, 4, torch.Generator())
+    adapters = memory.numbers(model.parameters()) - before
+    assert adapters == 4 * 2 * ((64 + 64) + 2 * (64 + 32) + (64 + 64) + 3 * (64 + 128))
+    optimizer = adamw(model)
+    model(torch.arange(9)[None]).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for t in state.values() if t.dim()]
+    state = state_bytes(before, 1, torch.float32, memory.numbers(trained(model)), adapters=True)
+    assert state["Adam's moments"] == 4 * memory.numbers(moments) == 8 * adapters
+    assert state["gradients"] == 2 * 4 * memory.numbers(gradients)
+    assert state["master weights"] == 4 * memory.numbers(model.parameters())
 
 
 @pytest.mark.fast
@@ -104,3 +129,6 @@ def test_a_model_that_does_not_fit_is_rejected_with_its_size(monkeypatch):
     check_memory(int(1.5e9), 1, torch.float32, cpu)
     check_memory(int(1.5e9), 2, torch.float32, cuda)
     check_memory(int(1e9), 1, torch.bfloat16, cuda)
+    check_memory(int(1.5e9), 1, torch.float32, cuda, trained=int(2e7), adapters=True)
+    with pytest.raises(ValueError, match="3.5 billion parameters take 28 GB"):
+        check_memory(int(3.5e9), 1, torch.float32, cuda, trained=int(2e7), adapters=True)
