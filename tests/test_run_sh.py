@@ -48,7 +48,8 @@ def folder(tmp_path):
     for path in (python, python.with_name("pip")):
         path.write_text(STAND_IN)
         path.chmod(0o755)
-    shutil.copy(tmp_path / "requirements.txt", tmp_path / ".venv")
+    for name in ("requirements.txt", "requirements-smollm2.txt", "requirements-smollm2-weights.txt"):
+        shutil.copy(tmp_path / name, tmp_path / ".venv")
     (tmp_path / "times").write_text("1")              # signals after which a waiting stand-in ends
     return tmp_path
 
@@ -194,3 +195,26 @@ def test_an_unknown_argument_is_named(folder):
     process = run_sh(folder, "tset")
     assert process.wait(PATIENCE_S) == 2 and "unknown argument tset" in process.stderr.read()
     assert not (folder / "calls").exists()
+
+
+def test_smollm_plays_imitates_and_plays_again_each_once(folder):
+    for _ in range(2):
+        assert run_sh(folder, "smollm").wait(PATIENCE_S) == 0
+    before, cold_start, after, report, again = (folder / "calls").read_text().splitlines()
+    assert "report.play --model smollm2 " in before and cold_start.startswith("cold_start ")
+    assert "report.play --model runs/smollm/cold_start/checkpoint " in after
+    assert report == again == "report -m report runs/smollm"
+    values = settings_of(cold_start.split()[2:])
+    assert (values["demonstrations"], values["iterations"], values["prompt"]) == (96, 0, "plain")
+    assert run_sh(folder, "smollm", "more").wait(PATIENCE_S) == 2
+
+
+def test_smollms_interrupted_stage_runs_again(folder):
+    (folder / "plan-cold_start").write_text("wait")
+    process = run_sh(folder, "smollm")
+    wait_for(folder / "pid-cold_start")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 130 and not is_running(folder, "cold_start")
+    (folder / "plan-cold_start").unlink()
+    assert run_sh(folder, "smollm").wait(PATIENCE_S) == 0
+    assert stages(folder) == ["report", "cold_start", "cold_start", "report", "report"]
