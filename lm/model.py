@@ -2,13 +2,14 @@
 
 Parameter names, config.json and safetensors files follow Hugging Face, so either library loads the other's
 folders. Which keys a query attends to is decided by an attention layout (lm/attention.py).
-Left out: dropout, sliding windows, RoPE scaling.
+Left out: dropout, sliding windows, RoPE scaling other than Llama 3's.
 Shapes: B rows, T positions of a chunk, V vocabulary, H query heads, K key/value heads, D head size, C hidden
 size, N selected positions.
 """
 
 import hashlib
 import json
+import math
 import shutil
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from lm.attention import Rows
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+# Llama 3's RoPE scaling, by config.json's names in the order of ModelConfig.rope_scaling
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 LARGEST = 1e9                                                # the largest number that config.json may contain
 TYPE_NAMES = {int: "an integer", float: "a number"}          # in error messages
 
@@ -43,9 +46,10 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
-    eos_token_id: int | None = None
+    eos_token_id: int | list | None = None       # not used: stop tokens are the chat's (lm/chat.py)
     value_head: bool = False    # not in Hugging Face, which ignores it; True: a second head with one output
     rope: bool = True           # not in Hugging Face; False: no position encoding, saved as rope_type "none"
+    rope_scaling: tuple | None = None      # the values of SCALING, for rope_type "llama3"
     model_type: str = "qwen2"   # one of ARCHITECTURES; what differs between them is in Attention
 
     @classmethod
@@ -73,14 +77,17 @@ class ModelConfig:
             "hidden_act": raw.get("hidden_act", "silu") == "silu",
             "use_sliding_window": not raw.get("use_sliding_window"),
             "layer_types": all(kind == "full_attention" for kind in raw.get("layer_types") or ()),
-            "eos_token_id": isinstance(raw.get("eos_token_id"), int | None),
-            "RoPE scaling": rope.get("rope_type", rope.get("type", "default")) in ("default", "none"),
+            "eos_token_id": isinstance(raw.get("eos_token_id"), int | list | None),
+            "RoPE scaling": (kind := rope.get("rope_type", rope.get("type", "default"))) in
+                            ("default", "none", "llama3"),
         }
         if unsupported := [name for name, supported in implemented.items() if not supported]:
             found = (raw | {"RoPE scaling": rope}).get(unsupported[0])
             raise ValueError(f"{path}: {unsupported[0]}={found!r} is not implemented")
         values = {field.name: raw[field.name] for field in fields(cls) if raw.get(field.name) is not None}
-        values["rope"] = rope.get("rope_type") != "none"
+        values["rope"], values["rope_scaling"] = kind != "none", None
+        if kind == "llama3":
+            values["rope_scaling"] = tuple(rope.get(name) for name in SCALING)
         values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
         values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
         width, heads = values.get("hidden_size"), values.get("num_attention_heads")
@@ -105,6 +112,12 @@ class ModelConfig:
                 return f"{field.name}={value!r}: expected {expected}"
             if field.type is bool and type(value) is not bool:
                 return f"{field.name}={value!r}: expected true or false"
+        for name, value in zip(SCALING, self.rope_scaling or ()):
+            if type(value) not in (int, float) or not 0 < value <= LARGEST:
+                return f"RoPE scaling's {name}={value!r}: expected a number above 0 and up to {LARGEST:g}"
+        if self.rope_scaling and not self.rope_scaling[1] < self.rope_scaling[2]:
+            return (f"RoPE scaling's low_freq_factor={self.rope_scaling[1]}: not below "
+                    f"high_freq_factor={self.rope_scaling[2]}")
         if self.num_attention_heads % self.num_key_value_heads:
             return (f"num_attention_heads={self.num_attention_heads}: not a multiple of "
                     f"num_key_value_heads={self.num_key_value_heads}")
@@ -117,22 +130,34 @@ class ModelConfig:
     def save(self, folder, dtype=torch.float32):
         """Write `folder`/config.json in a form that both transformers 4 and 5 read."""
         rope = {"rope_theta": self.rope_theta, "rope_type": "default" if self.rope else "none"}
+        if self.rope_scaling:
+            rope |= {"rope_type": "llama3"} | dict(zip(SCALING, self.rope_scaling))
         raw = {"architectures": [ARCHITECTURES[self.model_type]], "model_type": self.model_type,
                "hidden_act": "silu", **asdict(self), "rope_parameters": rope, "use_sliding_window": False,
                "torch_dtype": str(dtype).removeprefix("torch.")}
+        raw["rope_scaling"] = rope if self.rope_scaling else None             # where transformers 4 looks
         if not raw.pop("rope"):
             raw["rope_scaling"] = {"rope_type": "none"}       # so that transformers 4 refuses the folder, too
         (Path(folder) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def rope_tables(position_BT, head_dim, theta, dtype):
+def rope_tables(position_BT, head_dim, theta, dtype, scaling=None):
     """cos and sin of position * theta^(-2i / D), [B, T, 1, D / 2] each; RoFormer, arXiv:2104.09864 §3.2.2.
 
+    scaling: ModelConfig.rope_scaling, of Llama 3.1 and later (arXiv:2407.21783 stretches 8,192 positions; the
+    formula is that of Meta's and Hugging Face's code). A frequency f, in turns within the original length
+    n = original f / (2 pi), is divided by `factor` where n < low_freq_factor and kept where
+    n > high_freq_factor; between the two the result is interpolated linearly in n.
     Computed in fp32 in each forward: a stored table would be lost when a model is moved from the meta device
     and rounded when it is cast to bf16.
     """
     even_D = torch.arange(0, head_dim, 2, device=position_BT.device).float()
-    angle_BT1D = position_BT[:, :, None, None] * (1.0 / theta ** (even_D / head_dim))
+    frequency_D = 1.0 / theta ** (even_D / head_dim)
+    if scaling:
+        factor, low, high, original = scaling
+        kept_D = ((original * frequency_D / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequency_D = frequency_D * (kept_D + (1 - kept_D) / factor)
+    angle_BT1D = position_BT[:, :, None, None] * frequency_D
     return angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
 
 
@@ -253,7 +278,8 @@ class Model(nn.Module):
         position_BT = layout.position_BT
         if not self.config.rope:
             position_BT = torch.zeros_like(position_BT)         # a rotation by 0 changes nothing
-        cos, sin = rope_tables(position_BT, self.config.head_dim, self.config.rope_theta, x_BTC.dtype)
+        cos, sin = rope_tables(position_BT, self.config.head_dim, self.config.rope_theta, x_BTC.dtype,
+                               self.config.rope_scaling)
         for block in self.model.layers:
             x_BTC = block(x_BTC, cos, sin, layout)
         hidden = self.model.norm(x_BTC if select is None else x_BTC[select])

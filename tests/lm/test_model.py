@@ -19,6 +19,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lm import attention
 from lm import model as m
@@ -26,7 +27,11 @@ from lm import model as m
 pytestmark = pytest.mark.fast
 
 
-def make_reference(family="qwen2", tied=False, heads=4, kv_heads=2, seed=0):
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+
+
+def make_reference(family="qwen2", tied=False, heads=4, kv_heads=2, seed=0, rope={"rope_type": "default"}):
     """transformers' model with random weights, including biases and norms, which its init sets to 0 and 1.
 
     Qwen3's head size differs from hidden size / heads, as in Qwen3 0.6B, 4B and 32B.
@@ -38,7 +43,7 @@ def make_reference(family="qwen2", tied=False, heads=4, kv_heads=2, seed=0):
     reference = make(shape(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=heads,
         num_key_value_heads=kv_heads, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
-        rope_parameters={"rope_theta": 5e4, "rope_type": "default"}, **more)).eval()
+        rope_parameters={"rope_theta": 5e4} | rope, **more)).eval()
     with torch.no_grad():
         for parameter in reference.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -85,7 +90,8 @@ def assert_close(got, want):
 FAMILIES = ["qwen2", "qwen3", "llama"]
 KINDS = [dict(tied=False), dict(tied=True), dict(heads=4, kv_heads=4), dict(heads=4, kv_heads=1),
          dict(family="qwen3"), dict(family="qwen3", tied=True), dict(family="qwen3", heads=4, kv_heads=1),
-         dict(family="llama"), dict(family="llama", tied=True, heads=4, kv_heads=1)]
+         dict(family="llama"), dict(family="llama", tied=True, heads=4, kv_heads=1),
+         dict(family="llama", rope=LLAMA3)]
 RAGGED, SINGLE = [[7, 3, 12], [5, 9, 1], [8, 0, 7]], [[1] * 20] * 3
 
 
@@ -157,6 +163,24 @@ def test_qwen3_norms_queries_and_keys_and_has_no_attention_biases(tmp_path):
             norm.weight.copy_(kept.flip(0))
             assert (model(ids) - before).abs().max() > 100 * rounding(before)
             norm.weight.copy_(kept)
+
+
+def test_llama_3s_scaling_changes_far_positions_and_survives_saving(tmp_path):
+    """At positions beyond the original length, every frequency: kept, between, divided."""
+    reference, model = load_both(tmp_path, family="llama", rope=LLAMA3)
+    position = torch.tensor([[0, 1, 63, 64, 500, 4000]])
+    scaling = model.config.rope_scaling
+    ours = m.rope_tables(position, 64, 5e4, torch.float32, scaling)
+    config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters={"rope_theta": 5e4} | LLAMA3)
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), position)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one[:, :, 0], other[..., :32], atol=4000 * rounding(1.0, 2), rtol=0)
+    plain = m.rope_tables(position, 64, 5e4, torch.float32)
+    assert (ours[0] - plain[0])[0, -1].abs().max() > 0.5 and torch.equal(ours[0][..., 0], plain[0][..., 0])
+    model.config.save(tmp_path)
+    assert m.ModelConfig.load(tmp_path) == model.config
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert theirs.rope_parameters == reference.config.rope_parameters
 
 
 def test_qwen3_without_a_head_size_gets_transformers_default(tmp_path):
@@ -408,7 +432,9 @@ def test_rope_theta_is_read_from_either_field(tmp_path):
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ({"eos_token_id": [1, 2]}, r"eos_token_id=\[1, 2\]"),
+    ({"eos_token_id": "two"}, "eos_token_id='two'"),
+    ({"rope_scaling": LLAMA3 | {"factor": None}}, "RoPE scaling's factor=None: expected a number above 0"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0: not below high_freq_factor"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling.*yarn"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling.*linear"),
     ({"hidden_size": None}, "hidden_size"),
