@@ -121,7 +121,7 @@ class Config:
     temperature: float = setting(1.0, "of sampling in training", low=0.01)
     max_response_tokens: int = setting(16, "tokens in a response", low=1)
     admissible_only: bool = setting(False, "sample only commands that are admissible now")
-    on_truncation: str = setting("fail")    # a response that is cut ends the episode; "invalid": it is refused
+    on_truncation: str = setting("fail")    # a response that is cut ends the episode ("invalid": is refused)
     algo: str = setting("grpo", "algorithm: a file of algorithms/, or a path to one", section="RL")
     iterations: int = setting(80, "RL iterations; 0: none", low=0)
     minibatches: int = setting(4, "optimizer steps per iteration, cut by episodes", low=1)
@@ -415,7 +415,7 @@ def values_of(flags, sources, algorithm, environment):
     if preset == "auto":
         preset = "paper" if writes else "small"
     inherited = ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))
-    changes = {"on_truncation": "invalid"} if writes else {}         # such a model may talk at length at first
+    changes = {"on_truncation": "invalid"} if writes else {}         # at first such a model talks
     changes |= inherited
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
         labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"
