@@ -118,8 +118,9 @@ if [ "${1:-}" = smollm ]; then
     transcript() {                      # of one episode of a model, printed and stored once
         [ ! -e "$OUT/$2.txt" ] || { cat "$OUT/$2.txt"; return; }
         mkdir -p "$OUT"
-        printf '\n%.0s' {1..20} | .venv/bin/python -m report.play --model "$1" --game L0/3 "${prompt[@]}" \
-            > "$OUT/$2.part" &
+        .venv/bin/python -c 'import sys, agent
+player = agent.load(sys.argv[1], preset="small", prompt="plain", gcd=False)
+print(player.play("household", "L0/3"))' "$1" > "$OUT/$2.part" &
         wait $!
         mv "$OUT/$2.part" "$OUT/$2.txt"
         cat "$OUT/$2.txt"
