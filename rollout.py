@@ -230,7 +230,8 @@ def check_first_prompt(task, prompt, max_response_tokens, context):
 
 
 def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_truncation="fail",
-         on_end=lambda episode: None, should_stop=False, admissible_only=False, waits=None, overrides=None):
+         on_end=lambda episode: None, should_stop=False, admissible_only=False, waits=None, overrides=None,
+         slots=None):
     """Play every spec once. Returns the Episodes, in the order of the specs.
 
     One slot per game. A slot whose episode has ended takes the next spec; when none is left, the last live
@@ -242,12 +243,17 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     turn true between ticks; `play` then returns the episodes that have ended, which the caller must discard.
     admissible_only: sample admissible commands only (`Chat.restriction`). waits: a dict to which the seconds
     spent on "environments" and "device" are added. overrides: {spec.index: function of its Conversation that
-    returns a response's token ids, which replace the model's response, or None}.
+    returns a response's token ids, which replace the model's response, or None}. slots: Slots of this model,
+    one per game, that keep their memory and CUDA graphs from one call to the next; None: new ones.
     """
-    slots = Slots(model, min(len(games), len(specs)), context, chat.stop_ids, sampling)
+    n = min(len(games), len(specs))
+    if slots:
+        slots.restart(context, sampling)
+    else:
+        slots = Slots(model, n, context, chat.stop_ids, sampling)
     max_prompt = context - sampling.max_response_tokens
     share = len({spec.group for spec in specs}) < len(specs)
-    waiting, ended, first_prompt = iter(range(len(slots.cached), len(specs))), {}, {}
+    waiting, ended, first_prompt = iter(range(n, len(specs))), {}, {}
 
     def received(conversation):
         """(conversation, whether the episode has ended, or the EpisodeLost), by the game's reply."""

@@ -13,14 +13,15 @@ Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens o
 import math
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 
 import torch
 
-from lm.attention import Append, KVCache
+from lm.attention import Append, KVCache, PackedAppend, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
-GROWTH = 2048      # positions by which the cache grows
+GROWTH = 2048      # positions by which the rows of a cache grow that is read with masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Slots:
     `begin` prefills prompts and draws their first tokens, `tick` draws up to TICK more tokens of every
     running response, `pop_finished` returns the responses that have ended: rows do not wait for each other.
     Between `begin` and `pop_finished` all state stays on the device, without a host sync (on a GPU, if no
-    response is restricted).
+    response is restricted). `restart` forgets all rows, but keeps the cache's memory and the CUDA graphs.
     n: number of rows. context: maximum number of tokens of a row; the cache grows as needed. stop_ids: token
     ids that end a response. Rows in use are best kept at the front: a step runs all rows up to the last one
     in use.
@@ -84,19 +85,30 @@ class Slots:
 
     def __init__(self, model, n, context, stop_ids, sampling):
         weight = next(model.parameters())
-        device, longest = weight.device, sampling.max_response_tokens
-        self.model, self.sampling, self.context, self.device = model, sampling, context, device
-        self.cache = KVCache(model.config, n, 1, weight.dtype, device)
-        self.cached = [[] for _ in range(n)]
-        self.first_prompts = {}          # prompt -> (K/V, logits_V), reused by later members of a group
-        self.running = {}                # row -> (prompt, number of the step at which its response began)
-        self.restrictions, self.steps, self.graphs, self.pool = {}, 0, {}, None
+        device = weight.device
+        self.model, self.n, self.device = model, n, device
+        self.cache = KVCache(model.config, n, 0, weight.dtype, device)
+        self.graphs, self.pool = {}, None
         self.stop_ids, self.stop_tensor = stop_ids, torch.tensor(stop_ids, device=device)
-        self.row_B = torch.arange(n, device=device)
+        self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
         self.stream_B, self.length_B, self.drawn_B, self.token_B = torch.zeros(4, n, device=device).long()
         self.active_B = torch.zeros(n, dtype=torch.bool, device=device)
-        self.ids_BM = torch.zeros(n, longest + 1, device=device).long()     # the last column takes padding
-        self.logprob_BM = torch.zeros(n, longest + 1, device=device)
+        self.ids_BM = torch.zeros(n, 0, device=device).long()
+        self.restart(context, sampling)
+
+    def restart(self, context, sampling):
+        """Forget all rows and their responses. Needed once the model's weights have changed."""
+        self.context, self.sampling, longest = context, sampling, sampling.max_response_tokens
+        self.cached = [[] for _ in range(self.n)]
+        self.first_prompts = {}          # prompt -> (K/V, logits_V), reused by later members of a group
+        self.running = {}                # row -> (prompt, number of the step at which its response began)
+        self.restrictions, self.steps, self.most_tokens = {}, 0, 0
+        self.active_B.zero_()
+        self.limit.fill_(longest)        # on the device, as graphs read it
+        if self.ids_BM.shape[1] <= longest:
+            self.ids_BM = torch.zeros(self.n, longest + 1, device=self.device).long()
+            self.logprob_BM = torch.zeros(self.n, longest + 1, device=self.device)   # the last takes padding
+            self.graphs.clear()
 
     @torch.no_grad()
     def begin(self, rows, prompts, streams, share=False, restrictions=None):
@@ -108,20 +120,34 @@ class Slots:
         longest = max(map(len, prompts)) + self.sampling.max_response_tokens
         assert longest <= self.context, (longest, self.context)
         logits_RV = prefill(self, rows, prompts, share)
-        row_R = torch.tensor(rows, device=self.device)
-        self.stream_B[row_R], self.length_B[row_R] = torch.tensor(
-            [streams, [len(prompt) for prompt in prompts]], device=self.device)
+        lengths = [len(prompt) for prompt in prompts]
+        row_R, stream_R, length_R = upload(self.device, rows, streams, lengths)
+        self.stream_B[row_R], self.length_B[row_R] = stream_R, length_R
         self.drawn_B[row_R], self.active_B[row_R] = 0, True
         self.running |= {row: (prompt, self.steps) for row, prompt in zip(rows, prompts)}
         self.restrictions |= zip(rows, restrictions or ())
         self.draw(logits_RV, row_R)
 
-    def reserve(self, length):
-        """Grow the cache to `length` positions per row or more: in steps of GROWTH, up to `context`."""
-        if length > self.cache.length:
-            self.cache.grow(min(bucket(length, GROWTH), bucket(self.context + 16)))
+    def reserve(self, rows, prompts, reused):
+        """Make room for prompts[i] and its response in row rows[i], of which reused[i] tokens are kept."""
+        held = [len(ids) for ids in self.cached]
+        needed, longest = list(held), self.sampling.max_response_tokens
+        for row, (prompt, _) in self.running.items():
+            held[row], needed[row] = self.length_bound(row), len(prompt) + longest
+        for row, prompt, kept in zip(rows, prompts, reused):
+            held[row], needed[row] = kept, len(prompt) + longest
+        new = sum(map(len, prompts)) - sum(reused)
+        self.most_tokens = max(self.most_tokens, sum(held) + new)
+        if not self.cache.varlen:                               # read in multiples of 16 positions
+            needed = [min(bucket(max(needed) + 16, GROWTH), bucket(self.context + 16))] * self.n
+        if self.cache.fit(held, needed):
             self.graphs.clear()                                 # they refer to the old tensors
             self.pool = None
+
+    @property
+    def usage(self):
+        """(most tokens that the cache held since `restart`, slots of the cache)."""
+        return self.most_tokens, self.cache.slots
 
     def draw(self, logits_RV, rows):
         """Draw the next token of each active row. rows: a slice or a tensor of indices."""
@@ -135,20 +161,25 @@ class Slots:
             for limit, token, active in zip(limits, token_R.tolist(), active_R.tolist()):
                 if limit and active:
                     limit.take(token)
-        longest = self.sampling.max_response_tokens
-        column_R = torch.where(active_R, drawn_R, longest)
+        column_R = torch.where(active_R, drawn_R, self.ids_BM.shape[1] - 1)
         self.ids_BM[row_R, column_R], self.logprob_BM[row_R, column_R] = token_R, logprob_R
         drawn_R = drawn_R + active_R
         self.token_B[rows] = torch.where(active_R, token_R, self.token_B[rows])
         self.drawn_B[rows] = drawn_R
-        self.active_B[rows] = active_R & ~torch.isin(token_R, self.stop_tensor) & (drawn_R < longest)
+        self.active_B[rows] = active_R & ~torch.isin(token_R, self.stop_tensor) & (drawn_R < self.limit)
 
     def step(self, rows, context):
-        """Run the last token of each active row among `rows`, and draw the next one."""
+        """Run the last token of each active row among `rows`, and draw the next one.
+
+        context: upper bound on the rows' lengths after it.
+        """
         active_B, start_B = self.active_B[rows], self.length_B[rows]
-        layout = Append(self.cache, rows, start_B, active_B.long(), 1, context)
-        first = self.row_B[:len(active_B)], torch.zeros_like(start_B)
-        logits_BV = self.model(self.token_B[rows, None], layout, select=first)
+        if self.cache.varlen:
+            layout = PackedAppend.step(self.cache, rows, start_B, active_B, context)
+            logits_BV = self.model(self.token_B[None, rows], layout)[0]
+        else:
+            layout = Append(self.cache, rows, start_B, active_B.long(), 1, context)
+            logits_BV = self.model(self.token_B[rows, None], layout)[:, 0]
         self.length_B[rows] = start_B + active_B
         self.draw(logits_BV, rows)
 
@@ -170,33 +201,33 @@ class Slots:
                 if not len(active):
                     break
             if use_graphs:
-                self.replay(min(bucket(n, 16), len(self.cached)))
+                self.replay(min(bucket(n, 16), self.n))
             else:
-                context = bucket(max(map(self.length_bound, self.running)) + 1, 16)
-                self.step(rows, min(context, self.cache.length))
+                self.step(rows, bucket(max(map(self.length_bound, self.running)) + 1, 16))
             self.steps += 1
 
     def length_bound(self, row):
         """Upper bound on the number of tokens in a row with a running response, known without a host sync."""
         prompt, first_step = self.running[row]
-        return len(prompt) + self.steps - first_step
+        return len(prompt) + min(self.steps - first_step, self.sampling.max_response_tokens)
 
     def replay(self, n):
         """`step` as a CUDA graph, captured at the first call: its ~760 kernels are launched at once."""
-        if n not in self.graphs:
+        key = n, self.context, self.sampling.temperature             # what a graph holds as constants
+        if key not in self.graphs:
             active_B, side = self.active_B.clone(), side_stream(self.device)
             self.active_B.zero_()                   # so that warm-up and capture change nothing
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
-                    self.step(slice(0, n), self.cache.length)
+                    self.step(slice(0, n), self.context)
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: graphs never run concurrently
-            self.graphs[n] = graph = torch.cuda.CUDAGraph()
+            self.graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, stream=side):
-                self.step(slice(0, n), self.cache.length)
+                self.step(slice(0, n), self.context)
             self.active_B.copy_(active_B)
-        self.graphs[n].replay()
+        self.graphs[key].replay()
 
     def pop_finished(self):
         """Remove and return the responses that have ended, [(row, Response)] in row order. A host sync.
@@ -226,11 +257,11 @@ class Slots:
                 x[target] = x[source]
             length = len(self.cached[source])
             if source in self.running:
-                length = min(self.length_bound(source), self.cache.length)
+                length = self.length_bound(source)
                 self.running[target] = self.running.pop(source)
             if source in self.restrictions:
                 self.restrictions[target] = self.restrictions.pop(source)
-            self.cache.copy_row(source, target, length)
+            self.cache.move(source, target, length)
             self.cached[target] = self.cached[source]
         self.cached[source], self.active_B[source] = [], False
 
@@ -255,11 +286,37 @@ def reusable_prefix(cached, prompt):
 def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
     """Append chunks[i] to cache row rows[i] at position starts[i].
 
-    Returns logits_RV at each chunk's last token. rows: in ascending order. Chunks of up to 4, 16, 64, ...
-    tokens are run separately, so that short ones are not padded to long ones; one forward runs at most
-    max_tokens tokens, with padding.
+    Returns logits_RV at each chunk's last token. rows: in ascending order. One forward runs at most
+    max_tokens tokens, with padding, or a single chunk.
     """
-    device, order, logits, by_size = cache.kv[0].device, [], [], {}
+    run = run_packed if cache.varlen else run_padded
+    order, logits = zip(*run(model, cache, rows, chunks, starts, max_tokens))
+    return torch.cat(logits)[torch.tensor(sum(order, []), device=logits[0].device).argsort()]
+
+
+def run_packed(model, cache, rows, chunks, starts, max_tokens):
+    """Yield (block, logits): the indices of chunks that one forward runs end to end, and their logits."""
+    blocks, tokens = [], 0
+    for i, chunk in enumerate(chunks):
+        tokens += len(chunk)
+        if not blocks or tokens > max_tokens:
+            blocks.append([])
+            tokens = len(chunk)
+        blocks[-1].append(i)
+    for block in blocks:
+        lengths = [len(chunks[i]) for i in block]
+        layout = PackedAppend.chunks(cache, [rows[i] for i in block], [starts[i] for i in block], lengths)
+        ids_N, last_R = upload(cache.first_B.device, [token for i in block for token in chunks[i]],
+                               [end - 1 for end in accumulate(lengths)])
+        yield block, model(ids_N[None], layout, select=(torch.zeros_like(last_R), last_R))
+
+
+def run_padded(model, cache, rows, chunks, starts, max_tokens):
+    """Yield (block, logits): the indices of chunks that one forward runs side by side, and their logits.
+
+    Chunks of up to 4, 16, 64, ... tokens are run separately, so that short ones are not padded to long ones.
+    """
+    device, by_size = cache.first_B.device, {}
     for i, chunk in enumerate(chunks):
         by_size.setdefault(((len(chunk) - 1).bit_length() + 1) // 2 or 1, []).append(i)
     for members in by_size.values():
@@ -277,11 +334,9 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
                                    device=device)
             context = bucket(max(starts[i] + len(chunks[i]) for i in block), 16)
             layout = Append(cache, slice(first, last + 1) if dense else torch.tensor(used, device=device),
-                            start_B, [len(chunk) for chunk in appended], width, min(context, cache.length))
+                            start_B, [len(chunk) for chunk in appended], width, min(context, cache.room[0]))
             ends = [(b, len(chunk) - 1) for b, chunk in enumerate(appended) if chunk]
-            logits.append(model(ids_BT, layout, select=torch.tensor(ends, device=device).unbind(1)))
-            order += block
-    return torch.cat(logits)[torch.tensor(order, device=device).argsort()]
+            yield block, model(ids_BT, layout, select=torch.tensor(ends, device=device).unbind(1))
 
 
 def prefill(slots, rows, prompts, share):
@@ -291,30 +346,26 @@ def prefill(slots, rows, prompts, share):
     as of a group's members, are run once and copied; with `share` they are kept in slots.first_prompts for
     members that start later.
     """
-    model = slots.model
     reused = [reusable_prefix(slots.cached[row], prompt) for row, prompt in zip(rows, prompts)]
-    slots.reserve(max(map(len, prompts)) + max(16, slots.sampling.max_response_tokens))
-    known, new_prompts, continued = slots.first_prompts if share else {}, {}, []
+    slots.reserve(rows, prompts, reused)
+    members_of, known = {}, slots.first_prompts if share else {}
     for i, prompt in enumerate(prompts):
-        if reused[i]:
-            continued.append(i)
-        else:
-            new_prompts.setdefault(tuple(prompt), []).append(i)
-    if unknown := [list(prompt) for prompt in new_prompts if prompt not in known]:
-        width = bucket(max(map(len, unknown)), 16)
-        scratch = KVCache(model.config, len(unknown), width, slots.cache.kv[0].dtype, slots.device)
-        logits = run_chunks(model, scratch, range(len(unknown)), unknown, [0] * len(unknown))
-        known |= {tuple(p): (scratch.export_row(j, len(p)), logits[j]) for j, p in enumerate(unknown)}
-    parts, order = [], list(continued)
-    if continued:
-        parts.append(run_chunks(model, slots.cache, [rows[i] for i in continued],
-                                [prompts[i][reused[i]:] for i in continued], [reused[i] for i in continued]))
-    for prompt, members in new_prompts.items():
-        exported, logits_V = known[prompt]
-        slots.cache.import_rows([rows[i] for i in members], exported)
-        parts.append(logits_V.expand(len(members), -1))
-        order += members
-    return torch.cat(parts)[torch.tensor(order, device=slots.device).argsort()]
+        if not reused[i]:
+            members_of.setdefault(tuple(prompt), []).append(i)
+    first = {members[0] for prompt, members in members_of.items() if prompt not in known}
+    run, logits = [i for i in range(len(rows)) if reused[i] or i in first], {}
+    if run:
+        logits = dict(zip(run, run_chunks(slots.model, slots.cache, [rows[i] for i in run],
+                                          [prompts[i][reused[i]:] for i in run], [reused[i] for i in run])))
+    for prompt, members in members_of.items():
+        copies = [rows[i] for i in members if i not in first]
+        if prompt not in known and (share or copies):
+            known[prompt] = slots.cache.export_row(rows[members[0]], len(prompt)), logits[members[0]]
+        if copies:
+            exported, logits_V = known[prompt]
+            slots.cache.import_rows(copies, exported)
+            logits |= dict.fromkeys(members, logits_V)
+    return torch.stack([logits[i] for i in range(len(rows))])
 
 
 def generate(slots, prompts, streams, share=False, restrictions=None):

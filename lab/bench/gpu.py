@@ -124,7 +124,7 @@ def lengths(bench):
 def graphs(bench):
     """Tokens and seconds of decoding with CUDA graphs and with eager steps, with prefill and captures."""
     def step(slots, n):
-        slots.step(slice(0, n), slots.cache.length)
+        slots.step(slice(0, n), slots.context)
 
     eager = mock.patch.object(engine.Slots, "replay", step)
     n, start = 8 if bench.tiny else 128, time.perf_counter()

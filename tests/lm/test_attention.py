@@ -10,6 +10,7 @@ documentation, one sequence at a time. tests/lm/test_model.py compares masked ap
 import random
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -30,17 +31,16 @@ from losses import clipped_surrogate
 pytestmark = pytest.mark.fast
 
 
-def by_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False,
-            seqused_k=None, num_splits=None):
-    """Stands in for varlen_attn: query i of a sequence's n attends to keys 0 to m - n + i of its m."""
-    assert window_size == (-1, -1 if max_q == 1 else 0) and enable_gqa
-    assert {cu_seq_q.dtype, cu_seq_k.dtype} == {torch.int32}
-    assert num_splits == (None if seqused_k is None else 1)   # with more, rows depend on each other's lengths
+def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=None):
+    """Stands in for both functions of `Varlen`: query i of a sequence's n attends to keys 0 to m - n + i of
+    its m.
+    """
+    assert {q_starts.dtype, k_starts.dtype} == {torch.int32}
     out = []
-    for i, (a, b) in enumerate(zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:])):
-        first = int(cu_seq_k[i])
-        m = int(cu_seq_k[i + 1]) - first if seqused_k is None else int(seqused_k[i])
-        assert 0 < b - a <= max_q and b - a <= m <= max_k and first + m <= len(key), (a, b, m, first)
+    for i, (a, b) in enumerate(zip(q_starts.tolist(), q_starts.tolist()[1:])):
+        first = int(k_starts[i])
+        m = int(k_starts[i + 1]) - first if keys_B is None else int(keys_B[i])
+        assert 0 < b - a <= longest_q and b - a <= m <= longest_k and first + m <= len(key), (a, b, m, first)
         mask = torch.ones(b - a, m, dtype=torch.bool).tril(m - (b - a))
         keys = slice(first, first + m)
         q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[keys], value[keys]))
@@ -53,7 +53,7 @@ def with_varlen(monkeypatch):
     """A function that gives the device variable-length attention."""
     def use(function=by_loop):
         for module in (attention, batching):
-            monkeypatch.setattr(module, "varlen", lambda *_: function)
+            monkeypatch.setattr(module, "varlen", lambda *_: attention.Varlen(function, function))
     return use
 
 
@@ -188,24 +188,118 @@ def test_decoding_with_varlen_equals_decoding_with_masks(model, with_varlen, cha
         assert ids == same and logprob == pytest.approx(close, abs=1e-5)
 
 
-def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, monkeypatch):
-    def set_varlen(function):
-        """Let torch's variable-length attention be this function."""
-        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
-        attention.varlen.cache_clear()
+# torch's versions
 
-    set_varlen(lambda query, key, value, enable_gqa, seqused_k, num_splits: None)
+@pytest.fixture
+def torch_with(monkeypatch):
+    """A function that lets torch's variable-length attention be another one, or missing (None)."""
+    def use(function):
+        module = SimpleNamespace(varlen_attn=function) if function else None
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+        attention.varlen.cache_clear()
+    yield use
+    attention.varlen.cache_clear()
+
+
+META = torch.device("meta")
+
+
+def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    """Has the signature of torch 2.10's varlen_attn."""
+
+
+def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+            window_size=(-1, -1)):
+    """Has the signature of torch 2.11's varlen_attn. Returns how it was called."""
+    return {"max_q": max_q, "window_size": window_size}
+
+
+def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+            window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):
+    """Has the signature of torch 2.13's varlen_attn. Returns how it was called."""
+    assert enable_gqa and block_table is None
+    return {"max_q": max_q, "window_size": window_size, "seqused_k": seqused_k, "num_splits": num_splits}
+
+
+def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
+    torch_with(of_2_13)
     assert attention.varlen(torch.device("cpu"), torch.bfloat16, 64) is None
     assert capsys.readouterr().err == ""                         # no warning on the CPU
     for _ in range(2):
-        assert attention.varlen(torch.device("meta"), torch.float32, 64) is None
+        assert attention.varlen(META, torch.float32, 64) is None
     assert capsys.readouterr().err.count("\n") == 1
-    assert attention.varlen(torch.device("meta"), torch.bfloat16, 12) is None
+    assert attention.varlen(META, torch.bfloat16, 12) is None
     assert "a head size of 12" in capsys.readouterr().err
-    set_varlen(lambda query, key, value: None)
-    assert attention.varlen(torch.device("meta"), torch.bfloat16, 64) is None
-    assert "enable_gqa, seqused_k, num_splits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("function", [None, of_2_10])
+def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
+    torch_with(function)
+    for _ in range(2):
+        assert attention.varlen(META, torch.bfloat16, 64) is None
+    assert capsys.readouterr().err.count("variable-length attention is older than 2.11's") == 1
+
+
+@pytest.mark.parametrize("rows, longest_q, window, splits", [
+    (attention.FEW_ROWS, 1, (-1, -1), 1), (attention.FEW_ROWS - 1, 1, (-1, -1), None),
+    (attention.FEW_ROWS - 1, 5, (-1, 0), 1)])
+def test_from_torch_2_12_on_rows_have_lengths_and_splits(torch_with, rows, longest_q, window, splits):
+    torch_with(of_2_13)
+    used = attention.varlen(META, torch.bfloat16, 64)
+    assert used.causal(*[None] * 5, longest_q, 9)["window_size"] == (-1, 0)
+    keys_B = torch.ones(rows)
+    assert used.cached(*[None] * 5, longest_q, 9, keys_B) == {
+        "max_q": longest_q, "window_size": window, "seqused_k": keys_B, "num_splits": splits}
+
+
+@pytest.mark.parametrize("longest_q, window", [(1, (-1, -1)), (5, (-1, 0))])
+def test_torch_2_11_decodes_by_its_operator(torch_with, monkeypatch, longest_q, window):
+    called = {}
+
+    def operator(q, k, v, q_starts, k_starts, longest_q, longest_k, dropout, causal, debug, **more):
+        called.update(more, dropout=dropout, causal=causal, debug=debug)
+        return ("out", "logsumexp")
+
+    torch_with(of_2_11)
+    used = attention.varlen(META, torch.bfloat16, 64)
+    assert used.causal(*[None] * 5, longest_q, 9) == {"max_q": longest_q, "window_size": (-1, 0)}
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    assert used.cached(*[None] * 5, longest_q, 9, "lengths") == "out"
+    assert called == {"dropout": 0.0, "causal": longest_q > 1, "debug": False, "seqused_k": "lengths",
+                      "window_size_left": window[0], "window_size_right": window[1]}
+
+
+CASES = {"decode": [(1, 7), (1, 1), (1, 90)], "prefill": [(5, 9), (1, 30), (12, 12)],
+         "packed": [(4, 4), (70, 70), (1, 1)], "branched": [(9, 9), (3, 12), (2, 11)]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
+    """On tensors without data; `python -m lab.bench.gpu` compares the numbers on a GPU."""
+    lengths, (H, K, D) = CASES[case], (6, 2, 16)
+    n, m = (sum(column) for column in zip(*lengths))
+    q_starts, k_starts = (torch.tensor([0, *accumulate(column)], dtype=torch.int32)
+                          for column in zip(*lengths))
+    keys_B = torch.tensor([m for _, m in lengths], dtype=torch.int32)
+    longest = max(n for n, _ in lengths), max(m for _, m in lengths)
+    want = by_loop(*(torch.randn(*shape) for shape in ((n, H, D), (m, K, D), (m, K, D))), q_starts, k_starts,
+                   *longest, keys_B)
+    q, k, v = (torch.zeros(*shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+               for shape in ((n, H, D), (m, K, D), (m, K, D)))
+    index = [x.to("meta") for x in (q_starts, k_starts)]
     attention.varlen.cache_clear()
+    if not (used := attention.varlen(META, torch.bfloat16, D)):
+        pytest.skip("this torch has no variable-length attention")
+    if case in ("decode", "prefill"):
+        for cached in (used.cached, attention.cached_by_operator):
+            with torch.no_grad():
+                out = cached(q, k, v, *index, *longest, keys_B.to("meta"))
+            assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
+    else:
+        out = used.causal(q, k, v, *index, *longest)
+        assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
+        out.sum().backward()
+        assert all(x.grad.shape == x.shape and x.grad.dtype == x.dtype for x in (q, k, v))
 
 
 # CUDA graphs
@@ -234,7 +328,7 @@ def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, c
     if lengths:
         with_varlen(lambda query, *_, **__: torch.empty_like(query))
     slots = Slots(on_meta(model), 4, 256, chat.stop_ids, Sampling(1.0, 32))
-    slots.reserve(192)
+    slots.cache.fit([0] * 4, [192] * 4)
     with torch.no_grad(), HostReads():
         for _ in range(2):
             slots.step(slice(0, 3), 192)
@@ -251,7 +345,7 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
         slots.active_B.zero_()
         for _ in range(idle):
             with torch.no_grad():
-                slots.step(slice(0, 3), slots.cache.length)
+                slots.step(slice(0, 3), slots.context)
         slots.active_B.copy_(active_B)
         finished = []
         while slots.running:
