@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Recorder, tiny_model
 from hand_made import make_sample
+from test_engine import slow_response
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -186,6 +187,86 @@ def test_decoding_with_varlen_equals_decoding_with_masks(model, with_varlen, cha
     with_varlen()
     for (ids, logprob), (same, close) in zip(play(), want, strict=True):
         assert ids == same and logprob == pytest.approx(close, abs=1e-5)
+
+
+# Room in the cache
+
+def assert_room(cache):
+    """No two rows share a slot, and none is outside of the pool."""
+    spans = sorted((first, first + room) for first, room in zip(cache.first, cache.room) if room)
+    assert cache.first_B.tolist() == cache.first and spans[-1][1] <= cache.slots
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model, with_varlen, chat,
+                                                                           monkeypatch, seed, packed):
+    """Two rollouts in the same Slots, the second with other weights and settings: conversations of random
+    lengths, of which some wait for their next prompt, some end, and some take the place of others.
+    """
+    if packed:
+        with_varlen()
+    monkeypatch.setattr(engine, "TICK", 3)
+    monkeypatch.setattr(engine, "GROWTH", 32)
+    rng, layouts, streams = random.Random(seed), set(), iter(range(10**6))
+    slots = Slots(model, 6, 300, chat.stop_ids, Sampling(1.0, 5))
+
+    def chunk(longest):
+        return [rng.randrange(90) for _ in range(rng.randint(1, longest))]
+
+    for settings in (Sampling(1.0, 5), Sampling(0.7, 9)):
+        qwen.init_weights(model, settings.max_response_tokens)
+        slots.restart(300, settings)
+        live, waiting, asked = [chunk(40) for _ in range(6)], {*range(6)}, {}
+        responses = 0
+        while live and responses < 60:
+            slots.tick()
+            for row, response in slots.pop_finished():
+                ids, logprobs = slow_response(model, live[row], asked.pop(row), chat.stop_ids,
+                                              settings.temperature, settings.max_response_tokens)
+                assert response.ids == ids and response.logprob == pytest.approx(logprobs, abs=1e-5)
+                live[row] = live[row] + ids + chunk(60)
+                waiting.add(row)
+                responses += 1
+            for row in sorted(waiting, reverse=True):
+                if len(live[row]) > 280 or rng.random() < 0.1:
+                    if responses < 30:
+                        live[row], slots.cached[row] = chunk(80), []
+                        continue
+                    last, live[row] = len(live) - 1, live[-1]
+                    live.pop()
+                    slots.move(last, row)
+                    waiting = {row if r == last else r for r in waiting - {row}}
+                    asked = {row if r == last else r: stream for r, stream in asked.items()}
+            if starting := sorted(row for row in waiting if rng.random() < 0.7):
+                asked |= {row: next(streams) for row in starting}
+                slots.begin(starting, [live[row] for row in starting], [asked[row] for row in starting])
+                waiting -= {*starting}
+                assert_room(slots.cache)
+                layouts.add((slots.cache.slots, *slots.cache.first))
+    sizes = {size for size, *_ in layouts}
+    assert len(sizes) > 2 and (len(layouts) > len(sizes) + 5 if packed else len(layouts) == len(sizes))
+    held, size = slots.usage
+    assert held < size < (2 if packed else 10) * held
+
+
+def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
+    with_varlen()
+    cache = attention.KVCache(model.config, 4, 0, torch.double, "cpu")
+    assert cache.fit([0] * 4, [8, 0, 40, 80]) and cache.slots == 160         # a quarter more than is needed
+    assert cache.room == [18, 0, 50, 90] and cache.first == [0, 18, 18, 68]
+    for kv in cache.kv:
+        kv.normal_()
+    before = [cache.export_row(row, n) for row, n in ((0, 8), (2, 40), (3, 80))]
+    assert not cache.fit([8, 0, 40, 80], [10, 0, 50, 90])                    # there is room
+    assert not cache.fit([8, 0, 40, 80], [19, 0, 50, 80])                    # laid out again, in place
+    assert cache.room == [22, 0, 53, 83] and cache.slots == 160
+    assert cache.fit([8, 0, 40, 80], [19, 1, 50, 90]) and cache.slots == 200
+    for row, n, kept in ((0, 8, before[0]), (2, 40, before[1]), (3, 80, before[2])):
+        assert all(torch.equal(a, b) for a, b in zip(cache.export_row(row, n), kept, strict=True))
+    cache.move(3, 0, 80)                                                     # by exchanging their room
+    assert all(torch.equal(a, b) for a, b in zip(cache.export_row(0, 80), before[2], strict=True))
 
 
 # torch's versions
