@@ -1,12 +1,13 @@
 """Attention layouts: the position of each token in a forward, and the keys that its query attends to.
 
-There are four. To train on: `Rows`, padded rows, and `Packed`, the same tokens in one row without padding. To
+There are five. To train on: `Rows`, padded rows, and `Packed`, the same tokens in one row without padding. To
 continue the rows of a `KVCache`: `Append`, padded chunks, and `PackedAppend`, the same without padding. The
 packed ones need variable-length attention, which some GPUs have (`varlen`); the padded ones use masks.
+`Forked` continues rows that share a prompt, in either way.
 
 Shapes: B rows, T positions of a chunk, N tokens of packed chunks, S cache slots read, P slots of a cache, H
 query heads, K key/value heads, G = H / K query heads per key/value head, Q = G * T queries of one key/value
-head, D head size.
+head, D head size, R prompts, each of A = B / R rows.
 """
 
 import inspect
@@ -23,17 +24,20 @@ FEW_ROWS = 64      # with fewer, one block of threads per row and key/value head
 
 
 class Varlen(NamedTuple):
-    """torch's variable-length attention over sequences that lie one after the other, in two functions.
+    """torch's variable-length attention over sequences that lie one after the other, in three functions.
 
     causal(q, k, v, q_starts, k_starts, longest_q, longest_k): sequence i has queries q_starts[i] to
     q_starts[i + 1], and keys likewise; the last query attends to all keys, the one before to all but the
     last, and so on. Has a gradient.
     cached(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B): the same, but sequence i has keys_B[i]
     keys, from k_starts[i] on, wherever that is. No gradient.
+    shared(the same arguments): as `cached`, but each query attends to all keys of its sequence. Returns the
+    output and the log of the sum of the exponentials of each query's scores, [H, N].
     """
 
     causal: object
     cached: object
+    shared: object
 
 
 @cache
@@ -61,8 +65,8 @@ def varlen(device, dtype, head_dim):
     else:
         gqa = {"enable_gqa": True} if "enable_gqa" in parameters else {}     # 2.11 needs no permission
         own = {"seqused_k", "num_splits"} <= parameters.keys()
-        return Varlen(partial(varlen_attn, window_size=(-1, 0), **gqa),
-                      partial(cached_by_varlen_attn, varlen_attn) if own else cached_by_operator)
+        cached = partial(cached_by_varlen_attn, varlen_attn) if own else cached_by_operator
+        return Varlen(partial(varlen_attn, window_size=(-1, 0), **gqa), cached, shared_by_operator)
     print(f"{reason}: falling back to masked attention, padded rows and decoding without CUDA graphs, which "
           "is slower", file=sys.stderr)
     return None
@@ -92,6 +96,12 @@ def cached_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B
     return torch.ops.aten._flash_attention_forward(
         q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, right == 0, False, window_size_left=left,
         window_size_right=right, seqused_k=keys_B)[0]
+
+
+def shared_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
+    """`Varlen.shared`, by the operator under varlen_attn, whose extra outputs have changed their names."""
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, False, False, seqused_k=keys_B)[:2]
 
 
 class KVCache:
@@ -268,6 +278,62 @@ class PackedAppend:
         v[self.slot_N] = v_BTKD[0]
         return self.cache.varlen.cached(q_BTHD[0], k, v, self.q_starts, self.k_starts, self.longest_q,
                                         self.longest_k, self.keys_B).flatten(1)[None]
+
+
+class Forked:
+    """Layout of one new token [B, 1] for each of B rows, of which A after A continue the same prompt.
+
+    prompts: a cache of R prompts, of prompt_R tokens each. own: a cache of B rows with the same room, which
+    hold what follows the prompt, from position 0 on. start_B: how many tokens of its own each row has.
+    active_B: which rows have a new token; those of the others are padding. contexts: how many positions to
+    read of a prompt and of a row's own tokens, as in `Append`.
+
+    A prompt's keys are read once for all its rows. Its attention and that to a row's own keys are each a mean
+    of values weighted by exp(score); the sums of these weights merge the two (arXiv:2205.14135, §3.1).
+    Use under torch.no_grad(): writes to a cache have no gradient.
+    """
+
+    def __init__(self, prompts, own, prompt_R, start_B, active_B, contexts):
+        assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
+        self.prompts, self.own, self.contexts, device = prompts, own, contexts, start_B.device
+        self.R, self.A = len(prompt_R), len(start_B) // len(prompt_R)
+        self.position_BT = (prompt_R[:, None] + start_B.view(self.R, self.A)).view(-1, 1)
+        self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
+        self.keys_R = prompt_R.clamp(min=1).int()                    # a row without a prompt reads one slot
+        self.k_starts = F.pad(prompts.first_B, (0, 1)).int()
+        self.q_starts = torch.arange(0, len(start_B) + 1, self.A, device=device, dtype=torch.int32)
+        self.hidden_R11S, self.hidden_B11M = (
+            (torch.arange(n, device=device) >= length[:, None])[:, None, None]
+            for n, length in zip(contexts, (self.keys_R, start_B + 1)))
+
+    def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
+        """Write the tokens' keys and values, and attend to them and to all earlier ones: [B, 1, H * D]."""
+        (B, _, H, D), K, (S, M) = q_BTHD.shape, k_BTKD.shape[2], self.contexts
+        k, v = self.own.kv[layer]
+        k[self.slot_B] = k_BTKD[:, 0]
+        v[self.slot_B] = v_BTKD[:, 0]
+        k_BKMD, v_BKMD = (x[:, :M].transpose(1, 2) for x in self.own.rectangle(layer))
+        own_BKGD, own_sum_BKG = weighted_mean(q_BTHD.view(B, K, -1, D), k_BKMD, v_BKMD, self.hidden_B11M)
+        if self.prompts.varlen:
+            out_BHD, sum_HB = self.prompts.varlen.shared(
+                q_BTHD[:, 0], *self.prompts.kv[layer], self.q_starts, self.k_starts, self.A, S, self.keys_R)
+            out_BKGD, sum_BKG = out_BHD.view(own_BKGD.shape), sum_HB.T.reshape(own_sum_BKG.shape)
+        else:
+            k_RKSD, v_RKSD = (x[:, :S].transpose(1, 2) for x in self.prompts.rectangle(layer))
+            q_RKQD = q_BTHD.view(self.R, self.A, K, -1, D).transpose(1, 2).flatten(2, 3)     # Q = A * G
+            out_RKQD, sum_RKQ = weighted_mean(q_RKQD, k_RKSD, v_RKSD, self.hidden_R11S)
+            out_BKGD, sum_BKG = (x.unflatten(2, (self.A, -1)).transpose(1, 2).reshape(like.shape)
+                                 for x, like in ((out_RKQD, own_BKGD), (sum_RKQ, own_sum_BKG)))
+        share_BKG1 = (sum_BKG - own_sum_BKG).sigmoid()[..., None].to(out_BKGD.dtype)     # sums are logarithms
+        return torch.lerp(own_BKGD, out_BKGD, share_BKG1).reshape(B, 1, H * D)
+
+
+def weighted_mean(q_BKQD, k_BKSD, v_BKSD, hidden_B11S):
+    """Attention without the keys that are `hidden`, and the log of each query's sum of exp(score)."""
+    score_BKQS = q_BKQD @ k_BKSD.transpose(-1, -2) * q_BKQD.shape[-1] ** -0.5
+    wide = torch.promote_types(q_BKQD.dtype, torch.float32)
+    score_BKQS = score_BKQS.to(wide).masked_fill(hidden_B11S, -torch.inf)
+    return score_BKQS.softmax(-1).to(v_BKSD.dtype) @ v_BKSD, score_BKQS.logsumexp(-1)
 
 
 def upload(device, *lists):

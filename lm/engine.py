@@ -17,7 +17,7 @@ from itertools import accumulate
 
 import torch
 
-from lm.attention import Append, KVCache, PackedAppend, upload
+from lm.attention import Append, Forked, KVCache, PackedAppend, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
@@ -82,6 +82,8 @@ class Slots:
     ids that end a response. Rows in use are best kept at the front: a step runs all rows up to the last one
     in use.
     """
+
+    together = False      # whether a step runs all rows
 
     def __init__(self, model, n, context, stop_ids, sampling):
         weight = next(model.parameters())
@@ -174,14 +176,17 @@ class Slots:
         context: upper bound on the rows' lengths after it.
         """
         active_B, start_B = self.active_B[rows], self.length_B[rows]
-        if self.cache.varlen:
-            layout = PackedAppend.step(self.cache, rows, start_B, active_B, context)
-            logits_BV = self.model(self.token_B[None, rows], layout)[0]
-        else:
-            layout = Append(self.cache, rows, start_B, active_B.long(), 1, context)
-            logits_BV = self.model(self.token_B[rows, None], layout)[:, 0]
+        logits_BV = self.forward(rows, start_B, active_B, context)
         self.length_B[rows] = start_B + active_B
         self.draw(logits_BV, rows)
+
+    def forward(self, rows, start_B, active_B, context):
+        """Logits after the last token of each row of `rows`, which is appended at position start_B."""
+        if self.cache.varlen:
+            layout = PackedAppend.step(self.cache, rows, start_B, active_B, context)
+            return self.model(self.token_B[None, rows], layout)[0]
+        layout = Append(self.cache, rows, start_B, active_B.long(), 1, context)
+        return self.model(self.token_B[rows, None], layout)[:, 0]
 
     @torch.no_grad()
     def tick(self):
@@ -192,14 +197,15 @@ class Slots:
         run.
         """
         n = max(self.running, default=-1) + 1
+        n = self.n if n and self.together else n
         sync = self.device.type == "cpu" or self.restrictions
         use_graphs = self.device.type == "cuda" and not sync and self.cache.varlen
         for _ in range(TICK if n else 0):
             rows = slice(0, n)
             if sync and 2 * len(active := self.active_B[:n].nonzero()[:, 0]) < n:
-                rows = active
                 if not len(active):
                     break
+                rows = rows if self.together else active
             if use_graphs:
                 self.replay(min(bucket(n, 16), self.n))
             else:
@@ -370,26 +376,73 @@ def prefill(slots, rows, prompts, share):
 
 def generate(slots, prompts, streams, share=False, restrictions=None):
     """Sample one Response per prompt: prompts[i] in slot i, with random stream streams[i]."""
-    responses = {}
     slots.begin(range(len(prompts)), prompts, streams, share, restrictions)
+    return finish(slots)
+
+
+def finish(slots):
+    """The Responses to all that runs, in row order."""
+    responses = {}
     while slots.running:
         slots.tick()
         responses |= slots.pop_finished()
-    return [responses[row] for row in range(len(prompts))]
+    return [responses[row] for row in sorted(responses)]
+
+
+class Answers(Slots):
+    """Slots in which A after A rows answer the same prompt, which is cached once for all of them.
+
+    A row of the cache then holds its answer alone. n_prompts: R. n_answers: A.
+    """
+
+    together = True
+
+    def __init__(self, model, n_prompts, n_answers, stop_ids, sampling):
+        room, dtype = bucket(sampling.max_response_tokens, 16), next(model.parameters()).dtype
+        super().__init__(model, n_prompts * n_answers, room, stop_ids, sampling)
+        self.cache = KVCache(model.config, self.n, room, dtype, self.device)
+        self.prompts, self.longest = KVCache(model.config, n_prompts, 0, dtype, self.device), 0
+        self.prompt_R, self.n_answers = torch.zeros(n_prompts, device=self.device).long(), n_answers
+
+    @torch.no_grad()
+    def begin(self, prompts, streams):
+        """Start sampling A answers to each of up to R prompts, answer a to prompt r with random stream
+        streams[r][a], in row r * A + a.
+        """
+        self.restart(self.context, self.sampling)
+        R, n, lengths = len(prompts), len(prompts) * self.n_answers, [len(prompt) for prompt in prompts]
+        longest = bucket(max(lengths), 16)
+        needed = lengths if self.cache.varlen else [longest] * R        # masks read multiples of 16 positions
+        empty = [0] * (len(self.prompt_R) - R)
+        if self.prompts.fit([0] * R + empty, needed + empty) or longest > self.longest:
+            self.graphs.clear()
+        self.longest = max(longest, self.longest) if self.cache.varlen else longest
+        logits_RV = run_chunks(self.model, self.prompts, range(R), prompts, [0] * R)
+        for x in (self.prompt_R, self.length_B, self.drawn_B):
+            x.zero_()
+        self.prompt_R[:R], self.stream_B[:n] = upload(self.device, lengths, sum(streams, []))
+        self.active_B[:n] = True
+        self.running = dict.fromkeys(range(n), ([], 0))
+        self.draw(logits_RV.repeat_interleave(self.n_answers, 0), slice(0, n))
+
+    def forward(self, rows, start_B, active_B, context):
+        """Logits after the last token of every row."""
+        contexts = self.longest, min(context, self.context)
+        layout = Forked(self.prompts, self.cache, self.prompt_R, start_B, active_B, contexts)
+        return self.model(self.token_B[:, None], layout)[:, 0]
 
 
 def answer(model, prompts, streams, stop_ids, sampling, n_slots):
     """Sample several answers to each prompt. Returns per prompt a list of Responses.
 
     streams[i]: a random stream for each answer to prompts[i], equally many for all prompts. A prompt is
-    prefilled once and copied to the slots of its answers.
+    prefilled and cached once for all its answers. n_slots: how many answers are sampled at once.
     """
     answers, per_prompt = [], max(map(len, streams), default=1)
-    per_batch = max(1, n_slots // per_prompt)
-    for a in range(0, len(prompts), per_batch):
-        batch = [p for p in prompts[a:a + per_batch] for _ in range(per_prompt)]
-        flat = [s for row in streams[a:a + per_batch] for s in row]
-        longest = max(map(len, batch)) + sampling.max_response_tokens
-        responses = generate(Slots(model, len(batch), longest, stop_ids, sampling), batch, flat)
+    per_batch = min(max(1, n_slots // per_prompt), len(prompts))
+    slots = prompts and Answers(model, per_batch, per_prompt, stop_ids, sampling)
+    for a in range(0, len(prompts), per_batch or 1):
+        slots.begin(prompts[a:a + per_batch], streams[a:a + per_batch])
+        responses = finish(slots)
         answers += [responses[i:i + per_prompt] for i in range(0, len(responses), per_prompt)]
     return answers

@@ -106,8 +106,8 @@ def meta_model(model_config, dtype):
 
 
 def rollout_bytes(model, lengths, context, chunk, before=False):
-    """Peak bytes of a rollout in addition to the weights, that is, of the cache and of a prefill or a decoding
-    step; and the bytes that stay allocated afterwards, the cache's.
+    """Peak bytes of a rollout in addition to the weights, that is, of the cache and of a prefill or a
+    decoding step; and the bytes that stay allocated afterwards, the cache's.
 
     lengths: tokens of each row at the end, of which the last `chunk` are new; no row is freed before.
     context: maximum tokens of a row. before: reserve it for every row.

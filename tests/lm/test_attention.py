@@ -7,6 +7,7 @@ torch's variable-length attention runs only on a GPU. Here `by_loop` stands in f
 documentation, one sequence at a time. tests/lm/test_model.py compares masked appends with transformers.
 """
 
+import itertools
 import random
 import sys
 from dataclasses import replace
@@ -49,12 +50,27 @@ def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=
     return torch.cat(out, 1).transpose(0, 1)
 
 
+def shared_by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B):
+    """Stands in for `Varlen.shared`: every query of a sequence attends to all of its keys."""
+    out, sums = torch.empty_like(query), query.new_empty(query.shape[1::-1])
+    group = query.shape[1] // key.shape[1]
+    for i, (a, b) in enumerate(zip(q_starts.tolist(), q_starts.tolist()[1:])):
+        first, m = int(k_starts[i]), int(keys_B[i])
+        assert 0 < b - a <= longest_q and 0 < m <= longest_k and first + m <= len(key)
+        for n, h in itertools.product(range(a, b), range(query.shape[1])):
+            score_S = key[first:first + m, h // group] @ query[n, h] / query.shape[2] ** 0.5
+            out[n, h] = score_S.softmax(0) @ value[first:first + m, h // group]
+            sums[h, n] = score_S.exp().sum().log()
+    return out, sums
+
+
 @pytest.fixture
 def with_varlen(monkeypatch):
     """A function that gives the device variable-length attention."""
-    def use(function=by_loop):
+    def use(function=by_loop, shared=shared_by_loop):
         for module in (attention, batching):
-            monkeypatch.setattr(module, "varlen", lambda *_: attention.Varlen(function, function))
+            used = attention.Varlen(function, function, shared)
+            monkeypatch.setattr(module, "varlen", lambda *_, used=used: used)
     return use
 
 
@@ -187,6 +203,39 @@ def test_decoding_with_varlen_equals_decoding_with_masks(model, with_varlen, cha
     with_varlen()
     for (ids, logprob), (same, close) in zip(play(), want, strict=True):
         assert ids == same and logprob == pytest.approx(close, abs=1e-5)
+
+
+# Answers that share their prompt
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("n_slots", [1, 7, 64])
+def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat, n_slots, packed):
+    """Some end at once, and the last batch is smaller. A prompt is run and cached once for its answers."""
+    if packed:
+        with_varlen()
+    prompts = [[7, 8, 9], [10] * 37, [3, 4, 5, 6] * 11]
+    streams = [[17 * p + i for i in range(3)] for p in range(3)]
+    prefilled = []
+
+    def count(module, args):
+        if isinstance(layout := args[1], attention.PackedAppend):
+            prefilled.append(len(layout.slot_N))
+        if isinstance(layout, attention.Append):
+            prefilled.append(int((layout.slot_BT < layout.cache.slots).sum()))
+
+    hook = model.register_forward_pre_hook(count)
+    qwen.init_weights(model, 3)
+    stops = tuple(range(0, 272, 12))
+    answers = engine.answer(model, prompts, streams, stops, Sampling(1.0, 20), n_slots)
+    hook.remove()
+    assert sum(prefilled) == sum(map(len, prompts))
+    for prompt, given, of_prompt in zip(prompts, answers, streams, strict=True):
+        for one, stream in zip(given, of_prompt, strict=True):
+            ids, logprobs = slow_response(model, prompt, stream, stops, 1.0, 20)
+            assert one.ids == ids and one.logprob == pytest.approx(logprobs, abs=1e-5)
+    lengths = [len(one.ids) for given in answers for one in given]
+    assert min(lengths) < 3 and max(lengths) > 17
+    assert engine.answer(model, [], [], chat.stop_ids, Sampling(1.0, 20), n_slots) == []
 
 
 # Room in the cache
@@ -376,6 +425,9 @@ def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
             with torch.no_grad():
                 out = cached(q, k, v, *index, *longest, keys_B.to("meta"))
             assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
+        out, sums = used.shared(q, k, v, *index, *longest, keys_B.to("meta"))
+        assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
+        assert (sums.shape, sums.dtype) == ((H, n), torch.float32)
     else:
         out = used.causal(q, k, v, *index, *longest)
         assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
@@ -407,7 +459,14 @@ def on_meta(model):
 def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, chat, lengths):
     """For two steps, including sampling, so that a CUDA graph can capture it."""
     if lengths:
-        with_varlen(lambda query, *_, **__: torch.empty_like(query))
+        with_varlen(lambda query, *_, **__: torch.empty_like(query),
+                    lambda query, *_: (torch.empty_like(query), query.new_empty(query.shape[1::-1])))
+    answers = engine.Answers(on_meta(model), 2, 3, chat.stop_ids, Sampling(1.0, 32))
+    answers.prompts.fit([0] * 2, [64] * 2)
+    answers.longest = 64
+    with torch.no_grad(), HostReads():
+        for _ in range(2):
+            answers.step(slice(0, 6), answers.context)
     slots = Slots(on_meta(model), 4, 256, chat.stop_ids, Sampling(1.0, 32))
     slots.cache.fit([0] * 4, [192] * 4)
     with torch.no_grad(), HostReads():
