@@ -14,7 +14,7 @@ import inspect
 import sys
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -135,8 +135,8 @@ class KVCache:
         kv = self.kv[layer]
         return kv[:, :-1].unflatten(1, (len(self.room), -1))
 
-    def fit(self, held, needed):
-        """Give each row b room for needed[b] positions, of which the first held[b] are kept.
+    def fit(self, kept, needed):
+        """Give each row b room for needed[b] positions, of which the first kept[b] are kept.
 
         Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that only one
         layer is in memory twice. With variable-length attention, rows in use share what they leave of the
@@ -154,14 +154,14 @@ class KVCache:
         share = (slots - total) // used
         room = [need + share * (need > 0) for need in needed]
         first = [*accumulate(room, initial=0)][:-1]
-        source, target = (torch.cat([torch.arange(start, start + n) for start, n in zip(starts, held)])
+        source, target = (torch.cat([torch.arange(start, start + n) for start, n in zip(starts, kept)])
                           .to(self.first_B.device) for starts in (self.first, first))
         grown = slots != self.slots
         for layer, kv in enumerate(self.kv):
-            kept = kv[:, source]
+            moved = kv[:, source]
             if grown:
                 self.kv[layer] = kv = kv.new_zeros(2, slots + 1, *kv.shape[2:])
-            kv[:, target] = kept
+            kv[:, target] = moved
         self.first, self.room = first, room
         self.first_B.copy_(torch.tensor(first))
         return grown
@@ -338,7 +338,8 @@ def weighted_mean(q_BKQD, k_BKSD, v_BKSD, hidden_B11S):
 
 def upload(device, *lists):
     """Integer tensors on a device, one for each list, by one copy, for which the host does not wait."""
-    numbers = torch.tensor([number for numbers in lists for number in numbers])
+    lists = [[*numbers] for numbers in lists]
+    numbers = torch.tensor([*chain(*lists)])
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
     return numbers.to(device).split([*map(len, lists)])

@@ -13,7 +13,7 @@ Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens o
 import math
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -83,7 +83,7 @@ class Slots:
     in use.
     """
 
-    together = False      # whether a step runs all rows
+    all_rows = False      # whether a step runs all of them, whichever are active
 
     def __init__(self, model, n, context, stop_ids, sampling):
         weight = next(model.parameters())
@@ -132,17 +132,17 @@ class Slots:
 
     def reserve(self, rows, prompts, reused):
         """Make room for prompts[i] and its response in row rows[i], of which reused[i] tokens are kept."""
-        held = [len(ids) for ids in self.cached]
-        needed, longest = list(held), self.sampling.max_response_tokens
+        kept = [len(ids) for ids in self.cached]
+        needed, longest = list(kept), self.sampling.max_response_tokens
         for row, (prompt, _) in self.running.items():
-            held[row], needed[row] = self.length_bound(row), len(prompt) + longest
-        for row, prompt, kept in zip(rows, prompts, reused):
-            held[row], needed[row] = kept, len(prompt) + longest
+            kept[row], needed[row] = self.length_bound(row), len(prompt) + longest
+        for row, prompt, n in zip(rows, prompts, reused):
+            kept[row], needed[row] = n, len(prompt) + longest
         new = sum(map(len, prompts)) - sum(reused)
-        self.most_tokens = max(self.most_tokens, sum(held) + new)
+        self.most_tokens = max(self.most_tokens, sum(kept) + new)
         if not self.cache.varlen:                               # read in multiples of 16 positions
             needed = [min(bucket(max(needed) + 16, GROWTH), bucket(self.context + 16))] * self.n
-        if self.cache.fit(held, needed):
+        if self.cache.fit(kept, needed):
             self.graphs.clear()                                 # they refer to the old tensors
             self.pool = None
 
@@ -197,7 +197,7 @@ class Slots:
         run.
         """
         n = max(self.running, default=-1) + 1
-        n = self.n if n and self.together else n
+        n = self.n if n and self.all_rows else n
         sync = self.device.type == "cpu" or self.restrictions
         use_graphs = self.device.type == "cuda" and not sync and self.cache.varlen
         for _ in range(TICK if n else 0):
@@ -205,7 +205,7 @@ class Slots:
             if sync and 2 * len(active := self.active_B[:n].nonzero()[:, 0]) < n:
                 if not len(active):
                     break
-                rows = rows if self.together else active
+                rows = rows if self.all_rows else active
             if use_graphs:
                 self.replay(min(bucket(n, 16), self.n))
             else:
@@ -395,7 +395,7 @@ class Answers(Slots):
     A row of the cache then holds its answer alone. n_prompts: R. n_answers: A.
     """
 
-    together = True
+    all_rows = True
 
     def __init__(self, model, n_prompts, n_answers, stop_ids, sampling):
         room, dtype = bucket(sampling.max_response_tokens, 16), next(model.parameters()).dtype
@@ -420,7 +420,7 @@ class Answers(Slots):
         logits_RV = run_chunks(self.model, self.prompts, range(R), prompts, [0] * R)
         for x in (self.prompt_R, self.length_B, self.drawn_B):
             x.zero_()
-        self.prompt_R[:R], self.stream_B[:n] = upload(self.device, lengths, sum(streams, []))
+        self.prompt_R[:R], self.stream_B[:n] = upload(self.device, lengths, chain(*streams))
         self.active_B[:n] = True
         self.running = dict.fromkeys(range(n), ([], 0))
         self.draw(logits_RV.repeat_interleave(self.n_answers, 0), slice(0, n))

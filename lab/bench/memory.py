@@ -118,8 +118,8 @@ def rollout_bytes(model, lengths, context, chunk, before=False):
         if before:
             pool.cache = KVCache(model.config, slots, context, torch.bfloat16, "meta")
         for now in range(chunk, longest, chunk):            # the cache grows turn by turn
-            held = [min(now - chunk, length) for length in lengths]
-            pool.cache.fit(held, [min(now, length) + 512 for length in lengths])
+            kept = [min(now - chunk, length) for length in lengths]
+            pool.cache.fit(kept, [min(now, length) + 512 for length in lengths])
         pool.cached = [[0] * (length - chunk) for length in lengths]
         pool.begin(range(slots), [[0] * length for length in lengths], range(slots))
         pool.step(slice(0, slots), context)

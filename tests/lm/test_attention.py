@@ -267,12 +267,12 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
     for settings in (Sampling(1.0, 5), Sampling(0.7, 9)):
         qwen.init_weights(model, settings.max_response_tokens)
         slots.restart(300, settings)
-        live, waiting, asked = [chunk(40) for _ in range(6)], {*range(6)}, {}
+        live, waiting, streams_of = [chunk(40) for _ in range(6)], {*range(6)}, {}
         responses = 0
         while live and responses < 60:
             slots.tick()
             for row, response in slots.pop_finished():
-                ids, logprobs = slow_response(model, live[row], asked.pop(row), chat.stop_ids,
+                ids, logprobs = slow_response(model, live[row], streams_of.pop(row), chat.stop_ids,
                                               settings.temperature, settings.max_response_tokens)
                 assert response.ids == ids and response.logprob == pytest.approx(logprobs, abs=1e-5)
                 live[row] = live[row] + ids + chunk(60)
@@ -287,17 +287,17 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
                     live.pop()
                     slots.move(last, row)
                     waiting = {row if r == last else r for r in waiting - {row}}
-                    asked = {row if r == last else r: stream for r, stream in asked.items()}
+                    streams_of = {row if r == last else r: stream for r, stream in streams_of.items()}
             if starting := sorted(row for row in waiting if rng.random() < 0.7):
-                asked |= {row: next(streams) for row in starting}
-                slots.begin(starting, [live[row] for row in starting], [asked[row] for row in starting])
+                streams_of |= {row: next(streams) for row in starting}
+                slots.begin(starting, [live[row] for row in starting], [streams_of[row] for row in starting])
                 waiting -= {*starting}
                 assert_room(slots.cache)
                 layouts.add((slots.cache.slots, *slots.cache.first))
     sizes = {size for size, *_ in layouts}
     assert len(sizes) > 2 and (len(layouts) > len(sizes) + 5 if packed else len(layouts) == len(sizes))
-    held, size = slots.usage
-    assert held < size < (2 if packed else 10) * held
+    most, size = slots.usage
+    assert most < size < (2 if packed else 10) * most
 
 
 def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
