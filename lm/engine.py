@@ -103,7 +103,7 @@ class Slots:
         self.context, self.sampling, longest = context, sampling, sampling.max_response_tokens
         self.cached = [[] for _ in range(self.n)]
         self.first_prompts = {}          # prompt -> (K/V, logits_V), reused by later members of a group
-        self.running = {}                # row -> (prompt, number of the step at which its response began)
+        self.running = {}                # row -> (prompt, cached tokens and number of the step at its begin)
         self.restrictions, self.steps, self.most_tokens = {}, 0, 0
         self.active_B.zero_()
         self.limit.fill_(longest)        # on the device, as graphs read it
@@ -119,25 +119,52 @@ class Slots:
         share: keep the prefill of prompts that start an episode, for members of the same group that start
         later. restrictions: a Restriction (or None) per prompt.
         """
-        longest = max(map(len, prompts)) + self.sampling.max_response_tokens
-        assert longest <= self.context, (longest, self.context)
-        logits_RV = prefill(self, rows, prompts, share)
-        lengths = [len(prompt) for prompt in prompts]
+        logits_RV, lengths = self.prefill(rows, prompts, share)
         row_R, stream_R, length_R = upload(self.device, rows, streams, lengths)
         self.stream_B[row_R], self.length_B[row_R] = stream_R, length_R
         self.drawn_B[row_R], self.active_B[row_R] = 0, True
-        self.running |= {row: (prompt, self.steps) for row, prompt in zip(rows, prompts)}
+        self.running |= {row: (*entry, self.steps) for row, *entry in zip(rows, prompts, lengths)}
         self.restrictions |= zip(rows, restrictions or ())
         self.draw(logits_RV, row_R)
+
+    def prefill(self, rows, prompts, share=False):
+        """Fill row rows[i] with prompts[i], running only the tokens that are not cached.
+
+        Returns logits_RV after each prompt, and the number of tokens in each row. rows: in ascending order.
+        Equal prompts of which no token is cached, as of a group's members, are run once and copied; with
+        `share` they are kept in `first_prompts` for members that start later.
+        """
+        reused = [reusable_prefix(self.cached[row], prompt) for row, prompt in zip(rows, prompts)]
+        self.reserve(rows, prompts, reused)
+        members_of, known = {}, self.first_prompts if share else {}
+        for i, prompt in enumerate(prompts):
+            if not reused[i]:
+                members_of.setdefault(tuple(prompt), []).append(i)
+        first = {members[0] for prompt, members in members_of.items() if prompt not in known}
+        run, logits = [i for i in range(len(rows)) if reused[i] or i in first], {}
+        if run:
+            chunks, starts = [prompts[i][reused[i]:] for i in run], [reused[i] for i in run]
+            used = [rows[i] for i in run]
+            logits = dict(zip(run, run_chunks(self.model, self.cache, used, chunks, starts)))
+        for prompt, members in members_of.items():
+            copies = [rows[i] for i in members if i not in first]
+            if prompt not in known and (share or copies):
+                known[prompt] = self.cache.export_row(rows[members[0]], len(prompt)), logits[members[0]]
+            if copies:
+                exported, logits_V = known[prompt]
+                self.cache.import_rows(copies, exported)
+                logits |= dict.fromkeys(members, logits_V)
+        return torch.stack([logits[i] for i in range(len(rows))]), [len(prompt) for prompt in prompts]
 
     def reserve(self, rows, prompts, reused):
         """Make room for prompts[i] and its response in row rows[i], of which reused[i] tokens are kept."""
         kept = [len(ids) for ids in self.cached]
         needed, longest = list(kept), self.sampling.max_response_tokens
-        for row, (prompt, _) in self.running.items():
-            kept[row], needed[row] = self.length_bound(row), len(prompt) + longest
+        for row, (_, length, _) in self.running.items():
+            kept[row], needed[row] = self.length_bound(row), length + longest
         for row, prompt, n in zip(rows, prompts, reused):
             kept[row], needed[row] = n, len(prompt) + longest
+        assert max(needed) <= self.context, (max(needed), self.context)
         new = sum(map(len, prompts)) - sum(reused)
         self.most_tokens = max(self.most_tokens, sum(kept) + new)
         if not self.cache.varlen:                               # read in multiples of 16 positions
@@ -214,8 +241,8 @@ class Slots:
 
     def length_bound(self, row):
         """Upper bound on the number of tokens in a row with a running response, known without a host sync."""
-        prompt, first_step = self.running[row]
-        return len(prompt) + min(self.steps - first_step, self.sampling.max_response_tokens)
+        _, length, first_step = self.running[row]
+        return length + min(self.steps - first_step, self.sampling.max_response_tokens)
 
     def replay(self, n):
         """`step` as a CUDA graph, captured at the first call: its ~760 kernels are launched at once."""
@@ -245,7 +272,7 @@ class Slots:
         row_R, finished = torch.tensor(rows, device=self.device).long(), []
         columns = (x[row_R].tolist() for x in (self.drawn_B, self.ids_BM, self.logprob_BM))
         for row, n, ids, logprob in zip(rows, *columns):
-            (prompt, _), ids, logprob = self.running.pop(row), ids[:n], logprob[:n]
+            (prompt, *_), ids, logprob = self.running.pop(row), ids[:n], logprob[:n]
             if not math.isfinite(sum(logprob)):
                 raise FloatingPointError("the model's logprobs are not finite: its weights or config.json "
                                          "give no valid probabilities")
@@ -345,48 +372,14 @@ def run_padded(model, cache, rows, chunks, starts, max_tokens):
             yield block, model(ids_BT, layout, select=torch.tensor(ends, device=device).unbind(1))
 
 
-def prefill(slots, rows, prompts, share):
-    """Fill row rows[i] with prompts[i], running only the tokens that are not cached.
-
-    Returns logits_RV after each prompt. rows: in ascending order. Equal prompts of which no token is cached,
-    as of a group's members, are run once and copied; with `share` they are kept in slots.first_prompts for
-    members that start later.
-    """
-    reused = [reusable_prefix(slots.cached[row], prompt) for row, prompt in zip(rows, prompts)]
-    slots.reserve(rows, prompts, reused)
-    members_of, known = {}, slots.first_prompts if share else {}
-    for i, prompt in enumerate(prompts):
-        if not reused[i]:
-            members_of.setdefault(tuple(prompt), []).append(i)
-    first = {members[0] for prompt, members in members_of.items() if prompt not in known}
-    run, logits = [i for i in range(len(rows)) if reused[i] or i in first], {}
-    if run:
-        logits = dict(zip(run, run_chunks(slots.model, slots.cache, [rows[i] for i in run],
-                                          [prompts[i][reused[i]:] for i in run], [reused[i] for i in run])))
-    for prompt, members in members_of.items():
-        copies = [rows[i] for i in members if i not in first]
-        if prompt not in known and (share or copies):
-            known[prompt] = slots.cache.export_row(rows[members[0]], len(prompt)), logits[members[0]]
-        if copies:
-            exported, logits_V = known[prompt]
-            slots.cache.import_rows(copies, exported)
-            logits |= dict.fromkeys(members, logits_V)
-    return torch.stack([logits[i] for i in range(len(rows))])
-
-
 def generate(slots, prompts, streams, share=False, restrictions=None):
     """Sample one Response per prompt: prompts[i] in slot i, with random stream streams[i]."""
-    slots.begin(range(len(prompts)), prompts, streams, share, restrictions)
-    return finish(slots)
-
-
-def finish(slots):
-    """The Responses to all that runs, in row order."""
     responses = {}
+    slots.begin(range(len(prompts)), prompts, streams, share, restrictions)
     while slots.running:
         slots.tick()
         responses |= slots.pop_finished()
-    return [responses[row] for row in sorted(responses)]
+    return [responses[row] for row in range(len(prompts))]
 
 
 class Answers(Slots):
@@ -404,26 +397,20 @@ class Answers(Slots):
         self.prompts, self.longest = KVCache(model.config, n_prompts, 0, dtype, self.device), 0
         self.prompt_R, self.n_answers = torch.zeros(n_prompts, device=self.device).long(), n_answers
 
-    @torch.no_grad()
-    def begin(self, prompts, streams):
-        """Start sampling A answers to each of up to R prompts, answer a to prompt r with random stream
-        streams[r][a], in row r * A + a.
+    def prefill(self, rows, prompts, share=False):
+        """Cache prompts[r * A], which rows r * A to r * A + A - 1 answer. Returns logits_BV after it, and 0
+        cached tokens for each row. rows: from 0 on, without gaps.
         """
-        self.restart(self.context, self.sampling)
-        R, n, lengths = len(prompts), len(prompts) * self.n_answers, [len(prompt) for prompt in prompts]
-        longest = bucket(max(lengths), 16)
+        prompts = prompts[::self.n_answers]
+        R, lengths = len(prompts), [len(prompt) for prompt in prompts]
+        longest, unused = bucket(max(lengths), 16), [0] * (len(self.prompt_R) - R)
         needed = lengths if self.cache.varlen else [longest] * R        # masks read multiples of 16 positions
-        empty = [0] * (len(self.prompt_R) - R)
-        if self.prompts.fit([0] * R + empty, needed + empty) or longest > self.longest:
+        if self.prompts.fit([0] * R + unused, needed + unused) or longest > self.longest:
             self.graphs.clear()
         self.longest = max(longest, self.longest) if self.cache.varlen else longest
+        self.prompt_R.copy_(torch.tensor(lengths + unused))
         logits_RV = run_chunks(self.model, self.prompts, range(R), prompts, [0] * R)
-        for x in (self.prompt_R, self.length_B, self.drawn_B):
-            x.zero_()
-        self.prompt_R[:R], self.stream_B[:n] = upload(self.device, lengths, chain(*streams))
-        self.active_B[:n] = True
-        self.running = dict.fromkeys(range(n), ([], 0))
-        self.draw(logits_RV.repeat_interleave(self.n_answers, 0), slice(0, n))
+        return logits_RV.repeat_interleave(self.n_answers, 0), [0] * len(rows)
 
     def forward(self, rows, start_B, active_B, context):
         """Logits after the last token of every row."""
@@ -440,9 +427,10 @@ def answer(model, prompts, streams, stop_ids, sampling, n_slots):
     """
     answers, per_prompt = [], max(map(len, streams), default=1)
     per_batch = min(max(1, n_slots // per_prompt), len(prompts))
-    slots = prompts and Answers(model, per_batch, per_prompt, stop_ids, sampling)
+    slots = Answers(model, per_batch, per_prompt, stop_ids, sampling) if prompts else None
     for a in range(0, len(prompts), per_batch or 1):
-        slots.begin(prompts[a:a + per_batch], streams[a:a + per_batch])
-        responses = finish(slots)
+        batch = [prompt for prompt in prompts[a:a + per_batch] for _ in range(per_prompt)]
+        slots.restart(slots.context, sampling)
+        responses = generate(slots, batch, [*chain(*streams[a:a + per_batch])])
         answers += [responses[i:i + per_prompt] for i in range(0, len(responses), per_prompt)]
     return answers

@@ -71,7 +71,7 @@ def test_prefill_runs_only_the_tokens_that_are_not_cached(model):
     model.register_forward_pre_hook(lambda module, args: run.append(
         [ids[slot < args[1].cache.slots].tolist() for ids, slot in zip(args[0], args[1].slot_BT)]))
     with torch.no_grad():
-        engine.prefill(slots, [0, 1], [[5, 6, 1, 2], [5, 6]], share=False)
+        slots.prefill([0, 1], [[5, 6, 1, 2], [5, 6]])
     assert run == [[[1, 2], [6]]]           # a fully cached prompt runs its last token, for the logits
 
 
