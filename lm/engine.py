@@ -21,7 +21,7 @@ from lm.attention import Append, Forked, KVCache, PackedAppend, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
-GROWTH = 2048      # positions by which the rows of a cache grow that is read with masks
+GROWTH = 1024      # positions by which the rows of a cache grow that is read with masks
 
 
 @dataclass(frozen=True, slots=True)
