@@ -5,7 +5,8 @@ prompt that the slot does not contain yet is run: in an append-only conversation
 members of a group share one prefill of their first prompt. Responses stay token ids: training uses the
 sampled ids, and no response is tokenized again.
 Left out: paged caches.
-Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens of the longest response.
+Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens of the longest response. Of
+answers that share their prompt: R prompts, A answers to each.
 
     python -m lab.bench.rollout           # against transformers' generate
 """
@@ -90,7 +91,7 @@ class Slots:
         device = weight.device
         self.model, self.n, self.device = model, n, device
         self.cache = KVCache(model.config, n, 0, weight.dtype, device)
-        self.graphs, self.pool = {}, None
+        self.drop_graphs()
         self.stop_ids, self.stop_tensor = stop_ids, torch.tensor(stop_ids, device=device)
         self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
         self.stream_B, self.length_B, self.drawn_B, self.token_B = torch.zeros(4, n, device=device).long()
@@ -103,14 +104,14 @@ class Slots:
         self.context, self.sampling, longest = context, sampling, sampling.max_response_tokens
         self.cached = [[] for _ in range(self.n)]
         self.first_prompts = {}          # prompt -> (K/V, logits_V), reused by later members of a group
-        self.running = {}                # row -> (prompt, cached tokens and number of the step at its begin)
+        self.running = {}                # row -> (prompt, tokens cached before its response, first step)
         self.restrictions, self.steps, self.most_tokens = {}, 0, 0
         self.active_B.zero_()
         self.limit.fill_(longest)        # on the device, as graphs read it
         if self.ids_BM.shape[1] <= longest:
             self.ids_BM = torch.zeros(self.n, longest + 1, device=self.device).long()
             self.logprob_BM = torch.zeros(self.n, longest + 1, device=self.device)   # the last takes padding
-            self.graphs.clear()
+            self.drop_graphs()
 
     @torch.no_grad()
     def begin(self, rows, prompts, streams, share=False, restrictions=None):
@@ -170,8 +171,11 @@ class Slots:
         if not self.cache.varlen:                               # read in multiples of 16 positions
             needed = [min(bucket(max(needed) + 16, GROWTH), bucket(self.context + 16))] * self.n
         if self.cache.fit(kept, needed):
-            self.graphs.clear()                                 # they refer to the old tensors
-            self.pool = None
+            self.drop_graphs()
+
+    def drop_graphs(self):
+        """Forget the CUDA graphs, which refer to tensors that were replaced, and their memory."""
+        self.graphs, self.pool = {}, None
 
     @property
     def usage(self):
@@ -406,7 +410,7 @@ class Answers(Slots):
         longest, unused = bucket(max(lengths), 16), [0] * (len(self.prompt_R) - R)
         needed = lengths if self.cache.varlen else [longest] * R        # masks read multiples of 16 positions
         if self.prompts.fit([0] * R + unused, needed + unused) or longest > self.longest:
-            self.graphs.clear()
+            self.drop_graphs()
         self.longest = max(longest, self.longest) if self.cache.varlen else longest
         self.prompt_R.copy_(torch.tensor(lengths + unused))
         logits_RV = run_chunks(self.model, self.prompts, range(R), prompts, [0] * R)
