@@ -232,8 +232,8 @@ def rollout_metrics(run, episodes):
     if algorithm.groups:
         metrics["rollout/zero_variance_frac"] = counts["equal"] / counts["episodes"]
     metrics |= {f"rollout/{key}": counts[key] for key in ("episodes", "response_tokens", "restarts")}
-    metrics |= {"rollout/cache_tokens": counts["cached"],
-                "rollout/cache_used_frac": counts["cached"] / counts["of_slots"]}
+    metrics |= {"memory/cache_tokens": counts["cached"],
+                "memory/cache_used_frac": counts["cached"] / counts["of_slots"]}
     return metrics | {"rollout/reward": counts["reward"] / counts["episodes"],
                       "time/game_ms": 1000 * counts["game_s"] / max(counts["turns"], 1)}
 
