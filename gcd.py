@@ -223,14 +223,18 @@ def rollout_metrics(run, episodes):
     """Metrics of all episodes played in an iteration, over all ranks."""
     algorithm = run.config.algorithm
     equal = algorithm.zero_variance_groups(episodes) if algorithm.groups else ()
+    cached, of_slots = run.slots.usage
     counts = parallel.all_sum(summary(episodes) | {
-        "reward": sum(e.reward for e in episodes), "equal": sum(e.group in equal for e in episodes)})
+        "reward": sum(e.reward for e in episodes), "equal": sum(e.group in equal for e in episodes),
+        "cached": cached, "of_slots": of_slots})
     shares = success_rate(counts)
     keys = ("success", "turns", "invalid_frac", "repeated_frac", "truncated_frac", "score_100")
     metrics = {f"rollout/{key}": shares[key] for key in keys if key in shares}
     if algorithm.groups:
         metrics["rollout/zero_variance_frac"] = counts["equal"] / counts["episodes"]
     metrics |= {f"rollout/{key}": counts[key] for key in ("episodes", "response_tokens", "restarts")}
+    metrics |= {"memory/cache_tokens": counts["cached"],
+                "memory/cache_used_frac": counts["cached"] / counts["of_slots"]}
     return metrics | {"rollout/reward": counts["reward"] / counts["episodes"],
                       "time/game_ms": 1000 * counts["game_s"] / max(counts["turns"], 1)}
 

@@ -8,7 +8,7 @@ sampling of tokens (lm/engine.py).
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, starmap
 from time import perf_counter
 
 from envs import EpisodeLost, Task, wrong_in
@@ -118,7 +118,8 @@ class Conversation:
     append-only). The constructor sends a reset, `start` waits for the reply. Then, for each turn, `submit`
     and `receive`, or `act` for both: many conversations submit before one receives, so that games in other
     processes work at the same time. `start` and `receive` may raise EpisodeLost. number: index among the
-    specs that are played.
+    specs that are played. due: whether a reply is to be received next. in_flight: whether a game of another
+    process is at work on it.
     """
 
     def __init__(self, spec, game, chat, history, number=0):
@@ -126,20 +127,25 @@ class Conversation:
         self.number, self.started = number, False
         self.source, self.game = game, game if hasattr(game, "send") else LocalGame(game)
         self.episode = Episode(spec.task, spec.group, spec.index)
-        self.game.send("reset", spec.task, 0)
+        self.call("reset", spec.task, 0)
+
+    def call(self, method, *arguments):
+        """Call a method of the game, whose reply `checked_reply` receives."""
+        self.game.send(method, *arguments)
+        self.due, self.in_flight = True, self.game is self.source
 
     def start(self):
         """Receive the first observation and build the first prompt; returns self."""
         self.reply = self.checked_reply()
         self.head = self.prompt = list(self.chat.observe(self.reply, True, self.spec.instruction))
-        self.exchanges, self.episode.score_100, self.started = [], self.reply.score_100, True
+        self.exchanges, self.episode.score_100, self.started, self.due = [], self.reply.score_100, True, False
         self.episode.final_anchor = self.reply.observation
         return self
 
     def checked_reply(self):
         """The game's Reply. PluginError if it is none; any other error gets a note of the task and turn."""
         place = f"task {self.spec.task.id}, " + (f"turn {n}" if (n := len(self.episode.turns)) else "reset")
-        began = perf_counter()
+        began, self.in_flight = perf_counter(), False
         try:
             reply = self.game.receive()
         except BaseException as error:
@@ -172,7 +178,7 @@ class Conversation:
         A truncated response has no command; on_truncation "fail" ends the episode with it, "invalid" does
         not.
         """
-        episode, before = self.episode, self.reply
+        episode, before, self.due = self.episode, self.reply, True
         text = self.chat.decode(response.ids)
         action, tag = (None, None) if response.truncated else self.chat.parse(text)
         episode.turns.append(Turn(
@@ -183,7 +189,7 @@ class Conversation:
             episode.truncated, episode.final_observation = True, before.observation
             episode.ended = "response too long"
         elif action is not None:
-            self.game.send("step", action)
+            self.call("step", action)
 
     def receive(self, max_turns, max_prompt):
         """Receive the reply and build the next prompt, of at most max_prompt tokens; True if the episode
@@ -192,7 +198,7 @@ class Conversation:
         episode.ended is then the game's own reason, or "won", "over" (the game's end without a reason), "turn
         limit", "context full" or "response too long".
         """
-        episode, turn = self.episode, self.episode.turns[-1]
+        episode, turn, self.due = self.episode, self.episode.turns[-1], False
         if episode.truncated:
             return True
         if turn.action is None:
@@ -224,35 +230,45 @@ def check_first_prompt(task, prompt, max_response_tokens, context):
 
 
 def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_truncation="fail",
-         on_end=lambda episode: None, should_stop=False, admissible_only=False, waits=None, overrides=None):
+         on_end=lambda episode: None, should_stop=False, admissible_only=False, waits=None, overrides=None,
+         slots=None):
     """Play every spec once. Returns the Episodes, in the order of the specs.
 
     One slot per game. A slot whose episode has ended takes the next spec; when none is left, the last live
-    slot moves into its place. No slot waits for another: games answer finished responses while the device
-    samples the others. ValueError if a first prompt leaves no room for a response within `context` tokens.
+    slot moves into its place. No slot waits for another: games of other processes answer finished responses
+    while the device samples the others, and games of this process answer before it goes on. ValueError if a
+    first prompt leaves no room for a response within `context` tokens.
 
     history, on_truncation: see `Conversation`. on_end(episode) is called as each one ends. should_stop: may
     turn true between ticks; `play` then returns the episodes that have ended, which the caller must discard.
     admissible_only: sample admissible commands only (`Chat.restriction`). waits: a dict to which the seconds
     spent on "environments" and "device" are added. overrides: {spec.index: function of its Conversation that
-    returns a response's token ids, which replace the model's response, or None}.
+    returns a response's token ids, which replace the model's response, or None}. slots: Slots of this model,
+    one per game, that keep their memory and CUDA graphs from one call to the next; None: new ones.
     """
-    slots = Slots(model, min(len(games), len(specs)), context, chat.stop_ids, sampling)
+    n = min(len(games), len(specs))
+    if slots:
+        slots.restart(context, sampling)
+    else:
+        slots = Slots(model, n, context, chat.stop_ids, sampling)
     max_prompt = context - sampling.max_response_tokens
     share = len({spec.group for spec in specs}) < len(specs)
-    waiting, ended, first_prompt = iter(range(len(slots.cached), len(specs))), {}, {}
+    waiting, ended, first_prompt = iter(range(n, len(specs))), {}, {}
 
-    def receive(conversation):
-        """Receive the game's reply, and check a first prompt; True if the episode has ended."""
-        if conversation.started:
-            return conversation.receive(max_turns, max_prompt)
-        conversation.start()
+    def received(conversation):
+        """(conversation, whether the episode has ended, or the EpisodeLost), by the game's reply."""
+        try:
+            if conversation.started:
+                return conversation, conversation.receive(max_turns, max_prompt)
+            conversation.start()
+        except EpisodeLost as loss:
+            return conversation, loss
         spec = conversation.spec
         check_first_prompt(spec.task, conversation.prompt, sampling.max_response_tokens, context)
         start = (spec.task.id, conversation.prompt)
         first = first_prompt.setdefault(spec.group, start)
         assert first == start, f"group {spec.group} has different starts: {first[0]}, {start[0]}"
-        return False
+        return conversation, False
 
     def place(row, conversation):
         """Put a new conversation into a row, whose cached tokens are dropped; returns it."""
@@ -260,38 +276,43 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
         live[row:row + 1] = [conversation]
         return conversation
 
-    live, pairs = [], enumerate(zip(specs, games))
-    pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs]
-    while live and not should_stop:
-        clock, ready, over, lost = [perf_counter()], [], [], []
-        slots.tick()                                             # the device starts to sample,
-        clock.append(perf_counter())
-        for conversation in pending:                             # while these games answer
-            try:
-                (over if receive(conversation) else ready).append(conversation)
-            except EpisodeLost as loss:
-                lost.append((conversation.row, restarted(conversation, loss)))
-        clock.append(perf_counter())
-        finished = slots.pop_finished()
-        clock.append(perf_counter())
-        pending = [place(*entry) for entry in lost]
-        for row, response in finished:
-            live[row].submit(response, on_truncation)
-            pending.append(live[row])
-        for conversation in over:
-            ended[conversation.number], row = conversation.episode, conversation.row
+    def follow(conversation, outcome):
+        """The conversation that goes on in this row; None: the row is free."""
+        row = conversation.row
+        if isinstance(outcome, EpisodeLost):
+            return place(row, restarted(conversation, outcome))
+        if outcome:
+            ended[conversation.number] = conversation.episode
             on_end(conversation.episode)
             if (new := next(waiting, None)) is not None:
-                pending.append(place(row, Conversation(specs[new], conversation.game, chat, history, new)))
-            else:
-                live[row], live[-1].row = live[-1], row
-                live.pop()
-                slots.move(len(live), row)
-        for conversation in list(ready) if overrides else ():
-            if ids := overrides[conversation.spec.index](conversation):
-                conversation.submit(Response(ids, [], False))
-                ready.remove(conversation)
-                pending.append(conversation)
+                return place(row, Conversation(specs[new], conversation.game, chat, history, new))
+            live[row], live[-1].row = live[-1], row
+            live.pop()
+            slots.move(len(live), row)
+            return None
+        if overrides and (ids := overrides[conversation.spec.index](conversation)):
+            conversation.submit(Response(ids, [], False))
+        return conversation
+
+    live, pairs = [], enumerate(zip(specs, games))
+    called, pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs], []
+    while live and not should_stop:
+        clock, ready = [perf_counter()], []
+        slots.tick()                                             # the device starts to sample,
+        clock.append(perf_counter())
+        heard = [*map(received, pending)]                        # while games of other processes answer
+        clock.append(perf_counter())
+        for row, response in slots.pop_finished():
+            live[row].submit(response, on_truncation)
+            called.append(live[row])
+        clock.append(perf_counter())
+        pending = []
+        while (heard or called) and not should_stop:
+            pending += [conversation for conversation in called if conversation.in_flight]
+            heard += [received(conversation) for conversation in called if not conversation.in_flight]
+            followed, heard = [*filter(None, starmap(follow, heard))], []
+            called = [conversation for conversation in followed if conversation.due]
+            ready += [conversation for conversation in followed if not conversation.due]
         clock.append(perf_counter())
         if ready:
             ready.sort(key=lambda conversation: conversation.row)
@@ -301,8 +322,8 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
                         [conversation.restriction() for conversation in ready] if admissible_only else None)
         clock.append(perf_counter())
         if waits is not None:
-            sampled, received, landing, _, started = (b - a for a, b in pairwise(clock))
-            waits |= {"environments": waits.get("environments", 0.0) + received,
+            sampled, received_s, landing, answered_s, started = (b - a for a, b in pairwise(clock))
+            waits |= {"environments": waits.get("environments", 0.0) + received_s + answered_s,
                       "device": waits.get("device", 0.0) + sampled + landing + started}
     return [ended[number] for number in sorted(ended)]
 

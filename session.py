@@ -28,7 +28,7 @@ from infra.streams import LORA, generator
 from lm import lora
 from lm import model as qwen
 from lm.chat import TAGS, Chat, is_small
-from lm.engine import Sampling
+from lm.engine import Sampling, Slots
 from lm.optim import adamw, train_last, trained
 from lm.small import save_small_model
 
@@ -58,6 +58,7 @@ class Run:
     began: float = 0.0
     iteration: int | None = None                           # of RL, during RL
     cold_progress: dict = field(default_factory=dict)      # the cold start's, in the last checkpoint
+    slots: Slots | None = None                             # the sampler's cache, one row per game
     waits: dict = field(default_factory=dict)              # seconds spent waiting in `play`, by cause
     warned: set = field(default_factory=set)               # kinds of warnings given
     base: object = None           # folder of the model that the adapters belong to, with --save-adapter
@@ -136,7 +137,7 @@ class Run:
             return rollout.play(self.sampler, self.chat, self.games, specs, sampling,
                                 max_turns or config.max_turns, config.context, config.history,
                                 config.on_truncation, lambda episode: bar.update(), self.should_stop,
-                                config.admissible_only, self.waits, overrides)
+                                config.admissible_only, self.waits, overrides, self.slots)
 
     def save_batch(self, samples):
         """Store samples whose loss or gradient was not finite, for inspection."""
@@ -240,8 +241,10 @@ def prepare(config, ranks, should_stop, resources):
     sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
     sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype),
                                       always=config.lora > 0)
+    slots = Slots(sampler, config.slots, config.context, chat.stop_ids,
+                  Sampling(config.temperature, config.max_response_tokens))
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
-               should_stop, identity, state and state["iteration"], endpoint, sink, instruction,
+               should_stop, identity, state and state["iteration"], endpoint, sink, instruction, slots=slots,
                seconds=dict(state.get("seconds", {}) if state else {}),
                cold_progress=dict(state.get("cold") or {} if state else {}),
                base=config.model and Path(config.model).resolve())

@@ -18,7 +18,7 @@ from algorithms import rewards
 from infra import plugins
 
 RATIOS = ("token", "turn", "episode")
-GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time")       # of metrics, "group/name"
+GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time", "memory")       # of metrics, "group/name"
 
 
 class Method:

@@ -1,27 +1,50 @@
 """Attention layouts: the position of each token in a forward, and the keys that its query attends to.
 
-There are three layouts: `Rows`, padded rows to train on; `Packed`, the same tokens in one row without
-padding; `Append`, chunks that continue the rows of a `KVCache`. Packed and Append use variable-length
-attention if the device has it (`varlen`); otherwise rows are padded, and Rows and Append use masks.
+There are five. To train on: `Rows`, padded rows, and `Packed`, the same tokens in one row without padding. To
+continue the rows of a `KVCache`: `Append`, padded chunks, and `PackedAppend`, the same without padding. The
+packed ones need variable-length attention, which some GPUs have (`varlen`); the padded ones use masks.
+`Forked` continues rows that share a prompt, in either way.
 
-Shapes: B rows, T positions of a chunk, S cache slots read, H query heads, K key/value heads, G = H / K query
-heads per key/value head, Q = G * T queries of one key/value head, D head size.
+Shapes: B rows, T positions of a chunk, N tokens of packed chunks, S cache slots read, P slots of a cache, H
+query heads, K key/value heads, G = H / K query heads per key/value head, Q = G * T queries of one key/value
+head, D head size, R prompts, each of A = B / R rows.
 """
 
 import inspect
 import sys
-from functools import cache
-from itertools import accumulate
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+FEW_ROWS = 64      # with fewer, one block of threads per row and key/value head leaves a GPU half idle
+
+
+class Varlen(NamedTuple):
+    """torch's variable-length attention over sequences that lie one after the other, in three functions.
+
+    causal(q, k, v, q_starts, k_starts, longest_q, longest_k): sequence i has queries q_starts[i] to
+    q_starts[i + 1], and keys likewise; the last query attends to all keys, the one before to all but the
+    last, and so on. Has a gradient.
+    cached(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B): the same, but sequence i has keys_B[i]
+    keys, from k_starts[i] on, wherever that is. No gradient.
+    shared(the same arguments): as `cached`, but each query attends to all keys of its sequence. Returns the
+    output and the log of the sum of the exponentials of each query's scores, [H, N].
+    """
+
+    causal: object
+    cached: object
+    shared: object
+
 
 @cache
 def varlen(device, dtype, head_dim):
-    """torch's variable-length attention, or None if it cannot be used here.
+    """The `Varlen` of the installed torch, or None if it cannot be used here.
 
-    It needs torch 2.12, an Ampere GPU, half precision and a head size that is a multiple of 8. If it is
+    It needs torch 2.11, an Ampere GPU, half precision and a head size that is a multiple of 8. If it is
     missing on a GPU, each rank warns once, with the reason.
     """
     if device.type == "cpu":
@@ -31,9 +54,8 @@ def varlen(device, dtype, head_dim):
         parameters = inspect.signature(varlen_attn).parameters
     except ImportError:
         parameters = {}
-    missing = [name for name in ("enable_gqa", "seqused_k", "num_splits") if name not in parameters]
-    if missing:
-        reason = f"torch {torch.__version__}'s varlen_attn without {', '.join(missing)}"
+    if "window_size" not in parameters:
+        reason = f"torch {torch.__version__}, whose variable-length attention is older than 2.11's"
     elif dtype not in (torch.bfloat16, torch.float16):
         reason = f"{dtype}"
     elif head_dim % 8:
@@ -41,103 +63,286 @@ def varlen(device, dtype, head_dim):
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         reason = f"a {torch.cuda.get_device_name(device)}"
     else:
-        return varlen_attn
+        gqa = {"enable_gqa": True} if "enable_gqa" in parameters else {}     # 2.11 needs no permission
+        own = {"seqused_k", "num_splits"} <= parameters.keys()
+        cached = partial(cached_by_varlen_attn, varlen_attn) if own else cached_by_operator
+        return Varlen(partial(varlen_attn, window_size=(-1, 0), **gqa), cached, shared_by_operator)
     print(f"{reason}: falling back to masked attention, padded rows and decoding without CUDA graphs, which "
           "is slower", file=sys.stderr)
     return None
 
 
-class KVCache:
-    """Keys and values of B token sequences: kv[layer] is [2, B, length + 1, K, D].
+def window(longest_q):
+    """(left, right): causal, except for single queries, which `keys_B` makes causal: for them a window would
+    disable the kernel that reads K/V once for all heads of a group.
+    """
+    return -1, -1 if longest_q == 1 else 0
 
-    Slot index = absolute position = RoPE position. The last slot takes padding: it is written, never read.
+
+def cached_by_varlen_attn(varlen_attn, q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
+    """`Varlen.cached` of torch 2.12 and later.
+
+    One block of threads reads all keys of a row, so that no row's result depends on the lengths of others;
+    with few rows of one query each, torch chooses how many blocks share the keys.
+    """
+    splits = None if longest_q == 1 and len(keys_B) < FEW_ROWS else 1
+    return varlen_attn(q, k, v, q_starts, k_starts, longest_q, longest_k, window_size=window(longest_q),
+                       enable_gqa=True, seqused_k=keys_B, num_splits=splits)
+
+
+def cached_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
+    """`Varlen.cached` of torch 2.11, whose varlen_attn has no seqused_k, while its operator has."""
+    left, right = window(longest_q)
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, right == 0, False, window_size_left=left,
+        window_size_right=right, seqused_k=keys_B)[0]
+
+
+def shared_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
+    """`Varlen.shared`, by the operator under varlen_attn, whose extra outputs have changed their names."""
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, False, False, seqused_k=keys_B)[:2]
+
+
+class KVCache:
+    """Keys and values of B token sequences in one pool of P slots: kv[layer] is [2, P + 1, K, D].
+
+    Row b has room for room[b] positions in consecutive slots: position p, which is also the RoPE position,
+    is in slot first[b] + p. The last slot of the pool takes padding: it is written, never read.
+
+    With variable-length attention each row has the room that it needs, so that the pool is about as large as
+    the sum of the rows' lengths. Masks read the rows as one rectangle, so that all have the same room. Rows
+    are not paged: a row that runs out of room makes all rows be laid out again (`fit`).
+    length: room of each row at first.
     """
 
-    def __init__(self, config, slots, length, dtype, device):
-        self.length, self.group = length, config.num_attention_heads // config.num_key_value_heads
-        self.varlen = varlen(torch.device(device), dtype, config.head_dim)
-        shape = (2, slots, length + 1, config.num_key_value_heads, config.head_dim)
+    def __init__(self, config, rows, length, dtype, device):
+        self.group, device = config.num_attention_heads // config.num_key_value_heads, torch.device(device)
+        self.varlen = varlen(device, dtype, config.head_dim)
+        self.first, self.room = [b * length for b in range(rows)], [length] * rows
+        self.first_B = torch.tensor(self.first, device=device)
+        shape = (2, rows * length + 1, config.num_key_value_heads, config.head_dim)
         self.kv = [torch.zeros(shape, dtype=dtype, device=device)       # zeros: masked garbage must be finite
                    for _ in range(config.num_hidden_layers)]
 
-    def grow(self, length):
-        """Grow every row to `length` positions, layer by layer, so that only one layer is in memory twice."""
-        for layer, kv in enumerate(self.kv):
-            self.kv[layer] = kv.new_zeros(*kv.shape[:2], length + 1, *kv.shape[3:])
-            self.kv[layer][:, :, :self.length] = kv[:, :, :self.length]
-        self.length = length
+    @property
+    def slots(self):
+        """P, which is also the number of the slot for padding."""
+        return self.kv[0].shape[1] - 1
 
-    def copy_row(self, src, dst, length):
-        """Copy the first `length` slots of row src to row dst."""
+    def rectangle(self, layer):
+        """[2, B, room, K, D] of a layer, where all rows have the same room."""
+        kv = self.kv[layer]
+        return kv[:, :-1].unflatten(1, (len(self.room), -1))
+
+    def fit(self, kept, needed):
+        """Give each row b room for needed[b] positions, of which the first kept[b] are kept.
+
+        Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that only one
+        layer is in memory twice. With variable-length attention, rows in use share what they leave of the
+        pool; it grows by a quarter once they leave less than a sixteenth. Returns whether the pool has grown,
+        which gives it other addresses.
+        """
+        if all(need <= room for need, room in zip(needed, self.room)):
+            return False
+        total, slots, used = sum(needed), self.slots, sum(need > 0 for need in needed)
+        if not self.varlen:
+            needed = [max(needed)] * len(needed)
+            slots = total = sum(needed)
+        elif total + total // 16 > slots:
+            slots = total + total // 4
+        share = (slots - total) // used
+        room = [need + share * (need > 0) for need in needed]
+        first = [*accumulate(room, initial=0)][:-1]
+        source, target = (torch.cat([torch.arange(start, start + n) for start, n in zip(starts, kept)])
+                          .to(self.first_B.device) for starts in (self.first, first))
+        grown = slots != self.slots
+        for layer, kv in enumerate(self.kv):
+            moved = kv[:, source]
+            if grown:
+                self.kv[layer] = kv = kv.new_zeros(2, slots + 1, *kv.shape[2:])
+            kv[:, target] = moved
+        self.first, self.room = first, room
+        self.first_B.copy_(torch.tensor(first))
+        return grown
+
+    def move(self, source, target, length):
+        """Move the first `length` positions of row source to row target, whose own are lost."""
+        if self.varlen:                                   # rows may be in any order: they exchange their room
+            for values in (self.first, self.room):
+                values[source], values[target] = values[target], values[source]
+            self.first_B.copy_(torch.tensor(self.first))
+            return
         for kv in self.kv:
-            kv[:, dst, :length] = kv[:, src, :length]
+            a, b = (kv[:, self.first[row]:self.first[row] + length] for row in (source, target))
+            b.copy_(a)
 
     def export_row(self, row, length):
-        """A copy of a row's first `length` slots: per layer a [2, length, K, D], for `import_rows`."""
-        return [kv[:, row, :length].clone() for kv in self.kv]
+        """A copy of a row's first `length` positions: per layer a [2, length, K, D], for `import_rows`."""
+        first = self.first[row]
+        return [kv[:, first:first + length].clone() for kv in self.kv]
 
     def import_rows(self, rows, exported):
-        """Write the result of `export_row` into the first slots of each of `rows`."""
+        """Write the result of `export_row` into the first positions of each of `rows`."""
+        length = exported[0].shape[1]
+        first_R = torch.tensor([self.first[row] for row in rows])
+        slot_RT = (first_R[:, None] + torch.arange(length)).to(self.first_B.device)
         for kv, values in zip(self.kv, exported):
-            kv[:, rows, :values.shape[1]] = values[:, None]
+            kv[:, slot_RT] = values[:, None]
 
 
 class Append:
-    """Layout of a chunk [B, T] that is appended to rows of a cache and attends to their earlier slots.
+    """Layout of a padded chunk [B, T] that is appended to rows of a cache and attends to their earlier slots.
 
-    rows: the cache rows, as a slice or a tensor of indices. start_B: the slot of each row's first new token.
-    n_valid: how many of each row's T tokens are real, as a list, or as a tensor if T is 1 (None: all T). The
-    rest is padding, whose logits are meaningless; a row with 0 keeps its contents. context: number of slots
-    to read, at least the longest row's length after this chunk; an int, to avoid a host sync.
+    rows: the cache rows, as a slice or a tensor of indices. start_B: the position of each row's first new
+    token. n_valid: how many of each row's T tokens are real, as a list or a tensor (None: all T). The rest is
+    padding, whose logits are meaningless; a row with 0 keeps its contents. context: number of positions to
+    read, at least the longest row's length after this chunk; an int, to avoid a host sync.
     Use under torch.no_grad(): writes to a cache have no gradient.
     """
 
     def __init__(self, cache, rows, start_B, n_valid, T, context):
         assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
-        assert 0 < context <= cache.length, f"context {context} of a cache of length {cache.length}"
+        assert 0 < context <= cache.room[0], f"context {context} of rows with room for {cache.room[0]}"
         self.cache, self.rows, self.context, device = cache, rows, context, start_B.device
         dtype, step_T = cache.kv[0].dtype, torch.arange(T, device=device)
-        self.position_BT = self.slot_BT = start_B[:, None] + step_T
+        self.position_BT = start_B[:, None] + step_T
+        self.slot_BT = self.position_BT + cache.first_B[rows, None]
         if n_valid is not None:
             n_valid_B = torch.as_tensor(n_valid, device=device)
-            self.slot_BT = self.position_BT.masked_fill(step_T >= n_valid_B[:, None], cache.length)
-        row_B = torch.arange(cache.kv[0].shape[1], device=device)[rows]
-        self.row_B1 = row_B[:, None]
-        if cache.varlen:
-            first_B = (row_B * (cache.length + 1)).int()
-            self.k_starts = torch.cat([first_B, first_B[-1:] + cache.length + 1])
-            self.valid, queries_B = slice(None), torch.full_like(start_B, T)
-            if isinstance(n_valid, list):        # drop a chunk's padding; a decoding step keeps fixed shapes
-                queries_B = n_valid_B
-                valid_BT = torch.arange(T) < torch.tensor(n_valid)[:, None]
-                self.valid = valid_BT.flatten().nonzero()[:, 0].to(device)
-            self.q_starts = F.pad(queries_B.cumsum(0), (1, 0)).int()
-            self.keys_B = (start_B + queries_B).int()
-        else:
-            future_BTS = torch.arange(context, device=device) > self.position_BT[:, :, None]
-            mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
-            self.mask_B1QS = mask_BTS.repeat(1, cache.group, 1)[:, None]   # ordered by head, like the queries
+            self.slot_BT = self.slot_BT.masked_fill(step_T >= n_valid_B[:, None], cache.slots)
+        future_BTS = torch.arange(context, device=device) > self.position_BT[:, :, None]
+        mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
+        self.mask_B1QS = mask_BTS.repeat(1, cache.group, 1)[:, None]       # ordered by head, like the queries
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """Write the chunk's keys and values, and attend to them and all earlier slots: [B, T, H * D]."""
         (B, T, H, D), (k, v) = q_BTHD.shape, self.cache.kv[layer]
-        k[self.row_B1, self.slot_BT] = k_BTKD
-        v[self.row_B1, self.slot_BT] = v_BTKD
-        if self.cache.varlen:
-            # seqused_k already makes a single query causal; a causal window would disable the kernel that
-            # reads K/V once for all heads of a group. One split: with more, a row's result depends on the
-            # lengths of other rows
-            out, window = torch.zeros_like(q_BTHD).view(B * T, H, D), (-1, -1 if T == 1 else 0)
-            out[self.valid] = self.cache.varlen(
-                q_BTHD.reshape(B * T, H, D)[self.valid], k.flatten(0, 1), v.flatten(0, 1), self.q_starts,
-                self.k_starts, T, k.shape[1], window_size=window, enable_gqa=True, seqused_k=self.keys_B,
-                num_splits=1)
-            return out.view(B, T, -1)
-        k_BKSD, v_BKSD = (x[self.rows, :self.context].transpose(1, 2) for x in (k, v))
+        k[self.slot_BT] = k_BTKD
+        v[self.slot_BT] = v_BTKD
+        k_BKSD, v_BKSD = (x[self.rows, :self.context].transpose(1, 2) for x in self.cache.rectangle(layer))
         # treat G heads of T queries as one head of G * T queries, so that K/V are never repeated
-        q_BKQD = q_BTHD.transpose(1, 2).reshape(B, k.shape[2], -1, D)
+        q_BKQD = q_BTHD.transpose(1, 2).reshape(B, k.shape[1], -1, D)
         out = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=self.mask_B1QS)
         return out.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, -1)
+
+
+@dataclass
+class PackedAppend:
+    """Layout of chunks [1, N], one after the other without padding, that are appended to rows of a cache.
+
+    position_BT: [1, N]. slot_N: where the tokens' keys and values go. q_starts: the first token of each
+    chunk, and N. first_B: the first slot of each chunk's row. keys_B: the row's length after the chunk.
+    longest_q, longest_k: upper bounds of a chunk's and a row's length.
+    Use under torch.no_grad(): writes to a cache have no gradient.
+    """
+
+    cache: KVCache
+    position_BT: torch.Tensor
+    slot_N: torch.Tensor
+    q_starts: torch.Tensor
+    first_B: torch.Tensor
+    keys_B: torch.Tensor
+    longest_q: int
+    longest_k: int
+
+    def __post_init__(self):
+        assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
+        self.q_starts, self.keys_B = self.q_starts.int(), self.keys_B.int()
+        self.k_starts = F.pad(self.first_B, (0, 1)).int()       # the last is not read, since keys_B is given
+
+    @classmethod
+    def chunks(cls, cache, rows, starts, lengths):
+        """Of lengths[i] tokens that are appended to row rows[i] from position starts[i] on. Host data."""
+        position = [starts[i] + t for i, n in enumerate(lengths) for t in range(n)]
+        slot = [cache.first[row] + starts[i] + t for i, (row, n) in enumerate(zip(rows, lengths))
+                for t in range(n)]
+        keys = [start + n for start, n in zip(starts, lengths)]
+        position_N, *tensors = upload(cache.first_B.device, position, slot, [0, *accumulate(lengths)],
+                                      [cache.first[row] for row in rows], keys)
+        return cls(cache, position_N[None], *tensors, max(lengths), max(keys))
+
+    @classmethod
+    def step(cls, cache, rows, start_B, active_B, longest):
+        """Of one token for each of `rows`, at position start_B; that of an inactive row is padding."""
+        first_B = cache.first_B[rows]
+        slot_B = torch.where(active_B, first_B + start_B, cache.slots)
+        q_starts = torch.arange(len(start_B) + 1, device=start_B.device)
+        keys_B = torch.where(active_B, start_B + 1, 1)        # other rows may have less room than they had
+        return cls(cache, start_B[None], slot_B, q_starts, first_B, keys_B, 1, longest)
+
+    def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
+        """Write the chunks' keys and values, and attend to them and all earlier slots: [1, N, H * D]."""
+        k, v = self.cache.kv[layer]
+        k[self.slot_N] = k_BTKD[0]
+        v[self.slot_N] = v_BTKD[0]
+        return self.cache.varlen.cached(q_BTHD[0], k, v, self.q_starts, self.k_starts, self.longest_q,
+                                        self.longest_k, self.keys_B).flatten(1)[None]
+
+
+class Forked:
+    """Layout of one new token [B, 1] for each of B rows, of which A after A continue the same prompt.
+
+    prompts: a cache of R prompts, of prompt_R tokens each. own: a cache of B rows with the same room, which
+    hold what follows the prompt, from position 0 on. start_B: how many tokens of its own each row has.
+    active_B: which rows have a new token; those of the others are padding. contexts: how many positions to
+    read of a prompt and of a row's own tokens, as in `Append`.
+
+    A prompt's keys are read once for all its rows. Its attention and that to a row's own keys are each a mean
+    of values weighted by exp(score); the sums of these weights merge the two (arXiv:2205.14135, §3.1).
+    Use under torch.no_grad(): writes to a cache have no gradient.
+    """
+
+    def __init__(self, prompts, own, prompt_R, start_B, active_B, contexts):
+        assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
+        self.prompts, self.own, self.contexts, device = prompts, own, contexts, start_B.device
+        self.R, self.A = len(prompt_R), len(start_B) // len(prompt_R)
+        self.position_BT = (prompt_R[:, None] + start_B.view(self.R, self.A)).view(-1, 1)
+        self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
+        self.keys_R = prompt_R.clamp(min=1).int()                    # a row without a prompt reads one slot
+        self.k_starts = F.pad(prompts.first_B, (0, 1)).int()
+        self.q_starts = torch.arange(0, len(start_B) + 1, self.A, device=device, dtype=torch.int32)
+        self.hidden_R11S, self.hidden_B11M = (
+            (torch.arange(n, device=device) >= length[:, None])[:, None, None]
+            for n, length in zip(contexts, (self.keys_R, start_B + 1)))
+
+    def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
+        """Write the tokens' keys and values, and attend to them and to all earlier ones: [B, 1, H * D]."""
+        (B, _, H, D), K, (S, M) = q_BTHD.shape, k_BTKD.shape[2], self.contexts
+        k, v = self.own.kv[layer]
+        k[self.slot_B] = k_BTKD[:, 0]
+        v[self.slot_B] = v_BTKD[:, 0]
+        k_BKMD, v_BKMD = (x[:, :M].transpose(1, 2) for x in self.own.rectangle(layer))
+        own_BKGD, own_sum_BKG = weighted_mean(q_BTHD.view(B, K, -1, D), k_BKMD, v_BKMD, self.hidden_B11M)
+        if self.prompts.varlen:
+            out_BHD, sum_HB = self.prompts.varlen.shared(
+                q_BTHD[:, 0], *self.prompts.kv[layer], self.q_starts, self.k_starts, self.A, S, self.keys_R)
+            out_BKGD, sum_BKG = out_BHD.view(own_BKGD.shape), sum_HB.T.reshape(own_sum_BKG.shape)
+        else:
+            k_RKSD, v_RKSD = (x[:, :S].transpose(1, 2) for x in self.prompts.rectangle(layer))
+            q_RKQD = q_BTHD.view(self.R, self.A, K, -1, D).transpose(1, 2).flatten(2, 3)     # Q = A * G
+            out_RKQD, sum_RKQ = weighted_mean(q_RKQD, k_RKSD, v_RKSD, self.hidden_R11S)
+            out_BKGD, sum_BKG = (x.unflatten(2, (self.A, -1)).transpose(1, 2).reshape(like.shape)
+                                 for x, like in ((out_RKQD, own_BKGD), (sum_RKQ, own_sum_BKG)))
+        share_BKG1 = (sum_BKG - own_sum_BKG).sigmoid()[..., None].to(out_BKGD.dtype)     # sums are logarithms
+        return torch.lerp(own_BKGD, out_BKGD, share_BKG1).reshape(B, 1, H * D)
+
+
+def weighted_mean(q_BKQD, k_BKSD, v_BKSD, hidden_B11S):
+    """Attention without the keys that are `hidden`, and the log of each query's sum of exp(score)."""
+    score_BKQS = q_BKQD @ k_BKSD.transpose(-1, -2) * q_BKQD.shape[-1] ** -0.5
+    wide = torch.promote_types(q_BKQD.dtype, torch.float32)
+    score_BKQS = score_BKQS.to(wide).masked_fill(hidden_B11S, -torch.inf)
+    return score_BKQS.softmax(-1).to(v_BKSD.dtype) @ v_BKSD, score_BKQS.logsumexp(-1)
+
+
+def upload(device, *lists):
+    """Integer tensors on a device, one for each list, by one copy, for which the host does not wait."""
+    lists = [[*numbers] for numbers in lists]
+    numbers = torch.tensor([*chain(*lists)])
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device).split([*map(len, lists)])
 
 
 class Rows:
@@ -171,7 +376,7 @@ class Rows:
 
 
 class Packed:
-    """The layout of `Rows`, concatenated into a single row without padding, for `varlen`.
+    """The layout of `Rows`, concatenated into a single row without padding, for `Varlen.causal`.
 
     Each part is one sequence of `attention`: its keys are its prefix's, gathered, and then its own.
     """
@@ -195,6 +400,5 @@ class Packed:
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """Attention of each query over the keys of its part and prefix: [1, T, H * D]."""
         k, v = (x[0][self.keys] for x in (k_BTKD, v_BTKD))
-        out = self.attention(q_BTHD[0], k, v, self.q_starts, self.k_starts, *self.longest,
-                             window_size=(-1, 0), enable_gqa=True)
+        out = self.attention.causal(q_BTHD[0], k, v, self.q_starts, self.k_starts, *self.longest)
         return out.reshape(1, len(q_BTHD[0]), -1)

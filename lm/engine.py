@@ -5,7 +5,8 @@ prompt that the slot does not contain yet is run: in an append-only conversation
 members of a group share one prefill of their first prompt. Responses stay token ids: training uses the
 sampled ids, and no response is tokenized again.
 Left out: paged caches.
-Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens of the longest response.
+Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens of the longest response. Of
+answers that share their prompt: R prompts, A answers to each.
 
     python -m lab.bench.rollout           # against transformers' generate
 """
@@ -13,14 +14,15 @@ Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens o
 import math
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, chain
 
 import torch
 
-from lm.attention import Append, KVCache
+from lm.attention import Append, Forked, KVCache, PackedAppend, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
-GROWTH = 2048      # positions by which the cache grows
+GROWTH = 1024      # positions by which the rows of a cache grow that is read with masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +78,40 @@ class Slots:
     `begin` prefills prompts and draws their first tokens, `tick` draws up to TICK more tokens of every
     running response, `pop_finished` returns the responses that have ended: rows do not wait for each other.
     Between `begin` and `pop_finished` all state stays on the device, without a host sync (on a GPU, if no
-    response is restricted).
+    response is restricted). `restart` forgets all rows, but keeps the cache's memory and the CUDA graphs.
     n: number of rows. context: maximum number of tokens of a row; the cache grows as needed. stop_ids: token
     ids that end a response. Rows in use are best kept at the front: a step runs all rows up to the last one
     in use.
     """
 
+    all_rows = False      # whether a step runs all of them, whichever are active
+
     def __init__(self, model, n, context, stop_ids, sampling):
         weight = next(model.parameters())
-        device, longest = weight.device, sampling.max_response_tokens
-        self.model, self.sampling, self.context, self.device = model, sampling, context, device
-        self.cache = KVCache(model.config, n, 1, weight.dtype, device)
-        self.cached = [[] for _ in range(n)]
-        self.first_prompts = {}          # prompt -> (K/V, logits_V), reused by later members of a group
-        self.running = {}                # row -> (prompt, number of the step at which its response began)
-        self.restrictions, self.steps, self.graphs, self.pool = {}, 0, {}, None
+        device = weight.device
+        self.model, self.n, self.device = model, n, device
+        self.cache = KVCache(model.config, n, 0, weight.dtype, device)
+        self.drop_graphs()
         self.stop_ids, self.stop_tensor = stop_ids, torch.tensor(stop_ids, device=device)
-        self.row_B = torch.arange(n, device=device)
+        self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
         self.stream_B, self.length_B, self.drawn_B, self.token_B = torch.zeros(4, n, device=device).long()
         self.active_B = torch.zeros(n, dtype=torch.bool, device=device)
-        self.ids_BM = torch.zeros(n, longest + 1, device=device).long()     # the last column takes padding
-        self.logprob_BM = torch.zeros(n, longest + 1, device=device)
+        self.ids_BM = torch.zeros(n, 0, device=device).long()
+        self.restart(context, sampling)
+
+    def restart(self, context, sampling):
+        """Forget all rows and their responses. Needed once the model's weights have changed."""
+        self.context, self.sampling, longest = context, sampling, sampling.max_response_tokens
+        self.cached = [[] for _ in range(self.n)]
+        self.first_prompts = {}          # prompt -> (K/V, logits_V), reused by later members of a group
+        self.running = {}                # row -> (prompt, tokens cached before its response, first step)
+        self.restrictions, self.steps, self.most_tokens = {}, 0, 0
+        self.active_B.zero_()
+        self.limit.fill_(longest)        # on the device, as graphs read it
+        if self.ids_BM.shape[1] <= longest:
+            self.ids_BM = torch.zeros(self.n, longest + 1, device=self.device).long()
+            self.logprob_BM = torch.zeros(self.n, longest + 1, device=self.device)   # the last takes padding
+            self.drop_graphs()
 
     @torch.no_grad()
     def begin(self, rows, prompts, streams, share=False, restrictions=None):
@@ -105,23 +120,67 @@ class Slots:
         share: keep the prefill of prompts that start an episode, for members of the same group that start
         later. restrictions: a Restriction (or None) per prompt.
         """
-        longest = max(map(len, prompts)) + self.sampling.max_response_tokens
-        assert longest <= self.context, (longest, self.context)
-        logits_RV = prefill(self, rows, prompts, share)
-        row_R = torch.tensor(rows, device=self.device)
-        self.stream_B[row_R], self.length_B[row_R] = torch.tensor(
-            [streams, [len(prompt) for prompt in prompts]], device=self.device)
+        logits_RV, lengths = self.prefill(rows, prompts, share)
+        row_R, stream_R, length_R = upload(self.device, rows, streams, lengths)
+        self.stream_B[row_R], self.length_B[row_R] = stream_R, length_R
         self.drawn_B[row_R], self.active_B[row_R] = 0, True
-        self.running |= {row: (prompt, self.steps) for row, prompt in zip(rows, prompts)}
+        self.running |= {row: (*entry, self.steps) for row, *entry in zip(rows, prompts, lengths)}
         self.restrictions |= zip(rows, restrictions or ())
         self.draw(logits_RV, row_R)
 
-    def reserve(self, length):
-        """Grow the cache to `length` positions per row or more: in steps of GROWTH, up to `context`."""
-        if length > self.cache.length:
-            self.cache.grow(min(bucket(length, GROWTH), bucket(self.context + 16)))
-            self.graphs.clear()                                 # they refer to the old tensors
-            self.pool = None
+    def prefill(self, rows, prompts, share=False):
+        """Fill row rows[i] with prompts[i], running only the tokens that are not cached.
+
+        Returns logits_RV after each prompt, and the number of tokens in each row. rows: in ascending order.
+        Equal prompts of which no token is cached, as of a group's members, are run once and copied; with
+        `share` they are kept in `first_prompts` for members that start later.
+        """
+        reused = [reusable_prefix(self.cached[row], prompt) for row, prompt in zip(rows, prompts)]
+        self.reserve(rows, prompts, reused)
+        members_of, known = {}, self.first_prompts if share else {}
+        for i, prompt in enumerate(prompts):
+            if not reused[i]:
+                members_of.setdefault(tuple(prompt), []).append(i)
+        first = {members[0] for prompt, members in members_of.items() if prompt not in known}
+        run, logits = [i for i in range(len(rows)) if reused[i] or i in first], {}
+        if run:
+            chunks, starts = [prompts[i][reused[i]:] for i in run], [reused[i] for i in run]
+            used = [rows[i] for i in run]
+            logits = dict(zip(run, run_chunks(self.model, self.cache, used, chunks, starts)))
+        for prompt, members in members_of.items():
+            copies = [rows[i] for i in members if i not in first]
+            if prompt not in known and (share or copies):
+                known[prompt] = self.cache.export_row(rows[members[0]], len(prompt)), logits[members[0]]
+            if copies:
+                exported, logits_V = known[prompt]
+                self.cache.import_rows(copies, exported)
+                logits |= dict.fromkeys(members, logits_V)
+        return torch.stack([logits[i] for i in range(len(rows))]), [len(prompt) for prompt in prompts]
+
+    def reserve(self, rows, prompts, reused):
+        """Make room for prompts[i] and its response in row rows[i], of which reused[i] tokens are kept."""
+        kept = [len(ids) for ids in self.cached]
+        needed, longest = list(kept), self.sampling.max_response_tokens
+        for row, (_, length, _) in self.running.items():
+            kept[row], needed[row] = self.length_bound(row), length + longest
+        for row, prompt, n in zip(rows, prompts, reused):
+            kept[row], needed[row] = n, len(prompt) + longest
+        assert max(needed) <= self.context, (max(needed), self.context)
+        new = sum(map(len, prompts)) - sum(reused)
+        self.most_tokens = max(self.most_tokens, sum(kept) + new)
+        if not self.cache.varlen:                               # read in multiples of 16 positions
+            needed = [min(bucket(max(needed) + 16, GROWTH), bucket(self.context + 16))] * self.n
+        if self.cache.fit(kept, needed):
+            self.drop_graphs()
+
+    def drop_graphs(self):
+        """Forget the CUDA graphs, which refer to tensors that were replaced, and their memory."""
+        self.graphs, self.pool = {}, None
+
+    @property
+    def usage(self):
+        """(most tokens that the cache held since `restart`, slots of the cache)."""
+        return self.most_tokens, self.cache.slots
 
     def draw(self, logits_RV, rows):
         """Draw the next token of each active row. rows: a slice or a tensor of indices."""
@@ -135,22 +194,30 @@ class Slots:
             for limit, token, active in zip(limits, token_R.tolist(), active_R.tolist()):
                 if limit and active:
                     limit.take(token)
-        longest = self.sampling.max_response_tokens
-        column_R = torch.where(active_R, drawn_R, longest)
+        column_R = torch.where(active_R, drawn_R, self.ids_BM.shape[1] - 1)
         self.ids_BM[row_R, column_R], self.logprob_BM[row_R, column_R] = token_R, logprob_R
         drawn_R = drawn_R + active_R
         self.token_B[rows] = torch.where(active_R, token_R, self.token_B[rows])
         self.drawn_B[rows] = drawn_R
-        self.active_B[rows] = active_R & ~torch.isin(token_R, self.stop_tensor) & (drawn_R < longest)
+        self.active_B[rows] = active_R & ~torch.isin(token_R, self.stop_tensor) & (drawn_R < self.limit)
 
     def step(self, rows, context):
-        """Run the last token of each active row among `rows`, and draw the next one."""
+        """Run the last token of each active row among `rows`, and draw the next one.
+
+        context: upper bound on the rows' lengths after it.
+        """
         active_B, start_B = self.active_B[rows], self.length_B[rows]
-        layout = Append(self.cache, rows, start_B, active_B.long(), 1, context)
-        first = self.row_B[:len(active_B)], torch.zeros_like(start_B)
-        logits_BV = self.model(self.token_B[rows, None], layout, select=first)
+        logits_BV = self.forward(rows, start_B, active_B, context)
         self.length_B[rows] = start_B + active_B
         self.draw(logits_BV, rows)
+
+    def forward(self, rows, start_B, active_B, context):
+        """Logits after the last token of each row of `rows`, which is appended at position start_B."""
+        if self.cache.varlen:
+            layout = PackedAppend.step(self.cache, rows, start_B, active_B, context)
+            return self.model(self.token_B[None, rows], layout)[0]
+        layout = Append(self.cache, rows, start_B, active_B.long(), 1, context)
+        return self.model(self.token_B[rows, None], layout)[:, 0]
 
     @torch.no_grad()
     def tick(self):
@@ -161,42 +228,43 @@ class Slots:
         run.
         """
         n = max(self.running, default=-1) + 1
+        n = self.n if n and self.all_rows else n
         sync = self.device.type == "cpu" or self.restrictions
         use_graphs = self.device.type == "cuda" and not sync and self.cache.varlen
         for _ in range(TICK if n else 0):
             rows = slice(0, n)
             if sync and 2 * len(active := self.active_B[:n].nonzero()[:, 0]) < n:
-                rows = active
                 if not len(active):
                     break
+                rows = rows if self.all_rows else active
             if use_graphs:
-                self.replay(min(bucket(n, 16), len(self.cached)))
+                self.replay(min(bucket(n, 16), self.n))
             else:
-                context = bucket(max(map(self.length_bound, self.running)) + 1, 16)
-                self.step(rows, min(context, self.cache.length))
+                self.step(rows, bucket(max(map(self.length_bound, self.running)) + 1, 16))
             self.steps += 1
 
     def length_bound(self, row):
         """Upper bound on the number of tokens in a row with a running response, known without a host sync."""
-        prompt, first_step = self.running[row]
-        return len(prompt) + self.steps - first_step
+        _, length, first_step = self.running[row]
+        return length + min(self.steps - first_step, self.sampling.max_response_tokens)
 
     def replay(self, n):
         """`step` as a CUDA graph, captured at the first call: its ~760 kernels are launched at once."""
-        if n not in self.graphs:
+        key = n, self.context, self.sampling.temperature             # what a graph holds as constants
+        if key not in self.graphs:
             active_B, side = self.active_B.clone(), side_stream(self.device)
             self.active_B.zero_()                   # so that warm-up and capture change nothing
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
-                    self.step(slice(0, n), self.cache.length)
+                    self.step(slice(0, n), self.context)
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: graphs never run concurrently
-            self.graphs[n] = graph = torch.cuda.CUDAGraph()
+            self.graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, stream=side):
-                self.step(slice(0, n), self.cache.length)
+                self.step(slice(0, n), self.context)
             self.active_B.copy_(active_B)
-        self.graphs[n].replay()
+        self.graphs[key].replay()
 
     def pop_finished(self):
         """Remove and return the responses that have ended, [(row, Response)] in row order. A host sync.
@@ -208,7 +276,7 @@ class Slots:
         row_R, finished = torch.tensor(rows, device=self.device).long(), []
         columns = (x[row_R].tolist() for x in (self.drawn_B, self.ids_BM, self.logprob_BM))
         for row, n, ids, logprob in zip(rows, *columns):
-            (prompt, _), ids, logprob = self.running.pop(row), ids[:n], logprob[:n]
+            (prompt, *_), ids, logprob = self.running.pop(row), ids[:n], logprob[:n]
             if not math.isfinite(sum(logprob)):
                 raise FloatingPointError("the model's logprobs are not finite: its weights or config.json "
                                          "give no valid probabilities")
@@ -226,11 +294,11 @@ class Slots:
                 x[target] = x[source]
             length = len(self.cached[source])
             if source in self.running:
-                length = min(self.length_bound(source), self.cache.length)
+                length = self.length_bound(source)
                 self.running[target] = self.running.pop(source)
             if source in self.restrictions:
                 self.restrictions[target] = self.restrictions.pop(source)
-            self.cache.copy_row(source, target, length)
+            self.cache.move(source, target, length)
             self.cached[target] = self.cached[source]
         self.cached[source], self.active_B[source] = [], False
 
@@ -255,11 +323,37 @@ def reusable_prefix(cached, prompt):
 def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
     """Append chunks[i] to cache row rows[i] at position starts[i].
 
-    Returns logits_RV at each chunk's last token. rows: in ascending order. Chunks of up to 4, 16, 64, ...
-    tokens are run separately, so that short ones are not padded to long ones; one forward runs at most
-    max_tokens tokens, with padding.
+    Returns logits_RV at each chunk's last token. rows: in ascending order. One forward runs at most
+    max_tokens tokens, with padding, or a single chunk.
     """
-    device, order, logits, by_size = cache.kv[0].device, [], [], {}
+    run = run_packed if cache.varlen else run_padded
+    order, logits = zip(*run(model, cache, rows, chunks, starts, max_tokens))
+    return torch.cat(logits)[torch.tensor(sum(order, []), device=logits[0].device).argsort()]
+
+
+def run_packed(model, cache, rows, chunks, starts, max_tokens):
+    """Yield (block, logits): the indices of chunks that one forward runs end to end, and their logits."""
+    blocks, tokens = [], 0
+    for i, chunk in enumerate(chunks):
+        tokens += len(chunk)
+        if not blocks or tokens > max_tokens:
+            blocks.append([])
+            tokens = len(chunk)
+        blocks[-1].append(i)
+    for block in blocks:
+        lengths = [len(chunks[i]) for i in block]
+        layout = PackedAppend.chunks(cache, [rows[i] for i in block], [starts[i] for i in block], lengths)
+        ids_N, last_R = upload(cache.first_B.device, [token for i in block for token in chunks[i]],
+                               [end - 1 for end in accumulate(lengths)])
+        yield block, model(ids_N[None], layout, select=(torch.zeros_like(last_R), last_R))
+
+
+def run_padded(model, cache, rows, chunks, starts, max_tokens):
+    """Yield (block, logits): the indices of chunks that one forward runs side by side, and their logits.
+
+    Chunks of up to 4, 16, 64, ... tokens are run separately, so that short ones are not padded to long ones.
+    """
+    device, by_size = cache.first_B.device, {}
     for i, chunk in enumerate(chunks):
         by_size.setdefault(((len(chunk) - 1).bit_length() + 1) // 2 or 1, []).append(i)
     for members in by_size.values():
@@ -277,44 +371,9 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
                                    device=device)
             context = bucket(max(starts[i] + len(chunks[i]) for i in block), 16)
             layout = Append(cache, slice(first, last + 1) if dense else torch.tensor(used, device=device),
-                            start_B, [len(chunk) for chunk in appended], width, min(context, cache.length))
+                            start_B, [len(chunk) for chunk in appended], width, min(context, cache.room[0]))
             ends = [(b, len(chunk) - 1) for b, chunk in enumerate(appended) if chunk]
-            logits.append(model(ids_BT, layout, select=torch.tensor(ends, device=device).unbind(1)))
-            order += block
-    return torch.cat(logits)[torch.tensor(order, device=device).argsort()]
-
-
-def prefill(slots, rows, prompts, share):
-    """Fill row rows[i] with prompts[i], running only the tokens that are not cached.
-
-    Returns logits_RV after each prompt. rows: in ascending order. Equal prompts of which no token is cached,
-    as of a group's members, are run once and copied; with `share` they are kept in slots.first_prompts for
-    members that start later.
-    """
-    model = slots.model
-    reused = [reusable_prefix(slots.cached[row], prompt) for row, prompt in zip(rows, prompts)]
-    slots.reserve(max(map(len, prompts)) + max(16, slots.sampling.max_response_tokens))
-    known, new_prompts, continued = slots.first_prompts if share else {}, {}, []
-    for i, prompt in enumerate(prompts):
-        if reused[i]:
-            continued.append(i)
-        else:
-            new_prompts.setdefault(tuple(prompt), []).append(i)
-    if unknown := [list(prompt) for prompt in new_prompts if prompt not in known]:
-        width = bucket(max(map(len, unknown)), 16)
-        scratch = KVCache(model.config, len(unknown), width, slots.cache.kv[0].dtype, slots.device)
-        logits = run_chunks(model, scratch, range(len(unknown)), unknown, [0] * len(unknown))
-        known |= {tuple(p): (scratch.export_row(j, len(p)), logits[j]) for j, p in enumerate(unknown)}
-    parts, order = [], list(continued)
-    if continued:
-        parts.append(run_chunks(model, slots.cache, [rows[i] for i in continued],
-                                [prompts[i][reused[i]:] for i in continued], [reused[i] for i in continued]))
-    for prompt, members in new_prompts.items():
-        exported, logits_V = known[prompt]
-        slots.cache.import_rows([rows[i] for i in members], exported)
-        parts.append(logits_V.expand(len(members), -1))
-        order += members
-    return torch.cat(parts)[torch.tensor(order, device=slots.device).argsort()]
+            yield block, model(ids_BT, layout, select=torch.tensor(ends, device=device).unbind(1))
 
 
 def generate(slots, prompts, streams, share=False, restrictions=None):
@@ -327,18 +386,55 @@ def generate(slots, prompts, streams, share=False, restrictions=None):
     return [responses[row] for row in range(len(prompts))]
 
 
+class Answers(Slots):
+    """Slots in which A after A rows answer the same prompt, which is cached once for all of them.
+
+    A row of the cache then holds its answer alone. n_prompts: R. n_answers: A.
+    """
+
+    all_rows = True
+
+    def __init__(self, model, n_prompts, n_answers, stop_ids, sampling):
+        room, dtype = bucket(sampling.max_response_tokens, 16), next(model.parameters()).dtype
+        super().__init__(model, n_prompts * n_answers, room, stop_ids, sampling)
+        self.cache = KVCache(model.config, self.n, room, dtype, self.device)
+        self.prompts, self.longest = KVCache(model.config, n_prompts, 0, dtype, self.device), 0
+        self.prompt_R, self.n_answers = torch.zeros(n_prompts, device=self.device).long(), n_answers
+
+    def prefill(self, rows, prompts, share=False):
+        """Cache prompts[r * A], which rows r * A to r * A + A - 1 answer. Returns logits_BV after it, and 0
+        cached tokens for each row. rows: from 0 on, without gaps.
+        """
+        prompts = prompts[::self.n_answers]
+        R, lengths = len(prompts), [len(prompt) for prompt in prompts]
+        longest, unused = bucket(max(lengths), 16), [0] * (len(self.prompt_R) - R)
+        needed = lengths if self.cache.varlen else [longest] * R        # masks read multiples of 16 positions
+        if self.prompts.fit([0] * R + unused, needed + unused) or longest > self.longest:
+            self.drop_graphs()
+        self.longest = max(longest, self.longest) if self.cache.varlen else longest
+        self.prompt_R.copy_(torch.tensor(lengths + unused))
+        logits_RV = run_chunks(self.model, self.prompts, range(R), prompts, [0] * R)
+        return logits_RV.repeat_interleave(self.n_answers, 0), [0] * len(rows)
+
+    def forward(self, rows, start_B, active_B, context):
+        """Logits after the last token of every row."""
+        contexts = self.longest, min(context, self.context)
+        layout = Forked(self.prompts, self.cache, self.prompt_R, start_B, active_B, contexts)
+        return self.model(self.token_B[:, None], layout)[:, 0]
+
+
 def answer(model, prompts, streams, stop_ids, sampling, n_slots):
     """Sample several answers to each prompt. Returns per prompt a list of Responses.
 
     streams[i]: a random stream for each answer to prompts[i], equally many for all prompts. A prompt is
-    prefilled once and copied to the slots of its answers.
+    prefilled and cached once for all its answers. n_slots: how many answers are sampled at once.
     """
     answers, per_prompt = [], max(map(len, streams), default=1)
-    per_batch = max(1, n_slots // per_prompt)
-    for a in range(0, len(prompts), per_batch):
-        batch = [p for p in prompts[a:a + per_batch] for _ in range(per_prompt)]
-        flat = [s for row in streams[a:a + per_batch] for s in row]
-        longest = max(map(len, batch)) + sampling.max_response_tokens
-        responses = generate(Slots(model, len(batch), longest, stop_ids, sampling), batch, flat)
+    per_batch = min(max(1, n_slots // per_prompt), len(prompts))
+    slots = Answers(model, per_batch, per_prompt, stop_ids, sampling) if prompts else None
+    for a in range(0, len(prompts), per_batch or 1):
+        batch = [prompt for prompt in prompts[a:a + per_batch] for _ in range(per_prompt)]
+        slots.restart(slots.context, sampling)
+        responses = generate(slots, batch, [*chain(*streams[a:a + per_batch])])
         answers += [responses[i:i + per_prompt] for i in range(0, len(responses), per_prompt)]
     return answers

@@ -1,11 +1,11 @@
 """Checks to run first on a new GPU: one JSON line per check, with its target.
 
 Weights are random, so nothing is downloaded. A check that fails or raises an error is a line with "ok":
-false, and the next check runs. In this order: the device's peak performance; variable-length decoding against
-full forward passes; CUDA graphs against eager steps, token for token; the sampler against the trainer in
-bf16; time and memory of the update at two sizes; offloading a model; a full iteration of GRPO and of GRPO
-with GCD at ALFWorld's sizes; two injected faults, which must be detected. The targets are computed, not
-measured.
+false, and the next check runs. In this order: the device's peak performance; variable-length attention
+against masks, path by path; variable-length decoding against full forward passes; CUDA graphs against eager
+steps, token for token; the sampler against the trainer in bf16; time and memory of the update at two sizes;
+offloading a model; a full iteration of GRPO and of GRPO with GCD at ALFWorld's sizes; two injected faults,
+which must be detected. The targets are computed, not measured.
 
     python -m lab.bench.gpu                   # 1.5B; under ten minutes on an H100
     python -m lab.bench.gpu --tiny            # the checks on any device in seconds: tests/lab/test_gpu.py
@@ -36,6 +36,7 @@ from envs.alfred import rooms
 from infra import parallel
 from infra.streams import stream
 from lab.bench import memory
+from lab.bench import varlen as paths
 from lab.bench.rollout import recorded
 from lm import attention, engine, small
 from lm import model as qwen
@@ -109,6 +110,15 @@ def limits(bench):
     return {"bytes_per_s": bandwidth, "flops_per_s": flops}, bandwidth > 0 and flops > 0
 
 
+def varlen(bench):
+    """Variable-length attention in half precision, path by path: see lab/bench/varlen.py."""
+    used = attention.varlen(bench.device, bench.dtype, bench.shape.head_dim)
+    if not used:
+        return {"varlen": False}, bench.device.type != "cuda"
+    found = paths.errors(used, bench.shape, bench.device, bench.dtype, 60 if bench.tiny else 4000)
+    return found | {"varlen": True}, max(found.values()) < 0.03
+
+
 def lengths(bench):
     """Rounding in bf16: logprobs from decoding with variable-length attention and from a full forward with
     masks, on the same tokens.
@@ -124,7 +134,7 @@ def lengths(bench):
 def graphs(bench):
     """Tokens and seconds of decoding with CUDA graphs and with eager steps, with prefill and captures."""
     def step(slots, n):
-        slots.step(slice(0, n), slots.cache.length)
+        slots.step(slice(0, n), slots.context)
 
     eager = mock.patch.object(engine.Slots, "replay", step)
     n, start = 8 if bench.tiny else 128, time.perf_counter()
@@ -145,7 +155,9 @@ def floor(bench):
     slots.begin(range(bench.rows), [[5] * length] * bench.rows, range(bench.rows))
     slots.active_B.fill_(True)
     seconds = bench.seconds(slots.tick) / engine.TICK
-    read = sum(p.numel() for p in model.parameters()) * 2 + sum(kv.numel() for kv in slots.cache.kv) * 2
+    tokens = bench.rows * (length + 2 * engine.TICK)              # in the middle of the measured ticks
+    read = 2 * sum(p.numel() for p in model.parameters()) + 2 * tokens * sum(kv[:, 0].numel()
+                                                                             for kv in slots.cache.kv)
     share = read / limits(bench)[0]["bytes_per_s"] / seconds
     return {"s_per_token": seconds, "share_of_floor": share}, share > 0.57
 
@@ -215,9 +227,10 @@ def other_temperature(bench):
     return {"mean_nats": gap[0]}, gap[0] > 0.1
 
 
-CHECKS = (limits, lengths, graphs, floor, trainer_gap, update_16k, update_32k, offload, grpo, grpo_gcd,
-          stale_sampler, other_temperature)
-TARGETS = {"limits": "an H100: 3.35e12 and 989e12", "lengths": "under .3 nats", "graphs": "equal, and faster",
+CHECKS = (limits, varlen, lengths, graphs, floor, trainer_gap, update_16k, update_32k, offload, grpo,
+          grpo_gcd, stale_sampler, other_temperature)
+TARGETS = {"limits": "an H100: 3.35e12 and 989e12", "varlen": "errors under .03 on every path",
+           "lengths": "under .3 nats", "graphs": "equal, and faster",
            "floor": "57 to 66 %", "trainer_gap": "under .02 in the mean", "update_16k": "45 % of the peak",
            "update_32k": "45 % of the peak", "offload": "under 5 s, no memory left allocated",
            "grpo": "36 s, under 60 GB", "grpo_gcd": "at most 10 % more than grpo",
@@ -335,7 +348,10 @@ def full_iteration(bench, *flags):
 def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.bench.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a two-layer model, on any device")
+    parser.add_argument("--few-rows", type=int, default=attention.FEW_ROWS,
+                        help="when decoding fewer rows, let torch split a row's keys (0: never)")
     options = parser.parse_args(argv)
+    attention.FEW_ROWS = options.few_rows
     if not options.tiny and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device (--tiny runs anywhere)")
     with tempfile.TemporaryDirectory() as folder:

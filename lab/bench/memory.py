@@ -29,6 +29,7 @@ from infra.memory import state_bytes
 from lab.bench.study import ROOT
 from lm import logprobs
 from lm import model as qwen
+from lm.attention import KVCache
 from lm.engine import Sampling, Slots
 from lm.optim import trained
 from session import choose_trained
@@ -72,12 +73,16 @@ class Work:
     """The load of an iteration: estimated lengths of ALFWorld episodes in the paper's prompts."""
 
     turns: int = 15                     # of an average episode
-    most_turns: int = 30                # of the longest episode, which determines the size of the cache
+    most_turns: int = 30                # of the longest episode
     observation: int = 100              # tokens per turn from the environment and the chat template
     response: int = 150                 # tokens
     judged: int = 32                    # judged turns
     question: int = 52                  # tokens
     answers: int = 8                    # per judged turn, all different, each of `response` tokens
+
+    def turns_of(self, episodes):
+        """Turns of each episode: evenly spread, with a mean of about `turns` and at most `most_turns`."""
+        return [max(1, round(self.most_turns * (i + 1) / episodes)) for i in range(episodes)]
 
 
 @dataclass(frozen=True)
@@ -102,20 +107,25 @@ def meta_model(model_config, dtype):
         return qwen.Model(model_config).to(dtype)
 
 
-def rollout_bytes(model, slots, context, longest, chunk):
-    """Peak bytes of a rollout in addition to the weights: the cache, and a prefill or a decoding step.
+def rollout_bytes(model, lengths, context, chunk, before=False):
+    """Peak bytes of a rollout in addition to the weights, that is, of the cache and of a prefill or a
+    decoding step; and the bytes that stay allocated afterwards, the cache's.
 
-    slots: number of rows, each with `longest` tokens, of which the last `chunk` are new. context: maximum
-    tokens of a row.
+    lengths: tokens of each row at the end, of which the last `chunk` are new; no row is freed before.
+    context: maximum tokens of a row. before: reserve it for every row.
     """
+    slots, longest = len(lengths), max(lengths)
     with Meter() as meter, torch.no_grad():
         pool = Slots(model, slots, context, (0,), Sampling(1.0, 512))
-        for length in range(chunk, longest, chunk):         # the cache grows turn by turn
-            pool.reserve(length + 512)
-        pool.cached = [[0] * (longest - chunk) for _ in range(slots)]
-        pool.begin(range(slots), [[0] * longest] * slots, range(slots))
-        pool.step(slice(0, slots), pool.cache.length)
-    return meter.peak
+        if before:
+            pool.cache = KVCache(model.config, slots, context, torch.bfloat16, "meta")
+        for now in range(chunk, longest, chunk):            # the cache grows turn by turn
+            kept = [min(now - chunk, length) for length in lengths]
+            pool.cache.fit(kept, [min(now, length) + 512 for length in lengths])
+        pool.cached = [[0] * (length - chunk) for length in lengths]
+        pool.begin(range(slots), [[0] * length for length in lengths], range(slots))
+        pool.step(slice(0, slots), context)
+    return meter.peak, 0 if before else sum(kv.nbytes for kv in pool.cache.kv)
 
 
 def update_bytes(model, samples, objective):
@@ -177,8 +187,9 @@ def stages(name, ranks, settings, work, before=False):
     model.compute_dtype = dtype
     model.recompute_layers(not before)
     P, slots = numbers(model.parameters()), settings.tasks * settings.group_size // ranks
-    longest = settings.context - 512 if before else work.most_turns * (work.observation + work.response)
-    playing = rollout_bytes(model, slots, settings.context, longest, work.observation)
+    turns = [settings.context] * slots if before else work.turns_of(slots)
+    lengths = [min(n * (work.observation + work.response), settings.context - 512) for n in turns]
+    playing, kept = rollout_bytes(model, lengths, settings.context, work.observation, before)
     choose_trained(model, settings)
     resident = state_bytes(P, ranks, dtype, numbers(trained(model)), settings.lora > 0)
     gradients, sampler = resident.pop("gradients"), resident["sampler"]
@@ -191,7 +202,7 @@ def stages(name, ranks, settings, work, before=False):
         training = update_bytes(model, samples + [episode(work.turns, work) for _ in range(8 - judged)],
                                 update.Objective(microbatch_tokens=settings.microbatch_tokens))
     in_rollout, sets = sum(resident.values()), 3 if before else 2
-    in_update = in_rollout - sampler * before                          # the gathered weights are freed
+    in_update = in_rollout + kept - sampler * before                   # the gathered weights are freed
     training += gathered_bytes(model) + gradients / sets * 2
     return {"rollout": in_rollout + playing, "update": in_update + training, "step": in_update + gradients}
 

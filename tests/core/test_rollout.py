@@ -160,7 +160,7 @@ def test_every_token_is_computed_once_and_a_groups_first_prompt_once(model, chat
     computed = []
 
     def count(module, args):
-        computed.append(int((args[1].slot_BT < args[1].cache.length).sum()))
+        computed.append(int((args[1].slot_BT < args[1].cache.slots).sum()))
     model.register_forward_pre_hook(count)
     episodes = fast_play(model, chat, make_specs(groups, size), slots=slots, on_truncation="invalid")
     first = {e.group: len(e.turns[0].prompt_ids) for e in episodes}
@@ -280,6 +280,17 @@ def test_the_turn_limit_ends_an_episode(chat):
     assert not conversation.episode.won and not conversation.episode.overflowed
 
 
+class InAnotherProcess(Corridor):
+    """A corridor with the interface of a game in its own process: `send`, then `receive`."""
+
+    def send(self, verb, *arguments):
+        self.request = verb, arguments
+
+    def receive(self):
+        verb, arguments = self.request
+        return getattr(self, verb)(*arguments)
+
+
 class Fragile(Corridor):
     """A corridor whose engine dies at the calls numbered in `deaths`; `calls` counts over all instances."""
 
@@ -299,15 +310,8 @@ class Fragile(Corridor):
             raise EpisodeLost("the engine died")
 
 
-class FragileProcess(Fragile):
-    """The same with the interface of a game in its own process: `send`, then `receive`."""
-
-    def send(self, verb, *arguments):
-        self.request = verb, arguments
-
-    def receive(self):
-        verb, arguments = self.request
-        return getattr(self, verb)(*arguments)
+class FragileProcess(Fragile, InAnotherProcess):
+    """The same as a game in its own process."""
 
 
 @pytest.mark.parametrize("kind", [Fragile, FragileProcess])
@@ -325,6 +329,25 @@ def test_a_lost_episode_restarts(model, chat, deaths, kind):
     for a, b, c in zip(lost, undisturbed, again):
         ids = [[t.response_ids for t in episode.turns] for episode in (a, b, c)]
         assert a.turns and ids[0] == ids[2] and (ids[0] == ids[1] or a.restarts)
+
+
+@pytest.mark.parametrize("kind", [Corridor, InAnotherProcess])
+def test_a_game_of_this_process_answers_in_the_tick_in_which_it_was_asked(model, chat, monkeypatch, kind):
+    """A game of another process has a tick more, in which the device samples other rows; the first loop only
+    resets the games. The tokens are the same.
+    """
+    ticks, tick = [], engine.Slots.tick
+    monkeypatch.setattr(engine, "TICK", 2)
+    monkeypatch.setattr(engine.Slots, "tick", lambda slots: (ticks.append(slots), tick(slots)))
+    specs = make_specs(4, 2)
+    for spec in specs:
+        ticks.clear()
+        sampling, options = Sampling(max_response_tokens=5), {"on_truncation": "invalid"}
+        (episode,) = rollout.play(model, chat, [kind()], [spec], sampling, 6, 400, **options)
+        sampled = sum(max(1, -(-(len(turn.response_ids) - 1) // 2)) for turn in episode.turns)
+        calls = sum(turn.action is not None for turn in episode.turns) + 1       # and the reset
+        assert len(ticks) == 1 + sampled + (calls if kind is InAnotherProcess else 0)
+        assert tokens_of([episode]) == tokens_of(fast_play(model, chat, [spec], sampling, **options))
 
 
 def test_an_engine_that_keeps_dying_is_an_error(model, chat):

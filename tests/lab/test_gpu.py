@@ -4,10 +4,15 @@
 """
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from test_attention import by_loop, shared_by_loop
 
-from lab.bench import gpu
+from lab.bench import gpu, memory
+from lab.bench import varlen as paths
+from lm import attention
 
 pytestmark = pytest.mark.fast
 
@@ -26,6 +31,23 @@ def test_every_check_runs_and_the_faults_are_detected(capsys):
     slow = {"floor", "update_16k", "update_32k"}                      # their targets are those of a GPU
     assert all(line["ok"] for name, line in found.items() if name not in slow)
     assert found["grpo_gcd"]["time/judge_s"] > found["grpo"]["time/judge_s"]
+
+
+def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch):
+    """With a stand-in that is exact, and with one that reads a key too many, of what lies between rows."""
+    def one_key_more(*arguments):
+        *others, longest_k, keys_B = arguments
+        return by_loop(*others, longest_k + 1, keys_B + 1)
+
+    right = attention.Varlen(by_loop, by_loop, shared_by_loop)
+    options = torch.device("cpu"), torch.float32, 60
+    config = replace(memory.shape("1.5B"), num_attention_heads=4, head_dim=8)
+    exact = paths.errors(right, config, *options)
+    assert [*exact] == ["decode", "decode_few", "prefill", "shared", "shared_sums", "packed",
+                        "packed_backward", "branched", "branched_backward"]
+    assert max(exact.values()) < 1e-5
+    wrong = paths.errors(right._replace(cached=one_key_more), config, *options)
+    assert [path for path in exact if wrong[path] > 0.1] == ["decode", "decode_few", "prefill"]
 
 
 def test_a_check_that_fails_is_a_line_and_the_next_one_runs(capsys, monkeypatch):

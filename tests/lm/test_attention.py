@@ -7,9 +7,11 @@ torch's variable-length attention runs only on a GPU. Here `by_loop` stands in f
 documentation, one sequence at a time. tests/lm/test_model.py compares masked appends with transformers.
 """
 
+import itertools
 import random
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Recorder, tiny_model
 from hand_made import make_sample
+from test_engine import slow_response
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,17 +33,16 @@ from losses import clipped_surrogate
 pytestmark = pytest.mark.fast
 
 
-def by_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False,
-            seqused_k=None, num_splits=None):
-    """Stands in for varlen_attn: query i of a sequence's n attends to keys 0 to m - n + i of its m."""
-    assert window_size == (-1, -1 if max_q == 1 else 0) and enable_gqa
-    assert {cu_seq_q.dtype, cu_seq_k.dtype} == {torch.int32}
-    assert num_splits == (None if seqused_k is None else 1)   # with more, rows depend on each other's lengths
+def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=None):
+    """Stands in for both functions of `Varlen`: query i of a sequence's n attends to keys 0 to m - n + i of
+    its m.
+    """
+    assert {q_starts.dtype, k_starts.dtype} == {torch.int32}
     out = []
-    for i, (a, b) in enumerate(zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:])):
-        first = int(cu_seq_k[i])
-        m = int(cu_seq_k[i + 1]) - first if seqused_k is None else int(seqused_k[i])
-        assert 0 < b - a <= max_q and b - a <= m <= max_k and first + m <= len(key), (a, b, m, first)
+    for i, (a, b) in enumerate(zip(q_starts.tolist(), q_starts.tolist()[1:])):
+        first = int(k_starts[i])
+        m = int(k_starts[i + 1]) - first if keys_B is None else int(keys_B[i])
+        assert 0 < b - a <= longest_q and b - a <= m <= longest_k and first + m <= len(key), (a, b, m, first)
         mask = torch.ones(b - a, m, dtype=torch.bool).tril(m - (b - a))
         keys = slice(first, first + m)
         q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[keys], value[keys]))
@@ -48,12 +50,27 @@ def by_loop(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=
     return torch.cat(out, 1).transpose(0, 1)
 
 
+def shared_by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B):
+    """Stands in for `Varlen.shared`: every query of a sequence attends to all of its keys."""
+    out, sums = torch.empty_like(query), query.new_empty(query.shape[1::-1])
+    group = query.shape[1] // key.shape[1]
+    for i, (a, b) in enumerate(zip(q_starts.tolist(), q_starts.tolist()[1:])):
+        first, m = int(k_starts[i]), int(keys_B[i])
+        assert 0 < b - a <= longest_q and 0 < m <= longest_k and first + m <= len(key)
+        for n, h in itertools.product(range(a, b), range(query.shape[1])):
+            score_S = key[first:first + m, h // group] @ query[n, h] / query.shape[2] ** 0.5
+            out[n, h] = score_S.softmax(0) @ value[first:first + m, h // group]
+            sums[h, n] = score_S.exp().sum().log()
+    return out, sums
+
+
 @pytest.fixture
 def with_varlen(monkeypatch):
     """A function that gives the device variable-length attention."""
-    def use(function=by_loop):
+    def use(function=by_loop, shared=shared_by_loop):
         for module in (attention, batching):
-            monkeypatch.setattr(module, "varlen", lambda *_: function)
+            used = attention.Varlen(function, function, shared)
+            monkeypatch.setattr(module, "varlen", lambda *_, used=used: used)
     return use
 
 
@@ -188,24 +205,234 @@ def test_decoding_with_varlen_equals_decoding_with_masks(model, with_varlen, cha
         assert ids == same and logprob == pytest.approx(close, abs=1e-5)
 
 
-def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, monkeypatch):
-    def set_varlen(function):
-        """Let torch's variable-length attention be this function."""
-        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", SimpleNamespace(varlen_attn=function))
-        attention.varlen.cache_clear()
+# Answers that share their prompt
 
-    set_varlen(lambda query, key, value, enable_gqa, seqused_k, num_splits: None)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("n_slots", [1, 7, 64])
+def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat, n_slots, packed):
+    """Some end at once, and the last batch is smaller. A prompt is run and cached once for its answers."""
+    if packed:
+        with_varlen()
+    prompts = [[7, 8, 9], [10] * 37, [3, 4, 5, 6] * 11]
+    streams = [[17 * p + i for i in range(3)] for p in range(3)]
+    prefilled = []
+
+    def count(module, args):
+        if isinstance(layout := args[1], attention.PackedAppend):
+            prefilled.append(len(layout.slot_N))
+        if isinstance(layout, attention.Append):
+            prefilled.append(int((layout.slot_BT < layout.cache.slots).sum()))
+
+    hook = model.register_forward_pre_hook(count)
+    qwen.init_weights(model, 3)
+    stops = tuple(range(0, 272, 12))
+    answers = engine.answer(model, prompts, streams, stops, Sampling(1.0, 20), n_slots)
+    hook.remove()
+    assert sum(prefilled) == sum(map(len, prompts))
+    for prompt, given, of_prompt in zip(prompts, answers, streams, strict=True):
+        for one, stream in zip(given, of_prompt, strict=True):
+            ids, logprobs = slow_response(model, prompt, stream, stops, 1.0, 20)
+            assert one.ids == ids and one.logprob == pytest.approx(logprobs, abs=1e-5)
+    lengths = [len(one.ids) for given in answers for one in given]
+    assert min(lengths) < 3 and max(lengths) > 17
+    assert engine.answer(model, [], [], chat.stop_ids, Sampling(1.0, 20), n_slots) == []
+
+
+# Room in the cache
+
+def assert_room(cache):
+    """No two rows share a slot, and none is outside of the pool."""
+    spans = sorted((first, first + room) for first, room in zip(cache.first, cache.room) if room)
+    assert cache.first_B.tolist() == cache.first and spans[-1][1] <= cache.slots
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model, with_varlen, chat,
+                                                                           monkeypatch, seed, packed):
+    """Two rollouts in the same Slots, the second with other weights and settings: conversations of random
+    lengths, of which some wait for their next prompt, some end, and some take the place of others.
+    """
+    if packed:
+        with_varlen()
+    monkeypatch.setattr(engine, "TICK", 3)
+    monkeypatch.setattr(engine, "GROWTH", 32)
+    rng, layouts, streams = random.Random(seed), set(), iter(range(10**6))
+    slots = Slots(model, 6, 300, chat.stop_ids, Sampling(1.0, 5))
+
+    def chunk(longest):
+        return [rng.randrange(90) for _ in range(rng.randint(1, longest))]
+
+    for settings in (Sampling(1.0, 5), Sampling(0.7, 9)):
+        qwen.init_weights(model, settings.max_response_tokens)
+        slots.restart(300, settings)
+        live, waiting, streams_of = [chunk(40) for _ in range(6)], {*range(6)}, {}
+        responses = 0
+        while live and responses < 60:
+            slots.tick()
+            for row, response in slots.pop_finished():
+                ids, logprobs = slow_response(model, live[row], streams_of.pop(row), chat.stop_ids,
+                                              settings.temperature, settings.max_response_tokens)
+                assert response.ids == ids and response.logprob == pytest.approx(logprobs, abs=1e-5)
+                live[row] = live[row] + ids + chunk(60)
+                waiting.add(row)
+                responses += 1
+            for row in sorted(waiting, reverse=True):
+                if len(live[row]) > 280 or rng.random() < 0.1:
+                    if responses < 30:
+                        live[row], slots.cached[row] = chunk(80), []
+                        continue
+                    last, live[row] = len(live) - 1, live[-1]
+                    live.pop()
+                    slots.move(last, row)
+                    waiting = {row if r == last else r for r in waiting - {row}}
+                    streams_of = {row if r == last else r: stream for r, stream in streams_of.items()}
+            if starting := sorted(row for row in waiting if rng.random() < 0.7):
+                streams_of |= {row: next(streams) for row in starting}
+                slots.begin(starting, [live[row] for row in starting], [streams_of[row] for row in starting])
+                waiting -= {*starting}
+                assert_room(slots.cache)
+                layouts.add((slots.cache.slots, *slots.cache.first))
+    sizes = {size for size, *_ in layouts}
+    assert len(sizes) > 2 and (len(layouts) > len(sizes) + 5 if packed else len(layouts) == len(sizes))
+    most, size = slots.usage
+    assert most < size < (2 if packed else 10) * most
+
+
+def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
+    with_varlen()
+    cache = attention.KVCache(model.config, 4, 0, torch.double, "cpu")
+    assert cache.fit([0] * 4, [8, 0, 40, 80]) and cache.slots == 160         # a quarter more than is needed
+    assert cache.room == [18, 0, 50, 90] and cache.first == [0, 18, 18, 68]
+    for kv in cache.kv:
+        kv.normal_()
+    before = [cache.export_row(row, n) for row, n in ((0, 8), (2, 40), (3, 80))]
+    assert not cache.fit([8, 0, 40, 80], [10, 0, 50, 90])                    # there is room
+    assert not cache.fit([8, 0, 40, 80], [19, 0, 50, 80])                    # laid out again, in place
+    assert cache.room == [22, 0, 53, 83] and cache.slots == 160
+    assert cache.fit([8, 0, 40, 80], [19, 1, 50, 90]) and cache.slots == 200
+    for row, n, kept in ((0, 8, before[0]), (2, 40, before[1]), (3, 80, before[2])):
+        assert all(torch.equal(a, b) for a, b in zip(cache.export_row(row, n), kept, strict=True))
+    cache.move(3, 0, 80)                                                     # by exchanging their room
+    assert all(torch.equal(a, b) for a, b in zip(cache.export_row(0, 80), before[2], strict=True))
+
+
+# torch's versions
+
+@pytest.fixture
+def torch_with(monkeypatch):
+    """A function that lets torch's variable-length attention be another one, or missing (None)."""
+    def use(function):
+        module = SimpleNamespace(varlen_attn=function) if function else None
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+        attention.varlen.cache_clear()
+    yield use
+    attention.varlen.cache_clear()
+
+
+META = torch.device("meta")
+
+
+def of_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    """Has the signature of torch 2.10's varlen_attn."""
+
+
+def of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+            window_size=(-1, -1)):
+    """Has the signature of torch 2.11's varlen_attn. Returns how it was called."""
+    return {"max_q": max_q, "window_size": window_size}
+
+
+def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
+            window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None, num_splits=None):
+    """Has the signature of torch 2.13's varlen_attn. Returns how it was called."""
+    assert enable_gqa and block_table is None
+    return {"max_q": max_q, "window_size": window_size, "seqused_k": seqused_k, "num_splits": num_splits}
+
+
+def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
+    torch_with(of_2_13)
     assert attention.varlen(torch.device("cpu"), torch.bfloat16, 64) is None
     assert capsys.readouterr().err == ""                         # no warning on the CPU
     for _ in range(2):
-        assert attention.varlen(torch.device("meta"), torch.float32, 64) is None
+        assert attention.varlen(META, torch.float32, 64) is None
     assert capsys.readouterr().err.count("\n") == 1
-    assert attention.varlen(torch.device("meta"), torch.bfloat16, 12) is None
+    assert attention.varlen(META, torch.bfloat16, 12) is None
     assert "a head size of 12" in capsys.readouterr().err
-    set_varlen(lambda query, key, value: None)
-    assert attention.varlen(torch.device("meta"), torch.bfloat16, 64) is None
-    assert "enable_gqa, seqused_k, num_splits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("function", [None, of_2_10])
+def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
+    torch_with(function)
+    for _ in range(2):
+        assert attention.varlen(META, torch.bfloat16, 64) is None
+    assert capsys.readouterr().err.count("variable-length attention is older than 2.11's") == 1
+
+
+@pytest.mark.parametrize("rows, longest_q, window, splits", [
+    (attention.FEW_ROWS, 1, (-1, -1), 1), (attention.FEW_ROWS - 1, 1, (-1, -1), None),
+    (attention.FEW_ROWS - 1, 5, (-1, 0), 1)])
+def test_from_torch_2_12_on_rows_have_lengths_and_splits(torch_with, rows, longest_q, window, splits):
+    torch_with(of_2_13)
+    used = attention.varlen(META, torch.bfloat16, 64)
+    assert used.causal(*[None] * 5, longest_q, 9)["window_size"] == (-1, 0)
+    keys_B = torch.ones(rows)
+    assert used.cached(*[None] * 5, longest_q, 9, keys_B) == {
+        "max_q": longest_q, "window_size": window, "seqused_k": keys_B, "num_splits": splits}
+
+
+@pytest.mark.parametrize("longest_q, window", [(1, (-1, -1)), (5, (-1, 0))])
+def test_torch_2_11_decodes_by_its_operator(torch_with, monkeypatch, longest_q, window):
+    called = {}
+
+    def operator(q, k, v, q_starts, k_starts, longest_q, longest_k, dropout, causal, debug, **more):
+        called.update(more, dropout=dropout, causal=causal, debug=debug)
+        return ("out", "logsumexp")
+
+    torch_with(of_2_11)
+    used = attention.varlen(META, torch.bfloat16, 64)
+    assert used.causal(*[None] * 5, longest_q, 9) == {"max_q": longest_q, "window_size": (-1, 0)}
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+    assert used.cached(*[None] * 5, longest_q, 9, "lengths") == "out"
+    assert called == {"dropout": 0.0, "causal": longest_q > 1, "debug": False, "seqused_k": "lengths",
+                      "window_size_left": window[0], "window_size_right": window[1]}
+
+
+CASES = {"decode": [(1, 7), (1, 1), (1, 90)], "prefill": [(5, 9), (1, 30), (12, 12)],
+         "packed": [(4, 4), (70, 70), (1, 1)], "branched": [(9, 9), (3, 12), (2, 11)]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
+    """On tensors without data; `python -m lab.bench.gpu` compares the numbers on a GPU."""
+    lengths, (H, K, D) = CASES[case], (6, 2, 16)
+    n, m = (sum(column) for column in zip(*lengths))
+    q_starts, k_starts = (torch.tensor([0, *accumulate(column)], dtype=torch.int32)
+                          for column in zip(*lengths))
+    keys_B = torch.tensor([m for _, m in lengths], dtype=torch.int32)
+    longest = max(n for n, _ in lengths), max(m for _, m in lengths)
+    want = by_loop(*(torch.randn(*shape) for shape in ((n, H, D), (m, K, D), (m, K, D))), q_starts, k_starts,
+                   *longest, keys_B)
+    q, k, v = (torch.zeros(*shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
+               for shape in ((n, H, D), (m, K, D), (m, K, D)))
+    index = [x.to("meta") for x in (q_starts, k_starts)]
     attention.varlen.cache_clear()
+    if not (used := attention.varlen(META, torch.bfloat16, D)):
+        pytest.skip("this torch has no variable-length attention")
+    if case in ("decode", "prefill"):
+        for cached in (used.cached, attention.cached_by_operator):
+            with torch.no_grad():
+                out = cached(q, k, v, *index, *longest, keys_B.to("meta"))
+            assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
+        out, sums = used.shared(q, k, v, *index, *longest, keys_B.to("meta"))
+        assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
+        assert (sums.shape, sums.dtype) == ((H, n), torch.float32)
+    else:
+        out = used.causal(q, k, v, *index, *longest)
+        assert (out.shape, out.dtype) == (want.shape, torch.bfloat16)
+        out.sum().backward()
+        assert all(x.grad.shape == x.shape and x.grad.dtype == x.dtype for x in (q, k, v))
 
 
 # CUDA graphs
@@ -232,9 +459,16 @@ def on_meta(model):
 def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, chat, lengths):
     """For two steps, including sampling, so that a CUDA graph can capture it."""
     if lengths:
-        with_varlen(lambda query, *_, **__: torch.empty_like(query))
+        with_varlen(lambda query, *_, **__: torch.empty_like(query),
+                    lambda query, *_: (torch.empty_like(query), query.new_empty(query.shape[1::-1])))
+    answers = engine.Answers(on_meta(model), 2, 3, chat.stop_ids, Sampling(1.0, 32))
+    answers.prompts.fit([0] * 2, [64] * 2)
+    answers.longest = 64
+    with torch.no_grad(), HostReads():
+        for _ in range(2):
+            answers.step(slice(0, 6), answers.context)
     slots = Slots(on_meta(model), 4, 256, chat.stop_ids, Sampling(1.0, 32))
-    slots.reserve(192)
+    slots.cache.fit([0] * 4, [192] * 4)
     with torch.no_grad(), HostReads():
         for _ in range(2):
             slots.step(slice(0, 3), 192)
@@ -251,7 +485,7 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
         slots.active_B.zero_()
         for _ in range(idle):
             with torch.no_grad():
-                slots.step(slice(0, 3), slots.cache.length)
+                slots.step(slice(0, 3), slots.context)
         slots.active_B.copy_(active_B)
         finished = []
         while slots.running:

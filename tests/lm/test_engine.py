@@ -65,12 +65,13 @@ def slow_response(model, prompt, stream, stops, temperature, limit):
 
 def test_prefill_runs_only_the_tokens_that_are_not_cached(model):
     slots = engine.Slots(model, 2, 32, (1,), Sampling())
+    slots.cache.fit([0, 0], [48, 48])
     slots.cached = [[5, 6, 7, 8, 9], [5, 6]]
     run = []
     model.register_forward_pre_hook(lambda module, args: run.append(
-        [ids[slot < args[1].cache.length].tolist() for ids, slot in zip(args[0], args[1].slot_BT)]))
+        [ids[slot < args[1].cache.slots].tolist() for ids, slot in zip(args[0], args[1].slot_BT)]))
     with torch.no_grad():
-        engine.prefill(slots, [0, 1], [[5, 6, 1, 2], [5, 6]], share=False)
+        slots.prefill([0, 1], [[5, 6, 1, 2], [5, 6]])
     assert run == [[[1, 2], [6]]]           # a fully cached prompt runs its last token, for the logits
 
 
@@ -86,6 +87,11 @@ def test_long_prefills_are_split_into_blocks_of_rows(model):
     assert widths == [(2, 4), (3, 8), (2, 4), (2, 8), (1, 8)]
 
 
+def contents(cache):
+    """A copy of the keys and values of all layers, [L, 2, B, room, K, D]."""
+    return torch.stack([cache.rectangle(layer) for layer in range(len(cache.kv))])
+
+
 @pytest.mark.parametrize("rows", [range(7), [0, 2, 3, 5, 6, 7, 9]])
 def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
     """Rows adjacent or not, chunks long and short; rows without a chunk keep their contents."""
@@ -94,17 +100,16 @@ def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
     cache, runs = KVCache(model.config, 10, 64, torch.float64, "cpu"), []
     with torch.no_grad():
         engine.run_chunks(model, cache, rows, prefixes, [0] * 7)
-        before = [kv.clone() for kv in cache.kv]
+        before = contents(cache)
         model.register_forward_pre_hook(lambda module, args: runs.append(args[0].shape[0]))
         logits = engine.run_chunks(model, cache, rows, chunks, [*map(len, prefixes)])
         assert len(runs) == 3                                          # up to 4, 16 and 64 tokens
         for row, prefix, chunk, logits_V in zip(rows, prefixes, chunks, logits):
             expected_V = model(torch.tensor([prefix + chunk]))[0, -1]
             torch.testing.assert_close(logits_V, expected_V, rtol=0, atol=1e-9)
-            for kv, old in zip(cache.kv, before):
-                assert torch.equal(kv[:, row, :len(prefix)], old[:, row, :len(prefix)])
+            assert torch.equal(contents(cache)[:, :, row, :len(prefix)], before[:, :, row, :len(prefix)])
     for row in {*range(10)} - {*rows}:
-        assert all(torch.equal(kv[:, row, :64], old[:, row, :64]) for kv, old in zip(cache.kv, before))
+        assert torch.equal(contents(cache)[:, :, row], before[:, :, row])
 
 
 def test_answers_to_several_prompts_equal_the_oracles(either, chat):

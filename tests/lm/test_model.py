@@ -82,6 +82,11 @@ def append(model, cache, chunks, start, context=None):
                                            context or max(map(sum, zip(start.tolist(), n_valid)))))
 
 
+def contents(cache):
+    """A copy of the keys and values of all layers, [L, 2, B, room, K, D]."""
+    return torch.stack([cache.rectangle(layer) for layer in range(len(cache.kv))])
+
+
 def assert_close(got, want):
     """Equal up to the order of floating-point sums."""
     torch.testing.assert_close(got, want, atol=rounding(want), rtol=0)
@@ -206,9 +211,9 @@ def test_padding_is_never_written_to_a_used_slot():
     model = make_model()
     cache = attention.KVCache(model.config, 2, 8, torch.float32, "cpu")
     append(model, cache, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5]], [0, 0])
-    before = torch.stack(cache.kv)[:, :, :, :8]
+    before = contents(cache)
     append(model, cache, [[], [9, 9, 9]], [0, 5])    # row 0 is full, and its start is wrong
-    after = torch.stack(cache.kv)[:, :, :, :8]
+    after = contents(cache)
     assert torch.equal(after[:, :, 0], before[:, :, 0])
     assert torch.equal(after[:, :, 1, :5], before[:, :, 1, :5])
     assert not torch.equal(after[:, :, 1, 5:], before[:, :, 1, 5:])
@@ -229,7 +234,7 @@ def test_a_copied_or_imported_prefix_continues_as_its_source():
     model = make_model()
     cache = attention.KVCache(model.config, 4, 16, torch.float32, "cpu")
     append(model, cache, [[1, 2, 3, 4]], [0])
-    cache.copy_row(0, 2, 4)
+    cache.move(0, 2, 4)
     cache.import_rows([3], cache.export_row(0, 4))
     logits = append(model, cache, [[5, 6], [], [5, 6], [5, 6]], [4, 0, 4, 4])
     with torch.no_grad():
@@ -250,8 +255,8 @@ def test_a_grown_cache_keeps_its_contents():
     cache, roomy = (attention.KVCache(model.config, 2, n, torch.float32, "cpu") for n in (4, 9))
     for c in (cache, roomy):
         append(model, c, [[1, 2, 3, 4], [5, 6]], [0, 0])
-    cache.grow(9)
-    assert cache.length == 9 and all(kv.shape == (2, 2, 10, 2, 4) for kv in cache.kv)
+    assert cache.fit([4, 2], [9, 7]) and cache.room == [9, 9] and not cache.fit([4, 2], [9, 9])
+    assert all(kv.shape == (2, 19, 2, 4) for kv in cache.kv)
     more = [append(model, c, [[7, 8], [9]], [4, 2]) for c in (cache, roomy)]
     assert torch.equal(*more)
 
@@ -269,8 +274,7 @@ def test_appending_to_some_rows_leaves_the_others_unchanged():
         logits = model(torch.tensor([[8, 9], [1, 0]]), layout)
     assert_close(logits[0], expected[0])
     assert_close(logits[1, 0], expected[2, 0])
-    for kv, other in zip(cache.kv, all_rows.kv):
-        torch.testing.assert_close(kv[:, :, :8], other[:, :, :8])
+    torch.testing.assert_close(contents(cache), contents(all_rows))
 
 
 def test_a_cached_forward_refuses_gradients_and_a_context_beyond_the_cache():
@@ -279,7 +283,7 @@ def test_a_cached_forward_refuses_gradients_and_a_context_beyond_the_cache():
     start = torch.tensor([0])
     with pytest.raises(AssertionError, match="no_grad"):
         attention.Append(cache, slice(0, 1), start, None, 1, 1)
-    with torch.no_grad(), pytest.raises(AssertionError, match="context 9 of a cache of length 8"):
+    with torch.no_grad(), pytest.raises(AssertionError, match="context 9 of rows with room for 8"):
         attention.Append(cache, slice(0, 1), start, None, 1, 9)
 
 
