@@ -411,7 +411,9 @@ def environment_in(env, argv):
 def values_of(flags, sources, algorithm, environment):
     """The value of every setting: the flag's if it is given, else the last applicable default."""
     values = {f.name: f.default for settings in sources for f in fields(settings)}
-    preset, writes = flags.get("preset", "auto"), flags.get("model") and not is_small(flags["model"])
+    preset, model = flags.get("preset", "auto"), flags.get("model")
+    unmade = preset != "auto" and model and not Path(model).exists()         # a planned run's first model
+    writes = model and not unmade and not is_small(model)
     if preset == "auto":
         preset = "paper" if writes else "small"
     inherited = ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))
