@@ -412,7 +412,7 @@ def values_of(flags, sources, algorithm, environment):
     """The value of every setting: the flag's if it is given, else the last applicable default."""
     values = {f.name: f.default for settings in sources for f in fields(settings)}
     preset, model = flags.get("preset", "auto"), flags.get("model")
-    unmade = preset != "auto" and model and not Path(model).exists()         # a planned run's first model
+    unmade = preset != "auto" and model and not (Path(model) / "tokenizer.json").is_file()    # of a plan
     writes = model and not unmade and not is_small(model)
     if preset == "auto":
         preset = "paper" if writes else "small"
