@@ -84,14 +84,14 @@ def token_kinds(chat, ids, receptacles):
     begins with a token that begins with a space. The verb is the first word. receptacles: their names, as in
     the first observations; a receptacle's token may contain its number.
     """
-    texts, words, kinds = [chat.tokenizer.decode([token]) for token in ids], [], []
+    texts, pieces, kinds = [chat.tokenizer.decode([token]) for token in ids], [], []
     for token, text in zip(ids, texts):
         tag = re.fullmatch(r"</?\w+>", text.strip())
         alone = "stop" if token in chat.stop_ids else "tag" if tag else None
-        if alone or not words or words[-1][0] or text.startswith(" "):
-            words.append((alone, []))
-        words[-1][1].append(text)
-    for alone, parts in words:
+        if alone or not pieces or pieces[-1][0] or text.startswith(" "):
+            pieces.append((alone, []))
+        pieces[-1][1].append(text)
+    for alone, parts in pieces:
         word = "".join(parts).strip()
         kind = alone or ("verb" if "verb" not in kinds else "link" if word in PREPOSITIONS
                          else "number" if word.isdigit()

@@ -85,8 +85,9 @@ def shared_turns(actor, seed):
     environment, episodes = actor.config.environment, []
     expert = environment.expert([])
     for i, task in enumerate(environment.train_tasks("part", 0, TASKS)):
-        shown = expert.show(task, stream(seed, DEMONSTRATIONS, i), MISTAKES, actor.config.max_turns)
-        episodes.append(cold_start.replay(actor.chat, EpisodeSpec(task, i, 0, i), shown,
+        demonstration = expert.show(task, stream(seed, DEMONSTRATIONS, i), MISTAKES,
+                                    actor.config.max_turns)
+        episodes.append(cold_start.replay(actor.chat, EpisodeSpec(task, i, 0, i), demonstration,
                                           actor.config.history, environment.search_verbs))
     texts = [(episode.task.id, turn.observation, turn.action) for episode in episodes
              for turn in episode.turns]
@@ -279,13 +280,13 @@ def measured(options):
 
 def numbers(result):
     """{name of NUMBERS: value} of a cell; None where a cell has none."""
-    whole = result["whole"] or {}
+    steps = result["whole"] or {}
     return {"nats": result["nats"], **{key: result["pairs"][key] for key in (
         "hidden", "rms", "same command", "same verb", "other verbs")},
         "gap": result["gaps"] and result["gaps"]["gap of cosines"],
         **{key: result["leak"][key] for key in ("leak", "kept", "share")},
-        "whole same": whole.get("same"), "whole different": whole.get("different"),
-        "whole leak": whole.get("leak")}
+        "whole same": steps.get("same"), "whole different": steps.get("different"),
+        "whole leak": steps.get("leak")}
 
 
 def rows_of(cells):
@@ -324,7 +325,7 @@ def figures_of(rows):
         return [found[first]["mean"] > factor * abs(found[second]["mean"]) for found in ours.values()
                 if found[first]["mean"] is not None and found[second]["mean"] is not None]
 
-    alike = [coupling.above_zero(less[key]) for key in ("hidden", "rms") if less
+    similar = [coupling.above_zero(less[key]) for key in ("hidden", "rms") if less
              and less[key]["half"] is not None]
     shares = [found["share"]["mean"] > 0 for found in ours.values() if found["share"]["mean"] is not None]
     return [
@@ -333,7 +334,7 @@ def figures_of(rows):
          "found": f"On the same turns, pairs of different tasks. Hidden states' cosine: {texts('hidden')}. "
                   f"Root mean square cosine of the output layer's gradients: {texts('rms')}. With judge "
                   f"questions, SmolLM2 less the small model: hidden {text_of(less.get('hidden'))}, gradients "
-                  f"{text_of(less.get('rms'))}.", "agrees": coupling.verdict(alike)},
+                  f"{text_of(less.get('rms'))}.", "agrees": coupling.verdict(similar)},
         {"paper": "Figure 3b (a pretrained model)", "picture": "pretrained.heat.svg",
          "claim": "A gradient step on a sample raises those with the same action on other inputs most.",
          "found": f"Steps on the whole model, turns of one command: {texts('whole same', ours)}; of other "
@@ -352,10 +353,10 @@ def draw(cells, rows, out):
     """Draw numbers by stage for both models, shares of kinds of tokens, and the maps of the whole model."""
     plotted = common.pyplot("pretrained")
     figure, panels = plotted.subplots(1, 5, figsize=(19, 4.4), layout="constrained")
-    shown = (("hidden states", ("hidden",)),
+    drawn = (("hidden states", ("hidden",)),
              ("gradients, output layer", ("rms", "same command", "same verb")),
              ("from a good turn, one command", ("leak", "kept")), ("flawed turn's share", ("share",)))
-    for axes, (title, keys) in zip(panels, shown):
+    for axes, (title, keys) in zip(panels, drawn):
         names = [*dict.fromkeys(row.partition(", ")[2] for row in rows)]
         for model, color in zip(MODELS, ("tab:blue", "tab:orange")):
             for key, style in zip(keys, ("o-", "s--", "^:")):
@@ -381,10 +382,10 @@ def draw(cells, rows, out):
         panels[4].legend(fontsize=7)
     common.save(figure, out / "pretrained.svg")
     maps = {cell: result["whole"] for cell, result in cells.items() if result["whole"]}
-    shown = list(maps)[:6]
-    figure, panels = plotted.subplots(1, max(1, len(shown)), figsize=(3.4 * max(1, len(shown)), 3.4),
+    chosen = list(maps)[:6]
+    figure, panels = plotted.subplots(1, max(1, len(chosen)), figsize=(3.4 * max(1, len(chosen)), 3.4),
                                       layout="constrained", squeeze=False)
-    for axes, cell in zip(panels[0], shown):
+    for axes, cell in zip(panels[0], chosen):
         found = maps[cell]
         axes.imshow(found["matrix"], cmap="RdBu_r", vmin=-1, vmax=1)
         names = [f"{action}{' (flawed)' * (label == 'bad')}"
@@ -405,7 +406,7 @@ def page(cells, rows, figures, command):
     tokens = markdown(["", *kinds], [[cell, *(
         "{influence:.1%} of {tokens:.1%}".format(**shares[kind]) if kind in shares else "–"
         for shares in [result["tokens"]] for kind in kinds)] for cell, result in cells.items()])
-    whole = markdown(["", "turns", "above other commands", "agreement with the output layer", "nonlinear"],
+    steps = markdown(["", "turns", "above other commands", "agreement with the output layer", "nonlinear"],
                      [[cell, str(len(found["actions"])), f"{found['above']:.0%}", f"{found['agreement']:.2f}",
                        f"{found['nonlinear']:.1%}"] for cell, result in cells.items()
                       if (found := result["whole"])])
@@ -416,7 +417,7 @@ def page(cells, rows, figures, command):
     claims = [f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
               f"Agrees: {figure['agrees']}.\n" for figure in figures]
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, table="\n".join(table), tokens="\n".join(tokens), whole="\n".join(whole),
+        command=command, table="\n".join(table), tokens="\n".join(tokens), steps="\n".join(steps),
         counts=counts, claims="\n".join(claims), tasks=TASKS, pairs=TURNS)
 
 

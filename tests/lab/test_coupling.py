@@ -161,9 +161,9 @@ def test_turns_that_share_a_prefix_in_a_forward_pass_are_read_as_if_alone(model)
     alone = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
     for sample in of:
         sample.turns = of[:1]
-    together = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
+    in_one_row = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
     assert len(batching.shared_rows(of)) == 1 and len(batching.shared_rows(of)[0].ids) == 40
-    for (hidden_Nd, error_NV), (other_Nd, other_NV) in zip(alone, together, strict=True):
+    for (hidden_Nd, error_NV), (other_Nd, other_NV) in zip(alone, in_one_row, strict=True):
         torch.testing.assert_close(hidden_Nd, other_Nd, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(error_NV, other_NV, atol=2e-5, rtol=1e-4)
 
