@@ -8,11 +8,11 @@ starts with and without judge questions, and along RL: Equation 2 and hidden sta
 (Figure 3a), by kind of token; gradient steps on the whole model for a few turns (Figure 3b); and what a step
 on a good turn does to a flawed one with the same command in another room, the leak.
 
-    python -m lab.studies.pretrained --arms ""              # without RL: three hours of a core a seed
-    python -m lab.studies.pretrained                        # and five hours more for each seed
+    python -m lab.studies.pretrained --arms ""              # without RL: 3.5 hours of a core a seed
+    python -m lab.studies.pretrained                        # and 6 hours more for each seed
     python -m lab.studies.pretrained --seeds 0,1,2
 
-Costs are SmolLM2's at 38 trained tokens a second: cold starts 25, 60 and 65 minutes; an arm of ten iterations
+Costs are estimates for SmolLM2, at 38 trained tokens a second: cold starts 25, 60 and 65 minutes; an arm of ten iterations
 two and a half hours; a cell about ten minutes and 6 GB of memory. Its runs keep 12 GB a seed in
 runs/studies/pretrained, which may go once the cells are stored. Left out: success (lab.bench.table1 with
 lab/results/table1_pretraining.json).
@@ -218,9 +218,10 @@ def measure(actor, seed):
     some = influence.subsample(turns, TURNS, seed, influence.DRAW, 6)
     classes = influence.by_class(turns, TURNS, seed)
     classed, few = [*classes["good"], *classes["bad"]], few_turns(turns, seed)
+    has_pairs = all(len({turn.task for turn in classes[label]}) > 1 for label in ("good", "bad"))
     found = {"texts": texts, "turns": len(turns), "nats": good_nats(turns, pairs),
              "pairs": pair_numbers(some, of(some), hidden_Sd[[place[id(turn)] for turn in some]]),
-             "gaps": influence.gaps_of(classed, of(classed)) if classed else None,
+             "gaps": influence.gaps_of(classed, of(classed)) if has_pairs else None,
              "leak": leak(turns, coupling_SS, hidden_Sd), "tokens": influence.kind_shares(turns, token_NN)}
     of_few = of(few)
     del pairs                                       # a large vocabulary's errors: room for the whole model
@@ -356,14 +357,15 @@ def draw(cells, rows, out):
     drawn = (("hidden states", ("hidden",)),
              ("gradients, output layer", ("rms", "same command", "same verb")),
              ("from a good turn, one command", ("leak", "kept")), ("flawed turn's share", ("share",)))
+    known = [row.partition(", ")[2] for row in rows]
+    names = [name for name in dict.fromkeys([*STAGES["small"], *known]) if name in known]
     for axes, (title, keys) in zip(panels, drawn):
-        names = [*dict.fromkeys(row.partition(", ")[2] for row in rows)]
         for model, color in zip(MODELS, ("tab:blue", "tab:orange")):
             for key, style in zip(keys, ("o-", "s--", "^:")):
-                known = {i: found[key] for i, name in enumerate(names)
-                         if (found := rows.get(f"{model}, {name}")) and found[key]["mean"] is not None}
-                axes.errorbar([*known], [found["mean"] for found in known.values()],
-                              [found["half"] or 0 for found in known.values()], fmt=style, color=color,
+                at = {i: found[key] for i, name in enumerate(names)
+                      if (found := rows.get(f"{model}, {name}")) and found[key]["mean"] is not None}
+                axes.errorbar([*at], [found["mean"] for found in at.values()],
+                              [found["half"] or 0 for found in at.values()], fmt=style, color=color,
                               markersize=4, label=f"{model}: {NUMBERS[key]}")
         axes.set_xticks(range(len(names)), names, rotation=50, ha="right", fontsize=8)
         axes.axhline(0, color="grey", linewidth=0.6)
@@ -387,12 +389,16 @@ def draw(cells, rows, out):
                                       layout="constrained", squeeze=False)
     for axes, cell in zip(panels[0], chosen):
         found = maps[cell]
-        axes.imshow(found["matrix"], cmap="RdBu_r", vmin=-1, vmax=1)
+        image = axes.imshow(found["matrix"], cmap="RdBu_r", vmin=-1, vmax=1)
         names = [f"{action}{' (flawed)' * (label == 'bad')}"
                  for action, label in zip(found["actions"], found["labels"])]
         axes.set_yticks(range(len(names)), names, fontsize=6)
         axes.set_xticks([])
         axes.set_title(cell, fontsize=8)
+    if chosen:
+        figure.colorbar(image, ax=panels[0], shrink=0.8, label="change / mean of own changes")
+    else:
+        coupling.add_legend(panels[0][0])                        # says "not measurable"
     common.save(figure, out / "pretrained.heat.svg")
 
 

@@ -14,10 +14,12 @@ import torch
 from test_coupling import in_this_process, make_turns
 
 import batching
+import config
 from lab.studies import common, influence, pretrained, runs
+from lm import smollm2
 
 TINY = ("--hidden-size 32 --layers 2 --demonstrations 40 --judge-demonstrations 20 --tasks 2 --group-size 4 "
-        "--minibatches 1 --judge-turns 4 --judge-group-size 2 --max-turns 8 --cold-start-lr 3e-3")
+        "--minibatches 1 --judge-turns 4 --judge-group-size 2 --max-turns 16 --cold-start-lr 3e-3")
 
 
 def labeled(n, seed=3):
@@ -176,7 +178,7 @@ def test_rows_are_intervals_over_the_seeds_that_have_a_value():
 def study(tmp_path, monkeypatch, capsys):
     """The study on tiny models: "SmolLM2" is a second small one. Returns (exit status, its JSON, stderr)."""
     monkeypatch.setattr(runs, "make", in_this_process)
-    monkeypatch.setattr(pretrained, "TASKS", 8)
+    monkeypatch.setattr(pretrained, "TASKS", 12)
     monkeypatch.setattr(pretrained, "FLAGS", {
         "SmolLM2": ("--positions", "none", "--judge-labels", "taken"), "small": ("--judge-labels", "taken")})
     stages = ("untrained", "96 demonstrations", pretrained.JUDGED)
@@ -218,7 +220,10 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
         "small, with judge questions, seed 0", "SmolLM2, grpo+gcd 5, seed 0", "small, grpo+gcd 5, seed 0"]
     assert len({cell["texts"] for cell in found["cells"].values()}) == 1
     assert len({cell["turns"] for cell in found["cells"].values()}) == 1 and len(count) == 3
-    assert {"hidden", "rms", "share"} <= {*found["rows"]["small, untrained"]}
+    assert found["rows"]["small, untrained"].keys() == pretrained.NUMBERS.keys()
+    for cell in found["cells"].values():
+        assert len(cell["whole"]["actions"]) == 9 and -1 <= cell["whole"]["agreement"] <= 1
+        assert all(value is not None for value in pretrained.numbers(cell).values())
     out = study.folder / "out"
     assert all((out / figure["picture"]).read_text().count("<svg") == 1 for figure in found["figures"])
     text = (out / "pretrained.md").read_text()
@@ -237,6 +242,26 @@ def test_the_untrained_model_is_that_before_any_step(study, tmp_path):
         runs.make({run: run}, 1)
         weights.append(common.load_actor(run.models[0], run.flags).model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+@pytest.mark.fast
+def test_every_run_of_the_study_has_flags_that_gcd_accepts(monkeypatch, tmp_path):
+    """And RL begins from the cold start with judge questions, whose run is the one that is measured."""
+    monkeypatch.setattr(smollm2, "named", lambda model: model)             # without its package
+    cold, along = pretrained.requested_cells(pretrained.options_of([]), 3)
+    made = {name: pretrained.run_of(settings, tmp_path) for name, settings in (cold | along).items()}
+    assert len(cold) == 9 and len(along) == 8
+    for name, run in made.items():
+        given = config.parse([*run.flags, "--seed", str(run.seed)])
+        model, stage = name.split(", ")[:2]
+        assert given.model == ("smollm2" if model == "SmolLM2" else "") and given.seed == 3
+        assert given.iterations == (0 if name in cold else 10)
+        assert run.start == (None if name in cold else made[f"{model}, {pretrained.JUDGED}, seed 3"])
+        if name in cold:
+            assert given.demonstrations == int({"untrained": "4", pretrained.JUDGED: {
+                "SmolLM2": "300", "small": "3000"}[model]}.get(stage, stage.split()[0]))
+    rl = config.parse(made["SmolLM2, grpo+gcd 10, seed 3"].flags)
+    assert (rl.tasks * rl.group_size, rl.kl, rl.gcd, rl.prompt) == (32, "loss", True, "plain")
 
 
 @pytest.mark.fast
