@@ -12,9 +12,9 @@ on a good turn does to a flawed one with the same command in another room, the l
     python -m lab.studies.pretrained                        # and 6 hours more for each seed
     python -m lab.studies.pretrained --seeds 0,1,2
 
-Costs are estimates for SmolLM2, at 38 trained tokens a second: cold starts 25, 60 and 65 minutes; an arm of ten iterations
-two and a half hours; a cell about ten minutes and 6 GB of memory. Its runs keep 12 GB a seed in
-runs/studies/pretrained, which may go once the cells are stored. Left out: success (lab.bench.table1 with
+Costs are estimates for SmolLM2, at 38 trained tokens a second: cold starts 25, 60 and 65 minutes; an arm of
+ten iterations two and a half hours; a cell about ten minutes and 6 GB of memory. Its runs keep 12 GB a seed
+in runs/studies/pretrained, which may go once the cells are stored. Left out: success (lab.bench.table1 with
 lab/results/table1_pretraining.json).
 Shapes: S turns, N response tokens, P pairs of turns, d hidden size.
 """
