@@ -54,7 +54,14 @@ def measured_turns(actor, seed, split="dev"):
     environment = actor.config.environment
     tasks = environment.split_tasks(split)[:TASKS]
     specs = [EpisodeSpec(task, g, stream(seed, PLAY, g), g) for g, task in enumerate(tasks)]
-    episodes, found = actor.play(specs), []
+    return turns_of(actor.play(specs), actor.chat, environment)
+
+
+def turns_of(episodes, chat, environment):
+    """The turns of episodes that have a command, labeled; those of an episode share its prefix in a forward
+    pass.
+    """
+    found = []
     rooms = [episode.turns[0].observation.partition("Your task is to")[0] for episode in episodes]
     receptacles = {name.split()[0] for room in rooms for name in OBJECT_NAME.findall(room)}
     for episode in episodes:
@@ -63,34 +70,33 @@ def measured_turns(actor, seed, split="dev"):
             if turn.action is not None:
                 n, m = len(turn.prompt_ids), len(turn.response_ids)
                 sample = batching.Sample(turn.prompt_ids + turn.response_ids, [False] * n + [True] * m,
-                                         [0.0] * (n + m), None, episode.index)
+                                         [0.0] * (n + m), None, episode.index, turns=episode.turns[:1])
                 found.append(MeasuredTurn(sample, episode.task.id, turn.action,
                                           label if turn.valid else "refused",
-                                          token_kinds(actor.chat, turn.response_ids, receptacles)))
+                                          token_kinds(chat, turn.response_ids, receptacles)))
     return found
 
 
 def token_kinds(chat, ids, receptacles):
     """The kind of each response token: stop, tag, verb, link, receptacle, number or object.
 
-    The verb is the first token that is neither stop nor tag. receptacles: their names, as in the first
-    observations; a receptacle's token may contain its number.
+    Stop and tag are tokens of their own. Others have the kind of the word that they are a part of: a word
+    begins with a token that begins with a space. The verb is the first word. receptacles: their names, as in
+    the first observations; a receptacle's token may contain its number.
     """
-    kinds = []
-    for token in ids:
-        text = chat.tokenizer.decode([token]).strip()
-        if token in chat.stop_ids:
-            kinds.append("stop")
-        elif re.fullmatch(r"</?\w+>", text):
-            kinds.append("tag")
-        elif not {"verb"} & {*kinds}:
-            kinds.append("verb")
-        elif text in PREPOSITIONS:
-            kinds.append("link")
-        elif text.isdigit():
-            kinds.append("number")
-        else:
-            kinds.append("receptacle" if text.split(" ")[0] in receptacles else "object")
+    texts, pieces, kinds = [chat.tokenizer.decode([token]) for token in ids], [], []
+    for token, text in zip(ids, texts):
+        tag = re.fullmatch(r"</?\w+>", text.strip())
+        alone = "stop" if token in chat.stop_ids else "tag" if tag else None
+        if alone or not pieces or pieces[-1][0] or text.startswith(" "):
+            pieces.append((alone, []))
+        pieces[-1][1].append(text)
+    for alone, parts in pieces:
+        word = "".join(parts).strip()
+        kind = alone or ("verb" if "verb" not in kinds else "link" if word in PREPOSITIONS
+                         else "number" if word.isdigit()
+                         else "receptacle" if word.split(" ")[0] in receptacles else "object")
+        kinds += [kind] * len(parts)
     return kinds
 
 
@@ -131,6 +137,15 @@ def token_couplings(pairs):
     """coupling_NN: the terms of Equation 2 for every pair of tokens; the turns are concatenated."""
     hidden_Nd, error_NV = (torch.cat(part) for part in zip(*pairs))
     return (error_NV @ error_NV.T) * (hidden_Nd @ hidden_Nd.T)
+
+
+def sums_by_turn(coupling_NN, turns):
+    """coupling_SS: `couplings` as sums of `token_couplings`, for a vocabulary whose X numbers a turn are too
+    many.
+    """
+    turn_N = torch.tensor([i for i, turn in enumerate(turns) for _ in turn.kinds])
+    rows_SN = coupling_NN.new_zeros(len(turns), len(turn_N)).index_add_(0, turn_N, coupling_NN)
+    return coupling_NN.new_zeros(len(turns), len(turns)).index_add_(1, turn_N, rows_SN)
 
 
 def cosines(product_SS):
@@ -212,12 +227,13 @@ def step_effects(model, samples, step_nats=STEP_NATS):
     step and twice the change by half a step, divided by the largest change.
     """
     model = copy.deepcopy(model).double()
-    grads = [gradient(model, sample) for sample in samples]
-    square = statistics.fmean(sum(float(g.square().sum()) for g in of if g is not None) for of in grads)
+    square = statistics.fmean(sum(float(g.square().sum()) for g in gradient(model, sample) if g is not None)
+                              for sample in samples)
     with torch.no_grad():
         before_S = response_logprobs(model, samples)
     step, rows, nonlinearity = step_nats / max(square, 1e-30), [], 0.0
-    for i, of in enumerate(grads):
+    for i, sample in enumerate(samples):
+        of = gradient(model, sample)                # again: a large model's would not all fit in memory
         rows.append(logprobs_after_step(model, samples, of, step) - before_S)
         if i % CONTEXTS == 0:
             half_S = logprobs_after_step(model, samples, of, step / 2) - before_S
@@ -241,13 +257,17 @@ def same_action_turns(candidates, seed):
 
 
 def heat(model, candidates, seed):
+    """`heat_of` the turns of the most frequent commands."""
+    return heat_of(model, same_action_turns(candidates, seed))
+
+
+def heat_of(model, turns):
     """Figure 3b's map and its means; None unless one command was given in two tasks and a second one in one.
 
     The map is change_ij / sqrt(change_ii change_jj), since turns differ in how far they can move. The means
     are over pairs of different tasks: of the map, and of the change divided by the mean change of a turn by
     its own step. "above": how often a same-action pair exceeds a different-action pair (ties count half).
     """
-    turns = same_action_turns(candidates, seed)
     other_SS = differ([turn.action for turn in turns]) if turns else torch.zeros(0, 0, dtype=torch.bool)
     if not other_SS.any():
         return None
@@ -278,9 +298,14 @@ def influence_by_kind(model, candidates, n, seed):
     turns = subsample(candidates, n, seed, DRAW, 5)
     if len({turn.task for turn in turns}) < 2:
         return None
+    return kind_shares(turns, token_couplings(hidden_and_error(model, turns)))
+
+
+def kind_shares(turns, coupling_NN):
+    """The shares of `influence_by_kind` from `token_couplings` of turns of at least two tasks."""
     kinds = [kind for turn in turns for kind in turn.kinds]
     task_N = [turn.task for turn in turns for _ in turn.kinds]
-    weight_N = (token_couplings(hidden_and_error(model, turns)).abs() * differ(task_N)).sum(1)
+    weight_N = (coupling_NN.abs() * differ(task_N)).sum(1)
     total = float(weight_N.sum())
     shares = Counter()
     for kind, weight in zip(kinds, weight_N.tolist()):
@@ -299,11 +324,15 @@ def influence_gaps(model, turns_of_class, pair=("good", "bad")):
     turns = [turn for label in pair for turn in turns_of_class[label]]
     if any(len({turn.task for turn in turns_of_class[label]}) < 2 for label in pair):
         return None
-    coupling_SS = couplings(hidden_and_error(model, turns))
+    return {label: len(turns_of_class[label]) for label in pair} | gaps_of(
+        turns, couplings(hidden_and_error(model, turns)))
+
+
+def gaps_of(turns, coupling_SS):
+    """The gaps of `influence_gaps` from Equation 2 for every pair of turns of two classes."""
     tokens_S = torch.tensor([len(turn.kinds) for turn in turns])
     tasks_differ_SS, cross_SS = differ([turn.task for turn in turns]), differ([turn.label for turn in turns])
-    found = {label: len(turns_of_class[label]) for label in pair}
-    per_token_SS = coupling_SS / (tokens_S[:, None] * tokens_S)
+    found, per_token_SS = {}, coupling_SS / (tokens_S[:, None] * tokens_S)
     for name, of_SS in (("", per_token_SS), (" of cosines", cosines(coupling_SS))):
         same, cross = (mean_of(of_SS[tasks_differ_SS & which]) for which in (~cross_SS, cross_SS))
         found |= {f"same{name}": same, f"cross{name}": cross, f"gap{name}": same - cross}

@@ -69,6 +69,8 @@ def test_equation_2_is_the_inner_product_of_output_layer_gradients(model, make):
     member_SN = (turn_of_token == torch.arange(len(turns))[:, None]).float()
     summed_SS = member_SN @ influence.token_couplings(pairs) @ member_SN.T
     torch.testing.assert_close(summed_SS, got_SS, atol=1e-4 * largest, rtol=1e-3)
+    torch.testing.assert_close(influence.sums_by_turn(influence.token_couplings(pairs), turns), summed_SS,
+                               atol=1e-4 * largest, rtol=1e-3)
 
 
 @pytest.mark.fast
@@ -145,6 +147,25 @@ def test_kinds_of_tokens(chat):
     chat = type("Chat", (), {"tokenizer": ListTokenizer(), "stop_ids": (6,)})
     assert influence.token_kinds(chat, range(7), {"cabinet"}) == [
         "tag", "verb", "object", "number", "link", "receptacle", "stop"]
+    ListTokenizer.tokens = ("ex", "amine", " c", "abinet", " ", "1", "2", " in", "<|im_end|>")     # parts
+    chat.stop_ids = (8,)
+    assert influence.token_kinds(chat, range(9), {"cabinet"}) == [
+        "verb", "verb", "receptacle", "receptacle", "number", "number", "number", "link", "stop"]
+
+
+@pytest.mark.fast
+def test_turns_that_share_a_prefix_in_a_forward_pass_are_read_as_if_alone(model):
+    """Three turns of one episode in one row, and each in a row of its own."""
+    ids = make_sample(random.Random(4), n=40).ids
+    of = [batching.Sample(ids[:n], [False] * (n - 4) + [True] * 4, [0.0] * n, None, 0) for n in (14, 25, 40)]
+    alone = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
+    for sample in of:
+        sample.turns = of[:1]
+    in_one_row = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
+    assert len(batching.shared_rows(of)) == 1 and len(batching.shared_rows(of)[0].ids) == 40
+    for (hidden_Nd, error_NV), (other_Nd, other_NV) in zip(alone, in_one_row, strict=True):
+        torch.testing.assert_close(hidden_Nd, other_Nd, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(error_NV, other_NV, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.fast

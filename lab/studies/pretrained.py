@@ -1,0 +1,479 @@
+"""Coupling in a pretrained language model: do its turns share more gradient than a small model's do?
+
+arXiv:2509.23870, sections 3.2 and 4, on SmolLM2-135M (lm/smollm2.py) and the small model from scratch, by
+the measures of lab/studies/influence.py on *the same turns*: the expert plays TASKS generated rooms with a
+mistake at a quarter of its turns, and each model reads these texts through its own tokenizer and plain
+prompt. So no turn is sampled by a model that is measured. Measured are the models before training, after cold
+starts with and without judge questions, and along RL: Equation 2 and hidden states over pairs of turns
+(Figure 3a), by kind of token; gradient steps on the whole model for a few turns (Figure 3b); and what a step
+on a good turn does to a flawed one with the same command in another room, the leak.
+
+    python -m lab.studies.pretrained --arms ""              # without RL: 3.5 hours of a core a seed
+    python -m lab.studies.pretrained                        # and 6 hours more for each seed
+    python -m lab.studies.pretrained --seeds 0,1,2
+
+Costs are estimates for SmolLM2, at 38 trained tokens a second: cold starts 25, 60 and 65 minutes; an arm of
+ten iterations two and a half hours; a cell about ten minutes and 6 GB of memory. Its runs keep 12 GB a seed
+in runs/studies/pretrained, which may go once the cells are stored. Left out: success (lab.bench.table1 with
+lab/results/table1_pretraining.json).
+Shapes: S turns, N response tokens, P pairs of turns, d hidden size.
+"""
+
+import argparse
+import hashlib
+import itertools
+import re
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import cold_start
+from infra.streams import DEMONSTRATIONS, stream
+from lab.bench import jobs
+from lab.bench.intervals import interval, markdown, paired, with_half
+from lab.studies import common, coupling, influence, runs
+from rollout import EpisodeSpec
+
+PAGE = Path(__file__).with_name("pretrained.page.md")
+TASKS, MISTAKES = 36, 0.25               # rooms, and the share of mistakes: 329 turns with seed 0
+TURNS, COMMANDS = 110, 3                 # turns of the pairs; commands of the whole-model gradients
+MODELS = ("SmolLM2", "small")
+ARMS = ("grpo", "grpo+gcd")
+ITERATIONS = 10
+JUDGED = "with judge questions"          # the cold start from which RL begins
+POLICY = ("--judge-demonstrations", "0", "--judge-epochs", "0")               # one pass, the policy alone
+# {model: flags of all its runs}
+FLAGS = {
+    "SmolLM2": ("--model", "smollm2", "--prompt", "plain", "--cold-start-lr", "1e-4", "--checkpoint-every",
+                "8", "--judge-labels", "taken", "--tasks", "4", "--minibatches", "2", "--judge-turns", "16",
+                "--lr", "1e-5", "--kl", "loss", "--kl-coef", "0.01"),
+    "small": ("--judge-labels", "taken"),
+}
+# {model: {cold start: its flags}}. One at learning rate 0 is the model as it begins. A pretrained model
+# learns policy and judge together, as in the paper; the small one's last is its usual cold start
+STAGES = {
+    "SmolLM2": {"untrained": ("--demonstrations", "4", *POLICY, "--cold-start-lr", "0"),
+                "96 demonstrations": ("--demonstrations", "96", *POLICY),
+                "300 demonstrations": ("--demonstrations", "300", *POLICY),
+                JUDGED: ("--demonstrations", "300", "--judge-demonstrations", "100", "--cold-start-epochs",
+                         "0")},
+    "small": {"untrained": ("--demonstrations", "4", *POLICY, "--cold-start-lr", "0"),
+              "96 demonstrations": ("--demonstrations", "96", *POLICY),
+              "300 demonstrations": ("--demonstrations", "300", *POLICY),
+              "3000 demonstrations": ("--demonstrations", "3000", *POLICY),
+              JUDGED: ("--demonstrations", "3000")},
+}
+# Numbers of a cell that the table shows and that are compared: {name: text}
+NUMBERS = {"nats": "nats of a good command", "hidden": "hidden states' cosine",
+           "rms": "gradients' cosine, root mean square", "same command": "one command",
+           "same verb": "one verb", "other verbs": "other verbs", "gap": "within good or bad, less across",
+           "leak": "good to flawed, one command", "kept": "good to good, one command",
+           "share": "flawed one's share of the good one's rise", "whole same": "whole model, one command",
+           "whole different": "whole model, other commands", "whole leak": "whole model, good to flawed"}
+
+
+# Turns
+
+def shared_turns(actor, seed):
+    """The expert's turns, with MISTAKES, in the first TASKS training rooms, through a model's own chat.
+
+    Also returns a hash of their texts, which is the same for all models.
+    """
+    environment, episodes = actor.config.environment, []
+    expert = environment.expert([])
+    for i, task in enumerate(environment.train_tasks("part", 0, TASKS)):
+        demonstration = expert.show(task, stream(seed, DEMONSTRATIONS, i), MISTAKES,
+                                    actor.config.max_turns)
+        episodes.append(cold_start.replay(actor.chat, EpisodeSpec(task, i, 0, i), demonstration,
+                                          actor.config.history, environment.search_verbs))
+    texts = [(episode.task.id, turn.observation, turn.action) for episode in episodes
+             for turn in episode.turns]
+    return (influence.turns_of(episodes, actor.chat, environment),
+            hashlib.sha256(repr(texts).encode()).hexdigest())
+
+
+# Measures
+
+def pair_numbers(turns, coupling_SS, hidden_Sd):
+    """Figure 3a over all pairs of turns of different tasks: cosines of the output layer's gradients
+    (Equation 2) and of mean hidden states.
+
+    "same verb": pairs of different commands whose first word is the same. None where there is no pair.
+    """
+    pair_SS = influence.differ([turn.task for turn in turns]).triu(1)
+    other_SS = influence.differ([turn.action for turn in turns])
+    verb_SS = influence.differ([turn.action.split()[0] for turn in turns])
+    cosine_SS = influence.cosines(coupling_SS)
+    hidden_SS = influence.cosines(hidden_Sd @ hidden_Sd.T)
+    cosine_P = cosine_SS[pair_SS]
+    counts = torch.histc(cosine_P, influence.BINS, -1, 1) / max(1, len(cosine_P))
+    return {"turns": len(turns), "pairs": len(cosine_P), "hidden": influence.mean_of(hidden_SS[pair_SS]),
+            "rms": float(cosine_P.square().mean().sqrt()), "mean": influence.mean_of(cosine_P),
+            "same command": influence.mean_of(cosine_SS[pair_SS & ~other_SS]),
+            "same verb": influence.mean_of(cosine_SS[pair_SS & other_SS & ~verb_SS]),
+            "other verbs": influence.mean_of(cosine_SS[pair_SS & verb_SS]), "histogram": counts.tolist()}
+
+
+def leak(turns, coupling_SS, hidden_Sd):
+    """What a step on a good turn does to flawed and to other good turns of the same command in other tasks.
+
+    The output layer's part, to first order, over ordered pairs (good i, other j):
+
+        share = sum of c_ij over pairs / sum of c_ii over pairs,    c: Equation 2
+
+    is the rise of j's log-probability for each nat of i's own rise. "leak" and "kept" are mean cosines, to
+    flawed and to good turns; "hidden leak" of mean hidden states; "leak, other commands" of pairs of other
+    commands. None where there is no pair.
+    """
+    tasks_SS = influence.differ([turn.task for turn in turns])
+    same_SS = ~influence.differ([turn.action for turn in turns]) & tasks_SS
+    good_S, flawed_S = (torch.tensor([turn.label == label for turn in turns]) for label in ("good", "bad"))
+    cosine_SS, hidden_SS = influence.cosines(coupling_SS), influence.cosines(hidden_Sd @ hidden_Sd.T)
+    own_SS = coupling_SS.diagonal()[:, None].expand_as(coupling_SS)
+    flawed_SS, good_SS = good_S[:, None] & flawed_S, good_S[:, None] & good_S
+
+    def share(which_SS):
+        total = float(own_SS[which_SS].sum())
+        return float(coupling_SS[which_SS].sum()) / total if total else None
+
+    return {"good": int(good_S.sum()), "flawed": int(flawed_S.sum()),
+            "pairs": int((flawed_SS & same_SS).sum()),
+            "leak": influence.mean_of(cosine_SS[flawed_SS & same_SS]),
+            "kept": influence.mean_of(cosine_SS[good_SS & same_SS]),
+            "leak, other commands": influence.mean_of(cosine_SS[flawed_SS & tasks_SS & ~same_SS]),
+            "hidden leak": influence.mean_of(hidden_SS[flawed_SS & same_SS]),
+            "share": share(flawed_SS & same_SS), "share kept": share(good_SS & same_SS)}
+
+
+def few_turns(turns, seed):
+    """Two good turns and a flawed one, each of another task, of the COMMANDS most frequent commands that have
+    them, sorted by command.
+    """
+    order, of = influence.subsample(turns, len(turns), seed, influence.DRAW, 7), {}
+    for turn in order:
+        if turn.label in ("good", "bad"):
+            of.setdefault(turn.action, []).append(turn)
+    found = {}
+    for action in sorted(of, key=lambda action: (-len(of[action]), action)):
+        flawed = next((turn for turn in of[action] if turn.label == "bad"), None)
+        good = {turn.task: turn for turn in of[action] if turn.label == "good"}
+        chosen = [turn for task, turn in good.items() if flawed and task != flawed.task][:2]
+        if len(chosen) == 2 and len(found) < COMMANDS:
+            found[action] = [*chosen, flawed]
+    return [turn for action in sorted(found) for turn in found[action]]
+
+
+def whole_model(model, turns, coupling_SS):
+    """Figure 3b on the few turns, by steps on all parameters, with the leak in it, and how far Equation 2
+    tells it.
+
+    coupling_SS: of the same turns. The map's entries are cosines of whole-model gradients up to "nonlinear".
+    "leak" and "kept": means over one command's turns of different tasks, from good to flawed and to good;
+    "agreement": Pearson's correlation of map and output layer over pairs of different tasks. None without
+    two commands.
+    """
+    found = influence.heat_of(model, turns)
+    if found is None:
+        return None
+    matrix_SS = torch.tensor(found["matrix"])
+    pair_SS = influence.differ([turn.task for turn in turns])
+    same_SS = pair_SS & ~influence.differ([turn.action for turn in turns])
+    good_S = torch.tensor([turn.label == "good" for turn in turns])
+    both = torch.stack([matrix_SS[pair_SS], influence.cosines(coupling_SS)[pair_SS].float()])
+    return found | {"labels": [turn.label for turn in turns], "agreement": float(torch.corrcoef(both)[0, 1]),
+                    "leak": influence.mean_of(matrix_SS[same_SS & good_S[:, None] & ~good_S]),
+                    "kept": influence.mean_of(matrix_SS[same_SS & good_S[:, None] & good_S])}
+
+
+def good_nats(turns, pairs):
+    """Mean log-probability in nats of a good turn's response, from the error 1 - pi of its own tokens.
+
+    pi is a difference of float32 numbers, so a token's has a floor of 1e-7 (-16 nats).
+    """
+    of_turns = []
+    for turn, (_, error_NV) in zip(turns, pairs):
+        if turn.label == "good":
+            ids_N = torch.tensor([*itertools.compress(turn.sample.ids, turn.sample.sampled)])
+            of_turns.append((1 - error_NV.gather(1, ids_N[:, None])).clamp(min=1e-7).log().sum())
+    return influence.mean_of(torch.stack(of_turns)) if of_turns else None
+
+
+def measure(actor, seed):
+    """All numbers of a model: hidden states and errors of all turns are computed once."""
+    turns, texts = shared_turns(actor, seed)
+    pairs = influence.hidden_and_error(actor.model, turns)
+    token_NN = influence.token_couplings(pairs)
+    coupling_SS = influence.sums_by_turn(token_NN, turns)
+    hidden_Sd = torch.stack([hidden_Nd.mean(0) for hidden_Nd, _ in pairs])
+    place = {id(turn): i for i, turn in enumerate(turns)}
+
+    def of(chosen):
+        """Equation 2 of some of the turns."""
+        at = [place[id(turn)] for turn in chosen]
+        return coupling_SS[at][:, at]
+
+    some = influence.subsample(turns, TURNS, seed, influence.DRAW, 6)
+    classes = influence.by_class(turns, TURNS, seed)
+    classed, few = [*classes["good"], *classes["bad"]], few_turns(turns, seed)
+    has_pairs = all(len({turn.task for turn in classes[label]}) > 1 for label in ("good", "bad"))
+    found = {"texts": texts, "turns": len(turns), "nats": good_nats(turns, pairs),
+             "pairs": pair_numbers(some, of(some), hidden_Sd[[place[id(turn)] for turn in some]]),
+             "gaps": influence.gaps_of(classed, of(classed)) if has_pairs else None,
+             "leak": leak(turns, coupling_SS, hidden_Sd), "tokens": influence.kind_shares(turns, token_NN)}
+    of_few = of(few)
+    del pairs                                       # a large vocabulary's errors: room for the whole model
+    return found | {"whole": whole_model(actor.model, few, of_few)}
+
+
+# Cells
+
+def run_of(settings, root):
+    """The run that a cell measures; its `start` is the one that it begins from, or None."""
+    model, stage, arm, seed = (settings[key] for key in ("model", "stage", "arm", "seed"))
+    flags = [*FLAGS[model], *STAGES[model][stage], *shlex.split(settings["flags"])]
+    folder = root / model.lower() / stage.replace(" ", "_")
+    return runs.runs_of("household", [arm], [seed], flags, settings["iterations"], folder)[arm, seed]
+
+
+def requested_cells(options, seed):
+    """({cell: settings} of a seed's cold starts, those along RL)."""
+    cold, along = {}, {}
+    for model in options.models:
+        shared = {"model": model, "seed": seed, "iterations": options.iterations, "flags": options.flags,
+                  "tasks": TASKS, "turns": TURNS}
+        for stage in STAGES[model]:
+            cold[f"{model}, {stage}, seed {seed}"] = shared | {
+                "stage": stage, "arm": runs.COLD, "iteration": 0, "iterations": 0}
+        for arm in options.arms:
+            for iteration in range(runs.EVERY, options.iterations + 1, runs.EVERY):
+                along[f"{model}, {arm} {iteration}, seed {seed}"] = shared | {
+                    "stage": JUDGED, "arm": arm, "iteration": iteration}
+    return cold, along
+
+
+def work(root, name, settings):
+    """Measure one cell."""
+    torch.set_num_threads(1)
+    return measure(run_of(settings, root).actor(settings["iteration"]), settings["seed"])
+
+
+def measured(options):
+    """{cell: its result}; the runs of missing cells are made first, cold starts before any RL."""
+    path, root, found = Path(options.out) / "pretrained.jsonl", Path(options.runs).resolve(), {}
+    groups = [cells for seed in options.seeds for cells in requested_cells(options, seed) if cells]
+    if not options.jobs:
+        stored = [common.finished_cells(path, cells) for cells in groups]
+        return {name: record["result"] for records in stored for name, record in records.items()}
+    for cells in groups:
+        missing = common.missing_cells(path, cells)
+        common.check_tree(missing, options.dirty)
+        needed = [run_of(settings, root) for settings in missing.values()]
+        needed = dict.fromkeys(run for one in needed for run in (one.start, one) if run)
+        runs.make({run: run for run in needed}, options.jobs)
+        found |= common.run_cells(path, cells, partial(work, root), options.jobs, options.dirty)
+    return found
+
+
+# Analysis
+
+def numbers(result):
+    """{name of NUMBERS: value} of a cell; None where a cell has none."""
+    steps = result["whole"] or {}
+    return {"nats": result["nats"], **{key: result["pairs"][key] for key in (
+        "hidden", "rms", "same command", "same verb", "other verbs")},
+        "gap": result["gaps"] and result["gaps"]["gap of cosines"],
+        **{key: result["leak"][key] for key in ("leak", "kept", "share")},
+        "whole same": steps.get("same"), "whole different": steps.get("different"),
+        "whole leak": steps.get("leak")}
+
+
+def rows_of(cells):
+    """{"model, stage": {name of NUMBERS: interval over the seeds that have it}}."""
+    found = {}
+    for cell, result in cells.items():
+        row, _, seed = cell.rpartition(", seed ")
+        for key, value in numbers(result).items():
+            of_seed = found.setdefault(row, {}).setdefault(key, {})
+            if value is not None:
+                of_seed[seed] = value
+    return {row: {key: interval(of_seed) for key, of_seed in keys.items()} for row, keys in found.items()}
+
+
+def differences(rows):
+    """{name of NUMBERS: SmolLM2 minus the small model, paired}, both with judge questions; {} without one."""
+    pair = [rows.get(f"{model}, {JUDGED}") for model in MODELS]
+    return {key: paired(*(row[key]["seeds"] for row in pair)) for key in NUMBERS} if all(pair) else {}
+
+
+def text_of(found, form=".2f"):
+    """An interval as text; a dash without values."""
+    return "–" if found is None or found["mean"] is None else with_half(found, form)
+
+
+def figures_of(rows):
+    """What was found on the paper's figures, for the gallery."""
+    less, trained = differences(rows), {
+        row: found for row, found in rows.items() if not row.endswith("untrained")}
+    ours = {row: found for row, found in trained.items() if row.startswith("SmolLM2")}
+
+    def texts(key, of=rows):
+        return "; ".join(f"{row} {text_of(found[key])}" for row, found in of.items())
+
+    def tests(first, second, factor=1.0):
+        return [found[first]["mean"] > factor * abs(found[second]["mean"]) for found in ours.values()
+                if found[first]["mean"] is not None and found[second]["mean"] is not None]
+
+    similar = [coupling.above_zero(less[key]) for key in ("hidden", "rms") if less
+             and less[key]["half"] is not None]
+    shares = [found["share"]["mean"] > 0 for found in ours.values() if found["share"]["mean"] is not None]
+    return [
+        {"paper": "Figure 3a (a pretrained model)", "picture": "pretrained.svg",
+         "claim": "An agent's samples are similar because a language model's representations are.",
+         "found": f"On the same turns, pairs of different tasks. Hidden states' cosine: {texts('hidden')}. "
+                  f"Root mean square cosine of the output layer's gradients: {texts('rms')}. With judge "
+                  f"questions, SmolLM2 less the small model: hidden {text_of(less.get('hidden'))}, gradients "
+                  f"{text_of(less.get('rms'))}.", "agrees": coupling.verdict(similar)},
+        {"paper": "Figure 3b (a pretrained model)", "picture": "pretrained.heat.svg",
+         "claim": "A gradient step on a sample raises those with the same action on other inputs most.",
+         "found": f"Steps on the whole model, turns of one command: {texts('whole same', ours)}; of other "
+                  f"commands: {texts('whole different', ours)}.",
+         "agrees": coupling.verdict(tests("whole same", "whole different", 2))},
+        {"paper": "Section 3.2 (the leak, a pretrained model)", "picture": "pretrained.svg",
+         "claim": "A good turn's gradient also raises flawed turns with the same command.",
+         "found": f"Share of the good turn's own rise: {texts('share')}. Cosine to flawed turns of one "
+                  f"command: {texts('leak')}; to good ones: {texts('kept')}.",
+         "agrees": coupling.verdict(shares)}]
+
+
+# Figures
+
+def draw(cells, rows, out):
+    """Draw numbers by stage for both models, shares of kinds of tokens, and the maps of the whole model."""
+    plotted = common.pyplot("pretrained")
+    figure, panels = plotted.subplots(1, 5, figsize=(19, 4.4), layout="constrained")
+    drawn = (("hidden states", ("hidden",)),
+             ("gradients, output layer", ("rms", "same command", "same verb")),
+             ("from a good turn, one command", ("leak", "kept")), ("flawed turn's share", ("share",)))
+    known = [row.partition(", ")[2] for row in rows]
+    names = [name for name in dict.fromkeys([*STAGES["small"], *known]) if name in known]
+    for axes, (title, keys) in zip(panels, drawn):
+        for model, color in zip(MODELS, ("tab:blue", "tab:orange")):
+            for key, style in zip(keys, ("o-", "s--", "^:")):
+                at = {i: found[key] for i, name in enumerate(names)
+                      if (found := rows.get(f"{model}, {name}")) and found[key]["mean"] is not None}
+                axes.errorbar([*at], [found["mean"] for found in at.values()],
+                              [found["half"] or 0 for found in at.values()], fmt=style, color=color,
+                              markersize=4, label=f"{model}: {NUMBERS[key]}")
+        axes.set_xticks(range(len(names)), names, rotation=50, ha="right", fontsize=8)
+        axes.axhline(0, color="grey", linewidth=0.6)
+        axes.set_title(title)
+        axes.legend(fontsize=7)
+    last = {model: cells[cell] for cell in cells for model in MODELS
+            if cell.startswith(f"{model}, {JUDGED}, ")}
+    kinds = [*dict.fromkeys(kind for result in last.values() for kind in result["tokens"])]
+    for i, (model, result) in enumerate(last.items()):
+        panels[4].barh([k + 0.4 * i for k in range(len(kinds))],
+                       [result["tokens"].get(kind, {"influence": 0})["influence"] for kind in kinds], 0.38,
+                       label=model)
+    panels[4].set_yticks(range(len(kinds)), kinds)
+    panels[4].set_title(f"share of the influence,\n{JUDGED}")
+    if last:
+        panels[4].legend(fontsize=7)
+    common.save(figure, out / "pretrained.svg")
+    maps = {cell: result["whole"] for cell, result in cells.items() if result["whole"]}
+    chosen = list(maps)[:6]
+    figure, panels = plotted.subplots(1, max(1, len(chosen)), figsize=(3.4 * max(1, len(chosen)), 3.4),
+                                      layout="constrained", squeeze=False)
+    for axes, cell in zip(panels[0], chosen):
+        found = maps[cell]
+        image = axes.imshow(found["matrix"], cmap="RdBu_r", vmin=-1, vmax=1)
+        names = [f"{action}{' (flawed)' * (label == 'bad')}"
+                 for action, label in zip(found["actions"], found["labels"])]
+        axes.set_yticks(range(len(names)), names, fontsize=6)
+        axes.set_xticks([])
+        axes.set_title(cell, fontsize=8)
+    if chosen:
+        figure.colorbar(image, ax=panels[0], shrink=0.8, label="change / mean of own changes")
+    else:
+        coupling.add_legend(panels[0][0])                        # says "not measurable"
+    common.save(figure, out / "pretrained.heat.svg")
+
+
+# The study
+
+def page(cells, rows, figures, command):
+    """The page's text, from its template in this folder."""
+    table = markdown(["", *NUMBERS.values()],
+                     [[row, *(text_of(found[key]) for key in NUMBERS)] for row, found in rows.items()])
+    kinds = dict.fromkeys(kind for result in cells.values() for kind in result["tokens"])
+    tokens = markdown(["", *kinds], [[cell, *(
+        "{influence:.1%} of {tokens:.1%}".format(**shares[kind]) if kind in shares else "–"
+        for shares in [result["tokens"]] for kind in kinds)] for cell, result in cells.items()])
+    steps = markdown(["", "turns", "above other commands", "agreement with the output layer", "nonlinear"],
+                     [[cell, str(len(found["actions"])), f"{found['above']:.0%}", f"{found['agreement']:.2f}",
+                       f"{found['nonlinear']:.1%}"] for cell, result in cells.items()
+                      if (found := result["whole"])])
+    counts = "; ".join(dict.fromkeys(
+        f"seed {cell.rpartition(' ')[2]}: {result['turns']} turns, {result['leak']['good']} good, "
+        f"{result['leak']['flawed']} flawed, {result['leak']['pairs']} pairs of a good and a flawed one with "
+        "one command" for cell, result in cells.items()))
+    claims = [f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
+              f"Agrees: {figure['agrees']}.\n" for figure in figures]
+    return PAGE.read_text(encoding="utf-8").format(
+        command=command, table="\n".join(table), tokens="\n".join(tokens), steps="\n".join(steps),
+        counts=counts, claims="\n".join(claims), tasks=TASKS, pairs=TURNS)
+
+
+def options_of(argv):
+    """Parse and check the command line."""
+    parser = argparse.ArgumentParser("python -m lab.studies.pretrained", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--seeds", default="0", help="seeds, separated by commas")
+    parser.add_argument("--models", default=",".join(MODELS), help="models to measure")
+    parser.add_argument("--arms", default=",".join(ARMS), help="arms of RL; empty: cold starts alone")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each arm")
+    parser.add_argument("--flags", default="", help="further flags of gcd.py for all runs")
+    parser.add_argument("--jobs", type=int, default=1,
+                        help="runs, and then cells, in parallel; 0: use stored cells only")
+    parser.add_argument("--runs", default=str(runs.RUNS / "pretrained"), help="folder of the runs")
+    parser.add_argument("--out", default=str(common.OUT), help="output folder")
+    common.add_dirty(parser)
+    options = parser.parse_args(argv)
+    for name, known in (("models", MODELS), ("arms", ARMS)):
+        given = [value for value in getattr(options, name).split(",") if value]
+        if unknown := [value for value in given if value not in known]:
+            parser.error(f"--{name}={unknown[0]}: expected some of {','.join(known)}")
+        setattr(options, name, [value for value in known if value in given])
+    if not re.fullmatch(r"\d{1,2}(,\d{1,2})*", options.seeds):
+        parser.error(f"--seeds={options.seeds}: expected numbers from 0 to 99, separated by commas")
+    options.seeds = [*dict.fromkeys(map(int, options.seeds.split(",")))]
+    common.check_ranges(parser, ("iterations", options.iterations, runs.EVERY, 10**4),
+                        ("jobs", options.jobs, 0, 256))
+    return options
+
+
+def main(argv=None):
+    options = options_of(argv)
+    try:
+        cells = measured(options)
+        if not cells:
+            raise ValueError(f"--jobs={options.jobs}: {Path(options.out) / 'pretrained.jsonl'} has no cell")
+    except (ValueError, jobs.Failed) as error:
+        print(f"studies.pretrained: error: {error}", file=sys.stderr)
+        return 1
+    command = ["python", "-m", "lab.studies.pretrained", *(sys.argv[1:] if argv is None else argv)]
+    rows, out = rows_of(cells), Path(options.out)
+    figures = figures_of(rows)
+    draw(cells, rows, out)
+    text = page(cells, rows, figures, shlex.join(command))
+    common.publish(out, "pretrained", command, options.seeds, {
+        "rows": rows, "SmolLM2 minus small": differences(rows), "cells": cells}, figures, text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
