@@ -187,8 +187,7 @@ class Expert:
 
 
 class Environment(envs.Environment):
-    """Natural twins. RL ("part") is on TRAINED, with --p-tasks of 16 P; the cold start ("all") on START, with 8.
-    """
+    """Natural twins. RL ("part") has TRAINED, --p-tasks of 16 in P; the cold start ("all") START, 8."""
 
     @dataclass(frozen=True)
     class Settings:

@@ -3,8 +3,8 @@
 The environment is lab/envs/natural_twins.py: situations in English in which one command is right (P) or
 flawed (N) by a detail of the text; twelve of sixteen tasks are P. Every cell is a run of gcd.py on
 SmolLM2-135M, bare commands, from a cold start on templates that RL never shows. Varied are the cold start's
-questions (none; judging; on the detail alone, in a prompt that names no command), the arm (GRPO; GCD with right
-labels; GCD with shuffled ones) and the KL (0.01 or none).
+questions (none; judging; on the detail alone, in a prompt that names no command), the arm (GRPO; GCD with
+right labels; GCD with shuffled ones) and the KL (0.01 or none).
 
 Measured along each run, on the templates of RL and on as many that nothing was trained on: the probability
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
@@ -260,7 +260,8 @@ def arm_row(results):
     """An arm's numbers.
 
     Of each part: seeds whose final q_N is below one half, and the measures at start and end; of the run:
-    success over the last iterations; by seed when the judge was right, when the flaw ran away, and the lag.
+    success over the last iterations; by seed when the judge was right, when the flaw ran away, and the lag
+    of those in which it did.
     """
     parts = {}
     for part in MEASURED:
@@ -271,15 +272,17 @@ def arm_row(results):
             "final": interval({seed: final(result, part) for seed, result in results.items()}),
             **{f"{key}{suffix}": mean_known([point[key] for point in points]) for key in starts[0]
                for suffix, points in (("_start", starts), ("", ends))}}
+    right = [when(result, "auc", RIGHT) for result in results.values()]
+    lags = [known for result in results.values() if (known := lag(result)) is not None]
     return {"n": len(results), **parts,
             "success": interval({seed: mean_known(result["success"][-LAST:])
                                  for seed, result in results.items()}),
             "invalid": mean_known([mean_known(result["invalid"][-LAST:]) for result in results.values()]),
             "unreadable": mean_known([mean_known(result["unreadable"][-LAST:])
                                       for result in results.values()]),
-            "right": [when(result, "auc", RIGHT) for result in results.values()],
             "away": [when(result, "q_N", AWAY) for result in results.values()],
-            "lag": [known for result in results.values() if (known := lag(result)) is not None]}
+            "right": right, "seeds_right": len(right) - right.count(None),
+            "lag": lags, "least_lag": min(lags, default=None)}
 
 
 def pairs():
