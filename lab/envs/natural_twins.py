@@ -5,10 +5,10 @@ You can ..." (kind N) offer the same two commands. The first of a template's is 
 probability .9, the other with .4) and flawed in N (it wins with .5 - r, the other with .5), as in
 lab/envs/twins.py; of each 16 training tasks --p-tasks are P. Each template has four nouns.
 
-The templates have three parts: START is shown in the cold start and never in RL, TRAINED is what RL trains
-on, and of UNTRAINED nothing is ever shown: split "untrained" tells what carries over. Made for
-lab/studies/natural_twins.py (arXiv:2509.23870, sections 3.2 to 4). Left out: more than one turn or two
-commands.
+The templates have three parts. RL plays TRAINED (task types "part"). OTHER (types "all") are for a cold start
+whose questions are not about what RL plays. Of UNTRAINED nothing is ever shown: split "untrained" tells what
+carries over. Made for lab/studies/natural_twins.py (arXiv:2509.23870, sections 3.2 to 4). Left out: more than
+one turn or two commands.
 
     python gcd.py --env lab/envs/natural_twins.py --model smollm2 --preset small --prompt plain \
         --judge-labels oracle
@@ -22,7 +22,7 @@ import envs
 from envs import Demonstration, Reply, Task
 
 # (state with [detail of P|detail of N], the command that is right in P, the one that is right in N, nouns)
-START = (
+OTHER = (
     ("The {} is [messy|tidy].", "clean up the {}", "leave the {}", "room garage attic kitchen"),
     ("The {} is [hard|soft].", "warm the {}", "spread the {}", "butter dough honey fudge"),
     ("The {} is [unpeeled|peeled].", "peel the {}", "eat the {}", "orange banana carrot kiwi"),
@@ -77,7 +77,7 @@ UNTRAINED = (
     ("The {} is [overgrown|trimmed].", "trim the {}", "enjoy the {}", "hedge garden bush vine"),
     ("The {} is [unfinished|finished].", "finish the {}", "post the {}", "card note poem essay"),
     ("The {} is [stale|fresh].", "replace the {}", "taste the {}", "bun cheese salad pie"))
-PARTS = {"start": START, "trained": TRAINED, "untrained": UNTRAINED}
+PARTS = {"other": OTHER, "trained": TRAINED, "untrained": UNTRAINED}
 NOUNS, CYCLE = 4, 16                   # nouns of a template; training tasks of which --p-tasks are P
 
 
@@ -187,7 +187,7 @@ class Expert:
 
 
 class Environment(envs.Environment):
-    """Natural twins. RL ("part") has TRAINED, --p-tasks of 16 in P; the cold start ("all") START, 8."""
+    """Natural twins. Types "part" are TRAINED, of 16 tasks --p-tasks in P; types "all" are OTHER, half P."""
 
     @dataclass(frozen=True)
     class Settings:
@@ -218,7 +218,7 @@ class Environment(envs.Environment):
         """n training tasks: a random template, noun and order each; of 16 in a row --p-tasks are P, or 8 for
         types "all", spread evenly.
         """
-        part, p_tasks = ("trained", self.settings.p_tasks) if types == "part" else ("start", CYCLE // 2)
+        part, p_tasks = ("trained", self.settings.p_tasks) if types == "part" else ("other", CYCLE // 2)
         return [self._train_task(part, i, "P" if i * p_tasks % CYCLE < p_tasks else "N")
                 for i in range(start, start + n)]
 

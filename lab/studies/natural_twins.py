@@ -2,9 +2,9 @@
 
 The environment is lab/envs/natural_twins.py: situations in English in which one command is right (P) or
 flawed (N) by a detail of the text; twelve of sixteen tasks are P. Every cell is a run of gcd.py on
-SmolLM2-135M, bare commands, from a cold start on templates that RL never shows. Varied are the cold start's
-questions (none; judging; on the detail alone, in a prompt that names no command), the arm (GRPO; GCD with
-right labels; GCD with shuffled ones) and the KL (0.01 or none).
+SmolLM2-135M, bare commands, from a cold start. Varied are the cold start's questions, which are on templates
+that RL never shows (none; judging; on the detail alone, in a prompt that names no command), the arm (GRPO;
+GCD with right labels; GCD with shuffled ones) and the KL (0.01 or none).
 
 Measured along each run, on the templates of RL and on as many that nothing was trained on: the probability
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
@@ -49,14 +49,18 @@ MEASURED = ("trained", "untrained")   # parts of the environment's templates
 COMMON = ("--env", "lab/envs/natural_twins.py", "--evaluate", "none", "--device", "cpu", "--preset", "small",
           "--tasks", 8, "--group-size", 4, "--minibatches", 2, "--max-response-tokens", 8,
           "--judge-turns", 16)
+# The cold start's two parts: commands on the templates of RL, then commands and questions on other templates
+FIRST = ("--cold-start-types", "part", "--p-tasks", 8, "--judge-epochs", 0, "--no-gcd",
+         "--judge-demonstrations", 0)
+SECOND = ("--cold-start-epochs", 0)
 # The last layers, not adapters: 1.8 times as many tokens a CPU second, and the cells are many
 MODELS = {"smollm2": {"all": ("--prompt", "plain", "--train-layers", 4, "--lr", 1e-4),
-                      "cold": ("--model", "smollm2", "--cold-start-lr", 3e-4, "--demonstrations", 192)},
-          "small": {"all": ("--admissible-only",), "cold": ("--demonstrations", 2000)}}
+                      "cold": ("--cold-start-lr", 3e-4), "start": ("--model", "smollm2")},
+          "small": {"all": ("--admissible-only",), "cold": (), "start": ()}}
 QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", 0),
              "judge": ("--judge-labels", "oracle"),
              "detail": ("--judge-labels", "details")}
-ASKED = {"smollm2": 192, "small": 2000}           # questions of a cold start that has some
+SHOWN = {"smollm2": 192, "small": 2000}           # demonstrations, and questions, of a part of the cold start
 ARMS = {"GRPO": ("--no-gcd",),
         "+GCD": ("--judge-labels", "oracle", "--judge-weight", 1),
         "+shuffled": ("--judge-labels", "shuffled", "--judge-weight", 1)}
@@ -88,18 +92,30 @@ def cells_of(seeds, iterations, model, arms=tuple(ARMS)):
             for seed in seeds for arm in all_arms() if arm["arm"] in arms}
 
 
-def cold_folder(settings, runs):
-    """The folder of a cell's cold start."""
-    return runs / "cold" / f"{settings['model']}, {settings['start']}, seed {settings['seed']}"
+def cold_folder(settings, runs, start=None):
+    """The folder of a cell's cold start; with start "first", of its first part, which all of a seed share."""
+    return runs / "cold" / f"{settings['model']}, {start or settings['start']}, seed {settings['seed']}"
+
+
+def cold_start_first(name, settings):
+    """Run the first part of a cold start in the folder `name`: commands on the templates of RL."""
+    train_cold(name, settings, *MODELS[settings["model"]]["start"], *FIRST)
 
 
 def cold_start(name, settings):
-    """Run the cold start of a cell in the folder `name`."""
+    """Run the second part, from the first beside it: commands and questions on the other templates."""
     model, start = settings["model"], settings["start"]
-    asked = [] if start == "none" else ["--judge-demonstrations", ASKED[model]]
+    asked = [] if start == "none" else ["--judge-demonstrations", SHOWN[model]]
+    first = cold_folder(settings, Path(name).parents[1], "first") / files.CHECKPOINT
     with asked_on_detail() if start == "detail" else ExitStack():
-        common.train([*COMMON, *MODELS[model]["all"], *MODELS[model]["cold"], *QUESTIONS[start], *asked,
-                      "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
+        train_cold(name, settings, "--model", first, *SECOND, *QUESTIONS[start], *asked)
+
+
+def train_cold(name, settings, *flags):
+    """Run a part of a cold start."""
+    model = settings["model"]
+    common.train([*COMMON, *MODELS[model]["all"], *MODELS[model]["cold"], "--demonstrations", SHOWN[model],
+                  *flags, "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
 
 
 def run(name, settings, runs):
@@ -430,10 +446,13 @@ def results_of(options, name):
         requested = cells_of([seed], options.iterations, model, options.arms)
         missing = common.missing_cells(path, requested)
         common.check_tree(missing, options.dirty)
+        firsts = {str(cold_folder(settings, options.runs, "first")): settings
+                  for settings in missing.values()}
         colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
-        common.make_runs(colds, cold_start, options.jobs, f"cold starts, seed {seed}")
+        common.make_runs(firsts, cold_start_first, options.jobs, f"seed {seed}: cold starts, first part")
+        common.make_runs(colds, cold_start, options.jobs, f"seed {seed}: cold starts")
         common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
-        for cold in colds:
+        for cold in [*firsts, *colds]:
             shutil.rmtree(cold)
     everything = cells_of(range(90), options.iterations, model)
     found = common.finished_cells(path, everything)

@@ -43,7 +43,7 @@ def test_there_are_two_halves_of_twenty_templates_and_parts_share_no_text():
     of_part = {part: twins.states_of(part) for part in twins.PARTS}
     assert all(len(found) == len(twins.PARTS[part]) * 4 * 2 * 2 for part, found in of_part.items())
     assert len(twins.STATES) == sum(map(len, of_part.values()))              # no observation occurs twice
-    for one, other in (("start", "trained"), ("start", "untrained"), ("trained", "untrained")):
+    for one, other in (("other", "trained"), ("other", "untrained"), ("trained", "untrained")):
         assert not {s.detail for s in of_part[one]} & {s.detail for s in of_part[other]}
         assert not {t[1:3] for t in twins.PARTS[one]} & {t[1:3] for t in twins.PARTS[other]}
 
@@ -86,7 +86,7 @@ def test_the_oracle_agrees_with_a_table(detail, choice, good):
 @pytest.mark.fast
 @pytest.mark.parametrize("p_tasks", [4, 8, 12])
 def test_training_is_on_its_part_with_p_tasks_and_the_cold_start_on_its_own_half_p(p_tasks):
-    for types, part, expected in (("part", "trained", p_tasks), ("all", "start", 8)):
+    for types, part, expected in (("part", "trained", p_tasks), ("all", "other", 8)):
         tasks = environment(p_tasks=p_tasks).train_tasks(types, 5_000_000, 640)
         for i in range(0, 640, 16):
             assert sum(task.task_type == "P" for task in tasks[i:i + 16]) == expected
@@ -272,8 +272,7 @@ def finished(tmp_path_factory):
         kept.append(folder) if "/cold/" in str(folder) else remove(folder, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "all_arms", lambda: chosen)
-        patch.setitem(study.ASKED, "small", 64)
-        patch.setitem(study.MODELS["small"], "cold", ("--demonstrations", 64))
+        patch.setitem(study.SHOWN, "small", 64)
         patch.setattr(study.shutil, "rmtree", rmtree)
         flags = ["--small", "--seeds", "1", "--iterations", "12", "--out", str(out / "out"), "--runs",
                  str(out / "runs"), "--dirty"]
@@ -282,7 +281,7 @@ def finished(tmp_path_factory):
         patch.setattr(study.common, "train", None)           # a finished study runs nothing again
         assert study.main(flags) == 0
         assert (out / "out" / "natural_twins_small.jsonl").read_text() == before
-    assert len(kept) == 3 and not [*(out / "runs").glob("*seed*")]
+    assert len(kept) == 4 and not [*(out / "runs").glob("*seed*")]
     return out
 
 
@@ -350,7 +349,7 @@ def test_a_measurement_changes_no_run_and_is_of_the_models_before_and_after(fini
 
 def test_a_question_on_the_detail_names_no_command(finished):
     chat = actor_of(finished, "detail").chat
-    for one in twins.states_of("start"):
+    for one in twins.states_of("other"):
         prompt = chat.observe(twins.Reply(one.observation, one.commands), first=True)
         turn = Turn(one.observation, prompt, chat.respond(one.flawed), [], one.flawed, one.flawed, True, "")
         usual = chat.decode(judge.question_ids(chat, turn))
