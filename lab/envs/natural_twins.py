@@ -155,6 +155,12 @@ class Game:
         pass
 
 
+def coins(episode):
+    """Shuffled labels, for --judge-labels coins: a coin flip per turn, independent of state and command."""
+    rng = random.Random(f"{episode.task.id} {episode.index}")
+    return [rng.choice(("good", "bad")) for _ in episode.turns]
+
+
 def details(episode):
     """The detail alone, for --judge-labels details: "good" in P, "bad" in N, whatever the command."""
     return ["good" if STATES[turn.observation].kind == "P" else "bad" for turn in episode.turns]
@@ -201,7 +207,7 @@ class Environment(envs.Environment):
                 "untrained": "situations of templates that nothing was trained on"}
     rules = "You get one command."
     ask = "Answer with it alone."
-    labels = {"details": details}
+    labels = {"coins": coins, "details": details}
 
     def make(self, n):
         """n games that share the counts of plays."""

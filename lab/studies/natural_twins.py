@@ -61,9 +61,10 @@ QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", 0),
              "judge": ("--judge-labels", "oracle"),
              "detail": ("--judge-labels", "details")}
 SHOWN = {"smollm2": 192, "small": 2000}           # demonstrations, and questions, of a part of the cold start
+# Shuffled labels are the environment's: gcd.py shuffles dense ones, which call no single turn bad
 ARMS = {"GRPO": ("--no-gcd",),
         "+GCD": ("--judge-labels", "oracle", "--judge-weight", 1),
-        "+shuffled": ("--judge-labels", "shuffled", "--judge-weight", 1)}
+        "+shuffled": ("--judge-labels", "coins", "--judge-weight", 1)}
 COEFFICIENTS = (0.01, 0.0)
 
 

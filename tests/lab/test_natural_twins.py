@@ -6,8 +6,11 @@ and lab/studies/natural_twins.py: its arms, its measures against one forward per
 
 import json
 import math
+import shutil
 from difflib import SequenceMatcher
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +153,15 @@ def test_a_label_of_the_detail_does_not_depend_on_the_command():
 
 
 @pytest.mark.fast
+def test_coins_depend_on_task_and_episode_only_and_are_fair():
+    tasks = environment().train_tasks("part", 0, 800)
+    tossed = [[twins.coins(Episode(task, 0, k, turns=[Turn("", [], [], [], "", command, True, "")]))[0]
+               for command in (task.problem.flawed, task.problem.other)] for k, task in enumerate(tasks)]
+    assert all(one == other for one, other in tossed)
+    assert 400 - 4 * 14.2 < sum(one == "good" for one, _ in tossed) < 400 + 4 * 14.2
+
+
+@pytest.mark.fast
 def test_the_small_model_reads_a_state_in_a_token_a_word(tmp_path):
     from lm.small import small_tokenizer
     tokenizer = small_tokenizer(environment().vocabulary())
@@ -261,14 +273,13 @@ def finished(tmp_path_factory):
     out, kept = tmp_path_factory.mktemp("natural_twins"), []
     chosen = [study.settings_of("none", "GRPO", 0.01), study.settings_of("judge", "+GCD", 0.0),
               study.settings_of("judge", "+shuffled", 0.01), study.settings_of("detail", "GRPO", 0.0)]
-    remove = study.shutil.rmtree
 
     def rmtree(folder, **settings):
-        kept.append(folder) if "/cold/" in str(folder) else remove(folder, **settings)
+        kept.append(folder) if "cold" in Path(folder).parts else shutil.rmtree(folder, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "all_arms", lambda: chosen)
         patch.setitem(study.SHOWN, "small", 64)
-        patch.setattr(study.shutil, "rmtree", rmtree)
+        patch.setattr(study, "shutil", SimpleNamespace(rmtree=rmtree))
         flags = ["--small", "--seeds", "1", "--iterations", "12", "--out", str(out / "out"), "--runs",
                  str(out / "runs"), "--dirty"]
         assert study.main(flags) == 0
@@ -294,7 +305,8 @@ def test_the_study_writes_numbers_figure_and_page(finished):
         assert len(cell["result"]["success"]) == 12 and cell["result"]["invalid"] == [0.0] * 12
         assert all(0 < point[part]["q_N"] < 1 for point in path for part in study.MEASURED)
         assert path[0] != path[-1]
-        assert bool(cell["result"]["unreadable"]) == (cell["settings"]["arm"] != "GRPO")
+        asked = cell["settings"]["arm"] != "GRPO"                # and then in every iteration
+        assert [share is not None for share in cell["result"]["unreadable"]] == [True] * 12 * asked
 
 
 def actor_of(finished, start):
