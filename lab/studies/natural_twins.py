@@ -10,7 +10,7 @@ Measured along each run, on the templates of RL and on as many that nothing was 
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
 judge's AUC: so when the judge became right, and when the flaw ran away.
 
-    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --seeds 5 --jobs 2      # 60 cells
+    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # five seeds, 60 cells: some 20 core-hours
     python -m lab.studies.natural_twins --small --seeds 3   # the small model from scratch: minutes
     python -m lab.studies.natural_twins --jobs 0            # only the page, of the stored cells
 
