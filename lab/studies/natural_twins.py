@@ -10,7 +10,7 @@ Measured along each run, on the templates of RL and on as many that nothing was 
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
 judge's AUC: so when the judge became right, and when the flaw ran away.
 
-    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # five seeds, 60 cells: some 20 core-hours
+    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # 60 cells, some 20 core-hours
     python -m lab.studies.natural_twins --small --seeds 3   # the small model from scratch: minutes
     python -m lab.studies.natural_twins --jobs 0            # only the page, of the stored cells
 
@@ -348,7 +348,7 @@ def verdict(table):
 def grids(table):
     """The tables of all arms: probabilities, then representation and judge."""
     policy = [["arm", "seeds below .5: trained", "untrained", "final q_N: trained", "untrained",
-               "q_P: trained", "untrained", "offered", "success"], []]
+               "q_P: trained", "untrained", "offered, start → end: trained", "untrained", "success"], []]
     shared = [["arm", "cosine P–N, start → end: trained", "untrained", "two templates",
                "judge's AUC, start → end: trained", "untrained", "unreadable", "judge right at",
                "q_N > .5 at", "lag"], []]
@@ -360,7 +360,7 @@ def grids(table):
             return f"{number(part[f'{key}_start'])} → {number(part[key])}"
         policy[1].append([name, *(f"{part['removed']} of {row['n']}" for part in of),
                           *(with_half(part["final"]) for part in of), *(number(part["q_P"]) for part in of),
-                          number(of[0]["offered"]), with_half(row["success"])])
+                          *(change("offered", part) for part in of), with_half(row["success"])])
         shared[1].append([name, *(change("cosine", part) for part in of), change("apart", of[0]),
                           *(change("auc", part) for part in of), number(row["unreadable"]),
                           times(row["right"]), times(row["away"]), times(row["lag"])])
