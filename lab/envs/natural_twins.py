@@ -240,8 +240,8 @@ class Environment(envs.Environment):
         """Every word, with the space before it and, if a sentence or a command begins with it, without."""
         texts = [text for one in STATES.values() for text in (one.observation, *one.commands)]
         texts += ["It helps.", "It does not help.", self.noop_message]
-        split = [text.replace(".", "").split() for text in texts]
-        return sorted({word for words in split for word in (words[0], *(f" {word}" for word in words))})
+        lines = [text.replace(".", "").split() for text in texts]
+        return sorted({token for line in lines for token in (line[0], *(f" {word}" for word in line))})
 
     def expert(self, games):
         """The policy that the cold start imitates, see Expert."""

@@ -106,10 +106,10 @@ def cold_start_first(name, settings):
 def cold_start(name, settings):
     """Run the second part, from the first beside it: commands and questions on the other templates."""
     model, start = settings["model"], settings["start"]
-    asked = [] if start == "none" else ["--judge-demonstrations", SHOWN[model]]
+    questions = [] if start == "none" else ["--judge-demonstrations", SHOWN[model]]
     first = cold_folder(settings, Path(name).parents[1], "first") / files.CHECKPOINT
     with asked_on_detail() if start == "detail" else ExitStack():
-        train_cold(name, settings, "--model", first, *SECOND, *QUESTIONS[start], *asked)
+        train_cold(name, settings, "--model", first, *SECOND, *QUESTIONS[start], *questions)
 
 
 def train_cold(name, settings, *flags):
@@ -215,9 +215,9 @@ def read(model, chat, pairs):
             token_n = here[range(n), response]
             found.append((x_NC[start], token_n[0], token_n.sum(), here[-1, good] - here[-1, bad]))
             start += len(columns)
-    hidden, first, whole, verdict = (torch.stack(column) for column in zip(*found))
+    hidden, first, response, verdict = (torch.stack(column) for column in zip(*found))
     hidden_nsC = hidden.view(len(pairs), 2, 2, -1)[:, :, 0]              # the same before either command
-    return hidden_nsC, *(column.view(len(pairs), 2, 2).double() for column in (first, whole, verdict))
+    return hidden_nsC, *(column.view(len(pairs), 2, 2).double() for column in (first, response, verdict))
 
 
 def measures(hidden_nsC, first_nsc, whole_nsc, good_nsc):

@@ -57,11 +57,11 @@ def test_a_pair_differs_in_one_detail_of_at_most_two_words(part):
         P, N = (twins.state(template, noun, kind, swapped) for kind in "PN")
         assert P.commands == N.commands and len(set(P.commands)) == 2
         assert P.flawed.split()[0] != P.other.split()[0]
-        words = [one.observation.split() for one in (P, N)]
-        changes = [change for change in SequenceMatcher(None, *words, autojunk=False).get_opcodes()
+        texts = [one.observation.split() for one in (P, N)]
+        changes = [change for change in SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
                    if change[0] != "equal"]
         assert len(changes) == 1 and changes[0][0] == "replace" and changes[0][2] - changes[0][1] <= 2
-        assert changes[0][2] < len(words[0]) - 4               # in the detail, not in the offer
+        assert changes[0][2] < len(texts[0]) - 4               # in the detail, not in the offer
         assert all(f" {command}" in P.observation for command in P.commands)
         assert "{" not in P.observation and "[" not in P.observation and "|" not in P.observation
 
@@ -138,9 +138,9 @@ def test_the_expert_gives_the_first_command_with_probability_q_in_either_kind():
     expert = environment(likely=0.25).expert([])
     for kind in "PN":
         tasks = [task for task in environment().train_tasks("all", 0, 4000) if task.task_type == kind]
-        shown = [(task, expert.show(task, i, 0.2, 1)) for i, task in enumerate(tasks)]
-        assert all(s.won and len(s.commands) == 1 and not any(s.mistakes) for _, s in shown)
-        first = sum(s.commands == [task.problem.flawed] for task, s in shown) / len(shown)
+        plays = [(task, expert.show(task, i, 0.2, 1)) for i, task in enumerate(tasks)]
+        assert all(s.won and len(s.commands) == 1 and not any(s.mistakes) for _, s in plays)
+        first = sum(s.commands == [task.problem.flawed] for task, s in plays) / len(plays)
         assert first == pytest.approx(0.25, abs=0.04)
 
 
@@ -251,13 +251,13 @@ def test_the_verdict_needs_a_difference_from_grpo_and_from_shuffled_labels(gcd_e
 def test_measures_by_hand():
     """Two pairs: q by an explicit softmax, cosines by hand, the AUC by counting."""
     first = torch.tensor([[[0.0, 1.0], [2.0, 0.0]], [[0.5, 0.5], [-1.0, 3.0]]]).double()
-    whole = torch.tensor([[[0.1, 0.2], [0.3, 0.4]], [[0.5, 0.5], [0.2, 0.6]]]).double().log()
+    response = torch.tensor([[[0.1, 0.2], [0.3, 0.4]], [[0.5, 0.5], [0.2, 0.6]]]).double().log()
     good = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[-1.0, 1.0], [0.0, 0.5]]]).double()
     hidden = torch.tensor([[[1.0, 0.0], [1.0, 1.0]], [[0.0, 2.0], [0.0, 1.0]]])
 
     def softmax(a, b):
         return math.exp(a) / (math.exp(a) + math.exp(b))
-    found = study.measures(hidden, first, whole, good)
+    found = study.measures(hidden, first, response, good)
     assert found["q_P"] == pytest.approx((softmax(0, 1) + 0.5) / 2)
     assert found["q_N"] == pytest.approx((softmax(2, 0) + softmax(-1, 3)) / 2)
     assert found["offered"] == pytest.approx((0.3 + 0.7 + 1.0 + 0.8) / 4)
@@ -305,8 +305,8 @@ def test_the_study_writes_numbers_figure_and_page(finished):
         assert len(cell["result"]["success"]) == 12 and cell["result"]["invalid"] == [0.0] * 12
         assert all(0 < point[part]["q_N"] < 1 for point in path for part in study.MEASURED)
         assert path[0] != path[-1]
-        asked = cell["settings"]["arm"] != "GRPO"                # and then in every iteration
-        assert [share is not None for share in cell["result"]["unreadable"]] == [True] * 12 * asked
+        judges = cell["settings"]["arm"] != "GRPO"                # and then in every iteration
+        assert [share is not None for share in cell["result"]["unreadable"]] == [True] * 12 * judges
 
 
 def actor_of(finished, start):
@@ -361,9 +361,9 @@ def test_a_question_on_the_detail_names_no_command(finished):
         turn = Turn(one.observation, prompt, chat.respond(one.flawed), [], one.flawed, one.flawed, True, "")
         usual = chat.decode(judge.question_ids(chat, turn))
         with study.asked_on_detail():
-            asked = chat.decode(judge.question_ids(chat, turn))
-        assert one.detail in asked and asked.endswith(usual[-20:])
-        assert not any(f" {command}" in asked or command in asked for command in one.commands)
+            text = chat.decode(judge.question_ids(chat, turn))
+        assert one.detail in text and text.endswith(usual[-20:])
+        assert not any(command in text for command in one.commands)
         assert all(command in usual for command in one.commands)
 
 
