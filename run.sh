@@ -127,11 +127,11 @@ print(player.play("household", "L0/3"))' "$1" > "$OUT/$2.part" &
     }
     echo "1 of 4: an episode of the model as it comes (a minute)"
     transcript smollm2 before
-    echo "2 and 3 of 4: imitate 96 demonstrations, then play 32 tasks of L0 and of L2 at three temperatures"
+    echo "2 and 3 of 4: imitate 96 demonstrations, then play 32 tasks of L0 and of L2"
     if [ ! -e "$OUT/cold_start/stages.json" ]; then
         .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --resume --overwrite --model smollm2 \
             "${prompt[@]}" --demonstrations 96 --judge-demonstrations 0 --judge-epochs 0 --iterations 0 \
-            --cold-start-lr 1e-4 --checkpoint-every 8 --evaluate L0,L2 --evaluate-tasks 32 &
+            --cold-start-lr 1e-4 --checkpoint-every 8 --evaluate L0,L2 --evaluate-tasks 32 --protocol sampled &
         wait $!
     fi
     echo "4 of 4: the same episode again"

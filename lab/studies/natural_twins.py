@@ -1,0 +1,503 @@
+"""Natural twins: does a flawed command run away in a pretrained language model, and what takes it back?
+
+The environment is lab/envs/natural_twins.py: situations in English in which one command is right (P) or
+flawed (N) by a detail of the text; twelve of sixteen tasks are P. Every cell is a run of gcd.py on
+SmolLM2-135M, bare commands, from a cold start. Varied are the cold start's questions, which are on templates
+that RL never shows (none; judging; on the detail alone, in a prompt that names no command), the arm (GRPO;
+GCD with right labels; GCD with shuffled ones) and the KL (0.01 or none).
+
+Measured along each run, on the templates of RL and on as many that nothing was trained on: the probability
+of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
+judge's AUC: so when the judge became right, and when the flaw ran away.
+
+    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # 60 cells, some 20 core-hours
+    python -m lab.studies.natural_twins --small --seeds 3   # the small model from scratch: minutes
+    python -m lab.studies.natural_twins --jobs 0            # only the page, of the stored cells
+
+Left out: whole-model gradients (lab/studies/cures.py), other sizes of the flaw and mixtures of P and N.
+"""
+
+import argparse
+import shutil
+import sys
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+import batching
+import gcd
+import judge
+from envs import Reply
+from infra import files
+from lab.bench.intervals import interval, markdown, mean_known, paired, with_half
+from lab.envs import natural_twins as twins
+from lab.studies import common
+from lab.studies.cures import number, times
+from rollout import wilson
+
+PAGE = Path(__file__).with_name("natural_twins.page.md")
+RUNS = common.ROOT / "runs" / "studies" / "natural_twins"
+ITERATIONS, POINTS = 60, 12           # of a run; its measurements after the first
+PAIRS = 4                             # pairs of states in a row of a measurement, which share their prefix
+LAST = 10                             # iterations over which success is averaged
+RIGHT, AWAY = 0.9, 0.5                # above these a judge is right (AUC), and a flaw ran away (q_N)
+MEASURED = ("trained", "untrained")   # parts of the environment's templates
+COMMON = ("--env", "lab/envs/natural_twins.py", "--evaluate", "none", "--device", "cpu", "--preset", "small",
+          "--tasks", 8, "--group-size", 4, "--minibatches", 2, "--max-response-tokens", 8,
+          "--judge-turns", 16)
+# The cold start's two parts: commands on the templates of RL, then commands and questions on other templates
+FIRST = ("--cold-start-types", "part", "--p-tasks", 8, "--judge-epochs", 0, "--no-gcd",
+         "--judge-demonstrations", 0)
+SECOND = ("--cold-start-epochs", 0)
+# The last layers, not adapters: 1.8 times as many tokens a CPU second, and the cells are many
+MODELS = {"smollm2": {"all": ("--prompt", "plain", "--train-layers", 4, "--lr", 1e-4),
+                      "cold": ("--cold-start-lr", 3e-4), "start": ("--model", "smollm2")},
+          "small": {"all": ("--admissible-only",), "cold": (), "start": ()}}
+QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", 0),
+             "judge": ("--judge-labels", "oracle"),
+             "detail": ("--judge-labels", "details")}
+SHOWN = {"smollm2": 192, "small": 2000}           # demonstrations, and questions, of a part of the cold start
+# Shuffled labels are the environment's: gcd.py shuffles dense ones, which call no single turn bad
+ARMS = {"GRPO": ("--no-gcd",),
+        "+GCD": ("--judge-labels", "oracle", "--judge-weight", 1),
+        "+shuffled": ("--judge-labels", "coins", "--judge-weight", 1)}
+COEFFICIENTS = (0.01, 0.0)
+
+
+# Cells
+
+def settings_of(start, arm, kl):
+    """An arm's settings, plain values."""
+    return {"start": start, "arm": arm, "kl": kl}
+
+
+def all_arms():
+    """Every arm of the study: three after either start, and GRPO after questions on the detail."""
+    found = [settings_of(start, arm, kl) for start in ("none", "judge") for arm in ARMS for kl in COEFFICIENTS
+             if kl or arm != "+shuffled"]
+    return found + [settings_of("detail", "GRPO", kl) for kl in COEFFICIENTS]
+
+
+def name_of(arm):
+    """An arm's name, without the seed."""
+    return f"{arm['arm']} after {arm['start']}, {'KL %g' % arm['kl'] if arm['kl'] else 'no KL'}"
+
+
+def cells_of(seeds, iterations, model, arms=tuple(ARMS)):
+    """{name: settings} of the cells of these seeds, seed by seed. arms: those of ARMS to run."""
+    return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations, "model": model}
+            for seed in seeds for arm in all_arms() if arm["arm"] in arms}
+
+
+def cold_folder(settings, runs, start=None):
+    """The folder of a cell's cold start; with start "first", of its first part, which all of a seed share."""
+    return runs / "cold" / f"{settings['model']}, {start or settings['start']}, seed {settings['seed']}"
+
+
+def cold_start_first(name, settings):
+    """Run the first part of a cold start in the folder `name`: commands on the templates of RL."""
+    train_cold(name, settings, *MODELS[settings["model"]]["start"], *FIRST)
+
+
+def cold_start(name, settings):
+    """Run the second part, from the first beside it: commands and questions on the other templates."""
+    model, start = settings["model"], settings["start"]
+    questions = [] if start == "none" else ["--judge-demonstrations", SHOWN[model]]
+    first = cold_folder(settings, Path(name).parents[1], "first") / files.CHECKPOINT
+    with asked_on_detail() if start == "detail" else ExitStack():
+        train_cold(name, settings, "--model", first, *SECOND, *QUESTIONS[start], *questions)
+
+
+def train_cold(name, settings, *flags):
+    """Run a part of a cold start."""
+    model = settings["model"]
+    common.train([*COMMON, *MODELS[model]["all"], *MODELS[model]["cold"], "--demonstrations", SHOWN[model],
+                  *flags, "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
+
+
+def run(name, settings, runs):
+    """Run a cell from its cold start, which must exist; returns what is measured during the run."""
+    out, path = runs / name, []
+    shutil.rmtree(out, ignore_errors=True)
+    kl = ["--kl", "loss", "--kl-coef", settings["kl"]] if settings["kl"] else []
+    with measuring(settings["iterations"] // POINTS, path):
+        common.train([*COMMON, *MODELS[settings["model"]]["all"], *ARMS[settings["arm"]], *kl,
+                      "--seed", settings["seed"], "--model", cold_folder(settings, runs) / files.CHECKPOINT,
+                      "--demonstrations", 0, "--iterations", settings["iterations"],
+                      "--checkpoint-every", 10**6], out)
+    lines = files.iterations_in(files.read_lines(out / files.METRICS)[0])
+    shutil.rmtree(out)
+
+    def along(key):
+        return [None if (value := line.get(key)) is None else round(value, 3) for line in lines]
+
+    return {"path": path, "success": along("rollout/success"), "invalid": along("rollout/invalid_frac"),
+            "unreadable": along("judge/unreadable_frac") if settings["arm"] != "GRPO" else []}
+
+
+# Changes of a run that no flag makes
+
+@contextmanager
+def asked_on_detail():
+    """Within this block, a question follows the detail's sentence alone: no command is in it."""
+    def question_ids(chat, turn):
+        return chat.message(twins.STATES[turn.observation].detail, first=True) + judge.question_message(chat)
+
+    with mock.patch.object(judge, "question_ids", question_ids):
+        yield
+
+
+@contextmanager
+def measuring(every, path):
+    """Within this block, runs append {"iteration": i} | probe to `path` every so many iterations and at the
+    end.
+
+    Kept checkpoints would take half a gigabyte each.
+    """
+    iteration = gcd.iteration
+
+    def measured(run, i, reference):
+        if i % every == 0:
+            path.append({"iteration": i} | probe(run.model, run.chat))
+        metrics = iteration(run, i, reference)
+        if i + 1 == run.config.iterations:
+            path.append({"iteration": i + 1} | probe(run.model, run.chat))
+        return metrics
+
+    with mock.patch.object(gcd, "iteration", measured):
+        yield
+
+
+# Measures
+
+def pairs_of(part):
+    """A pair of states (P, N) for each template of a part: all nouns and both orders occur."""
+    return [tuple(twins.state(template, k % twins.NOUNS, kind, k // twins.NOUNS % 2 == 1) for kind in "PN")
+            for k, template in enumerate(twins.PARTS[part])]
+
+
+def probe(model, chat):
+    """{part: `measures`} of a model on both parts."""
+    return {part: measures(*read(model, chat, pairs_of(part))) for part in MEASURED}
+
+
+@torch.no_grad()
+def read(model, chat, pairs):
+    """What a model thinks of n pairs of states, P and N, and in each of its flawed and its other command.
+
+    Returns hidden_nsC, the hidden states from which a command's first token is predicted; first_nsc, that
+    token's logprob; whole_nsc, the whole response's; good_nsc, the log-odds of "good" against "bad" as the
+    answer to the judge's question.
+    """
+    good, bad = (judge.verdict_ids(chat, label)[0] for label in judge.ANSWERS)
+    found = []
+    for i in range(0, len(pairs), PAIRS):
+        row, samples, at = object(), [], []
+        for one in (one for pair in pairs[i:i + PAIRS] for one in pair):
+            prompt = chat.observe(Reply(one.observation, sorted(one.commands)), first=True)
+            for command in (one.flawed, one.other):
+                response = chat.respond(command)
+                ids = prompt + response + judge.question_message(chat)
+                samples.append(batching.Sample(ids, [], [], None, 0, turns=[row]))
+                at.append([*range(len(prompt) - 1, len(prompt) + len(response) - 1), len(ids) - 1])
+        ids_BT, layout, position = batching.layout(samples, model)
+        where = torch.tensor([position(s, t) for s, columns in enumerate(at) for t in columns]).unbind(1)
+        x_NC, logprob_NV = model(ids_BT, layout, where, lambda x, lm_head: (
+            x.float(), lm_head(x).float().log_softmax(-1)))
+        start = 0
+        for sample, columns in zip(samples, at):
+            here, n = logprob_NV[start:start + len(columns)], len(columns) - 1
+            response = sample.ids[columns[0] + 1:columns[0] + 1 + n]
+            token_n = here[range(n), response]
+            found.append((x_NC[start], token_n[0], token_n.sum(), here[-1, good] - here[-1, bad]))
+            start += len(columns)
+    hidden, first, response, verdict = (torch.stack(column) for column in zip(*found))
+    hidden_nsC = hidden.view(len(pairs), 2, 2, -1)[:, :, 0]              # the same before either command
+    return hidden_nsC, *(column.view(len(pairs), 2, 2).double() for column in (first, response, verdict))
+
+
+def measures(hidden_nsC, first_nsc, whole_nsc, good_nsc):
+    """The numbers of a part, from what `read` returns.
+
+        q_P, q_N     probability of the flawed command's first token against the other's: the policy with
+                     --admissible-only, and without it where `offered` is 1
+        offered      probability of the two whole commands together
+        cosine       of the hidden states of a pair
+        apart        of those of two templates, both in P: what any two situations have in common
+        auc          probability that the judge's log-odds of "good" are higher for a good command than for a
+                     bad one, ties half
+    """
+    q_P, q_N = first_nsc.softmax(-1)[:, :, 0].mean(0).tolist()
+    P, N = hidden_nsC.double().unbind(1)
+    good = torch.cat([good_nsc[:, 0, 0], good_nsc[:, 1, 1]])
+    bad = torch.cat([good_nsc[:, 0, 1], good_nsc[:, 1, 0]])
+    difference = good[:, None] - bad
+    return {"q_P": q_P, "q_N": q_N, "offered": float(whole_nsc.exp().sum(-1).mean()),
+            "cosine": float(F.cosine_similarity(P, N).mean()),
+            "apart": float(F.cosine_similarity(P, P.roll(1, 0)).mean()),
+            "auc": float(((difference > 0).double() + 0.5 * (difference == 0)).mean())}
+
+
+# Analysis
+
+def final(result, part="trained"):
+    """The flawed command's final probability in N."""
+    return result["path"][-1][part]["q_N"]
+
+
+def when(result, key, limit):
+    """The first measured iteration at which a number on the templates of RL is above a limit; None: never."""
+    return next((point["iteration"] for point in result["path"] if point["trained"][key] > limit), None)
+
+
+def lag(result):
+    """Iterations from the flaw's run-away until the judge is right; "never" counts as the run's last one.
+
+    None if the flaw never ran away.
+    """
+    right, away = when(result, "auc", RIGHT), when(result, "q_N", AWAY)
+    last = result["path"][-1]["iteration"]
+    return None if away is None else (last if right is None else right) - away
+
+
+def table_of(everything, results):
+    """{arm's name: {seed: result}} of the stored results, in the order of `all_arms`."""
+    found = {name_of(arm): {} for arm in all_arms()}
+    for name, settings in everything.items():
+        if name in results:
+            found[name_of(settings)][settings["seed"]] = results[name]
+    return {name: of_seed for name, of_seed in found.items() if of_seed}
+
+
+def arm_row(results):
+    """An arm's numbers.
+
+    Of each part: seeds whose final q_N is below one half, and the measures at start and end; of the run:
+    success over the last iterations; by seed when the judge was right, when the flaw ran away, and the lag
+    of those in which it did.
+    """
+    parts = {}
+    for part in MEASURED:
+        starts, ends = ([result["path"][k][part] for result in results.values()] for k in (0, -1))
+        removed = sum(final(result, part) < AWAY for result in results.values())
+        parts[part] = {
+            "removed": removed, "removed_interval": wilson(removed, len(results)),
+            "final": interval({seed: final(result, part) for seed, result in results.items()}),
+            **{f"{key}{suffix}": mean_known([point[key] for point in points]) for key in starts[0]
+               for suffix, points in (("_start", starts), ("", ends))}}
+    right = [when(result, "auc", RIGHT) for result in results.values()]
+    lags = [known for result in results.values() if (known := lag(result)) is not None]
+    return {"n": len(results), **parts,
+            "success": interval({seed: mean_known(result["success"][-LAST:])
+                                 for seed, result in results.items()}),
+            "invalid": mean_known([mean_known(result["invalid"][-LAST:]) for result in results.values()]),
+            "unreadable": mean_known([mean_known(result["unreadable"][-LAST:])
+                                      for result in results.values()]),
+            "away": [when(result, "q_N", AWAY) for result in results.values()],
+            "right": right, "seeds_right": len(right) - right.count(None),
+            "lag": lags, "least_lag": min(lags, default=None)}
+
+
+def pairs():
+    """[(arm, reference)] of the page's comparisons, as names."""
+    found = []
+    for kl in COEFFICIENTS:
+        def named(start, arm, kl=kl):
+            return name_of(settings_of(start, arm, kl))
+        for start in ("none", "judge"):
+            found.append((named(start, "+GCD"), named(start, "GRPO")))
+            found += [(named(start, "+GCD"), named(start, "+shuffled")),
+                      (named(start, "+shuffled"), named(start, "GRPO"))] if kl else []
+        found += [(named("judge", "GRPO"), named("none", "GRPO")),
+                  (named("detail", "GRPO"), named("none", "GRPO")),
+                  (named("judge", "GRPO"), named("detail", "GRPO"))]
+    return found
+
+
+def against(table, one, other, part):
+    """Final q_N of an arm minus another's, paired by seed; None if one is not stored."""
+    if one not in table or other not in table:
+        return None
+    return paired(*({seed: final(result, part) for seed, result in table[name].items()}
+                    for name in (one, other)))
+
+
+def verdict(table):
+    """Whether GCD removes what GRPO keeps, by final q_N on the templates of RL with the KL.
+
+    Over the two starts: "yes" if the intervals of GCD - GRPO and GCD - shuffled lie below 0 in both, "partly"
+    in one, "no" in none.
+    """
+    below = []
+    for start in ("none", "judge"):
+        one, *others = (name_of(settings_of(start, arm, COEFFICIENTS[0]))
+                        for arm in ("+GCD", "GRPO", "+shuffled"))
+        differences = [against(table, one, other, "trained") for other in others]
+        if any(d is None or d["half"] is None for d in differences):
+            return "not measurable"
+        below.append(all(d["mean"] + d["half"] < 0 for d in differences))
+    return "yes" if all(below) else "partly" if any(below) else "no"
+
+
+# Page and figure
+
+def grids(table):
+    """The tables of all arms: probabilities, then representation and judge."""
+    policy = [["arm", "seeds below .5: trained", "untrained", "final q_N: trained", "untrained",
+               "q_P: trained", "untrained", "offered, start → end: trained", "untrained", "success"], []]
+    shared = [["arm", "cosine P–N, start → end: trained", "untrained", "two templates",
+               "judge's AUC, start → end: trained", "untrained", "unreadable", "judge right at",
+               "q_N > .5 at", "lag"], []]
+    for name, results in table.items():
+        row = arm_row(results)
+        of = [row[part] for part in MEASURED]
+
+        def change(key, part):
+            return f"{number(part[f'{key}_start'])} → {number(part[key])}"
+        policy[1].append([name, *(f"{part['removed']} of {row['n']}" for part in of),
+                          *(with_half(part["final"]) for part in of), *(number(part["q_P"]) for part in of),
+                          *(change("offered", part) for part in of), with_half(row["success"])])
+        shared[1].append([name, *(change("cosine", part) for part in of), change("apart", of[0]),
+                          *(change("auc", part) for part in of), number(row["unreadable"]),
+                          times(row["right"]), times(row["away"]), times(row["lag"])])
+    return ["\n".join(markdown(head, rows)) for head, rows in (policy, shared)]
+
+
+def comparisons(table):
+    """The table of differences in final q_N."""
+    rows = []
+    for one, other in pairs():
+        differences = [against(table, one, other, part) for part in MEASURED]
+        if all(d is not None and d["half"] is not None for d in differences):
+            rows.append([one, other, *(with_half(d, "+.2f") for d in differences)])
+    return "\n".join(markdown(["arm", "minus", *MEASURED], rows)) if rows else "Not measurable."
+
+
+def draw(table, path, name):
+    """Plot q_N on both parts and the judge's AUC over training: a column for each start; dashed: no KL."""
+    pyplot = common.pyplot(name)
+    colors = {"GRPO": "tab:brown", "+GCD": "tab:blue", "+shuffled": "tab:orange"}
+    rows = (("trained", "q_N", "q_N, templates of RL"), ("untrained", "q_N", "q_N, untrained templates"),
+            ("trained", "auc", "judge's AUC, templates of RL"))
+    figure, axes = pyplot.subplots(3, 3, figsize=(10, 8), sharex=True, sharey=True, layout="constrained",
+                                   subplot_kw={"ylim": (0, 1.02)})
+    for column, start in enumerate(QUESTIONS):
+        for (arm, color), kl in ((one, kl) for one in colors.items() for kl in COEFFICIENTS):
+            results = table.get(name_of(settings_of(start, arm, kl)), {}).values()
+            style = {"color": color, "linestyle": "-" if kl else "--"}
+            for axis, (part, key, _) in zip(axes[:, column], rows) if results else ():
+                lines = [[point[part][key] for point in result["path"]] for result in results]
+                x = [point["iteration"] for point in next(iter(results))["path"]]
+                for line in lines:
+                    axis.plot(x, line, linewidth=0.4, alpha=0.4, **style)
+                axis.plot(x, [sum(points) / len(points) for points in zip(*lines, strict=True)], linewidth=2,
+                          label=arm if kl else f"{arm}, no KL", **style)
+        axes[0][column].set_title({"none": "no questions", "judge": "judging, other templates",
+                                   "detail": "the detail, no command"}[start])
+        axes[-1][column].set_xlabel("RL iteration")
+        if axes[0][column].get_lines():
+            axes[0][column].legend(fontsize=7)
+    for axis, (*_, label) in zip(axes[:, 0], rows):
+        axis.set_ylabel(label)
+    common.save(figure, path)
+
+
+def page(table, command, seeds, model, name):
+    """The page's text, from its template in this folder."""
+    policy, shared = grids(table)
+    return PAGE.read_text(encoding="utf-8").format(
+        command=command, there=sum(map(len, table.values())), seeds=f"{min(seeds)} to {max(seeds)}",
+        model={"smollm2": "SmolLM2-135M-Instruct, of which the last four layers are trained",
+               "small": "The small model from scratch, sampled among the two commands"}[model],
+        figure=f"{name}.svg", policy=policy, shared=shared, comparisons=comparisons(table))
+
+
+def figures_of(table, model, name):
+    """What was found on the paper's claim, for the gallery."""
+    def ends(start, arm, kl=COEFFICIENTS[0], part="trained"):
+        of_seed = table.get(name_of(settings_of(start, arm, kl)))
+        return with_half(arm_row(of_seed)[part]["final"]) if of_seed else "not run"
+
+    named = {"smollm2": "SmolLM2-135M", "small": "The small model"}[model]
+    found = "; ".join(
+        f"after {start}: " + ", ".join(f"{arm} {ends(start, arm)} ({ends(start, arm, part='untrained')})"
+                                       for arm in (ARMS if start != "detail" else ("GRPO",)))
+        for start in QUESTIONS)
+    return [{"paper": "Section 4 (in a language model)", "picture": f"{name}.svg",
+             "claim": "In a language model, where pretraining couples similar situations, a flawed command "
+                      "next to a right one runs away under GRPO; judging one's own actions takes it back.",
+             "found": f"{named}, situations in English. Final probability of the flawed command with a KL of "
+                      f".01, by the cold start's questions, in parentheses on untrained templates: {found}.",
+             "agrees": verdict(table)}]
+
+
+# The command
+
+def results_of(options, name):
+    """Run the missing cells seed by seed; with --jobs 0 none. Returns `table_of` all stored.
+
+    A seed's cold starts are made first, and removed when its cells are done.
+    """
+    path, model = options.out / f"{name}.jsonl", "small" if options.small else "smollm2"
+    for seed in range(options.seeds) if options.jobs else ():
+        requested = cells_of([seed], options.iterations, model, options.arms)
+        missing = common.missing_cells(path, requested)
+        common.check_tree(missing, options.dirty)
+        firsts = {str(cold_folder(settings, options.runs, "first")): settings
+                  for settings in missing.values()}
+        colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
+        common.make_runs(firsts, cold_start_first, options.jobs, f"seed {seed}: cold starts, first part")
+        common.make_runs(colds, cold_start, options.jobs, f"seed {seed}: cold starts")
+        common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
+        for cold in [*firsts, *colds]:
+            shutil.rmtree(cold)
+    everything = cells_of(range(90), options.iterations, model)
+    found = common.finished_cells(path, everything)
+    return table_of(everything, {cell: record["result"] for cell, record in found.items()})
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser("python -m lab.studies.natural_twins",
+                                     description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0")
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=[*ARMS],
+                        help=f"those to run, of {','.join(ARMS)} (default: all)")
+    parser.add_argument("--small", action="store_true", help="the small model from scratch, not SmolLM2")
+    parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
+    parser.add_argument("--jobs", type=int, default=1, help="runs in parallel; 0: use stored cells only")
+    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
+    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
+    common.add_dirty(parser)
+    options = parser.parse_args(argv)
+    common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
+                        ("jobs", options.jobs, 0, 256))
+    if unknown := [arm for arm in options.arms if arm not in ARMS]:
+        parser.error(f"--arms: no arm {unknown[0]!r} ({', '.join(ARMS)})")
+    if options.iterations % POINTS:
+        parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
+                     "measurements")
+    model = "small" if options.small else "smollm2"
+    name = "natural_twins_small" if options.small else "natural_twins"
+    table = results_of(options, name)
+    if not table:
+        parser.error(f"--jobs=0: {options.out / f'{name}.jsonl'} has no cell")
+    there = sorted({seed for of_seed in table.values() for seed in of_seed})
+    draw(table, options.out / f"{name}.svg", name)
+    command = ["python", "-m", "lab.studies.natural_twins", *(["--small"] if options.small else []),
+               "--seeds", str(options.seeds)]
+    text = page(table, " ".join(command), there, model, name)
+    compared = {f"{one} against {other}": {part: against(table, one, other, part) for part in MEASURED}
+                for one, other in pairs()}
+    common.publish(options.out, name, command, there,
+                   {"rows": [{"name": arm} | arm_row(of_seed) for arm, of_seed in table.items()],
+                    "differences": compared}, figures_of(table, model, name), text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
