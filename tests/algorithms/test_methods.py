@@ -164,9 +164,9 @@ def test_a_checkpoint_of_another_architecture_ends_the_run_with_one_line(qwen3_t
                                                                          capsys):
     folder = random_qwen(tmp_path / "qwen3", qwen3_tokenizer_folder, "Qwen3")
     raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "llama"}))
+    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "gemma"}))
     assert train(tmp_path / "run", *start_from(folder), "--iterations", 1) == 1
-    assert_one_error(capsys, f"{folder}/config.json: model_type='llama' is not implemented")
+    assert_one_error(capsys, f"{folder}/config.json: model_type='gemma' is not implemented")
 
 
 METHODS = {
