@@ -412,8 +412,8 @@ def values_of(flags, sources, algorithm, environment):
     """The value of every setting: the flag's if it is given, else the last applicable default."""
     values = {f.name: f.default for settings in sources for f in fields(settings)}
     preset, model = flags.get("preset", "auto"), flags.get("model")
-    unmade = preset != "auto" and model and not (Path(model) / "tokenizer.json").is_file()    # of a plan
-    writes = model and not unmade and not is_small(model)
+    planned = preset != "auto" and model and not (Path(model) / "tokenizer.json").is_file()  # not made yet
+    writes = model and not planned and not is_small(model)
     if preset == "auto":
         preset = "paper" if writes else "small"
     inherited = ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))

@@ -264,7 +264,7 @@ class Chat:
         return (command, tag) if command else (None, None)
 
 
-def templates_of(tokenizer, switches=None):
+def templates_of(tokenizer, switches):
     """What surrounds user messages, by the tokenizer's own template: (first, later, end of a response).
 
     The first two are texts with {} for the message: the first message of a conversation, with the template's
@@ -278,8 +278,8 @@ def templates_of(tokenizer, switches=None):
                          "tokenizer_config.json): a model that was never taught to chat")
     user, response, later = marks
     messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks)]
-    first = render(tokenizer, messages[:1], **switches or {})
-    after = render(tokenizer, messages, **switches or {}).partition(response)[2]
+    first = render(tokenizer, messages[:1], **switches)
+    after = render(tokenizer, messages, **switches).partition(response)[2]
     end = next((token for token in special_tokens(tokenizer) if after.lstrip().startswith(token)), None)
     if user not in first or later not in after or end is None:
         raise ValueError(f"{name}: its chat template has no turn of an assistant that a token ends")

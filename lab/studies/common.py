@@ -190,6 +190,18 @@ def save(figure, path):
     plotted.close(figure)
 
 
+def results_by_arm(names, name_of, everything, results):
+    """{arm's name: {seed: result}} of the stored results, in the order of `names`; only arms with some.
+
+    everything: {cell: settings}. name_of(settings): the arm's name.
+    """
+    found = {name: {} for name in names}
+    for cell, settings in everything.items():
+        if cell in results:
+            found[name_of(settings)][settings["seed"]] = results[cell]
+    return {name: of_seed for name, of_seed in found.items() if of_seed}
+
+
 def publish(out, name, command, seeds, found, figures, page):
     """Write OUT/NAME.json and OUT/NAME.md. The commits of the cells are read from OUT/NAME.jsonl.
 

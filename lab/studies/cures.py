@@ -225,12 +225,8 @@ def when_away(result):
 # Analysis
 
 def table_of(everything, results):
-    """{arm's name: {seed: result}} of the stored results, in the order of `arms`."""
-    found = {name_of(arm): {} for arm in arms()}
-    for name, settings in everything.items():
-        if name in results:
-            found[name_of(settings)][settings["seed"]] = results[name]
-    return {name: of_seed for name, of_seed in found.items() if of_seed}
+    """`common.results_by_arm` of the study's arms."""
+    return common.results_by_arm(map(name_of, arms()), name_of, everything, results)
 
 
 def arm_row(results):
