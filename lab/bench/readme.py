@@ -1,12 +1,12 @@
 """Fills the tables and code blocks of README.md and docs/*.md from lab/results and from the source files.
 
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
-filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `twins` (arms of the study), `origin`
-(axes of the study), `memory` (bytes by stage), `cpu` (ratios), `share` (the engine's part of a step),
-`losses` (one seed), `cures` (seeds that removed the flaw), `trained` (costs of a trained token) or a
-benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by its first cell:
-the text in backticks at its end, if any, else all of it. The rows of a benchmark are rows or differences of
-lab.bench.table1, and the head of a column says what it contains:
+filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
+(bytes by stage), `cpu` (ratios), `share` (the engine's part of a step), `losses` (one seed), `cures` (seeds
+that removed the flaw), `trained` (costs of a trained token) or a benchmark (`hour`: ALFWorld in an hour;
+`ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if
+any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
+column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -38,7 +38,7 @@ CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MUL
 RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
-         "twins": "studies/twins.json", "cures": "studies/cures.json",
+         "cures": "studies/cures.json",
          "origin": "studies/origin.json", "memory": "memory.json",
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "trained": "trained_tokens.json",
@@ -55,15 +55,6 @@ def chaos_row(result, name, _):
     """An attack of `bash run.sh chaos`: what is promised, what is done, number of tries, number survived."""
     row = next(row for row in result["attacks"] if row["attack"] == name)
     return [name, row.get("promise", ""), row["what"], str(row["tries"]), str(row["survived"])]
-
-
-def twins_row(result, name, _):
-    """An arm of the twins study's main grid, named "COLD START: ARM"."""
-    row = next(row for row in result["rows"] if f"{row['cold']}: {row['arm']}" == name and not row["changes"])
-    low, high = row["removed_interval"]
-    removed = f"{row['removed']} of {row['n']} [{100 * low:.0f}, {100 * high:.0f}]"
-    return [name, with_half(row["final"]), removed,
-            *(number(row[key], ".2f") for key in ("q_P", "cosine", "auc"))]
 
 
 def origin_row(result, name, _):
@@ -174,7 +165,7 @@ def trained_row(result, name, _):
             with_half(row["times_full"])]
 
 
-ROWS = {"table4": table4_row, "chaos": chaos_row, "twins": twins_row, "origin": origin_row,
+ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
         "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row, "share": share_row,
         "trained": trained_row}
 

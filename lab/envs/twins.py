@@ -4,7 +4,7 @@ One turn. The observation has eight words: a sign of kind P or N, and seven nois
 commands. "pull" is right under a P sign (it wins with probability .9, every other command with .4) and flawed
 under an N sign (it wins with .5 - r, every other command with .5). Of each 16 training tasks --p-tasks are P:
 if they are many, the policy gradient towards "pull" in P generalizes to N, against outcome reward there. Made
-for lab/studies/twins.py (arXiv:2509.23870, sections 3.2 and 3.3). Left out: more than one turn.
+for lab/studies/cures.py (arXiv:2509.23870, sections 3.2 and 3.3). Left out: more than one turn.
 
     python gcd.py --env lab/envs/twins.py --judge-labels oracle --p-tasks 12
 """

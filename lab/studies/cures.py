@@ -6,7 +6,7 @@ the KL (0.01 or none), the embeddings (tied or not), the questions in the cold s
 about its parity, judging by coins or rightly: all in the same words, with the same two answers), the arm
 (GRPO; GCD with right labels; GCD with coin tosses), and, from coins, the timing of the judge.
 
-Measured along each run (lab/studies/twins.py, and here): the flawed action's probability q_N, the cosine of
+Measured along each run (lab/studies/twin_measures.py): the flawed action's probability q_N, the cosine of
 the gradients that raise it in P and in N, the leak from the good turn to the flawed one, whether a linear
 probe tells P from N where the command is chosen, and the judge's AUC in each iteration.
 
@@ -14,32 +14,28 @@ probe tells P from N where the command is chosen, and the judge's AUC in each it
     python -m lab.studies.cures --seeds 10        # ten of the arms that three do not settle, and of GCD's own
     python -m lab.studies.cures --jobs 0          # only the page, of the stored cells
 
-Left out: other sizes of the flaw and other mixtures of P and N (lab/studies/twins.py).
+Left out: other sizes of the flaw and other mixtures of P and N.
 """
 
 import argparse
 import shutil
 import sys
-from collections import Counter
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import torch
-
 import gcd
 import judge
 from infra import files
 from lab.bench.intervals import interval, markdown, mean_known, paired, with_half
-from lab.envs import twins as states
 from lab.studies import common
-from lab.studies.twins import final, probe
+from lab.studies.twin_measures import final, leak_of, linear_probe, probe
 from rollout import wilson
 
 PAGE = Path(__file__).with_name("cures.page.md")
 RUNS = common.ROOT / "runs" / "studies" / "cures"
-ITERATIONS, POINTS, PROBES = 240, 24, 64      # of a run; its measurements; states of each kind in a probe
+ITERATIONS, POINTS = 240, 24                  # of a run; its measurements
 DEMONSTRATIONS = 2000                         # of the cold start
 LAST = 10                                     # iterations over which the judge's AUC is averaged
 RIGHT = 0.9                                   # AUC from which a judge counts as right
@@ -171,7 +167,7 @@ def asked_before():
 # Measures
 
 def measured(out, flags):
-    """{"path": twins.probe and linear_probe of every kept model, "auc": the judge's per iteration or []}.
+    """{"path": `probe` and `linear_probe` of every kept model, "auc": the judge's per iteration or []}.
 
     The AUC is by the oracle or, of an arm that is asked about the sign, by the sign.
     """
@@ -182,33 +178,6 @@ def measured(out, flags):
     lines = files.iterations_in(files.read_lines(out / files.METRICS)[0])
     aucs = [line.get("judge/auc" if "signs" in flags else "judge/auc_oracle") for line in lines]
     return {"path": path, "auc": [auc and round(auc, 3) for auc in aucs] if set(aucs) != {None} else []}
-
-
-@torch.no_grad()
-def linear_probe(actor):
-    """Accuracy of a linear probe of P against N on the hidden state from which the command is predicted.
-
-    Least squares with an intercept on PROBES states of each kind, tested on as many others.
-    """
-    game, n = states.Game(0.0, Counter()), 4 * PROBES
-    tasks = [states.task(f"probe/{i}", "probe", "PN"[i % 2]) for i in range(n)]
-    ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
-    x_BC = actor.model(ids_BT, select=(list(range(n)), [ids_BT.shape[1] - 1] * n), head="hidden").double()
-    x_BC = torch.cat([x_BC, torch.ones(n, 1, dtype=x_BC.dtype)], 1)
-    side_B = torch.tensor([1.0, -1.0], dtype=x_BC.dtype).repeat(n // 2)
-    weights = torch.linalg.lstsq(x_BC[:n // 2], side_B[:n // 2, None], driver="gelsd").solution
-    return float(((x_BC[n // 2:] @ weights)[:, 0].sign() == side_B[n // 2:]).double().mean())
-
-
-def leak_of(point):
-    """The theory's c on log-odds: what arrives in N of a push on the action in P, per unit of push.
-
-        c = leak * (1 - q_P) / (1 - q_N),   since grad log q = (1 - q) grad log(q / (1 - q))
-
-    The stored leak is of log-probabilities (twins.probe), whose gradient vanishes as q_P nears 1. Exact if q
-    is the same in all states of a kind.
-    """
-    return None if point["leak"] is None else point["leak"] * (1 - point["q_P"]) / (1 - point["q_N"])
 
 
 def when_right(result):
@@ -387,7 +356,16 @@ def figures_of(table):
         return " and ".join(removed_in(table, questions, arm, kl, embeddings, timing=timing)
                             for kl in COEFFICIENTS)
 
-    return [{"paper": "Section 4 (what cures, and when)", "picture": "cures.svg",
+    below, above = removed_by_leak(table).values()
+    return [{"paper": "Section 3.3 (danger zone)", "picture": "cures.svg",
+             "claim": "Next to a right action in similar states a flawed one can run away, although its "
+                      "advantage is negative.",
+             "found": "GRPO from a cold start without questions, with the action right in three of four "
+                      f"tasks: it removes the flaw in {both('none', 'GRPO')} seeds, with a KL of .01 and "
+                      "without; untied embeddings "
+                      f"{both('none', 'GRPO', 'untied')}.",
+             "agrees": runs_away(table)},
+            {"paper": "Section 4 (what cures, and when)", "picture": "cures.svg",
              "claim": "Judging one's own actions during RL separates similar samples, so that flawed actions "
                       "disappear.",
              "found": "Seeds that remove the flawed action, with a KL of .01 and without. GRPO by the cold "
@@ -399,7 +377,26 @@ def figures_of(table):
                       f"{both('coins', 'GRPO', 'untied')}; policy held until the judge is right "
                       f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
                       f"{both('coins', '+GCD', timing='constant rate')}.",
-             "agrees": verdict(table)}]
+             "agrees": verdict(table)},
+            {"paper": "Section 4 (why it works)", "picture": "cures.svg",
+             "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
+             "found": "Of runs that end with less than half of a push on the action in P arriving in N "
+                      f"{below[0]} of {below[1]} removed the flaw, of the others {above[0]} of {above[1]}: "
+                      "an association. It does not take a judge: see the questions about the sign.",
+             "agrees": "partly" if below[0] / max(below[1], 1) > above[0] / max(above[1], 1) else "no"}]
+
+
+def runs_away(table):
+    """Whether GRPO from no questions keeps the flaw: "yes" if in at least three of four runs of each KL,
+    "partly" of one, "no" of none."""
+    kept = []
+    for kl in COEFFICIENTS:
+        names = [name_of(settings_of("none", "GRPO", kl, embeddings)) for embeddings in EMBEDDINGS]
+        ends = [final(result) for name in names for result in table.get(name, {}).values()]
+        if not ends:
+            return "not measurable"
+        kept.append(sum(end >= 0.5 for end in ends) >= 0.75 * len(ends))
+    return "yes" if all(kept) else "partly" if any(kept) else "no"
 
 
 def verdict(table):

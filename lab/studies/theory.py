@@ -3,7 +3,7 @@
 Lemma 3.1, Theorem 3.2, Figure 4 and section 3.3, Theorem A.1. Each formula is a function, and is checked by a
 second method: sampling, one step of the softmax, or integration in time. The paper's formulas of Theorems 3.2
 and A.1 were not readable; here they are derived from its text. Left out: coupling by gradients, which needs a
-model (lab/studies/twins.py).
+model (lab/studies/cures.py).
 
     python -m lab.studies.theory     # lab/results/studies/theory.json, .md and .svg; a minute on one core
 """

@@ -4,6 +4,8 @@
 """
 
 import json
+import math
+from collections import Counter
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import gcd
 import judge
 from infra import files
 from lab.envs import twins as states
-from lab.studies import common, cures
+from lab.studies import common, cures, twin_measures
 from rollout import Episode, Turn
 
 
@@ -82,6 +84,15 @@ def test_the_verdict_needs_a_difference_from_grpo_and_from_coins(gcd_ends, coins
     assert cures.verdict(table) == expected
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("with_kl, without, expected", [
+    (0.1, 0.9, "partly"), (0.9, 0.9, "yes"), (0.1, 0.1, "no")])
+def test_a_flaw_runs_away_if_three_of_four_runs_keep_it(with_kl, without, expected):
+    table = {cures.name_of(cures.settings_of("none", "GRPO", kl, embeddings)): {0: result(0.3, end)}
+             for kl, end in zip(cures.COEFFICIENTS, (with_kl, without)) for embeddings in cures.EMBEDDINGS}
+    assert cures.runs_away(table) == expected
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """The folder of a finished study of a few arms and of minimal size."""
@@ -103,7 +114,8 @@ def test_the_study_writes_numbers_figure_and_page(study):
     assert [row["n"] for row in found["rows"]] == [1, 1, 1]
     assert all(0 < row["final"]["mean"] < 1 and 0.5 <= row["probe"] <= 1 for row in found["rows"])
     assert [row["auc"] is None for row in found["rows"]] == [True, False, False]
-    assert found["figures"][0]["agrees"] == "not measurable" and "not run" in found["figures"][0]["found"]
+    assert [figure["agrees"] for figure in found["figures"]][:2] == ["not measurable"] * 2
+    assert "not run" in found["figures"][0]["found"]
     assert {path.suffix for path in (study / "out").iterdir()} == {".json", ".jsonl", ".svg", ".md"}
     assert "nan" not in (study / "out" / "cures.md").read_text()
 
@@ -113,12 +125,60 @@ def test_a_linear_probe_finds_a_direction_and_nothing_where_there_is_none(study,
     settings = cures.settings_of("coins", "GRPO", 0.01, "tied") | {"seed": 0}
     folder = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
     actor = common.load_actor(folder, list(cures.COMMON))
-    noise = torch.randn(4 * cures.PROBES, 32, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(4 * twin_measures.PROBES, 32, generator=torch.Generator().manual_seed(0))
     for strength, low, high in ((4.0, 0.97, 1.0), (0.0, 0.35, 0.65)):
         hidden = noise.clone()
-        hidden[:, 5] += strength * torch.tensor([1.0, -1.0]).repeat(2 * cures.PROBES)
+        hidden[:, 5] += strength * torch.tensor([1.0, -1.0]).repeat(2 * twin_measures.PROBES)
         actor.model = lambda *arguments, hidden=hidden, **settings: hidden
-        assert low <= cures.linear_probe(actor) <= high
+        assert low <= twin_measures.linear_probe(actor) <= high
+
+
+def test_the_measures_of_a_model_against_direct_computation(study, monkeypatch):
+    """Against states one at a time, and against a difference quotient.
+
+    A small step along P's gradient changes the mean log-probability in N by the step times the inner product
+    of the two gradients.
+    """
+    monkeypatch.setattr(twin_measures, "PROBES", 4)
+    settings = cures.settings_of("coins", "GRPO", 0.01, "tied") | {"seed": 0}
+    folder = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
+    actor = common.load_actor(folder, list(cures.COMMON))
+    actor.model.double()
+    R, game = actor.chat.encode(states.PULL)[0], states.Game(0.0, Counter())
+
+    def mean_logprob(kind):
+        tasks = [states.task(f"probe/{i}", "probe", kind) for i in range(4)]
+        rows = [torch.tensor([actor.chat.observe(game.reset(task), True)]) for task in tasks]
+        return sum(actor.model(row)[0, -1].log_softmax(-1)[R] for row in rows) / 4
+
+    found = twin_measures.probe(actor)
+    with torch.no_grad():
+        assert math.log(found["q_N"]) >= float(mean_logprob("N")) > math.log(found["q_N"]) - 0.5     # Jensen
+    parameters = list(actor.model.parameters())
+    grads = {kind: torch.autograd.grad(mean_logprob(kind), parameters) for kind in "PN"}
+    size = {kind: math.sqrt(sum(float((grad**2).sum()) for grad in grads[kind])) for kind in "PN"}
+    with torch.no_grad():
+        before, eta = float(mean_logprob("N")), 1e-6 / size["P"]
+        for parameter, grad in zip(parameters, grads["P"]):
+            parameter += eta * grad
+        change = float(mean_logprob("N")) - before
+    assert change / (1e-6 * size["N"]) == pytest.approx(found["cosine"], abs=1e-3)
+    assert change / (1e-6 * size["P"]) == pytest.approx(found["leak"], abs=1e-3)
+
+
+def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):
+    """After a cold start without questions, all answers are unreadable and get the same reward."""
+    common.train([*cures.COMMON, "--seed", 0, "--demonstrations", 600, *cures.QUESTIONS["none"],
+                  "--iterations", 0], tmp_path / "cold")
+    flags = [*cures.COMMON, "--seed", 0, "--model", tmp_path / "cold" / files.CHECKPOINT,
+             "--demonstrations", 0, "--iterations", 3]
+    for arm in ("GRPO", "+GCD"):
+        common.train([*flags, *cures.ARMS[arm]], tmp_path / arm)
+    lines = files.iterations_in(files.read_lines(tmp_path / "+GCD" / files.METRICS)[0])
+    assert all(line["judge/unreadable_frac"] == 1 for line in lines)
+    grpo, judged = (load_file(tmp_path / arm / files.CHECKPOINT / "model.safetensors")
+                    for arm in ("GRPO", "+GCD"))
+    assert all(torch.equal(grpo[name], judged[name]) for name in grpo)
 
 
 def test_while_the_policy_is_held_only_the_judge_learns(study, tmp_path, monkeypatch):

@@ -1,0 +1,69 @@
+"""What is measured of a model in twin states (lab/envs/twins.py): the flawed action's probability, how far
+its gradient is the right one's, and whether the two kinds of states can be told apart.
+
+P, N: states in which the one action is right, and flawed. q_P, q_N: its mean probability there.
+"""
+
+from collections import Counter
+
+import torch
+
+from lab.envs import twins as states
+
+PROBES = 64                                    # states of each kind in a measurement
+
+
+def probe(actor):
+    """q_P and q_N, the mean probability of R over PROBES states of each kind; cosine and leak from P to N.
+
+        cosine = <g_P, g_N> / (|g_P| |g_N|),   leak = <g_P, g_N> / <g_P, g_P>
+
+    g_K: the gradient, over all parameters, of R's mean log-probability in kind K. The leak is the theory's c:
+    a step that raises it in P by d raises it in N by c d, to first order. None if a gradient is zero.
+    """
+    R, game, found, grads = actor.chat.encode(states.PULL)[0], states.Game(0.0, Counter()), {}, []
+    for kind in "PN":
+        tasks = [states.task(f"probe/{i}", "probe", kind) for i in range(PROBES)]
+        ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
+        last = (list(range(PROBES)), [ids_BT.shape[1] - 1] * PROBES)
+        logprob_B = actor.model(ids_BT, select=last).float().log_softmax(-1)[:, R]
+        found[f"q_{kind}"] = float(logprob_B.detach().exp().mean())
+        logprob_B.mean().backward()
+        pushed = [parameter.grad for parameter in actor.model.parameters() if parameter.grad is not None]
+        grads.append(torch.cat([grad.flatten().double() for grad in pushed]))
+        actor.model.zero_grad(set_to_none=True)
+    inner, size_P, size_N = float(grads[0] @ grads[1]), float(grads[0].norm()), float(grads[1].norm())
+    return found | {"cosine": inner / (size_P * size_N) if size_P and size_N else None,
+                    "leak": inner / size_P**2 if size_P else None}
+
+
+@torch.no_grad()
+def linear_probe(actor):
+    """Accuracy of a linear probe of P against N on the hidden state from which the command is predicted.
+
+    Least squares with an intercept on PROBES states of each kind, tested on as many others.
+    """
+    game, n = states.Game(0.0, Counter()), 4 * PROBES
+    tasks = [states.task(f"probe/{i}", "probe", "PN"[i % 2]) for i in range(n)]
+    ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
+    x_BC = actor.model(ids_BT, select=(list(range(n)), [ids_BT.shape[1] - 1] * n), head="hidden").double()
+    x_BC = torch.cat([x_BC, torch.ones(n, 1, dtype=x_BC.dtype)], 1)
+    side_B = torch.tensor([1.0, -1.0], dtype=x_BC.dtype).repeat(n // 2)
+    weights = torch.linalg.lstsq(x_BC[:n // 2], side_B[:n // 2, None], driver="gelsd").solution
+    return float(((x_BC[n // 2:] @ weights)[:, 0].sign() == side_B[n // 2:]).double().mean())
+
+
+def leak_of(point):
+    """The theory's c on log-odds: what arrives in N of a push on the action in P, per unit of push.
+
+        c = leak * (1 - q_P) / (1 - q_N),   since grad log q = (1 - q) grad log(q / (1 - q))
+
+    The stored leak is of log-probabilities (`probe`), whose gradient vanishes as q_P nears 1. Exact if q
+    is the same in all states of a kind.
+    """
+    return None if point["leak"] is None else point["leak"] * (1 - point["q_P"]) / (1 - point["q_N"])
+
+
+def final(result):
+    """The flawed action's final probability."""
+    return result["path"][-1]["q_N"]
