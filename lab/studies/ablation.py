@@ -11,9 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from infra import files
 from lab.bench.intervals import percent
-from lab.bench.study import below_root
 from lab.studies import common
 
 CONFIG = common.ROOT / "lab" / "results" / "table3_household.json"
@@ -102,24 +100,14 @@ def main(argv=None):
                         help="split of the comparisons; the paper's is taken to be L1")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
     options = parser.parse_args(argv)
-    path = options.config.with_name(f"{options.config.stem}_result.json")
-    result = files.read_json(path)
-    if not result:
-        parser.error(f"{path}: no such file; run python -m lab.bench.table1 --config {options.config}")
+    result = common.result_of_table(parser, options.config)
     if options.split not in result["splits"]:
-        parser.error(f"--split={options.split}: {path} has {', '.join(result['splits'])}")
+        parser.error(f"--split={options.split}: {options.config} has {', '.join(result['splits'])}")
     figures = [entry(*claim, result, options.split, package(result) if "GCD in RL" in claim[0] else "")
                for claim in CLAIMS]
     draw(result, options.out / "ablation.svg")
-    lines = [f"**{figure['paper']}.** {figure['claim']} {figure['found']} Agrees: {figure['agrees']}."
-             for figure in figures]
-    head = (f"Computed from {path.name}, which lists its cells, versions and seeds. Predictions: "
-            "lab/predictions.md.")
-    page = "\n\n".join(["# What each part contributes (Table 3, Figure 7)", head, "![Success](ablation.svg)",
-                        *lines]) + "\n"
-    command = ["python", "-m", "lab.studies.ablation", "--config", below_root(options.config)]
-    common.publish(options.out, "ablation", command, result["seeds"], {}, figures, page)
-    print(page)
+    common.publish_of_table(options, "ablation", "What each part contributes (Table 3, Figure 7)", result,
+                            figures)
     return 0
 
 

@@ -21,6 +21,7 @@ import config
 import gcd
 import rollout
 from infra import files
+from lab.bench.study import below_root
 from lm import model as qwen
 from lm.chat import Chat
 from lm.engine import Sampling
@@ -219,3 +220,27 @@ def publish(out, name, command, seeds, found, figures, page):
                      "machine": f"{platform.machine()}, {os.cpu_count()} cores"},
         "figures": figures} | found)
     files.write_text(Path(out) / f"{name}.md", page)
+
+
+def result_of_table(parser, config_path):
+    """The result that lab.bench.table1 wrote for a config; ends with the parser's error if there is none."""
+    path = config_path.with_name(f"{config_path.stem}_result.json")
+    result = files.read_json(path)
+    if not result:
+        parser.error(f"{path}: no such file; run python -m lab.bench.table1 --config {config_path}")
+    return result
+
+
+def publish_of_table(options, name, title, result, figures):
+    """Publish a study of a table: a page of its figures' claims, all with the picture OUT/NAME.svg."""
+    stem = options.config.stem
+    page = "\n\n".join([
+        f"# {title}",
+        f"Computed from {stem}_result.json, which lists its cells, versions and seeds; the table is "
+        f"[{stem}](../{stem}.md). Predictions: lab/predictions.md.",
+        f"![Success]({name}.svg)",
+        *(f"**{figure['paper']}.** {figure['claim']} {figure['found']} Agrees: {figure['agrees']}."
+          for figure in figures)]) + "\n"
+    command = ["python", "-m", f"lab.studies.{name}", "--config", below_root(options.config)]
+    publish(options.out, name, command, result["seeds"], {}, figures, page)
+    print(page)

@@ -16,9 +16,7 @@ import re
 import sys
 from pathlib import Path
 
-from infra import files
 from lab.bench.intervals import interval, percent
-from lab.bench.study import below_root
 from lab.studies import common
 from lab.studies.ablation import sign_of
 
@@ -94,22 +92,9 @@ def main(argv=None):
     parser.add_argument("--config", type=Path, default=CONFIG, help="the table whose result is read")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
     options = parser.parse_args(argv)
-    path = options.config.with_name(f"{options.config.stem}_result.json")
-    result = files.read_json(path)
-    if not result:
-        parser.error(f"{path}: no such file; run python -m lab.bench.table1 --config {options.config}")
+    result = common.result_of_table(parser, options.config)
     draw(result, options.out / "pretraining.svg")
-    figures = figures_of(result)
-    (figure,) = figures
-    page = "\n\n".join([
-        "# What pretraining buys",
-        f"Computed from {path.name}, which lists its cells, versions and seeds; the table is "
-        f"[{options.config.stem}](../{options.config.stem}.md). Predictions: lab/predictions.md.",
-        "![Success against demonstrations](pretraining.svg)",
-        f"{figure['claim']} {figure['found']} Agrees: {figure['agrees']}."]) + "\n"
-    command = ["python", "-m", "lab.studies.pretraining", "--config", below_root(options.config)]
-    common.publish(options.out, "pretraining", command, result["seeds"], {}, figures, page)
-    print(page)
+    common.publish_of_table(options, "pretraining", "What pretraining buys", result, figures_of(result))
     return 0
 
 
