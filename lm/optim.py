@@ -3,6 +3,8 @@
 Left out: learning-rate schedules (the caller sets the learning rate at each step).
 """
 
+import math
+
 import torch
 
 from infra import parallel
@@ -40,18 +42,65 @@ def adamw(model, exclude=()):
                              fused=True if device.type == "cuda" else None)
 
 
-class Muon:
-    """Muon for the layers' matrices and AdamW for all other parameters, as one optimizer.
+class Orthogonal(torch.optim.Optimizer):
+    """Muon's step for matrices W, with the step size matched to AdamW's (arXiv:2502.16982 Eq. 4):
 
-    A model trained from scratch needs fewer steps with it (lab/results/tries_alfworld.md). It is torch's
-    Muon, with the step size matched to AdamW's (arXiv:2502.16982 Eq. 4), so that one learning rate serves
-    both. A sharded matrix is gathered, updated in full on each rank, and sharded again.
+        B = .95 B + .05 g,   W -= lr .2 sqrt(longer side) `orthogonalized`(.05 g + .95 B)
+
+    As torch.optim.Muon with adjust_lr_fn="match_rms_adamw" and no weight decay, and equal to it bit for bit
+    where `product_dtype` is bfloat16; torch's is always. The caller sets the learning rate before each step.
+    """
+
+    def __init__(self, matrices):
+        super().__init__(matrices, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self):
+        """Update the matrices that have gradients."""
+        for group in self.param_groups:
+            for matrix in (matrix for matrix in group["params"] if matrix.grad is not None):
+                state = self.state[matrix]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(matrix)
+                average = state["momentum_buffer"].lerp_(matrix.grad, 0.05)
+                direction = orthogonalized(matrix.grad.lerp(average, 0.95), product_dtype(matrix.device))
+                matrix.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
+
+
+def orthogonalized(matrix, dtype):
+    """U V^T of the matrix U S V^T, roughly: five Newton-Schulz steps bring the singular values that are near
+    the largest to between .5 and 1.5 (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+
+    dtype: of the products and of what is returned.
+    """
+    x = matrix.to(dtype)
+    x = x.T if (tall := len(matrix) > matrix.shape[1]) else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+    return x.T if tall else x
+
+
+def product_dtype(device):
+    """bfloat16 where matrix products in it are fast: not on CPUs that lack instructions for it, on which they
+    take two to a hundred times as long as in float32.
+    """
+    fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+class Muon:
+    """Muon (`Orthogonal`) for the layers' matrices and AdamW for all other parameters, as one optimizer.
+
+    A model trained from scratch needs fewer steps with it (lab/results/tries_alfworld.md), and one learning
+    rate serves both. A sharded matrix is gathered, updated in full on each rank, and sharded again.
     """
 
     def __init__(self, model):
         self.matrices = [p for p in trained(model.model.layers) if p.dim() == 2]
         self.full = [parallel.full_tensor(p) for p in self.matrices]
-        self.parts = [torch.optim.Muon(self.full, lr=0.0, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")]
+        self.parts = [Orthogonal(self.full)]
         if len(trained(model)) > len(self.matrices):         # not so if adapters alone are trained
             self.parts.append(adamw(model, exclude=self.matrices))
         self.param_groups = [group for part in self.parts for group in part.param_groups]
