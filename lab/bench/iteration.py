@@ -10,9 +10,10 @@ both sides continue from it at a learning rate so small that the policy stays th
                 also calls `generate` on full conversations (lab/bench/trl_grpo.py), over gcd.iteration
     GCD         seconds of gcd.iteration with GCD over without
 
-Needs TRL (`pip install -r requirements-trl.txt`).
+Needs TRL (`pip install -r requirements-trl.txt`). The file keeps one measurement for each instruction set.
 
-    python -m lab.bench.iteration            # writes lab/results/cpu.json, in 15 minutes
+    python -m lab.bench.iteration                               # adds to lab/results/cpu.json, in 15 minutes
+    ATEN_CPU_CAPABILITY=avx2 python -m lab.bench.iteration      # torch's kernels as on a CPU without AVX-512
 """
 
 import argparse
@@ -32,6 +33,7 @@ import gcd
 from infra import files, parallel
 from lab.bench import rollout, trl_grpo
 from lab.bench.intervals import interval, with_half
+from lab.bench.machine import this_cpu
 from lab.bench.study import ROOT
 from session import prepare
 
@@ -105,7 +107,7 @@ def trl_seconds(folder, out):
 
 
 def measure(turns=TURNS, repeats=REPEATS):
-    """All measurements, as the dict that is written to OUT."""
+    """All measurements, as the dict that OUT keeps under this CPU's instruction set."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cold, out = Path(folder) / "cold", Path(folder) / "run"
@@ -120,7 +122,7 @@ def measure(turns=TURNS, repeats=REPEATS):
                 seconds[side].append(run())
         shares = kernels(start, out)
     return {"what": "seconds on this CPU, one thread", "command": "python -m lab.bench.iteration",
-            "commit": files.commit(), "torch": torch.__version__, "repeats": repeats,
+            "commit": files.commit(), "torch": torch.__version__, "cpu": this_cpu(), "repeats": repeats,
             "rollout": rollout_ratios(turns, repeats), "seconds": seconds,
             "iteration": ratio(seconds["grpo"], seconds["trl"]),
             "gcd": ratio(seconds["grpo"], seconds["gcd"]), "kernels": shares}
@@ -129,7 +131,8 @@ def measure(turns=TURNS, repeats=REPEATS):
 def main():
     argparse.ArgumentParser("python -m lab.bench.iteration", description=__doc__.splitlines()[0]).parse_args()
     found = measure()
-    files.write_json(OUT, found)
+    files.write_json(OUT, (files.read_json(OUT) or {}) | {found["cpu"]["capability"]: found})
+    print("{name}, {capability}, one thread".format(**found["cpu"]))
     for turns, row in found["rollout"].items():
         print(f"rollout of {turns} turns: {with_half(row['ratio'])} times generate")
     print(f"iteration: TRL takes {with_half(found['iteration'])} times as long")

@@ -115,13 +115,15 @@ def memory_row(result, name, _):
 
 def cpu_row(result, name, _):
     """A ratio of times: "rollout of N turns" (ours and generate's, with seconds and tokens per episode),
-    "iteration" (TRL's over ours) or "GCD" (with over without).
+    "iteration" (TRL's over ours) or "GCD" (with over without), each with ", " and an instruction set.
     """
-    if name in ("iteration", "GCD"):
-        ours, theirs = {"iteration": ("grpo", "trl"), "GCD": ("gcd", "grpo")}[name]
+    what, capability = name.split(", ")
+    result = result[capability]
+    if what in ("iteration", "GCD"):
+        ours, theirs = {"iteration": ("grpo", "trl"), "GCD": ("gcd", "grpo")}[what]
         seconds = (f"{statistics.fmean(result['seconds'][side]):.2f} s" for side in (ours, theirs))
-        return [name, with_half(result[name.lower()]), *seconds, "", ""]
-    row = result["rollout"][name.split()[2]]
+        return [name, with_half(result[what.lower()]), *seconds, "", ""]
+    row = result["rollout"][what.split()[2]]
     sides = [row["ours"], row["generate"]]
     return [name, with_half(row["ratio"]), *(f"{1000 * side['s_per_episode']:.1f} ms" for side in sides),
             *(f"{side['tokens_per_episode']:,.0f}" for side in sides)]

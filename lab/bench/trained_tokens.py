@@ -11,7 +11,6 @@ Left out: playing, which costs all three the same, but for the merge of adapters
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 
@@ -21,6 +20,7 @@ from batching import Sample
 from infra import files, parallel
 from infra.progress import progress
 from lab.bench.intervals import interval, markdown, with_half
+from lab.bench.machine import this_cpu
 from lab.bench.study import ROOT
 from lm import lora
 from lm import model as qwen
@@ -32,14 +32,6 @@ WAYS = ("", "--lora 16", "--train-layers 4")         # "": the whole model
 SHAPE = qwen.ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
                          num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True)
 SEQUENCES, TOKENS, REPEATS = 4, 400, 3               # in a step, as in the cold start; in a sequence; steps
-
-
-def cpu_name():
-    """The processor's name, by Linux; elsewhere unknown."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown"
 
 
 def random_samples(vocabulary, sequences, tokens):
@@ -93,7 +85,7 @@ def measure(shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REPEATS):
             "command": "python -m lab.bench.trained_tokens", "commit": files.commit(),
             "torch": torch.__version__, "repeats": repeats, "sequences": sequences, "tokens": tokens,
             "parameters": qwen.count_parameters(shape),
-            "cpu": {"name": cpu_name(), "capability": torch.backends.cpu.get_cpu_capability(), "threads": 1},
+            "cpu": this_cpu(),
             "rows": rows}
 
 
