@@ -185,9 +185,10 @@ class Chat:
         return possible(reply) + ask
 
     def frame_tokens(self, reply, first=False):
-        """How many tokens a message has beyond its observation and its list of commands, if it has one."""
+        """Number of a message's tokens beyond its observation and its list of commands, if any."""
         listed = possible(reply) if self.admissible and reply.admissible else ""
-        return len(self.observe(reply, first)) - len(self.encode(reply.observation)) - len(self.encode(listed))
+        texts = len(self.encode(reply.observation)) + len(self.encode(listed))
+        return len(self.observe(reply, first)) - texts
 
     def respond(self, command, tag="monitor", thought=None):
         """Ids of a demonstration's response: the command, with a thought if the style has one.

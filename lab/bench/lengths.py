@@ -30,7 +30,7 @@ EXAMPLE = Reply("You are in a room.", ["look"])
 
 
 def episodes(environment, tasks):
-    """The replies of each task's episode but the last, which no response follows; of all tasks, won or not."""
+    """The replies of each task's episode, won or not, without the last, which no response follows."""
     expert = environment.expert(environment.make(1))
     return [expert.show(task, seed, MISTAKES, MOST_TURNS).replies[:-1]
             for seed, task in enumerate(progress(tasks, desc="episodes", leave=False))]
