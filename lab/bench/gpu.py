@@ -23,6 +23,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 from infra import files
@@ -31,11 +32,12 @@ from lab.bench.study import ROOT
 OUT, FOLDER = ROOT / "lab" / "results" / "gpu.jsonl", ROOT / "runs" / "gpu"
 MOST_S = 600                # of one command
 MORE_TO_RUN = 3             # exit status
+ENGINE, RUNS = "lab.bench.gpu_checks", "lab.bench.gpu_runs"
 
 
 @dataclass(frozen=True)
 class Check:
-    """A check: a function of a module of this folder. minutes: the smallest --minutes that runs it."""
+    """A check: a function `name` of a module. minutes: the smallest --minutes that runs it."""
 
     name: str
     module: str
@@ -45,22 +47,22 @@ class Check:
 
 
 CHECKS = [Check(*row) for row in (
-    ("limits", "gpu_checks", 10, 60, "80 % of the data sheet's bandwidth, 60 % of its FLOPs"),
-    ("varlen", "gpu_checks", 10, 90, "errors under .03 on every path"),
-    ("lengths", "gpu_checks", 10, 120, "under .3 nats"),
-    ("graphs", "gpu_checks", 10, 120, "equal, and faster"),
-    ("iteration", "gpu_runs", 10, 400, "seconds, and bytes of each stage, at most 15 % over the estimate"),
-    ("floor", "gpu_checks", 10, 90, "the share of the data sheet's bandwidth that the estimate assumes"),
-    ("trainer_gap", "gpu_checks", 10, 90, "under .02 nats in the mean"),
-    ("update_16k", "gpu_checks", 10, 120, "the share of the data sheet's FLOPs that the estimate assumes"),
-    ("stale_sampler", "gpu_checks", 10, 90, "an injected fault: detected"),
-    ("other_temperature", "gpu_checks", 10, 90, "an injected fault: detected"),
-    ("offload", "gpu_checks", 30, 120, "under 5 s, equal outputs, no memory left allocated"),
-    ("update_32k", "gpu_checks", 30, 120, "as update_16k"),
-    ("floor_few", "gpu_checks", 30, 90, "16 rows: a split of a row's keys is no slower than none"),
-    ("no_gcd", "gpu_runs", 30, 400, "as iteration"),
-    ("run", "gpu_runs", 30, 590, "gcd.py, two iterations and a checkpoint: as iteration"),
-    ("pretrained", "gpu_runs", 30, 590, "cold start, ten iterations, kill -9, --resume: all ten are logged"))]
+    ("limits", ENGINE, 10, 60, "80 % of the data sheet's bandwidth, 60 % of its FLOPs"),
+    ("varlen", ENGINE, 10, 90, "errors under .03 on every path"),
+    ("lengths", ENGINE, 10, 120, "under .3 nats"),
+    ("graphs", ENGINE, 10, 120, "equal, and faster"),
+    ("iteration", RUNS, 10, 400, "seconds, and bytes of each stage, at most 15 % over the estimate"),
+    ("floor", ENGINE, 10, 90, "the share of the data sheet's bandwidth that the estimate assumes"),
+    ("trainer_gap", ENGINE, 10, 90, "under .02 nats in the mean"),
+    ("update_16k", ENGINE, 10, 120, "the share of the data sheet's FLOPs that the estimate assumes"),
+    ("stale_sampler", ENGINE, 10, 90, "an injected fault: detected"),
+    ("other_temperature", ENGINE, 10, 90, "an injected fault: detected"),
+    ("offload", ENGINE, 30, 120, "under 5 s, equal outputs, no memory left allocated"),
+    ("update_32k", ENGINE, 30, 120, "as update_16k"),
+    ("floor_few", ENGINE, 30, 90, "16 rows: a split of a row's keys is no slower than none"),
+    ("no_gcd", RUNS, 30, 400, "as iteration"),
+    ("run", RUNS, 30, 590, "gcd.py, two iterations and a checkpoint: as iteration"),
+    ("pretrained", RUNS, 30, 590, "cold start, ten iterations, kill -9, --resume: all ten are logged"))]
 
 
 def main(argv=None):
@@ -80,7 +82,7 @@ def main(argv=None):
         folder = Path(temporary) if options.tiny else FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")        # forks of a process that has loaded torch
-        context.set_forkserver_preload(["lab.bench.gpu_checks", "lab.bench.gpu_runs"])
+        context.set_forkserver_preload([ENGINE, RUNS])
         for check in wanted:
             if check.name in known or time.monotonic() - start + check.limit_s > MOST_S:
                 continue
@@ -131,8 +133,6 @@ def child(check, tiny, folder, pipe):
     """In the check's process: send what it measured, and whether it meets the target."""
     os.setpgrp()
     os.dup2(2, 1)                                          # stdout is for the lines
-    from importlib import import_module
-
     import torch
 
     from lab.bench.gpu_checks import Bench
@@ -140,7 +140,7 @@ def child(check, tiny, folder, pipe):
         if not (tiny or torch.cuda.is_available()):
             raise RuntimeError("no CUDA device")
         bench = Bench(tiny, folder)
-        measured, ok = getattr(import_module(f"lab.bench.{check.module}"), check.name)(bench)
+        measured, ok = getattr(import_module(check.module), check.name)(bench)
         measured = measured | {"ok": bool(ok), "device": bench.name, "tokenizer": bench.tokenizer,
                                "torch": torch.__version__, "commit": files.commit()}
     except Exception as error:                             # the next check is independent of this one

@@ -26,11 +26,12 @@ import batching
 import config
 from infra import files
 from infra.memory import state_bytes
+from lab.bench.intervals import range_of
 from lab.bench.simulation import Work, play, samples_of
 from lab.bench.study import ROOT
 from lm import logprobs
 from lm import model as qwen
-from lm.engine import Answers, Sampling
+from lm.engine import GROWTH, Answers, Sampling, bucket
 from lm.optim import trained
 from session import choose_trained
 
@@ -103,12 +104,12 @@ def meta_model(model_config, dtype):
         return qwen.Model(model_config).to(dtype)
 
 
-def rollout_bytes(model, settings, ranks, work, seed=0, equal_rooms=False):
+def rollout_bytes(model, settings, ranks, work, seed=0):
     """Peak bytes of a simulated rollout in addition to the weights; the bytes of cache and CUDA graphs, which
     stay allocated afterwards; the episodes; the slots.
     """
     with Meter() as meter, torch.no_grad():
-        episodes, slots = play(model, settings, ranks, work, seed, equal_rooms)
+        episodes, slots = play(model, settings, ranks, work, seed, runs=True)
         slots.first_prompts = {}
     with Meter() as graph, torch.no_grad():
         slots.step(slice(0, slots.n), settings.context if slots.cache.varlen else slots.cache.room[0])
@@ -168,46 +169,62 @@ def numbers(parameters):
 
 
 def stages(model, ranks, settings, work):
-    """What an iteration of a bf16 model on "meta" takes: the largest over the ranks of `of_rank`."""
-    found = [of_rank(model, ranks, settings, work, seed) for seed in range(ranks)]
-    largest = {key: {name: max(one[key][name] for one in found) for name in found[0][key]}
-               for key in ("bytes", "counts")}
-    return largest | {"tokens": quantiles([n for one in found for n in one["tokens"]])}
+    """{"bytes": by stage, "counts": of what takes time, "tokens": quantiles of an episode's} of an iteration
+    of a bf16 model on "meta": each the largest over the ranks, bytes of the rank that holds most tokens.
 
-
-def of_rank(model, ranks, settings, work, seed):
-    """{"bytes": by stage, "counts": of what takes time, "tokens": of each episode} of one rank.
-
-    Stages are rollout, judge, update (the largest microbatch) and step; "rollout, rooms equal" is the rollout
+    Stages are rollout, judge, update (the largest microbatch) and step; "rollout, equal rooms" is the rollout
     if every row had the longest row's room. With settings.lora, only adapters of that rank are trained.
     """
     P = numbers(model.parameters())
-    playing, kept, episodes, slots = rollout_bytes(model, settings, ranks, work, seed)
-    equal = rollout_bytes(model, settings, ranks, work, seed, equal_rooms=True)[0]
-    share = replace(work, judged=-(-work.judged // ranks))
-    samples = samples_of(episodes, share, random.Random(seed), settings.judge_response_tokens)
-    questions = {len(s.ids) - sum(s.sampled): s.ids[:-sum(s.sampled)] for s in samples if s.kind == "judge"}
-    judging = judge_bytes(model, settings, [*questions.values()], work.answers) if questions else 0
+    played = [play(model, settings, ranks, work, seed) for seed in range(ranks)]
+    fullest = max(range(ranks), key=lambda rank: played[rank][1].usage[0])
     adapted = meta_model(model.config, torch.bfloat16)
     adapted.compute_dtype = torch.bfloat16
     adapted.recompute_layers(True)
     choose_trained(adapted, settings)
-    batch, tokens = largest_microbatch(adapted, samples, settings)
+    share, longest = replace(work, judged=-(-work.judged // ranks)), settings.judge_response_tokens
+    of_ranks = [samples_of(episodes, share, random.Random(rank), longest)
+                for rank, (episodes, _) in enumerate(played)]
+    playing, kept, _, slots = rollout_bytes(model, settings, ranks, work, fullest)
+    questions = questions_of(of_ranks[fullest])
+    judging = judge_bytes(model, settings, questions, work.answers) if questions else 0
     resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0)
     gradients = resident.pop("gradients")
-    always = sum(resident.values())
+    batch, _ = largest_microbatch(adapted, of_ranks[fullest], settings)
     training = update_bytes(adapted, batch) + gathered_bytes(adapted) + gradients
+    equal = slots.n * min(bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
+                                     for turn in episode.turns) + settings.max_response_tokens, GROWTH),
+                          bucket(settings.context + 16))
+    more = (equal - slots.cache.slots) * sum(kv[:, 0].nbytes for kv in slots.cache.kv)
     sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,
-             "step": kept + gradients, "rollout, rooms equal": equal}
+             "step": kept + gradients, "rollout, equal rooms": playing + more}
+    found = [counts_of(samples, slots_, work, settings, adapted)
+             for samples, (_, slots_) in zip(of_ranks, played)]
+    return {"bytes": {stage: SLACK * (sum(resident.values()) + size) + OUTSIDE
+                      for stage, size in sizes.items()},
+            "counts": {name: max(counts[name] for counts in found) for name in found[0]}
+            | {"bytes a step": slots.step_bytes},
+            "tokens": quantiles([len(sample.ids) for samples in of_ranks for sample in samples
+                                 if sample.kind == "policy"])}
+
+
+def questions_of(samples):
+    """The prompts of the judge's samples, once each."""
+    return [*{(sample.episode, n): sample.ids[:n] for sample in samples if sample.kind == "judge"
+              for n in [len(sample.ids) - sum(sample.sampled)]}.values()]
+
+
+def counts_of(samples, slots, work, settings, model):
+    """What takes time in a rank's iteration: steps, and tokens by kind."""
     lengths = [len(sample.ids) for sample in samples if sample.kind == "policy"]
-    counts = {"decode steps": slots.decode_steps, "keys read": slots.read, "prefilled": slots.prefilled,
-              "bytes a step": slots.step_bytes, "policy tokens": sum(lengths), "trained tokens": tokens,
-              "pairs": sum(n * n for n in lengths) // 2, "questions": sum(questions),
-              "judge steps": max([sum(s.sampled) for s in samples if s.kind == "judge"], default=0)
-              * -(-len(questions) // max(1, settings.slots // work.answers)),
-              "cache tokens": slots.usage[0], "cache slots": slots.usage[1]}
-    return {"bytes": {stage: SLACK * (always + size) + OUTSIDE for stage, size in sizes.items()},
-            "counts": counts, "tokens": lengths}
+    answers = [sum(sample.sampled) for sample in samples if sample.kind == "judge"]
+    questions = [*map(len, questions_of(samples))]
+    batches = -(-len(questions) // max(1, settings.slots // work.answers))
+    return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,
+            "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
+            "trained tokens": largest_microbatch(model, samples, settings)[1], "questions": sum(questions),
+            "judge steps": batches * max(answers, default=0),
+            "cache tokens": slots.usage[0], "cache slots": slots.usage[1]}
 
 
 def quantiles(values):
@@ -264,12 +281,6 @@ def table(machine, rows=ROWS):
                          ("tasks", "group_size", "context", "microbatch_tokens", "minibatches", "kl")},
             "works": {load: asdict(work) for load, work in LOADS.items()}, "machine": asdict(machine),
             "slack": SLACK, "outside": OUTSIDE, "rows": result}
-
-
-def range_of(values, form="{:.0f}"):
-    """The smallest and the largest of some numbers as "20–31", or once where they read the same."""
-    low, high = (form.format(value) for value in (min(values), max(values)))
-    return low if low == high else f"{low}–{high}"
 
 
 def main(argv=None):

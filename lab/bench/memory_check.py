@@ -3,7 +3,8 @@
 The model is small. It plays real ALFWorld games under Qwen2.5's tokenizer:
 whatever it answers, the expert's next command is carried out; a response ends at a random twelfth of the
 vocabulary. Then comes the forward and backward pass of the largest microbatch. Compared are the decode steps
-and the peaks of rollout and update, which the meter predicts from other episodes, those of envs/lengths.json.
+and the peaks of rollout and update, which the meter predicts for messages of these games' lengths and drawn
+responses; and the tokens of all messages, which envs/lengths.json predicts from other games.
 The process must give freed memory back: MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536.
 
     python -m lab.bench.memory_check      # Linux, a minute; writes lab/results/memory_check.json
@@ -15,6 +16,7 @@ import random
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,11 +33,22 @@ from lm.engine import Sampling, Slots
 
 OUT = ROOT / "lab" / "results" / "memory_check.json"
 SHAPE = qwen.ModelConfig(2048, 64, 192, 5, 4, 4, 32, tie_word_embeddings=True)
-SETTINGS = SimpleNamespace(tasks=24, group_size=1, slots=8, context=8192, max_response_tokens=64,
-                           max_turns=8, minibatches=1, microbatch_tokens=6000)
+SETTINGS = SimpleNamespace(tasks=20, group_size=1, slots=6, context=8192, max_response_tokens=64,
+                           max_turns=7, minibatches=1, microbatch_tokens=6000)
 # A geometric length's coefficient of variation is 1, as that of a lognormal with this spread
 WORK = simulation.Work(response=12.0, spread=0.83, judged=0)
 FIRST_TASK, SEEDS = 1000, 4             # not the games of envs/lengths.json; simulations to average over
+
+
+class OfGames:
+    """Messages of given lengths, a list for each task."""
+
+    def __init__(self, lengths_of_games):
+        self.lengths = lengths_of_games
+
+    def draw(self, task, rng):
+        """Those of the task's episode."""
+        return list(self.lengths[(task - 1) % len(self.lengths)])
 
 
 class Replayed:
@@ -65,25 +78,34 @@ class Unread(Chat):
         return "look", None
 
 
-def predicted():
-    """{"decode steps", "rollout bytes", "update bytes"}, means over simulations."""
-    found = []
-    for seed in range(SEEDS):
-        with FakeTensorMode():
-            model = qwen.Model(SHAPE)
-            playing, _, episodes, slots = memory.rollout_bytes(model, SETTINGS, 1, WORK, seed)
-            samples = simulation.samples_of(episodes, WORK, random.Random(seed), 0)
-            batch, _ = memory.largest_microbatch(model, samples, SETTINGS)
-            found.append({"decode steps": slots.decode_steps, "rollout bytes": playing,
-                          "update bytes": memory.update_bytes(model, batch)})
-    return {key: statistics.fmean(one[key] for one in found) for key in found[0]}
-
-
-def measured(games=lengths.GAMES, tokenizer=lengths.TOKENIZER):
-    """The same of this process."""
+def games_and_chat(games, tokenizer):
+    """The replies of each game's episode, and the chat."""
     environment = lengths.environment_of("household", games)
     chat = Unread(qwen.load_tokenizer(Path(tokenizer)), "think", True, environment.noop_message, environment)
-    recorded = lengths.episodes(environment, environment.train_tasks("all", FIRST_TASK, SETTINGS.tasks))
+    return lengths.episodes(environment, environment.train_tasks("all", FIRST_TASK, SETTINGS.tasks)), chat
+
+
+def predicted(recorded, chat):
+    """{"decode steps", "rollout bytes", "update bytes", "message tokens"}, means over simulations."""
+    found = []
+    of_games = [[len(chat.observe(reply, not t)) for t, reply in enumerate(replies)] for replies in recorded]
+    with mock.patch.object(simulation, "Messages", lambda work: OfGames(of_games)):
+        for seed in range(SEEDS):
+            with FakeTensorMode():
+                model = qwen.Model(SHAPE)
+                playing, _, episodes, slots = memory.rollout_bytes(model, SETTINGS, 1, WORK, seed)
+                samples = simulation.samples_of(episodes, WORK, random.Random(seed), 0)
+                batch, _ = memory.largest_microbatch(model, samples, SETTINGS)
+                found.append({"decode steps": slots.steps, "rollout bytes": playing,
+                              "update bytes": memory.update_bytes(model, batch)})
+    messages, rng = simulation.Messages(WORK), random.Random(0)
+    drawn = [sum(messages.draw(task, rng)[:SETTINGS.max_turns]) for task in range(1000)]
+    return {key: statistics.fmean(one[key] for one in found) for key in found[0]} | {
+        "message tokens": SETTINGS.tasks * statistics.fmean(drawn)}
+
+
+def measured(recorded, chat):
+    """The same of this process."""
     specs = [rollout.EpisodeSpec(rollout.Task(str(i), "train", "", replies), i, stream(0, i), i)
              for i, replies in enumerate(recorded)]
     model = qwen.Model(SHAPE).requires_grad_(False)
@@ -96,11 +118,12 @@ def measured(games=lengths.GAMES, tokenizer=lengths.TOKENIZER):
         for turn in episode.turns:
             turn.advantage = 1.0
     model.requires_grad_(True)
-    batch, _ = memory.largest_microbatch(
-        model, [sample for episode in episodes for sample in batching.samples_of(episode)], SETTINGS)
+    samples = [sample for episode in episodes for sample in batching.samples_of(episode)]
+    batch, _ = memory.largest_microbatch(model, samples, SETTINGS)
     memory.update_bytes(model, batch[:1])
     _, training = peak_of(lambda: memory.update_bytes(model, batch))
-    return {"decode steps": steps, "rollout bytes": playing, "update bytes": training}
+    return {"decode steps": steps, "rollout bytes": playing, "update bytes": training,
+            "message tokens": sum(len(sample.ids) - sum(sample.sampled) for sample in samples)}
 
 
 def play(model, chat, specs, turns):
@@ -127,9 +150,10 @@ def status(name):
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-def compared():
+def compared(games=lengths.GAMES, tokenizer=lengths.TOKENIZER):
     """{quantity: {"predicted", "measured", "ratio"}}."""
-    ours, theirs = predicted(), measured()
+    given = games_and_chat(games, tokenizer)
+    ours, theirs = predicted(*given), measured(*given)
     return {key: {"predicted": ours[key], "measured": theirs[key], "ratio": ours[key] / theirs[key]}
             for key in ours}
 

@@ -11,13 +11,12 @@ import json
 import math
 import random
 from dataclasses import dataclass
-from unittest import mock
 
 import batching
 import rollout
 from envs import MessageLengths, Reply, Task
 from lab.bench import lengths
-from lm.engine import GROWTH, TICK, Response, Sampling, Slots, bucket, reusable_prefix
+from lm.engine import TICK, Response, Sampling, Slots, bucket, reusable_prefix
 
 
 @dataclass(frozen=True)
@@ -91,16 +90,14 @@ class Chat:
 
 
 class Simulated(Slots):
-    """Slots that draw how long each response is, and run the model only to count bytes.
+    """Slots that draw how long each response is, and run the model only to count bytes, if at all.
 
-    decode_steps: steps of the device. read: tokens whose keys and values they read, over all steps.
-    prefilled: tokens of prompts. equal_rooms: give every row the room of the longest, as before 2026-11-24.
+    read: tokens whose keys and values the decode steps read, over all steps. prefilled: tokens of prompts.
     """
 
-    def __init__(self, model, n, context, sampling, work, rng, equal_rooms=False):
-        self.work, self.rng, self.equal_rooms = work, rng, equal_rooms
-        self.left, self.drawn = {}, {}
-        self.decode_steps = self.read = self.prefilled = self.largest_prefill = self.largest_step = 0
+    def __init__(self, model, n, context, sampling, work, rng, runs):
+        self.work, self.rng, self.runs, self.left, self.drawn = work, rng, runs, {}, {}
+        self.read = self.prefilled = self.largest_prefill = self.largest_step = 0
         super().__init__(model, n, context, (), sampling)
 
     def begin(self, rows, prompts, streams, share=False, restrictions=None):
@@ -112,7 +109,7 @@ class Simulated(Slots):
         self.prefilled += tokens
         masked = len(new) * max(new.values()) * max(map(len, prompts))
         size = tokens if self.cache.varlen else masked
-        if size > self.largest_prefill:
+        if self.runs and size > self.largest_prefill:
             self.largest_prefill = size
             self.prefill(rows, prompts, share)
         else:
@@ -122,35 +119,20 @@ class Simulated(Slots):
             self.drawn[row] = self.work.response_tokens(self.rng, self.sampling.max_response_tokens)
             self.left[row] = self.drawn[row] - 1                             # `begin` draws the first
 
-    def reserve(self, rows, prompts, reused):
-        """As the engine does; or the same room for every row."""
-        if not (self.equal_rooms and self.cache.varlen):
-            super().reserve(rows, prompts, reused)
-            return
-        kept, longest = [len(ids) for ids in self.cached], self.sampling.max_response_tokens
-        for row, prompt, n in zip(rows, prompts, reused):
-            kept[row] = n
-        ends = [self.length_bound(row) for row in self.running] + [len(prompt) for prompt in prompts]
-        need = min(bucket(max(ends) + longest, GROWTH), bucket(self.context + 16))
-        if need > min(self.cache.room):
-            with mock.patch.object(self.cache, "varlen", None):
-                self.cache.fit([min(n, room) for n, room in zip(kept, self.cache.room)], [need] * self.n)
-
     def tick(self):
         """TICK steps of all running responses; on a CPU fewer, if all of them end sooner."""
         rows, longest = max(self.running, default=-1) + 1, max(self.left.values(), default=0)
         steps = (min(TICK, longest) if self.device.type == "cpu" else TICK) if rows else 0
         context = bucket(max(map(self.length_bound, self.running), default=0) + 1, 16)
         size = rows if self.cache.varlen else rows * context
-        if steps and size > 1.1 * self.largest_step:
+        if self.runs and steps and size > 1.1 * self.largest_step:
             self.largest_step = size
             self.step(slice(0, rows), self.context if self.cache.varlen else context)
         for row, (_, length, _) in self.running.items():
-            n, done = min(steps, self.left[row]), self.drawn[row] - self.left[row]
-            self.read += n * (length + done) + n * (n + 1) // 2
+            n, run = min(steps, self.left[row]), self.drawn[row] - 1 - self.left[row]
+            self.read += n * (length + run) + n * (n + 1) // 2
             self.left[row] -= n
         self.steps += steps
-        self.decode_steps += steps
 
     def pop_finished(self):
         """The responses that have ended."""
@@ -171,17 +153,18 @@ class Simulated(Slots):
                 drawn[target] = drawn.pop(source)
 
 
-def play(model, settings, ranks, work, seed=0, equal_rooms=False):
+def play(model, settings, ranks, work, seed=0, runs=False):
     """Play a rank's episodes of an iteration. Returns them, and the Simulated slots.
 
-    settings: tasks, group_size, context, max_response_tokens, max_turns and slots, as of config.Config.
+    settings: tasks, group_size, context, max_response_tokens, max_turns and slots, as of config.Config. runs:
+    whether to run the model where a prefill or a step is larger than before.
     """
     rng, tasks = random.Random(seed), settings.tasks // ranks
     specs = [rollout.EpisodeSpec(Task(str(task), "train", "", task), task - 1, 0, index)
              for index, task in enumerate(task for task in range(1 + seed * tasks, 1 + (seed + 1) * tasks)
                                           for _ in range(settings.group_size))]
     n, sampling = min(settings.slots, len(specs)), Sampling(1.0, settings.max_response_tokens)
-    slots = Simulated(model, n, settings.context, sampling, work, rng, equal_rooms)
+    slots = Simulated(model, n, settings.context, sampling, work, rng, runs)
     messages = Messages(work)
     episodes = rollout.play(None, Chat(), [Game(messages, rng) for _ in range(n)], specs, sampling,
                             settings.max_turns, settings.context, slots=slots)
