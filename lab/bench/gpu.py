@@ -76,7 +76,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     out = options.out or (None if options.tiny else OUT)
     wanted = [check for check in CHECKS if options.tiny or check.minutes <= options.minutes]
-    known = held(out)
+    known = stored_in(out)
     start, lines = time.monotonic(), [known[check.name] for check in wanted if check.name in known]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.tiny else FOLDER
@@ -99,8 +99,8 @@ def main(argv=None):
     return 1 if not all(line["ok"] for line in lines) else MORE_TO_RUN if left else 0
 
 
-def held(out):
-    """{check: line} of the checks whose lines a file holds."""
+def stored_in(out):
+    """{check: line} of a file."""
     return {line["check"]: line for line in files.read_lines(out)[0]} if out and out.exists() else {}
 
 

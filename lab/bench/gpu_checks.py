@@ -227,9 +227,9 @@ def floor(bench, rows=None):
     slots.active_B.fill_(True)
     slots.stop_tensor = torch.tensor([-1], device=bench.device)
     seconds = bench.seconds(slots.tick) / engine.TICK
-    held = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
+    tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
     size, of_token = next(model.parameters()).element_size(), sum(kv[:, 0].nbytes for kv in slots.cache.kv)
-    found = bench.shares((size * memory.numbers(model.parameters()) + held * of_token) / seconds, 0)
+    found = bench.shares((size * memory.numbers(model.parameters()) + tokens * of_token) / seconds, 0)
     least = memory.Machine().of_bandwidth[0]
     return {"s_per_token": seconds, **found}, found.get("share_of_sheet", found["share_of_measured"]) >= least
 
