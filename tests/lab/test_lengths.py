@@ -7,12 +7,18 @@ import json
 import random
 import re
 import statistics
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen
+from tiny_runs import random_qwen
 
+import config
 import rollout
+import session
 from envs import MessageLengths, Reply
+from infra import parallel
 from lab.bench import lengths
 from lm.chat import Chat
 from lm.model import load_tokenizer
@@ -106,3 +112,16 @@ def test_nothing_is_told_where_lengths_are_unknown(chat, tmp_path):
 def test_an_environment_knows_its_lengths_where_its_games_are_real():
     assert lengths.environment_of("scienceworld", "").message_lengths().vocab_size == 151643
     assert lengths.environment_of("household", "").message_lengths() is None
+
+
+@needs_qwen
+@pytest.mark.skipif(not Path(lengths.GAMES).exists(), reason=f"needs ALFWorld's games, {lengths.GAMES}")
+def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys):
+    """And not with a window of past exchanges, which bounds the prompt."""
+    folder = random_qwen(tmp_path / "model", QWEN_TOKENIZER)
+    flags = ["--model", str(folder), "--games", lengths.GAMES, "--demonstrations", "0", "--context", "3000",
+             "--evaluate", "none", "--device", "cpu", "--slots", "1", "--out", str(tmp_path / "run")]
+    for more, expected in ([], 1), (["--history", "2", "--overwrite"], 0):
+        with ExitStack() as resources:
+            session.prepare(config.parsed([*flags, *more]), parallel.setup("cpu"), False, resources)
+        assert capsys.readouterr().err.count("% of 30-turn episodes exceed it") == expected
