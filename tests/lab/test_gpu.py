@@ -66,10 +66,11 @@ def test_what_the_file_holds_is_not_run_again_and_time_that_is_up_leaves_the_res
     out = tmp_path / "gpu.jsonl"
     out.write_text('{"check": "broken", "ok": true}\n')
     monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "right"), *checks("dies", limit_s=10**6)])
+    monkeypatch.setattr(gpu, "MOST_S", 150)
     assert gpu.main(["--tiny", "--out", str(out)]) == gpu.MORE_TO_RUN
     found, rest = lines_of(capsys)
     assert [*found] == ["right"] and [line.split()[1] for line in rest[:3]] == ["met", "met", "not"]
-    assert rest[3] == "1 checks are left: the same command goes on"
+    assert rest[3] == "1 left: the same command goes on"
 
 
 @pytest.mark.fast
