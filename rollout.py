@@ -9,13 +9,16 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise, starmap
+from random import Random
 from time import perf_counter
 
-from envs import EpisodeLost, Task, wrong_in
+from envs import EpisodeLost, Reply, Task, wrong_in
 from infra.plugins import refuse
 from infra.signals import time_limit
 from infra.streams import stream
 from lm.engine import Response, Slots
+
+LONG_RESPONSE = 150       # tokens of a thought and a command, as long as an untrained model writes; assumed
 
 # What is recorded
 
@@ -227,6 +230,30 @@ def check_first_prompt(task, prompt, max_response_tokens, context):
     if len(prompt) + max_response_tokens > context:
         raise ValueError(f"--context={context}: the first prompt of task {task.id} has {len(prompt)} tokens, "
                          f"and a response may need {max_response_tokens}")
+
+
+def overflow_warning(lengths, chat, max_turns, max_response_tokens, context):
+    """Which share of long episodes would not fit the context, and what to do, a sentence; "" if none, or if
+    it is unknown.
+
+    lengths: the environment's envs.MessageLengths, or None. They hold for the tokenizer that counted them,
+    and for a model whose prompts are the whole conversation. Of 1,000 episodes drawn, each has all its turns,
+    and responses have LONG_RESPONSE tokens, if so many are allowed.
+    """
+    tokenizer = chat.tokenizer
+    if lengths is None or chat.small or chat.tools or tokenizer.vocab_size != lengths.vocab_size:
+        return ""
+    first, later = (chat.frame_tokens(Reply("A room.", ["look"]), opens) for opens in (True, False))
+    rng, response = Random(0), min(LONG_RESPONSE, max_response_tokens)
+    around = first + (max_turns - 1) * (later + response) + max_response_tokens
+    needed = [around + sum(lengths.draw(rng, max_turns, chat.admissible)) for _ in range(1000)]
+    share = sum(tokens > context for tokens in needed) / len(needed)
+    if share < 0.005:
+        return ""
+    shorter = " or --no-show-admissible" if chat.admissible else ""
+    return (f"--context={context}: {share:.0%} of {max_turns}-turn episodes exceed it, with responses of "
+            f"{response} tokens, and end as failed; --context {-(-max(needed) // 1024) * 1024} holds all, or "
+            f"lower --max-turns{shorter}")
 
 
 def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_truncation="fail",

@@ -237,6 +237,10 @@ def prepare(config, ranks, should_stop, resources):
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
+    recorded = None if config.history else environment.message_lengths()
+    if warning := rollout.overflow_warning(recorded, chat, config.max_turns, config.max_response_tokens,
+                                           config.context):
+        parallel.print0(warning, file=sys.stderr)
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
     sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
     sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype),

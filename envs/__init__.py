@@ -10,6 +10,7 @@ be copied alone. Left out: observations that are not text.
 
 import hashlib
 import inspect
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,30 @@ def wrong_games(games, n):
     return f"it returned {games!r:.60}; expected a list of {n} games, with {', '.join(methods)}"
 
 
+class MessageLengths:
+    """How many tokens the messages of recorded episodes have, from lengths.json.
+
+    `python -m lab.bench.lengths` writes that file: an expert plays, with mistakes. episodes: of each episode,
+    the tokens of its observations and of its lists of admissible commands, a list each, with one entry a
+    turn. vocab_size: of the tokenizer that counted them. What surrounds a text, the chat template, rules and
+    the response's format, is not counted.
+    """
+
+    def __init__(self, name):
+        found = json.loads((Path(__file__).parent / "lengths.json").read_text(encoding="utf-8"))
+        self.vocab_size, self.episodes = found["vocab_size"], found["episodes"][name]
+
+    def draw(self, rng, turns=None, listed=True):
+        """Tokens of each message of a random episode: as recorded, or of `turns` turns.
+
+        Then later messages are drawn from that episode's, with replacement: large rooms stay large. rng:
+        random.Random. listed: whether messages list the admissible commands.
+        """
+        observations, commands = rng.choice(self.episodes)
+        first, *later = [a + b for a, b in zip(observations, commands)] if listed else observations
+        return [first, *(later if turns is None else rng.choices(later or [first], k=turns - 1))]
+
+
 class Environment:
     """An environment: its tasks, its games, and what else it offers. Base class of every --env.
 
@@ -208,6 +233,10 @@ class Environment:
     def tools(self):
         """JSON schemas of functions for the chat template of a model that writes, see envs/tools.py."""
         return []
+
+    def message_lengths(self):
+        """The MessageLengths of its games; None: not recorded."""
+        return None
 
     def verb(self, command):
         """What kind of command this is, its first word: the judge is measured within each kind, too."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from . import Environment as Base
+from . import MessageLengths
 from ._terminal import play_in_terminal
 from .alfred import expert, games, rooms, splits
 from .alfred.game import Game
@@ -72,6 +73,10 @@ class Environment(Base):
             sample = self._tasks.original_tasks("all", 0, 400)
             return rooms.phrases(numbered=False) + games.numbered_names(sample)
         return rooms.phrases()
+
+    def message_lengths(self):
+        """Those of real games; generated rooms are smaller."""
+        return MessageLengths("alfworld") if self.settings.games else None
 
     def description(self):
         """What is played: generated rooms or real games."""

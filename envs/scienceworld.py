@@ -40,7 +40,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import Demonstration, EpisodeLost, Reply, Task
+from . import Demonstration, EpisodeLost, MessageLengths, Reply, Task
 from . import Environment as Base
 from ._terminal import play_in_terminal
 
@@ -162,6 +162,10 @@ class Environment(Base):
     def vocabulary(self):
         """1,500 phrases from gold episodes, which are played for this; ValueError if a package is missing."""
         return gold_phrases(self.train_tasks("all", 0, 60), 1500)
+
+    def message_lengths(self):
+        """Those of the training tasks."""
+        return MessageLengths("scienceworld")
 
     def description(self):
         """What is played, in words."""

@@ -182,10 +182,13 @@ class Chat:
             ask = ask.replace(OWN_FORMAT, f"Close the tag. {own}".strip()) if self.style == "tags" else own
         if not self.admissible or not reply.admissible:
             return ask.replace(", word for word from the list,", "")
-        commands = POSSIBLE.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
-        if reply.objects:
-            commands += OBJECTS.format(objects=", ".join(reply.objects))
-        return commands + ask
+        return possible(reply) + ask
+
+    def frame_tokens(self, reply, first=False):
+        """Number of a message's tokens beyond its observation and its list of commands, if any."""
+        listed = possible(reply) if self.admissible and reply.admissible else ""
+        texts = len(self.encode(reply.observation)) + len(self.encode(listed))
+        return len(self.observe(reply, first)) - texts
 
     def respond(self, command, tag="monitor", thought=None):
         """Ids of a demonstration's response: the command, with a thought if the style has one.
@@ -262,6 +265,12 @@ class Chat:
         refuse("" if command is None or isinstance(command, str) else
                f"it returned {command!r:.60}; expected text or None", self.environment, "parse")
         return (command, tag) if command else (None, None)
+
+
+def possible(reply):
+    """The text that lists a reply's admissible commands."""
+    commands = POSSIBLE.format(admissible="\n".join(c for c in reply.admissible if c != "help"))
+    return commands + (OBJECTS.format(objects=", ".join(reply.objects)) if reply.objects else "")
 
 
 def templates_of(tokenizer, switches):

@@ -66,3 +66,9 @@ def markdown(head, rows):
     """Lines of a Markdown table, followed by an empty line. head: list of texts; rows: lists of texts."""
     lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
     return [lines[0], "|" + "---|" * len(head), *lines[1:], ""]
+
+
+def range_of(values, form="{:.0f}"):
+    """The smallest and the largest of some numbers as "20–31", or once where they read the same."""
+    low, high = (form.format(value) for value in (min(values), max(values)))
+    return low if low == high else f"{low}–{high}"

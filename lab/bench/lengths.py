@@ -1,59 +1,55 @@
 """How many tokens the messages of real episodes have, under a Hugging Face tokenizer.
 
 The expert plays real ALFWorld games and ScienceWorld tasks, with a quarter of its commands mistaken so that
-refusals and detours occur, in each prompt style of a model that writes. Counted are the first message of an
-episode, rules and template included, and every later one; responses are the model's, so not counted. Stored
-are the sorted lengths, thinned to QUANTILES of them, from which `draw` takes random ones. Left out: the
-lengths of a trained model's own episodes.
+refusals and detours occur. Counted are the observation of each turn and the list of admissible commands
+below it; responses are the model's, so not counted. What surrounds them in a prompt is counted for each
+prompt style, with this tokenizer's template. Stored is every number, by episode, since rooms differ in size:
+`envs.MessageLengths` draws from them. Left out: the lengths of a trained model's own episodes.
 
     python -m lab.bench.lengths --games $ALFWORLD_DATA/json_2.1.1 --tokenizer FOLDER    # minutes
 """
 
 import argparse
+import statistics
 from pathlib import Path
 
+from envs import Reply
 from infra import files
 from infra.progress import progress
 from lab.bench.study import ROOT
-from lm.chat import Chat
+from lm.chat import Chat, possible
 from lm.model import load_tokenizer
 
-OUT = ROOT / "lab" / "results" / "lengths.json"
+OUT = ROOT / "envs" / "lengths.json"
 GAMES = "../shared/data/alfworld/games.jsonl.gz"
 TOKENIZER = "../shared/data/qwen2.5-tokenizer"
-# {name: (environment, prompt style, whether commands are listed)}
-FORMS = {"alfworld": ("household", "think", True), "alfworld, plain": ("household", "plain", False),
-         "alfworld, commands not listed": ("household", "think", False),
-         "scienceworld": ("scienceworld", "think", True)}
-MISTAKES, MOST_TURNS, QUANTILES = 0.25, 30, 101
+EPISODES = {"alfworld": ("household", 200), "scienceworld": ("scienceworld", 40)}       # the latter takes 4 s
+STYLES = ("plain", "think", "tags")
+MISTAKES, MOST_TURNS = 0.25, 30
+EXAMPLE = Reply("You are in a room.", ["look"])
 
 
-def replies(environment, tasks):
-    """The replies of each task's episode, played by the expert with mistakes; of all tasks, won or not."""
+def episodes(environment, tasks):
+    """The replies of each task's episode, won or not, without the last, which no response follows."""
     expert = environment.expert(environment.make(1))
-    return [expert.show(task, seed, MISTAKES, MOST_TURNS).replies
+    return [expert.show(task, seed, MISTAKES, MOST_TURNS).replies[:-1]
             for seed, task in enumerate(progress(tasks, desc="episodes", leave=False))]
 
 
-def lengths(chat, episodes):
-    """Tokens of first messages and of later ones, each sorted: {"first": [...], "later": [...]}."""
-    def tokens(reply, first=False):
-        return len(chat.observe(reply, first))
-
-    return {"first": sorted(tokens(of_episode[0], True) for of_episode in episodes),
-            "later": sorted(tokens(reply) for of_episode in episodes for reply in of_episode[1:-1])}
+def counted(encode, replies):
+    """[tokens of each observation, tokens of each list of commands] of an episode. encode: text to ids."""
+    return [[len(encode(reply.observation)) for reply in replies],
+            [len(encode(possible(reply))) if reply.admissible else 0 for reply in replies]]
 
 
-def thinned(values, n=QUANTILES):
-    """n evenly spaced ones of sorted values, the smallest and the largest included."""
-    return [values[round(i * (len(values) - 1) / (n - 1))] for i in range(n)]
-
-
-def draw(quantiles, rng):
-    """One random length from `thinned` ones, interpolated between neighbours. rng: random.Random."""
-    at = rng.random() * (len(quantiles) - 1)
-    low = int(at)
-    return round(quantiles[low] + (at - low) * (quantiles[low + 1] - quantiles[low]))
+def frames(tokenizer, environment):
+    """{prompt style, with "listed" where it lists commands: [tokens around a first message, a later one]}."""
+    found = {}
+    for style in STYLES:
+        for listed in (True, False)[style == "plain":]:
+            chat = Chat(tokenizer, style, listed, environment.noop_message, environment)
+            found[style + " listed" * listed] = [chat.frame_tokens(EXAMPLE, first) for first in (True, False)]
+    return found
 
 
 def main(argv=None):
@@ -61,26 +57,23 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.bench.lengths", description=__doc__.splitlines()[0])
     parser.add_argument("--games", default=GAMES, help="ALFWorld's json_2.1.1, or a games.jsonl.gz")
     parser.add_argument("--tokenizer", default=TOKENIZER, help="folder of a Hugging Face tokenizer")
-    parser.add_argument("--episodes", type=int, default=200, help="of each environment")
     parser.add_argument("--dirty", action="store_true", help="measure with local changes, for a try")
     options = parser.parse_args(argv)
     commit, tokenizer = files.clean_commit(options.dirty), load_tokenizer(Path(options.tokenizer))
-    played, table = {}, {}
-    for name, (kind, style, listed) in FORMS.items():
+    found, around = {}, {}
+    for name, (kind, n) in EPISODES.items():
         environment = environment_of(kind, options.games)
-        if kind not in played:
-            played[kind] = replies(environment, environment.train_tasks("all", 0, options.episodes))
-        chat = Chat(tokenizer, style, listed, environment.noop_message, environment)
-        found = lengths(chat, played[kind])
-        table[name] = {"n": {key: len(values) for key, values in found.items()},
-                       "turns": sum(len(of_episode) - 1 for of_episode in played[kind]) / len(played[kind])
-                       } | {key: thinned(values) for key, values in found.items()}
-        print(f"{name}: " + ", ".join(f"{key} {values[len(values) // 2]} (largest {values[-1]})"
-                                      for key, values in found.items()))
-    files.write_json(OUT, {"what": "tokens of the environment's messages, quantiles from 0 to 1",
-                           "commit": commit, "command": "python -m lab.bench.lengths",
-                           "episodes": options.episodes, "vocabulary": len(tokenizer), "forms": table},
-                     indent=None)
+        around[name] = frames(tokenizer, environment)
+        encode = Chat(tokenizer, "think", True, environment.noop_message, environment).encode
+        found[name] = [counted(encode, replies)
+                       for replies in episodes(environment, environment.train_tasks("all", 0, n))]
+        later = [a + b for pair in found[name] for a, b in [*zip(*pair)][1:]]
+        print(f"{name}: {n} episodes of {len(later) / n + 1:.1f} turns; observation and commands later in an "
+              f"episode: median {statistics.median(later):.0f}, largest {max(later)}")
+    files.write_json(OUT, {
+        "what": "tokens of real episodes: of each, its observations and its lists of commands, by turn",
+        "commit": commit, "command": "python -m lab.bench.lengths", "vocab_size": tokenizer.vocab_size,
+        "mistakes": MISTAKES, "most_turns": MOST_TURNS, "frames": around, "episodes": found}, indent=None)
 
 
 def environment_of(kind, games):

@@ -28,7 +28,7 @@ import statistics
 import sys
 
 from infra import files
-from lab.bench.intervals import number, percent, with_half
+from lab.bench.intervals import number, percent, range_of, with_half
 from lab.bench.study import ROOT
 from lab.bench.table1 import OF_TURNS, paper_text, shares_text
 
@@ -107,10 +107,18 @@ def result_row(result, name, heads):
 
 
 def memory_row(result, name, _):
-    """A model size and number of GPUs: gigabytes by stage, now (and before); seconds of an iteration."""
-    row = next(row for row in result["rows"] if row["row"] == name)
-    sizes = [f"{row['now'][stage] / 1e9:.0f} ({row['before'][stage] / 1e9:.0f})" for stage in row["now"]]
-    return [name, *sizes, f"{sum(row['seconds'].values()):.0f}"]
+    """A model size and number of GPUs, ranges over the loads: an episode's tokens, decode steps, gigabytes by
+    stage (of the rollout also with rows of equal room), and seconds of an iteration.
+    """
+    loads = next(row for row in result["rows"] if row["row"] == name)["loads"].values()
+    tokens = [range_of([load["tokens"][q] / 1000 for load in loads], "{:.1f}") for q in ("p50", "p90", "max")]
+    gb = {stage: range_of([load["bytes"][stage] / 1e9 for load in loads])
+          for stage in next(iter(loads))["bytes"]}
+    steps = range_of([load["counts"]["decode steps"] for load in loads], "{:,.0f}")
+    seconds = range_of([sum(ends[end] for ends in load["seconds"].values())
+                        for load in loads for end in (0, 1)])
+    return [name, " / ".join(tokens), steps, f"{gb.pop('rollout')} ({gb.pop('rollout, equal rooms')})",
+            *gb.values(), seconds]
 
 
 def cpu_row(result, name, _):

@@ -4,35 +4,83 @@
 """
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import QWEN_TOKENIZER, needs_qwen
 from test_attention import by_loop, shared_by_loop
 
+from envs import MessageLengths, wrong_in, wrong_tasks
 from lab.bench import gpu, memory
 from lab.bench import varlen as paths
+from lab.bench.gpu_checks import save_stand_in
+from lab.envs import message_lengths
 from lm import attention
-
-pytestmark = pytest.mark.fast
+from lm.chat import Chat
+from lm.model import load_tokenizer
 
 
 def lines_of(capsys):
-    """{check: the line it printed}."""
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    return {line["check"]: line for line in printed}
+    """{check: the line it printed}, and the other lines."""
+    printed = capsys.readouterr().out.splitlines()
+    found = [json.loads(line) for line in printed if line.startswith("{")]
+    return {line["check"]: line for line in found}, [line for line in printed if not line.startswith("{")]
 
 
 def test_every_check_runs_and_the_faults_are_detected(capsys):
-    assert gpu.main(["--tiny"]) == 0
-    found = lines_of(capsys)
-    assert [*found] == [check.__name__ for check in gpu.CHECKS] == [*gpu.TARGETS]
+    status = gpu.main(["--tiny"])
+    found, rest = lines_of(capsys)
+    names = [check.name for check in gpu.CHECKS]
+    assert [*found] == names and [line.split()[0] for line in rest] == names
     assert not [line for line in found.values() if "error" in line]
-    slow = {"floor", "update_16k", "update_32k"}                      # their targets are those of a GPU
+    slow = {"floor", "floor_few", "update_16k", "update_32k"}          # their targets are those of a GPU
     assert all(line["ok"] for name, line in found.items() if name not in slow)
-    assert found["grpo_gcd"]["time/judge_s"] > found["grpo"]["time/judge_s"]
+    assert status == (0 if all(line["ok"] for line in found.values()) else 1)
+    assert found["iteration"]["policy/steps"] == 2 and found["iteration"]["judge/tokens"] > 0
+    assert found["no_gcd"]["judge/tokens"] == 0
+    assert found["pretrained"]["killed_after"] >= 1 and found["pretrained"]["iterations"] == 3
 
 
+def checks(*names, limit_s=60):
+    return [gpu.Check(name, "faulty_checks", 10, limit_s, "a target") for name in names]
+
+
+def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "dies"), *checks("hangs", limit_s=3),
+                                        *checks("short", "right")])
+    out = tmp_path / "gpu.jsonl"
+    assert gpu.main(["--tiny", "--out", str(out)]) == 1
+    found, rest = lines_of(capsys)
+    assert found["broken"]["error"] == "RuntimeError: no such kernel"
+    assert found["dies"]["error"] == "died with exit status -11"
+    assert found["hangs"]["error"] == "did not end within 3 s" and found["hangs"]["check_s"] < 60
+    assert found["short"]["share"] == 0.1235 and found["right"]["of"] == "a stand-in of 2000 tokens"
+    assert [line.split()[1] for line in rest] == ["short"] * 4 + ["met"]
+    assert [json.loads(line)["check"] for line in out.read_text().splitlines()] == [*found]
+
+
+def test_what_the_file_holds_is_not_run_again_and_time_that_is_up_leaves_the_rest(capsys, monkeypatch,
+                                                                                   tmp_path):
+    out = tmp_path / "gpu.jsonl"
+    out.write_text('{"check": "broken", "ok": true}\n')
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "right"), *checks("dies", limit_s=10**6)])
+    monkeypatch.setattr(gpu, "MOST_S", 150)
+    assert gpu.main(["--tiny", "--out", str(out)]) == gpu.MORE_TO_RUN
+    found, rest = lines_of(capsys)
+    assert [*found] == ["right"] and [line.split()[1] for line in rest[:3]] == ["met", "met", "not"]
+    assert rest[3] == "1 left: the same command goes on"
+
+
+@pytest.mark.fast
+def test_each_check_fits_a_command(capsys):
+    for minutes in (10, 30):
+        assert all(check.limit_s < gpu.MOST_S for check in gpu.CHECKS if check.minutes <= minutes)
+    assert [check.minutes for check in gpu.CHECKS] == sorted(check.minutes for check in gpu.CHECKS)
+
+
+@pytest.mark.fast
 def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch):
     """With a stand-in that is exact, and with one that reads a key too many, of what lies between rows."""
     def one_key_more(*arguments):
@@ -50,20 +98,56 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     assert [path for path in exact if wrong[path] > 0.1] == ["decode", "decode_few", "prefill"]
 
 
-def test_a_check_that_fails_is_a_line_and_the_next_one_runs(capsys, monkeypatch):
-    def broken(bench):
-        raise RuntimeError("no\nsuch kernel")
-
-    monkeypatch.setattr(gpu, "CHECKS", (broken, gpu.limits))
-    monkeypatch.setitem(gpu.TARGETS, "broken", "none")
-    assert gpu.main(["--tiny"]) == 0
-    found = lines_of(capsys)
-    assert found["broken"]["error"] == "RuntimeError: no such kernel" and found["limits"]["ok"]
-
-
-def test_without_a_gpu_it_ends_with_an_error(capsys):
-    if gpu.torch.cuda.is_available():
+def test_without_a_gpu_it_ends_with_an_error(capsys, monkeypatch, tmp_path):
+    if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
+    monkeypatch.setattr(gpu, "FOLDER", tmp_path)
     with pytest.raises(SystemExit) as stopped:
-        gpu.main([])
+        gpu.main(["--out", str(tmp_path / "gpu.jsonl")])
     assert stopped.value.code == 2 and "no CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "gpu.jsonl").exists()
+
+
+# Prompts
+
+@pytest.mark.fast
+def test_the_stand_in_tokenizer_counts_words_and_has_chatml(tmp_path):
+    save_stand_in(tmp_path, 2000)
+    tokenizer = load_tokenizer(tmp_path)
+    text = message_lengths.text_of(50, random.Random(0))
+    chat = Chat(tokenizer, "think")
+    assert len(tokenizer) == 2000 and not chat.small and len(chat.encode(text)) == 50
+    assert tokenizer.decode(chat.encode(text)) == text
+    assert tokenizer.decode(chat.message("hi")).endswith("user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.fast
+@needs_qwen
+def test_the_words_are_one_token_each_under_qwens_tokenizer():
+    encode = Chat(load_tokenizer(QWEN_TOKENIZER), "think").encode
+    assert all(len(encode(message_lengths.text_of(n, random.Random(n)))) == n for n in (1, 7, 300))
+
+
+@pytest.mark.fast
+def test_episodes_have_recorded_lengths_and_repeat():
+    environment = message_lengths.Environment()
+    task, other = environment.train_tasks("all", 3, 2)
+    assert not wrong_tasks([task, other], 2)
+
+    def played(task, command):
+        game, = environment.make(1)
+        replies = [game.reset(task)]
+        while not replies[-1].done:
+            replies.append(game.step(command))
+        return replies
+
+    one, again, differently, elsewhere = (played(*pair) for pair in (
+        (task, "a"), (task, "a"), (task, "b"), (other, "a")))
+    assert one == again and one[0] == differently[0] and one[0] != elsewhere[0]
+    assert [*map(wrong_in, one)] == [""] * len(one)
+    recorded = MessageLengths("alfworld").episodes
+    totals = {tuple(a + b for a, b in zip(*episode)) for episode in recorded}
+    lengths = [len(reply.observation.split()) for reply in one[:-1]]
+    assert any(lengths[0] == messages[0] and {*lengths[1:]} <= {*messages[1:]} for messages in totals)
+    won = [played(environment.train_tasks("all", i, 1)[0], "a") for i in range(40)]
+    assert all(replies[-1].won == (len(replies) - 1 < message_lengths.MOST_TURNS) for replies in won)

@@ -1,54 +1,127 @@
-"""Proves that lab/bench/lengths.py counts the tokens that a model is given, and draws from them.
+"""Proves that lab/bench/lengths.py counts the tokens that a model is given, and that draws are of them.
 
     python -m pytest tests/lab/test_lengths.py
 """
 
+import json
 import random
+import re
 import statistics
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen
+from tiny_runs import random_qwen
 
-from envs import Reply
+import config
+import rollout
+import session
+from envs import MessageLengths, Reply
+from infra import parallel
 from lab.bench import lengths
 from lm.chat import Chat
 from lm.model import load_tokenizer
 
 pytestmark = pytest.mark.fast
+TEXTS = ["A room with a desk 1.", "The desk 1 is closed.", "You open the desk 1. In it, you see a pen 2."]
 
 
 @needs_qwen
-@pytest.mark.parametrize("style, listed", [("think", True), ("think", False), ("plain", False)])
-def test_lengths_are_those_of_the_rendered_conversation(style, listed):
-    """The sum over an episode's messages is its whole conversation less the responses."""
+@pytest.mark.parametrize("style, listed", [("think", True), ("think", False), ("tags", True),
+                                           ("plain", False)])
+def test_observation_commands_and_frame_are_the_rendered_conversation(style, listed):
+    """Their sum over an episode is its whole conversation less the responses, to a token a message: texts may
+    merge with what follows them.
+    """
     tokenizer = load_tokenizer(QWEN_TOKENIZER)
     chat = Chat(tokenizer, style, listed)
-    texts = ["A room with a desk 1.", "The desk 1 is closed.", "You open the desk 1.", "Done."]
-    episode = [Reply(text, ["go to desk 1", "look", "help"], False, False) for text in texts]
-    found = lengths.lengths(chat, [episode, episode[:2]])
-    messages = [{"role": role, "content": text} for text in (chat.content(reply, first) for first, reply in
-                zip((True, False, False), episode)) for role, text in (("user", text), ("assistant", "look"))]
+    replies = [Reply(text, ["go to desk 1", "look", "help"]) for text in TEXTS]
+    observations, commands = lengths.counted(chat.encode, replies)
+    frames = [chat.frame_tokens(lengths.EXAMPLE, first) for first in (True, False, False)]
+    messages = [{"role": role, "content": text} for t, reply in enumerate(replies)
+                for role, text in (("user", chat.content(reply, not t)), ("assistant", "look"))]
     rendered = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
     responses = 2 * (len(chat.encode("look")) + len(chat.end_ids))
-    assert found["first"][0] + sum(found["later"]) == len(rendered) - responses
-    assert len(found["first"]) == 2 and len(found["later"]) == 2 and found["later"] == sorted(found["later"])
+    counted = sum(observations) + sum(frames) + (sum(commands) if listed else 0)
+    assert abs(counted - (len(rendered) - responses)) <= len(TEXTS)
     assert any(text["content"].count("go to desk 1") for text in messages) == listed
 
 
-def test_thinned_lengths_keep_the_ends_and_the_middle():
-    values = sorted(random.Random(0).choices(range(1000), k=5000))
-    kept = lengths.thinned(values)
-    assert len(kept) == 101 and (kept[0], kept[-1]) == (values[0], values[-1])
-    assert abs(kept[50] - statistics.median(values)) <= 1
-    assert lengths.thinned([3, 5], 3) == [3, 3, 5] or lengths.thinned([3, 5], 3) == [3, 5, 5]
+@needs_qwen
+def test_stored_frames_are_those_of_the_template():
+    environment = lengths.environment_of("household", "")
+    stored = json.loads(lengths.OUT.read_text())
+    assert lengths.frames(load_tokenizer(QWEN_TOKENIZER), environment) == stored["frames"]["alfworld"]
 
 
-def test_drawn_lengths_have_the_measured_distribution():
-    rng = random.Random(1)
-    values = sorted(round(rng.gammavariate(2.0, 60.0)) for _ in range(20_000))
-    drawn = [lengths.draw(lengths.thinned(values), rng) for _ in range(20_000)]
-    assert abs(statistics.mean(drawn) - statistics.mean(values)) < 5      # five standard errors and the tail
-    for quantile in (0.1, 0.5, 0.9):
-        one, other = (sorted(found)[int(quantile * 20_000)] for found in (drawn, values))
-        assert abs(one - other) <= 0.05 * other + 2
-    assert values[0] <= min(drawn) and max(drawn) <= values[-1]
+@pytest.mark.parametrize("name", lengths.EPISODES)
+def test_draws_are_recorded_episodes_or_longer_ones_of_the_same_room(name):
+    recorded, rng = MessageLengths(name), random.Random(0)
+    episodes = [[a + b for a, b in zip(*episode)] for episode in recorded.episodes]
+    assert len(episodes) == lengths.EPISODES[name][1] and max(map(len, episodes)) == lengths.MOST_TURNS
+    for _ in range(50):
+        assert recorded.draw(rng) in episodes
+        first, *later = recorded.draw(rng, 40)
+        assert len(later) == 39 and any(
+            first == messages[0] and {*later} <= {*(messages[1:] or messages)} for messages in episodes)
+    unlisted = [recorded.draw(rng, 20, listed=False) for _ in range(300)]
+    listed = [recorded.draw(rng, 20) for _ in range(300)]
+    means = [statistics.fmean(map(sum, drawn)) for drawn in (unlisted, listed)]
+    assert means[0] < means[1] / 2                              # lists of commands are most of a prompt
+
+
+# What is said before a run
+
+@pytest.fixture
+def chat():
+    return Chat(load_tokenizer(QWEN_TOKENIZER), "think")
+
+
+def warning(chat, context, recorded="alfworld", turns=30):
+    return rollout.overflow_warning(recorded and MessageLengths(recorded), chat, turns, 512, context)
+
+
+@needs_qwen
+def test_a_context_that_is_too_small_is_told_with_the_share(chat):
+    """The share, counted here over the recorded rooms themselves instead of over draws of them."""
+    text = warning(chat, 16384)
+    first, later = (chat.frame_tokens(lengths.EXAMPLE, opens) for opens in (True, False))
+    needed = []
+    for episode in MessageLengths("alfworld").episodes:
+        first_message, *others = [a + b for a, b in zip(*episode)]
+        mean = statistics.fmean(others or [first_message])
+        needed.append(first_message + first + 29 * (mean + later + 150) + 512)
+    share = statistics.fmean(n > 16384 for n in needed)
+    assert abs(int(re.search(r": (\d+)% of 30-turn episodes exceed it", text)[1]) - 100 * share) <= 3
+    assert text.startswith("--context=16384: ")
+    holds = int(text.partition("--context ")[2].split()[0])
+    assert warning(chat, holds) == ""
+    assert max(needed) * 0.95 < holds < max(needed) * 1.2
+    assert "--no-show-admissible" in text
+    assert "100%" in warning(chat, 2048)
+
+
+@needs_qwen
+def test_nothing_is_told_where_lengths_are_unknown(chat, tmp_path):
+    assert warning(chat, 2048, recorded=None) == ""
+    chat.tokenizer = type("Other", (), {"vocab_size": 49152})()
+    assert warning(chat, 2048) == ""
+
+
+def test_an_environment_knows_its_lengths_where_its_games_are_real():
+    assert lengths.environment_of("scienceworld", "").message_lengths().vocab_size == 151643
+    assert lengths.environment_of("household", "").message_lengths() is None
+
+
+@needs_qwen
+@pytest.mark.skipif(not Path(lengths.GAMES).exists(), reason=f"needs ALFWorld's games, {lengths.GAMES}")
+def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys):
+    """And not with a window of past exchanges, which bounds the prompt."""
+    folder = random_qwen(tmp_path / "model", QWEN_TOKENIZER)
+    flags = ["--model", str(folder), "--games", lengths.GAMES, "--demonstrations", "0", "--context", "3000",
+             "--evaluate", "none", "--device", "cpu", "--slots", "1", "--out", str(tmp_path / "run")]
+    for more, expected in ([], 1), (["--history", "2", "--overwrite"], 0):
+        with ExitStack() as resources:
+            session.prepare(config.parsed([*flags, *more]), parallel.setup("cpu"), False, resources)
+        assert capsys.readouterr().err.count("% of 30-turn episodes exceed it") == expected

@@ -1,0 +1,369 @@
+"""The checks of lab.bench.gpu on the engine and the update: model, tokenizer and prompts of a real size.
+
+Each check takes a `Bench` and returns its measurements, a dict, and whether they meet the target that gpu.py
+names. In a process of its own, each loads what it needs from the bench's folder, which the first one fills.
+"""
+
+import json
+import random
+import shutil
+import statistics
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from unittest import mock
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+import batching
+import update
+from infra import parallel
+from infra.streams import stream
+from lab.bench import lengths as recorded
+from lab.bench import memory
+from lab.bench import varlen as paths
+from lab.bench.simulation import Messages, Work
+from lab.envs.message_lengths import WORDS, text_of
+from lm import attention, engine
+from lm import model as qwen
+from lm.chat import Chat
+from lm.optim import adamw
+
+# Bytes and bf16 FLOPs per second by the data sheets, dense, by a part of the device's name
+SHEETS = {"H100 PCIe": (2.0e12, 756e12), "H100": (3.35e12, 989e12), "H200": (4.8e12, 989e12),
+          "B200": (8.0e12, 2250e12), "A100": (2.04e12, 312e12)}
+CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TEMPLATE = (          # ChatML, as Qwen2.5's without its tools
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You "
+    "are a helpful assistant.<|im_end|>\n{% endif %}{% for message in messages %}<|im_start|>"
+    "{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}"
+    "<|im_start|>assistant\n{% endif %}")
+
+
+class Bench:
+    """A model of random weights, a tokenizer, a device, and the sizes of the checks.
+
+    name: of the device. sheet: its (bytes, FLOPs) per second, or None. tokenizer: whose it is. vocabulary:
+    the number of its tokens.
+    """
+
+    def __init__(self, tiny, folder):
+        self.tiny, self.folder = tiny, Path(folder)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.name = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
+        self.sheet = next((peaks for part, peaks in SHEETS.items() if part in self.name), None)
+        self.work = Work(response=8.0, turns=3, judged=4, answers=2) if tiny else Work()
+        self.rows, self.shape = 4 if tiny else 128, memory.shape("1.5B")
+        self.model_folder = self.folder / "model"
+        theirs = Path(recorded.TOKENIZER)
+        own = tiny or not theirs.is_dir()
+        self.vocabulary = 2000 if tiny else 151665
+        self.tokenizer = f"a stand-in of {self.vocabulary} tokens" if own else "Qwen2.5's"
+        if tiny:
+            self.shape = replace(self.shape, vocab_size=2048, hidden_size=32, intermediate_size=96,
+                                 head_dim=8, num_hidden_layers=2, num_attention_heads=4,
+                                 num_key_value_heads=2)
+        if not (self.model_folder / "model.safetensors").exists():
+            self.fill(None if own else theirs)
+        self.chat = Chat(qwen.load_tokenizer(self.model_folder), "think")
+
+    def fill(self, theirs):
+        """Write config.json, random weights and a tokenizer: theirs, a folder's, or (None) the stand-in."""
+        self.model_folder.mkdir(exist_ok=True)
+        if theirs:
+            shutil.copytree(theirs, self.model_folder, dirs_exist_ok=True)
+        else:
+            save_stand_in(self.model_folder, self.vocabulary)
+        model = qwen.Model(self.shape)
+        qwen.init_weights(model, 0)
+        qwen.save_pretrained(model.to(torch.bfloat16), self.model_folder)
+
+    def model(self, dtype=None):
+        """Load the weights to the device."""
+        return qwen.load_pretrained(self.model_folder, dtype or self.dtype, self.device)
+
+    def trainer(self):
+        """The weights in fp32 as a run trains them: sharded, with the layers recomputed."""
+        model = parallel.shard(self.model(torch.float32), parallel.Ranks(0, 1, self.device), self.dtype)
+        model.recompute_layers(True)
+        return model
+
+    @cached_property
+    def sampler(self):
+        """The model that generates, loaded once."""
+        return self.model().requires_grad_(False)
+
+    @cached_property
+    def prompts(self):
+        """A first prompt of recorded length for each row."""
+        messages, rng = Messages(self.work), random.Random(0)
+        return [self.chat.message(text_of(messages.draw(row, rng)[0] - messages.first, rng), first=True)
+                for row in range(self.rows)]
+
+    def samples(self, tokens):
+        """Samples of episodes of recorded lengths, of random ids, of about so many tokens in all."""
+        messages, rng, found = Messages(self.work), random.Random(0), []
+        while not found or sum(len(sample.ids) for sample in found) < tokens:
+            sampled = []
+            for n in messages.draw(len(found), rng):
+                sampled += [False] * n + [True] * self.work.response_tokens(rng, 512)
+            numbers = [float(x) for x in sampled]
+            ids = rng.choices(range(self.vocabulary), k=len(sampled))
+            found.append(batching.Sample(ids, sampled, numbers, [0.0] * len(ids), len(found)))
+        return found
+
+    def sync(self):
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def seconds(self, action, times=3):
+        """Seconds of the fastest of `times` calls, after a warm-up call."""
+        action()
+        spent = []
+        for _ in range(times):
+            self.sync()
+            start = time.perf_counter()
+            action()
+            self.sync()
+            spent.append(time.perf_counter() - start)
+        return min(spent)
+
+    def shares(self, per_s, which):
+        """{"share_of_sheet", "share_of_measured"} of a rate. which: 0 for bytes, 1 for FLOPs per second."""
+        found = {"share_of_measured": per_s / peaks(self)[which]}
+        return found | ({"share_of_sheet": per_s / self.sheet[which]} if self.sheet else {})
+
+
+def save_stand_in(folder, vocabulary):
+    """Write a tokenizer of so many tokens: bytes, the WORDS with a space before them, and tokens that no text
+    has; its chat template is ChatML's.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    unused = [f"unused{i}" for i in range(vocabulary - len(alphabet) - len(CONTROL) - len(WORDS))]
+    vocab = {token: i for i, token in enumerate(alphabet + unused)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROL])
+    tokenizer.add_tokens([AddedToken(f" {word}", normalized=False) for word in WORDS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": CONTROL[2], "pad_token": CONTROL[0],
+                "clean_up_tokenization_spaces": False, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings) + "\n", encoding="utf-8")
+
+
+# The device
+
+def peaks(bench):
+    """(bytes per second of a copy, FLOPs per second of a matrix product)."""
+    n, m = (2**20, 256) if bench.tiny else (2**30, 8192)
+    a, b = (torch.zeros(n, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    x = torch.randn(m, m, dtype=bench.dtype, device=bench.device)
+    return 2 * n / bench.seconds(lambda: b.copy_(a)), 2 * m**3 / bench.seconds(lambda: x @ x)
+
+
+def limits(bench):
+    """Bytes per second of a copy and FLOPs per second of a matrix product."""
+    measured = peaks(bench)
+    found = {"bytes_per_s": measured[0], "flops_per_s": measured[1]}
+    if not bench.sheet:
+        return found | {"data_sheet": "unknown"}, True
+    shares = [one / peak for one, peak in zip(measured, bench.sheet)]
+    return found | {"shares_of_sheet": shares}, shares[0] > 0.8 and shares[1] > 0.6
+
+
+# The engine
+
+def varlen(bench):
+    """Variable-length attention in half precision, path by path: see lab/bench/varlen.py."""
+    used = attention.varlen(bench.device, bench.dtype, bench.shape.head_dim)
+    if not used:
+        return {"varlen": False}, bench.device.type != "cuda"
+    found = paths.errors(used, bench.shape, bench.device, bench.dtype, 60 if bench.tiny else 4000)
+    return found | {"varlen": True}, max(found.values()) < 0.03
+
+
+def lengths(bench):
+    """Rounding in bf16: logprobs from decoding with variable-length attention and from a full forward with
+    masks, on the same tokens.
+    """
+    ids, logprobs = decode(bench, 24)
+    with without_varlen():
+        found = update.rescore(bench.sampler, samples_of(bench, ids, logprobs), update.Objective())
+    gap = found["policy/logprob_gap_max_nats"]
+    used = bool(attention.varlen(bench.device, bench.dtype, bench.shape.head_dim))
+    return {"largest_gap_nats": gap, "varlen": used}, gap < 0.3
+
+
+def graphs(bench):
+    """Tokens and seconds of decoding with CUDA graphs and with eager steps, with prefill and captures."""
+    def step(slots, n):
+        slots.step(slice(0, n), slots.context)
+
+    eager = mock.patch.object(engine.Slots, "replay", step)
+    n, start = 8 if bench.tiny else 128, time.perf_counter()
+    captured, _ = decode(bench, n)
+    middle = time.perf_counter()
+    with eager:
+        stepped, _ = decode(bench, n)
+    seconds = {"graphs_s": middle - start, "eager_s": time.perf_counter() - middle}
+    equal, used = sum(a == b for a, b in zip(captured, stepped)), bench.device.type == "cuda"
+    faster = seconds["graphs_s"] < seconds["eager_s"] or not used
+    return seconds | {"equal_rows": equal, "rows": bench.rows, "graphs": used}, equal == bench.rows and faster
+
+
+def floor(bench, rows=None):
+    """Seconds of a decoding step at 1,000 tokens per row, and the share of the bandwidth that reading the
+    weights and the rows' keys and values takes.
+    """
+    model, length, rows = bench.sampler, 40 if bench.tiny else 1000, rows or bench.rows
+    slots = engine.Slots(model, rows, length + 80, bench.chat.stop_ids, engine.Sampling(1.0, 64))
+    slots.begin(range(rows), [[5] * length] * rows, range(rows))
+    slots.active_B.fill_(True)
+    slots.stop_tensor = torch.tensor([-1], device=bench.device)
+    seconds = bench.seconds(slots.tick) / engine.TICK
+    tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
+    size, of_token = next(model.parameters()).element_size(), sum(kv[:, 0].nbytes for kv in slots.cache.kv)
+    found = bench.shares((size * memory.numbers(model.parameters()) + tokens * of_token) / seconds, 0)
+    least = memory.Machine().of_bandwidth[0]
+    return {"s_per_token": seconds, **found}, found.get("share_of_sheet", found["share_of_measured"]) >= least
+
+
+def floor_few(bench):
+    """`floor` with 16 rows, where torch may split a row's keys over blocks of threads and where not."""
+    found = {}
+    for name, limit in (("split", attention.FEW_ROWS), ("not_split", 0)):
+        with mock.patch.object(attention, "FEW_ROWS", limit):
+            found[f"{name}_s_per_token"] = floor(bench, min(bench.rows, 16))[0]["s_per_token"]
+    return found, found["split_s_per_token"] <= 1.05 * found["not_split_s_per_token"]
+
+
+def trainer_gap(bench):
+    """Gap in nats between the sampler's and the trainer's logprobs of sampled tokens, on equal weights."""
+    gap = gap_of(bench)
+    return {"mean_nats": gap[0], "largest_nats": gap[1]}, gap[0] < 0.02
+
+
+def stale_sampler(bench):
+    """Injected fault: the sampler's weights differ from the trainer's; the gap must be large."""
+    gap = gap_of(bench, stale=True)
+    return {"mean_nats": gap[0]}, gap[0] > 0.1
+
+
+def other_temperature(bench):
+    """Injected fault: the trainer's temperature differs from the sampler's; the gap must be large."""
+    gap = gap_of(bench, temperature=0.5)
+    return {"mean_nats": gap[0]}, gap[0] > 0.1
+
+
+# The update
+
+def update_16k(bench):
+    """Forward and backward of a microbatch of about 16,384 tokens: seconds, shares of peak FLOPs, memory."""
+    return update_at(bench, 16384)
+
+
+def update_32k(bench):
+    """The same with 32,768 tokens."""
+    return update_at(bench, 32768)
+
+
+def update_at(bench, tokens):
+    """Forward, repetition and backward of one microbatch of about `tokens` tokens of recorded episodes."""
+    model, samples = bench.trainer(), bench.samples(256 if bench.tiny else tokens)
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+    def forward_backward():
+        batch = [replace(sample) for sample in samples]
+        update_of(model, batch)
+        model.zero_grad()
+
+    seconds = bench.seconds(forward_backward, 2)
+    lengths = [len(sample.ids) for sample in samples]
+    attended = bench.shape.num_hidden_layers * bench.shape.num_attention_heads * bench.shape.head_dim
+    once = memory.numbers(model.parameters()) * sum(lengths) + attended * sum(n * n for n in lengths)
+    shares = bench.shares(8 * once / seconds, 1)
+    peak = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0
+    found = {"tokens": sum(lengths), "median_episode": statistics.median(lengths), "s": seconds, **shares,
+             "peak_gb": peak / 1e9}
+    return found, shares.get("share_of_sheet", shares["share_of_measured"]) >= memory.Machine().of_flops[0]
+
+
+def update_of(model, samples):
+    """One microbatch's loss, forward and backward."""
+    objective = replace(update.Objective(), microbatch_tokens=10**9)
+    sums = {"policy": dict.fromkeys(update.COUNTED, 0.0)}
+    parts, _ = update.weighted_kinds(samples, objective, sums)
+    for batch in batching.equal_microbatches(model, parts["policy"], objective.microbatch_tokens):
+        update.policy_loss(model, batch, objective, {"policy": 1.0}, sums).backward()
+
+
+def offload(bench):
+    """Seconds to move a model and its optimizer state to the device and back, as PPO's critic is; memory that
+    stays allocated; whether the outputs are unchanged.
+    """
+
+    def allocated():
+        return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
+
+    used, before = bench.sampler, allocated()
+    model = parallel.shard(bench.model(torch.float32), parallel.Ranks(0, 1, bench.device), bench.dtype)
+    optimizer, ids_BT = adamw(model), torch.zeros(1, 16, dtype=torch.long, device=bench.device)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    outputs = [model(ids_BT).detach()]
+
+    def round_trip():
+        with parallel.onloaded(used, model, optimizer):
+            outputs.append(model(ids_BT).detach() if len(outputs) == 1 else None)
+
+    seconds, equal = bench.seconds(round_trip, 2), torch.equal(*outputs[:2])
+    outputs.clear()
+    left = allocated() - before
+    return {"s": seconds, "left_gb": left / 1e9, "equal": equal}, equal and left < 0.2e9
+
+
+# Parts of the checks
+
+@contextmanager
+def without_varlen():
+    """Use masked attention, even if the device supports variable-length attention."""
+    with ExitStack() as stack:
+        for module in (attention, batching):
+            stack.enter_context(mock.patch.object(module, "varlen", lambda *_: None))
+        yield
+
+
+def decode(bench, n):
+    """Sample n tokens after each of the prompts. Returns ids and logprobs, a list per row each."""
+    longest = max(map(len, bench.prompts)) + n
+    slots = engine.Slots(bench.sampler, bench.rows, longest, (), engine.Sampling(1.0, n))
+    slots.stop_tensor = torch.tensor([-1], device=bench.device)                # no token stops a response
+    responses = engine.generate(slots, bench.prompts, [stream(0, i) for i in range(bench.rows)])
+    bench.sync()
+    return [r.ids for r in responses], [r.logprob for r in responses]
+
+
+def samples_of(bench, ids, logprobs):
+    """Samples of the prompts and the responses decoded after them."""
+    return [batching.Sample(p + r, [False] * len(p) + [True] * len(r), [0.0] * len(p + r),
+                            [0.0] * len(p) + old, i)
+            for i, (p, r, old) in enumerate(zip(bench.prompts, ids, logprobs))]
+
+
+def gap_of(bench, stale=False, temperature=1.0):
+    """Mean and largest gap between the sampler's logprobs and those of a trainer under FSDP, in nats."""
+    samples, model = samples_of(bench, *decode(bench, 16)), bench.model(torch.float32)
+    if stale:
+        qwen.init_weights(model, 1)
+    model = parallel.shard(model, parallel.Ranks(0, 1, bench.device), bench.dtype)
+    found = update.rescore(model, samples, replace(update.Objective(), temperature=temperature))
+    return found["policy/logprob_gap_nats"], found["policy/logprob_gap_max_nats"]

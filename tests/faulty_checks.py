@@ -1,0 +1,25 @@
+"""Checks for lab.bench.gpu that raise, die and hang."""
+
+import os
+import signal
+import time
+
+
+def broken(bench):
+    raise RuntimeError("no\nsuch kernel")
+
+
+def dies(bench):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hangs(bench):
+    time.sleep(600)
+
+
+def short(bench):
+    return {"share": 0.123456}, False
+
+
+def right(bench):
+    return {"of": bench.tokenizer}, True
