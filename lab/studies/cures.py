@@ -243,6 +243,23 @@ def against(table, one, other):
     return paired(*({seed: final(result) for seed, result in table[name].items()} for name in (one, other)))
 
 
+def pooled(table, arm, other):
+    """Of two arms after coins, final q_N of one minus the other's: a seed's mean over KLs and embeddings, its
+    interval over the seeds that have all of these; and in how many runs of these seeds each removed the flaw.
+
+    None below two such seeds.
+    """
+    found = [[table.get(name_of(settings_of("coins", each, kl, embeddings)), {})
+              for kl in COEFFICIENTS for embeddings in EMBEDDINGS] for each in (arm, other)]
+    seeds = sorted(set.intersection(*({*results} for side in found for results in side)))
+    if len(seeds) < 2:
+        return None
+    ends = [{seed: [final(results[seed]) for results in side] for seed in seeds} for side in found]
+    return paired(*({seed: mean_known(values) for seed, values in side.items()} for side in ends)) | {
+        "removed": [sum(end < 0.5 for values in side.values() for end in values) for side in ends],
+        "n": len(seeds) * len(COEFFICIENTS) * len(EMBEDDINGS)}
+
+
 def pairs():
     """[(arm, reference)] of the page's comparisons, as names."""
     found = []
@@ -304,6 +321,14 @@ def comparisons(table):
     return "\n".join(markdown(["arm", "minus", "final q_N"], rows)) if rows else "Not measurable."
 
 
+def pooled_text(found):
+    """A `pooled` difference as text."""
+    if found is None:
+        return "not measurable"
+    one, other = found["removed"]
+    return f"{with_half(found, '+.2f')} ({one} and {other} of {found['n']} runs removed the flaw)"
+
+
 def removed_in(table, *settings, timing=""):
     """In how many seeds an arm removed the flaw, as text."""
     name = name_of(settings_of(*settings, timing))
@@ -347,6 +372,8 @@ def page(table, command, seeds):
         command=command, there=sum(map(len, table.values())), seeds=f"{min(seeds)} to {max(seeds)}",
         grid=grid(table), comparisons=comparisons(table),
         unsettled="; ".join(unsettled(table)) or "none",
+        less_grpo=pooled_text(pooled(table, "+GCD", "GRPO")),
+        less_coins=pooled_text(pooled(table, "+GCD", "+GCD, coins")),
         **{f"leak_{side}": f"{removed} of {n}" for side, (removed, n) in removed_by_leak(table).items()})
 
 
@@ -462,7 +489,8 @@ def main(argv=None):
     compared = {f"{one} against {other}": against(table, one, other) for one, other in pairs()}
     common.publish(options.out, "cures", command, there,
                    {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
-                    "differences": compared, "removed by leak": removed_by_leak(table)},
+                    "differences": compared, "removed by leak": removed_by_leak(table),
+                    "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}},
                    figures_of(table), text)
     print(text)
     return 0

@@ -85,6 +85,20 @@ def test_the_verdict_needs_a_difference_from_grpo_and_from_coins(gcd_ends, coins
 
 
 @pytest.mark.fast
+def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
+    """Two seeds of four settings, and a third that one setting lacks."""
+    table, settings = {}, [(kl, embeddings) for kl in cures.COEFFICIENTS for embeddings in cures.EMBEDDINGS]
+    for k, setting in enumerate(settings):
+        for arm, ends in (("+GCD", (0.1 * k, 0.2)), ("GRPO", (0.9, 0.6))):
+            name = cures.name_of(cures.settings_of("coins", arm, *setting))
+            table[name] = {seed: result(0.3, end) for seed, end in enumerate([*ends, *[0.0] * (k > 0)])}
+    found = cures.pooled(table, "+GCD", "GRPO")
+    assert found["seeds"] == {0: pytest.approx(0.15 - 0.9), 1: pytest.approx(0.2 - 0.6)}
+    assert found["removed"] == [8, 0] and found["n"] == 8
+    assert cures.pooled({}, "+GCD", "GRPO") is None
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("with_kl, without, expected", [
     (0.1, 0.9, "partly"), (0.9, 0.9, "yes"), (0.1, 0.1, "no")])
 def test_a_flaw_runs_away_if_three_of_four_runs_keep_it(with_kl, without, expected):
