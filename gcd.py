@@ -332,7 +332,8 @@ def attempt(config, resources):
     try:
         should_stop = Stop()
         with plugins.blamed(EpisodeLost):
-            return finish(prepare(config, parallel.setup(config.device), should_stop, resources))
+            ranks = parallel.setup(config.device, within=config.shard_within)
+            return finish(prepare(config, ranks, should_stop, resources))
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130
@@ -361,7 +362,8 @@ def train(**settings):
     config = flags.parsed(flags.arguments(settings))
     with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
         resources.push(parallel.on_exit)
-        if finish(prepare(config, parallel.setup(config.device), Stop(), resources)):
+        ranks = parallel.setup(config.device, within=config.shard_within)
+        if finish(prepare(config, ranks, Stop(), resources)):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
     trained = config.demonstrations or config.iterations      # else the model was only evaluated

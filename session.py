@@ -176,6 +176,20 @@ class Run:
             raise Interrupted(state)
 
 
+def check_tasks(config, ranks):
+    """ValueError, which says what to set, unless the iterations' tasks can be shared by so many ranks."""
+    tasks, size = config.tasks, config.group_size
+    if not (config.iterations and tasks % ranks):
+        return
+    wrong = "fewer than" if tasks < ranks else "not a multiple of"
+    more = -(-tasks // ranks) * ranks
+    fewer = max(n for n in range(1, tasks + 1) if tasks % n == 0 and n < ranks)
+    smaller, rest = divmod(tasks * size, more)
+    same = f" --group-size {smaller}, for as many episodes" if smaller > 1 and not rest else ""
+    raise ValueError(f"--tasks={tasks}: {wrong} the {ranks} ranks, each of which plays whole groups: --tasks "
+                     f"{more}{same}; or start {fewer} ranks (torchrun --nnodes times --nproc-per-node)")
+
+
 def train_tasks(environment, types, start, n):
     """Environment.train_tasks. PluginError if it returns anything but n Tasks."""
     tasks = environment.train_tasks(types, start, n)
@@ -199,9 +213,7 @@ def prepare(config, ranks, should_stop, resources):
     cannot work together with the model, the environment or what OUT holds. All ranks call this.
     """
     out, environment = Path(config.out), config.environment
-    if config.tasks % ranks.world_size:
-        raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world_size} ranks, which "
-                         "play whole groups")
+    check_tasks(config, ranks.world_size)
     parallel.on_rank0(lambda: resources.enter_context(files.locked(out)) and None)
     environment.versions()                                        # ValueError if a package is missing
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
@@ -258,7 +270,7 @@ def open_chat(config, folder, ranks):
     shape = qwen.ModelConfig.load(folder)
     with torch.device("meta"):
         model = choose_trained(qwen.Model(shape), config)
-    check_memory(qwen.count_parameters(shape), ranks.world_size, getattr(torch, config.dtype), ranks.device,
+    check_memory(qwen.count_parameters(shape), ranks.shards, getattr(torch, config.dtype), ranks.device,
                  sum(parameter.numel() for parameter in trained(model)), config.lora > 0)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")

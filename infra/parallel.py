@@ -35,19 +35,28 @@ FROM_FULL = states.StateDictOptions(full_state_dict=True, strict=False)   # each
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank, the number of processes, and the device of its tensors."""
+    """This process's rank, the number of processes, the device of its tensors, and how many copies of the
+    weights there are: one, sharded over all ranks, or one on each machine, sharded over its ranks.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    copies: int = 1
+
+    @property
+    def shards(self):
+        """The number of ranks that share a copy of the weights."""
+        return self.world_size // self.copies
 
 
-def setup(device="auto", timeout_s=2 * 3600):
+def setup(device="auto", timeout_s=2 * 3600, within="all"):
     """Join the process group that torchrun started and return this process's Ranks; alone without torchrun.
 
     device: "auto" is CUDA if available. timeout_s: how long a rank waits for the others; hours by default,
-    because rank 0 alone generates the demonstrations and queries large models. ValueError for a device that
-    is not there, or for inconsistent environment variables.
+    because rank 0 alone generates the demonstrations and queries large models. within: the ranks that share a
+    copy of the weights, "all" or those of a "node". ValueError for a device that is not there, or for
+    inconsistent environment variables.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device={device}: expected auto, cpu or cuda")
@@ -69,7 +78,23 @@ def setup(device="auto", timeout_s=2 * 3600):
     if world_size > 1:
         dist.init_process_group(BACKENDS[own_device.type], timeout=timedelta(seconds=timeout_s))
         threading.Thread(target=failure_watchdog, daemon=True).start()
-    return Ranks(rank, world_size, own_device)
+    return Ranks(rank, world_size, own_device, machines() if within == "node" else 1)
+
+
+def machines():
+    """Return the number of machines in the group. ValueError unless all have equally many ranks, in order."""
+    local, local_rank = (os.environ.get(name, default) for name, default in (
+        ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        return 1
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    sizes = all_gather(int(local) if local.isdecimal() and int(local) else 0)
+    if len({*sizes}) > 1 or not sizes[0] or world_size % sizes[0]:
+        raise ValueError(f"--shard-within=node: LOCAL_WORLD_SIZE is {sizes} on the ranks; every machine "
+                         "needs equally many (torchrun --nproc-per-node)")
+    if not all(all_gather(str(rank % sizes[0]) == local_rank)):
+        raise ValueError("--shard-within=node: RANK does not count through one machine after the other")
+    return world_size // sizes[0]
 
 
 def shutdown():
@@ -149,7 +174,8 @@ def print0(*values, file=None):
 
 
 def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
-    """Shard a model's fp32 master weights over the ranks by FSDP2: one unit per layer, and the root.
+    """Shard a model's fp32 master weights over the ranks that share them by FSDP2: one unit per layer, and
+    the root.
 
     Every rank gets rank 0's weights, and holds the full model once while it is sharded. compute_dtype: dtype
     of forward and backward. frozen: the weights are not trained, and are stored in compute_dtype; otherwise
@@ -168,7 +194,9 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
         dist.init_process_group(BACKENDS[ranks.device.type], store=dist.HashStore(), rank=0, world_size=1)
     for tensor in (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    # of two dimensions the first replicates, the last shards (hybrid sharding, arXiv:2304.11277 3.2.2)
+    sizes = {"copies": ranks.copies, "shards": ranks.shards} if ranks.copies > 1 else {"shards": ranks.shards}
+    mesh = init_device_mesh(ranks.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
     # inputs keep their dtype: positions and masks must not become bf16
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for module in (*model.model.layers, model):
@@ -258,7 +286,8 @@ def shard_like(parameter, tensor):
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return tensor
-    replicated = DTensor.from_local(tensor, parameter.device_mesh, [Replicate()], run_check=False)
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=parameter.placements)
 
 
@@ -334,12 +363,14 @@ def pop_grads(model):
 
 def dot(grads_a, grads_b):
     """Return the inner product of two gradients over all parameters and ranks, in fp64; None counts as 0."""
-    sharded = any(isinstance(grad, DTensor) for grad in (*grads_a, *grads_b))
-    pairs = [(a.to_local(), b.to_local()) if sharded else (a, b)
+    sharded = next((grad for grad in (*grads_a, *grads_b) if isinstance(grad, DTensor)), None)
+    pairs = [(a, b) if sharded is None else (a.to_local(), b.to_local())
              for a, b in zip(grads_a, grads_b, strict=True) if a is not None and b is not None]
     products = [(a * b).sum(dtype=torch.float64) for a, b in pairs]
     total = float(torch.stack(products).sum()) if products else 0.0
-    return all_sum(total) if sharded else total
+    if sharded is None:
+        return total
+    return sum(all_gather(total)[:sharded.device_mesh.shape[-1]])        # of the first copy: all are equal
 
 
 def norm(grads):
