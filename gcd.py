@@ -338,9 +338,8 @@ def attempt(config, resources):
         print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130
     except EXPECTED as error:
-        first = parallel.failed_rank()        # if another rank failed first, this error follows from that
-        why = f"rank {first} failed, so this one ends" if first is not None else one_line(
-            error, config.out, known=EpisodeLost)
+        first = parallel.failure(error)       # if another rank failed first, this error follows from that
+        why = f"{first}, so this one ends" if first else one_line(error, config.out, known=EpisodeLost)
         print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
         status = 1
     return parallel.abort(status)
