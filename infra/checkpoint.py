@@ -332,7 +332,8 @@ def repair(folder):
     """Finish a `swap` that crashed between its renames; return whether `folder` holds a checkpoint."""
     new, old = siblings(folder)
     if old.exists() and not folder.exists():
-        (new if new.exists() else old).rename(folder)    # the old one moves only once the new one is complete
+        # the new one is complete once it has its last file; an old one may also be there for longer
+        (new if (new / TRAINER_FILE).is_file() else old).rename(folder)
     return (folder / TRAINER_FILE).is_file()
 
 

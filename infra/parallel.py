@@ -156,7 +156,7 @@ class Watch:
         """Tell all ranks what ended the job, unless they know."""
         self.store.compare_set("failed", "", what)
 
-    def silent(self, beats=3):
+    def silent(self, beats=5):
         """The ranks that have given no sign of life for so many beats; it takes that long."""
         def counts():
             return {rank: self.store.get(f"beat/{rank}") for rank in range(self.world_size)}
@@ -268,7 +268,7 @@ def failure(error=None):
     with suppress(RuntimeError):                                # the store may have ended with torchrun
         if watch := Watch.current:
             if error and not watch.failure() and (lost := watch.silent()):
-                watch.fail(f"{watch.name(lost[0])} is lost")
+                watch.fail(f"{watch.name(lost[0])} is lost ({' '.join(str(error).split())[:200]})")
             return watch.failure()
     return ""
 

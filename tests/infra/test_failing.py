@@ -7,10 +7,12 @@ torchrun is configured to wait an hour for processes that do not end by themselv
 """
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, start_from
 
 import gcd
 import update
-from infra import errors, parallel
+from infra import errors, parallel, signals
 from lm import engine
 
 SECOND = f"rank 1 on {socket.gethostname()}"
@@ -106,6 +108,25 @@ def test_errors_of_other_kinds_do_not_count_as_out_of_memory(tmp_path):
     line = errors.one_line(through(str(ROOT / "update.py"), RuntimeError("shapes do not fit")), tmp_path)
     assert line.startswith("RuntimeError: shapes do not fit (traceback in")
     assert errors.one_line(ValueError("--out=out of memory: no"), tmp_path) == "--out=out of memory: no"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatch, by_torchrun):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with signals.Stop.restored():
+        stop = signals.Stop()
+        assert not stop
+        stop.note(signal.SIGTERM, None)
+        with nullcontext() if by_torchrun else pytest.raises(KeyboardInterrupt):
+            stop.note(signal.SIGTERM, None)
+        assert stop
+        if by_torchrun:                                                           # one that comes later
+            stop.last -= stop.REPEAT_S
+            with pytest.raises(KeyboardInterrupt):
+                stop.note(signal.SIGTERM, None)
 
 
 @pytest.mark.fast

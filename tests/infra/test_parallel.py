@@ -514,6 +514,21 @@ def test_a_missing_or_different_critic_is_named(one):
 
 
 @pytest.mark.fast
+def test_an_older_checkpoint_of_a_critic_holds_its_tied_head_twice(tmp_path):
+    actor, critic, loaded = (with_optimizer(new_model(seed, replace(HEADED, tie_word_embeddings=True)), SINGLE)
+                             for seed in (0, 1, 2))
+    save_headed(tmp_path / "saved", actor, critic)
+    path = tmp_path / "saved" / checkpoint.TRAINER_FILE
+    trainer = torch.load(path, weights_only=True)
+    weights = trainer["critic"]["weights"]
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    torch.save(trainer, path)
+    checkpoint.load_trainer(tmp_path / "saved", *actor, critic=loaded)
+    assert all(torch.equal(a, b) for a, b in zip(critic[0].parameters(), loaded[0].parameters(), strict=True))
+
+
+@pytest.mark.fast
 def test_saving_before_the_first_step_does_not_count_as_one(tmp_path):
     """torch's own saving takes a step on zeros, and then AdamW's first real step is only 0.74 as large."""
     straight, saved, loaded = (with_optimizer(new_model(), SINGLE) for _ in range(3))
