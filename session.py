@@ -99,8 +99,7 @@ class Run:
                                    save_merged, self.chat.tokenizer.save_pretrained,
                                    self.config.algorithm.critic)
         if self.config.save_adapter:
-            adapters = {name: parallel.full_tensor(weight).cpu()
-                        for name, weight in self.model.named_parameters() if "lora_" in name}
+            adapters = parallel.full_weights(self.model, "lora_")
             checkpoint.replace((self.out / files.ADAPTER).resolve(), lambda new: parallel.on_rank0(
                 lambda: lora.save(adapters, new, self.base)))
 

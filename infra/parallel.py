@@ -22,7 +22,6 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -35,7 +34,6 @@ PATIENCE_S = 20                  # seconds for the other ranks to end by themsel
 # Environment variables that connections depend on
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA",
              "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
-FULL_ON_CPU = states.StateDictOptions(full_state_dict=True, cpu_offload=True)    # on rank 0; empty elsewhere
 
 
 @dataclass(frozen=True)
@@ -138,6 +136,7 @@ class Watch:
         # a connection of its own: the group's may be waiting for a key
         found, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))
         self.store, self.ended, self.unanswered_s = dist.PrefixStore(job, found), threading.Event(), 0
+        self.parent = os.getppid()
         self.store.set(f"host/{self.rank}", socket.gethostname())
         self.store.set(f"beat/{self.rank}", "0")
         all_gather(None)                                                        # all of these keys are there
@@ -180,8 +179,14 @@ class Watch:
                 if why := self.failure():
                     return self.end(why)
                 self.unanswered_s = 0
-        except RuntimeError:                                       # of a connection that is closed
-            self.end(f"{os.environ.get('MASTER_ADDR')}, which holds the job's store, is lost")
+        except RuntimeError:                                       # the connection is closed
+            self.unanswered_s = -math.inf
+            if os.getppid() == self.parent:                # else torchrun is gone: see infra/signals.py
+                self.end(self.store_lost())
+
+    def store_lost(self):
+        """What ended the job if the store does not answer."""
+        return f"{os.environ.get('MASTER_ADDR')}, which holds the job's store, is lost"
 
     def end(self, why):
         """End this process if it does not end by itself within PATIENCE_S."""
@@ -199,7 +204,7 @@ class Watch:
         while not self.ended.wait(1):
             self.unanswered_s += 1
             if self.unanswered_s > BEAT_S * LOST_BEATS + PATIENCE_S:
-                self.exit(f"{os.environ.get('MASTER_ADDR')}, which holds the job's store, is lost")
+                self.exit(self.store_lost())
 
 
 def machines():
@@ -265,12 +270,14 @@ def failure(error=None):
     """
     while error and type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         error = error.__cause__
-    with suppress(RuntimeError):                                # the store may have ended with torchrun
-        if watch := Watch.current:
-            if error and not watch.failure() and (lost := watch.silent()):
-                watch.fail(f"{watch.name(lost[0])} is lost ({' '.join(str(error).split())[:200]})")
-            return watch.failure()
-    return ""
+    if not (watch := Watch.current):
+        return ""
+    try:
+        if error and not watch.failure() and (lost := watch.silent()):
+            watch.fail(f"{watch.name(lost[0])} is lost ({' '.join(str(error).split())[:200]})")
+        return watch.failure()
+    except RuntimeError:                                        # the store may have ended with torchrun
+        return watch.store_lost() if error else ""
 
 
 def is_rank0():
@@ -380,11 +387,17 @@ def _move(model, optimizer, device):
         state |= {key: tensor.to(device) for key, tensor in state.items()}
 
 
-def full_weights(model):
-    """Return the full fp32 weights by name, on rank 0's CPU; an empty dict on other ranks. All ranks call
-    it.
+def full_weights(model, part=""):
+    """Return the full weights whose names contain `part`, {name: tensor}, on rank 0's CPU; an empty dict on
+    other ranks. All ranks call it.
     """
-    return states.get_model_state_dict(model, options=FULL_ON_CPU)
+    found = {}
+    for name, weight in model.state_dict().items():
+        if part in name:
+            full = full_tensor(weight)
+            if is_rank0():
+                found[name] = full.detach().to("cpu", copy=True)
+    return found
 
 
 def full_tensor(tensor):

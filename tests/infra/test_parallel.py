@@ -515,8 +515,8 @@ def test_a_missing_or_different_critic_is_named(one):
 
 @pytest.mark.fast
 def test_an_older_checkpoint_of_a_critic_holds_its_tied_head_twice(tmp_path):
-    actor, critic, loaded = (with_optimizer(new_model(seed, replace(HEADED, tie_word_embeddings=True)), SINGLE)
-                             for seed in (0, 1, 2))
+    shape = replace(HEADED, tie_word_embeddings=True)
+    actor, critic, loaded = (with_optimizer(new_model(seed, shape), SINGLE) for seed in range(3))
     save_headed(tmp_path / "saved", actor, critic)
     path = tmp_path / "saved" / checkpoint.TRAINER_FILE
     trainer = torch.load(path, weights_only=True)
