@@ -115,8 +115,8 @@ def read_parts(ranks, out):
     model = parallel.shard(qwen.open_pretrained(out / "three"), ranks)
     qwen.load_weights(model, out / "three")
     parallel.copy_part = copy_part
-    held = sum(parallel.own_rows(parameter)[0].nbytes for parameter in model.parameters())
-    (out / f"read{ranks.rank}.json").write_text(json.dumps([sum(read), held]))
+    kept = sum(parallel.own_rows(parameter)[0].nbytes for parameter in model.parameters())
+    (out / f"read{ranks.rank}.json").write_text(json.dumps([sum(read), kept]))
     full = parallel.full_weights(model)
     parallel.on_rank0(lambda: torch.save(full, out / "read.pt"))
 
@@ -185,17 +185,17 @@ def test_each_rank_writes_and_reads_its_own_part_of_one_copy(eight):
     full = torch.load(eight / "read.pt")
     for name, weight in single.weights_of(eight / "three").items():
         assert torch.equal(full[name], weight), name
-    whole = sum(weight.nbytes for name, weight in full.items() if name != "lm_head.weight")     # it is tied
+    total = sum(weight.nbytes for name, weight in full.items() if name != "lm_head.weight")     # it is tied
     for node in (range(4), range(4, 8)):
         counts = [json.loads((eight / f"read{rank}.json").read_text()) for rank in node]
-        assert all(read == held < whole / 3 for read, held in counts) and sum(h for _, h in counts) == whole
+        assert all(read == kept < total / 3 for read, kept in counts) and sum(h for _, h in counts) == total
     written = [path.stat().st_size for path in (eight / "three").glob("model-*-of-00008.safetensors")]
-    assert len(written) == 8 and whole < sum(written) < whole + 8 * 4096 and max(written) < whole / 3
+    assert len(written) == 8 and total < sum(written) < total + 8 * 4096 and max(written) < total / 3
     places = torch.distributed.checkpoint.FileSystemReader(eight / "three" / "trainer").read_metadata()
     assert len({place.relative_path for place in places.storage_data.values()}) == 8
     elements = sum(chunk.sizes.numel() for entry in places.state_dict_metadata.values()
                    for chunk in entry.chunks)
-    assert elements == 2 * whole // 4                                                     # Adam's two moments
+    assert elements == 2 * total // 4                                                     # Adam's two moments
 
 
 @pytest.mark.parametrize("part", PARTS)
