@@ -317,6 +317,7 @@ def init_weights(model, seed):
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
+@torch.no_grad()
 def save_pretrained(model, folder, weights=None):
     """Write config.json and the weights into an existing folder.
 
