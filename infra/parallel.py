@@ -102,15 +102,43 @@ def connect(device, timeout_s):
     limit = threading.Timer(CONNECT_S, give_up)
     limit.daemon = True
     limit.start()
+    def store(seconds):
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+
     try:
-        dist.init_process_group(BACKENDS[device.type], timeout=timedelta(seconds=timeout_s))
-        Watch.start(on_rank0(lambda: secrets.token_hex(8)))
+        own, rank, world_size = store(CONNECT_S + 10)
+        job = agreed_name(own, rank, world_size)
+        shared = dist.PrefixStore(job, store(timeout_s)[0])
+        dist.init_process_group(BACKENDS[device.type], store=shared, rank=rank, world_size=world_size,
+                                timeout=timedelta(seconds=timeout_s))
+        Watch.current = Watch(dist.PrefixStore(job, own), rank, world_size)
         all_sum(torch.zeros(1, device=device)).item()                  # waits for the device
     except RuntimeError as error:
         error.add_note(advice("the ranks did not connect"))
         raise
     finally:
         limit.cancel()
+
+
+def agreed_name(store, rank, world_size):
+    """Return a name for this start of the job, equal on all ranks, which no earlier start used in the store.
+
+    torchrun's store outlives the ranks that it starts again, and holds the addresses of the former. Each rank
+    asks rank 0 with a word of its own, and takes no other answer.
+    """
+    word, here = secrets.token_hex(8), "{}/here/{}".format
+    if rank:
+        store.set(f"asks/{rank}", word)
+        store.wait([f"answer/{word}"], timedelta(seconds=CONNECT_S + 10))
+        job = store.get(f"answer/{word}").decode()
+        store.set(here(job, rank), "")
+        return job
+    while missing := [other for other in range(1, world_size) if not store.check([here(word, other)])]:
+        for other in missing:
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", word)
+        time.sleep(0.1)
+    return word
 
 
 class Watch:
@@ -125,18 +153,10 @@ class Watch:
 
     current = None                 # of this process, if it is one of several
 
-    @classmethod
-    def start(cls, job):
-        """Watch the ranks of the process group. job: a name that no earlier attempt has used in the store,
-        equal on all ranks.
-        """
-        cls.current = cls(job)
-
-    def __init__(self, job):
-        # a connection of its own: the group's may be waiting for a key
-        found, self.rank, self.world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))
-        self.store, self.ended, self.unanswered_s = dist.PrefixStore(job, found), threading.Event(), 0
-        self.parent = os.getppid()
+    def __init__(self, store, rank, world_size):
+        """store: by a connection of its own, because the group's may be waiting for a key."""
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.ended, self.unanswered_s, self.parent = threading.Event(), 0, os.getppid()
         self.store.set(f"host/{self.rank}", socket.gethostname())
         self.store.set(f"beat/{self.rank}", "0")
         all_gather(None)                                                        # all of these keys are there

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -299,6 +300,16 @@ def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_pat
     assert status == 0, text[-4000:]
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [*range(5)]
     assert (tmp_path / "run" / "stages.json").is_file() and f"rank 1 on {HOST} is lost" in text
+
+
+@pytest.mark.fast
+def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
+    """Ranks of the second start read a peer's address of the first, and could not connect."""
+    store, names = torch.distributed.HashStore(), []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        with ThreadPoolExecutor(3) as pool:
+            names.append([*pool.map(lambda rank: parallel.agreed_name(store, rank, 3), order)])
+    assert [len({*of_start}) for of_start in names] == [1, 1] and names[0] != names[1]
 
 
 @pytest.mark.fast
