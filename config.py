@@ -65,6 +65,9 @@ class Config:
                         "turns a large model labels, and --dynamic-sampling refill)", low=0, high=99)
     device: str = setting("auto", "where tensors live", ("auto", "cpu", "cuda"))
     dtype: str = setting("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
+    shard_within: str = setting("all", "the ranks that share a copy of the weights: all, or those of a node, "
+                                "so that weights are gathered within machines and only gradients are "
+                                "exchanged between them", ("all", "node"), rare=True)
     checkpoint_every: int = setting(20, "iterations, or DAgger rounds, between checkpoints", low=1, rare=True)
     keep_checkpoints: int = setting(0, "iterations between models kept in OUT/kept, from 0 on; 0: none",
                                     low=0, rare=True)
@@ -289,10 +292,11 @@ def refuse(wrong, message):
 
 
 # Settings of place and speed, which may differ when a run is resumed or a table is filled
-WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "slots", "microbatch_tokens",
-         "checkpoint_activations", "checkpoint_every", "keep_checkpoints", "save_adapter", "log",
-         "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
-ROUNDING = ("slots", "microbatch_tokens")    # of these, what changes the last digits, and so the run
+WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "shard_within", "slots",
+         "microbatch_tokens", "checkpoint_activations", "checkpoint_every", "keep_checkpoints",
+         "save_adapter", "log", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
+# Of these, what changes the last digits, and so the run
+ROUNDING = ("slots", "microbatch_tokens", "shard_within")
 
 
 def changed(then, config, ignored=()):

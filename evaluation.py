@@ -39,7 +39,7 @@ from labels import flaw_labels
 from lm import model as qwen
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
 from rollout import EpisodeSpec, success_rate, summary
-from session import check_vocabulary, load_model, open_chat, split_tasks
+from session import check_vocabulary, open_chat, split_tasks
 
 # By --protocol: {mode: temperature}
 MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
@@ -281,7 +281,7 @@ def open_player(own, config, given, resources):
     if chat.small:
         check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
         torch.set_num_threads(1)                              # more are slower with such small matrices
-    model = load_model(config, folder, ranks).to(getattr(torch, config.dtype))
+    model = qwen.load_pretrained(folder, getattr(torch, config.dtype), ranks.device)
     return ModelPlayer(model, chat, config), facts | {
         "name": own.name or folder.resolve().name, "parameters": qwen.count_parameters(model.config),
         "weights": qwen.weights_hash(folder)}

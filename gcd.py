@@ -332,14 +332,14 @@ def attempt(config, resources):
     try:
         should_stop = Stop()
         with plugins.blamed(EpisodeLost):
-            return finish(prepare(config, parallel.setup(config.device), should_stop, resources))
+            ranks = parallel.setup(config.device, within=config.shard_within)
+            return finish(prepare(config, ranks, should_stop, resources))
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130
     except EXPECTED as error:
-        first = parallel.failed_rank()        # if another rank failed first, this error follows from that
-        why = f"rank {first} failed, so this one ends" if first is not None else one_line(
-            error, config.out, known=EpisodeLost)
+        first = parallel.failure(error)       # if another rank failed first, this error follows from that
+        why = f"{first}, so this one ends" if first else one_line(error, config.out, known=EpisodeLost)
         print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
         status = 1
     return parallel.abort(status)
@@ -361,7 +361,8 @@ def train(**settings):
     config = flags.parsed(flags.arguments(settings))
     with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
         resources.push(parallel.on_exit)
-        if finish(prepare(config, parallel.setup(config.device), Stop(), resources)):
+        ranks = parallel.setup(config.device, within=config.shard_within)
+        if finish(prepare(config, ranks, Stop(), resources)):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
     trained = config.demonstrations or config.iterations      # else the model was only evaluated

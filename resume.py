@@ -27,6 +27,7 @@ def starting_point(config, out, ranks):
         try:
             if found is None:
                 raise ValueError(f"--resume: {out / files.CHECKPOINT} holds no checkpoint")
+            checkpoint.check_whole(found)
             state = checkpoint.read_trainer(found)["state"]
             check_state(found / checkpoint.TRAINER_FILE, state)
             check_resumed(config, state)

@@ -7,6 +7,7 @@ evaluation.py), and its flags (config.py).
 import shutil
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -91,26 +92,24 @@ class Run:
     def save(self, state):
         """Replace the checkpoint in OUT. state: progress, in addition to the run's identity and settings."""
         instruction = asdict(self.instruction) if self.instruction else None
-        state = state | self.identity | {"instruction": instruction, "settings": self.config.settings(),
-                                         "seconds": self.spent(), "place": resume.place_of(self.ranks)}
-        weights = parallel.full_weights(self.model) if self.config.lora else {}
-        checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer,
-                                   state | {"unmerged": unmerged(weights)}, save_merged,
-                                   self.chat.tokenizer.save_pretrained, self.config.algorithm.critic)
+        state = state | self.identity | {
+            "instruction": instruction, "settings": self.config.settings(), "seconds": self.spent(),
+            "place": resume.place_of(self.ranks), "unmerged": unmerged(dict(self.model.named_parameters()))}
+        checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
+                                   save_merged, self.chat.tokenizer.save_pretrained,
+                                   self.config.algorithm.critic)
         if self.config.save_adapter:
-            folder = (self.out / files.ADAPTER).resolve()
-            parallel.on_rank0(lambda: checkpoint.replace(
-                folder, lambda written: lora.save(weights, written, self.base)))
+            adapters = parallel.full_weights(self.model, "lora_")
+            checkpoint.replace((self.out / files.ADAPTER).resolve(), lambda new: parallel.on_rank0(
+                lambda: lora.save(adapters, new, self.base)))
 
     def keep(self, done):
         """Save the model after `done` iterations in OUT/kept, next to earlier ones."""
-        weights, folder = parallel.full_weights(self.model), self.out / files.KEPT / f"{done:05d}"
+        def fill(new):
+            save_merged(self.model, new)
+            parallel.on_rank0(lambda: self.chat.tokenizer.save_pretrained(new) and None)
 
-        def fill(written):
-            save_merged(self.model, written, state=weights)
-            self.chat.tokenizer.save_pretrained(written)
-
-        parallel.on_rank0(lambda: checkpoint.replace(folder.resolve(), fill))
+        checkpoint.replace((self.out / files.KEPT / f"{done:05d}").resolve(), fill)
 
     def update_sampler(self):
         """Give the sampler the model's weights, adapters merged. All ranks call it."""
@@ -176,6 +175,20 @@ class Run:
             raise Interrupted(state)
 
 
+def check_tasks(config, ranks):
+    """ValueError, which says what to set, unless the iterations' tasks can be shared by so many ranks."""
+    tasks, size = config.tasks, config.group_size
+    if not (config.iterations and tasks % ranks):
+        return
+    wrong = "fewer than" if tasks < ranks else "not a multiple of"
+    more = -(-tasks // ranks) * ranks
+    fewer = max(n for n in range(1, tasks + 1) if tasks % n == 0 and n < ranks)
+    smaller, rest = divmod(tasks * size, more)
+    same = f" --group-size {smaller}, for as many episodes" if smaller > 1 and not rest else ""
+    raise ValueError(f"--tasks={tasks}: {wrong} the {ranks} ranks, each of which plays whole groups: --tasks "
+                     f"{more}{same}; or start {fewer} ranks (torchrun --nnodes times --nproc-per-node)")
+
+
 def train_tasks(environment, types, start, n):
     """Environment.train_tasks. PluginError if it returns anything but n Tasks."""
     tasks = environment.train_tasks(types, start, n)
@@ -199,10 +212,10 @@ def prepare(config, ranks, should_stop, resources):
     cannot work together with the model, the environment or what OUT holds. All ranks call this.
     """
     out, environment = Path(config.out), config.environment
-    if config.tasks % ranks.world_size:
-        raise ValueError(f"--tasks={config.tasks}: not a multiple of the {ranks.world_size} ranks, which "
-                         "play whole groups")
+    check_tasks(config, ranks.world_size)
     parallel.on_rank0(lambda: resources.enter_context(files.locked(out)) and None)
+    holder = parallel.on_rank0(lambda: files.lock_text(out))
+    parallel.collective(lambda: files.check_shared(out, holder))
     environment.versions()                                        # ValueError if a package is missing
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
                         config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
@@ -216,22 +229,17 @@ def prepare(config, ranks, should_stop, resources):
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
     tasks = tasks + [split_tasks(environment, split)[0] for split in config.splits]     # one of every kind
-    if source is None:
-        model, chat = fresh_model(config, out / f"fresh{ranks.rank}", ranks)
-    else:
-        model = load_model(config, source, ranks)
+    with nullcontext(source) if source else fresh_folder(config, out) as folder:
+        chat = chat or open_chat(config, folder, ranks)
         if chat.small:
-            check_vocabulary(config, source, previous, chat.tokenizer)        # may read hundreds of games
-    choose_trained(model, config)
-    if state and config.lora:
-        restore_adapters(model, state, source)
-    if chat.small:
-        torch.set_num_threads(1)                              # more are slower with such small matrices
+            torch.set_num_threads(1)                          # more are slower with such small matrices
+        model = load_model(config, folder, ranks, chat.small, state)
+    if source and chat.small:
+        check_vocabulary(config, source, previous, chat.tokenizer)            # may read hundreds of games
     games = environment.make(config.slots)
     plugins.refuse(envs.wrong_games(games, config.slots), environment, f"make({config.slots})")
     for game in games:
         resources.callback(game.close)
-    model = sharded(model, config, ranks, chat.small)
     for task in tasks:
         first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history).start()
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
@@ -262,7 +270,7 @@ def open_chat(config, folder, ranks):
     shape = qwen.ModelConfig.load(folder)
     with torch.device("meta"):
         model = choose_trained(qwen.Model(shape), config)
-    check_memory(qwen.count_parameters(shape), ranks.world_size, getattr(torch, config.dtype), ranks.device,
+    check_memory(qwen.count_parameters(shape), ranks.shards, getattr(torch, config.dtype), ranks.device,
                  sum(parameter.numel() for parameter in trained(model)), config.lora > 0)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
@@ -273,10 +281,20 @@ def open_chat(config, folder, ranks):
     return make_chat(config, tokenizer)
 
 
-def load_model(config, folder, ranks):
-    """The model of a folder, with a value head if the judge needs one. ValueError for wrong weights."""
-    head = True if config.judge_kind == "value" else None
-    return qwen.load_pretrained(folder, torch.float32, ranks.device, head)
+def load_model(config, folder, ranks, small, state=None):
+    """The model of a folder to train, sharded, with adapters and a value head if the flags need them.
+
+    Each rank reads its own part of the weights. state: of the checkpoint that the folder is, if it continues.
+    ValueError for wrong weights.
+    """
+    model = qwen.open_pretrained(folder, True if config.judge_kind == "value" else None)
+    model = sharded(choose_trained(model, config), config, ranks, small)
+    parallel.collective(lambda: qwen.load_weights(model, folder))
+    if config.lora and state:
+        restore_adapters(model, state, folder)
+    elif config.lora:
+        lora.start(model, generator(config.seed, LORA, 0))
+    return model
 
 
 def choose_trained(model, config):
@@ -300,31 +318,34 @@ def unmerged(weights):
             or f"{name.removesuffix('weight')}lora_A" in weights}
 
 
-def save_merged(model, folder, state):
-    """qwen.save_pretrained, with adapters merged. state: the full weights."""
-    qwen.save_pretrained(model, folder, state=dict(lora.merged(state)))
+def save_merged(model, folder):
+    """qwen.save_pretrained, with adapters merged."""
+    qwen.save_pretrained(model, folder, lora.merged(dict(model.named_parameters())))
 
 
 def restore_adapters(model, state, source):
     """Restore what `unmerged` returned from a checkpoint's state. ValueError if the model has others."""
-    own, saved = ({name: tensor.shape for name, tensor in weights.items()}
-                  for weights in (unmerged(model.state_dict()), state.get("unmerged", {})))
-    if own != saved:
+    targets, weights = unmerged(dict(model.named_parameters())), state.get("unmerged", {})
+    if {name: t.shape for name, t in targets.items()} != {name: t.shape for name, t in weights.items()}:
         raise ValueError(f"{source / checkpoint.TRAINER_FILE}: its adapters are of another model or rank")
-    model.load_state_dict(state["unmerged"], strict=False)
+    checkpoint.fill(source, targets, weights, "state/unmerged")
 
 
-def fresh_model(config, folder, ranks):
-    """A fresh small model and its chat. folder: for its files, removed again.
+@contextmanager
+def fresh_folder(config, out):
+    """A folder in OUT with a fresh small model, made by rank 0, and removed after the block.
 
     It may take long: ScienceWorld plays games to list its vocabulary.
     """
+    folder = out / "fresh"
     try:
-        save_small_model(folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
-                         config.positions == "rotary", not config.untied, config.seed)
-        return load_model(config, folder, ranks), open_chat(config, folder, ranks)
+        parallel.on_rank0(lambda: save_small_model(
+            folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
+            config.positions == "rotary", not config.untied, config.seed))
+        yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if parallel.is_rank0():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def objective_of(config):
@@ -409,10 +430,9 @@ def begin_adapters(run, first):
 
 def save_reference(run):
     """Save the model without its adapters in OUT/reference, and return the folder."""
-    weights, folder = parallel.full_weights(run.model), run.out / files.REFERENCE
-    frozen = {name: weight for name, weight in weights.items() if "lora_" not in name}
-    folder.mkdir(exist_ok=True)
-    parallel.on_rank0(lambda: qwen.save_pretrained(run.model, folder, state=frozen))
+    folder = run.out / files.REFERENCE
+    frozen = [pair for pair in run.model.named_parameters() if "lora_" not in pair[0]]
+    checkpoint.replace(folder.resolve(), lambda new: qwen.save_pretrained(run.model, new, frozen))
     return folder
 
 
@@ -423,8 +443,7 @@ def frozen_copy(run, first):
     if run.config.lora:
         return run.model
     folder = save_reference(run) if first == 0 else run.out / files.REFERENCE
-    here = run.ranks.rank == 0              # other machines may lack the folder; `shard` sends the weights
-    model = qwen.load_pretrained(folder) if here else qwen.Model(run.model.config)
-    model = run.shard(model, frozen=True)
+    model = run.shard(qwen.open_pretrained(folder), frozen=True)
+    parallel.collective(lambda: qwen.load_weights(model, folder))
     parallel.offload(model)
     return model

@@ -49,7 +49,7 @@ class Method:
 
     def begin(self, model, objective, minibatches, shard):
         """Called once, when RL starts: the policy, update.Objective, the number of optimizer steps per
-        iteration, and shard(model), which shards a model over the ranks."""
+        iteration, and shard(model), which shards a model over the ranks: see `parallel.shard`."""
         self.model, self.objective, self.minibatches = model, objective, minibatches
 
     def assign(self, episodes, decay=1.0):

@@ -83,14 +83,15 @@ def explained_variance(value_N, return_N):
 
 def new_critic(policy, shard):
     """Return a copy of the policy with a value head of zeros (its first values are 0), and its optimizer."""
-    weights = parallel.full_weights(policy)
     with torch.device("meta"):
         model = qwen.Model(replace(policy.config, value_head=True))
-    model.to_empty(device="cpu").tie_weights()
-    model.load_state_dict(weights, strict=False)             # on rank 0; `shard` sends them to the others
-    torch.nn.init.zeros_(model.value_head.weight)            # the policy may have a judge's value head
-    torch.nn.init.zeros_(model.value_head.bias)
-    model = shard(model)
+    model, weights = shard(model), dict(policy.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():     # the policy may have a judge's value head
+            if name in qwen.VALUE_HEAD:
+                parameter.zero_()
+            else:
+                parallel.copy_part(parameter, weights[name])
     optimizer = adamw(model)
     parallel.offload(model)
     return model, optimizer

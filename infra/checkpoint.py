@@ -1,60 +1,181 @@
 """Checkpoints of a run: replaced atomically, and loaded at any number of ranks.
 
 A checkpoint is a Hugging Face folder with an additional file, trainer.pt: the optimizer's state, the run's
-state and, for PPO, the critic. Left out: the other files of a run (infra/files.py).
+state and, for PPO, the critic. Several ranks each write a part of all that: a file of weights and, by
+torch.distributed.checkpoint, one in the folder `trainer`. trainer.pt then holds the shapes of the tensors
+that are there, and a fingerprint of each rank's files; the checkpoint before is kept, as `checkpoint.old`.
+Left out: the other files of a run (infra/files.py).
 """
 
+import hashlib
+import json
 import os
 import shutil
+import sys
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import state_dict as states
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from infra import parallel
-from infra.parallel import FROM_FULL, FULL_ON_CPU, full_weights, on_rank0
+from infra.parallel import copy_part, on_rank0
 
-TRAINER_FILE = "trainer.pt"
+TRAINER_FILE, PARTS = "trainer.pt", "trainer"
+BLOCKS, BLOCK = 256, 2**16         # of a file, which its fingerprint is made of
 
 
 def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=None, critic=None):
     """Replace the checkpoint in `folder`. All ranks call it.
 
-    state: rank 0's plain values and tensors, which `load_trainer` returns. save_model(model, folder,
-    state=weights) writes the full weights; extra_files(folder) writes other files, such as the tokenizer's.
-    critic: a second (model, optimizer), stored in trainer.pt.
+    state: rank 0's plain values and tensors, which `load_trainer` returns; it may hold sharded tensors, in
+    dicts. save_model(model, folder) writes the weights, called on all ranks; extra_files(folder) writes other
+    files, such as the tokenizer's. critic: a second (model, optimizer), stored in trainer.pt.
 
-    Everything is gathered in rank 0's CPU memory, written and synced under a temporary name, then renamed: a
-    failure at any moment leaves the old checkpoint or the new one. OSError, on every rank, names the folder.
+    Everything is written and synced under a temporary name, then renamed: a failure at any moment leaves the
+    old checkpoint or the new one. OSError, on every rank, names the folder.
     """
-    folder = Path(folder).resolve()
+    folder, parts = Path(folder).resolve(), {}
     on_rank0(lambda: repair(folder) or check_replaceable(folder))
-    weights = full_weights(model)
     trainer = {"optimizer": optimizer_state(model, optimizer), "state": state}
     if critic is not None:
-        with parallel.onloaded(model, *critic):
-            trainer["critic"] = {"weights": full_weights(critic[0]), "optimizer": optimizer_state(*critic)}
+        trainer["critic"] = {"weights": dict(critic[0].named_parameters()),
+                             "optimizer": optimizer_state(*critic)}
+    trainer = without_parts(trainer, parts)
 
-    def write(new):
-        save_model(model, new, state=weights)
-        save_trainer(trainer, new / TRAINER_FILE)
+    def finish(new):
         if extra_files is not None:
             extra_files(new)
+        files = {name: fingerprint(new / name) for name in files_of_ranks(new)} if parts else {}
+        save_trainer(trainer | ({"files": files} if files else {}), new / TRAINER_FILE)
 
-    on_rank0(lambda: replace(folder, write))
+    def write(new):
+        save_model(model, new)
+        if parts:
+            with one_error(new / PARTS):
+                dcp.save(parts, checkpoint_id=new / PARTS)
+        on_rank0(lambda: finish(new))
+
+    replace(folder, write, keep=bool(parts))
 
 
-def replace(folder, write):
-    """Replace a folder atomically by a new one that write(path) fills. OSError names the folder."""
-    new, _ = siblings(folder)
+@contextmanager
+def one_error(path):
+    """A block of torch.distributed.checkpoint, whose errors are no Exceptions and have a traceback for each
+    rank; raises an OSError that names the first rank's.
+    """
     try:
+        yield
+    except dcp.CheckpointException as error:
+        rank, (first, _) = min(error.failures.items())
+        raise OSError(f"{path}: rank {rank}: {type(first).__name__}: {first}") from error
+
+
+def without_parts(tree, parts, path=""):
+    """Copy nested dicts, with their tensors on the CPU and, of a tensor that several ranks share, the shape.
+
+    Such a tensor moves to `parts`, {path: tensor}; on the meta device, which stores no values, its shape
+    takes its place.
+    """
+    if isinstance(tree, dict):
+        return {key: without_parts(value, parts, f"{path}/{key}" if path else str(key))
+                for key, value in tree.items()}
+    if isinstance(tree, DTensor) and parallel.is_distributed():
+        parts[path] = tree.detach()
+        return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
+    if isinstance(tree, torch.Tensor):
+        return parallel.own_rows(tree)[0].cpu()                    # all of it: one process has all rows
+    return tree
+
+
+def files_of_ranks(folder):
+    """The names of the files that ranks have written into a checkpoint's folder, each its own part.
+
+    ValueError for one that is not there: its rank wrote it into a folder of another machine.
+    """
+    metadata = dcp.FileSystemReader(folder / PARTS).read_metadata()
+    index = folder / "model.safetensors.index.json"
+    weights = json.loads(index.read_text())["weight_map"].values() if index.exists() else [
+        "model.safetensors"]
+    stored = {f"{PARTS}/{place.relative_path}" for place in metadata.storage_data.values()}
+    names = sorted({f"{PARTS}/.metadata", *weights, *stored})
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ValueError(f"{folder / missing[0]}: not there on rank 0; all machines must share this folder")
+    return names
+
+
+def fingerprint(path):
+    """16 hex digits of a SHA-256 over a file's size and blocks spread over it: all of it below 16 MB."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        for k in range(BLOCKS):
+            file.seek(k * max(size // BLOCKS, BLOCK))
+            digest.update(file.read(BLOCK))
+    return digest.hexdigest()[:16]
+
+
+def check_whole(folder):
+    """Check on rank 0 that a checkpoint holds each rank's files as they were saved.
+
+    Where one is missing or is another's, the checkpoint before takes the place of this one, which becomes
+    `checkpoint.broken`; ValueError, on all ranks, if there is none.
+    """
+    def check():
+        if not (wrong := what_is_wrong(folder)):
+            return
+        new, old = siblings(folder)
+        if what_is_wrong(old):
+            raise ValueError(wrong)
+        broken = folder.with_name(folder.name + ".broken")
+        print(f"{wrong}; so the checkpoint before is used, and this one is now {broken}", file=sys.stderr)
+        shutil.rmtree(new, ignore_errors=True)                  # `repair` would take it for a complete one
+        shutil.rmtree(broken, ignore_errors=True)
+        folder.rename(broken)
+        old.rename(folder)
+        sync(folder.parent)
+
+    on_rank0(check)
+
+
+def what_is_wrong(folder):
+    """Name trainer.pt if it is broken, or a rank's file that is missing or another's; "" if all is well."""
+    try:
+        files = read_trainer(folder)["files"]
+    except ValueError as error:
+        return str(error)
+    for name, expected in files.items():
+        if not (path := folder / name).is_file():
+            return f"{path}: missing"
+        if fingerprint(path) != expected:
+            return f"{path}: not the file that this checkpoint was saved with"
+    return ""
+
+
+def replace(folder, write, keep=False):
+    """Replace a folder atomically by a new one that write(path) fills. OSError names the folder.
+
+    All ranks call it, and `write`, which fails on all or on none. keep: the old folder remains, as
+    FOLDER.old.
+    """
+    new, _ = siblings(folder)
+
+    def empty():
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        write(new)
+
+    def finish():
         sync(*new.rglob("*"), new)
-        swap(folder)
+        swap(folder, keep)
+
+    try:
+        on_rank0(empty)
+        write(new)
+        on_rank0(finish)
     except Exception as error:    # for a full disk a tokenizer raises a bare Exception
-        if folder.exists():    # else it failed between the renames, and `repair` needs the new folder
+        if parallel.is_rank0() and folder.exists():   # else it failed between the renames: `repair` needs it
             shutil.rmtree(new, ignore_errors=True)
         raise OSError(f"checkpoint {folder} not saved: {error}") from error
 
@@ -68,23 +189,26 @@ def save_trainer(trainer, path):
 
 
 def optimizer_state(model, optimizer):
-    """Return the full optimizer state by parameter name, on rank 0's CPU; empty on the other ranks."""
-    stepped = bool(optimizer.state)
-    saved = states.get_optimizer_state_dict(model, optimizer, options=FULL_ON_CPU)
-    if not stepped:    # torch took a step on zeros; Adam's bias correction would count it as the first step
-        optimizer.state.clear()
-        saved.get("state", {}).clear()
-    return saved
+    """Return an optimizer's state by parameter name, with tensors sharded as they are."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
+              for group in optimizer.param_groups]
+    return {"state": {name_of[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()},
+            "param_groups": groups}
 
 
 def read_trainer(folder):
-    """Return the content of trainer.pt: {"optimizer", "state", "critic" (or None)}. ValueError if broken."""
+    """Return the content of trainer.pt: {"optimizer", "state", "critic" (or None), "files" (of ranks)}.
+
+    ValueError if broken.
+    """
     path = Path(folder) / TRAINER_FILE
     if not path.is_file():
         raise ValueError(f"{path}: not found; is {folder} a checkpoint?")
     try:
         trainer = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        found = {name: trainer[name] for name in ("optimizer", "state")} | {"critic": trainer.get("critic")}
+        found = {name: trainer[name] for name in ("optimizer", "state")} | {
+            "critic": trainer.get("critic"), "files": trainer.get("files", {})}
         check_optimizer(found["optimizer"])
         if not isinstance(found["state"], dict):
             raise TypeError(f"its state is {type(found['state']).__name__}")
@@ -110,45 +234,72 @@ def check_optimizer(saved):
 def load_trainer(folder, model, optimizer, critic=None):
     """Restore the optimizer from a checkpoint saved at any number of ranks, and return its `state`.
 
-    All ranks call it, with a model that was loaded from the same folder (see `find_checkpoint`) before
-    `shard`. Hyperparameters such as the learning rate are restored too, except AdamW's `fused`. critic: a
-    second (model, optimizer), restored with its weights. ValueError if model and checkpoint do not fit.
+    All ranks call it, with a model that has the weights of the same folder (see `find_checkpoint`).
+    Hyperparameters such as the learning rate are restored too, except AdamW's `fused`. critic: a second
+    (model, optimizer), restored with its weights. ValueError if model and checkpoint do not fit.
     """
     path, trainer = Path(folder) / TRAINER_FILE, read_trainer(folder)
-    load_optimizer(path, model, optimizer, trainer["optimizer"])
+    load_optimizer(path, model, optimizer, trainer["optimizer"], "optimizer")
     if critic is not None:
         if (saved := trainer["critic"]) is None:
             raise ValueError(f"{path}: no critic: saved by a run without one")
-        own, stored = ({(name, tensor.shape) for name, tensor in weights.items()}
-                       for weights in (critic[0].state_dict(), saved["weights"]))
+        targets = dict(critic[0].named_parameters())
+        tied = critic[0].state_dict().keys() - targets.keys()            # older checkpoints hold it twice
+        weights = {name: tensor for name, tensor in saved["weights"].items() if name not in tied}
+        own, stored = ({(name, tensor.shape) for name, tensor in found.items()}
+                       for found in (targets, weights))
         if own != stored:
             raise ValueError(f"{path}: the critic's {min(own ^ stored)[0]} differs: saved from another model")
-        with parallel.onloaded(model, *critic):
-            states.set_model_state_dict(critic[0], saved["weights"], options=FROM_FULL)
-            load_optimizer(path, *critic, saved["optimizer"])
+        fill(folder, targets, weights, "critic/weights")
+        load_optimizer(path, *critic, saved["optimizer"], "critic/optimizer")
     return trainer["state"]
 
 
-def load_optimizer(path, model, optimizer, saved):
-    """Restore an optimizer from what `optimizer_state` returned; `path` is for error messages only."""
+def load_optimizer(path, model, optimizer, saved, place):
+    """Restore an optimizer from what `optimizer_state` returned. place: of `saved`, in the file at `path`."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing := names - {name for group in saved["param_groups"] for name in group["params"]}:
         raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
-    known = saved["state"]                # torch 2.9 needs a state of every parameter, even without gradient
-    like = next(iter(known.values()), {})
-    new = {name: {key: torch.zeros(value.shape and parameter.shape) for key, value in like.items()}
-           for name, parameter in model.named_parameters() if like and name in names - known.keys()}
-    groups = [group | {"fused": optimizer.defaults["fused"]} for group in saved["param_groups"]]
-    optimizer.state.clear()
     try:
-        states.set_optimizer_state_dict(model, optimizer, {"state": known | new, "param_groups": groups},
-                                        options=FROM_FULL)
-    except Exception as error:            # torch raises errors of any type for shapes that do not fit
+        optimizer.state.clear()
+        for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group |= {key: value for key, value in settings.items() if key not in ("params", "fused")}
+        targets, tensors = {}, {}
+        for name, parameter in model.named_parameters():
+            for key, tensor in saved["state"].get(name, {}).items():
+                if tensor.dim() == 0:                               # the number of steps
+                    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+                    optimizer.state[parameter][key] = tensor.to(device, copy=True)
+                    continue
+                if tensor.shape != parameter.shape:
+                    raise ValueError(f"{name} has {key} of shape {(*tensor.shape,)}")
+                optimizer.state[parameter][key] = torch.zeros_like(parameter, requires_grad=False)
+                targets[f"{name}/{key}"], tensors[f"{name}/{key}"] = optimizer.state[parameter][key], tensor
+    except Exception as error:            # broken values raise errors of any type
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: no state of this optimizer: {type(error).__name__}: {reason}") from error
-    for name, parameter in model.named_parameters():
-        if name not in known:             # as when it was saved: without a state
-            optimizer.state.pop(parameter, None)
+    fill(path.parent, targets, tensors, f"{place}/state")
+
+
+def fill(folder, targets, tensors, place):
+    """Copy a checkpoint's tensors into targets of the same names and shapes, sharded or not. All ranks call
+    it.
+
+    tensors: as `read_trainer` returned them; place: their path there, by which torch.distributed.checkpoint
+    finds what is not in trainer.pt. ValueError names the folder if it cannot be read.
+    """
+    parts = {f"{place}/{name}": target.detach() for name, target in targets.items() if tensors[name].is_meta}
+    try:
+        for name, target in targets.items():
+            if not tensors[name].is_meta:
+                copy_part(target, tensors[name])
+        if parts:
+            with one_error(Path(folder) / PARTS), warnings.catch_warnings():
+                warnings.simplefilter("ignore")                     # that one process is not distributed
+                dcp.load(parts, checkpoint_id=Path(folder) / PARTS)
+    except Exception as error:            # for a broken file torch raises errors of many types
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{folder}: {place} not read: {type(error).__name__}: {reason}") from error
 
 
 def find_checkpoint(folder):
@@ -162,22 +313,27 @@ def siblings(folder):
     return folder.with_name(folder.name + ".writing"), folder.with_name(folder.name + ".old")
 
 
-def swap(folder):
-    """Rename the new checkpoint to its final name; `repair` finishes after a crash between the renames."""
+def swap(folder, keep=False):
+    """Rename the new checkpoint to its final name; `repair` finishes after a crash between the renames.
+
+    keep: do not delete the old one.
+    """
     new, old = siblings(folder)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if not keep:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def repair(folder):
     """Finish a `swap` that crashed between its renames; return whether `folder` holds a checkpoint."""
     new, old = siblings(folder)
     if old.exists() and not folder.exists():
-        (new if new.exists() else old).rename(folder)    # the old one moves only once the new one is complete
+        # the new one is complete once it has its last file; an old one may also be there for longer
+        (new if (new / TRAINER_FILE).is_file() else old).rename(folder)
     return (folder / TRAINER_FILE).is_file()
 
 

@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import subprocess
+import time
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -47,6 +48,23 @@ def locked(folder):
         file.write(f"process {os.getpid()} of {socket.gethostname()}")
         file.flush()
         yield
+
+
+def lock_text(folder):
+    """What the process that has locked a folder has written there."""
+    return (folder / LOCK).read_text(encoding="utf-8") if (folder / LOCK).is_file() else ""
+
+
+def check_shared(folder, text, patience_s=30):
+    """ValueError unless the folder is the one in which another rank has `lock_text`. A network's file system
+    may take seconds to show it.
+    """
+    for _ in range(2 * patience_s):
+        if lock_text(folder) == text:
+            return
+        time.sleep(0.5)
+    raise ValueError(f"--out={folder}: on {socket.gethostname()} not the folder that rank 0 writes to; all "
+                     "machines must share it")
 
 
 def lock_holder(folder):

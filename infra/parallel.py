@@ -9,6 +9,8 @@ code without a process group. Left out: tensor, pipeline and context parallelism
 
 import math
 import os
+import secrets
+import socket
 import sys
 import threading
 import time
@@ -20,34 +22,44 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 # Python objects are exchanged on CPUs over gloo, weights and gradients on GPUs over nccl
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-FAILED = "gcd/failed"            # key in the group's store: the rank that failed first
+CONNECT_S = 110                  # seconds until all ranks are connected
+BEAT_S, LOST_BEATS = 2, 12       # a rank is lost that gives no sign of life for so many beats
 PATIENCE_S = 20                  # seconds for the other ranks to end by themselves
-FULL_ON_CPU = states.StateDictOptions(full_state_dict=True, cpu_offload=True)    # on rank 0; empty elsewhere
-FROM_FULL = states.StateDictOptions(full_state_dict=True, strict=False)   # each rank takes its part
+# Environment variables that connections depend on
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA",
+             "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank, the number of processes, and the device of its tensors."""
+    """This process's rank, the number of processes, the device of its tensors, and how many copies of the
+    weights there are: one, sharded over all ranks, or one on each machine, sharded over its ranks.
+    """
 
     rank: int
     world_size: int
     device: torch.device
+    copies: int = 1
+
+    @property
+    def shards(self):
+        """The number of ranks that share a copy of the weights."""
+        return self.world_size // self.copies
 
 
-def setup(device="auto", timeout_s=2 * 3600):
+def setup(device="auto", timeout_s=2 * 3600, within="all"):
     """Join the process group that torchrun started and return this process's Ranks; alone without torchrun.
 
     device: "auto" is CUDA if available. timeout_s: how long a rank waits for the others; hours by default,
-    because rank 0 alone generates the demonstrations and queries large models. ValueError for a device that
-    is not there, or for inconsistent environment variables.
+    because rank 0 alone generates the demonstrations and queries large models. within: the ranks that share a
+    copy of the weights, "all" or those of a "node". ValueError for a device that is not there, or for
+    inconsistent environment variables.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device={device}: expected auto, cpu or cuda")
@@ -67,13 +79,175 @@ def setup(device="auto", timeout_s=2 * 3600):
         own_device = torch.device("cuda", local)
         torch.cuda.set_device(own_device)
     if world_size > 1:
-        dist.init_process_group(BACKENDS[own_device.type], timeout=timedelta(seconds=timeout_s))
-        threading.Thread(target=failure_watchdog, daemon=True).start()
-    return Ranks(rank, world_size, own_device)
+        connect(own_device, timeout_s)
+    return Ranks(rank, world_size, own_device, machines() if within == "node" else 1)
+
+
+def connect(device, timeout_s):
+    """Join the process group, try each of its backends, and start to watch the other ranks.
+
+    A backend that does not connect may wait for hours: after CONNECT_S this process ends.
+    """
+    def advice(what):
+        values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in VARIABLES)
+        return (f"{what} ({BACKENDS[device.type]}); check that all machines reach each other, and the "
+                f"variables {values}; NCCL_DEBUG=INFO says more")
+
+    def give_up():
+        print(advice(f"gcd.py: error: rank {os.environ['RANK']} on {socket.gethostname()}: the "
+                     f"{os.environ['WORLD_SIZE']} ranks did not connect within {CONNECT_S} s"),
+              file=sys.stderr, flush=True)
+        os._exit(1)
+
+    limit = threading.Timer(CONNECT_S, give_up)
+    limit.daemon = True
+    limit.start()
+    def store(seconds):
+        return next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))
+
+    try:
+        own, rank, world_size = store(CONNECT_S + 10)
+        job = agreed_name(own, rank, world_size)
+        shared = dist.PrefixStore(job, store(timeout_s)[0])
+        dist.init_process_group(BACKENDS[device.type], store=shared, rank=rank, world_size=world_size,
+                                timeout=timedelta(seconds=timeout_s))
+        Watch.current = Watch(dist.PrefixStore(job, own), rank, world_size)
+        all_sum(torch.zeros(1, device=device)).item()                  # waits for the device
+    except RuntimeError as error:
+        error.add_note(advice("the ranks did not connect"))
+        raise
+    finally:
+        limit.cancel()
+
+
+def agreed_name(store, rank, world_size):
+    """Return a name for this start of the job, equal on all ranks, which no earlier start used in the store.
+
+    torchrun's store outlives the ranks that it starts again, and holds the addresses of the former. Each rank
+    asks rank 0 with a word of its own, and takes no other answer.
+    """
+    word, here = secrets.token_hex(8), "{}/here/{}".format
+    if rank:
+        store.set(f"asks/{rank}", word)
+        store.wait([f"answer/{word}"], timedelta(seconds=CONNECT_S + 10))
+        job = store.get(f"answer/{word}").decode()
+        store.set(here(job, rank), "")
+        return job
+    while missing := [other for other in range(1, world_size) if not store.check([here(word, other)])]:
+        for other in missing:
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", word)
+        time.sleep(0.1)
+    return word
+
+
+class Watch:
+    """This rank's sign of life, and its eye on the others: two threads that end the process if one of them
+    fails or is lost.
+
+    Each rank counts in the group's store every BEAT_S seconds, and watches the count of the next rank. On
+    GPUs a collective may never notice that a peer is gone, and a main thread that is blocked in it runs no
+    signal handler. A process that is suspended for less than LOST_BEATS is not lost, nor is a whole job that
+    is suspended for longer: what counts is the watcher's own beats.
+    """
+
+    current = None                 # of this process, if it is one of several
+
+    def __init__(self, store, rank, world_size):
+        """store: by a connection of its own, because the group's may be waiting for a key."""
+        self.store, self.rank, self.world_size = store, rank, world_size
+        self.ended, self.unanswered_s, self.parent = threading.Event(), 0, os.getppid()
+        self.store.set(f"host/{self.rank}", socket.gethostname())
+        self.store.set(f"beat/{self.rank}", "0")
+        all_gather(None)                                                        # all of these keys are there
+        for thread in (self.beat, self.guard):
+            threading.Thread(target=thread, daemon=True).start()
+
+    def name(self, rank):
+        """"rank 3 on HOST"."""
+        return f"rank {rank} on {self.store.get(f'host/{rank}').decode()}"
+
+    def failure(self):
+        """What ended the job, such as "rank 3 on HOST failed"; "" if nothing has."""
+        return self.store.get("failed").decode() if self.store.check(["failed"]) else ""
+
+    def fail(self, what):
+        """Tell all ranks what ended the job, unless they know."""
+        self.store.compare_set("failed", "", what)
+
+    def silent(self, beats=5):
+        """The ranks that have given no sign of life for so many beats; it takes that long."""
+        def counts():
+            return {rank: self.store.get(f"beat/{rank}") for rank in range(self.world_size)}
+
+        before = counts()
+        time.sleep(beats * BEAT_S)
+        return [rank for rank, count in counts().items() if count == before[rank]]
+
+    def beat(self):
+        """Thread: count, watch the next rank, and end this process PATIENCE_S after another one failed."""
+        beats, seen, still = 0, b"", 0
+        following = (self.rank + 1) % self.world_size
+        try:
+            while not self.ended.wait(BEAT_S):
+                beats += 1
+                self.store.set(f"beat/{self.rank}", str(beats))
+                count = self.store.get(f"beat/{following}")
+                seen, still = count, still + 1 if count == seen else 0
+                if still >= LOST_BEATS:
+                    self.fail(f"{self.name(following)} is lost")
+                if why := self.failure():
+                    return self.end(why)
+                self.unanswered_s = 0
+        except RuntimeError:                                       # the connection is closed
+            self.unanswered_s = -math.inf
+            if os.getppid() == self.parent:                # else torchrun is gone: see infra/signals.py
+                self.end(self.store_lost())
+
+    def store_lost(self):
+        """What ended the job if the store does not answer."""
+        return f"{os.environ.get('MASTER_ADDR')}, which holds the job's store, is lost"
+
+    def end(self, why):
+        """End this process if it does not end by itself within PATIENCE_S."""
+        self.unanswered_s = -math.inf
+        if not self.ended.wait(PATIENCE_S):
+            self.exit(why)
+
+    def exit(self, why):
+        """End this process at once, whatever its main thread is waiting for."""
+        print(f"{why}, so this one ends", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def guard(self):
+        """Thread: end this process if the store's machine no longer answers, so that `beat` waits for it."""
+        while not self.ended.wait(1):
+            self.unanswered_s += 1
+            if self.unanswered_s > BEAT_S * LOST_BEATS + PATIENCE_S:
+                self.exit(self.store_lost())
+
+
+def machines():
+    """Return the number of machines in the group. ValueError unless all have equally many ranks, in order."""
+    local, local_rank = (os.environ.get(name, default) for name, default in (
+        ("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        return 1
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    sizes = all_gather(int(local) if local.isdecimal() and int(local) else 0)
+    if len({*sizes}) > 1 or not sizes[0] or world_size % sizes[0]:
+        raise ValueError(f"--shard-within=node: LOCAL_WORLD_SIZE is {sizes} on the ranks; every machine "
+                         "needs equally many (torchrun --nproc-per-node)")
+    if not all(all_gather(str(rank % sizes[0]) == local_rank)):
+        raise ValueError("--shard-within=node: RANK does not count through one machine after the other")
+    return world_size // sizes[0]
 
 
 def shutdown():
     """Leave the process group, if any."""
+    if Watch.current:
+        Watch.current.ended.set()
+        Watch.current = None
     if dist.is_initialized():
         time.sleep(0.2)    # a gloo thread that frees its last tensor while Python exits aborts the process
         dist.destroy_process_group()
@@ -88,14 +262,13 @@ def abort(status):
     """End this process at once with an exit status, if it is one of several; else return the status.
 
     The caller has already printed the error. Other ranks may be waiting in a collective that will never
-    complete, so leaving the process group would hang. They end when the connection breaks, or by
-    `failure_watchdog`.
+    complete, so leaving the process group would hang. They end when the connection breaks, or by `Watch`.
     """
     if not is_distributed():
         return status
-    if failed_rank() is None:
-        with suppress(RuntimeError):
-            store().set(FAILED, str(dist.get_rank()))
+    with suppress(RuntimeError):                                # the store may have ended with torchrun
+        watch = Watch.current
+        watch.fail(f"{watch.name(watch.rank)} failed")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -109,32 +282,22 @@ def on_exit(kind, error, trace):
     shutdown()
 
 
-def store():
-    """Return the process group's key-value store, which ranks read and write without waiting for others."""
-    return dist.distributed_c10d._get_default_store()
+def failure(error=None):
+    """What ended the job before this rank's error, such as "rank 3 on HOST failed"; "" if nothing did.
 
-
-def failed_rank():
-    """Return the rank that failed first, or None."""
-    with suppress(RuntimeError):                                # the store may have ended with torchrun
-        if is_distributed() and store().check([FAILED]):
-            return int(store().get(FAILED))
-    return None
-
-
-def failure_watchdog():
-    """Thread that ends this process PATIENCE_S after another rank has failed.
-
-    On GPUs a collective may never notice that a peer is gone, and a main thread that is blocked in it runs no
-    signal handler.
+    error: a rank that is lost tells nobody, but breaks the connections of the others; of an error that may
+    come of that, it takes seconds to tell.
     """
-    with suppress(RuntimeError, ValueError):                    # the store or the group has ended
-        while is_distributed():
-            if store().check([FAILED]):
-                time.sleep(PATIENCE_S)
-                print(f"rank {failed_rank()} failed, so this one ends", file=sys.stderr, flush=True)
-                os._exit(1)
-            time.sleep(1)
+    while error and type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+        error = error.__cause__
+    if not (watch := Watch.current):
+        return ""
+    try:
+        if error and not watch.failure() and (lost := watch.silent()):
+            watch.fail(f"{watch.name(lost[0])} is lost ({' '.join(str(error).split())[:200]})")
+        return watch.failure()
+    except RuntimeError:                                        # the store may have ended with torchrun
+        return watch.store_lost() if error else ""
 
 
 def is_rank0():
@@ -149,26 +312,31 @@ def print0(*values, file=None):
 
 
 def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
-    """Shard a model's fp32 master weights over the ranks by FSDP2: one unit per layer, and the root.
+    """Shard a model's fp32 master weights over the ranks that share them by FSDP2: one unit per layer, and
+    the root.
 
-    Every rank gets rank 0's weights, and holds the full model once while it is sharded. compute_dtype: dtype
-    of forward and backward. frozen: the weights are not trained, and are stored in compute_dtype; otherwise
-    those that require a gradient are trained.
+    A model on the meta device gets memory for this rank's part alone, undefined until `copy_part` fills it.
+    Of a model with weights every rank gets rank 0's, and holds all of them while it is sharded.
+    compute_dtype: dtype of forward and backward. frozen: the weights are not trained, and are stored in
+    compute_dtype; otherwise those that require a gradient are trained.
 
     Gradients are summed in fp32, not averaged: divide the loss by a count over all ranks. Afterwards, ranks
     must call forward and backward equally often (but see `unsharded_copy`). Create the optimizer afterwards.
     A single process in fp32 is not wrapped, to save time; bf16 needs FSDP for its fp32 master weights.
     """
-    model.to(device=ranks.device, dtype=compute_dtype if frozen else torch.float32)
+    empty = next(model.parameters()).is_meta
+    model.to(device=None if empty else ranks.device, dtype=compute_dtype if frozen else torch.float32)
     if frozen:
         model.requires_grad_(False)
     if ranks.world_size == 1 and compute_dtype == torch.float32:
-        return model
+        return with_memory(model, ranks.device) if empty else model
     if not dist.is_initialized():    # one process: FSDP needs a group; this one uses no network
         dist.init_process_group(BACKENDS[ranks.device.type], store=dist.HashStore(), rank=0, world_size=1)
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in () if empty else (*model.parameters(), *model.buffers()):
         dist.broadcast(tensor.detach(), src=0)
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    # of two dimensions the first replicates, the last shards (hybrid sharding, arXiv:2304.11277 3.2.2)
+    sizes = {"copies": ranks.copies, "shards": ranks.shards} if ranks.copies > 1 else {"shards": ranks.shards}
+    mesh = init_device_mesh(ranks.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
     # inputs keep their dtype: positions and masks must not become bf16
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for module in (*model.model.layers, model):
@@ -176,6 +344,12 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)    # gloo has no scaled sum
     model.compute_dtype = compute_dtype
+    return with_memory(model, ranks.device) if empty else model
+
+
+def with_memory(model, device):
+    """Move a model from the meta device to another, with undefined weights; tied ones stay tied."""
+    model.to_empty(device=device).tie_weights()
     return model
 
 
@@ -190,9 +364,7 @@ def unsharded_copy(model, make, dtype, always=False):
         return model
     with torch.device("meta"):
         copy = make()
-    copy.to(dtype).to_empty(device=next(model.parameters()).device)
-    copy.tie_weights()
-    return copy.requires_grad_(False)
+    return with_memory(copy.to(dtype), next(model.parameters()).device).requires_grad_(False)
 
 
 @torch.no_grad()
@@ -235,17 +407,53 @@ def _move(model, optimizer, device):
         state |= {key: tensor.to(device) for key, tensor in state.items()}
 
 
-def full_weights(model):
-    """Return the full fp32 weights by name, on rank 0's CPU; an empty dict on other ranks. All ranks call it.
-
-    To copy a sharded model, which has no deepcopy: load these into a new model on rank 0, then `shard` it.
+def full_weights(model, part=""):
+    """Return the full weights whose names contain `part`, {name: tensor}, on rank 0's CPU; an empty dict on
+    other ranks. All ranks call it.
     """
-    return states.get_model_state_dict(model, options=FULL_ON_CPU)
+    found = {}
+    for name, weight in model.state_dict().items():
+        if part in name:
+            full = full_tensor(weight)
+            if is_rank0():
+                found[name] = full.detach().to("cpu", copy=True)
+    return found
 
 
 def full_tensor(tensor):
     """Return the full tensor of a sharded parameter or gradient, on every rank; an unsharded one itself."""
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor):
+    """Return this rank's part of a sharded tensor, in the same memory, and the slice of the full tensor's
+    rows that it is; of an unsharded one, all.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), slice(None)
+    part, mesh = tensor.to_local().detach(), tensor.device_mesh
+    longest = -(-len(tensor) // mesh.shape[-1])                      # FSDP cuts as torch.chunk does
+    start = min(longest * mesh.get_coordinate()[-1], len(tensor))
+    return part, slice(start, start + len(part))
+
+
+def copy_part(target, source):
+    """Copy into a parameter, sharded or not, this rank's part of `source`.
+
+    source: a full tensor, anything of its shape that can be sliced by rows (a file's tensor is read only
+    there), or a tensor sharded in the same way.
+    """
+    part, rows = own_rows(target)
+    if part.numel():
+        part.copy_(source.to_local() if isinstance(source, DTensor) else source[rows])
+
+
+def writers(model):
+    """Return (this rank's number, their number) of the ranks that share the writing of a model's weights: all
+    that of a sharded one; an unsharded one is written by whoever has it.
+    """
+    shared = is_distributed() and isinstance(model, FSDPModule)
+    return (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
 
 
 def shard_like(parameter, tensor):
@@ -258,7 +466,8 @@ def shard_like(parameter, tensor):
     tensor = tensor.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return tensor
-    replicated = DTensor.from_local(tensor, parameter.device_mesh, [Replicate()], run_check=False)
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return replicated.redistribute(placements=parameter.placements)
 
 
@@ -334,12 +543,14 @@ def pop_grads(model):
 
 def dot(grads_a, grads_b):
     """Return the inner product of two gradients over all parameters and ranks, in fp64; None counts as 0."""
-    sharded = any(isinstance(grad, DTensor) for grad in (*grads_a, *grads_b))
-    pairs = [(a.to_local(), b.to_local()) if sharded else (a, b)
+    sharded = next((grad for grad in (*grads_a, *grads_b) if isinstance(grad, DTensor)), None)
+    pairs = [(a, b) if sharded is None else (a.to_local(), b.to_local())
              for a, b in zip(grads_a, grads_b, strict=True) if a is not None and b is not None]
     products = [(a * b).sum(dtype=torch.float64) for a, b in pairs]
     total = float(torch.stack(products).sum()) if products else 0.0
-    return all_sum(total) if sharded else total
+    if sharded is None:
+        return total
+    return sum(all_gather(total)[:sharded.device_mesh.shape[-1]])        # of the first copy: all are equal
 
 
 def norm(grads):

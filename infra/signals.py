@@ -3,9 +3,11 @@
 Left out: what is saved then (session.Run.save), and the run folder's lock (infra/files.py).
 """
 
+import math
 import os
 import signal
 import sys
+import time
 from contextlib import contextmanager, suppress
 
 
@@ -23,13 +25,18 @@ class Stop:
 
     The first SIGINT (Ctrl-C), SIGTERM or SIGHUP sets it, the second raises KeyboardInterrupt, the third ends
     the process. The parent counts if it supervises the run: torchrun, or run.sh, which sets $GCD_PARENT.
+    torchrun passes its signals on, so that one that a scheduler sends to all processes comes twice: under it,
+    two within REPEAT_S count once.
     """
 
     SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    REPEAT_S = 2
 
     def __init__(self):
-        supervised = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("GCD_PARENT") == str(os.getppid())
+        self.by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        supervised = self.by_torchrun or os.environ.get("GCD_PARENT") == str(os.getppid())
         self.signals, self.parent = 0, os.getppid() if supervised else None
+        self.last = -math.inf                                 # when the last signal came
         for signum in self.SIGNALS:
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:       # nohup ignores it
                 signal.signal(signum, self.note)
@@ -50,6 +57,10 @@ class Stop:
 
     def note(self, signum, frame):
         """The signal handler."""
+        now, before = time.monotonic(), self.last
+        self.last = now
+        if self.by_torchrun and now - before < self.REPEAT_S:
+            return
         self.signals += 1
         if self.signals > 2:
             os._exit(130)

@@ -30,23 +30,38 @@ class LoRALinear(nn.Linear):
 
 
 def add(model, rank, generator):
-    """Freeze a model, and give each linear layer of its blocks an adapter that changes nothing yet."""
+    """Freeze a model, and give each linear layer of its blocks an adapter that changes nothing yet.
+
+    A model without weights needs `start` once it has some.
+    """
     model.requires_grad_(False)
     for name, layer in [*model.model.layers.named_modules()]:
         if isinstance(layer, nn.Linear):
             model.model.layers.set_submodule(name, LoRALinear(layer, rank))
-    merge(model, generator)
+    start(model, generator)
 
 
 @torch.no_grad()
 def merge(model, generator):
-    """Add each adapter to its matrix, and start a new one: B is 0 and A uniform in +-in^-0.5, as in peft."""
-    for layer in (module for module in model.modules() if isinstance(module, LoRALinear)):
+    """Add each adapter to its matrix, and start a new one."""
+    for layer in adapted(model):
         _, full = next(merged(dict(layer.named_parameters())))
-        uniform = torch.empty(layer.lora_A.shape, device="cpu").uniform_(-1, 1, generator=generator)
         layer.weight.copy_(shard_like(layer.weight, full))
+    start(model, generator)
+
+
+@torch.no_grad()
+def start(model, generator):
+    """Give the adapters the values of new ones: B is 0 and A uniform in +-in^-0.5, as in peft."""
+    for layer in adapted(model):
+        uniform = torch.empty(layer.lora_A.shape, device="cpu").uniform_(-1, 1, generator=generator)
         layer.lora_A.copy_(shard_like(layer.lora_A, uniform * layer.in_features ** -0.5))
         layer.lora_B.zero_()
+
+
+def adapted(model):
+    """The layers of a model that have an adapter, in order."""
+    return [module for module in model.modules() if isinstance(module, LoRALinear)]
 
 
 def merged(weights):
@@ -61,7 +76,7 @@ def merged(weights):
 @contextmanager
 def disabled(model):
     """Yield the model with its adapters off: what it was when they were new."""
-    layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
+    layers = adapted(model)
     for layer in layers:
         layer.enabled = False
     try:

@@ -21,11 +21,14 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infra import parallel
 from lm.attention import Rows
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 # Llama 3's RoPE scaling, by config.json's names in the order of ModelConfig.rope_scaling
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+VALUE_HEAD = "value_head.weight", "value_head.bias"
+INDEX = "model.safetensors.index.json"                       # which file holds which tensor, if several do
 LARGEST = 1e9                                                # the largest number that config.json may contain
 TYPE_NAMES = {int: "an integer", float: "a number"}          # in error messages
 
@@ -314,50 +317,93 @@ def init_weights(model, seed):
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
 
-def save_pretrained(model, folder, state=None):
-    """Write config.json and model.safetensors into an existing folder.
+@torch.no_grad()
+def save_pretrained(model, folder, weights=None):
+    """Write config.json and the weights into an existing folder.
 
-    state: {name: full tensor}, needed if the model's own are sharded. A tied lm_head is not written.
+    weights: (name, tensor) pairs to write in place of the model's parameters; a tied lm_head is not one. The
+    weights of a model that several ranks share are gathered one by one, and each rank writes a file of about
+    as many bytes: model-00001-of-00008.safetensors, listed in an index, as Hugging Face's libraries do. All
+    of these ranks call it, with a folder that all see.
     """
-    left_out = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    state = {name: tensor.detach().cpu().contiguous()
-             for name, tensor in (state or model.state_dict()).items() if name not in left_out}
-    model.config.save(folder, dtype=next(iter(state.values())).dtype)
-    path = Path(folder) / "model.safetensors"
-    try:
-        save_file(state, path, metadata={"format": "pt"})
-    except (SafetensorError, OSError) as error:                     # neither error names the file
-        raise OSError(f"{path}: {error}") from None
-    shutil.copymode(path.with_name("config.json"), path)    # safetensors makes it readable by its owner only
+    (rank, ranks), own, writer_of = parallel.writers(model), {}, {}
+    written, total = 0, sum(parameter.nbytes for parameter in model.parameters())
+    for name, tensor in weights or model.named_parameters():
+        full = parallel.full_tensor(tensor).detach()
+        writer_of[name] = min(written * ranks // total, ranks - 1)
+        written += full.nbytes
+        if writer_of[name] == rank:
+            own[name] = full.cpu().contiguous()
+    names = {writer: f"model-{k:05d}-of-{len({*writer_of.values()}):05d}.safetensors"
+             for k, writer in enumerate(sorted({*writer_of.values()}), start=1)}
+    names = names if len(names) > 1 else dict.fromkeys(names, "model.safetensors")
+
+    def describe():
+        model.config.save(folder, dtype=full.dtype)
+        if len(names) > 1:
+            index = {"metadata": {"total_size": written},
+                     "weight_map": {name: names[writer] for name, writer in writer_of.items()}}
+            (Path(folder) / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+    def write():
+        path = Path(folder) / names[rank]
+        try:
+            save_file(own, path, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:                     # neither error names the file
+            raise OSError(f"{path}: {error}") from None
+        shutil.copymode(path.with_name("config.json"), path)    # safetensors makes it its owner's alone
+
+    if ranks == 1:
+        describe()
+        write()
+    else:
+        parallel.on_rank0(describe)
+        parallel.collective(lambda: write() if own else None)
 
 
 def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
-    """Load the model of a Hugging Face folder. ValueError names the file or tensor that is not as expected.
+    """Load the model of a Hugging Face folder; see `open_pretrained` and `load_weights`."""
+    model = open_pretrained(folder, value_head).to(dtype)
+    load_weights(parallel.with_memory(model, device), folder)
+    return model
 
-    value_head: True adds a value head of zeros if the folder has none; otherwise the model has a value head
-    if the folder has one.
+
+def open_pretrained(folder, value_head=None):
+    """The model of a Hugging Face folder on the meta device, without weights.
+
+    value_head: True adds a value head if the folder has none; otherwise the model has a value head if the
+    folder has one. ValueError names the file or tensor that is not as expected.
     """
     config = ModelConfig.load(folder)
     new_head = value_head and not config.value_head
     with torch.device("meta"):
         model = Model(replace(config, value_head=True) if new_head else config)
-    files, fresh = weight_files(folder), {"value_head.weight", "value_head.bias"} if new_head else set()
-    check_tensors(folder, files, {name: tuple(t.shape) for name, t in model.state_dict().items()
-                                  if name not in fresh}, config.tie_word_embeddings)
-    model.to(dtype).to_empty(device=device)
-    model.tie_weights()
-    state = model.state_dict()
-    for name in fresh:
-        state[name].zero_()
-    for path in files:
+    fresh = VALUE_HEAD if new_head else ()
+    check_tensors(folder, weight_files(folder), {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in fresh},
+        config.tie_word_embeddings)
+    return model
+
+
+def load_weights(model, folder):
+    """Read a folder's weights into a model of `open_pretrained` that has memory, of a sharded one only this
+    rank's part.
+
+    A value head that the folder lacks becomes zeros. ValueError for numbers that are not finite.
+    """
+    targets = dict(model.named_parameters())
+    missing = {*targets} & {*VALUE_HEAD}
+    for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                if name == "lm_head.weight" and config.tie_word_embeddings:
-                    continue               # some folders contain it, but the embedding is used
-                state[name].copy_(file.get_tensor(name))
-                if not state[name].isfinite().all():
+                if name not in targets:    # some folders contain a tied lm_head, but the embedding is used
+                    continue
+                missing.discard(name)
+                parallel.copy_part(targets[name], file.get_slice(name))
+                if not parallel.own_rows(targets[name])[0].isfinite().all():
                     raise ValueError(f"{path}: {name} contains numbers that are not finite")
-    return model
+    for name in missing:
+        parallel.own_rows(targets[name])[0].zero_()
 
 
 def check_tensors(folder, files, shapes, tied):
@@ -395,7 +441,7 @@ def weights_hash(folder):
 
 def weight_files(folder):
     """Paths of a folder's safetensors files: a single one, or the shards listed in its index."""
-    single, index = Path(folder) / "model.safetensors", Path(folder) / "model.safetensors.index.json"
+    single, index = Path(folder) / "model.safetensors", Path(folder) / INDEX
     if single.is_file():
         return [single]
     if not index.is_file():

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+from collections import ChainMap
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -73,7 +74,7 @@ def rows(out, phase="rl"):
 
 def weights(out):
     """The tensors of the checkpoint."""
-    return load_file(out / "checkpoint" / "model.safetensors")
+    return dict(ChainMap(*map(load_file, qwen.weight_files(out / "checkpoint"))))
 
 
 def same(a, b):

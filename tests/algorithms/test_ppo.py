@@ -435,7 +435,7 @@ def test_a_new_critic_is_a_copy_of_the_policy_with_values_of_0(model):
     for policy in (model, with_value_head(copy.deepcopy(model), bias=0.7)):
         before = flat(policy.parameters())
         method = method_of("ppo")
-        method.begin(policy, PLAIN, 2, lambda model: model)
+        method.begin(policy, PLAIN, 2, lambda model: parallel.with_memory(model, "cpu"))
         critic, optimizer = method.critic
         ids_BT = torch.arange(1, 20)[None]
         with torch.no_grad():

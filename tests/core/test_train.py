@@ -564,7 +564,7 @@ def test_flags_and_small_files_are_checked_before_games_and_weights_are_read(
     """Games may be thousands of files, weights gigabytes."""
     for name in ("train_tasks", "split_tasks", "vocabulary", "make"):
         monkeypatch.setattr(Environment, name, untouched)
-    monkeypatch.setattr(qwen, "load_pretrained", untouched)
+    monkeypatch.setattr(qwen, "load_weights", untouched)
     model = copied(start, tmp_path / "model", change) if change else start
     assert train(tmp_path / "out", *start_from(model), *flags.split()) == 1
     assert_one_error(capsys, message)
@@ -759,7 +759,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypa
     assert train(tmp_path, *start_from(start), "--iterations", 1) == 0
     before = weights(tmp_path)
 
-    def full(model, folder, state):
+    def full(model, folder, weights):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(qwen, "save_pretrained", full)

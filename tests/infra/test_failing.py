@@ -7,9 +7,12 @@ torchrun is configured to wait an hour for processes that do not end by themselv
 """
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,9 +21,10 @@ from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, start_from
 
 import gcd
 import update
-from infra import errors, parallel
+from infra import errors, parallel, signals
 from lm import engine
 
+SECOND = f"rank 1 on {socket.gethostname()}"
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
@@ -56,10 +60,11 @@ def main(kind, out, *flags):
 
 @pytest.mark.parametrize("kind, message, consequence", [
     ("playing", "gcd.py: error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): "
-     "while playing, --slots or --context down\n", "gcd.py: error: rank 1 failed, so this one ends\n"),
+     "while playing, --slots or --context down\n", f"gcd.py: error: {SECOND} failed, so this one ends\n"),
     ("training", "gcd.py: error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): "
-     "while training, --microbatch-tokens down", "\nrank 1 failed, so this one ends\n"),
-    ("bug", "AssertionError: a turn without a reward", "gcd.py: error: rank 1 failed, so this one ends\n")],
+     "while training, --microbatch-tokens down", f"\n{SECOND} failed, so this one ends\n"),
+    ("bug", "AssertionError: a turn without a reward",
+     f"gcd.py: error: {SECOND} failed, so this one ends\n")],
     ids=["playing", "training while the other is stuck", "a bug"])
 def test_a_rank_that_fails_prints_why_and_ends_all_ranks(start, tmp_path, kind, message, consequence):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -106,8 +111,27 @@ def test_errors_of_other_kinds_do_not_count_as_out_of_memory(tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatch, by_torchrun):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with signals.Stop.restored():
+        stop = signals.Stop()
+        assert not stop
+        stop.note(signal.SIGTERM, None)
+        with nullcontext() if by_torchrun else pytest.raises(KeyboardInterrupt):
+            stop.note(signal.SIGTERM, None)
+        assert stop
+        if by_torchrun:                                                           # one that comes later
+            stop.last -= stop.REPEAT_S
+            with pytest.raises(KeyboardInterrupt):
+                stop.note(signal.SIGTERM, None)
+
+
+@pytest.mark.fast
 def test_a_single_process_returns_its_exit_status():
-    assert parallel.abort(130) == 130 and parallel.failed_rank() is None and not parallel.is_distributed()
+    assert parallel.abort(130) == 130 and parallel.failure() == "" and not parallel.is_distributed()
 
 
 if __name__ == "__main__":

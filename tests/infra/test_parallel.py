@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import batching
 import update
@@ -112,7 +113,9 @@ def train_and_save(ranks, out):
 
 def resume(ranks, source, out):
     """Load a checkpoint of any number of ranks, save it again unchanged, then take the third step."""
-    model = parallel.shard(qwen.load_pretrained(checkpoint.find_checkpoint(source / "two")), ranks)
+    folder = checkpoint.find_checkpoint(source / "two")
+    model = parallel.shard(qwen.open_pretrained(folder), ranks)
+    qwen.load_weights(model, folder)
     optimizer = new_optimizer(model)
     state = checkpoint.load_trainer(source / "two", model, optimizer)
     assert state["step"] == 2 and state["rng"].tolist() == [0, 1, 2], state
@@ -163,7 +166,7 @@ def train_adapters(ranks, out):
     parallel.on_rank0(lambda: torch.save(found, out / "adapters.pt"))
 
 
-def full_disk(model, folder, state):
+def full_disk(model, folder):
     (folder / "model.safetensors").write_bytes(b"half a fi")
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -243,7 +246,7 @@ def headed_step(actor, critic, ranks, name):
         episodes = [e for e in episodes if (e.group == 2) == (ranks.rank == 1)]
     on_1 = {1: 0, 2: 0, 3: 1}[name] if ranks.world_size == 2 else 0
     turns = [] if name == 1 else turns[:on_1] if ranks.rank == 1 else turns[on_1:]
-    metrics = critics_step(critic, copy.deepcopy(episodes))
+    metrics = critics_step(critic, copy.deepcopy(episodes), ranks)
     weakened = nthr.Method(nthr.Settings(nthr_beta=0.5))
     weakened.begin(actor[0], OBJECTIVE, 1, None)
     rewards.write_rewards(episodes, weakened.settings)
@@ -255,10 +258,10 @@ def headed_step(actor, critic, ranks, name):
     return metrics | {key: value for key, value in stepped.items() if "logprob_gap" not in key}    # rounding
 
 
-def critics_step(critic, episodes):
+def critics_step(critic, episodes, ranks):
     """PPO's advantages from its critic, whitened over all ranks, and a step of the critic."""
     method = ppo.Method(ppo.Settings(variant="code", critic_lr=1e-3))
-    method.begin(critic[0], OBJECTIVE, 1, lambda model: model)         # which makes a new critic
+    method.begin(critic[0], OBJECTIVE, 1, lambda model: parallel.shard(model, ranks))   # makes a new critic
     method.critic = critic
     metrics = method.assign(episodes)
     squares = [a * a for e in episodes for turn in e.turns for a in turn.token_advantage]
@@ -334,9 +337,26 @@ def torchrun(n, out, source):
     return out
 
 
+def whole_trainer(folder):
+    """The content of trainer.pt, with what each rank wrote put together by torch's own converter."""
+    trainer, parts = torch.load(folder / checkpoint.TRAINER_FILE, weights_only=True), {}
+    if (folder / checkpoint.PARTS).exists():
+        dcp_to_torch_save(folder / checkpoint.PARTS, folder / "whole.pt")
+        parts = torch.load(folder / "whole.pt", weights_only=True)
+
+    def filled(tree, path):
+        if isinstance(tree, dict):
+            return {key: filled(value, f"{path}/{key}".strip("/")) for key, value in tree.items()}
+        is_part = isinstance(tree, torch.Tensor) and tree.is_meta
+        assert not is_part or parts[path].shape == tree.shape, path
+        return parts[path] if is_part else tree
+
+    return filled(trainer, "")
+
+
 def trainer_of(folder):
     """Moments and step counts by parameter name, and the settings of the only parameter group."""
-    optimizer = torch.load(folder / checkpoint.TRAINER_FILE, weights_only=True)["optimizer"]
+    optimizer = whole_trainer(folder)["optimizer"]
     return optimizer["state"], json.dumps(optimizer["param_groups"])    # betas are loaded as a list
 
 
@@ -448,7 +468,7 @@ def test_resuming_at_the_same_number_of_ranks_is_exact(one, tmp_path):
 
 def critic_of(folder):
     """A checkpoint's critic: its weights, and the optimizer's moments by parameter name."""
-    critic = torch.load(folder / checkpoint.TRAINER_FILE, weights_only=True)["critic"]
+    critic = whole_trainer(folder)["critic"]
     return dict(critic["weights"]), critic["optimizer"]["state"]
 
 
@@ -491,6 +511,21 @@ def test_a_missing_or_different_critic_is_named(one):
     with pytest.raises(ValueError, match="the critic's value_head.bias differs: saved from another model"):
         checkpoint.load_trainer(one / "headed_one", *headed, critic=plain)
     assert checkpoint.load_trainer(one / "headed_one", *headed) == {"step": 1}    # not loading it is allowed
+
+
+@pytest.mark.fast
+def test_an_older_checkpoint_of_a_critic_holds_its_tied_head_twice(tmp_path):
+    shape = replace(HEADED, tie_word_embeddings=True)
+    actor, critic, loaded = (with_optimizer(new_model(seed, shape), SINGLE) for seed in range(3))
+    save_headed(tmp_path / "saved", actor, critic)
+    path = tmp_path / "saved" / checkpoint.TRAINER_FILE
+    trainer = torch.load(path, weights_only=True)
+    weights = trainer["critic"]["weights"]
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    torch.save(trainer, path)
+    checkpoint.load_trainer(tmp_path / "saved", *actor, critic=loaded)
+    assert all(torch.equal(a, b) for a, b in zip(critic[0].parameters(), loaded[0].parameters(), strict=True))
 
 
 @pytest.mark.fast

@@ -404,9 +404,9 @@ def test_dtype_is_converted_on_load_and_preserved_on_save(tmp_path, family):
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
-def test_save_pretrained_writes_the_given_state(tmp_path):
+def test_save_pretrained_writes_the_given_weights(tmp_path):
     model = make_model()
-    m.save_pretrained(model, tmp_path, state={name: t + 1 for name, t in model.state_dict().items()})
+    m.save_pretrained(model, tmp_path, ((name, t + 1) for name, t in model.named_parameters()))
     assert (m.load_pretrained(tmp_path).model.norm.weight == 2).all()
 
 

@@ -1,0 +1,369 @@
+"""Tests of several machines, each a torchrun of its own on this one: 2 x 4 ranks over gloo.
+
+    python -m pytest tests/infra/test_nodes.py
+
+The ranks are this file, run by `torchrun --nnodes 2 --nproc-per-node 4` (`main` below), or gcd.py. Oracles:
+the same on one process; torch's converter of distributed checkpoints.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import test_parallel as single
+import torch
+from conftest import is_alive
+from test_parallel import SINGLE, assert_same_checkpoint
+from test_train import nearest_draws, numbers
+from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, rows, start_from, train
+
+import config
+import gcd
+import session
+from infra import checkpoint, files, parallel
+from lm import model as qwen
+
+HOST = socket.gethostname()
+# A file of the distributed checkpoint, and one of the weights
+PARTS = "trainer/__5_0.distcp", "model-00002-of-00008.safetensors"
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def start_nodes(*command, nodes=2, ranks=4, more=(), **environment):
+    """Start a torchrun for each node, node 0 with the job's store; their output is one stream each."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", ranks,
+                "--master-addr", "localhost", "--master-port", free_port(), *more]
+    variables = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/infra:{ROOT}/tests/core",
+                               "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"} | environment
+    return [subprocess.Popen([str(part) for part in (*torchrun, "--node-rank", node, *command)], text=True,
+                             env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            for node in range(nodes)]
+
+
+def finished(nodes, timeout_s=400):
+    """The exit statuses of the nodes, and all of their output."""
+    texts = [node.communicate(timeout=timeout_s)[0] for node in nodes]
+    return [node.returncode for node in nodes], "".join(texts)
+
+
+def workers(node):
+    """The process ids of a node's ranks."""
+    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(node.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in listed.stdout.split()]
+
+
+def signal_node(node, signum):
+    """Send a signal to a node's torchrun and to its ranks, as if the machine was lost."""
+    for pid in (node.pid, *workers(node)):
+        os.kill(pid, signum)
+
+
+def wait_for(condition, limit_s=240):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "nothing to see within the time limit"
+        time.sleep(0.1)
+
+
+def main(kind, out, *arguments):
+    """What torchrun runs on each rank."""
+    torch.set_num_threads(1)
+    if kind == "restarted":
+        return restarted(out, *arguments)
+    ranks = parallel.setup("cpu", timeout_s=240, within="all" if kind == "resume" else "node")
+    if kind == "train":
+        single.train_and_save(ranks, out)
+        single.train_adapters(ranks, out)
+        read_parts(ranks, out)
+    if kind in ("train", "resume"):
+        single.resume(ranks, Path(*arguments or [out]), out)
+    if kind == "wait":                         # for a rank that is never there, as a collective on GPUs may
+        (out / f"rank{ranks.rank}").touch()
+        time.sleep(600)
+    return parallel.shutdown()
+
+
+class Watched:
+    """A tensor of a file that notes how many bytes are read of it."""
+
+    def __init__(self, tensor, read):
+        self.tensor, self.read = tensor, read
+
+    def __getitem__(self, rows):
+        found = self.tensor[rows]
+        self.read.append(found.nbytes)
+        return found
+
+
+def read_parts(ranks, out):
+    """Load a model and note the bytes that this rank reads, and has."""
+    read, copy_part = [], parallel.copy_part
+    parallel.copy_part = lambda target, source: copy_part(target, Watched(source, read))
+    model = parallel.shard(qwen.open_pretrained(out / "three"), ranks)
+    qwen.load_weights(model, out / "three")
+    parallel.copy_part = copy_part
+    kept = sum(parallel.own_rows(parameter)[0].nbytes for parameter in model.parameters())
+    (out / f"read{ranks.rank}.json").write_text(json.dumps([sum(read), kept]))
+    full = parallel.full_weights(model)
+    parallel.on_rank0(lambda: torch.save(full, out / "read.pt"))
+
+
+def restarted(out, *flags):
+    """A run in which rank 1 is killed in iteration 3 of the first attempt."""
+    optimize = gcd.optimize
+
+    def dies(run, i, *arguments):
+        if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], i) == ("1", "0", 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return optimize(run, i, *arguments)
+
+    gcd.optimize = dies
+    return gcd.main([*TINY, "--out", str(out), *flags])
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The folder of a run on one rank."""
+    out = tmp_path_factory.mktemp("one")
+    single.train_and_save(SINGLE, out)
+    single.train_adapters(SINGLE, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    """The folder of the same run on two nodes of four ranks, with the weights sharded within a node; it also
+    resumed itself.
+    """
+    out = tmp_path_factory.mktemp("eight")
+    statuses, text = finished(start_nodes(__file__, "train", out))
+    assert statuses == [0, 0], text[-4000:]
+    return out
+
+
+def test_two_nodes_of_four_ranks_reach_what_one_process_does(one, eight):
+    """Losses, norms and products are rounding apart, and weights and adapters what Adam makes of that."""
+    for a, b in zip(*(json.loads((out / "logged.json").read_text()) for out in (one, eight)), strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-7)
+    assert_same_checkpoint(one / "three", eight / "three", rtol=1e-4, atol=2e-5)
+    ours, theirs = (torch.load(out / "adapters.pt") for out in (one, eight))
+    torch.testing.assert_close(ours[:2], theirs[:2], rtol=1e-4, atol=2e-4)
+
+
+def test_resuming_on_the_same_eight_ranks_is_exact(eight):
+    assert_same_checkpoint(eight / "two", eight / "two_again")
+    assert_same_checkpoint(eight / "three", eight / "three_resumed")
+
+
+def test_a_checkpoint_of_eight_ranks_loads_on_two_and_on_one(eight, tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    single.resume(SINGLE, eight, tmp_path / "one")
+    statuses, text = finished(start_nodes(__file__, "resume", tmp_path / "two", eight, nodes=1, ranks=2))
+    assert statuses == [0], text[-4000:]
+    for resumed in (tmp_path / "one", tmp_path / "two"):
+        assert_same_checkpoint(eight / "two", resumed / "two_again")
+        assert_same_checkpoint(eight / "three", resumed / "three_resumed", rtol=1e-4, atol=2e-5)
+    assert (tmp_path / "one" / "two_again" / "model.safetensors").is_file()       # as every single process
+
+
+def test_each_rank_writes_and_reads_its_own_part_of_one_copy(eight):
+    """No rank reads more of the weights than it keeps, and no tensor is written twice."""
+    full = torch.load(eight / "read.pt")
+    for name, weight in single.weights_of(eight / "three").items():
+        assert torch.equal(full[name], weight), name
+    total = sum(weight.nbytes for name, weight in full.items() if name != "lm_head.weight")     # it is tied
+    for node in (range(4), range(4, 8)):
+        counts = [json.loads((eight / f"read{rank}.json").read_text()) for rank in node]
+        assert all(read == kept < total / 3 for read, kept in counts) and sum(h for _, h in counts) == total
+    written = [path.stat().st_size for path in (eight / "three").glob("model-*-of-00008.safetensors")]
+    assert len(written) == 8 and total < sum(written) < total + 8 * 4096 and max(written) < total / 3
+    places = torch.distributed.checkpoint.FileSystemReader(eight / "three" / "trainer").read_metadata()
+    assert len({place.relative_path for place in places.storage_data.values()}) == 8
+    elements = sum(chunk.sizes.numel() for entry in places.state_dict_metadata.values()
+                   for chunk in entry.chunks)
+    assert elements == 2 * total // 4                                                     # Adam's two moments
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("fault", ["missing", "not the file that this checkpoint was saved with"])
+def test_a_part_that_is_missing_or_of_another_run_is_named_and_the_checkpoint_before_is_used(
+        eight, tmp_path, capsys, part, fault):
+    folder = shutil.copytree(eight / "three", tmp_path / "checkpoint")
+    shutil.copytree(eight / "two", tmp_path / "checkpoint.old")
+    checkpoint.check_whole(folder)
+    if fault == "missing":
+        (folder / part).unlink()
+    else:
+        shutil.copy(eight / "two" / part, folder / part)
+    checkpoint.check_whole(folder)
+    broken = tmp_path / "checkpoint.broken"
+    assert capsys.readouterr().err == (f"{folder / part}: {fault}; so the checkpoint before is used, and "
+                                       f"this one is now {broken}\n")
+    assert_same_checkpoint(folder, eight / "two")
+    (folder / part).unlink()                                              # now there is none to go back to
+    with pytest.raises(ValueError, match=f"{part}: missing"):
+        checkpoint.check_whole(folder)
+    assert broken.is_dir() and folder.is_dir()
+
+
+def test_a_part_that_another_machine_keeps_to_itself_fails_the_save(eight, tmp_path):
+    folder = shutil.copytree(eight / "three", tmp_path / "checkpoint")
+    for part in PARTS:
+        (folder / part).rename(tmp_path / "elsewhere")
+        with pytest.raises(ValueError, match=f"{part}: not there on rank 0; all machines must share"):
+            checkpoint.files_of_ranks(folder)
+        (tmp_path / "elsewhere").rename(folder / part)
+    assert {*PARTS} < {*checkpoint.files_of_ranks(folder)}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    return cold_started(tmp_path_factory)
+
+
+def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path, monkeypatch):
+    """Until then it logs what one process does, for a seed as in test_train.py."""
+    flags = [*start_from(start), *"--tasks 8 --group-size 2 --checkpoint-every 1 --iterations 24".split()]
+    distances = nearest_draws(monkeypatch)
+    for seed in range(30):
+        distances.clear()
+        assert train(tmp_path / "one", *flags, "--iterations", 1, "--seed", seed) == 0
+        if min(distances) > 3e-6:
+            break
+        shutil.rmtree(tmp_path / "one")
+    out = tmp_path / "run"
+    command = [ROOT / "gcd.py", *TINY, *flags, "--seed", seed, "--out", out]
+    nodes = start_nodes(*command, "--shard-within", "node")
+    wait_for(lambda: any(node.poll() is not None for node in nodes) or
+             (out / "metrics.jsonl").exists() and len(rows(out)) >= 3)
+    signal_node(nodes[1], signal.SIGKILL)
+    began = time.monotonic()
+    (status, _), text = finished(nodes)
+    assert status == 1 and time.monotonic() - began < 60, text[-4000:]
+    assert re.search(rf"rank [4567] on {HOST} is lost \(.*\), so this one ends", text), text[-4000:]
+    before, (expected,), (found, *_) = rows(out), numbers(tmp_path / "one"), numbers(out)
+    expected, found = ({key: value for key, value in row.items() if key != "policy/lr"}
+                       for row in (expected, found))
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    state = checkpoint.read_trainer(out / "checkpoint")["state"]
+    assert state["iteration"] >= 2 and state["place"]["ranks"] == 8
+    shutil.copytree(out, tmp_path / "alone")
+    assert train(tmp_path / "alone", *flags, "--seed", seed, "--resume") == 0
+    (status,), text = finished(start_nodes(*command, "--resume", nodes=1, ranks=2))
+    assert status == 0 and "ranks was 8, is 2" in text, text[-4000:]
+    for folder in (out, tmp_path / "alone"):
+        assert [row["iteration"] for row in rows(folder)] == [*range(24)]
+        assert (folder / "stages.json").is_file()
+        assert rows(folder)[:state["iteration"]] == before[:state["iteration"]]
+
+
+def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
+    """Its connections stay open, as those of a machine without power do: here it is stopped. It is node 1,
+    then node 0, which holds the job's store.
+    """
+    for silent, other, message in ((1, 0, f"rank 1 on {HOST} is lost"),
+                                   (0, 1, "localhost, which holds the job's store, is lost")):
+        out = tmp_path / str(silent)
+        out.mkdir()
+        nodes = start_nodes(__file__, "wait", out, ranks=1)
+        wait_for(lambda: len([*out.iterdir()]) == 2)
+        stopped = [nodes[silent].pid, *workers(nodes[silent])]
+        signal_node(nodes[silent], signal.SIGSTOP)
+        began = time.monotonic()
+        watching = workers(nodes[other])
+        wait_for(lambda: not any(map(is_alive, watching)), 60)
+        assert time.monotonic() - began < 60
+        for pid in (*stopped, nodes[other].pid):
+            os.kill(pid, signal.SIGKILL)
+        assert message in nodes[other].communicate()[0]
+
+
+def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path):
+    flags = [*start_from(start), *"--checkpoint-every 1 --iterations 5 --resume --overwrite".split()]
+    (status,), text = finished(start_nodes(__file__, "restarted", tmp_path / "run", *flags, nodes=1, ranks=2,
+                                           more=("--max-restarts", 1)))
+    assert status == 0, text[-4000:]
+    assert [row["iteration"] for row in rows(tmp_path / "run")] == [*range(5)]
+    assert (tmp_path / "run" / "stages.json").is_file() and f"rank 1 on {HOST} is lost" in text
+
+
+@pytest.mark.fast
+def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
+    """Ranks of the second start read a peer's address of the first, and could not connect."""
+    store, names = torch.distributed.HashStore(), []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        with ThreadPoolExecutor(3) as pool:
+            names.append([*pool.map(lambda rank: parallel.agreed_name(store, rank, 3), order)])
+    assert [len({*of_start}) for of_start in names] == [1, 1] and names[0] != names[1]
+
+
+@pytest.mark.fast
+def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check(tmp_path):
+    """Rank 1 of two never comes."""
+    code = ("from infra import parallel; parallel.CONNECT_S = 1; parallel.setup('cpu')")
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
+             "NCCL_SOCKET_IFNAME": "eth7"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT | alone, text=True,
+                          capture_output=True, timeout=110, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"error: rank 0 on {HOST}: the 2 ranks did not connect within 1 s" in done.stderr
+    assert "NCCL_SOCKET_IFNAME=eth7" in done.stderr and "MASTER_ADDR=localhost" in done.stderr
+
+
+@pytest.mark.fast
+def test_a_folder_that_is_not_shared_is_named(tmp_path):
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "theirs").mkdir()
+    with files.locked(tmp_path / "ours"):
+        text = files.lock_text(tmp_path / "ours")
+        files.check_shared(tmp_path / "ours", text)
+        with pytest.raises(ValueError, match=f"/theirs: on {HOST} not the folder that rank 0 writes to"):
+            files.check_shared(tmp_path / "theirs", text, patience_s=1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("tasks, ranks, message", [
+    (16, 32, "--tasks=16: fewer than the 32 ranks, each of which plays whole groups: --tasks 32 --group-size "
+     "4, for as many episodes; or start 16 ranks (torchrun --nnodes times --nproc-per-node)"),
+    (16, 12, "--tasks=16: not a multiple of the 12 ranks, each of which plays whole groups: --tasks 24; or "
+     "start 8 ranks (torchrun --nnodes times --nproc-per-node)")])
+def test_tasks_that_cannot_be_shared_are_refused_with_what_to_set(tasks, ranks, message):
+    settings = config.parsed([f"--tasks={tasks}", "--group-size=8"])
+    with pytest.raises(ValueError) as refused:
+        session.check_tasks(settings, ranks)
+    assert str(refused.value) == message
+    session.check_tasks(settings, 8)
+    session.check_tasks(config.parsed([f"--tasks={tasks}", "--iterations=0"]), ranks)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("sizes, ranks, message", [
+    ([4, 4, 2, 2], [0, 1, 0, 1], "LOCAL_WORLD_SIZE is"), ([2, 2, 2, 2], [0, 0, 1, 1], "RANK does not count")])
+def test_machines_that_differ_or_are_not_in_order_are_refused(monkeypatch, sizes, ranks, message):
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(parallel.dist, "get_rank", lambda: 1)
+    answers = iter([sizes, [rank == k % sizes[0] for k, rank in enumerate(ranks)]])
+    monkeypatch.setattr(parallel, "all_gather", lambda value: next(answers))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(sizes[1]))
+    with pytest.raises(ValueError, match=f"--shard-within=node: {message}"):
+        parallel.machines()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))
