@@ -28,7 +28,7 @@ import envs
 import resume
 from envs import EpisodeLost
 from envs._terminal import printable, printed
-from infra import files, parallel, plugins
+from infra import files, job, parallel, plugins
 from infra.endpoint import Endpoint, checked_url, without_path
 from infra.errors import EXPECTED, one_line
 from infra.flags import Parser, flag_of, make_settings, parse_known, setting
@@ -276,7 +276,7 @@ def open_player(own, config, given, resources):
                            config.environment)
         return ServerPlayer(endpoint, chat, config.history), facts | {
             "name": own.name or config.endpoint_model, "model": config.endpoint_model}
-    folder, ranks = Path(config.model), parallel.setup(config.device)
+    folder, ranks = Path(config.model), job.setup(config.device)
     chat = open_chat(config, folder, ranks)
     if chat.small:
         check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)

@@ -33,7 +33,7 @@ from cold_start import cold_start
 from envs import EpisodeLost
 from envs._terminal import printable
 from evaluation import evaluation
-from infra import checkpoint, files, parallel, plugins
+from infra import checkpoint, files, job, parallel, plugins
 from infra.errors import EXPECTED, one_line
 from infra.progress import progress
 from infra.signals import Interrupted, Stop, Unbreakable
@@ -332,17 +332,17 @@ def attempt(config, resources):
     try:
         should_stop = Stop()
         with plugins.blamed(EpisodeLost):
-            ranks = parallel.setup(config.device, within=config.shard_within)
+            ranks = job.setup(config.device, within=config.shard_within)
             return finish(prepare(config, ranks, should_stop, resources))
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130
     except EXPECTED as error:
-        first = parallel.failure(error)       # if another rank failed first, this error follows from that
+        first = job.failure(error)       # if another rank failed first, this error follows from that
         why = f"{first}, so this one ends" if first else one_line(error, config.out, known=EpisodeLost)
         print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
         status = 1
-    return parallel.abort(status)
+    return job.abort(status)
 
 
 def train(**settings):
@@ -360,8 +360,8 @@ def train(**settings):
     """
     config = flags.parsed(flags.arguments(settings))
     with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
-        resources.push(parallel.on_exit)
-        ranks = parallel.setup(config.device, within=config.shard_within)
+        resources.push(job.on_exit)
+        ranks = job.setup(config.device, within=config.shard_within)
         if finish(prepare(config, ranks, Stop(), resources)):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
@@ -374,7 +374,7 @@ def main(argv=None):
     config = parse(argv)
     with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
         with ExitStack() as resources:
-            resources.push(parallel.on_exit)
+            resources.push(job.on_exit)
             return attempt(config, resources)
 
 

@@ -20,7 +20,7 @@ import labels
 import resume
 import rollout
 import update
-from infra import checkpoint, files, parallel, plugins, sinks
+from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
 from infra.memory import check_memory
 from infra.progress import progress
@@ -39,7 +39,7 @@ class Run:
     """A run: model, optimizer, chat, games, and the folder that it writes to."""
 
     config: object                # config.Config
-    ranks: parallel.Ranks
+    ranks: job.Ranks
     model: torch.nn.Module        # to train
     sampler: torch.nn.Module      # to generate; `update_sampler` gives it the model's weights
     optimizer: torch.optim.Optimizer

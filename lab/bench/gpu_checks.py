@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 import batching
 import update
-from infra import parallel
+from infra import job, parallel
 from infra.streams import stream
 from lab.bench import lengths as recorded
 from lab.bench import memory
@@ -88,7 +88,7 @@ class Bench:
 
     def trainer(self):
         """The weights in fp32 as a run trains them: sharded, with the layers recomputed."""
-        model = parallel.shard(self.model(torch.float32), parallel.Ranks(0, 1, self.device), self.dtype)
+        model = parallel.shard(self.model(torch.float32), job.Ranks(0, 1, self.device), self.dtype)
         model.recompute_layers(True)
         return model
 
@@ -313,7 +313,7 @@ def offload(bench):
         return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
 
     used, before = bench.sampler, allocated()
-    model = parallel.shard(bench.model(torch.float32), parallel.Ranks(0, 1, bench.device), bench.dtype)
+    model = parallel.shard(bench.model(torch.float32), job.Ranks(0, 1, bench.device), bench.dtype)
     optimizer, ids_BT = adamw(model), torch.zeros(1, 16, dtype=torch.long, device=bench.device)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -364,6 +364,6 @@ def gap_of(bench, stale=False, temperature=1.0):
     samples, model = samples_of(bench, *decode(bench, 16)), bench.model(torch.float32)
     if stale:
         qwen.init_weights(model, 1)
-    model = parallel.shard(model, parallel.Ranks(0, 1, bench.device), bench.dtype)
+    model = parallel.shard(model, job.Ranks(0, 1, bench.device), bench.dtype)
     found = update.rescore(model, samples, replace(update.Objective(), temperature=temperature))
     return found["policy/logprob_gap_nats"], found["policy/logprob_gap_max_nats"]

@@ -24,7 +24,7 @@ import config
 import gcd
 import judge
 import session
-from infra import files, parallel
+from infra import files, job
 from lab.bench import memory
 from lab.bench.study import ROOT
 from lm import smollm2
@@ -152,7 +152,7 @@ def measured_iteration(bench, *flags):
     out = bench.folder / ("iteration" + "".join(flags))
     settings = config.parsed([*arguments(bench, out), "--overwrite", *flags])
     with as_in_a_run(bench) as found, ExitStack() as resources:
-        made = prepare(settings, parallel.Ranks(0, 1, bench.device), False, resources)
+        made = prepare(settings, job.Ranks(0, 1, bench.device), False, resources)
         settings.algorithm.begin(made.model, made.objective, settings.minibatches, made.shard)
         reference = session.frozen_copy(made, 0)
         for i in range(2):

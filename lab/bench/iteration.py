@@ -30,7 +30,7 @@ import torch
 
 import config
 import gcd
-from infra import files, parallel
+from infra import files, job
 from lab.bench import rollout, trl_grpo
 from lab.bench.intervals import interval, with_half
 from lab.bench.machine import this_cpu
@@ -70,7 +70,7 @@ def prepared_run(folder, out, *flags):
     """Yield a Run with these flags from the model in `folder`, ready for its first iteration."""
     settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *NO_LEARNING, *flags])
     with contextlib.ExitStack() as resources, contextlib.redirect_stderr(io.StringIO()):
-        run = prepare(settings, parallel.Ranks(0, 1, torch.device("cpu")), False, resources)
+        run = prepare(settings, job.Ranks(0, 1, torch.device("cpu")), False, resources)
         settings.algorithm.begin(run.model, run.objective, settings.minibatches, run.shard)
         yield run
 

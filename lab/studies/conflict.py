@@ -23,7 +23,7 @@ import batching
 import config
 import gcd
 import update
-from infra import parallel
+from infra import job, parallel
 from infra.streams import generator
 from session import prepare
 
@@ -42,7 +42,7 @@ def batch_gradients(run, iteration, i):
     with tempfile.TemporaryDirectory() as out, ExitStack() as resources:
         flags = ["--model", run.models[iteration], "--demonstrations", 0, "--seed", run.seed, "--out", out]
         settings = config.parsed([*run.flags, *map(str, flags)])
-        trained = prepare(settings, parallel.setup(settings.device), False, resources)
+        trained = prepare(settings, job.setup(settings.device), False, resources)
         parallel.copy_weights(trained.model, trained.sampler)
         episodes, _ = gcd.collect(trained, i)
         _, answers = gcd.judge_turns(trained, i, episodes)

@@ -29,13 +29,13 @@ import batching
 import session
 import update
 from algorithms import nthr
-from infra import checkpoint, parallel
+from infra import checkpoint, job, parallel
 from lm import logprobs
 from lm import model as qwen
 from lm.optim import adamw
 
 ROOT = Path(__file__).resolve().parents[2]
-ALONE = parallel.Ranks(0, 1, torch.device("cpu"))
+ALONE = job.Ranks(0, 1, torch.device("cpu"))
 V = 300
 UNCHUNKED, ONE, SEVEN = 2**26, V, 7 * V + 5      # values of CHUNK_LOGITS: all positions, one, seven
 
@@ -187,7 +187,7 @@ def test_checkpoint_activations_decides_whether_layers_are_recomputed(monkeypatc
                                                                       recompute):
     monkeypatch.setattr(parallel, "shard", lambda model, *_: model)
     settings = SimpleNamespace(checkpoint_activations=flag, dtype="float32")
-    model = session.sharded(new_model(), settings, parallel.Ranks(0, 1, torch.device(device)), small)
+    model = session.sharded(new_model(), settings, job.Ranks(0, 1, torch.device(device)), small)
     assert [block.recompute for block in model.model.layers] == [recompute] * 2
 
 
@@ -226,11 +226,11 @@ def on_ranks(ranks):
 def main(out):
     """What each rank of the two runs."""
     torch.set_num_threads(1)
-    ranks = parallel.setup("cpu", timeout_s=120)
+    ranks = job.setup("cpu", timeout_s=120)
     results = on_ranks(ranks)
     parallel.on_rank0(lambda: torch.save([g for g, _ in results], out / "gradients.pt"))
     parallel.on_rank0(lambda: (out / "metrics.json").write_text(json.dumps([m for _, m in results])))
-    parallel.shutdown()
+    job.shutdown()
 
 
 def test_two_ranks_have_the_gradients_of_one(tmp_path):

@@ -40,7 +40,7 @@ import gcd
 import resume
 import rollout
 import session
-from infra import checkpoint, files, parallel
+from infra import checkpoint, files, job
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_resume_prints_what_changes_the_rounding(start, finished, capsys):
     assert line.startswith("--resume: slots was 128, is 3; microbatch_tokens was 2048, is 512: sums are ")
     now = config.parsed([*TINY, "--slots", "3", "--microbatch-tokens", "512"])      # as in the checkpoint
     first, state = resume.first_record(finished), checkpoint.read_trainer(finished / "checkpoint")["state"]
-    two = parallel.Ranks(0, 2, torch.device("cpu"))
+    two = job.Ranks(0, 2, torch.device("cpu"))
     resume.print_changes(now, finished, state, first, two)
     (line,) = remarks(capsys)
     assert line.startswith("--resume: ranks was 1, is 2: sums are rounded ")

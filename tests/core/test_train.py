@@ -50,7 +50,7 @@ from algorithms import rewards
 from envs import alfworld, scienceworld
 from envs.alfred import rooms
 from envs.household import Environment
-from infra import files, parallel, plugins
+from infra import files, job, parallel, plugins
 from lm import engine
 from lm import model as qwen
 from lm.small import save_small_tokenizer
@@ -72,7 +72,7 @@ def trained(start, tmp_path_factory):
 def prepared(out, *flags):
     """A tiny Run that is set up, and has done no work."""
     settings = config.parse([*TINY, "--out", str(out), *map(str, flags)])
-    return session.prepare(settings, parallel.setup("cpu"), False, ExitStack())
+    return session.prepare(settings, job.setup("cpu"), False, ExitStack())
 
 
 @pytest.mark.fast

@@ -21,7 +21,7 @@ from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, start_from
 
 import gcd
 import update
-from infra import errors, parallel, signals
+from infra import errors, job, parallel, signals
 from lm import engine
 
 SECOND = f"rank 1 on {socket.gethostname()}"
@@ -131,7 +131,7 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatc
 
 @pytest.mark.fast
 def test_a_single_process_returns_its_exit_status():
-    assert parallel.abort(130) == 130 and parallel.failure() == "" and not parallel.is_distributed()
+    assert job.abort(130) == 130 and job.failure() == "" and not parallel.is_distributed()
 
 
 if __name__ == "__main__":

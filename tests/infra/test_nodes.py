@@ -29,7 +29,7 @@ from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, rows, start_from, t
 import config
 import gcd
 import session
-from infra import checkpoint, files, parallel
+from infra import checkpoint, files, job, parallel
 from lm import model as qwen
 
 HOST = socket.gethostname()
@@ -84,7 +84,7 @@ def main(kind, out, *arguments):
     torch.set_num_threads(1)
     if kind == "restarted":
         return restarted(out, *arguments)
-    ranks = parallel.setup("cpu", timeout_s=240, within="all" if kind == "resume" else "node")
+    ranks = job.setup("cpu", timeout_s=240, within="all" if kind == "resume" else "node")
     if kind == "train":
         single.train_and_save(ranks, out)
         single.train_adapters(ranks, out)
@@ -94,7 +94,7 @@ def main(kind, out, *arguments):
     if kind == "wait":                         # for a rank that is never there, as a collective on GPUs may
         (out / f"rank{ranks.rank}").touch()
         time.sleep(600)
-    return parallel.shutdown()
+    return job.shutdown()
 
 
 class Watched:
@@ -308,14 +308,14 @@ def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
     store, names = torch.distributed.HashStore(), []
     for order in ((0, 1, 2), (2, 1, 0)):
         with ThreadPoolExecutor(3) as pool:
-            names.append([*pool.map(lambda rank: parallel.agreed_name(store, rank, 3), order)])
+            names.append([*pool.map(lambda rank: job.agreed_name(store, rank, 3), order)])
     assert [len({*of_start}) for of_start in names] == [1, 1] and names[0] != names[1]
 
 
 @pytest.mark.fast
 def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check(tmp_path):
     """Rank 1 of two never comes."""
-    code = ("from infra import parallel; parallel.CONNECT_S = 1; parallel.setup('cpu')")
+    code = ("from infra import job; job.CONNECT_S = 1; job.setup('cpu')")
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),
              "NCCL_SOCKET_IFNAME": "eth7"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENVIRONMENT | alone, text=True,
@@ -362,7 +362,7 @@ def test_machines_that_differ_or_are_not_in_order_are_refused(monkeypatch, sizes
     monkeypatch.setattr(parallel, "all_gather", lambda value: next(answers))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(sizes[1]))
     with pytest.raises(ValueError, match=f"--shard-within=node: {message}"):
-        parallel.machines()
+        job.machines()
 
 
 if __name__ == "__main__":

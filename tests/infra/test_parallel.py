@@ -26,7 +26,7 @@ import update
 from algorithms import nthr, ppo, rewards
 from batching import Sample
 from envs import Task
-from infra import checkpoint, parallel, streams
+from infra import checkpoint, job, parallel, streams
 from lm import lora
 from lm import model as qwen
 from lm.optim import Muon, adamw
@@ -36,7 +36,7 @@ from update import Objective
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = qwen.ModelConfig(vocab_size=67, hidden_size=32, intermediate_size=96, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
-SINGLE = parallel.Ranks(0, 1, torch.device("cpu"))
+SINGLE = job.Ranks(0, 1, torch.device("cpu"))
 JUDGE_SCALE = 0.25
 MATRIX = "model.layers.1.mlp.down_proj.weight"
 ADAPTER = MATRIX.replace("weight", "lora_A")
@@ -291,7 +291,7 @@ def train_with_value_heads(ranks, out):
 def main(out, source):
     """What torchrun runs on each of two ranks; most of it also on each of four."""
     torch.set_num_threads(1)
-    ranks = parallel.setup("cpu", timeout_s=120)
+    ranks = job.setup("cpu", timeout_s=120)
     train_and_save(ranks, out)
     step_by_muon(ranks, out)
     train_adapters(ranks, out)
@@ -300,7 +300,7 @@ def main(out, source):
         train_with_value_heads(ranks, out)
         reductions_and_failure(ranks, out)
     parallel.print0("done")
-    parallel.shutdown()
+    job.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -567,7 +567,7 @@ def test_bf16_keeps_fp32_masters_on_one_rank():
         moved = parallel.full_weights(model)["model.norm.weight"] - 1
         torch.testing.assert_close(moved, -1e-4 * plain_grads[-1], rtol=0.1, atol=1e-6)
     finally:
-        parallel.shutdown()
+        job.shutdown()
 
 
 @pytest.mark.fast
@@ -601,7 +601,7 @@ def test_a_sharded_model_can_be_trained_after_it_was_moved():
         after = parallel.full_weights(model)
         assert all(not torch.equal(weight, after[name]) for name, weight in before.items())
     finally:
-        parallel.shutdown()
+        job.shutdown()
 
 
 def nudge(model, optimizer):
@@ -699,7 +699,7 @@ def test_a_parameter_without_gradient_counts_as_zero():
 @pytest.mark.fast
 def test_an_unknown_device_is_named():
     with pytest.raises(ValueError, match="--device=tpu"):
-        parallel.setup("tpu")
+        job.setup("tpu")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import config
 import rollout
 import session
 from envs import MessageLengths, Reply
-from infra import parallel
+from infra import job
 from lab.bench import lengths
 from lm.chat import Chat
 from lm.model import load_tokenizer
@@ -123,5 +123,5 @@ def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys)
              "--evaluate", "none", "--device", "cpu", "--slots", "1", "--out", str(tmp_path / "run")]
     for more, expected in ([], 1), (["--history", "2", "--overwrite"], 0):
         with ExitStack() as resources:
-            session.prepare(config.parsed([*flags, *more]), parallel.setup("cpu"), False, resources)
+            session.prepare(config.parsed([*flags, *more]), job.setup("cpu"), False, resources)
         assert capsys.readouterr().err.count("% of 30-turn episodes exceed it") == expected
