@@ -194,8 +194,10 @@ def when_away(result):
 # Analysis
 
 def table_of(everything, results):
-    """`common.results_by_arm` of the study's arms."""
-    return common.results_by_arm(map(name_of, arms()), name_of, everything, results)
+    """`common.results_by_arm` of the study's arms, without runs whose policy was held to the end."""
+    trained = {name: result for name, result in results.items()
+               if everything[name]["timing"] != "held" or when_right(result)}
+    return common.results_by_arm(map(name_of, arms()), name_of, everything, trained)
 
 
 def arm_row(results):

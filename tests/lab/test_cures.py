@@ -85,6 +85,15 @@ def test_the_verdict_needs_a_difference_from_grpo_and_from_coins(gcd_ends, coins
 
 
 @pytest.mark.fast
+def test_a_run_whose_policy_was_held_to_the_end_is_left_out():
+    arm = cures.settings_of("coins", "+GCD", 0.01, "tied", "held")
+    everything = cures.cells_of(range(2), 24)
+    results = {f"{cures.name_of(arm)}, seed {seed}": result(0.3, 0.25, auc=[auc] * 24)
+               for seed, auc in enumerate((0.95, 0.5))}
+    assert [*cures.table_of(everything, results)[cures.name_of(arm)]] == [0]
+
+
+@pytest.mark.fast
 def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     """Two seeds of four settings, and a third that one setting lacks."""
     table, settings = {}, [(kl, embeddings) for kl in cures.COEFFICIENTS for embeddings in cures.EMBEDDINGS]
