@@ -5,15 +5,17 @@ whatever it answers, the expert's next command is carried out; a response ends a
 vocabulary. Then comes the forward and backward pass of the largest microbatch. Compared are the decode steps
 and the peaks of rollout and update, which the meter predicts for messages of these games' lengths and drawn
 responses; and the tokens of all messages, which envs/lengths.json predicts from other games.
-The process must give freed memory back: MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536.
+The process starts itself again with an allocator that gives freed memory back (ALLOCATOR).
 
     python -m lab.bench.memory_check      # Linux, a minute; writes lab/results/memory_check.json
 """
 
 import argparse
+import os
 import platform
 import random
 import statistics
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -32,6 +34,7 @@ from lm.chat import Chat
 from lm.engine import Sampling, Slots
 
 OUT = ROOT / "lab" / "results" / "memory_check.json"
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}          # glibc's
 SHAPE = qwen.ModelConfig(2048, 64, 192, 5, 4, 4, 32, tie_word_embeddings=True)
 SETTINGS = SimpleNamespace(tasks=20, group_size=1, slots=6, context=8192, max_response_tokens=64,
                            max_turns=7, minibatches=1, microbatch_tokens=6000)
@@ -158,10 +161,14 @@ def compared(games=lengths.GAMES, tokenizer=lengths.TOKENIZER):
             for key in ours}
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser("python -m lab.bench.memory_check", description=__doc__.splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="print only")
-    dry, found = parser.parse_args(argv).dry, compared()
+    dry = parser.parse_args().dry
+    if not ALLOCATOR.items() <= os.environ.items():                # it is read when a process starts
+        os.execve(sys.executable, [sys.executable, "-m", "lab.bench.memory_check", *sys.argv[1:]],
+                  os.environ | ALLOCATOR)
+    found = compared()
     for key, one in found.items():
         print(f"{key}: predicted {one['predicted']:.0f}, measured {one['measured']:.0f}, "
               f"ratio {one['ratio']:.3f}")
