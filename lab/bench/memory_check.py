@@ -1,9 +1,10 @@
 """The predictions of lab.bench.memory against a run of a small model at real prompts on this CPU.
 
 The small model plays real ALFWorld games under Qwen2.5's tokenizer: whatever it answers, the expert's next
-command is carried out; a response ends at a random twelfth of the vocabulary. Then comes the forward and backward pass of the largest microbatch. Compared are the decode steps
-and the peaks of rollout and update, which the meter predicts for messages of these games' lengths and drawn
-responses; and the tokens of all messages, which envs/lengths.json predicts from other games.
+command is carried out; a response ends at a random twelfth of the vocabulary. Then comes the forward and
+backward pass of the largest microbatch. Compared are the decode steps and the peaks of rollout and update,
+which the meter predicts for messages of these games' lengths and drawn responses; and the tokens of all
+messages, which envs/lengths.json predicts from other games.
 The process starts itself again with an allocator that gives freed memory back (ALLOCATOR).
 
     python -m lab.bench.memory_check      # Linux, a minute; writes lab/results/memory_check.json
