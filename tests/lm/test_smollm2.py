@@ -5,10 +5,12 @@ The oracles: numpy's reading of the 4-bit blocks, and transformers' model on the
     python -m pytest tests/lm/test_smollm2.py           # about a minute on one core
 """
 
+import copy
 import errno
 import importlib.util
 import struct
 from importlib import metadata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -177,10 +179,15 @@ def test_a_file_that_was_cut_is_one_line(tmp_path):
 
 
 @needs_weights
-def test_a_full_disk_leaves_no_folder(folder, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_folder(folder, theirs, tmp_path, monkeypatch):
+    """The file has been read before, which takes a minute."""
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    model, tokenizer = theirs
+    read = SimpleNamespace(config=copy.deepcopy(model.config), state_dict=model.state_dict)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **given: read)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **given: tokenizer)
     monkeypatch.setattr(qwen, "save_file", full)
     with pytest.raises(OSError, match=r"out not saved: .*model.safetensors: .*No space left on device"):
         smollm2.convert(smollm2.weights(), tmp_path / "out")
