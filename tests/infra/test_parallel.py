@@ -167,8 +167,12 @@ def train_adapters(ranks, out):
 
 
 def full_disk(model, folder):
-    (folder / "model.safetensors").write_bytes(b"half a fi")
-    raise OSError(errno.ENOSPC, "No space left on device")
+    """Fails on all ranks; none goes on, and clears the folder, before all have written."""
+    def write():
+        (folder / "model.safetensors").write_bytes(b"half a fi")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    parallel.collective(write)
 
 
 def reductions_and_failure(ranks, out):
