@@ -113,7 +113,7 @@ def clean(**more):
 def test_wheel_and_sdist_hold_the_game_and_nothing_else(built):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     files = {path.relative_to(ROOT / "envs").as_posix() for path in (ROOT / "envs" / "alfred").glob("*.py")}
-    files |= {"__init__.py", "__main__.py", "_terminal.py", "household.py"}
+    files |= {"__init__.py", "__main__.py", "_terminal.py", "household.py", "lengths.json"}
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if ".dist-info/" not in name} == {
             f"household/{file}" for file in files}
@@ -131,6 +131,8 @@ def test_the_ways_in_work_from_an_empty_environment(python, data, tmp_path):
         assert re.fullmatch(EXAMPLES[name][1], printed), name
     assert run([python, "-c", AS_TRL_DOES], cwd=tmp_path, env=clean()) == (
         "['act', 'get_reward', 'reset'] True Nothing happens. 0.0\n")
+    assert run([python, "-c", "from household import MessageLengths; "
+                "print(len(MessageLengths('alfworld').episodes))"], cwd=tmp_path, env=clean()) == "200\n"
     listed = run([python, "-m", "pip", "list", "--format=json"])
     packages = {package["name"] for package in json.loads(listed)}
     assert not packages & {"alfworld", "textworld", "torch", "trl", "tqdm"}
