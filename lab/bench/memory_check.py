@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import batching
 import rollout
 from infra import files
 from infra.streams import stream
@@ -117,11 +116,8 @@ def measured(recorded, chat):
                                                   round(SHAPE.vocab_size / WORK.response)))
     play(model, chat, specs[:2], 2)                                     # loads libraries at first use
     (episodes, steps), playing = peak_of(lambda: play(model, chat, specs, SETTINGS.max_turns))
-    for episode in episodes:
-        for turn in episode.turns:
-            turn.advantage = 1.0
     model.requires_grad_(True)
-    samples = [sample for episode in episodes for sample in batching.samples_of(episode)]
+    samples = simulation.samples_of(episodes, WORK, random.Random(0), 0)
     batch, _ = memory.largest_microbatch(model, samples, SETTINGS)
     memory.update_bytes(model, batch[:1])
     _, training = peak_of(lambda: memory.update_bytes(model, batch))

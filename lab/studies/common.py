@@ -21,6 +21,7 @@ import config
 import gcd
 import rollout
 from infra import files
+from lab.bench.intervals import paired
 from lab.bench.study import below_root
 from lm import model as qwen
 from lm.chat import Chat
@@ -63,6 +64,16 @@ def add_dirty(parser):
     """Add the flag of a study that writes cells."""
     parser.add_argument("--dirty", action="store_true",
                         help="write cells from a tree with uncommitted changes; a + marks their commit")
+
+
+def add_cells(parser, jobs, runs, holds="runs and their cold starts"):
+    """Add the flags of a study that makes runs and stores cells: --jobs, --out, --runs (which `holds` what)
+    and --dirty.
+    """
+    parser.add_argument("--jobs", type=int, default=jobs, help="runs in parallel; 0: use stored cells only")
+    parser.add_argument("--out", type=Path, default=OUT, help="output folder")
+    parser.add_argument("--runs", type=Path, default=runs, help=f"folder of the {holds}")
+    add_dirty(parser)
 
 
 def check_ranges(parser, *ranges):
@@ -201,6 +212,16 @@ def results_by_arm(names, name_of, everything, results):
         if cell in results:
             found[name_of(settings)][settings["seed"]] = results[cell]
     return {name: of_seed for name, of_seed in found.items() if of_seed}
+
+
+def paired_arms(table, one, other, number):
+    """An arm's number minus another's, paired by seed (`intervals.paired`); None if one is not stored.
+
+    table: {arm: {seed: result}}. number(result): what is compared.
+    """
+    if one not in table or other not in table:
+        return None
+    return paired(*({seed: number(result) for seed, result in table[name].items()} for name in (one, other)))
 
 
 def publish(out, name, command, seeds, found, figures, page):

@@ -28,7 +28,7 @@ from unittest import mock
 import gcd
 import judge
 from infra import files
-from lab.bench.intervals import interval, markdown, mean_known, paired, with_half
+from lab.bench.intervals import interval, markdown, mean_known, number, paired, with_half
 from lab.studies import common
 from lab.studies.twin_measures import final, leak_of, linear_probe, probe
 from rollout import wilson
@@ -238,11 +238,8 @@ def unsettled(table):
 
 
 def against(table, one, other):
-    """Final q_N of an arm minus another's, paired by seed (lab.bench.intervals.paired); None if one is not
-    stored."""
-    if one not in table or other not in table:
-        return None
-    return paired(*({seed: final(result) for seed, result in table[name].items()} for name in (one, other)))
+    """Final q_N of an arm minus another's: `common.paired_arms`."""
+    return common.paired_arms(table, one, other, final)
 
 
 def pooled(table, arm, other):
@@ -285,11 +282,6 @@ def pairs():
 
 # Page and figure
 
-def number(value, form=".2f"):
-    """A number as text; "–" for None."""
-    return "–" if value is None else f"{value:{form}}"
-
-
 def times(iterations):
     """Iterations of several seeds as text: smallest to largest, and how many seeds never get there."""
     known, never = [k for k in iterations if k is not None], iterations.count(None)
@@ -301,14 +293,14 @@ def grid(table):
     """The table of all arms."""
     head = ["arm", "flaw removed", "[95 %]", "final q_N", "q_P", "cosine", "leak, start → end",
             "probe, start → end", "judge's AUC", "judge right at", "q_N > .9 at"]
-    rows = []
+    rows, rounded = [], partial(number, form=".2f")
     for name, results in table.items():
         row = arm_row(results)
         low, high = row["removed_interval"]
         rows.append([name, f"{row['removed']} of {row['n']}", f"[{low:.0%}, {high:.0%}]",
-                     with_half(row["final"]), number(row["q_P"]), number(row["cosine"]),
-                     f"{number(row['leak_start'])} → {number(row['leak'])}",
-                     f"{number(row['probe_start'])} → {number(row['probe'])}", number(row["auc"]),
+                     with_half(row["final"]), rounded(row["q_P"]), rounded(row["cosine"]),
+                     f"{rounded(row['leak_start'])} → {rounded(row['leak'])}",
+                     f"{rounded(row['probe_start'])} → {rounded(row['probe'])}", rounded(row["auc"]),
                      times(row["right"]) if row["auc"] is not None else "–", times(row["away"])])
     return "\n".join(markdown(head, rows))
 
@@ -471,10 +463,7 @@ def main(argv=None):
                                      allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
-    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
-    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
-    common.add_dirty(parser)
+    common.add_cells(parser, 2, RUNS)
     options = parser.parse_args(argv)
     common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
                         ("jobs", options.jobs, 0, 256))

@@ -211,10 +211,7 @@ def main(argv=None):
     parser.add_argument("--games", default="",
                         help="real ALFWorld games, folder or .jsonl.gz; empty: none of them")
     parser.add_argument("--tasks", type=int, default=TASKS, help="training tasks, 8 episodes each")
-    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
-    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the cold starts")
-    common.add_dirty(parser)
+    common.add_cells(parser, 2, RUNS, "cold starts")
     options = parser.parse_args(argv)
     common.check_ranges(parser, ("tasks", options.tasks, 1, 10**4), ("jobs", options.jobs, 0, 256))
     everything = {name: {"demonstrations": n, "temperature": temperature, "tasks": options.tasks}

@@ -33,10 +33,10 @@ import gcd
 import judge
 from envs import Reply
 from infra import files
-from lab.bench.intervals import interval, markdown, mean_known, paired, with_half
+from lab.bench.intervals import interval, markdown, mean_known, number, with_half
 from lab.envs import natural_twins as twins
 from lab.studies import common
-from lab.studies.cures import number, times
+from lab.studies.cures import times
 from rollout import wilson
 
 PAGE = Path(__file__).with_name("natural_twins.page.md")
@@ -315,11 +315,8 @@ def pairs():
 
 
 def against(table, one, other, part):
-    """Final q_N of an arm minus another's, paired by seed; None if one is not stored."""
-    if one not in table or other not in table:
-        return None
-    return paired(*({seed: final(result, part) for seed, result in table[name].items()}
-                    for name in (one, other)))
+    """Final q_N of an arm minus another's: `common.paired_arms`."""
+    return common.paired_arms(table, one, other, partial(final, part=part))
 
 
 def verdict(table):
@@ -348,17 +345,18 @@ def grids(table):
     shared = [["arm", "cosine P–N, start → end: trained", "untrained", "two templates",
                "judge's AUC, start → end: trained", "untrained", "unreadable", "judge right at",
                "q_N > .5 at", "lag"], []]
+    rounded = partial(number, form=".2f")
     for name, results in table.items():
         row = arm_row(results)
         of = [row[part] for part in MEASURED]
 
         def change(key, part):
-            return f"{number(part[f'{key}_start'])} → {number(part[key])}"
+            return f"{rounded(part[f'{key}_start'])} → {rounded(part[key])}"
         policy[1].append([name, *(f"{part['removed']} of {row['n']}" for part in of),
-                          *(with_half(part["final"]) for part in of), *(number(part["q_P"]) for part in of),
+                          *(with_half(part["final"]) for part in of), *(rounded(part["q_P"]) for part in of),
                           *(change("offered", part) for part in of), with_half(row["success"])])
         shared[1].append([name, *(change("cosine", part) for part in of), change("apart", of[0]),
-                          *(change("auc", part) for part in of), number(row["unreadable"]),
+                          *(change("auc", part) for part in of), rounded(row["unreadable"]),
                           times(row["right"]), times(row["away"]), times(row["lag"])])
     return ["\n".join(markdown(head, rows)) for head, rows in (policy, shared)]
 
@@ -464,10 +462,7 @@ def main(argv=None):
                         help=f"those to run, of {','.join(ARMS)} (default: all)")
     parser.add_argument("--small", action="store_true", help="the small model from scratch, not SmolLM2")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
-    parser.add_argument("--jobs", type=int, default=1, help="runs in parallel; 0: use stored cells only")
-    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs and their cold starts")
-    common.add_dirty(parser)
+    common.add_cells(parser, 1, RUNS)
     options = parser.parse_args(argv)
     common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
                         ("jobs", options.jobs, 0, 256))

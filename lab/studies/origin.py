@@ -76,10 +76,7 @@ def main(argv=None):
     parser.add_argument("--all", action="store_true",
                         help="run every rho, no positions, alternatives, and methods of RL")
     parser.add_argument("--seeds", type=int, help="number of seeds, from 0 (default 1; with --all 5)")
-    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel; 0: use stored cells only")
-    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
-    parser.add_argument("--runs", type=Path, default=origin_cells.RUNS, help="folder of the runs")
-    common.add_dirty(parser)
+    common.add_cells(parser, 2, origin_cells.RUNS, "runs")
     options = parser.parse_args(argv)
     seeds = options.seeds if options.seeds is not None else len(origin_cells.SEEDS) if options.all else 1
     common.check_ranges(parser, ("seeds", seeds, 1, 90), ("jobs", options.jobs, 0, 256))
