@@ -192,6 +192,14 @@ def chat(tokenizer):
 
 
 @pytest.fixture(scope="session")
+def qwen_tokenizer():
+    """Qwen2.5's, which takes a second to load; no test changes it."""
+    if not (QWEN_TOKENIZER / "tokenizer.json").is_file():
+        pytest.skip(WITHOUT_QWEN)
+    return qwen.load_tokenizer(QWEN_TOKENIZER)
+
+
+@pytest.fixture(scope="session")
 def qwen3_tokenizer_folder(tmp_path_factory):
     """Qwen3's tokenizer, made from Qwen2.5's: four more tokens and another template."""
     if not (QWEN_TOKENIZER / "tokenizer.json").is_file():

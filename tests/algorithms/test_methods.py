@@ -135,11 +135,6 @@ def qwen_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def qwen_tokenizer(qwen_folder):
-    return qwen.load_tokenizer(qwen_folder)
-
-
-@pytest.fixture(scope="module")
 def games():
     if not GAMES.exists():
         pytest.skip("needs ALFWorld's games: alfworld-download puts them into $ALFWORLD_DATA "

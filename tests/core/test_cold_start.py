@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import QWEN_TOKENIZER, needs_qwen
 
 import cold_start
 import config
@@ -69,11 +68,6 @@ def demonstrations():
     tasks = [rooms.task("train", i, (kind,)) for i, kind in enumerate(rooms.ALL_TYPES)]
     prior = expert.learn_prior([rooms.task("train", i, rooms.ALL_TYPES) for i in range(100, 200)])
     return [(task, expert.demonstrate(Game(), task, prior, seed, 0.3)) for seed, task in enumerate(tasks)]
-
-
-@pytest.fixture(scope="module")
-def qwen_tokenizer():
-    return qwen.load_tokenizer(QWEN_TOKENIZER)
 
 
 @pytest.fixture(params=["plain", "tags"])
@@ -149,7 +143,6 @@ def test_tagged_demonstrations_parse_back_to_their_tags(tokenizer, demonstration
     assert found == set(TAGS)
 
 
-@needs_qwen
 @pytest.mark.parametrize("style", ["think", "tags"])
 def test_a_large_models_demonstrations_parse_back(qwen_tokenizer, style):
     chat = Chat(qwen_tokenizer, style)
@@ -325,7 +318,6 @@ def test_a_random_half_has_instructions(chat):
     assert [e.turns[0].response for e in plain] == [e.turns[0].response for e in episodes]
 
 
-@needs_qwen
 @pytest.mark.parametrize("style", ["think", "tags"])
 def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokenizer, style):
     """A large model may write tags, line breaks or no text at all; every command still parses."""

@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
-from conftest import QWEN_TOKENIZER, needs_qwen
 from test_judge import Large, answered, scripted
 
 import correction
@@ -104,10 +103,9 @@ def test_sentences_and_their_controls_are_single_tokens_of_the_small_model(tmp_p
     assert len(set(correction.instruction_phrases())) == 2 * len(correction.KINDS)
 
 
-@needs_qwen
-def test_the_control_adds_as_many_tokens_to_a_prompt_as_the_instruction():
+def test_the_control_adds_as_many_tokens_to_a_prompt_as_the_instruction(qwen_tokenizer):
     """Counted in the full message: a full stop and the line feeds after it are one token."""
-    chat = Chat(qwen.load_tokenizer(QWEN_TOKENIZER), "think")
+    chat = Chat(qwen_tokenizer, "think")
     rng = random.Random(0)
     phrase = "never open the fridge twice unless its contents changed; détours cost ~3 turns, don't!"
     written = [" ".join(rng.choices(phrase.split(), k=rng.randint(1, 60)))
@@ -125,10 +123,9 @@ def test_the_control_adds_as_many_tokens_to_a_prompt_as_the_instruction():
         "The rivers of the north freeze in winter and.")
 
 
-@needs_qwen
-def test_the_judges_question_fits_its_reserved_tokens():
+def test_the_judges_question_fits_its_reserved_tokens(qwen_tokenizer):
     """Config.question_room reserves 64, in addition to the answer's."""
-    chat = Chat(qwen.load_tokenizer(QWEN_TOKENIZER), "think")
+    chat = Chat(qwen_tokenizer, "think")
     assert len(chat.message(judge.QUESTION["think"])) <= 64
 
 

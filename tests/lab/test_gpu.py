@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import QWEN_TOKENIZER, needs_qwen
 from test_attention import by_loop, shared_by_loop
 
 from envs import MessageLengths, wrong_in, wrong_tasks
@@ -122,9 +121,8 @@ def test_the_stand_in_tokenizer_counts_words_and_has_chatml(tmp_path):
 
 
 @pytest.mark.fast
-@needs_qwen
-def test_the_words_are_one_token_each_under_qwens_tokenizer():
-    encode = Chat(load_tokenizer(QWEN_TOKENIZER), "think").encode
+def test_the_words_are_one_token_each_under_qwens_tokenizer(qwen_tokenizer):
+    encode = Chat(qwen_tokenizer, "think").encode
     assert all(len(encode(message_lengths.text_of(n, random.Random(n)))) == n for n in (1, 7, 300))
 
 

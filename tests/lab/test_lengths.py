@@ -21,38 +21,35 @@ from envs import MessageLengths, Reply
 from infra import job
 from lab.bench import lengths
 from lm.chat import Chat
-from lm.model import load_tokenizer
 
 pytestmark = pytest.mark.fast
 TEXTS = ["A room with a desk 1.", "The desk 1 is closed.", "You open the desk 1. In it, you see a pen 2."]
 
 
-@needs_qwen
 @pytest.mark.parametrize("style, listed", [("think", True), ("think", False), ("tags", True),
                                            ("plain", False)])
-def test_observation_commands_and_frame_are_the_rendered_conversation(style, listed):
+def test_observation_commands_and_frame_are_the_rendered_conversation(qwen_tokenizer, style, listed):
     """Their sum over an episode is its whole conversation less the responses, to a token a message: texts may
     merge with what follows them.
     """
-    tokenizer = load_tokenizer(QWEN_TOKENIZER)
-    chat = Chat(tokenizer, style, listed)
+    chat = Chat(qwen_tokenizer, style, listed)
     replies = [Reply(text, ["go to desk 1", "look", "help"]) for text in TEXTS]
     observations, commands = lengths.counted(chat.encode, replies)
     frames = [chat.frame_tokens(lengths.EXAMPLE, first) for first in (True, False, False)]
     messages = [{"role": role, "content": text} for t, reply in enumerate(replies)
                 for role, text in (("user", chat.content(reply, not t)), ("assistant", "look"))]
-    rendered = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+    rendered = qwen_tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True,
+                                                  return_dict=False)
     responses = 2 * (len(chat.encode("look")) + len(chat.end_ids))
     counted = sum(observations) + sum(frames) + (sum(commands) if listed else 0)
     assert abs(counted - (len(rendered) - responses)) <= len(TEXTS)
     assert any(text["content"].count("go to desk 1") for text in messages) == listed
 
 
-@needs_qwen
-def test_stored_frames_are_those_of_the_template():
+def test_stored_frames_are_those_of_the_template(qwen_tokenizer):
     environment = lengths.environment_of("household", "")
     stored = json.loads(lengths.OUT.read_text())
-    assert lengths.frames(load_tokenizer(QWEN_TOKENIZER), environment) == stored["frames"]["alfworld"]
+    assert lengths.frames(qwen_tokenizer, environment) == stored["frames"]["alfworld"]
 
 
 @pytest.mark.parametrize("name", lengths.EPISODES)
@@ -74,15 +71,14 @@ def test_draws_are_recorded_episodes_or_longer_ones_of_the_same_room(name):
 # What is said before a run
 
 @pytest.fixture
-def chat():
-    return Chat(load_tokenizer(QWEN_TOKENIZER), "think")
+def chat(qwen_tokenizer):
+    return Chat(qwen_tokenizer, "think")
 
 
 def warning(chat, context, recorded="alfworld", turns=30):
     return rollout.overflow_warning(recorded and MessageLengths(recorded), chat, turns, 512, context)
 
 
-@needs_qwen
 def test_a_context_that_is_too_small_is_told_with_the_share(chat):
     """The share, counted here over the recorded rooms themselves instead of over draws of them."""
     text = warning(chat, 16384)
@@ -102,7 +98,6 @@ def test_a_context_that_is_too_small_is_told_with_the_share(chat):
     assert "100%" in warning(chat, 2048)
 
 
-@needs_qwen
 def test_nothing_is_told_where_lengths_are_unknown(chat, tmp_path):
     assert warning(chat, 2048, recorded=None) == ""
     chat.tokenizer = type("Other", (), {"vocab_size": 49152})()

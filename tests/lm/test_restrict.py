@@ -34,7 +34,6 @@ from algorithms.nthr import hidden_and_error
 from envs.household import Environment
 from infra import files, streams
 from lm import engine
-from lm import model as qwen
 from lm.chat import TAGS, Chat
 from lm.engine import Sampling, Slots, generate
 from lm.logprobs import entropy
@@ -357,11 +356,10 @@ def test_an_admissible_command_follows_the_thought(tokenizer, style):
     assert_restricts(chat, HEADS[style], OTHERS)
 
 
-@needs_qwen
 @pytest.mark.parametrize("style", HEADS)
-def test_an_admissible_command_follows_the_thought_in_qwens_tokens(style, qwen3_tokenizer):
+def test_an_admissible_command_follows_the_thought_in_qwens_tokens(style, qwen_tokenizer, qwen3_tokenizer):
     """Of Qwen2.5, and of Qwen3, whose <think> and </think> are single tokens."""
-    for tokenizer in (qwen.load_tokenizer(QWEN_TOKENIZER), qwen3_tokenizer):
+    for tokenizer in (qwen_tokenizer, qwen3_tokenizer):
         assert_restricts(Chat(tokenizer, style), HEADS[style], OTHERS)
 
 

@@ -6,12 +6,13 @@ The oracle is transformers' `apply_chat_template` with the Qwen templates of the
 have tools: the Qwen2.5 tokenizer of the tests has a template without.
 """
 
+import copy
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import EMPTY_THOUGHT, QWEN_TOKENIZER, WITHOUT_QWEN
+from conftest import EMPTY_THOUGHT
 
 import envs
 import rollout
@@ -21,7 +22,6 @@ from envs.tools import Game, ToolEnvironment, call, schemas
 from infra.plugins import PluginError
 from lm.chat import Chat
 from lm.engine import Response
-from lm.model import load_tokenizer
 
 TRL = find_spec("trl")
 needs_trl = pytest.mark.skipif(not TRL, reason="needs TRL's chat templates: pip install trl")
@@ -60,22 +60,23 @@ class Environment(ToolEnvironment):
 
 
 def with_template(tokenizer, name):
-    """The tokenizer with a template of TRL's."""
+    """A copy of the tokenizer with a template of TRL's."""
     folder = Path(TRL.submodule_search_locations[0]) / "chat_templates"
+    tokenizer = copy.copy(tokenizer)
     tokenizer.chat_template = (folder / f"{name}.jinja").read_text(encoding="utf-8")
     return tokenizer
 
 
 @pytest.fixture(params=["qwen2_5", "qwen3", "qwen3_instruct_2507"])
-def tokenizer(request, qwen3_tokenizer_folder):
+def tokenizer(request):
     """Qwen2.5's or Qwen3's tokenizer with a template that shows tools."""
-    folder = QWEN_TOKENIZER if request.param == "qwen2_5" else qwen3_tokenizer_folder
-    return with_template(load_tokenizer(folder), request.param)
+    family = "qwen_tokenizer" if request.param == "qwen2_5" else "qwen3_tokenizer"
+    return with_template(request.getfixturevalue(family), request.param)
 
 
 @pytest.fixture
-def qwen3(qwen3_tokenizer_folder):
-    return with_template(load_tokenizer(qwen3_tokenizer_folder), "qwen3")
+def qwen3(qwen3_tokenizer):
+    return with_template(qwen3_tokenizer, "qwen3")
 
 
 def make_chat(tokenizer, style="think", environment=None):
@@ -178,11 +179,9 @@ def test_a_tools_answer_holds_no_special_token(tokenizer, text):
         assert f"\n{text}" in tokenizer.decode(ids)
 
 
-def test_a_template_without_tools_is_refused():
-    if not QWEN_TOKENIZER.is_dir():
-        pytest.skip(WITHOUT_QWEN)
+def test_a_template_without_tools_is_refused(qwen_tokenizer):
     with pytest.raises(ValueError, match="^--model=.*: its chat template shows no tools, which this"):
-        make_chat(load_tokenizer(QWEN_TOKENIZER))
+        make_chat(qwen_tokenizer)
 
 
 def test_a_demonstration_is_read_back_as_its_calls(tokenizer):
