@@ -1,15 +1,16 @@
-"""What a trained token costs on this CPU: the whole model, adapters, or the last layers.
+"""What a trained token costs on this CPU: the whole model, adapters, or the last layers, in fp32 and bf16.
 
 A random model of SmolLM2-135M's shape takes optimizer steps (update.update) on random sequences of about the
 length of an episode in a small room. All tokens of a sequence are trained, so each passes lm_head; where
-prompts are only read, as in a run, all three ways are cheaper. Seconds are CPU seconds of one thread, which
+prompts are only read, as in a run, all ways are cheaper. Seconds are CPU seconds of one thread, which
 other processes lengthen less than a clock's; the ways take turns, and a first step of each is not measured.
-Left out: playing, which costs all three the same, but for the merge of adapters, which is measured.
+Left out: playing, which costs all the same, but for the merge of adapters, which is measured, and for bf16.
 
     python -m lab.bench.trained_tokens       # writes lab/results/trained_tokens.json, in some ten minutes
 """
 
 import argparse
+import itertools
 import time
 
 import torch
@@ -17,7 +18,7 @@ import torch
 import config
 import update
 from batching import Sample
-from infra import files, parallel
+from infra import files, job, parallel
 from infra.progress import progress
 from lab.bench.intervals import interval, markdown, with_half
 from lab.bench.machine import this_cpu
@@ -28,7 +29,8 @@ from lm.optim import adamw, trained
 from session import choose_trained
 
 OUT = ROOT / "lab" / "results" / "trained_tokens.json"
-WAYS = ("", "--lora 16", "--train-layers 4")         # "": the whole model
+WAYS = tuple(" ".join(filter(None, pair)) for pair in itertools.product(        # "": the whole model
+    ("", "--lora 16", "--train-layers 4"), ("", "--dtype bfloat16")))
 SHAPE = qwen.ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
                          num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True)
 SEQUENCES, TOKENS, REPEATS = 4, 400, 3               # in a step, as in the cold start; in a sequence; steps
@@ -47,7 +49,9 @@ class Way:
     def __init__(self, flags, shape):
         self.flags, self.seconds, model = flags, [], qwen.Model(shape)
         qwen.init_weights(model, 0)
-        self.model = choose_trained(model, config.parsed([*flags.split(), "--evaluate", "none"]))
+        settings = config.parsed([*flags.split(), "--evaluate", "none"])
+        self.model = parallel.shard(choose_trained(model, settings), job.Ranks(0, 1, torch.device("cpu")),
+                                    getattr(torch, settings.dtype))
         self.optimizer = adamw(self.model)
 
     def step(self, samples):
@@ -58,10 +62,10 @@ class Way:
 
     def merge_seconds(self):
         """CPU seconds of giving a sampler the merged weights, once an iteration; None without adapters."""
-        if not self.flags.startswith("--lora"):
+        if "--lora" not in self.flags:
             return None
-        sampler = parallel.unsharded_copy(self.model, lambda: qwen.Model(self.model.config), torch.float32,
-                                          always=True)
+        sampler = parallel.unsharded_copy(self.model, lambda: qwen.Model(self.model.config),
+                                          self.model.compute_dtype, always=True)
         parallel.copy_weights(self.model, sampler, lora.merged)
         began = time.process_time()
         parallel.copy_weights(self.model, sampler, lora.merged)
@@ -81,6 +85,7 @@ def measure(shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REPEATS):
              "tokens_per_cpu_s": interval({k: n / s for k, s in enumerate(way.seconds[1:])}),
              "times_full": interval({k: a / b for k, (a, b) in enumerate(zip(full, way.seconds[1:]))}),
              "merge_s": way.merge_seconds()} for way in ways]
+    job.shutdown()
     return {"what": "optimizer steps on this CPU, one thread; CPU seconds",
             "command": "python -m lab.bench.trained_tokens", "commit": files.commit(),
             "torch": torch.__version__, "repeats": repeats, "sequences": sequences, "tokens": tokens,
@@ -105,8 +110,9 @@ def main():
     files.write_json(OUT, found)
     print("{name} ({capability}, one thread), torch {torch}".format(torch=found["torch"], **found["cpu"]))
     print("\n".join(table(found)))
-    merges = [row["merge_s"] for row in found["rows"] if row["merge_s"] is not None]
-    print(f"merging the adapters for an iteration's play: {merges[0]:.2f} CPU seconds")
+    for row in found["rows"]:
+        if row["merge_s"] is not None:
+            print(f"{row['way']}: merging the adapters for an iteration's play: {row['merge_s']:.2f} CPU s")
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ JUDGED = "with judge questions"          # the cold start from which RL begins
 POLICY = ("--judge-demonstrations", "0", "--judge-epochs", "0")               # one pass, the policy alone
 # {model: flags of all its runs}
 FLAGS = {
-    "SmolLM2": ("--model", "smollm2", "--prompt", "plain", "--cold-start-lr", "1e-4", "--checkpoint-every",
-                "8", "--judge-labels", "taken", "--tasks", "4", "--minibatches", "2", "--judge-turns", "16",
-                "--lr", "1e-5", "--kl", "loss", "--kl-coef", "0.01"),
+    "SmolLM2": ("--model", "smollm2", "--prompt", "plain", "--dtype", "bfloat16", "--cold-start-lr", "1e-4",
+                "--checkpoint-every", "8", "--judge-labels", "taken", "--tasks", "4", "--minibatches", "2",
+                "--judge-turns", "16", "--lr", "1e-5", "--kl", "loss", "--kl-coef", "0.01"),
     "small": ("--judge-labels", "taken"),
 }
 # {model: {cold start: its flags}}. One at learning rate 0 is the model as it begins. A pretrained model

@@ -29,15 +29,17 @@ def test_each_way_takes_its_steps_on_all_tokens_but_the_first(monkeypatch):
     monkeypatch.setattr(trained_tokens.time, "process_time", lambda: next(seconds))     # a step takes 1 s
     monkeypatch.setattr(update, "update", lambda *given, **named: metrics.append(step(*given, **named)))
     found = trained_tokens.measure(TINY, sequences=3, tokens=9, repeats=2)
-    assert [entry["policy/tokens"] for entry in metrics] == [24] * 3 * 3          # the first is not measured
-    full, adapters, last = found["rows"]
+    assert [entry["policy/tokens"] for entry in metrics] == [24] * 6 * 3          # the first is not measured
+    full, full_bf16, adapters, _, last, _ = found["rows"]
     assert [row["way"] for row in found["rows"]] == [*trained_tokens.WAYS]
+    assert full_bf16["way"] == "--dtype bfloat16" and not torch.distributed.is_initialized()
     assert full["trained_parameters"] == found["parameters"] == qwen.count_parameters(TINY)
+    assert full_bf16["trained_parameters"] == found["parameters"]
     assert adapters["trained_parameters"] == 16 * 6 * PLACES
     assert last["trained_parameters"] == 4 * (MATRICES + 36 + 2 * 12 + 2 * 36) + 36
     for row in found["rows"]:
         assert row["tokens_per_cpu_s"]["seeds"] == {0: 24, 1: 24} and row["times_full"]["mean"] == 1
         assert row["merge_s"] == (1 if "lora" in row["way"] else None)
     lines = trained_tokens.table(found)
-    assert len(lines) == 2 + 3 + 1 and "24.0 ± 0.0 | 41.7 | 1.00 ± 0.00" in lines[2]
+    assert len(lines) == 2 + 6 + 1 and "24.0 ± 0.0 | 41.7 | 1.00 ± 0.00" in lines[2]
     assert torch.get_num_threads() == 1
