@@ -123,7 +123,6 @@ def test_judge_is_p_good_of_that_turn(player):
         assert player.judge(episode, number) == player.probability_good(turn.prompt_ids, turn.response_ids)
 
 
-@pytest.mark.fast
 def test_a_value_heads_p_good_is_its_sigmoid(start, tmp_path):
     """Exact, by an uncached forward."""
     assert train(tmp_path, *start_from(start), "--judge-kind", "value", "--iterations", 1) == 0
@@ -224,7 +223,6 @@ def handlers():
     return {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
 
-@pytest.mark.fast
 def test_train_equals_the_command(start, tmp_path):
     """The same weights and metrics; signal handlers are restored, and no process group is left."""
     before = handlers()

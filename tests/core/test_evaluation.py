@@ -466,7 +466,6 @@ def test_a_server_that_recovers_loses_no_game(serve, short, referee, broken):
     assert result["splits"]["L1"]["sampled"]["n"] == 12
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("case", ["500", "too slow", "half a line", "refused at once"])
 def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee, case, monkeypatch):
     """They count neither as lost nor as won, the run ends, and --resume plays them."""

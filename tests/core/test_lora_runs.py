@@ -211,7 +211,6 @@ def test_a_finished_run_is_evaluated_again_with_the_same_weights(trained, tmp_pa
 
 # What is refused
 
-@pytest.mark.fast
 def test_adapters_of_another_rank_or_file_are_refused(trained, start, capsys):
     flags = ["--model", start, *IMITATE, "--kl", "loss", "--resume"]
     assert train(trained, *flags, "--lora", 8) == 1

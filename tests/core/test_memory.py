@@ -196,7 +196,6 @@ def start(tmp_path_factory):
     return cold_started(tmp_path_factory)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags", ["", "--algo ppo --tasks 16 --group-size 1"])
 def test_a_run_with_recomputed_layers_has_the_same_weights_and_metrics(start, tmp_path, flags):
     for name in ("off", "on"):
@@ -281,7 +280,6 @@ def test_gradients_are_added_in_place():
 
 # Skipped forward passes
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags", ["--kl loss --kl-coef 1", "--dtype bfloat16", "--dtype bfloat16 --kl loss"])
 def test_skipped_logprobs_are_never_read(start, tmp_path, monkeypatch, flags):
     """Reference logprobs of judge samples, and in bf16 the trainer's old logprobs of samples without an

@@ -76,7 +76,6 @@ def train_in_two(monkeypatch, out, flags, stop_at):
 
 # Resuming is exact
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags", [[], ["--kl", "loss", "--kl-coef", 1], ["--admissible-only"]],
                          ids=["plain", "kl", "restricted"])
 def test_an_interrupted_run_resumes_exactly(start, tmp_path, monkeypatch, flags):
@@ -89,7 +88,6 @@ def test_an_interrupted_run_resumes_exactly(start, tmp_path, monkeypatch, flags)
     assert json.loads((parts / "stages.json").read_text())["rl"] > seconds               # of both parts
 
 
-@pytest.mark.fast
 def test_kept_checkpoints_are_the_models_of_their_iterations(start, tmp_path, monkeypatch):
     """Also in a run that was resumed."""
     full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--keep-checkpoints", 1]
@@ -173,7 +171,6 @@ def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_f
     assert len(rows(full, "correction")) == 2 and same(weights(full), weights(parts))
 
 
-@pytest.mark.fast
 def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(start, tmp_path, monkeypatch,
                                                                              capsys):
     """No further turn is played; the saved weights are those before the iteration."""
@@ -255,7 +252,6 @@ def wait_for(condition, run, limit_s=300):
 
 # Resuming needs the same run
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     (["--algo", "gigpo"], "algo was grpo, is gigpo; normalize_std was False, is True"),
     (["--seed", 1], "seed was 0, is 1"), (["--invalid-penalty", 2], "invalid_penalty was 0.1, is 2.0"),
@@ -309,7 +305,6 @@ def test_resume_prints_another_commit_and_other_versions(start, finished, monkey
     assert line.endswith("; it continues with commit abc1234, python 9.9")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("total", [1, 0])
 def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monkeypatch, capsys, total):
     """It would read as finished, with a part of its learning rate's decay. Its own total continues it."""
@@ -436,7 +431,6 @@ def test_overwrite_sets_the_old_run_aside_even_if_stopped_early(start, finished,
     assert len(rows(finished.with_name("out.old-2"))) == len(rows(finished)) == 1
 
 
-@pytest.mark.fast
 def test_overwrite_of_a_link_renames_the_link(start, finished):
     """What it points to stays where it is, and further commands work."""
     before, link = contents(finished), finished.with_name("link")

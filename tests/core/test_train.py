@@ -190,7 +190,6 @@ def test_protocol_eight_plays_every_task_eight_times_with_different_streams(star
 
 # Results
 
-@pytest.mark.fast
 def test_at_weight_0_the_judge_is_logged_and_the_policy_is_plain_grpo(start, trained, tmp_path):
     assert train(tmp_path / "zero", *start_from(start), "--judge-weight", 0) == 0
     assert train(tmp_path / "off", *start_from(start), "--no-gcd") == 0
@@ -242,7 +241,6 @@ def test_the_kl_penalty_is_the_reverse_kl_centered_in_its_group(start, tmp_path)
     assert kl_penalty(run, run.model, episodes).abs().max() < rounding(largest)         # 0 against itself
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags", ["--kl loss", "--kl reward", "--algo ppo --group-size 1 --no-gcd"])
 def test_reference_and_critic_are_offloaded_except_during_their_forwards(start, tmp_path, monkeypatch, flags):
     """From their creation on; and while one of them is on the device, the policy is in use with it."""
@@ -318,7 +316,6 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
     assert steps == {"keep": [2, 2], "drop": [0, 0], "refill": [0, 0]}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", ["oracle", "shuffled"])
 def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch, kind):
     """Of each round's questions only those with unequal rewards are trained; no turn is asked about twice.
@@ -349,7 +346,6 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
     assert all(any(sample.advantage) for sample in samples)
 
 
-@pytest.mark.fast
 def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path):
     folders = {}
     for name, flags in (("tied", ()), ("untied", ("--untied",))):
@@ -359,7 +355,8 @@ def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path)
         shared = run.model.lm_head.weight is run.model.model.embed_tokens.weight
         assert shared == (name == "tied")
     assert torch.equal(folders["tied"], folders["untied"])
-    assert train(tmp_path / "run", "--untied", "--iterations", 0, "--evaluate", "none") == 0
+    assert train(tmp_path / "run", "--untied", "--demonstrations", 20, "--judge-demonstrations", 8,
+                 "--iterations", 0) == 0
     found = weights(tmp_path / "run")
     assert not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
 

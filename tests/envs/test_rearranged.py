@@ -3,6 +3,7 @@
     python -m pytest tests/envs/test_rearranged.py
 """
 
+import functools
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -13,7 +14,7 @@ import pytest
 from test_household import GAMES, needs_games
 
 from envs import Task, household
-from envs.alfred import rooms
+from envs.alfred import games, rooms
 from envs.alfred.expert import Expert
 from envs.alfred.game import Game
 from envs.alfred.problem import Thing, type_of
@@ -164,7 +165,8 @@ def test_a_goal_is_achievable_if_all_is_there_and_it_is_not_reached(tasks, chang
 
 
 @needs_games
-def test_real_games_come_first_and_then_endless_rearranged_ones():
+def test_real_games_come_first_and_then_endless_rearranged_ones(monkeypatch):
+    monkeypatch.setattr(games, "load_games", functools.cache(games.load_games))
     plain, endless = Tasks(GAMES, "part", 3), Tasks(GAMES, "part", 3, "later")
     n = len(plain.real_games("train", TYPES["part"]))
     assert endless.train_tasks("part", 0, 5) == plain.train_tasks("part", 0, 5)

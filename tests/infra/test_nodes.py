@@ -315,7 +315,6 @@ def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
     assert [len({*of_start}) for of_start in names] == [1, 1] and names[0] != names[1]
 
 
-@pytest.mark.fast
 def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check(tmp_path):
     """Rank 1 of two never comes."""
     code = ("from infra import job; job.CONNECT_S = 1; job.setup('cpu')")

@@ -212,7 +212,6 @@ def test_methods_are_compared_with_their_own_base_and_grpo():
     assert origin.method_rows("depth", 0.1, {}) == []
 
 
-@pytest.mark.fast
 def test_colder_sampling_is_the_sampling_of_a_sharper_model(toys):
     """At temperature .4 the shares of responses are those of probabilities to the power 2.5, renormalized
     token by token, here from a softmax of the logits over .4."""

@@ -151,7 +151,6 @@ def test_the_expert_wins_with_one_response():
 
 # Training tasks and splits
 
-@pytest.mark.fast
 @pytest.mark.parametrize("settings", [{}, {"letters": 3, "length": 5, "problems": 48}], ids=str)
 @pytest.mark.parametrize("seed", [0, 1, 99])
 def test_no_problem_is_in_two_splits_or_trained_on(settings, seed):

@@ -11,8 +11,6 @@ from tiny_runs import rows, train
 from lab.envs import twins
 from rollout import Episode, Turn
 
-pytestmark = pytest.mark.fast
-
 
 def environment(**settings):
     return twins.Environment(twins.Environment.Settings(**settings))
@@ -22,6 +20,7 @@ def play(game, task, command):
     return game.reset(task), game.step(command)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("p_tasks", [4, 8, 12])
 def test_training_has_p_tasks_of_kind_p_and_the_cold_start_half(p_tasks):
     for types, expected in (("part", p_tasks), ("all", 8)):
@@ -30,6 +29,7 @@ def test_training_has_p_tasks_of_kind_p_and_the_cold_start_half(p_tasks):
         assert len({task.id for task in tasks}) == 64
 
 
+@pytest.mark.fast
 def test_a_state_has_one_sign_among_noise_and_depends_on_seed_and_name_only():
     one, same, other = environment(), environment(), twins.Environment(seed=1)
     for task in one.train_tasks("part", 0, 32):
@@ -44,6 +44,7 @@ def test_a_state_has_one_sign_among_noise_and_depends_on_seed_and_name_only():
     assert one.split_tasks("P") == other.split_tasks("P")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind, command, wins", [("P", "pull", 0.9), ("P", "lift", 0.4), ("N", "pull", 0.2),
                                                  ("N", "lift", 0.5)])
 def test_the_probability_to_win(kind, command, wins):
@@ -54,6 +55,7 @@ def test_the_probability_to_win(kind, command, wins):
     assert sum(won) / 4000 == pytest.approx(wins, abs=4 * (wins * (1 - wins) / 4000) ** 0.5)
 
 
+@pytest.mark.fast
 def test_random_outcomes_are_the_same_in_any_slot_and_differ_between_plays():
     task = environment().train_tasks("part", 0, 1)[0]
     one, two = environment().make(1), environment().make(3)
@@ -61,12 +63,14 @@ def test_random_outcomes_are_the_same_in_any_slot_and_differ_between_plays():
     assert outcomes[0] == outcomes[1] and 0 < sum(outcomes[0]) < 40
 
 
+@pytest.mark.fast
 def test_an_unknown_command_is_refused():
     before, after = play(environment().make(1)[0], environment().split_tasks("P")[0], "dance")
     assert after.observation == twins.Environment.noop_message and not after.done
     assert "pull" in before.admissible
 
 
+@pytest.mark.fast
 def test_the_expert_pulls_with_probability_q_under_either_sign():
     expert = environment(likely=0.25).expert([])
     for kind in "PN":
@@ -75,6 +79,7 @@ def test_the_expert_pulls_with_probability_q_under_either_sign():
         assert sum(s.commands == ["pull"] for s in plays) / 2000 == pytest.approx(0.25, abs=0.04)
 
 
+@pytest.mark.fast
 def test_labels():
     P, N = (f"You see oak {sign} elm." for sign in ("moon", "well"))
     assert environment().oracle([P, P, N, N, N], ["pull", "lift", "pull", "lift", "dance"]) == [

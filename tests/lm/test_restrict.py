@@ -115,7 +115,6 @@ def fast_play(model, chat, specs, sampling=None, slots=4, **options):
 
 # Sampling
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style", ["plain", "tags"])
 @pytest.mark.parametrize("temperature, history", [(1.0, 0), (0.6, 2), (0.0, 0)])
 def test_played_tokens_and_logprobs_equal_the_oracles(model, tokenizer, temperature, history, style):
@@ -157,7 +156,6 @@ def test_a_responses_probability_is_the_product_of_the_renormalized_ones(model, 
     assert_frequencies(frequency, torch.tensor([*probability.values()], dtype=torch.double), n)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("slots", [1, 2, 5, 12])
 def test_any_number_of_slots_plays_the_same_episodes(model, chat, slots):
     model, specs = model.double(), make_specs(3, 4)
