@@ -5,9 +5,11 @@ interrupted study continues with the cells that are missing. Its numbers are in 
 NAME.md. Left out: training (gcd.py).
 """
 
+import io
 import multiprocessing
 import os
 import platform
+import re
 import shlex
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
@@ -195,10 +197,11 @@ def pyplot(name):
 
 
 def save(figure, path):
-    """Write a figure as SVG and close it."""
+    """Write a figure as SVG, coordinates to a hundredth of a point, and close it."""
     from matplotlib import pyplot as plotted
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    text = io.StringIO()
+    figure.savefig(text, metadata={"Date": None})
+    files.write_text(path, re.sub(r"(\d\.\d\d)\d+", r"\1", text.getvalue()))
     plotted.close(figure)
 
 

@@ -46,7 +46,7 @@ def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch):
         assert found.model == ("smollm2" if match[1] == "smollm2" else "")
         if not match[3] and found.demonstrations in pretraining.COUNTS:
             of_pair = {name: value for name, value in found.settings().items()
-                       if name not in ("out", "model", "cold_start_lr")}
+                       if name not in ("out", "model", "cold_start_lr", "dtype")}
             assert settings.setdefault((cell.seed, match[2]), of_pair) == of_pair
     assert len(settings) == 9
     assert {(found["cold_start_types"], found["judge_demonstrations"], found["judge_epochs"],
