@@ -29,19 +29,34 @@ needs_weights = pytest.mark.skipif(not HERE, reason=smollm2.HOW)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("smollm2") / "model"
-    smollm2.convert(smollm2.weights(), path)
-    return path
+def converted(tmp_path_factory):
+    """The folder, and the model and tokenizer that transformers read from the file, which takes a while."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    path, read = tmp_path_factory.mktemp("smollm2") / "model", []
+
+    def kept(reader):
+        def from_pretrained(*given, **named):
+            read.append(reader(*given, **named))
+            return read[-1]
+        return from_pretrained
+
+    with pytest.MonkeyPatch.context() as patch:
+        for library in (AutoModelForCausalLM, AutoTokenizer):
+            patch.setattr(library, "from_pretrained", kept(library.from_pretrained))
+        smollm2.convert(smollm2.weights(), path)
+    return path, read
 
 
 @pytest.fixture(scope="module")
-def theirs():
+def folder(converted):
+    return converted[0]
+
+
+@pytest.fixture(scope="module")
+def theirs(converted):
     """transformers' model and tokenizer, from the same file."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    path = smollm2.weights()
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    model, tokenizer = converted[1]
+    return model.eval(), tokenizer
 
 
 def q4_1(data, shape):
@@ -186,6 +201,7 @@ def test_a_full_disk_leaves_no_folder(folder, theirs, tmp_path, monkeypatch):
 
     model, tokenizer = theirs
     read = SimpleNamespace(config=copy.deepcopy(model.config), state_dict=model.state_dict)
+    read.config.quantization_config = None
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **given: read)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **given: tokenizer)
     monkeypatch.setattr(qwen, "save_file", full)
