@@ -161,12 +161,16 @@ def measuring(every, path):
     """
     iteration = gcd.iteration
 
+    def measure(run, i):
+        run.update_sampler()             # whose forwards need no backward; after the model's own, weights stay
+        path.append({"iteration": i} | probe(run.sampler, run.chat))                     # gathered
+
     def measured(run, i, reference):
         if i % every == 0:
-            path.append({"iteration": i} | probe(run.model, run.chat))
+            measure(run, i)
         metrics = iteration(run, i, reference)
         if i + 1 == run.config.iterations:
-            path.append({"iteration": i + 1} | probe(run.model, run.chat))
+            measure(run, i + 1)
         return metrics
 
     with mock.patch.object(gcd, "iteration", measured):

@@ -335,22 +335,23 @@ def test_read_against_one_plain_forward_for_each_text(finished):
             torch.testing.assert_close(hidden[n, side], x[len(prompt) - 1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_measurement_changes_no_run_and_is_of_the_models_before_and_after(finished, tmp_path):
+@pytest.mark.parametrize("dtype, gap", [("float32", 0), ("bfloat16", 0.03)])
+def test_a_measurement_changes_no_run_and_is_of_the_models_before_and_after(finished, tmp_path, dtype, gap):
     """The same run with and without measurements: of the cold start first, of the checkpoint last."""
     settings, weights, path = {"model": "small", "start": "judge", "seed": 0}, [], []
     flags = [*study.COMMON, *study.MODELS["small"]["all"], "--judge-labels", "oracle", "--iterations", 2,
              "--model", study.cold_folder(settings, finished / "runs") / files.CHECKPOINT,
-             "--demonstrations", 0]
+             "--demonstrations", 0, "--dtype", dtype]
     common.train(flags, tmp_path / "plain")
     with study.measuring(2, path):
         common.train(flags, tmp_path / "measured")
     for name in ("plain", "measured"):
         weights.append((tmp_path / name / files.CHECKPOINT / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] and [point["iteration"] for point in path] == [0, 2]
-    actor = actor_of(finished, "judge")
-    assert path[0] == {"iteration": 0} | study.probe(actor.model, actor.chat)
-    actor = common.load_actor(tmp_path / "plain" / files.CHECKPOINT, flags[:len(study.COMMON) + 1])
-    assert path[1] == {"iteration": 2} | study.probe(actor.model, actor.chat)
+    after = common.load_actor(tmp_path / "plain" / files.CHECKPOINT, flags[:len(study.COMMON) + 1])
+    for point, actor in zip(path, (actor_of(finished, "judge"), after), strict=True):
+        for part, numbers in study.probe(actor.model, actor.chat).items():
+            assert point[part] == pytest.approx(numbers, rel=0, abs=gap)
     assert gcd.iteration.__name__ == "iteration"
 
 
