@@ -1,8 +1,8 @@
 """Episodes to training samples, and samples to microbatches of tensors.
 
 A `Sample` is a token sequence with the advantage and the old logprob of each sampled token. An append-only
-episode is one sample; each of its judge answers is another, which shares the episode's prefix and is computed
-once with it (`SharedRow`). Left out: the loss (update.py).
+episode is one sample; each of its judge answers is another. A prefix that samples share is computed once
+(`shared_rows`). Left out: the loss (update.py).
 Shapes: B rows of a microbatch, T positions, N sampled tokens (flat over the microbatch).
 """
 
@@ -95,14 +95,23 @@ def common_prefix_len(a, b):
 
 
 def shared_rows(samples):
-    """Group samples that have a turn in common (an episode and its judge answers) into rows, shortest
-    first.
+    """Group samples into rows that run common tokens once, shortest first.
+
+    Together are samples that have a turn in common, an episode and its judge answers, and episodes with the
+    same first prompt, as of a group: as many as have no more tokens after the prompt than in it, so that a
+    row costs less than its episodes apart.
     """
-    groups, group_of_turn = [], {}
+    groups, group_of_turn, with_room = [], {}, {}
     for sample in samples:
         group = next((group_of_turn[id(turn)] for turn in sample.turns if id(turn) in group_of_turn), None)
         if group is None:
-            groups.append(group := [])
+            n = sample.sampled.index(True) if any(sample.sampled) else 0
+            prompt, rest = tuple(sample.ids[:n]), len(sample.ids) - n
+            group, room = with_room.get(prompt, (None, 0))
+            if rest > room:
+                groups.append(group := [])
+                room = n
+            with_room[prompt] = group, room - rest
         group.append(sample)
         group_of_turn |= {id(turn): group for turn in sample.turns}
     return sorted(map(SharedRow, groups), key=lambda row: len(row.ids))

@@ -74,6 +74,10 @@ def with_varlen(monkeypatch):
     return use
 
 
+# Tokens after the prompt, which is 20, of a group's episodes: two rows of two and one of one
+GROUP = 6, 7, 8, 5, 9
+
+
 @pytest.fixture(params=["qwen2", "qwen3"])
 def model(request, tokenizer):
     return tiny_model(tokenizer, model_type=request.param, head_dim=12).double()
@@ -89,8 +93,8 @@ def answers_to(question, rng, lengths, turn):
 
 @pytest.fixture
 def samples():
-    """Single samples; questions without their episode, with one to three answers; and an episode of four
-    turns with questions about two of them, which branch off in its middle and at its end."""
+    """Single samples; questions without their episode, with one to three answers; an episode of four turns
+    with questions about two of them, which branch off in its middle and at its end; and GROUP."""
     rng, made = random.Random(0), []
     for k, lengths in enumerate([[2, 5, 1], [4], [3, 3]]):
         made += answers_to([rng.randrange(90) for _ in range(9 + 7 * k)], rng, lengths, object())
@@ -98,6 +102,13 @@ def samples():
     episode = replace(make_sample(rng, n=30), turns=turns)
     made += [episode, *answers_to(episode.ids[:17] + [91, 92, 93], rng, [3, 1], turns[1]),
              *answers_to(episode.ids + [91, 92, 93], rng, [2, 4, 1], turns[3])]
+    prompt = [rng.randrange(90) for _ in range(20)]
+    for m in GROUP:
+        n, sample = len(prompt), make_sample(rng, n=m)
+        made.append(replace(sample, ids=prompt + sample.ids, sampled=[False] * n + [True] + sample.sampled[1:],
+                            advantage=[0.0] * n + sample.advantage, logprob_old=[0.0] * n + sample.logprob_old,
+                            turns=[object()]))
+    made += answers_to(made[-1].ids + [91, 92], rng, [2], made[-1].turns[0])
     return made + [make_sample(rng, kind="judge") for _ in range(3)]
 
 
@@ -114,9 +125,13 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max().clamp(min=1)))
 
 
-def apart(samples):
-    """The same samples, each in its own row."""
-    return [replace(sample, turns=[]) for sample in samples]
+def apart(run, model, samples, *settings):
+    """What `run` returns with each sample in a row of its own."""
+    def rows(samples):
+        return sorted((batching.SharedRow([sample]) for sample in samples), key=lambda row: len(row.ids))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batching, "shared_rows", rows)
+        return run(model, samples, *settings)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
@@ -124,8 +139,8 @@ def apart(samples):
 def test_shared_and_packed_rows_equal_a_padded_row_per_sample(model, samples, with_varlen, packed,
                                                               max_tokens):
     """Loss, logprobs and gradient are equal, and shared prefixes are run once."""
-    want, expected = gradient_of(model, apart(samples))
-    scores = update.logprobs(model, apart(samples), update.Objective())
+    want, expected = apart(gradient_of, model, samples)
+    scores = apart(update.logprobs, model, samples, update.Objective())
     if packed:
         with_varlen()
     run = []
@@ -133,6 +148,7 @@ def test_shared_and_packed_rows_equal_a_padded_row_per_sample(model, samples, wi
     got, sums = gradient_of(model, samples, microbatch_tokens=max_tokens)
     alone = sum(len(sample.ids) for sample in samples)
     shared = 2 * 9 + 23 + (17 + 20) + (30 + 2 * 33)           # tokens of further answers, and of questions
+    shared += 2 * 20 + (20 + GROUP[-1])                       # of two prompts, of an episode with a question
     assert sum(len(row.ids) for row in batching.shared_rows(samples)) == alone - shared
     if packed:
         assert sum(run) == alone - shared
@@ -144,7 +160,7 @@ def test_shared_and_packed_rows_equal_a_padded_row_per_sample(model, samples, wi
 
 def test_shared_rows_equal_separate_rows_in_float32(model, samples):
     model.float()
-    assert_close(gradient_of(model, samples)[0], gradient_of(model, apart(samples))[0])
+    assert_close(gradient_of(model, samples)[0], apart(gradient_of, model, samples)[0])
 
 
 def test_branches_do_not_attend_to_each_other(model, samples):
@@ -168,7 +184,7 @@ def test_samples_of_one_turn_without_a_common_prefix_are_separate_parts_of_a_row
     row, = batching.shared_rows([first, second])
     assert row.parts == [(6, []), (7, [])]
     scores = update.logprobs(model, [first, second], update.Objective())
-    for one, other in zip(scores, update.logprobs(model, apart([first, second]), update.Objective())):
+    for one, other in zip(scores, apart(update.logprobs, model, [first, second], update.Objective())):
         assert one == pytest.approx(other, abs=1e-5)
 
 
