@@ -162,8 +162,8 @@ def measuring(every, path):
     iteration = gcd.iteration
 
     def measure(run, i):
-        run.update_sampler()             # whose forwards need no backward; after the model's own, weights stay
-        path.append({"iteration": i} | probe(run.sampler, run.chat))                     # gathered
+        run.update_sampler()               # after a forward of the sharded model itself weights stay gathered
+        path.append({"iteration": i} | probe(run.sampler, run.chat))
 
     def measured(run, i, reference):
         if i % every == 0:

@@ -104,10 +104,10 @@ def samples():
              *answers_to(episode.ids + [91, 92, 93], rng, [2, 4, 1], turns[3])]
     prompt = [rng.randrange(90) for _ in range(20)]
     for m in GROUP:
-        n, sample = len(prompt), make_sample(rng, n=m)
-        made.append(replace(sample, ids=prompt + sample.ids, sampled=[False] * n + [True] + sample.sampled[1:],
-                            advantage=[0.0] * n + sample.advantage, logprob_old=[0.0] * n + sample.logprob_old,
-                            turns=[object()]))
+        sample, zeros = make_sample(rng, n=m), [0.0] * len(prompt)
+        made.append(replace(sample, ids=prompt + sample.ids, turns=[object()],
+                            sampled=[False] * len(prompt) + [True] + sample.sampled[1:],
+                            advantage=zeros + sample.advantage, logprob_old=zeros + sample.logprob_old))
     made += answers_to(made[-1].ids + [91, 92], rng, [2], made[-1].turns[0])
     return made + [make_sample(rng, kind="judge") for _ in range(3)]
 
