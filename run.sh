@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The main job from scratch: cold start, then GRPO and GRPO+GCD in parallel, then the table and the report.
 #
-#   bash run.sh          3 to 6 minutes on 2 CPU cores with AVX-512, about 15 without; no GPU, no download of
-#                        data or weights, no compiler
+#   bash run.sh          4 minutes on 2 CPU cores with AVX-512, 5 with AVX2; no GPU, no download of data or
+#                        weights, no compiler
 #   bash run.sh alfworld the same on the real games in $ALFWORLD_DATA (default: ALFWorld's own folder), in
 #                        under an hour: six task types for L0 and L1, four for L2
 #   bash run.sh smollm   a pretrained language model, SmolLM2-135M, in under an hour: an episode of it untrained,

@@ -10,7 +10,7 @@ Measured along each run, on the templates of RL and on as many that nothing was 
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
 judge's AUC: so when the judge became right, and when the flaw ran away.
 
-    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # 60 cells, some 20 core-hours
+    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # 60 cells, some 6 core-hours
     python -m lab.studies.natural_twins --small --seeds 3   # the small model from scratch: minutes
     python -m lab.studies.natural_twins --jobs 0            # only the page, of the stored cells
 
@@ -54,8 +54,10 @@ FIRST = ("--cold-start-types", "part", "--p-tasks", 8, "--judge-epochs", 0, "--n
          "--judge-demonstrations", 0)
 SECOND = ("--cold-start-epochs", 0)
 # The last layers, not adapters, and bf16: each trains about twice as many tokens a CPU second, and the cells
-# are many
-MODELS = {"smollm2": {"all": ("--prompt", "plain", "--train-layers", 4, "--lr", 1e-4, "--dtype", "bfloat16"),
+# are many. Only the two commands: where all texts may be sampled, 60 iterations teach little but the form
+# (pilots of GRPO, seed 99: the two have .46 of the probability at the start)
+MODELS = {"smollm2": {"all": ("--prompt", "plain", "--admissible-only", "--train-layers", 4, "--lr", 1e-4,
+                              "--dtype", "bfloat16"),
                       "cold": ("--cold-start-lr", 3e-4), "start": ("--model", "smollm2")},
           "small": {"all": ("--admissible-only",), "cold": (), "start": ()}}
 QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", 0),
@@ -229,7 +231,7 @@ def measures(hidden_nsC, first_nsc, whole_nsc, good_nsc):
     """The numbers of a part, from what `read` returns.
 
         q_P, q_N     probability of the flawed command's first token against the other's: the policy with
-                     --admissible-only, and without it where `offered` is 1
+                     --admissible-only
         offered      probability of the two whole commands together
         cosine       of the hidden states of a pair
         apart        of those of two templates, both in P: what any two situations have in common
@@ -411,7 +413,7 @@ def page(table, command, seeds, model, name):
     return PAGE.read_text(encoding="utf-8").format(
         command=command, there=sum(map(len, table.values())), seeds=f"{min(seeds)} to {max(seeds)}",
         model={"smollm2": "SmolLM2-135M-Instruct, of which the last four layers are trained",
-               "small": "The small model from scratch, sampled among the two commands"}[model],
+               "small": "The small model from scratch"}[model],
         figure=f"{name}.svg", policy=policy, shared=shared, comparisons=comparisons(table))
 
 
