@@ -151,7 +151,8 @@ def times(value, factor):
     if not is_interval(value):
         return value * factor
     half = None if value["half"] is None else value["half"] * abs(factor)
-    return {"mean": mean_of(known(value)) * factor, "half": half, "seeds": value.get("seeds", {})}
+    mean = round(mean_of(known(value)) * factor, 9) + 0.0           # -4e-15, a sum of differences, is 0
+    return {"mean": mean, "half": half, "seeds": value.get("seeds", {})}
 
 
 def each(function):
