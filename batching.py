@@ -97,9 +97,9 @@ def common_prefix_len(a, b):
 def shared_rows(samples):
     """Group samples into rows that run common tokens once, shortest first.
 
-    Together are samples that have a turn in common, an episode and its judge answers, and episodes with the
-    same first prompt, as of a group: as many as have no more tokens after the prompt than in it, so that a
-    row costs less than its episodes apart.
+    Together are samples that have a turn in common, an episode and its judge answers, and samples with the
+    same tokens before the first sampled one, as a group's: as many as have no more tokens after that prompt
+    than in it, so that a row costs less than its samples apart.
     """
     groups, group_of_turn, with_room = [], {}, {}
     for sample in samples:

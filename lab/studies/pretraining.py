@@ -5,7 +5,7 @@ The cells are runs of gcd.py (lab/results/table1_pretraining.json): a cold start
 nothing showed). lab.bench.table1 runs them and computes means and paired differences; this study plots them.
 Left out: running the cells.
 
-    python -m lab.bench.table1 --config lab/results/table1_pretraining.json --jobs 1    # 8 core-hours
+    python -m lab.bench.table1 --config lab/results/table1_pretraining.json --jobs 1    # 3 core-hours
     python -m lab.studies.pretraining                                                   # seconds
 
 A finished run of SmolLM2 leaves 1.6 GB in runs/table1/pretraining, which may go once its cell is stored.

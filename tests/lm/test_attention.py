@@ -31,6 +31,8 @@ from lm.engine import Sampling, Slots, generate
 from losses import clipped_surrogate
 
 pytestmark = pytest.mark.fast
+# Tokens after the prompt, which is 20, of a group's episodes: two rows of two and one of one
+GROUP = 6, 7, 8, 5, 9
 
 
 def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=None):
@@ -74,10 +76,6 @@ def with_varlen(monkeypatch):
     return use
 
 
-# Tokens after the prompt, which is 20, of a group's episodes: two rows of two and one of one
-GROUP = 6, 7, 8, 5, 9
-
-
 @pytest.fixture(params=["qwen2", "qwen3"])
 def model(request, tokenizer):
     return tiny_model(tokenizer, model_type=request.param, head_dim=12).double()
@@ -94,7 +92,8 @@ def answers_to(question, rng, lengths, turn):
 @pytest.fixture
 def samples():
     """Single samples; questions without their episode, with one to three answers; an episode of four turns
-    with questions about two of them, which branch off in its middle and at its end; and GROUP."""
+    with questions about two of them, which branch off in its middle and at its end; and a group's
+    episodes with one prompt, the last with a question."""
     rng, made = random.Random(0), []
     for k, lengths in enumerate([[2, 5, 1], [4], [3, 3]]):
         made += answers_to([rng.randrange(90) for _ in range(9 + 7 * k)], rng, lengths, object())
