@@ -5,10 +5,10 @@ name, and writes one page that needs no other file and no network. A figure of t
 listed with the reason. Left out: any measurement or drawing.
 """
 
-import base64
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from infra import files
 from report import page, read
@@ -18,6 +18,7 @@ STUDIES = ROOT / "lab" / "results" / "studies"
 TONES = {"yes": "yes", "partly": "partly", "no": "no", "not measurable": "open"}     # of "agrees"
 MISSING = "not measured here"
 WIDE = 2.2                        # width / height; a wider picture is too small next to text
+UNQUOTED = " !$()*+,-./:;=?@_~"    # what a data: URL and HTML leave as it is, besides letters and digits
 READING = "faults"                # the study of the section "Reading the curves"
 # Figures and claims of the paper (arXiv:2509.23870), in its order; the text is for those without a study
 PAPER = {
@@ -76,12 +77,15 @@ class Lesson:
 
 
 def picture(path, place):
-    """An SVG file, without indentation, as a data: URL. As an image it runs no scripts and loads nothing."""
+    """An SVG file, in one line, as a data: URL, which is a fifth shorter than in base64.
+
+    As an image it runs no scripts and loads nothing.
+    """
     try:
-        content = re.sub(rb"\n +", b"\n", path.read_bytes())
+        content = re.sub(rb"\s*\n\s*", b" ", path.read_bytes())
     except OSError as error:
         raise ValueError(f"{place}: its picture {path}: {error.strerror}") from None
-    return "data:image/svg+xml;base64," + base64.b64encode(content).decode()
+    return "data:image/svg+xml," + quote(content, safe=UNQUOTED)
 
 
 def is_wide(path):
