@@ -58,7 +58,7 @@ class Config:
                           "auto: paper where --model is a Hugging Face model, else small",
                           ("auto", "small", "paper"))
     out: str = setting("runs/default", "folder that everything is written to")
-    resume: bool = setting(False, "continue from the checkpoint in --out, in RL or between DAgger rounds")
+    resume: bool = setting(False, "continue from the checkpoint in --out, of the cold start or of RL")
     overwrite: bool = setting(False, "start over if --out holds a run, which is set aside as OUT.old-1; with "
                               "--resume, only if that run cannot be continued")
     seed: int = setting(0, "fixes weights, tasks and every random draw, at any number of ranks (except which "
@@ -68,7 +68,8 @@ class Config:
     shard_within: str = setting("all", "the ranks that share a copy of the weights: all, or those of a node, "
                                 "so that weights are gathered within machines and only gradients are "
                                 "exchanged between them", ("all", "node"), rare=True)
-    checkpoint_every: int = setting(20, "iterations, or DAgger rounds, between checkpoints", low=1, rare=True)
+    checkpoint_every: int = setting(20, "iterations, DAgger rounds or, of a large model, steps of the cold "
+                                    "start, between checkpoints", low=1, rare=True)
     keep_checkpoints: int = setting(0, "iterations between models kept in OUT/kept, from 0 on; 0: none",
                                     low=0, rare=True)
     log: str = setting("none", "also send each iteration's metrics to tensorboard (files in OUT/tensorboard) "
