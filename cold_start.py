@@ -44,7 +44,8 @@ def cold_start(run):
     """Imitate the expert: first the policy, then policy and judge together. Jointly from scratch, the judge's
     questions take over and the policy learns little.
 
-    A stop saves a checkpoint, from which --resume continues: between steps or, with --dagger, between rounds.
+    A stop saves a checkpoint between steps, from which --resume continues. In a DAgger round it does not, and
+    --resume continues from the last round saved.
     """
     config, learner, steps, rounds = run.config, run, 0, 0
     if run.chat.small:
@@ -148,7 +149,7 @@ def dagger(run, questions, learner, done):
         shares = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
         run.log({"phase": "practice", "round": i, "step": step,
                  "success": shares["success"], "invalid_frac": shares["invalid_frac"]})
-        pending = [sample for sample in questions if sample.episode // ranks.world_size % len(rounds) == i]
+        pending = [sample for sample in questions if sample.episode % len(rounds) == i]
         rng = generator(config.seed, DAGGER_ORDER, k)         # equal on all ranks, and so are the batches
         order, batches = torch.randperm(n, generator=rng), shuffled_batches(pending, steps_of(run, n), rng)
         for sample in imitation_samples(episodes):
@@ -180,23 +181,23 @@ class DaggerPlayer:
         return None if self.rng.random() < self.share else self.chat.respond(command, tag)
 
 
-def demonstrate_on_rank0(run, first, n, mistake_rate):
+def demonstrate_on_rank0(run, first, n, mistake_rate, required=True):
     """Run `demonstrate` on rank 0 and give the result to all ranks, which could differ if an engine or a
     request failed on one.
     """
-    episodes = parallel.on_rank0(lambda: demonstrate(run, first, n, mistake_rate))
+    episodes = parallel.on_rank0(lambda: demonstrate(run, first, n, mistake_rate, required))
     run.stop_if_asked(None)
     if run.config.thoughts == "endpoint":
         run.log_endpoint()
     return episodes
 
 
-def demonstrate(run, first, n, mistake_rate):
+def demonstrate(run, first, n, mistake_rate, required=True):
     """Episodes of the expert on n training tasks from number `first` on: those that are won and fit the
     context.
 
-    A turn's advantage is its weight in the imitation: 1, or 0 for an injected mistake. ValueError if no
-    episode remains.
+    A turn's advantage is its weight in the imitation: 1, or 0 for an injected mistake. required: ValueError
+    if no episode remains.
     """
     config, expert, search_verbs = run.config, run.environment.expert(run.games), run.environment.search_verbs
     episodes, counts, restarts = [], Counter(), expert.restarts
@@ -231,7 +232,7 @@ def demonstrate(run, first, n, mistake_rate):
     if restarts := expert.restarts - restarts:
         counts["restarts"] = restarts
     run.log({"phase": "demonstrations", "asked": n, "kept": len(episodes)} | counts)
-    if not episodes:
+    if required and not episodes:
         raise ValueError(f"--demonstrations={n}: none was won in --max-turns={config.max_turns} within "
                          f"--context={config.context} tokens: {dict(counts)}")
     return episodes
@@ -279,7 +280,11 @@ def judge_questions(run):
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
-    episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, mistake_rate=0.25)
+    episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, 0.25, required=False)
+    if not episodes:
+        run.warn_once("no judge demonstration", f"--judge-demonstrations={n}: none was won in --max-turns="
+                      f"{config.max_turns} within --context={config.context} tokens; no question is shown")
+        return []
     seed, by_endpoint = stream(config.seed, QUESTIONS), None
     if "endpoint" in config.judge_labels:
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)

@@ -38,6 +38,7 @@ def history_length(text):
     return 0 if text == "full" else int(text)
 
 
+REFILL_ROUNDS = 4    # at most in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 DRAWN = ("verl-agent", "rlvmr")             # protocols that draw 128 games with replacement
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
@@ -142,7 +143,7 @@ class Config:
                       ("none", "loss", "reward"))
     kl_coef: float = setting(0.01, "its coefficient", low=0, needs=NEEDS_KL)
     dynamic_sampling: str = setting("drop", "groups without advantages: keep, drop (not with --kl, which "
-                                    "gives them a gradient), or also refill (4 rounds)",
+                                    f"gives them a gradient), or also refill ({REFILL_ROUNDS} rounds)",
                                     ("keep", "drop", "refill"))
     max_grad_norm: float = setting(1.0, "a step's gradient is scaled down to this norm; 0: never", low=0)
     microbatch_tokens: int = setting(2048, "tokens in a forward pass, padding included; few fit a CPU's "
@@ -269,6 +270,11 @@ class Config:
         answer.
         """
         return self.context - self.judge_response_tokens - 64
+
+    @property
+    def play_rounds(self):
+        """Rounds of play in an iteration, at most."""
+        return REFILL_ROUNDS if self.dynamic_sampling == "refill" else 1
 
     @property
     def splits(self):

@@ -237,16 +237,20 @@ def parse(argv):
         if name in unread[kind]:
             raise ValueError(f"{flag_of(name)}: not read if the player is a {kind}")
     flags = {name: value for name, value in given.items() if name not in vars(own)}
-    flags |= {"demonstrations": 0, "iterations": 0}
+    flags |= {"demonstrations": 0, "iterations": 0, "gcd": False}
     if kind == "model":
         flags["model"] = own.player
     else:
         flags = {"preset": "paper", "slots": TEXT_SLOTS} | flags
     if kind == "server":
-        flags["endpoint"] = checked_url(own.player)
+        flags["endpoint"] = checked_url(own.player, "--player")
+        flags["context"] = max(settings.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
         flags.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
     flags.setdefault("evaluate", ",".join(name for name in environment.splits if name != "dev"))
-    config = settings.parsed(settings.arguments(flags))
+    try:
+        config = settings.parsed(settings.arguments(flags))
+    except ValueError as error:
+        raise ValueError(str(error).replace("--model=", "--player=", 1)) from None
     if not config.splits:
         raise ValueError(f"--evaluate={config.evaluate}: no split to evaluate")
     return own, config, given

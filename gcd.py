@@ -48,7 +48,6 @@ __all__ = ["load", "train", "main"]
 # Rounding reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
-REFILL_ROUNDS = 4     # at most in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
@@ -77,13 +76,13 @@ def iteration(run, i, reference):
 def collect(run, i):
     """Play this rank's episodes of iteration i. Returns those to learn from, and all that were played.
 
-    They differ with --dynamic-sampling refill: groups with unequal rewards, from up to REFILL_ROUNDS rounds
+    They differ with --dynamic-sampling refill: groups with unequal rewards, from up to `play_rounds` rounds
     of play, until there are enough (each rank fills its own share), or equal ones if there are no others.
     """
     config, kept, played = run.config, [], []
     refill = config.dynamic_sampling == "refill"
     wanted = config.tasks // run.ranks.world_size * config.group_size
-    for refill_round in range(REFILL_ROUNDS if refill else 1):
+    for refill_round in range(config.play_rounds):
         name = f"refill {refill_round}" if refill_round else f"iteration {i}"
         fresh = run.play(episode_specs(run, i, refill_round), run.sampling(), name)
         if run.should_stop:                      # some episodes are missing; --resume repeats the iteration
@@ -106,7 +105,7 @@ def episode_specs(run, i, refill_round=0):
     """This rank's episodes of an iteration: whole groups, each member with a random stream of its own."""
     config, per_rank = run.config, run.config.tasks // run.ranks.world_size
     first = run.ranks.rank * per_rank
-    start = (i * REFILL_ROUNDS + refill_round if config.dynamic_sampling == "refill" else i) * config.tasks
+    start = (i * config.play_rounds + refill_round) * config.tasks
     instruction = run.instruction.text if run.instruction else ""
     tasks = train_tasks(run.environment, config.train_types, start + first, per_rank)
     return [EpisodeSpec(task, refill_round * config.tasks + first + g,
@@ -130,7 +129,7 @@ def judge_turns(run, i, episodes):
                               by_endpoint, config.label_agreement)
     places = sum(parallel.all_gather(places), [])
     judged, informative, wanted = [], [], config.judge_turns // 2
-    for redraw in range(REFILL_ROUNDS if config.judge_redraw else 1):
+    for redraw in range(flags.REFILL_ROUNDS if config.judge_redraw else 1):
         chosen = judge.choose(places, config.judge_labels, wanted,
                               stream(seed, 3, redraw) if redraw else seed)
         if not (chosen or redraw):
@@ -359,13 +358,15 @@ def train(**settings):
     64
     """
     config = flags.parsed(flags.arguments(settings))
+    trained = config.demonstrations or config.iterations      # else the model is only evaluated
+    if not (trained or config.model):
+        raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
     with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
         resources.push(job.on_exit)
         ranks = job.setup(config.device, within=config.shard_within)
         if finish(prepare(config, ranks, Stop(), resources)):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
-    trained = config.demonstrations or config.iterations      # else the model was only evaluated
     return load(f"{config.out}/{files.CHECKPOINT}" if trained else config.model, **given)
 
 

@@ -119,7 +119,7 @@ class TextPlayer:
                         conversation.submit(response, self.on_truncation)
                         pending.append(conversation)
                 if not self.is_dead():
-                    pending += [Conversation(spec, ended.game, self.chat, self.history)
+                    pending += [Conversation(spec, ended.source, self.chat, self.history)
                                 for ended, spec in zip(free, specs)]
         finally:
             self.stop()

@@ -175,7 +175,7 @@ def check_resumed(config, state):
     done = done or 0
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
-    ignored, then = ["protocol", "correction_at_evaluation"], state.get("settings", {})
+    ignored, then = ["protocol", "correction_at_evaluation", "evaluate_tasks"], state.get("settings", {})
     if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
     if other := changed(then, config, ignored):

@@ -312,7 +312,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
             ended[conversation.number] = conversation.episode
             on_end(conversation.episode)
             if (new := next(waiting, None)) is not None:
-                return place(row, Conversation(specs[new], conversation.game, chat, history, new))
+                return place(row, Conversation(specs[new], conversation.source, chat, history, new))
             live[row], live[-1].row = live[-1], row
             live.pop()
             slots.move(len(live), row)
@@ -363,7 +363,8 @@ def restarted(conversation, loss, most=5):
     spec, restarts = conversation.spec, conversation.episode.restarts + 1
     if restarts > most:
         raise EpisodeLost(f"task {spec.task.id}: lost {restarts} times: {loss}") from loss
-    new = Conversation(spec, conversation.game, conversation.chat, conversation.history, conversation.number)
+    new = Conversation(spec, conversation.source, conversation.chat, conversation.history,
+                       conversation.number)
     new.episode.restarts, new.episode.lost = restarts, str(loss)
     new.episode.game_s = conversation.episode.game_s
     new.stream = stream(spec.stream, 1 << 40, restarts)         # no turn has the number 1 << 40

@@ -305,6 +305,7 @@ def per_sample(model, samples, objective, of_batch):
             results |= zip(map(id, batch), of_batch(batch), strict=True)
         else:
             empty_loss(model)
+    parallel.reshard(model)
     return [results[id(sample)] for sample in samples]
 
 

@@ -365,8 +365,8 @@ class Endpoint:
                        refused=status in (400, 413, 422))
 
 
-def checked_url(url):
-    """Return the base URL of an endpoint.
+def checked_url(url, flag="--endpoint"):
+    """Return the base URL of an endpoint, which `flag` gives.
 
     ValueError for any other text, which may be a key and is not repeated. See also `without_path`.
     """
@@ -374,7 +374,7 @@ def checked_url(url):
         parts = urlsplit(url)
         if URL.fullmatch(url) and parts.hostname and parts.port != 0:
             return url
-    raise ValueError("--endpoint: expected a base URL like https://api.deepseek.com/v1, without password, "
+    raise ValueError(f"{flag}: expected a base URL like https://api.deepseek.com/v1, without password, "
                      "query or fragment; what was given is not repeated: it may hold the key, which goes in "
                      "the variable that --endpoint-key-variable names")
 

@@ -93,6 +93,14 @@ def unsharded_copy(model, make, dtype, always=False):
     return with_memory(copy.to(dtype), next(model.parameters()).device).requires_grad_(False)
 
 
+def reshard(model):
+    """Shard a model's own parameters again after a forward without a backward, which leaves them gathered in
+    the compute dtype: what reads weights by name would read these, and the optimizer's would have no name.
+    """
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
 @torch.no_grad()
 def copy_weights(model, copy, merged=dict.items):
     """Copy a model's current weights into its `unsharded_copy`. All ranks call it.
@@ -102,8 +110,6 @@ def copy_weights(model, copy, merged=dict.items):
     parameter.
     """
     if copy is not model:
-        if isinstance(model, FSDPModule):
-            model.reshard()       # after a forward without a backward the root's weights are still gathered
         sources = merged(dict(model.named_parameters()))
         for target, (_, source) in zip(copy.parameters(), sources, strict=True):
             target.copy_(full_tensor(source))

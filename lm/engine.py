@@ -376,10 +376,10 @@ def run_padded(model, cache, rows, chunks, starts, max_tokens):
             yield block, model(ids_BT, layout, select=torch.tensor(ends, device=device).unbind(1))
 
 
-def generate(slots, prompts, streams, share=False, restrictions=None):
+def generate(slots, prompts, streams, restrictions=None):
     """Sample one Response per prompt: prompts[i] in slot i, with random stream streams[i]."""
     responses = {}
-    slots.begin(range(len(prompts)), prompts, streams, share, restrictions)
+    slots.begin(range(len(prompts)), prompts, streams, restrictions=restrictions)
     while slots.running:
         slots.tick()
         responses |= slots.pop_finished()

@@ -240,7 +240,8 @@ def test_train_equals_the_command(start, tmp_path):
 @pytest.mark.parametrize("settings, message", [
     ({"lr": "nan"}, "--lr=nan"), ({"frobnicate": 1}, "--frobnicate: no such flag"),
     ({"iterations": True}, "--iterations"), ({"env": "nowhere"}, "--env=nowhere"),
-    ({"gcd": False, "correction": "critiques"}, "--correction=critiques: ")])
+    ({"gcd": False, "correction": "critiques"}, "--correction=critiques: "),
+    ({"demonstrations": 0, "iterations": 0}, "--iterations=0: expected a --model to evaluate")])
 def test_train_refuses_wrong_settings_before_any_work(tmp_path, settings, message):
     before = handlers()
     with pytest.raises(ValueError, match=message):

@@ -200,7 +200,7 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
         chat=chat, ranks=SimpleNamespace(rank=rank, world_size=ranks),
         games=[Game()], endpoint=endpoint, optimizer=None, log=rows.append, steps=model.steps, rows=rows,
         should_stop=False, stop_if_asked=lambda state: None, save=lambda state: None, cold_progress={},
-        log_endpoint=lambda: None,
+        log_endpoint=lambda: None, warn_once=lambda kind, message: rows.append({"warning": message}),
         endpoint_labels=lambda episodes, n, seed: None)
 
 
@@ -267,6 +267,14 @@ def test_with_a_history_window_every_turn_must_fit_not_only_the_last(chat):
     message = f"--demonstrations=1: .* --context={max(lengths) - 1} .*'too long': 1"
     with pytest.raises(ValueError, match=message):
         cold_start.demonstrate(run, 0, 1, 0.05)
+
+
+def test_without_a_demonstration_for_the_judge_no_question_is_shown(chat):
+    """The policy's are needed, these are not: the policy is trained by then."""
+    run = make_run(chat, "--judge-demonstrations", 2, script=[scripted(won=False)] * 2)
+    assert cold_start.judge_questions(run) == []
+    assert run.rows[0]["kept"] == 0
+    assert run.rows[1]["warning"].startswith("--judge-demonstrations=2: none was won in --max-turns=30")
 
 
 def test_the_outcomes_of_the_demonstrations_are_logged(chat):
@@ -548,7 +556,7 @@ def test_ranks_split_a_round(dagger_run):
         theirs = [{(s.episode, *s.ids) for s in part if s.kind == "policy"} for part in parts]
         assert full == set.union(*theirs) and len(full) == sum(map(len, theirs)) == 1
         questions = [[s for s in part if s.kind == "judge"] for part in parts]
-        assert questions[0] == questions[1] == questions[2]
+        assert [s for s in batch if s.kind == "judge"] == questions[0] == questions[1] == questions[2]
 
 
 def test_dagger_replaces_the_second_stages_demonstrations(dagger_run):

@@ -226,13 +226,22 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
     (["--player", "expert", "--endpoint-model", "x"], "--endpoint-model: not read if the player is a script"),
     (["--player", "http://a/v1", "--dtype", "float32"], "--dtype: not read if the player is a server"),
     (["--player", "expert", "--lr", "1"], "--lr: no flag of the referee"),
-    (["--player", "http://a:b@c/v1"], "expected a base URL"),
+    (["--player", "http://a:b@c/v1"], "--player: expected a base URL"),
+    (["--player", "nowhere"], "--player=nowhere: nowhere/tokenizer.json: not found"),
     (["--player", "expert", "--protocol", "gigpo"], "--protocol=gigpo: expected one of full"),
 ])
 def test_a_wrong_flag_is_one_line_before_any_work(flags, expected, tmp_path, capsys):
     assert evaluation.main(["--out", str(tmp_path / "out"), *flags]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("player, flags", [
+    (COMMITTED, ["--context", "64"]), ("http://a/v1", ["--max-response-tokens", "20000"])])
+def test_no_flag_is_refused_for_the_sake_of_a_judge_or_of_a_servers_context(player, flags):
+    _, config, _ = evaluation.parse(["--player", str(player), *flags])
+    assert not config.gcd and config.max_response_tokens < config.context
 
 
 @pytest.mark.fast

@@ -334,20 +334,21 @@ def test_a_lost_episode_restarts(model, chat, deaths, kind):
 @pytest.mark.parametrize("kind", [Corridor, InAnotherProcess])
 def test_a_game_of_this_process_answers_in_the_tick_in_which_it_was_asked(model, chat, monkeypatch, kind):
     """A game of another process has a tick more, in which the device samples other rows; the first loop only
-    resets the games. The tokens are the same.
+    resets the games. The tokens are the same. Each game plays two episodes, one after the other.
     """
     ticks, tick = [], engine.Slots.tick
     monkeypatch.setattr(engine, "TICK", 2)
     monkeypatch.setattr(engine.Slots, "tick", lambda slots: (ticks.append(slots), tick(slots)))
     specs = make_specs(4, 2)
-    for spec in specs:
+    for pair in zip(specs[::2], specs[1::2], strict=True):
         ticks.clear()
         sampling, options = Sampling(max_response_tokens=5), {"on_truncation": "invalid"}
-        (episode,) = rollout.play(model, chat, [kind()], [spec], sampling, 6, 400, **options)
-        sampled = sum(max(1, -(-(len(turn.response_ids) - 1) // 2)) for turn in episode.turns)
-        calls = sum(turn.action is not None for turn in episode.turns) + 1       # and the reset
+        episodes = rollout.play(model, chat, [kind()], pair, sampling, 6, 400, **options)
+        turns = [turn for episode in episodes for turn in episode.turns]
+        sampled = sum(max(1, -(-(len(turn.response_ids) - 1) // 2)) for turn in turns)
+        calls = sum(turn.action is not None for turn in turns) + len(pair)       # and the resets
         assert len(ticks) == 1 + sampled + (calls if kind is InAnotherProcess else 0)
-        assert tokens_of([episode]) == tokens_of(fast_play(model, chat, [spec], sampling, **options))
+        assert tokens_of(episodes) == tokens_of(fast_play(model, chat, pair, sampling, **options))
 
 
 def test_an_engine_that_keeps_dying_is_an_error(model, chat):

@@ -809,6 +809,20 @@ def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_pa
     assert not same(weights(tmp_path / "on"), weights(tmp_path / "off"))
 
 
+def test_a_step_without_a_gradient_is_saved_in_full_precision(tmp_path):
+    """All rewards are equal: the forwards of --kl reward have no backward, and FSDP's weights stay gathered, in
+    bf16.
+    """
+    flags = ("--dtype bfloat16 --demonstrations 0 --judge-demonstrations 0 --admissible-only --no-gcd "
+             "--invalid-penalty 0 --tasks 2 --group-size 2 --minibatches 1 --max-turns 4 --kl reward "
+             "--iterations 1 --keep-checkpoints 1").split()
+    assert train(tmp_path, *flags) == 0
+    (row,) = rows(tmp_path)
+    assert row["rollout/success"] == 0 and row["policy/nll_nats"] is None
+    kept = load_file(tmp_path / "kept" / "00001" / "model.safetensors")
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32} and same(kept, weights(tmp_path))
+
+
 @pytest.mark.fast
 def test_a_small_disagreement_is_logged(start, tmp_path, monkeypatch):
     """Larger than float32's own gap (below 1e-4 at the maximum), and below the limit."""
