@@ -810,8 +810,8 @@ def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_pa
 
 
 def test_a_step_without_a_gradient_is_saved_in_full_precision(tmp_path):
-    """All rewards are equal: the forwards of --kl reward have no backward, and FSDP's weights stay gathered, in
-    bf16.
+    """All rewards are equal: the forwards of --kl reward have no backward, and FSDP's weights stay gathered,
+    in bf16.
     """
     flags = ("--dtype bfloat16 --demonstrations 0 --judge-demonstrations 0 --admissible-only --no-gcd "
              "--invalid-penalty 0 --tasks 2 --group-size 2 --minibatches 1 --max-turns 4 --kl reward "
