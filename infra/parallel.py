@@ -110,6 +110,7 @@ def copy_weights(model, copy, merged=dict.items):
     parameter.
     """
     if copy is not model:
+        reshard(model)
         sources = merged(dict(model.named_parameters()))
         for target, (_, source) in zip(copy.parameters(), sources, strict=True):
             target.copy_(full_tensor(source))
