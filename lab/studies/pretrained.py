@@ -40,7 +40,8 @@ from rollout import EpisodeSpec
 PAGE = Path(__file__).with_name("pretrained.page.md")
 TASKS, MISTAKES = 36, 0.25               # rooms, and the share of mistakes: 329 turns with seed 0
 TURNS, COMMANDS = 110, 3                 # turns of the pairs; commands of the whole-model gradients
-MODELS = ("SmolLM2", "small")
+COLORS = {"SmolLM2": "tab:blue", "small": "tab:orange"}
+MODELS = tuple(COLORS)
 ARMS = ("grpo", "grpo+gcd")
 ITERATIONS = 10
 JUDGED = "with judge questions"          # the cold start from which RL begins
@@ -360,7 +361,7 @@ def draw(cells, rows, out):
     known = [row.partition(", ")[2] for row in rows]
     names = [name for name in dict.fromkeys([*STAGES["small"], *known]) if name in known]
     for axes, (title, keys) in zip(panels, drawn):
-        for model, color in zip(MODELS, ("tab:blue", "tab:orange")):
+        for model, color in COLORS.items():
             for key, style in zip(keys, ("o-", "s--", "^:")):
                 at = {i: found[key] for i, name in enumerate(names)
                       if (found := rows.get(f"{model}, {name}")) and found[key]["mean"] is not None}
@@ -370,14 +371,15 @@ def draw(cells, rows, out):
         axes.set_xticks(range(len(names)), names, rotation=50, ha="right", fontsize=8)
         axes.axhline(0, color="grey", linewidth=0.6)
         axes.set_title(title)
-        axes.legend(fontsize=7)
+        axes.set_ylim(top=1 + 0.16 * len(keys))                      # room for the legend
+        axes.legend(fontsize=7, loc="upper right")
     last = {model: cells[cell] for cell in cells for model in MODELS
             if cell.startswith(f"{model}, {JUDGED}, ")}
     kinds = [*dict.fromkeys(kind for result in last.values() for kind in result["tokens"])]
     for i, (model, result) in enumerate(last.items()):
         panels[4].barh([k + 0.4 * i for k in range(len(kinds))],
                        [result["tokens"].get(kind, {"influence": 0})["influence"] for kind in kinds], 0.38,
-                       label=model)
+                       label=model, color=COLORS[model])
     panels[4].set_yticks(range(len(kinds)), kinds)
     panels[4].set_title(f"share of the influence,\n{JUDGED}")
     if last:
