@@ -281,9 +281,9 @@ def train_scripted(monkeypatch, qwen_folder, qwen_tokenizer, short_games, engine
     begin, draw, next_stream = engine.Slots.begin, engine.Slots.draw, rollout.Conversation.next_stream
     texts = {}                                      # (Slots, row): the ids of the response being sampled
 
-    def begin_scripted(slots, rows, prompts, streams, *more):
+    def begin_scripted(slots, rows, prompts, streams, *more, **named):
         texts.update({(slots, row): script.text(*question) for row, *question in zip(rows, prompts, streams)})
-        begin(slots, rows, prompts, streams, *more)
+        begin(slots, rows, prompts, streams, *more, **named)
 
     def draw_scripted(slots, logits_RV, rows):
         numbers = slots.row_B[rows].tolist()
@@ -350,8 +350,8 @@ def test_a_qwen3_trains_with_thoughts_and_without(train_scripted, qwen3_tokenize
     """GCD: its responses are parsed and its questions encoded as Qwen2's; the saved model is a Qwen3."""
     folder = random_qwen(tmp_path_factory.mktemp("qwen3"), qwen3_tokenizer_folder, "Qwen3", head_dim=16)
     started, begin = [], engine.Slots.begin                      # the prompts of all turns and questions
-    monkeypatch.setattr(engine.Slots, "begin", lambda slots, rows, prompts, *more: (
-        started.extend(prompts), begin(slots, rows, prompts, *more))[1])
+    monkeypatch.setattr(engine.Slots, "begin", lambda slots, rows, prompts, *more, **named: (
+        started.extend(prompts), begin(slots, rows, prompts, *more, **named))[1])
     found = train_scripted("household", "--prompt", style, "--judge-labels", "dense",
                            "--judge-response-tokens", 16, model=folder)
     assert [row["rollout/success"] for row in found] == [0.5, 0.5]
