@@ -16,6 +16,9 @@ from infra import parallel
 from lm.attention import Packed, Rows, varlen
 from lm.engine import bucket
 
+# FLOPs of padding for which a microbatch is split on a CPU, about .1 s of a core: a model of one million
+# parameters never is, one of a hundred million at some fifty tokens
+PADDING = 1e10
 
 @dataclass(slots=True)
 class Sample:
@@ -117,18 +120,20 @@ def shared_rows(samples):
     return sorted(map(SharedRow, groups), key=lambda row: len(row.ids))
 
 
-def microbatches(samples, max_tokens, packed=False):
+def microbatches(samples, max_tokens, packed=False, max_padding=math.inf):
     """Split samples by length into lists of at most max_tokens tokens, never cutting a row.
 
-    Where rows are padded (not `packed`), padding counts, except the rounding to a multiple of 16.
+    Where rows are padded (not `packed`), padding counts, except the rounding to a multiple of 16; a list has
+    at most max_padding tokens of it.
     """
-    batches, tokens = [], 0
+    batches, filled = [], 0
     for row in shared_rows(samples):
         n = len(row.ids)
-        tokens = tokens + n if packed else n * (len(batches[-1]) + 1) if batches else n
-        if not batches or tokens > max_tokens:
+        filled += n
+        tokens = filled if packed else n * (len(batches[-1]) + 1) if batches else n
+        if not batches or tokens > max_tokens or tokens - filled > max_padding:
             batches.append([])
-            tokens = n
+            filled = n
         batches[-1].append(row)
     return [[sample for row in batch for sample in row.samples] for batch in batches]
 
@@ -137,7 +142,10 @@ def equal_microbatches(model, samples, max_tokens):
     """`microbatches`, filled up with empty lists to the largest number on any rank: FSDP needs equal
     forwards.
     """
-    return pad_to_all_ranks(microbatches(samples, max_tokens, packed_attention(model)))
+    on_cpu = device_of(model).type == "cpu"
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return pad_to_all_ranks(microbatches(samples, max_tokens, packed_attention(model),
+                                         PADDING / (2 * parameters) if on_cpu else math.inf))
 
 
 def pad_to_all_ranks(batches):

@@ -11,11 +11,12 @@ from torch import nn
 
 from infra import files
 from infra.parallel import full_tensor, shard_like
+from lm.model import Linear
 
 ALPHA = 32
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(Linear):
     """A linear layer with an adapter, A [rank, in] and B [out, rank], that is on or off."""
 
     def __init__(self, base, rank):
@@ -36,7 +37,7 @@ def add(model, rank, generator):
     """
     model.requires_grad_(False)
     for name, layer in [*model.model.layers.named_modules()]:
-        if isinstance(layer, nn.Linear):
+        if isinstance(layer, Linear):
             model.model.layers.set_submodule(name, LoRALinear(layer, rank))
     start(model, generator)
 

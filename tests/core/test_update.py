@@ -162,6 +162,27 @@ def test_microbatches_contain_every_sample_once_within_the_budget(samples):
     assert all(len(batch) == 1 or len(batch) * max(len(s.ids) for s in batch) <= 64 for batch in batches)
 
 
+def test_a_large_model_on_a_cpu_splits_microbatches_rather_than_pad(model, samples, judgements, monkeypatch):
+    """Of 20 tokens at most, as many as PADDING allows a model of this size; a small one's are not split."""
+    both, sizes, split = samples + judgements, [], batching.microbatches
+    full, metrics = gradient(model, both)
+    assert len(batching.equal_microbatches(model, both, 10**6)) == 1
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(batching, "PADDING", 2 * 20 * parameters)
+    batches = batching.equal_microbatches(model, both, 10**6)
+    assert sorted(id(s) for batch in batches for s in batch) == sorted(map(id, both))
+    rows = [[len(row.ids) for row in batching.shared_rows(batch)] for batch in batches]
+    padding = [len(of_batch) * max(of_batch) - sum(of_batch) for of_batch in rows]
+    assert len(batches) > 1 and max(padding) <= 20
+    for here, after in zip(rows, rows[1:]):                            # none could have taken a row more
+        assert (len(here) + 1) * after[0] - sum(here) - after[0] > 20
+    monkeypatch.setattr(batching, "microbatches", lambda *a: (sizes.append(split(*a)), sizes[-1])[1])
+    parts, same = gradient(model, both)
+    assert len(sizes[-1]) == len(batches)
+    assert_same(parts, full)
+    assert same == pytest.approx(metrics, abs=1e-5)
+
+
 @pytest.mark.parametrize("reduction", ["token", "episode", "constant"])
 def test_samples_per_turn_and_per_episode_have_the_same_gradient(model, chat, reduction):
     """Of played episodes: the merged conversation, and its turns with a full prompt each."""

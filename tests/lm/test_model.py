@@ -3,6 +3,7 @@
     python -m pytest tests/lm/test_model.py
 """
 
+import copy
 import json
 
 import pytest
@@ -315,6 +316,49 @@ def test_bfloat16_cache_decodes_close_to_float32(family):
 
 
 # Without positions
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_bf16_products_in_fp32_equal_the_cpus_own_but_for_rounding(monkeypatch, bias):
+    """Output and gradients, each against the exact product of the same bf16 numbers."""
+    generator = torch.Generator().manual_seed(0)
+    layer = m.Linear(40, 24, bias=bias).to(torch.bfloat16)
+    x = torch.randn(m.MANY_ROWS, 40, generator=generator).bfloat16()
+    up = torch.randn(m.MANY_ROWS, 24, generator=generator).bfloat16()
+
+    def numbers(layer, x, up):
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        return y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], up)
+
+    kinds, product = [], m.F.linear
+    monkeypatch.setattr(m.F, "linear", lambda x, *more: (kinds.append(x.dtype), product(x, *more))[1])
+    found = {}
+    for slow in (False, True):
+        monkeypatch.setattr(m, "slow_bf16", lambda slow=slow: slow)
+        found[slow] = numbers(layer, x, up)
+        layer(x[1:])                                                          # too few rows to convert weights
+    assert kinds == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    exact = numbers(copy.deepcopy(layer).double(), x.double(), up.double())
+    for values in found.values():
+        for value, want in zip(values, exact, strict=True):
+            assert value.dtype == torch.bfloat16
+            assert ((value - want).abs() <= 2**-8 * want.abs() + 2**-12).all()
+
+
+def test_whether_bf16_is_slow_is_measured(monkeypatch):
+    """A clock that runs faster while one kind of product is computed."""
+    product = m.F.linear
+    for slow in (torch.bfloat16, torch.float32):
+        now = [0.0]
+
+        def timed(x, weight, slow=slow, now=now):
+            now[0] += 2.0 if x.dtype == slow else 1.0
+            return product(x, weight)
+
+        monkeypatch.setattr(m.F, "linear", timed)
+        monkeypatch.setattr(m.time, "perf_counter", lambda now=now: now[0])
+        assert m.slow_bf16.__wrapped__() == (slow == torch.bfloat16)
 
 
 @pytest.mark.parametrize("layers, rope, same", [(1, False, True), (1, True, False), (2, False, False)])
