@@ -6,7 +6,9 @@ valid, invalid, malformed and overlong responses, all of which the engine has to
 
 import json
 import os
+import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,6 +145,17 @@ def is_alive(pid):
         ps = ["ps", "-o", "stat=", "-p", str(pid)]
         state = subprocess.run(ps, capture_output=True, text=True).stdout.strip()
     return state != "" and not state.startswith("Z")
+
+
+def suspend(pid):
+    """Stop a process, and wait until each of its threads has stopped: on a busy machine one may still answer
+    after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 10
+    while any(stat.read_text().rpartition(")")[2].split()[0] != "T"
+              for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def flat(tensors):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import test_household
-from conftest import is_alive
+from conftest import is_alive, suspend
 from test_household import (
     BROKEN,
     GAMES,
@@ -338,7 +338,7 @@ def test_a_killed_worker_loses_only_its_own_episodes(make):
 def test_a_worker_killed_during_a_step_raises_episode_lost(make):
     (game,) = make(1)
     game.reset(kitchen_task())
-    os.kill(processes(game)[0].pid, signal.SIGSTOP)
+    suspend(processes(game)[0].pid)
     game.send("step", "look")
     processes(game)[0].kill()
     with pytest.raises(EpisodeLost, match="exit code -9"):
@@ -352,7 +352,7 @@ def test_a_worker_that_hangs_is_replaced(make, length):
     (game,) = make(1)
     game.reset(kitchen_task())
     (process,) = processes(game)
-    os.kill(process.pid, signal.SIGSTOP)
+    suspend(process.pid)
     with socket.socket(fileno=os.dup(game.worker.pipe.fileno())) as end:
         game.worker.timeout_s = 1
         set_timeout(end, 1)

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import is_alive
+from conftest import is_alive, suspend
 
 from envs import EpisodeLost, Reply, scienceworld
 from envs.scienceworld import ALL, HELD_OUT, NO_ACTION, TASKS, Environment, Expert, task_of
@@ -398,7 +398,7 @@ def test_a_killed_jvm_loses_the_episode_and_the_next_reset_works(game, when):
 @PLAYS
 def test_a_jvm_killed_during_a_step_loses_the_episode(game):
     game.reset(task_of("boil", 0))
-    os.kill(game.jvm.process.pid, signal.SIGSTOP)
+    suspend(game.jvm.process.pid)
     game.send("step", "look around")
     time.sleep(0.3)
     game.jvm.process.kill()
@@ -412,7 +412,7 @@ def test_a_hung_jvm_is_killed(game):
     game.reset(task)
     pid, game.timeout_s = game.jvm.process.pid, 1.0
     game.jvm.socket.settimeout(1.0)
-    os.kill(pid, signal.SIGSTOP)
+    suspend(pid)
     started = time.monotonic()
     with pytest.raises(EpisodeLost, match="timed out"):
         game.step("look around")
@@ -459,7 +459,7 @@ def test_java_ends_with_the_main_process(end):
     pid = int(main.stdout.readline())
     assert is_alive(pid)
     if end == "kill while Java is stopped":
-        os.kill(pid, signal.SIGSTOP)
+        suspend(pid)
     _, errors = main.communicate(end.split()[0] + "\n", timeout=30)
     assert main.returncode == (-9 if end.startswith("kill") else 0) and errors == ""
     deadline = time.monotonic() + 10

@@ -337,7 +337,7 @@ def test_bf16_products_in_fp32_equal_the_cpus_own_but_for_rounding(monkeypatch, 
     for slow in (False, True):
         monkeypatch.setattr(m, "slow_bf16", lambda slow=slow: slow)
         found[slow] = numbers(layer, x, up)
-        layer(x[1:])                                                          # too few rows to convert weights
+        layer(x[1:])                             # too few rows to convert weights
     assert kinds == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
     exact = numbers(copy.deepcopy(layer).double(), x.double(), up.double())
     for values in found.values():
