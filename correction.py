@@ -73,10 +73,10 @@ def found_bad(judged):
             if question.turn.verdicts.count("bad") * 2 > len(question.turn.verdicts)]
 
 
-def counted_instruction(counts, n=2):
-    """The sentences of the n most frequent kinds in {kind: count}; "" if none has a sentence."""
+def counted_instruction(counts):
+    """The sentences of the two most frequent kinds in {kind: count}; "" if none has a sentence."""
     named = sorted((kind for kind in KINDS if counts.get(kind)), key=lambda kind: -counts[kind])
-    return " ".join(KINDS[kind] for kind in named[:n])
+    return " ".join(KINDS[kind] for kind in named[:2])
 
 
 def without_markup(text):

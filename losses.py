@@ -10,22 +10,22 @@ import math
 import torch
 
 
-def group_relative_advantage(reward_E, group_E, normalize_std=False, correction=0, eps=1e-6):
+def group_relative_advantage(reward_E, group_E, normalize_std=False, correction=0):
     """Return advantage_E: each episode's (or turn's) reward, normalized within its group.
 
-        A_i = (R_i - mean_g R) / (std_g R + eps)          GRPO, arXiv:2402.03300 §4.1.2
+        A_i = (R_i - mean_g R) / (std_g R + 1e-6)         GRPO, arXiv:2402.03300 §4.1.2
         A_i =  R_i - mean_g R                             normalize_std=False: Dr. GRPO, arXiv:2503.20783
 
     reward_E: float. group_E: int, the task that the episode played. correction: of the std; 0 (over the
     population) is used for episodes; 1 (unbiased) for turns, as in verl-agent. A group of equal rewards gets
-    exactly 0: otherwise 1/eps amplifies the rounding of the mean (eleven float32 rewards of 0.7 gave 0.107).
+    exactly 0: the division would amplify the mean's rounding (eleven float32 rewards of 0.7 gave 0.107).
     """
     advantage_E = torch.zeros_like(reward_E)
     for group in group_E.unique():
         members = group_E == group
         reward = reward_E[members]
         if (reward != reward[0]).any():
-            scale = reward.std(correction=correction) + eps if normalize_std else 1.0
+            scale = reward.std(correction=correction) + 1e-6 if normalize_std else 1.0
             advantage_E[members] = (reward - reward.mean()) / scale
     return advantage_E
 

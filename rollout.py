@@ -409,14 +409,14 @@ def success_rate(counts, plays=1):
                 {"flawed_frac": counts["flawed"] / turns} if "flawed" in counts else {})
 
 
-def wilson(successes, n, z=1.96):
-    """Wilson score interval of a share: (low, high), 95 % by default; (0, 1) for n = 0.
+def wilson(successes, n):
+    """Wilson's 95 % score interval of a share: (low, high); (0, 1) for n = 0.
 
         (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)        Wilson 1927
     """
     if n == 0:
         return 0.0, 1.0
-    p = successes / n
+    p, z = successes / n, 1.96
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -173,13 +173,13 @@ class Watch:
         """Tell all ranks what ended the job, unless they know."""
         self.store.compare_set("failed", "", what)
 
-    def silent(self, beats=5):
-        """The ranks that have given no sign of life for so many beats; it takes that long."""
+    def silent(self):
+        """The ranks that have given no sign of life for five beats; it takes that long."""
         def counts():
             return {rank: self.store.get(f"beat/{rank}") for rank in range(self.world_size)}
 
         before = counts()
-        time.sleep(beats * BEAT_S)
+        time.sleep(5 * BEAT_S)
         return [rank for rank, count in counts().items() if count == before[rank]]
 
     def beat(self):

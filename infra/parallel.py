@@ -204,16 +204,6 @@ def shard_like(parameter, tensor):
     return replicated.redistribute(placements=parameter.placements)
 
 
-@torch.no_grad()
-def copy_full_tensor(parameter, tensor):
-    """Copy a full tensor, equal on all ranks, into a sharded parameter.
-
-    Does nothing to an unsharded parameter, because its `full_tensor` shares its memory.
-    """
-    if isinstance(parameter, DTensor):
-        parameter.copy_(shard_like(parameter, tensor))
-
-
 def all_gather(value):
     """Return the list of all ranks' values (any picklable objects), in rank order, on every rank."""
     if not dist.is_initialized():

@@ -186,16 +186,16 @@ class Linear(nn.Linear):
 def slow_bf16():
     """Whether this CPU multiplies bf16 matrices more slowly than their conversions to fp32.
 
-    Measured, since no list of instructions tells: AVX-512's make an AMD twice as fast as fp32, and an Intel
-    without tiles half as fast; without any, bf16 takes ten times fp32's time.
+    Measured, since no list of instructions tells: with AVX-512's, an AMD is twice as fast as in fp32 and an
+    Intel half as fast; without any, bf16 takes two to a hundred times fp32's time.
     """
     x, weight = torch.ones(MANY_ROWS, 512, dtype=torch.bfloat16), torch.ones(1024, 512, dtype=torch.bfloat16)
 
     def seconds(product):
-        times = [time.perf_counter()]
+        times = [time.process_time()]                        # which other processes do not lengthen
         for _ in range(5):
             product()
-            times.append(time.perf_counter())
+            times.append(time.process_time())
         return min(b - a for a, b in zip(times, times[1:]))
 
     with torch.no_grad():

@@ -8,6 +8,7 @@ import math
 import torch
 
 from infra import parallel
+from lm.model import slow_bf16
 
 
 def train_last(model, n):
@@ -83,11 +84,8 @@ def orthogonalized(matrix, dtype):
 
 
 def product_dtype(device):
-    """bfloat16 where matrix products in it are fast: not on CPUs that lack instructions for it, on which they
-    take two to a hundred times as long as in float32.
-    """
-    fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if fast else torch.float32
+    """bfloat16, except on CPUs on which float32 is faster."""
+    return torch.float32 if device.type == "cpu" and slow_bf16() else torch.bfloat16
 
 
 class Muon:
@@ -112,7 +110,7 @@ class Muon:
         for part in self.parts:
             part.step()
         for matrix, full in zip(self.matrices, self.full):
-            parallel.copy_full_tensor(matrix, full)
+            parallel.copy_part(matrix, full)
 
     def zero_grad(self, set_to_none=True):
         """Set all gradients to None."""
