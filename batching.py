@@ -20,6 +20,7 @@ from lm.engine import bucket
 # parameters never is, one of a hundred million at some fifty tokens
 PADDING = 1e10
 
+
 @dataclass(slots=True)
 class Sample:
     """One token sequence with per-token training targets."""
