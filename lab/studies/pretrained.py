@@ -8,13 +8,14 @@ starts with and without judge questions, and along RL: Equation 2 and hidden sta
 (Figure 3a), by kind of token; gradient steps on the whole model for a few turns (Figure 3b); and what a step
 on a good turn does to a flawed one with the same command in another room, the leak.
 
-    python -m lab.studies.pretrained --arms ""              # without RL: 3.5 hours of a core a seed
-    python -m lab.studies.pretrained                        # and 6 hours more for each seed
+    python -m lab.studies.pretrained --arms ""              # without RL: two hours of a core a seed
+    python -m lab.studies.pretrained                        # and some three and a half more for each seed
     python -m lab.studies.pretrained --seeds 0,1,2
 
-Costs are estimates for SmolLM2, at 38 trained tokens a second: cold starts 25, 60 and 65 minutes; an arm of
-ten iterations two and a half hours; a cell about ten minutes and 6 GB of memory. Its runs keep 12 GB a seed
-in runs/studies/pretrained, which may go once the cells are stored. Left out: success (lab.bench.table1 with
+Costs are SmolLM2's on a core of an Intel without bf16 tiles (lm/model.py, Linear). Measured were its cold
+start with judge questions, 37 minutes, and a cell, 8 minutes and 6 GB of memory; from these the other cold
+starts are some 15 and 35 minutes, an arm of ten iterations an hour and a half. Runs keep 12 GB a seed in
+runs/studies/pretrained, which may go once the cells are stored. Left out: success (lab.bench.table1 with
 lab/results/table1_pretraining.json).
 Shapes: S turns, N response tokens, P pairs of turns, d hidden size.
 """
@@ -45,6 +46,7 @@ MODELS = tuple(COLORS)
 ARMS = ("grpo", "grpo+gcd")
 ITERATIONS = 10
 JUDGED = "with judge questions"          # the cold start from which RL begins
+MAPPED = ("untrained", "300 demonstrations", JUDGED)      # what the maps of the whole model show, by model
 POLICY = ("--judge-demonstrations", "0", "--judge-epochs", "0")               # one pass, the policy alone
 # {model: flags of all its runs}
 FLAGS = {
@@ -386,7 +388,7 @@ def draw(cells, rows, out):
         panels[4].legend(fontsize=7)
     common.save(figure, out / "pretrained.svg")
     maps = {cell: result["whole"] for cell, result in cells.items() if result["whole"]}
-    chosen = list(maps)[:6]
+    chosen = [cell for cell in maps if cell.split(", ")[1] in MAPPED][:6]
     figure, panels = plotted.subplots(1, max(1, len(chosen)), figsize=(3.4 * max(1, len(chosen)), 3.4),
                                       layout="constrained", squeeze=False)
     for axes, cell in zip(panels[0], chosen):
