@@ -136,11 +136,16 @@ def with_value_head(model, bias=0.0):
     return headed
 
 
+def state_in(stat):
+    """A process's or thread's state, a letter, from its stat file in /proc."""
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
 def is_alive(pid):
     """Whether a process runs. A zombie (ended, its exit status not yet read by its parent) does not."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
-        state = stat.read_text().rpartition(")")[2].strip() if stat.exists() else ""
+        state = state_in(stat) if stat.exists() else ""
     else:
         ps = ["ps", "-o", "stat=", "-p", str(pid)]
         state = subprocess.run(ps, capture_output=True, text=True).stdout.strip()
@@ -152,8 +157,7 @@ def suspend(pid):
     after the signal."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 10
-    while any(stat.read_text().rpartition(")")[2].split()[0] != "T"
-              for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
+    while any(state_in(stat) != "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

@@ -315,8 +315,7 @@ def test_bfloat16_cache_decodes_close_to_float32(family):
     torch.testing.assert_close(logits.float(), expected, atol=0.01, rtol=0)
 
 
-# Without positions
-
+# bf16 on a CPU
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_bf16_products_in_fp32_equal_the_cpus_own_but_for_rounding(monkeypatch, bias):
@@ -359,6 +358,9 @@ def test_whether_bf16_is_slow_is_measured(monkeypatch):
         monkeypatch.setattr(m.F, "linear", timed)
         monkeypatch.setattr(m.time, "process_time", lambda now=now: now[0])
         assert m.slow_bf16.__wrapped__() == (slow == torch.bfloat16)
+
+
+# Without positions
 
 
 @pytest.mark.parametrize("layers, rope, same", [(1, False, True), (1, True, False), (2, False, False)])
