@@ -4,13 +4,14 @@ The environment is lab/envs/natural_twins.py: situations in English in which one
 flawed (N) by a detail of the text; twelve of sixteen tasks are P. Every cell is a run of gcd.py on
 SmolLM2-135M, bare commands, from a cold start. Varied are the cold start's questions, which are on templates
 that RL never shows (none; judging; on the detail alone, in a prompt that names no command), the arm (GRPO;
-GCD with right labels; GCD with shuffled ones) and the KL (0.01 or none).
+GCD with right labels; GCD with shuffled ones) and the KL (0.01 or none). The positive control, "taught", was
+taught before all that to judge RL's own templates, so that its judge is right when RL begins.
 
 Measured along each run, on the templates of RL and on as many that nothing was trained on: the probability
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
 judge's AUC: so when the judge became right, and when the flaw ran away.
 
-    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # 60 cells, some 6 core-hours
+    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # 75 cells, some 8 core-hours
     python -m lab.studies.natural_twins --small --seeds 3   # the small model from scratch: minutes
     python -m lab.studies.natural_twins --jobs 0            # only the page, of the stored cells
 
@@ -49,10 +50,14 @@ MEASURED = ("trained", "untrained")   # parts of the environment's templates
 COMMON = ("--env", "lab/envs/natural_twins.py", "--evaluate", "none", "--device", "cpu", "--preset", "small",
           "--tasks", 8, "--group-size", 4, "--minibatches", 2, "--max-response-tokens", 8,
           "--judge-turns", 16)
-# The cold start's two parts: commands on the templates of RL, then commands and questions on other templates
+# Parts of a cold start: commands on the templates of RL, then commands and questions on other templates;
+# before both, lessons: questions on RL's templates, with each command as often in P as in N
 FIRST = ("--cold-start-types", "part", "--p-tasks", 8, "--judge-epochs", 0, "--no-gcd",
          "--judge-demonstrations", 0)
 SECOND = ("--cold-start-epochs", 0)
+LESSONS = ("--cold-start-types", "part", "--p-tasks", 8, "--likely", 0.5, "--cold-start-epochs", 0,
+           "--judge-labels", "oracle", "--judge-demonstrations", 640, "--judge-epochs", 10,
+           "--demonstrations", 40, "--cold-start-batch", 1)
 # The last layers, not adapters, and bf16: each trains about twice as many tokens a CPU second, and the cells
 # are many. Only the two commands: where all texts may be sampled, 60 iterations teach little but the form
 # (pilots of GRPO, seed 99: the two have .46 of the probability at the start)
@@ -62,7 +67,11 @@ MODELS = {"smollm2": {"all": ("--prompt", "plain", "--admissible-only", "--train
           "small": {"all": ("--admissible-only",), "cold": (), "start": ()}}
 QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", 0),
              "judge": ("--judge-labels", "oracle"),
-             "detail": ("--judge-labels", "details")}
+             "detail": ("--judge-labels", "details"),
+             "taught": ("--judge-labels", "oracle")}
+# {part of a cold start: the part before it}; the last four are the starts
+FROM = {"lessons": None, "first": None, "first after lessons": "lessons",
+        "none": "first", "judge": "first", "detail": "first", "taught": "first after lessons"}
 SHOWN = {"smollm2": 192, "small": 2000}           # demonstrations, and questions, of a part of the cold start
 # Shuffled labels are the environment's: gcd.py shuffles dense ones, which call no single turn bad
 ARMS = {"GRPO": ("--no-gcd",),
@@ -79,10 +88,13 @@ def settings_of(start, arm, kl):
 
 
 def all_arms():
-    """Every arm of the study: three after either start, and GRPO after questions on the detail."""
+    """Every arm of the study: three after no questions and after judging, GRPO after questions on the detail,
+    and with a KL the three after having been taught.
+    """
     found = [settings_of(start, arm, kl) for start in ("none", "judge") for arm in ARMS for kl in COEFFICIENTS
              if kl or arm != "+shuffled"]
-    return found + [settings_of("detail", "GRPO", kl) for kl in COEFFICIENTS]
+    return (found + [settings_of("detail", "GRPO", kl) for kl in COEFFICIENTS]
+            + [settings_of("taught", arm, COEFFICIENTS[0]) for arm in ARMS])
 
 
 def name_of(arm):
@@ -96,30 +108,30 @@ def cells_of(seeds, iterations, model, arms=tuple(ARMS)):
             for seed in seeds for arm in all_arms() if arm["arm"] in arms}
 
 
-def cold_folder(settings, runs, start=None):
-    """The folder of a cell's cold start; with start "first", of its first part, which all of a seed share."""
-    return runs / "cold" / f"{settings['model']}, {start or settings['start']}, seed {settings['seed']}"
+def cold_folder(settings, runs):
+    """The folder of a cell's cold start, or of a part of one, as settings["start"]."""
+    return runs / "cold" / f"{settings['model']}, {settings['start']}, seed {settings['seed']}"
 
 
-def cold_start_first(name, settings):
-    """Run the first part of a cold start in the folder `name`: commands on the templates of RL."""
-    train_cold(name, settings, *MODELS[settings["model"]]["start"], *FIRST)
+def parts_of(start):
+    """The parts of a start, in their order."""
+    return [*(parts_of(before) if (before := FROM[start]) else ()), start]
 
 
 def cold_start(name, settings):
-    """Run the second part, from the first beside it: commands and questions on the other templates."""
-    model, start = settings["model"], settings["start"]
-    questions = [] if start == "none" else ["--judge-demonstrations", SHOWN[model]]
-    first = cold_folder(settings, Path(name).parents[1], "first") / files.CHECKPOINT
-    with asked_on_detail() if start == "detail" else ExitStack():
-        train_cold(name, settings, "--model", first, *SECOND, *QUESTIONS[start], *questions)
-
-
-def train_cold(name, settings, *flags):
-    """Run a part of a cold start."""
-    model = settings["model"]
-    common.train([*COMMON, *MODELS[model]["all"], *MODELS[model]["cold"], "--demonstrations", SHOWN[model],
-                  *flags, "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
+    """Run a part of a cold start, settings["start"], in the folder `name`, from the part before beside it."""
+    part, chosen, count = settings["start"], MODELS[settings["model"]], SHOWN[settings["model"]]
+    start, flags = chosen["start"], FIRST
+    if FROM[part]:
+        before = cold_folder(settings | {"start": FROM[part]}, Path(name).parents[1])
+        start = ("--model", before / files.CHECKPOINT)
+    if part == "lessons":
+        flags = LESSONS
+    elif part in QUESTIONS:
+        flags = [*SECOND, "--judge-demonstrations", count, *QUESTIONS[part]]
+    with asked_on_detail() if part == "detail" else ExitStack():
+        common.train([*COMMON, *chosen["all"], *chosen["cold"], "--demonstrations", count, *start, *flags,
+                      "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
 
 
 def run(name, settings, runs):
@@ -311,13 +323,14 @@ def pairs():
     for kl in COEFFICIENTS:
         def named(start, arm, kl=kl):
             return name_of(settings_of(start, arm, kl))
-        for start in ("none", "judge"):
+        for start in ("none", "judge", *(("taught",) if kl else ())):
             found.append((named(start, "+GCD"), named(start, "GRPO")))
             found += [(named(start, "+GCD"), named(start, "+shuffled")),
                       (named(start, "+shuffled"), named(start, "GRPO"))] if kl else []
         found += [(named("judge", "GRPO"), named("none", "GRPO")),
                   (named("detail", "GRPO"), named("none", "GRPO")),
                   (named("judge", "GRPO"), named("detail", "GRPO"))]
+        found += [(named("taught", "GRPO"), named("judge", "GRPO"))] if kl else []
     return found
 
 
@@ -329,11 +342,11 @@ def against(table, one, other, part):
 def verdict(table):
     """Whether GCD removes what GRPO keeps, by final q_N on the templates of RL with the KL.
 
-    Over the two starts: "yes" if the intervals of GCD - GRPO and GCD - shuffled lie below 0 in both, "partly"
-    in one, "no" in none.
+    Over the three starts from which it runs: "yes" if the intervals of GCD - GRPO and GCD - shuffled lie
+    below 0 in all, "partly" in some, "no" in none.
     """
     below = []
-    for start in ("none", "judge"):
+    for start in ("none", "judge", "taught"):
         one, *others = (name_of(settings_of(start, arm, COEFFICIENTS[0]))
                         for arm in ("+GCD", "GRPO", "+shuffled"))
         differences = [against(table, one, other, "trained") for other in others]
@@ -384,7 +397,7 @@ def draw(table, path, name):
     colors = {"GRPO": "tab:brown", "+GCD": "tab:blue", "+shuffled": "tab:orange"}
     rows = (("trained", "q_N", "q_N, templates of RL"), ("untrained", "q_N", "q_N, untrained templates"),
             ("trained", "auc", "judge's AUC, templates of RL"))
-    figure, axes = pyplot.subplots(3, 3, figsize=(10, 8), sharex=True, sharey=True, layout="constrained",
+    figure, axes = pyplot.subplots(3, 4, figsize=(13, 8), sharex=True, sharey=True, layout="constrained",
                                    subplot_kw={"ylim": (0, 1.02)})
     for column, start in enumerate(QUESTIONS):
         for (arm, color), kl in ((one, kl) for one in colors.items() for kl in COEFFICIENTS):
@@ -398,7 +411,8 @@ def draw(table, path, name):
                 axis.plot(x, [sum(points) / len(points) for points in zip(*lines, strict=True)], linewidth=2,
                           label=arm if kl else f"{arm}, no KL", **style)
         axes[0][column].set_title({"none": "no questions", "judge": "judging, other templates",
-                                   "detail": "the detail, no command"}[start])
+                                   "detail": "the detail, no command",
+                                   "taught": "taught to judge these, then judging"}[start])
         axes[-1][column].set_xlabel("RL iteration")
         if axes[0][column].get_lines():
             axes[0][column].legend(fontsize=7)
@@ -448,14 +462,16 @@ def results_of(options, name):
         requested = cells_of([seed], options.iterations, model, options.arms)
         missing = common.missing_cells(path, requested)
         common.check_tree(missing, options.dirty)
-        firsts = {str(cold_folder(settings, options.runs, "first")): settings
-                  for settings in missing.values()}
-        colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
-        common.make_runs(firsts, cold_start_first, options.jobs, f"seed {seed}: cold starts, first part")
-        common.make_runs(colds, cold_start, options.jobs, f"seed {seed}: cold starts")
+        needed = {part for settings in missing.values() for part in parts_of(settings["start"])}
+        folders = {str(cold_folder(settings, options.runs)): settings for part in needed
+                   for settings in [{"model": model, "start": part, "seed": seed}]}
+        for k in range(1, 4):
+            common.make_runs({folder: settings for folder, settings in folders.items()
+                              if len(parts_of(settings["start"])) == k}, cold_start, options.jobs,
+                             f"seed {seed}: cold starts, part {k}")
         common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
-        for cold in [*firsts, *colds]:
-            shutil.rmtree(cold)
+        for folder in folders:
+            shutil.rmtree(folder)
     everything = cells_of(range(90), options.iterations, model)
     found = common.finished_cells(path, everything)
     return table_of(everything, {cell: record["result"] for cell, record in found.items()})

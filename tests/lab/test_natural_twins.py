@@ -207,12 +207,13 @@ def result(*q_N, auc=(), untrained=0.3, success=(0.5,)):
 @pytest.mark.fast
 def test_the_arms_are_those_of_the_design():
     names = [study.name_of(arm) for arm in study.all_arms()]
-    assert len(names) == len(set(names)) == 2 * 5 + 2
+    assert len(names) == len(set(names)) == 2 * 5 + 2 + 3
     assert "+shuffled after none, KL 0.01" in names and "+shuffled after none, no KL" not in names
     assert "GRPO after detail, no KL" in names and "+GCD after detail, no KL" not in names
+    assert "+shuffled after taught, KL 0.01" in names and "GRPO after taught, no KL" not in names
     cells = study.cells_of(range(5), 60, "smollm2")
-    assert len(cells) == 60 and [*cells][0].endswith("seed 0") and [*cells][-1].endswith("seed 4")
-    assert len(study.cells_of(range(2), 60, "small", ["GRPO"])) == 12
+    assert len(cells) == 75 and [*cells][0].endswith("seed 0") and [*cells][-1].endswith("seed 4")
+    assert len(study.cells_of(range(2), 60, "small", ["GRPO"])) == 14
     assert {name for pair in study.pairs() for name in pair} <= {*names}
 
 
@@ -236,12 +237,12 @@ def test_the_numbers_of_an_arm_by_hand():
     ((0.1, 0.12, 0.1), (0.1, 0.11, 0.1), "no"), ((0.1,), (0.9,), "not measurable")])
 def test_the_verdict_needs_a_difference_from_grpo_and_from_shuffled_labels(gcd_ends, shuffled_ends, expected):
     table = {}
-    for start in ("none", "judge"):
+    for start in ("none", "judge", "taught"):
         for arm, ends in (("GRPO", (0.9, 0.93, 0.9)), ("+GCD", gcd_ends), ("+shuffled", shuffled_ends)):
             name = study.name_of(study.settings_of(start, arm, 0.01))
             table[name] = {seed: result(0.3, end) for seed, end in enumerate(ends)}
     assert study.verdict(table) == expected
-    if expected == "yes":                                  # in one of the two starts only
+    if expected == "yes":                                  # in two of the three starts only
         one = study.name_of(study.settings_of("none", "+GCD", 0.01))
         table[one] = {seed: result(0.3, 0.9) for seed in range(3)}
         assert study.verdict(table) == "partly"
@@ -272,13 +273,16 @@ def finished(tmp_path_factory):
     """The folder of a finished study of four arms and of minimal size; its cold starts are kept."""
     out, kept = tmp_path_factory.mktemp("natural_twins"), []
     chosen = [study.settings_of("none", "GRPO", 0.01), study.settings_of("judge", "+GCD", 0.0),
-              study.settings_of("judge", "+shuffled", 0.01), study.settings_of("detail", "GRPO", 0.0)]
+              study.settings_of("taught", "+shuffled", 0.01), study.settings_of("detail", "GRPO", 0.0)]
+    short = {"--judge-demonstrations": 32, "--judge-epochs": 1, "--demonstrations": 8}
+    lessons = [short.get(flag, value) for flag, value in zip((None, *study.LESSONS), study.LESSONS)]
 
     def rmtree(folder, **settings):
         kept.append(folder) if "cold" in Path(folder).parts else shutil.rmtree(folder, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "all_arms", lambda: chosen)
         patch.setitem(study.SHOWN, "small", 64)
+        patch.setattr(study, "LESSONS", lessons)
         patch.setattr(study, "shutil", SimpleNamespace(rmtree=rmtree))
         flags = ["--small", "--seeds", "1", "--iterations", "12", "--out", str(out / "out"), "--runs",
                  str(out / "runs"), "--dirty"]
@@ -287,7 +291,7 @@ def finished(tmp_path_factory):
         patch.setattr(study.common, "train", None)           # a finished study runs nothing again
         assert study.main(flags) == 0
         assert (out / "out" / "natural_twins_small.jsonl").read_text() == before
-    assert len(kept) == 4 and not [*(out / "runs").glob("*seed*")]
+    assert len(kept) == len(study.FROM) and not [*(out / "runs").glob("*seed*")]
     return out
 
 
@@ -307,6 +311,17 @@ def test_the_study_writes_numbers_figure_and_page(finished):
         assert path[0] != path[-1]
         judges = cell["settings"]["arm"] != "GRPO"                # and then in every iteration
         assert [share is not None for share in cell["result"]["unreadable"]] == [True] * 12 * judges
+
+
+def test_each_part_of_a_cold_start_begins_with_the_model_of_the_part_before(finished):
+    assert study.parts_of("taught") == ["lessons", "first after lessons", "taught"]
+    for part, before in study.FROM.items():
+        folder = study.cold_folder({"model": "small", "start": part, "seed": 0}, finished / "runs")
+        model = files.read_lines(folder / files.METRICS)[0][0]["config"]["model"]
+        if before:
+            assert f"small, {before}, seed 0" in model
+        else:
+            assert not model
 
 
 def actor_of(finished, start):
