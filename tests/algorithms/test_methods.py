@@ -10,6 +10,7 @@ import gzip
 import json
 import math
 import shutil
+from itertools import islice
 
 import pytest
 import torch
@@ -185,23 +186,31 @@ PACKAGE = {"household": [], "alfworld": ["alfworld"], "scienceworld": ["sciencew
 WRONG = ("inventory", "dance", "look around")
 
 
+def some_games(games, folder, names=None):
+    """A copy of a few training games: the first 200, or those with these names."""
+    copy, names = folder / games.name, names and {*names}
+    if games.is_dir():
+        found = (path.parent.relative_to(games) for path in sorted(games.glob("train/**/game.tw-pddl")))
+        for trial in islice((t for t in found if not names or t.as_posix() in names), 200):
+            shutil.copytree(games / trial, copy / trial)
+        return copy
+    with gzip.open(games, "rt") as lines, gzip.open(copy, "wt") as kept:
+        found = (line for line in lines if (row := json.loads(line))["split"] == "train"
+                 and (not names or row["rel"] in names))
+        kept.writelines(islice(found, 200))
+    return copy
+
+
 @pytest.fixture(scope="module")
 def short_games(games, tmp_path_factory):
-    """(games, commands): the first eight training games that are won in three commands, and the commands."""
-    chosen = tmp_path_factory.mktemp("games") / games.name
-    environment, short = household.Environment(household.Environment.Settings(str(games))), {}
-    expert = environment.expert([])
-    for task in environment.train_tasks("part", 0, 400):
-        demonstration = expert.show(task, 0, 0.0, 3)
+    """(games, commands): eight training games that are won in three commands, and the commands."""
+    few, short = some_games(games, tmp_path_factory.mktemp("few")), {}
+    environment = household.Environment(household.Environment.Settings(str(few)))
+    for task in environment.train_tasks("part", 0, 200):
+        demonstration = environment.expert([]).show(task, 0, 0.0, 3)
         if demonstration.won and len(short) < 8:
             short[task.id] = demonstration.commands
-    if games.is_dir():
-        for trial in short:
-            shutil.copytree(games / trial, chosen / trial)
-        return chosen, short
-    with gzip.open(games, "rt") as lines, gzip.open(chosen, "wt") as kept:
-        kept.writelines(line for line in lines if json.loads(line)["rel"] in short)
-    return chosen, short
+    return some_games(few, tmp_path_factory.mktemp("short"), short), short
 
 
 def gold_commands(game, task):
