@@ -51,20 +51,22 @@ COMMON = ("--env", "lab/envs/natural_twins.py", "--evaluate", "none", "--device"
           "--tasks", 8, "--group-size", 4, "--minibatches", 2, "--max-response-tokens", 8,
           "--judge-turns", 16)
 # Parts of a cold start: commands on the templates of RL, then commands and questions on other templates;
-# before both, lessons: questions on RL's templates, with each command as often in P as in N
+# before both, lessons: questions on RL's templates, with each command as often in P as in N; with them so few
+# demonstrations that they are soon known by heart, and their gradient does not drown that of the questions
 FIRST = ("--cold-start-types", "part", "--p-tasks", 8, "--judge-epochs", 0, "--no-gcd",
          "--judge-demonstrations", 0)
 SECOND = ("--cold-start-epochs", 0)
 LESSONS = ("--cold-start-types", "part", "--p-tasks", 8, "--likely", 0.5, "--cold-start-epochs", 0,
            "--judge-labels", "oracle", "--judge-demonstrations", 640, "--judge-epochs", 10,
-           "--demonstrations", 40, "--cold-start-batch", 1)
+           "--demonstrations", 20, "--cold-start-batch", 1)
 # The last layers, not adapters, and bf16: each trains about twice as many tokens a CPU second, and the cells
 # are many. Only the two commands: where all texts may be sampled, 60 iterations teach little but the form
 # (pilots of GRPO, seed 99: the two have .46 of the probability at the start)
 MODELS = {"smollm2": {"all": ("--prompt", "plain", "--admissible-only", "--train-layers", 4, "--lr", 1e-4,
                               "--dtype", "bfloat16"),
-                      "cold": ("--cold-start-lr", 3e-4), "start": ("--model", "smollm2")},
-          "small": {"all": ("--admissible-only",), "cold": (), "start": ()}}
+                      "cold": ("--cold-start-lr", 3e-4), "start": ("--model", "smollm2"),
+                      "lessons": ("--cold-start-lr", 5e-4)},
+          "small": {"all": ("--admissible-only",), "cold": (), "start": (), "lessons": ()}}
 QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", 0),
              "judge": ("--judge-labels", "oracle"),
              "detail": ("--judge-labels", "details"),
@@ -126,7 +128,7 @@ def cold_start(name, settings):
         before = cold_folder(settings | {"start": FROM[part]}, Path(name).parents[1])
         start = ("--model", before / files.CHECKPOINT)
     if part == "lessons":
-        flags = LESSONS
+        flags = (*LESSONS, *chosen["lessons"])
     elif part in QUESTIONS:
         flags = [*SECOND, "--judge-demonstrations", count, *QUESTIONS[part]]
     with asked_on_detail() if part == "detail" else ExitStack():
