@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The main job from scratch: cold start, then GRPO and GRPO+GCD in parallel, then the table and the report.
 #
-#   bash run.sh          4 minutes on 2 CPU cores with AVX-512, 5 with AVX2; no GPU, no download of data or
-#                        weights, no compiler
+#   bash run.sh          4 minutes on 2 CPU cores, and one to install; no GPU, no download of data or weights,
+#                        no compiler
 #   bash run.sh alfworld the same on the real games in $ALFWORLD_DATA (default: ALFWorld's own folder), in
 #                        under an hour: six task types for L0 and L1, four for L2
 #   bash run.sh smollm   a pretrained language model, SmolLM2-135M, in under an hour: an episode of it untrained,
@@ -12,8 +12,9 @@
 #
 # All create .venv on first use, with $PYTHON (default python3; 3.11 or 3.12). A finished stage is not run
 # again, and an interrupted one resumes from its checkpoint. Everything is written to $OUT (default runs/main,
-# runs/alfworld or runs/smollm; remove it to start over). $SEED is the seed (default 0; use a different $OUT for
-# each seed). When this script ends, even if it is killed, its runs save and end too.
+# runs/alfworld or runs/smollm; remove it to start over), but the converted SmolLM2, 540 MB, to runs/smollm2.
+# $SEED is the seed (default 0; use a different $OUT for each seed). When this script ends, even if it is
+# killed, its runs save and end too.
 set -euo pipefail
 cd "$(dirname "$0")"
 SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
