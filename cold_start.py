@@ -57,12 +57,16 @@ def cold_start(run):
     if rounds:
         done = steps - steps_before_round(run, rounds)
     else:
-        episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate)
+        episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate,
+                                        lambda: run.stop_if_asked(None))
         policy = imitation_samples(episodes)
         batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
         done, stop = len(batches), partial(save_or_stop, run, learner)
         imitate(learner, batches[steps:], done, "cold start: policy", 0, min(steps, done), stop)
-    questions = judge_questions(run)
+    if rounds:                                      # of the middle of a round there is nothing to save
+        questions = judge_questions(run, lambda: run.stop_if_asked(None))
+    else:
+        questions = judge_questions(run, lambda: save_or_stop(run, learner, max(done, steps)))
     if config.dagger:
         if not rounds:
             save(run, learner, 0, done)
@@ -181,12 +185,12 @@ class DaggerPlayer:
         return None if self.rng.random() < self.share else self.chat.respond(command, tag)
 
 
-def demonstrate_on_rank0(run, first, n, mistake_rate, required=True):
+def demonstrate_on_rank0(run, first, n, mistake_rate, stop, required=True):
     """Run `demonstrate` on rank 0 and give the result to all ranks, which could differ if an engine or a
-    request failed on one.
+    request failed on one. stop(): called afterwards; raises if the run was asked to stop.
     """
     episodes = parallel.on_rank0(lambda: demonstrate(run, first, n, mistake_rate, required))
-    run.stop_if_asked(None)
+    stop()
     if run.config.thoughts == "endpoint":
         run.log_endpoint()
     return episodes
@@ -273,14 +277,15 @@ def rule_tag(episode, command, search_verbs):
     return "explore" if new and command.split(" ")[0] in search_verbs else "monitor"
 
 
-def judge_questions(run):
+def judge_questions(run, stop):
     """Judge samples from further demonstrations: equally many good and bad turns. More mistakes are injected
-    there, because few turns would be bad otherwise.
+    there, because few turns would be bad otherwise. stop: see `demonstrate_on_rank0`.
     """
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
-    episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, 0.25, required=False)
+    episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, 0.25, stop,
+                                    required=False)
     if not episodes:
         run.warn_once("no judge demonstration", f"--judge-demonstrations={n}: none was won in --max-turns="
                       f"{config.max_turns} within --context={config.context} tokens; no question is shown")

@@ -131,7 +131,7 @@ class Config:
     iterations: int = setting(80, "RL iterations; 0: none", low=0)
     minibatches: int = setting(4, "optimizer steps per iteration, cut by episodes", low=1)
     lr: float = setting(6e-4, "learning rate", low=0)
-    warmup: int = setting(0, "iterations in which the learning rate rises to this, linearly", low=0)
+    warmup: int = setting(0, "iterations in which a factor on the learning rate rises to 1, linearly", low=0)
     lr_decay: bool = setting(True)              # linear, to 0 over the iterations
     clip_low: float = setting(0.2, "pi / pi_old is clipped below at 1 - this", low=0)
     clip_high: float = setting(0.28, "pi / pi_old is clipped above at 1 + this", low=0)

@@ -186,7 +186,9 @@ def informative(run, episodes):
 
 
 def lr_factor(config, i):
-    """The factor on all learning rates in iteration i: linear warm-up, then linear decay to 0, or 1."""
+    """The factor on all learning rates in iteration i: linear warm-up, times a linear decay from the first
+    iteration on to 0 (with lr_decay).
+    """
     decay = 1 - i / config.iterations if config.lr_decay else 1.0
     return decay * min(1.0, (i + 1) / (config.warmup + 1))
 
@@ -209,9 +211,10 @@ def optimize(run, i, samples, reference):
             steps.append(metrics)
             if len(steps) == 1 and config.dtype == "float32":
                 gap = {key: value for key, value in metrics.items() if key.startswith("policy/logprob_gap")}
-                if (largest := gap["policy/logprob_gap_max_nats"]) > LOGPROB_GAP_LIMIT:
-                    raise ValueError(f"sampler and trainer differ by {largest:.2e} nats on equal weights; at "
-                                     f"most {LOGPROB_GAP_LIMIT:g} is rounding")
+                for kind in update.KINDS:                # nan where there is none
+                    if (largest := metrics[f"{kind}/logprob_gap_max_nats"]) > LOGPROB_GAP_LIMIT:
+                        raise ValueError(f"{kind}: sampler and trainer differ by {largest:.2e} nats on equal "
+                                         f"weights; at most {LOGPROB_GAP_LIMIT:g} is rounding")
     if not steps:                                    # every group's rewards were equal: no gradient
         unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
@@ -239,7 +242,7 @@ def rollout_metrics(run, episodes):
 
 
 def store(run, i, episodes):
-    """Every few iterations, store the group with the largest advantages for the report."""
+    """Every few iterations, store rank 0's group with the largest advantages for the report."""
     if i % DETAIL_EVERY and i != run.config.iterations - 1:
         return
     strength = {group: sum(max(abs(turn.advantage) for turn in episode.turns) for episode in members)

@@ -262,7 +262,8 @@ class ScriptPlayer(TextPlayer):
             if not turns:
                 seed = conversation.spec.stream
                 self.experts[index] = self.environment.online_expert(conversation.spec.task, seed)
-            self.experts[index].observe(conversation.reply.observation, turns[-1].action if turns else None)
+            self.experts[index].observe(conversation.reply.observation,
+                                        (turns[-1].action or "") if turns else None)
             return self.experts[index].command()
         if not admissible:
             raise ValueError(f"--player={self.script}: task {conversation.spec.task.id} lists no command "

@@ -4,7 +4,6 @@ A run continues only with its own metrics, model, settings, plug-ins and games. 
 its numbers is printed. Left out: reading and writing files (infra/files.py, infra/checkpoint.py).
 """
 
-import math
 import secrets
 import sys
 from pathlib import Path
@@ -58,7 +57,7 @@ def begin(config, out, state, previous, resources):
     tree. previous: the state of the run that trained the model.
     """
     if state:
-        files.truncate_logs(out, state["iteration"] or 0, (state.get("cold") or {}).get("steps", math.inf))
+        files.truncate_logs(out, state["iteration"] or 0, state.get("cold"))
         return {key: state.get(key) for key in ("run", "start", "cold_start_types", "plugins")}
     start = qwen.weights_hash(config.model) if config.model else None
     if files.holds_run(out):

@@ -324,7 +324,8 @@ def logprobs(model, samples, objective):
 def rescore(model, samples, objective):
     """Replace old logprobs by the trainer's own, and keep the sampler's: in bf16 they differ by up to 0.03.
 
-    Returns metrics: how far off they were, mean and maximum over all ranks (nan without samples).
+    Returns metrics: how far off the policy's and the judge's were, mean and maximum over all ranks (nan
+    without samples).
     """
     samples, gaps = [sample for sample in samples if any(sample.sampled)], []      # none of the value head's
     for sample, new in zip(samples, logprobs(model, samples, objective)):

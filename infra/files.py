@@ -151,16 +151,24 @@ def write_json(path, value, indent=1):
     write_text(path, json.dumps(nan_to_null(value), indent=indent, allow_nan=False) + "\n")
 
 
-def truncate_logs(folder, done, step=math.inf):
-    """Truncate the logs to iteration `done`, or to a step of the cold start; resuming rewrites the rest.
+def truncate_logs(folder, done, cold=None):
+    """Truncate the logs to iteration `done`, or to where a cold start stopped; resuming rewrites the rest.
 
-    stages.json, which marks a finished run, becomes stages.json.old.
+    cold: its {"steps", "rounds"}. Its demonstrations are made again, and their lines, which have no step, go;
+    after a DAgger round the first demonstrations are not, and their line stays. stages.json, which marks a
+    finished run, becomes stages.json.old.
     """
     if (folder / STAGES).exists():
         os.replace(folder / STAGES, folder / f"{STAGES}.old")
+    steps, seen = cold["steps"] if cold else math.inf, []
+
+    def stays(line):
+        if not cold or line.keys() & {"run", "iteration", "step"}:
+            return line.get("iteration", -1) < done and line.get("step", -1) < steps
+        seen.append(line.get("phase"))
+        return bool(cold["rounds"]) and seen == ["demonstrations"]
     for log in (METRICS, EPISODES):
-        filter_lines(folder / log, lambda line: line.get("iteration", -1) < done
-                     and line.get("step", -1) < step)
+        filter_lines(folder / log, stays)
 
 
 def filter_lines(path, predicate):

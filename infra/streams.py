@@ -1,4 +1,5 @@
-"""Named random streams: every random draw of a run is from a stream whose name is computed here.
+"""Named random streams: every random draw of training is from a stream whose name is computed here, but the
+first weights, which are drawn from the seed itself (lm/model.py).
 
 A stream is named by the run's seed, a purpose (all are listed here), and numbers such as the iteration and
 the episode, so a draw does not depend on batch, rank or order.

@@ -54,6 +54,10 @@ def scripted(lines=SCRIPT, won=True, start=START):
     return Demonstration(replies, [line[0] for line in lines], [line[2] for line in lines])
 
 
+def never():
+    """A `stop` of a run that is not asked to stop."""
+
+
 def make_spec(instruction=""):
     return EpisodeSpec(Task("room", "train", "walk", None), 0, 0, 0, instruction)
 
@@ -272,7 +276,7 @@ def test_with_a_history_window_every_turn_must_fit_not_only_the_last(chat):
 def test_without_a_demonstration_for_the_judge_no_question_is_shown(chat):
     """The policy's are needed, these are not: the policy is trained by then."""
     run = make_run(chat, "--judge-demonstrations", 2, script=[scripted(won=False)] * 2)
-    assert cold_start.judge_questions(run) == []
+    assert cold_start.judge_questions(run, never) == []
     assert run.rows[0]["kept"] == 0
     assert run.rows[1]["warning"].startswith("--judge-demonstrations=2: none was won in --max-turns=30")
 
@@ -352,7 +356,7 @@ def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokeni
 @pytest.mark.parametrize("kind", ["generative", "value"])
 def test_judge_questions_are_balanced(chat, kind):
     run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "oracle", "--judge-kind", kind)
-    samples = cold_start.judge_questions(run)
+    samples = cold_start.judge_questions(run, never)
     assert [sample.episode for sample in samples] == [i // 2 for i in range(20)]
     assert {sample.kind for sample in samples} == {"judge"}
     if kind == "value":
@@ -374,7 +378,7 @@ def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeyp
         f"Reason {number}. <judge>{('good', 'bad')[number % 2]}</judge>" for number in range(len(questions))])
     run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "rule+endpoint", "--context", 99_999,
                    "--endpoint", "http://127.0.0.1:1", endpoint=endpoint, judge_response_tokens=60)
-    samples = cold_start.judge_questions(run)
+    samples = cold_start.judge_questions(run, never)
     assert samples and len(batches) == 1 and run.rows[-1]["written"] == len(samples) == len(batches[0])
     for number, (sample, question) in enumerate(zip(samples, batches[0])):
         text = tokenizer.decode(sample.ids)
@@ -384,7 +388,7 @@ def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeyp
 
 
 def test_no_judge_demonstrations_no_questions(chat):
-    assert cold_start.judge_questions(make_run(chat, "--judge-demonstrations", 0)) == []
+    assert cold_start.judge_questions(make_run(chat, "--judge-demonstrations", 0), never) == []
 
 
 # Steps
@@ -565,5 +569,5 @@ def test_dagger_replaces_the_second_stages_demonstrations(dagger_run):
     assert len(run.steps) == 2 + 4
     assert [rate for _, rate in run.steps[2:]] == pytest.approx(
         [run.config.cold_start_lr * (1 - step / 4) for step in range(4)])
-    n_questions = len(cold_start.judge_questions(run))
+    n_questions = len(cold_start.judge_questions(run, never))
     assert sum(s.kind == "judge" for batch, _ in run.steps for s in batch) == n_questions > 0

@@ -121,6 +121,14 @@ def test_a_crashed_run_resumes_from_its_last_checkpoint(start, tmp_path, monkeyp
     assert same(weights(tmp_path / "full"), weights(tmp_path / "parts"))
 
 
+def assert_same_run(full, parts):
+    """Two runs have the same weights and the same metrics but for times, line by line."""
+    assert same(weights(full), weights(parts))
+    for phase in ("demonstrations", "judge demonstrations", "cold_start", "practice", "rl"):
+        uninterrupted, resumed = ([without_times(row) for row in rows(out, phase)] for out in (full, parts))
+        assert uninterrupted == resumed
+
+
 @pytest.mark.parametrize("how", ["stopped", "crashed"])
 def test_dagger_resumes_exactly_between_rounds(tmp_path, monkeypatch, capsys, how):
     """Saved every second round, ended in round 3, resumed from 2; Muon's moments are restored."""
@@ -144,10 +152,8 @@ def test_dagger_resumes_exactly_between_rounds(tmp_path, monkeypatch, capsys, ho
         assert "holds the model after 11 steps of its cold start; --resume" in capsys.readouterr().err
     before = len(rows(parts, "practice"))
     assert train(parts, *flags, "--resume") == 0
-    assert same(weights(full), weights(parts)) and before == 3
-    for phase in ("cold_start", "practice", "rl"):
-        uninterrupted, resumed = ([without_times(row) for row in rows(out, phase)] for out in (full, parts))
-        assert uninterrupted == resumed
+    assert before == 3
+    assert_same_run(full, parts)
 
 
 def test_ppo_resumes_exactly_with_its_critic(start, tmp_path, monkeypatch):
@@ -379,10 +385,28 @@ def test_a_stopped_cold_start_resumes_exactly(tmp_path, monkeypatch, capsys, ste
         assert train(parts, *flags) == 130
     assert f"holds the model after {step} steps of its cold start; --resume" in capsys.readouterr().err
     assert train(parts, *flags, "--resume") == 0
-    assert same(weights(full), weights(parts))
-    for phase in ("cold_start", "rl"):
-        uninterrupted, resumed = ([without_times(row) for row in rows(out, phase)] for out in (full, parts))
-        assert uninterrupted == resumed
+    assert_same_run(full, parts)
+
+
+@pytest.mark.parametrize("dagger", [0, 4])
+def test_a_stop_in_the_judges_demonstrations_keeps_the_first_stage(tmp_path, monkeypatch, capsys, dagger):
+    full, parts, demonstrate = tmp_path / "full", tmp_path / "parts", cold_start.demonstrate
+    flags = ["--demonstrations", 8, "--judge-demonstrations", 4, "--cold-start-batch", 2, "--dagger", dagger]
+    assert train(full, *flags) == 0
+    steps = rows(full, "demonstrations")[0]["kept"] // 2
+
+    def stopping(run, first, *more):
+        if first > cold_start.FIRST_DEMONSTRATION:
+            os.kill(os.getpid(), signal.SIGINT)
+        return demonstrate(run, first, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cold_start, "demonstrate", stopping)
+        assert train(parts, *flags) == 130
+        assert f"holds the model after {steps} steps of its cold start; --resume" in capsys.readouterr().err
+        assert train(parts, *flags, "--resume") == 130                      # once more in the same place
+    assert train(parts, *flags, "--resume") == 0
+    assert_same_run(full, parts)
 
 
 @pytest.mark.fast

@@ -43,6 +43,7 @@ from tiny_runs import (
 
 import config
 import gcd
+import judge
 import rollout
 import session
 import update
@@ -788,10 +789,20 @@ def offset_sampler(monkeypatch, nats):
 
 
 @pytest.mark.fast
-def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path, capsys, monkeypatch):
-    offset_sampler(monkeypatch, 0.5)
+@pytest.mark.parametrize("kind", ["policy", "judge"])
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path, capsys, monkeypatch, kind):
+    """Either: commands and the judge's answers are sampled by different code."""
+    module, name = (gcd, "collect") if kind == "policy" else (judge, "answer")
+    sample = getattr(module, name)
+
+    def off(*arguments):
+        with monkeypatch.context() as patch:
+            offset_sampler(patch, 0.5)
+            return sample(*arguments)
+
+    monkeypatch.setattr(module, name, off)
     assert train(tmp_path, *start_from(start)) == 1
-    assert_one_error(capsys, "sampler and trainer differ by 5.00e-01 nats")
+    assert_one_error(capsys, f"{kind}: sampler and trainer differ by 5.00e-01 nats")
     assert not (tmp_path / "checkpoint").exists()
 
 
