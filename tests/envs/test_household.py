@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from functools import cache, lru_cache
 from pathlib import Path
 
 import pytest
@@ -135,11 +136,23 @@ def test_every_recorded_transcript_is_reproduced_exactly():
 
 # Against the engine itself
 
+@cache
+def translator():
+    """The engine's translation of a game to its planner's format, each game translated once.
+
+    The engine does it twice when it loads a game and twice when it starts it, in more than half of its time,
+    and only reads what it gets.
+    """
+    import fast_downward
+    return lru_cache(maxsize=64)(fast_downward.pddl2sas)
+
+
 @pytest.fixture
 def engine(monkeypatch):
     """The stock engine: engine(pddl, task_desc) starts a game, engine.step(command) plays a turn."""
     pytest.importorskip("alfworld", reason="needs the stock engine: pip install alfworld")
     monkeypatch.setattr(sys, "argv", list(sys.argv))          # the engine's translator overwrites it
+    monkeypatch.setattr("fast_downward.pddl2sas", translator())
     import textworld
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_household import GAMES, goal_of, kitchen, next_command
+from test_household import GAMES, goal_of, kitchen, next_command, translator
 
 from envs.alfred.games import load_games
 from envs.alfred.tw_env import TASK_TYPES, AlfredTWEnv
@@ -97,6 +97,7 @@ def kitchens(tmp_path_factory):
 def stock(monkeypatch, tmp_path):
     """The installed class. Its translator overwrites sys.argv, and its import needs a data folder."""
     monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr("fast_downward.pddl2sas", translator())
     monkeypatch.setenv("ALFWORLD_DATA", os.environ.get("ALFWORLD_DATA", str(tmp_path)))
     from alfworld.agents.environment import get_environment
     return get_environment("AlfredTWEnv")
@@ -209,17 +210,19 @@ def test_the_step_limit_is_the_same_and_that_of_dagger_in_evaluation(stock, kitc
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("train_eval", SPLITS)
-def test_real_games_are_played_as_the_installed_one_plays_them(stock, tmp_path, train_eval, batch_size):
+def test_real_games_are_played_as_the_installed_one_plays_them(stock, real_games, train_eval, batch_size):
     """The first eight games of each split, in the environments' order."""
-    config = settings(real_games(tmp_path), most=8)
+    config = settings(real_games, most=8)
     theirs, ours = stock(config, train_eval), AlfredTWEnv(config, train_eval)
     assert ours.game_files == theirs.game_files and len(ours.game_files) == 8
     theirs, ours = theirs.init_env(batch_size), ours.init_env(batch_size)
     play_both(theirs, ours, resets=8 // batch_size, turns=6)
 
 
-def real_games(folder):
+@pytest.fixture(scope="module")
+def real_games(tmp_path_factory):
     """A json_2.1.1 folder: the installed one, or a few games of ../shared written to files."""
+    folder = tmp_path_factory.mktemp("real_games")
     installed = Path(os.environ.get("ALFWORLD_DATA", "~/.cache/alfworld")).expanduser() / "json_2.1.1"
     if (installed / "valid_unseen").is_dir():
         return installed

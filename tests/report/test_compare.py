@@ -182,7 +182,7 @@ def test_transcripts_of_flipped_games_are_side_by_side(tmp_path, capsys):
 
 
 def test_no_text_becomes_markup_or_a_terminals_command(tmp_path, capsys):
-    hostile = "<script>alert(1)</script>\x1b[2J{{ 7 * 7 }}"
+    hostile = "<script>alert(1)</script>\x1b[2J{{ 7919 * 7919 }}"
     for name, digit in (("a", "1"), ("b", "0")):
         write(tmp_path / name / "evaluation.json", {hostile: {"sampled": digit}},
               [record(hostile, digit == "1", hostile, hostile)], player={"name": hostile})
@@ -192,4 +192,4 @@ def test_no_text_becomes_markup_or_a_terminals_command(tmp_path, capsys):
     built = Page(page.read_text(encoding="utf-8"))
     assert "script" not in built.tags and built.links == []
     text = "".join(built.texts)
-    assert text.count("<script>alert(1)</script>\\u001b[2J{{ 7 * 7 }}") >= 6 and "49" not in text
+    assert text.count("<script>alert(1)</script>\\u001b[2J{{ 7919 * 7919 }}") >= 6 and "62710561" not in text
