@@ -19,6 +19,7 @@ Left out: whole-model gradients (lab/studies/cures.py), other sizes of the flaw 
 """
 
 import argparse
+import random
 import shutil
 import sys
 from contextlib import ExitStack, contextmanager
@@ -32,8 +33,10 @@ import torch.nn.functional as F
 import batching
 import gcd
 import judge
+import update
 from envs import Reply
 from infra import files
+from infra.progress import progress
 from lab.bench.intervals import interval, markdown, mean_known, number, with_half
 from lab.envs import natural_twins as twins
 from lab.studies import common
@@ -50,23 +53,19 @@ MEASURED = ("trained", "untrained")   # parts of the environment's templates
 COMMON = ("--env", "lab/envs/natural_twins.py", "--evaluate", "none", "--device", "cpu", "--preset", "small",
           "--tasks", 8, "--group-size", 4, "--minibatches", 2, "--max-response-tokens", 8,
           "--judge-turns", 16)
-# Parts of a cold start: commands on the templates of RL, then commands and questions on other templates;
-# before both, lessons: questions on RL's templates, with each command as often in P as in N; with them so few
-# demonstrations that they are soon known by heart, and their gradient does not drown that of the questions
+# Parts of a cold start: commands on the templates of RL, then commands and questions on other templates
 FIRST = ("--cold-start-types", "part", "--p-tasks", 8, "--judge-epochs", 0, "--no-gcd",
          "--judge-demonstrations", 0)
 SECOND = ("--cold-start-epochs", 0)
-LESSONS = ("--cold-start-types", "part", "--p-tasks", 8, "--likely", 0.5, "--cold-start-epochs", 0,
-           "--judge-labels", "oracle", "--judge-demonstrations", 640, "--judge-epochs", 10,
-           "--demonstrations", 20, "--cold-start-batch", 1)
+# Before both for "taught": steps of lessons, which have LESSON pairs of states each, and their learning rate
+LESSONS, LESSON = {"smollm2": (160, 3e-4), "small": (400, 1e-3)}, 8
 # The last layers, not adapters, and bf16: each trains about twice as many tokens a CPU second, and the cells
 # are many. Only the two commands: where all texts may be sampled, 60 iterations teach little but the form
 # (pilots of GRPO, seed 99: the two have .46 of the probability at the start)
 MODELS = {"smollm2": {"all": ("--prompt", "plain", "--admissible-only", "--train-layers", 4, "--lr", 1e-4,
                               "--dtype", "bfloat16"),
-                      "cold": ("--cold-start-lr", 3e-4), "start": ("--model", "smollm2"),
-                      "lessons": ("--cold-start-lr", 5e-4)},
-          "small": {"all": ("--admissible-only",), "cold": (), "start": (), "lessons": ()}}
+                      "cold": ("--cold-start-lr", 3e-4), "start": ("--model", "smollm2")},
+          "small": {"all": ("--admissible-only",), "cold": (), "start": ()}}
 QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", 0),
              "judge": ("--judge-labels", "oracle"),
              "detail": ("--judge-labels", "details"),
@@ -123,15 +122,16 @@ def parts_of(start):
 def cold_start(name, settings):
     """Run a part of a cold start, settings["start"], in the folder `name`, from the part before beside it."""
     part, chosen, count = settings["start"], MODELS[settings["model"]], SHOWN[settings["model"]]
-    start, flags = chosen["start"], FIRST
+    start, flags, changed = chosen["start"], FIRST, ExitStack()
     if FROM[part]:
         before = cold_folder(settings | {"start": FROM[part]}, Path(name).parents[1])
         start = ("--model", before / files.CHECKPOINT)
     if part == "lessons":
-        flags = (*LESSONS, *chosen["lessons"])
+        changed = mock.patch.object(gcd, "cold_start", partial(teach, *LESSONS[settings["model"]]))
     elif part in QUESTIONS:
         flags = [*SECOND, "--judge-demonstrations", count, *QUESTIONS[part]]
-    with asked_on_detail() if part == "detail" else ExitStack():
+        changed = asked_on_detail() if part == "detail" else changed
+    with changed:
         common.train([*COMMON, *chosen["all"], *chosen["cold"], "--demonstrations", count, *start, *flags,
                       "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
 
@@ -166,6 +166,31 @@ def asked_on_detail():
 
     with mock.patch.object(judge, "question_ids", question_ids):
         yield
+
+
+def teach(steps, rate, run):
+    """Lessons, in place of a run's cold start: cross-entropy of the right verdicts on the templates of RL.
+
+    Each step asks about both commands in both kinds of some situations, so that neither the command nor the
+    detail alone tells the answer.
+    """
+    states, rng = twins.states_of("trained"), random.Random(run.config.seed)
+    pairs = [*zip(states[::2], states[1::2], strict=True)]
+    objective = update.Objective(judge_weight=1.0, microbatch_tokens=run.config.microbatch_tokens)
+    for _ in progress(range(steps), desc="lessons", unit="step"):
+        samples = lesson(run.chat, rng.sample(pairs, LESSON))
+        update.update(run.model, run.optimizer, samples, objective, rate)
+
+
+def lesson(chat, pairs):
+    """Judge samples that imitate the right verdict on each command of these pairs of states."""
+    found = []
+    for row, one, command in in_rows(pairs):
+        ids, answer = sum(question_on(chat, one, command), []), judge.verdict_ids(chat, one.label(command))
+        found.append(batching.Sample(
+            ids + answer, [False] * len(ids) + [True] * len(answer), [0.0] * len(ids) + [1.0] * len(answer),
+            None, len(found), "judge", turns=[row]))
+    return found
 
 
 @contextmanager
@@ -206,6 +231,21 @@ def probe(model, chat):
     return {part: measures(*read(model, chat, pairs_of(part))) for part in MEASURED}
 
 
+def in_rows(pairs):
+    """(row, state, command) for both commands of each state of these pairs. row: an object which PAIRS pairs
+    share, and the samples made of them a prefix.
+    """
+    rows = [object() for _ in pairs[::PAIRS]]
+    return [(rows[k // PAIRS], one, command) for k, pair in enumerate(pairs) for one in pair
+            for command in (one.flawed, one.other)]
+
+
+def question_on(chat, one, command):
+    """Token ids of a state's prompt, of a command as the response, and of the judge's question on it."""
+    prompt = chat.observe(Reply(one.observation, sorted(one.commands)), first=True)
+    return prompt, chat.respond(command), judge.question_message(chat)
+
+
 @torch.no_grad()
 def read(model, chat, pairs):
     """What a model thinks of n pairs of states, P and N, and in each of its flawed and its other command.
@@ -217,14 +257,12 @@ def read(model, chat, pairs):
     good, bad = (judge.verdict_ids(chat, label)[0] for label in judge.ANSWERS)
     found = []
     for i in range(0, len(pairs), PAIRS):
-        row, samples, at = object(), [], []
-        for one in (one for pair in pairs[i:i + PAIRS] for one in pair):
-            prompt = chat.observe(Reply(one.observation, sorted(one.commands)), first=True)
-            for command in (one.flawed, one.other):
-                response = chat.respond(command)
-                ids = prompt + response + judge.question_message(chat)
-                samples.append(batching.Sample(ids, [], [], None, 0, turns=[row]))
-                at.append([*range(len(prompt) - 1, len(prompt) + len(response) - 1), len(ids) - 1])
+        samples, at = [], []
+        for row, one, command in in_rows(pairs[i:i + PAIRS]):
+            prompt, response, question = question_on(chat, one, command)
+            ids = prompt + response + question
+            samples.append(batching.Sample(ids, [], [], None, 0, turns=[row]))
+            at.append([*range(len(prompt) - 1, len(prompt) + len(response) - 1), len(ids) - 1])
         ids_BT, layout, position = batching.layout(samples, model)
         where = torch.tensor([position(s, t) for s, columns in enumerate(at) for t in columns]).unbind(1)
         x_NC, logprob_NV = model(ids_BT, layout, where, lambda x, lm_head: (

@@ -18,6 +18,7 @@ from tiny_runs import assert_one_error, rows, train
 
 import gcd
 import judge
+import update
 from infra import files
 from lab.envs import natural_twins as twins
 from lab.studies import common
@@ -274,15 +275,13 @@ def finished(tmp_path_factory):
     out, kept = tmp_path_factory.mktemp("natural_twins"), []
     chosen = [study.settings_of("none", "GRPO", 0.01), study.settings_of("judge", "+GCD", 0.0),
               study.settings_of("taught", "+shuffled", 0.01), study.settings_of("detail", "GRPO", 0.0)]
-    short = {"--judge-demonstrations": 32, "--judge-epochs": 1, "--demonstrations": 8}
-    lessons = [short.get(flag, value) for flag, value in zip((None, *study.LESSONS), study.LESSONS)]
 
     def rmtree(folder, **settings):
         kept.append(folder) if "cold" in Path(folder).parts else shutil.rmtree(folder, **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study, "all_arms", lambda: chosen)
         patch.setitem(study.SHOWN, "small", 64)
-        patch.setattr(study, "LESSONS", lessons)
+        patch.setitem(study.LESSONS, "small", (2, 1e-3))
         patch.setattr(study, "shutil", SimpleNamespace(rmtree=rmtree))
         flags = ["--small", "--seeds", "1", "--iterations", "12", "--out", str(out / "out"), "--runs",
                  str(out / "runs"), "--dirty"]
@@ -322,6 +321,32 @@ def test_each_part_of_a_cold_start_begins_with_the_model_of_the_part_before(fini
             assert f"small, {before}, seed 0" in model
         else:
             assert not model
+
+
+def test_a_lesson_asks_about_both_commands_in_both_kinds_and_shows_the_right_verdicts(finished):
+    chat, pairs = actor_of(finished, "judge").chat, study.pairs_of("trained")[:6]
+    samples = study.lesson(chat, pairs)
+    assert len(samples) == 24 and len({id(sample.turns[0]) for sample in samples}) == 2
+    good = chat.encode("good") + chat.end_ids
+    expected = ((one, command) for pair in pairs for one in pair for command in (one.flawed, one.other))
+    for (one, command), sample in zip(expected, samples, strict=True):
+        answer = [token for token, sampled in zip(sample.ids, sample.sampled, strict=True) if sampled]
+        text = chat.decode(sample.ids[:-len(answer)])
+        assert one.detail in text and command in text and answer == sample.ids[-len(answer):]
+        assert (answer == good) == ((one.kind == "P") == (command == one.flawed))
+        assert sample.advantage == [float(sampled) for sampled in sample.sampled]
+
+
+def test_lessons_teach_the_verdicts_that_they_ask_for(finished, tmp_path):
+    """Some hundred steps on one pair of states: the right verdict's probability rises above .9."""
+    actor = actor_of(finished, "judge")
+    pairs, optimizer = study.pairs_of("trained")[:1], torch.optim.AdamW(actor.model.parameters())
+    objective = update.Objective(judge_weight=1.0)
+    for _ in range(100):
+        update.update(actor.model, optimizer, study.lesson(actor.chat, pairs), objective, 3e-3)
+    good = study.read(actor.model, actor.chat, pairs)[-1][0]
+    right = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+    assert (good * right).sigmoid().min() > 0.9
 
 
 def actor_of(finished, start):
