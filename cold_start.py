@@ -55,7 +55,8 @@ def cold_start(run):
         steps, rounds = run.cold_progress["steps"], run.cold_progress["rounds"]
         restore(run, learner)
     if rounds:
-        done = steps - steps_before_round(run, rounds)
+        # Within a round nothing can be saved
+        done, stop = steps - steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
     else:
         episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate,
                                         lambda: run.stop_if_asked(None))
@@ -63,10 +64,7 @@ def cold_start(run):
         batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
         done, stop = len(batches), partial(save_or_stop, run, learner)
         imitate(learner, batches[steps:], done, "cold start: policy", 0, min(steps, done), stop)
-    if rounds:                                      # of the middle of a round there is nothing to save
-        questions = judge_questions(run, lambda: run.stop_if_asked(None))
-    else:
-        questions = judge_questions(run, lambda: save_or_stop(run, learner, max(done, steps)))
+    questions = judge_questions(run, lambda: stop(max(done, steps)))
     if config.dagger:
         if not rounds:
             save(run, learner, 0, done)

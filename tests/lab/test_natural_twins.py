@@ -337,7 +337,7 @@ def test_a_lesson_asks_about_both_commands_in_both_kinds_and_shows_the_right_ver
         assert sample.advantage == [float(sampled) for sampled in sample.sampled]
 
 
-def test_lessons_teach_the_verdicts_that_they_ask_for(finished, tmp_path):
+def test_lessons_teach_the_verdicts_that_they_ask_for(finished):
     """Some hundred steps on one pair of states: the right verdict's probability rises above .9."""
     actor = actor_of(finished, "judge")
     pairs, optimizer = study.pairs_of("trained")[:1], torch.optim.AdamW(actor.model.parameters())
