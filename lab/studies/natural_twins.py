@@ -103,10 +103,10 @@ def name_of(arm):
     return f"{arm['arm']} after {arm['start']}, {'KL %g' % arm['kl'] if arm['kl'] else 'no KL'}"
 
 
-def cells_of(seeds, iterations, model, arms=tuple(ARMS)):
-    """{name: settings} of the cells of these seeds, seed by seed. arms: those of ARMS to run."""
+def cells_of(seeds, iterations, model, starts=tuple(QUESTIONS)):
+    """{name: settings} of the cells of these seeds, seed by seed. starts: those of QUESTIONS to run."""
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations, "model": model}
-            for seed in seeds for arm in all_arms() if arm["arm"] in arms}
+            for seed in seeds for arm in all_arms() if arm["start"] in starts}
 
 
 def cold_folder(settings, runs):
@@ -499,7 +499,7 @@ def results_of(options, name):
     """
     path, model = options.out / f"{name}.jsonl", "small" if options.small else "smollm2"
     for seed in range(options.seeds) if options.jobs else ():
-        requested = cells_of([seed], options.iterations, model, options.arms)
+        requested = cells_of([seed], options.iterations, model, options.starts)
         missing = common.missing_cells(path, requested)
         common.check_tree(missing, options.dirty)
         needed = {part for settings in missing.values() for part in parts_of(settings["start"])}
@@ -521,16 +521,16 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.studies.natural_twins",
                                      description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0")
-    parser.add_argument("--arms", type=lambda text: text.split(","), default=[*ARMS],
-                        help=f"those to run, of {','.join(ARMS)} (default: all)")
+    parser.add_argument("--starts", type=lambda text: text.split(","), default=[*QUESTIONS],
+                        help=f"those to run, of {','.join(QUESTIONS)} (default: all)")
     parser.add_argument("--small", action="store_true", help="the small model from scratch, not SmolLM2")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
     common.add_cells(parser, 1, RUNS)
     options = parser.parse_args(argv)
     common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
                         ("jobs", options.jobs, 0, 256))
-    if unknown := [arm for arm in options.arms if arm not in ARMS]:
-        parser.error(f"--arms: no arm {unknown[0]!r} ({', '.join(ARMS)})")
+    if unknown := [start for start in options.starts if start not in QUESTIONS]:
+        parser.error(f"--starts: no start {unknown[0]!r} ({', '.join(QUESTIONS)})")
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")
