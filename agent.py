@@ -17,6 +17,7 @@ import torch
 
 import config as flags
 import judge
+import resume
 import rollout
 from batching import Sample
 from infra import files, plugins
@@ -25,7 +26,7 @@ from lm import model as qwen
 from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
-from session import make_chat
+from session import check_vocabulary, make_chat
 from update import last_values
 
 TEMPERATURE = 0.4             # of play, by default
@@ -51,7 +52,7 @@ class Agent:
 
         env: an environment's name or file. task: "SPLIT/NUMBER", such as "L0/3". settings: flags of the
         environment and the run, such as max_turns=30 or games=DIR. ValueError for an unknown environment,
-        task or setting.
+        task or setting, and for an environment whose words a small model does not know.
 
         >>> episode = agent.play("household", "L0/3")
         >>> print(episode)                                          # doctest: +ELLIPSIS
@@ -65,6 +66,7 @@ class Agent:
                if name in vars(self.config) or same}
         config = playing(self.config.model, own | settings | {"env": env})
         chat = make_chat(config, self.chat.tokenizer)
+        check_words(config, chat)
         sampling = Sampling(temperature, config.max_response_tokens)
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed))
         (game,) = config.environment.make(1)
@@ -160,6 +162,13 @@ def loaded(config, settings=()):
     """The Agent of the model folder in a Config. settings: see Agent."""
     model = qwen.load_pretrained(config.model)
     return Agent(model, make_chat(config, qwen.load_tokenizer(config.model)), config, dict(settings))
+
+
+def check_words(config, chat):
+    """ValueError if a small model cannot read and write the words of the Config's environment."""
+    if chat.small:
+        folder = Path(config.model)
+        check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
 
 
 def playing(folder, settings):

@@ -23,6 +23,7 @@ import batching
 import correction
 import envs
 import judge
+import labels
 import rollout
 import update
 from envs import EpisodeLost
@@ -202,6 +203,8 @@ def demonstrate(run, first, n, mistake_rate, required=True):
     if no episode remains.
     """
     config, expert, search_verbs = run.config, run.environment.expert(run.games), run.environment.search_verbs
+    wrong = envs.wrong_expert(expert) or plugins.wrong_calls(expert, envs.EXPERT)
+    plugins.refuse(wrong, run.environment, "expert")
     episodes, counts, restarts = [], Counter(), expert.restarts
     tasks = train_tasks(run.environment, config.cold_start_types, first, n)
     for i, task in enumerate(progress(tasks, desc="demonstrations", leave=False)):
@@ -213,6 +216,9 @@ def demonstrate(run, first, n, mistake_rate, required=True):
         except EpisodeLost:
             counts["lost"] += 1
             continue
+        except Exception as error:
+            error.add_note(f"expert.show, task {task.id}")
+            raise
         plugins.refuse(envs.wrong_demonstration(demonstration), expert, f"expert.show, task {task.id}")
         counts[f"tries {demonstration.tries}"] += 1
         if not demonstration.won:
@@ -288,11 +294,11 @@ def judge_questions(run, stop):
         run.warn_once("no judge demonstration", f"--judge-demonstrations={n}: none was won in --max-turns="
                       f"{config.max_turns} within --context={config.context} tokens; no question is shown")
         return []
-    seed, by_endpoint = stream(config.seed, QUESTIONS), None
-    if "endpoint" in config.judge_labels:
+    seed, by_endpoint, asks = stream(config.seed, QUESTIONS), None, config.judge_labels in labels.OF_ENDPOINT
+    if asks:
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)
         by_endpoint = parallel.all_gather(given)[0]
-    writes = "endpoint" in config.judge_labels and not run.chat.bare and config.judge_kind == "generative"
+    writes = asks and not run.chat.bare and config.judge_kind == "generative"
     max_tokens = config.question_room + (0 if writes else config.judge_response_tokens)
     places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint,
                               config.label_agreement)

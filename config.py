@@ -10,6 +10,7 @@ flag, before any model is loaded.
 """
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import re
@@ -20,11 +21,11 @@ from pathlib import Path
 
 import envs
 from envs._terminal import printed
-from infra import plugins
+from infra import files, plugins
 from infra.endpoint import checked_url, without_path
 from infra.flags import Parser, flag_of, is_used, make_settings, parse_known, setting
 from infra.lazy import deferred
-from labels import AGREEMENTS, LABELS
+from labels import AGREEMENTS, LABELS, OF_ENDPOINT, OF_ORACLE
 from lm import smollm2
 
 # Modules that wait until they are used: --help and wrong flags are answered without them
@@ -239,11 +240,17 @@ class Config:
         refuse(self.dynamic_sampling == "refill" and (self.kl != "none" or not algorithm.allows_refill),
                f"--dynamic-sampling=refill: looks for unequal rewards alone; not with {algo} --kl {self.kl}")
         refuse(self.kl == "reward" and not algorithm.kl_in_reward, f"--kl=reward: not with {algo}; loss is")
+        refuse(self.kl != "none" and not self.kl_coef, "--kl-coef=0: expected a number above 0; or --kl none")
         refuse(algorithm.tags and self.prompt not in ("tags", "auto"),
                f"--prompt={self.prompt}: {algo} needs tags")
         known = (*LABELS, *self.environment.labels)
+        refuse(self.judge_turns % 2, f"--judge-turns={self.judge_turns}: expected an even number: half of "
+               "the judged turns are good")
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
-        refuse(self.gcd and ("oracle" in labels or labels == "flaws") and self.environment.oracle is None,
+        refuse(wrong := envs.wrong_declared(self.environment), f"--env={self.env}: {wrong}")
+        refuse(same := sorted({*LABELS} & {*self.environment.labels}),
+               f"--env={self.env}: labels: {', '.join(same)} is a kind of the run's own; rename it")
+        refuse(self.gcd and labels in OF_ORACLE and self.environment.oracle is None,
                f"--judge-labels={labels}: {self.env} has no oracle")
         refuse(self.demonstrations and self.environment.expert is None,
                f"--demonstrations={self.demonstrations}: {self.env} has no expert; 0 starts RL from scratch")
@@ -254,13 +261,14 @@ class Config:
         refuse(self.dagger and (self.instructions or self.thoughts == "endpoint"),
                f"--dagger={self.dagger}: not with --instructions, nor with --thoughts endpoint")
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
-                                         (f"--judge-labels={labels}", "endpoint" in labels)) if on]
+                                         (f"--judge-labels={labels}", labels in OF_ENDPOINT)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
                f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
         fresh = self.correction != "off" and not self.model
-        refuse(fresh and not self.instructions, f"--correction={self.correction}: needs --instructions, by "
-               "which a fresh small model learns to follow one")
+        refuse(fresh and not (self.instructions and self.demonstrations),
+               f"--correction={self.correction}: needs --instructions in --demonstrations, by which a fresh "
+               "small model learns to follow one")
         refuse(fresh and self.correction_from == "critiques",
                "--correction-from=critiques: a fresh small model writes no sentences; it can be counted")
 
@@ -436,6 +444,10 @@ def values_of(flags, sources, algorithm, environment):
         changes = PAPER | dict(judge_labels=labels, cold_start_types=types) | changes
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
     changes |= environment.defaults
+    for plugin, defaults in ((algorithm, inherited), (environment, environment.defaults)):
+        for name in defaults:
+            refuse(name not in values, f"{plugins.ORIGINS[plugin.__module__]}: class {plugin.__name__}: "
+                   f"defaults: {name!r} is no setting of the run")
     changes = {name: value for name, value in changes.items() if name in values}
     return values | changes | flags | {"preset": preset}
 
@@ -444,7 +456,7 @@ def is_small(folder):
     """Whether a model folder has the small model's tokenizer, from its file alone."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(f"--model={folder}: {path}: not found")
+        raise ValueError(f"--model={folder}: {files.not_found(path)}")
     try:
         text = path.read_text(encoding="utf-8")
         return "<|user|>" in {token["content"] for token in json.loads(text).get("added_tokens", ())}
@@ -480,6 +492,8 @@ def why_unknown(flag):
                     owners.append(f"--{kind} {owner}")
     if owners:
         return f"not read here, but with {' or '.join(owners)}"
-    if name in (flag_of(f.name) for source in settings for f in fields(source)):
+    known = [flag_of(f.name) for source in settings for f in fields(source)]
+    if name in known:
         return "a setting, but no flag: --preset and --variant set it"
-    return "no such flag"
+    near = difflib.get_close_matches(name, known, 1, 0.8)
+    return f"no such flag; did you mean {near[0]}?" if near else "no such flag"

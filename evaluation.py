@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 
 import config as settings
-import envs
 import resume
 from envs import EpisodeLost
 from envs._terminal import printable, printed
@@ -39,7 +38,7 @@ from labels import flaw_labels
 from lm import model as qwen
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
 from rollout import EpisodeSpec, success_rate, summary
-from session import check_vocabulary, open_chat, split_tasks
+from session import check_vocabulary, make_games, open_chat, split_tasks
 
 # By --protocol: {mode: temperature}
 MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
@@ -281,7 +280,7 @@ def open_player(own, config, given, resources):
         return ServerPlayer(endpoint, chat, config.history), facts | {
             "name": own.name or config.endpoint_model, "model": config.endpoint_model}
     folder, ranks = Path(config.model), job.setup(config.device)
-    chat = open_chat(config, folder, ranks)
+    chat = open_chat(config, folder, ranks, plays=True)
     if chat.small:
         check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
         torch.set_num_threads(1)                              # more are slower with such small matrices
@@ -338,10 +337,7 @@ def referee(own, config, given, resources):
     elif files.holds_run(out):
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))
-    games = config.environment.make(config.slots)
-    plugins.refuse(envs.wrong_games(games, config.slots), config.environment, f"make({config.slots})")
-    for game in games:
-        resources.callback(game.close)
+    games = make_games(config.environment, config.slots, resources)
     files.write_json(out / files.EVALUATION, head | {"splits": {}, "outcomes": {}})
     due = play_missing(config, head, player, games, out, should_stop)
     result = head | result_of(config, head, out)

@@ -26,6 +26,7 @@ import batching
 import config as flags
 import correction
 import judge
+import labels
 import update
 from agent import load
 from algorithms import rewards
@@ -56,6 +57,7 @@ def iteration(run, i, reference):
     config, times = run.config, [time.perf_counter()]
     run.update_sampler()
     run.waits.clear()
+    run.slots.most_tokens = 0                                # of all rounds of play in this iteration
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
     judged, answers = judge_turns(run, i, episodes) if config.gcd else ([], [])
@@ -122,8 +124,8 @@ def judge_turns(run, i, episodes):
     """
     config, ranks, seed = run.config, run.ranks, stream(run.config.seed, JUDGE, i)
     by_endpoint = None
-    if "endpoint" in config.judge_labels:
-        n = config.judge_turns // ranks.world_size
+    if config.judge_labels in labels.OF_ENDPOINT:
+        n = len(range(ranks.rank, config.judge_turns, ranks.world_size))             # this rank's share
         by_endpoint = run.endpoint_labels(episodes, n, stream(seed, 2, ranks.rank))
     places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint, config.label_agreement)
@@ -210,7 +212,7 @@ def optimize(run, i, samples, reference):
         if metrics := update.update(run.model, run.optimizer, part, objective, rate, compare):
             steps.append(metrics)
             if len(steps) == 1 and config.dtype == "float32":
-                gap = {key: value for key, value in metrics.items() if key.startswith("policy/logprob_gap")}
+                gap = {key: value for key, value in metrics.items() if "/logprob_gap" in key}
                 for kind in update.KINDS:                # nan where there is none
                     if (largest := metrics[f"{kind}/logprob_gap_max_nats"]) > LOGPROB_GAP_LIMIT:
                         raise ValueError(f"{kind}: sampler and trainer differ by {largest:.2e} nats on equal "
@@ -335,7 +337,11 @@ def attempt(config, resources):
         should_stop = Stop()
         with plugins.blamed(EpisodeLost):
             ranks = job.setup(config.device, within=config.shard_within)
-            return finish(prepare(config, ranks, should_stop, resources))
+            status = finish(prepare(config, ranks, should_stop, resources))
+        if status == 0 and (config.demonstrations or config.iterations):
+            parallel.print0(f"{config.out}/{files.CHECKPOINT} holds the model; python -m report {config.out} "
+                            "shows its training")
+        return status
     except KeyboardInterrupt:
         print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130

@@ -10,6 +10,7 @@ from infra.plugins import refuse
 
 LABELS = ("rule", "dense", "taken", "oracle", "flaws", "rule+oracle", "shuffled", "endpoint",
           "rule+endpoint")
+OF_ORACLE, OF_ENDPOINT = ("oracle", "rule+oracle", "flaws"), ("endpoint", "rule+endpoint")
 AGREEMENTS = ("add-good", "both", "endpoint-wins")
 
 

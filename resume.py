@@ -57,7 +57,9 @@ def begin(config, out, state, previous, resources):
     tree. previous: the state of the run that trained the model.
     """
     if state:
-        files.truncate_logs(out, state["iteration"] or 0, state.get("cold"))
+        done = state["iteration"]
+        trains = done is None or done < config.iterations
+        files.truncate_logs(out, done or 0, state.get("cold"), trains)
         return {key: state.get(key) for key in ("run", "start", "cold_start_types", "plugins")}
     start = qwen.weights_hash(config.model) if config.model else None
     if files.holds_run(out):
@@ -101,7 +103,8 @@ def not_its_own(config, out, state, first):
     for flag, now in plugin_hashes(config).items():
         if (then := (state.get("plugins") or {}).get(flag)) not in (None, now):
             return (f"--{flag}={getattr(config, flag)}: the file has changed since the run began (hash "
-                    f"{then}, now {now})")
+                    f"{then}, now {now}); to go on from its model: --model {out / files.CHECKPOINT} "
+                    "--demonstrations 0, and another --out")
     return other_games(config, out, state, first)
 
 
@@ -145,7 +148,10 @@ def differing(then, now):
 
 def place_of(ranks):
     """What of a run's place its rounding depends on, apart from its settings."""
-    return {"ranks": ranks.world_size, "device": ranks.device.type}
+    place = {"ranks": ranks.world_size, "device": ranks.device.type}
+    if ranks.device.type == "cpu":                           # measured, so it may change on one machine
+        place["arithmetic of bf16"] = "fp32" if qwen.slow_bf16() else "bf16"
+    return place
 
 
 def check_state(path, state):

@@ -156,7 +156,7 @@ class Conversation:
             raise
         finally:
             self.episode.game_s += perf_counter() - began
-        refuse(wrong_in(reply), self.source, place)
+        refuse(wrong_in(reply, first=not self.started), self.source, place)
         return reply
 
     def next_stream(self):
@@ -294,7 +294,8 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
         check_first_prompt(spec.task, conversation.prompt, sampling.max_response_tokens, context)
         start = (spec.task.id, conversation.prompt)
         first = first_prompt.setdefault(spec.group, start)
-        assert first == start, f"group {spec.group} has different starts: {first[0]}, {start[0]}"
+        refuse("" if first == start else "another first observation than before; expected the same for the "
+               "same task and seed", conversation.source, f"task {spec.task.id}, reset")
         return conversation, False
 
     def place(row, conversation):

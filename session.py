@@ -22,7 +22,7 @@ import rollout
 import update
 from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
-from infra.memory import check_memory
+from infra.memory import check_memory, state_bytes
 from infra.progress import progress
 from infra.signals import Interrupted
 from infra.streams import LORA, generator
@@ -197,10 +197,23 @@ def train_tasks(environment, types, start, n):
 
 
 def split_tasks(environment, name):
-    """Environment.split_tasks. PluginError if it returns anything but Tasks, at least one."""
+    """Environment.split_tasks. PluginError if it returns anything but Tasks, at least one, each with an id of
+    its own.
+    """
     tasks = environment.split_tasks(name)
-    plugins.refuse(envs.wrong_tasks(tasks), environment, f"split_tasks({name!r})")
+    wrong = envs.wrong_tasks(tasks) or envs.repeated_id(tasks)
+    plugins.refuse(wrong, environment, f"split_tasks({name!r})")
     return tasks
+
+
+def make_games(environment, n, resources):
+    """Environment.make; `resources` close the games. PluginError if it returns anything but n Games."""
+    games = environment.make(n)
+    wrong = envs.wrong_games(games, n) or plugins.wrong_calls(games[0], envs.GAME)
+    plugins.refuse(wrong, environment, f"make({n})")
+    for game in games:
+        resources.callback(game.close)
+    return games
 
 
 def prepare(config, ranks, should_stop, resources):
@@ -232,14 +245,12 @@ def prepare(config, ranks, should_stop, resources):
     with nullcontext(source) if source else fresh_folder(config, out) as folder:
         chat = chat or open_chat(config, folder, ranks)
         if chat.small:
+            resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)                          # more are slower with such small matrices
         model = load_model(config, folder, ranks, chat.small, state)
     if source and chat.small:
         check_vocabulary(config, source, previous, chat.tokenizer)            # may read hundreds of games
-    games = environment.make(config.slots)
-    plugins.refuse(envs.wrong_games(games, config.slots), environment, f"make({config.slots})")
-    for game in games:
-        resources.callback(game.close)
+    games = make_games(environment, config.slots, resources)
     for task in tasks:
         first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history).start()
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
@@ -262,16 +273,20 @@ def prepare(config, ranks, should_stop, resources):
                base=config.model and Path(config.model).resolve())
 
 
-def open_chat(config, folder, ranks):
+def open_chat(config, folder, ranks, plays=False):
     """The chat of a model folder, all of which is read except the weights.
 
-    ValueError if its files fit neither each other nor the flags, or if the model does not fit into memory.
+    plays: whether the model only plays, loaded in --dtype, with no copy to train. ValueError if the files
+    fit neither each other nor the flags, or if the model does not fit into memory.
     """
-    shape = qwen.ModelConfig.load(folder)
+    shape, dtype = qwen.ModelConfig.load(folder), getattr(torch, config.dtype)
     with torch.device("meta"):
         model = choose_trained(qwen.Model(shape), config)
-    check_memory(qwen.count_parameters(shape), ranks.shards, getattr(torch, config.dtype), ranks.device,
-                 sum(parameter.numel() for parameter in trained(model)), config.lora > 0)
+    parameters, trains = qwen.count_parameters(shape), config.demonstrations or config.iterations
+    numbers = sum(parameter.numel() for parameter in trained(model)) if trains else 0
+    state = ({"weights": dtype.itemsize * parameters} if plays
+             else state_bytes(parameters, ranks.shards, dtype, numbers, config.lora > 0))
+    check_memory(state, parameters, ranks.shards, dtype, ranks.device)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
     tokenizer = qwen.load_tokenizer(folder)
@@ -362,7 +377,9 @@ def vocabulary_of(config):
     """The phrases that are one token each in a fresh small model: the environment's, the judge's, the
     method's.
     """
-    phrases = [*config.environment.vocabulary(), judge.QUESTION["plain"], *judge.ANSWERS]
+    plugins.refuse(envs.wrong_vocabulary(own := config.environment.vocabulary()), config.environment,
+                   "vocabulary")
+    phrases = [*own, judge.QUESTION["plain"], *judge.ANSWERS]
     if config.prompt == "tags" or config.algorithm.tags:
         phrases += [f"<{tag}>" for tag in TAGS]
     return phrases + (correction.instruction_phrases() if config.instructions else [])
@@ -385,6 +402,8 @@ def make_chat(config, tokenizer):
     knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
     if style == "auto":
         style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
+    if style == "think" and small:
+        raise ValueError("--prompt=think: a small model has no words to think in; expected plain or tags")
     if style == "tags" and small and not knows_tags:
         raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
                          "tags, so it knows none (--prompt tags there)")

@@ -15,7 +15,7 @@ import torch
 
 import losses
 from algorithms import rewards
-from infra import plugins
+from infra import parallel, plugins
 
 RATIOS = ("token", "turn", "episode")
 GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time", "memory")       # of metrics, "group/name"
@@ -32,6 +32,7 @@ class Method:
     run's bounds. Weights, the mean, KL and the sampler's correction are applied to it in update.policy_loss.
     """
 
+    _required = ("assign",)
     Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm
     defaults = {}                # changed defaults of the run's other settings; those of base classes add up
     code_defaults = dict(success_reward=10.0, invalid="format", invalid_unit="turn")    # with --variant code
@@ -77,8 +78,13 @@ class Method:
         return {int(number) for number in group.unique() if len(reward[group == number].unique()) == 1}
 
     def center_kl(self, penalty_E, group_E):
-        """Subtract its baseline, by default the group's mean, from each episode's KL penalty."""
-        return losses.group_relative_advantage(penalty_E, group_E)
+        """Subtract its baseline from each episode's KL penalty: by default the group's mean or, without
+        groups, that of all episodes on all ranks.
+        """
+        if self.groups:
+            return losses.group_relative_advantage(penalty_E, group_E)
+        total = parallel.all_sum({"penalty": float(penalty_E.sum()), "episodes": len(penalty_E)})
+        return penalty_E - total["penalty"] / max(total["episodes"], 1)
 
     def subtract_kl(self, episodes):
         """For --kl reward: subtract each episode's centered sum of `turn.kl` from its advantages.

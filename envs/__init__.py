@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -43,8 +44,8 @@ class Reply(NamedTuple):
     answers: tuple[str, ...] = ()        # of the functions that the command called, in order: role "tool"
 
 
-def wrong_in(reply):
-    """What is wrong with a Reply: what came, and what was expected; "" if nothing is."""
+def wrong_in(reply, first=False):
+    """What is wrong with a Reply: what came, and what was expected; "" if nothing is. first: to a reset."""
     if not isinstance(reply, Reply):
         return f"it returned {reply!r:.60}; expected a Reply"
     score = reply.score_100
@@ -60,8 +61,9 @@ def wrong_in(reply):
         "reward": (isinstance(reply.reward, (int, float)) and math.isfinite(reply.reward), "a finite number"),
         "ended": (isinstance(reply.ended, str), "text"),
         "answers": (is_texts(reply.answers), "a tuple of texts")}
+    at_once = "done is True; expected False before the first command" if first and reply.done else ""
     return next((f"{name} is {getattr(reply, name)!r:.60}; expected {kind}"
-                 for name, (right, kind) in expected.items() if not right), "")
+                 for name, (right, kind) in expected.items() if not right), at_once)
 
 
 def is_texts(value):
@@ -71,6 +73,11 @@ def is_texts(value):
 
 class EpisodeLost(RuntimeError):
     """The game's engine died or hung. The next reset has a new one; the episode must be started again."""
+
+
+# What the run calls of a game and of an expert: {method: its parameters}
+GAME = {"reset": ("task", "seed"), "step": ("command",)}
+EXPERT = {"show": ("task", "seed", "mistake_rate", "max_turns")}
 
 
 class Game(Protocol):
@@ -120,7 +127,7 @@ def wrong_demonstration(demonstration):
     if not is_texts(commands) or len(replies) != len(commands) + 1 or len(mistakes) != len(commands):
         return (f"{len(commands)} commands, {len(replies)} replies, {len(mistakes)} mistakes; expected "
                 "texts, one reply more, and as many mistakes")
-    found = ((i, wrong_in(reply)) for i, reply in enumerate(replies))
+    found = ((i, wrong_in(reply, i == 0)) for i, reply in enumerate(replies))
     return next((f"reply {i}: {wrong}" for i, wrong in found if wrong), "")
 
 
@@ -132,13 +139,48 @@ def wrong_tasks(tasks, n=None):
     return f"it returned {tasks!r:.60}; expected a list of {'Tasks' if n is None else f'{n} Tasks'}"
 
 
+def repeated_id(tasks):
+    """Which id several of a split's tasks have; "" if none."""
+    number = Counter(task.id for task in tasks)
+    return next((f"{n} tasks have the id {name!r}" for name, n in number.items() if n > 1), "")
+
+
 def wrong_games(games, n):
     """What is wrong with a list of n games; "" if nothing is."""
     methods = ("reset", "step", "close")
-    if isinstance(games, (list, tuple)) and len(games) == n and all(
-            callable(getattr(game, name, None)) for game in games for name in methods):
+    if not (isinstance(games, (list, tuple)) and len(games) == n and all(
+            callable(getattr(game, name, None)) for game in games for name in methods)):
+        return f"it returned {games!r:.60}; expected a list of {n} games, with {', '.join(methods)}"
+    if len({id(game) for game in games}) < n:
+        return f"it returned a game more than once; expected {n} games, which are played at the same time"
+    return ""
+
+
+def wrong_expert(expert):
+    """What is wrong with what `Environment.expert` returned; "" if nothing is."""
+    show, restarts = getattr(expert, "show", None), getattr(expert, "restarts", None)
+    if callable(show) and isinstance(restarts, int):
         return ""
-    return f"it returned {games!r:.60}; expected a list of {n} games, with {', '.join(methods)}"
+    return f"it returned {expert!r:.60}; expected an object with show, a method, and restarts, a number"
+
+
+def wrong_vocabulary(phrases):
+    """What is wrong with an environment's phrases; "" if nothing is."""
+    if not is_texts(phrases):
+        return f"it returned {phrases!r:.60}; expected a list of texts"
+    wrong = [phrase for phrase in phrases if not (phrase and phrase.isascii())]
+    return f"it has {wrong[0]!r:.60}; expected nonempty ASCII texts" if wrong else ""
+
+
+def wrong_declared(environment):
+    """What is wrong with what an environment declares, apart from its methods; "" if nothing is."""
+    for name, values, kind, right in (
+            ("splits", environment.splits, "a text", lambda value: isinstance(value, str)),
+            ("captions", environment.captions.values(), "a text", lambda value: isinstance(value, str)),
+            ("labels", environment.labels.values(), "a function of an episode", callable)):
+        if wrong := [value for value in values if not right(value)]:
+            return f"{name} has {wrong[0]!r:.60}; expected {kind}"
+    return ""
 
 
 class MessageLengths:
@@ -181,6 +223,9 @@ class Environment:
         unit}.
         """
 
+    _required = ("make", "train_tasks", "split_tasks")
+    _hooks = {"expert": ("games",), "online_expert": ("task", "seed"), "parse": ("text",),
+              "oracle": ("observations", "commands")}
     defaults = {}                        # what it changes of the run's other defaults: {"slots": 16}
     splits = ("dev", "L0", "L1", "L2")   # splits that can be evaluated
     captions = {}                        # {split: what its tasks are, a clause}, for tables and the report

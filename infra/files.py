@@ -114,6 +114,13 @@ def nan_to_null(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def not_found(path):
+    """Say that a model's file is missing and, of the folder of a run, where its model is."""
+    path = Path(path)
+    there = path.parent / CHECKPOINT
+    return f"{path}: not found" + f"; the run's model is in {there}" * (there / path.name).is_file()
+
+
 def append(path, record):
     """Append an object to a .jsonl file as one line, synced to the disk. OSError names the file."""
     try:
@@ -151,18 +158,22 @@ def write_json(path, value, indent=1):
     write_text(path, json.dumps(nan_to_null(value), indent=indent, allow_nan=False) + "\n")
 
 
-def truncate_logs(folder, done, cold=None):
+def truncate_logs(folder, done, cold=None, trains=True):
     """Truncate the logs to iteration `done`, or to where a cold start stopped; resuming rewrites the rest.
 
     cold: its {"steps", "rounds"}. Its demonstrations are made again, and their lines, which have no step, go;
     after a DAgger round the first demonstrations are not, and their line stays. stages.json, which marks a
-    finished run, becomes stages.json.old.
+    finished run, becomes stages.json.old; so does evaluation.json if the run `trains` on, and the episodes of
+    that evaluation go.
     """
-    if (folder / STAGES).exists():
-        os.replace(folder / STAGES, folder / f"{STAGES}.old")
+    for name in (STAGES, *((EVALUATION,) if trains else ())):
+        if (folder / name).exists():
+            os.replace(folder / name, folder / f"{name}.old")
     steps, seen = cold["steps"] if cold else math.inf, []
 
     def stays(line):
+        if trains and line.get("phase") == "evaluation":
+            return False
         if not cold or line.keys() & {"run", "iteration", "step"}:
             return line.get("iteration", -1) < done and line.get("step", -1) < steps
         seen.append(line.get("phase"))
@@ -205,10 +216,12 @@ def read_json(path):
 
 
 def settings_in(records):
-    """Return the settings of a run: "config" in the first record of its metrics.jsonl."""
+    """Return the settings of a run: "config" in the last record of its metrics.jsonl that has it, since a
+    resumed run may have more iterations.
+    """
     if not records or "config" not in records[0]:
         raise ValueError("metrics.jsonl does not begin with settings")
-    return records[0]["config"]
+    return [record["config"] for record in records if "config" in record][-1]
 
 
 def iterations_in(records):

@@ -9,8 +9,9 @@ def state_bytes(parameters, ranks, dtype, trained=None, adapters=False):
     parameters: number of its parameters. trained: number of those that are trained (None: all); with
     `adapters` they are not among `parameters`, and the sampler is a copy with the adapters merged.
 
-    There are two sets of gradients, because the policy's and the judge's are computed separately, to be
-    compared. Left out: models that are offloaded meanwhile (the KL's reference; PPO's critic and its state).
+    Where nothing is trained (0), there are no moments and no gradients; else two sets of gradients, because
+    the policy's and the judge's are computed separately, to be compared. Left out: models that are
+    offloaded meanwhile (the KL's reference; PPO's critic and its state).
     """
     compute, trained = torch.finfo(dtype).bits // 8, parameters if trained is None else trained
     samples_itself = ranks == 1 and dtype == torch.float32 and not adapters        # no copy to generate with
@@ -19,12 +20,18 @@ def state_bytes(parameters, ranks, dtype, trained=None, adapters=False):
             "sampler": 0 if samples_itself else compute * parameters}
 
 
-def check_memory(parameters, ranks, dtype, device, trained=None, adapters=False):
-    """ValueError if `state_bytes` exceeds the GPU's memory. Devices other than CUDA are not checked."""
+def check_memory(state, parameters, ranks, dtype, device):
+    """ValueError if a model's `state`, {name: bytes}, exceeds the GPU's memory. Devices other than CUDA are
+    not checked.
+    """
     if device.type != "cuda":
         return
-    required = sum(state_bytes(parameters, ranks, dtype, trained, adapters).values())
-    if required > (available := torch.cuda.get_device_properties(device).total_memory):
-        raise ValueError(f"--dtype={str(dtype).removeprefix('torch.')}: weights, gradients and moments of "
+    required, available = sum(state.values()), torch.cuda.get_device_properties(device).total_memory
+    if required > available:
+        advice = ["--dtype bfloat16"] * (dtype == torch.float32)
+        advice += ["more ranks"] * ("master weights" in state)
+        raise ValueError(f"--dtype={str(dtype).removeprefix('torch.')}: "
+                         f"{', '.join(name for name, size in state.items() if size)} of "
                          f"{parameters / 1e9:.1f} billion parameters take {required / 1e9:.0f} GB on each of "
-                         f"{ranks} ranks, which has {available / 1e9:.0f}; --dtype bfloat16, or more ranks")
+                         f"{ranks} ranks, which has {available / 1e9:.0f}; "
+                         f"{', or '.join(advice) or 'expected a smaller model'}")

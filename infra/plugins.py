@@ -8,11 +8,13 @@ read it. What its code raises or returns against its contract is a PluginError.
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import FunctionType
 
 ORIGINS = {}           # {name of a plug-in's module: its flag and value}
 
@@ -111,6 +113,8 @@ def find(package, base, flag, value):
         raise ValueError(f"{flag}={value}: class {base.__name__} defines {', '.join(unknown)}, which "
                          f"{base.__module__}.{base.__name__} does not declare, so nothing reads it; a "
                          "helper's name begins with an underscore")
+    if wrong := wrong_method(found, base):           # after the names: a mistyped one is lacking, too
+        raise ValueError(f"{flag}={value}: class {base.__name__}: {wrong}")
     return found
 
 
@@ -120,9 +124,11 @@ def is_public(folder, name):
 
 
 def load_file(path):
-    """Import a file outside the packages, once, and return the module. It may import files of its folder."""
+    """Import a file outside the packages and return the module: once, and again if the file has changed. It
+    may import files of its folder.
+    """
     path = path.resolve()
-    name = f"plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    name = f"plugin_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}_{path.stem}"
     if name not in sys.modules:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
@@ -156,11 +162,55 @@ def wrong_attribute(found, base):
     declared = fields(settings) if settings else ()
     if texts := [f.name for f in declared if isinstance(f.type, str)]:
         return f"the type of Settings.{texts[0]} is a text; leave out `from __future__ import annotations`"
+    if without := [f.name for f in declared if f.default is MISSING]:
+        return f"Settings.{without[0]} has no default; expected a value, and no default_factory"
+    inherited = fields(base.Settings) if settings else ()
+    if lacking := {f.name for f in inherited} - {f.name for f in declared}:
+        return (f"Settings lacks {sorted(lacking)[0]}; expected a subclass of "
+                f"{base.Settings.__module__}.Settings")
     for name, value in vars(base).items():
         kinds = (tuple, list) if isinstance(value, tuple) else type(value)
         if isinstance(value, (bool, str, tuple, dict)) and not isinstance(getattr(found, name), kinds):
             if not name.startswith("_"):
                 return f"{name} is {getattr(found, name)!r:.60}; expected a {type(value).__name__}"
+    return ""
+
+
+def wrong_method(found, base):
+    """Return which method a plug-in's class lacks, or has with other parameters than it is called with; "" if
+    all are right.
+
+    The base class says so: `_required` names what has to be defined, `_hooks` has the parameters of the
+    functions that are None there.
+    """
+    for name in getattr(base, "_required", ()):
+        if getattr(found, name) is getattr(base, name):
+            return f"lacks {name}{inspect.signature(getattr(base, name))}, which it has to define"
+    for name, value in vars(base).items():
+        own, hook = inspect.getattr_static(found, name), getattr(base, "_hooks", {}).get(name)
+        if own is value or isinstance(own, property) or not (hook or isinstance(value, FunctionType)):
+            continue
+        method = getattr(found, name)
+        if not callable(method):
+            return f"{name} is {method!r:.60}; expected a function"
+        expected = ["self", *hook] if hook else [*inspect.signature(value).parameters]
+        expected = expected if isinstance(own, FunctionType) else expected[1:]
+        if wrong := wrong_calls(found, {name: expected}):
+            return wrong
+    return ""
+
+
+def wrong_calls(source, calls):
+    """Return which function of an object cannot be called with its parameters in `calls`; "" if all can."""
+    for name, expected in calls.items():
+        try:
+            has = inspect.signature(getattr(source, name))
+        except (TypeError, ValueError):                      # of code that is not Python
+            continue
+        try:
+            has.bind(*expected)
+        except TypeError:
+            return f"{name}{has}; expected {name}({', '.join(expected)})"
     return ""
 
 

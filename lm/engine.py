@@ -96,6 +96,7 @@ class Slots:
         self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
         self.stream_B, self.length_B, self.drawn_B, self.token_B = torch.zeros(4, n, device=device).long()
         self.active_B = torch.zeros(n, dtype=torch.bool, device=device)
+        self.most_tokens = 0             # cached at once; a caller may set it back
         self.ids_BM = torch.zeros(n, 0, device=device).long()
         self.restart(context, sampling)
 
@@ -105,7 +106,7 @@ class Slots:
         self.cached = [[] for _ in range(self.n)]
         self.first_prompts = {}          # prompt -> (K/V, logits_V), reused by later members of a group
         self.running = {}                # row -> (prompt, tokens cached before its response, first step)
-        self.restrictions, self.steps, self.most_tokens = {}, 0, 0
+        self.restrictions, self.steps = {}, 0
         self.active_B.zero_()
         self.limit.fill_(longest)        # on the device, as graphs read it
         if self.ids_BM.shape[1] <= longest:
@@ -179,7 +180,7 @@ class Slots:
 
     @property
     def usage(self):
-        """(most tokens that the cache held since `restart`, slots of the cache)."""
+        """(most tokens that the cache held since `most_tokens` was 0, slots of the cache)."""
         return self.most_tokens, self.cache.slots
 
     def draw(self, logits_RV, rows):

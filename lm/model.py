@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infra import parallel
+from infra import files, parallel
 from lm.attention import Rows
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -33,6 +33,7 @@ VALUE_HEAD = "value_head.weight", "value_head.bias"
 INDEX = "model.safetensors.index.json"                       # which file holds which tensor, if several do
 LARGEST = 1e9                                                # the largest number that config.json may contain
 MANY_ROWS = 256         # of a matrix product: fewer do not pay for the conversion of the weights, see Linear
+MARGIN = 1.2            # how much slower bf16 has to be: what is nearly as fast is not decided by chance
 TYPE_NAMES = {int: "an integer", float: "a number"}          # in error messages
 
 
@@ -65,7 +66,7 @@ class ModelConfig:
         if not path.parent.is_dir():
             raise ValueError(f"{folder}: no such folder")
         if not path.is_file():
-            raise ValueError(f"{path}: not found")
+            raise ValueError(files.not_found(path))
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
@@ -199,7 +200,7 @@ def slow_bf16():
         return min(b - a for a, b in zip(times, times[1:]))
 
     with torch.no_grad():
-        return seconds(lambda: F.linear(x, weight)) > seconds(
+        return seconds(lambda: F.linear(x, weight)) > MARGIN * seconds(
             lambda: F.linear(x.float(), weight.float()).bfloat16())
 
 

@@ -9,6 +9,7 @@ Apache-2.0). The file's weights have 4 bits (Q4_1), so the model is close to the
     python -m lm.smollm2                       # writes runs/smollm2, 540 MB; bash run.sh smollm does all
 """
 
+import fcntl
 import importlib.util
 import shutil
 import sys
@@ -31,8 +32,13 @@ def named(model):
     if str(model) != NAME or Path(NAME).is_dir():
         return model
     if not (FOLDER / "config.json").is_file():
-        print(f"converting {ABOUT}", file=sys.stderr)
-        convert(weights(), FOLDER)
+        file = weights()
+        FOLDER.parent.mkdir(parents=True, exist_ok=True)
+        with open(FOLDER.with_name(f"{NAME}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)              # of several ranks or runs the first converts
+            if not (FOLDER / "config.json").is_file():
+                print(f"converting {ABOUT}", file=sys.stderr)
+                convert(file, FOLDER)
     return str(FOLDER)
 
 

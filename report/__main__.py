@@ -42,7 +42,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m report", allow_abbrev=False,
                                      description="Write a run folder's report.html and summary.json.")
     parser.add_argument("folder", type=Path, nargs="?",
-                        help="run folder, with one folder per method (default: runs/main); with --gallery, "
+                        help="folder of a run, or of several methods' (default: runs/main); with --gallery, "
                         "the studies' results (default: lab/results/studies)")
     parser.add_argument("--gallery", action="store_true",
                         help="write gallery.html: the studies' figures next to the papers' claims")

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from envs._terminal import printable
 from report import charts, tables
+from report.read import is_number
 
 EPISODE_BYTES = 2_300_000           # of the page's 3 MB
 COMPACT = {"separators": (",", ":"), "allow_nan": False}
@@ -61,8 +62,11 @@ def choose_episodes(runs, budget):
 
 def facts(runs, summary):
     """{name: text} for the head of the page: methods, games, start, time, versions, commit."""
-    counts = {run.name: len(run.iterations) for run in runs}
-    methods = [f"{name} ({count} iterations)" if count else name for name, count in counts.items()]
+    methods = []
+    for run in runs:
+        done, total = len(run.iterations), run.header.get("config", {}).get("iterations")
+        part = f"{done} of {total}" if is_number(total) and done < total else str(done)
+        methods.append(f"{run.name} ({part} iterations)" if done else run.name)
     headers = [run.header for run in runs]
     versions = [", ".join(f"{name} {version}" for name, version in header.get("versions", {}).items())
                 for header in headers]

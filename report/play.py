@@ -78,6 +78,7 @@ def main(argv=None):
         if given.judge_kind == "value":
             raise ValueError("--judge-kind=value: this judge answers in words; a value head has none")
         player = agent.loaded(given)
+        agent.check_words(given, player.chat)
         task = agent.task_named(given.environment, options.game)
         (game,) = given.environment.make(1)
         with closing(game):

@@ -162,13 +162,15 @@ def read_run(folder):
                           ((files.EVALUATION, check_evaluation), (files.STAGES, check_stages)))
     if "seconds" in evaluation:
         stages = {"evaluation": evaluation["seconds"]} | stages
-    header = next((record for record in records if "config" in record), {})
+    headers = [record for record in records if "config" in record]          # a resumed run has several
+    header = headers[0] | {"config": headers[-1]["config"]} if headers else {}
     lines = [record for record in records if "config" not in record]
     return Run(folder.name, header, lines, evaluation, stages, episodes, notes + more_notes)
 
 
 def read_runs(folder):
-    """All Runs of a run folder, sorted by name; those without RL iterations (a cold start) come first.
+    """All Runs of a run folder, sorted by name; those without RL iterations (a cold start) come first. Of a
+    method's own folder, that one.
 
     They may be written meanwhile. Runs that were set aside, NAME.old-1, are left out, and those without a
     line in their metrics. ValueError if there is none.
@@ -176,13 +178,14 @@ def read_runs(folder):
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
     found = []
-    for path in folder.glob(f"*/{files.METRICS}"):
+    alone = folder / files.METRICS
+    for path in [alone] if alone.is_file() else folder.glob(f"*/{files.METRICS}"):
         if ".old-" not in path.parent.name:
             with suppress(FileNotFoundError):                    # set aside at this moment
                 found.append(read_run(path.parent))
     runs = [run for run in found if run.header or run.lines or run.notes]
     if not runs:
-        raise ValueError(f"{folder}: no metrics in it (expected {folder}/<method>/{files.METRICS})")
+        raise ValueError(f"{folder}: no metrics in it (expected {files.METRICS}, in it or in folders of it)")
     return sorted(runs, key=lambda run: (bool(run.iterations), run.name))
 
 

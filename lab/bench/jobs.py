@@ -35,13 +35,14 @@ class Children:
     def run(self, command, log):
         """Run a command and wait for its end; returns the exit status.
 
-        The process is in a session of its own, so that Ctrl-C reaches it once, through `stop`.
+        The process is in a session of its own, so that Ctrl-C reaches it once, through `stop`. If this
+        process is killed, it saves and ends.
         """
         with self.lock:
             if self.stopping:
                 raise Failed("stopped")
             child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
-                                     env=SHUTDOWN_TIMEOUT | os.environ)
+                                     env=SHUTDOWN_TIMEOUT | os.environ | {"GCD_PARENT": str(os.getpid())})
             self.running.add(child)
         status = child.wait()
         with self.lock:

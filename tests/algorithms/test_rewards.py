@@ -240,6 +240,19 @@ def test_two_ranks_whiten_over_the_tokens_of_both(monkeypatch, cut):
     assert first + second == pytest.approx(want, abs=1e-4)
 
 
+def test_without_groups_the_kl_penalty_is_centered_over_the_batch():
+    """Each episode is a group of its own, so that a group's mean would leave nothing."""
+    class Alone(algorithms.Method):
+        groups = False
+
+    episodes = [make_episode([("a", "hall", None, 1)], group) for group in range(3)]
+    for e, penalty in zip(episodes, (1.0, 2.0, 6.0)):
+        e.turns[0].advantage, e.turns[0].kl = 0.5, [penalty]
+    Alone(Settings()).subtract_kl(episodes)
+    assert [e.turns[0].advantage for e in episodes] == pytest.approx([2.5, 1.5, -2.5])
+    Alone(Settings()).subtract_kl([])
+
+
 def test_no_episodes_give_empty_tensors_of_the_right_dtypes():
     won_E, turns_E, group_E, valid_S = rewards.episode_tensors([], Settings())
     assert (won_E.dtype, turns_E.dtype, group_E.dtype, valid_S.dtype) == (

@@ -157,8 +157,13 @@ def test_judge_auc_is_the_mean_of_the_last_ten_iterations(player, tmp_path):
 def test_load_refuses_a_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         gcd.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="config.json: not found"):
+    with pytest.raises(ValueError, match="config.json: not found$"):
         gcd.load(tmp_path)
+    shutil.copytree(COMMITTED, tmp_path / "run" / "checkpoint")
+    with pytest.raises(ValueError, match="config.json: not found; the run's model is in .*run/checkpoint$"):
+        gcd.load(tmp_path / "run")
+    with pytest.raises(ValueError, match="^--model=.*not found; the run's model is in .*run/checkpoint$"):
+        config.parsed(["--model", str(tmp_path / "run")])
     shutil.copytree(COMMITTED, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="safetensors"):
@@ -177,7 +182,8 @@ def test_load_refuses_another_architecture(tmp_path):
 @pytest.mark.fast
 @pytest.mark.parametrize("settings, message", [
     ({"max_turns": 0}, "--max-turns=0: expected 1"), ({"frobnicate": 1}, "--frobnicate"),
-    ({"prompt": "think", "algo": "rlvmr"}, "--prompt=think"), ({"env": "nowhere"}, "--env=nowhere")])
+    ({"prompt": "think", "algo": "rlvmr"}, "--prompt=think"),
+    ({"prompt": "think"}, "--prompt=think: a small model has no"), ({"env": "nowhere"}, "--env=nowhere")])
 def test_load_refuses_wrong_settings(settings, message):
     with pytest.raises(ValueError, match=message):
         gcd.load(COMMITTED, **settings)
@@ -191,7 +197,8 @@ def test_load_refuses_wrong_settings(settings, message):
     ("household", "L0/-1", {}, "task 'L0/-1': expected SPLIT/NUMBER"),
     ("household", "L0/99999", {}, "task 'L0/99999': L0 has tasks 0 to "),
     ("household", "L0/3", {"max_turns": 0}, "--max-turns=0"), ("household", "L0/3", {"turns": 3}, "--turns"),
-    ("household", "L0/3", {"games": "nowhere"}, "nowhere")])
+    ("household", "L0/3", {"games": "nowhere"}, "nowhere"),
+    ("tests/recipes/guess.py", "test/0", {}, "has the vocabulary of another environment: 'I think of")])
 def test_play_refuses_what_does_not_exist(player, env, task, settings, message):
     with pytest.raises(ValueError, match=message):
         player.play(env, task, **settings)

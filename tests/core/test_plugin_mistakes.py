@@ -97,6 +97,12 @@ def test_a_wrong_reply_is_refused_with_task_and_turn(tokenizer, reply, expected,
 
 
 @pytest.mark.fast
+def test_a_game_that_is_done_at_its_reset_is_refused(tokenizer):
+    with pytest.raises(PluginError, match="task train/7, reset: done is True; expected False before the"):
+        played(tokenizer, Faulty(Reply("It is over.", [], True, True), 0))
+
+
+@pytest.mark.fast
 def test_right_replies_are_accepted(tokenizer):
     played(tokenizer, Faulty(None, 99))
     assert envs.wrong_in(Reply("", (), True, True, [], 100, True)) == ""
@@ -224,6 +230,7 @@ def test_wrong_labels_are_refused(given):
     (None, "expected a Demonstration"),
     (Demonstration([], ["x"], [False]), "1 commands, 0 replies, 1 mistakes"),
     (Demonstration([None, None], ["x"], [False]), "reply 0: it returned None; expected a Reply"),
+    (Demonstration([Reply("a", [], True, True)], [], []), "reply 0: done is True; expected False"),
     (Demonstration([Reply("a", [], False, False)], [], [True]), "0 commands, 1 replies, 1 mistakes")])
 def test_a_wrong_demonstration_is_described(demonstration, expected):
     assert expected in envs.wrong_demonstration(demonstration)
@@ -258,6 +265,7 @@ def fails(folder, capsys, flag, text, *more):
 
 STEP, RESET = "    def step(self, command):\n", "    def reset(self, task, seed=0):\n"
 MAKE, TASKS = "    def make(self, n):\n", "    def train_tasks(self, types, start, n):\n"
+WORDS, SHOW = "        numbers = [str(n)", "        rng, replies"
 END = "        return {}\n"                                # of OPO's assign
 
 
@@ -275,11 +283,25 @@ def changed(text, old, new):
     ("won=n == self.secret", "won=float('nan')", ": won is nan; expected True or False"),
     (MAKE, MAKE + "        1 / 0\n", ", in make: ZeroDivisionError"),
     (MAKE, MAKE + "        return [self]\n", "make(128): it returned [<"),
+    (MAKE, MAKE + "        return [Game(9)] * n\n", "make(128): it returned a game more than once"),
+    (RESET, "    def reset(self, task):\n", "make(128): reset(task); expected reset(task, seed)"),
+    ("from 1 to {len", "{random.random()} from 1 to {len", ", reset: another first observation than"),
+    (WORDS, "        return [3]\n" + WORDS, "vocabulary: it returned [3]"),
+    (WORDS, "        return ['\u00e9']\n" + WORDS, "vocabulary: it has '\u00e9'; expected nonempty ASCII"),
     ("for i in range(start, start + n)]", "for i in range(n // 2)]", "train_tasks('part', 0, 1): it"),
     (TASKS, TASKS + "        {}['x']\n", ", in train_tasks: KeyError: 'x'")])
 def test_an_environments_mistake_is_one_line(tmp_path, capsys, old, new, expected):
     line = fails(tmp_path, capsys, "--env", changed(GUESS, old, new))
-    assert expected in line and line.startswith(("task train/", "line ", "make(", "train_tasks("))
+    assert expected in line and line.startswith(("task train/", "line ", "make(", "train_tasks(", "vocab"))
+
+
+@pytest.mark.parametrize("old, new, expected", [
+    (SHOW, "        {}['x']\n" + SHOW, "KeyError: 'x' (expert.show, task "),
+    ("seed, mistake_rate, max_turns):", "seed, mistake_rate):", "show(task, seed, mistake_rate); expected"),
+    ("    restarts = 0", "    _restarts = 0", "expert: it returned <"),
+    ("        return Expert(games[0])", "        pass", "expert: it returned None; expected an object")])
+def test_an_experts_mistake_is_one_line(tmp_path, capsys, old, new, expected):
+    assert expected in fails(tmp_path, capsys, "--env", changed(GUESS, old, new), "--demonstrations", 4)
 
 
 @pytest.mark.parametrize("new, expected", [
@@ -322,7 +344,20 @@ DEFAULTS, SPLITS = '    defaults = {"max_turns": 8}', "    def unseen_splits(sel
     ("    @dataclass(frozen=True)\n", "", "expected a dataclass"),
     ('"""Guess', 'from __future__ import annotations\n"""Guess', "leave out `from __future__"),
     (MAKE, f"    def __init__(self, *given):\n        1 / 0\n\n{MAKE}", "in __init__: ZeroDivisionError"),
-    (SPLITS, SPLITS + "        1 / 0\n", "in unseen_splits: ZeroDivisionError")])
+    (SPLITS, SPLITS + "        1 / 0\n", "in unseen_splits: ZeroDivisionError"),
+    (MAKE, "    def _make(self, n):\n", "class Environment: lacks make(self, n), which it has to define"),
+    (MAKE, "    def make(self):\n", "make(self); expected make(self, n)"),
+    (TASKS, "    def train_tasks(self, start, n):\n", "expected train_tasks(self, types, start, n)"),
+    ("    def expert(self, games):\n", "    def expert(self):\n", "expected expert(self, games)"),
+    ("    def oracle(self, observations, commands):\n", "    def oracle(self, episode):\n",
+     "oracle(self, episode); expected oracle(self, observations, commands)"),
+    (MAKE, f"    def __init__(self):\n        pass\n\n{MAKE}", "__init__(self); expected __init__(self, set"),
+    (DEFAULTS, '    defaults = {"max_turn": 8}', "class Environment: defaults: 'max_turn' is no setting"),
+    ("int = field(default=20, ", "int = field(default_factory=int, ", "Settings.highest has no default"),
+    ('{"halves": halves}', '{"halves": "good"}', "labels has 'good'; expected a function"),
+    ('{"halves": halves}', '{"dense": halves}', "labels: dense is a kind of the run's own"),
+    ("captions = {", "captions = {'dev': 3} or {", "captions has 3; expected a text"),
+    ("    def oracle(", "    oracle = 5\n\n    def _oracle(", "oracle is 5; expected a function")])
 def test_a_wrong_class_is_refused_before_a_run(tmp_path, before, after, expected):
     path = tmp_path / "wrong.py"
     path.write_text(changed(GUESS, before, after), encoding="utf-8")

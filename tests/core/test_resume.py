@@ -342,6 +342,20 @@ def test_without_decay_a_run_may_end_where_it_was_cut(start, tmp_path, monkeypat
     assert (state["iteration"], state["settings"]["iterations"]) == (1, 1)
 
 
+def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_on(tmp_path):
+    """Its file and its episodes: else the report would show it as the trained model's."""
+    out, flags = tmp_path / "run", ["--evaluate", "L0", "--protocol", "sampled"]
+    assert train(out, *flags, "--iterations", 0) == 0
+    assert train(out, *flags, "--iterations", 0, "--resume") == 0            # evaluates the same again
+    assert not (out / "evaluation.json.old").exists()
+    first = (out / "evaluation.json").read_bytes()
+    assert train(out, *flags, "--iterations", 1, "--resume", "--evaluate", "none") == 0
+    assert not (out / "evaluation.json").exists() and (out / "evaluation.json.old").read_bytes() == first
+    episodes, _ = files.read_lines(out / "episodes.jsonl")
+    assert episodes and not [line for line in episodes if line["phase"] == "evaluation"]
+    assert files.settings_in(files.read_lines(out / "metrics.jsonl")[0])["iterations"] == 1
+
+
 @pytest.mark.fast
 def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, capsys):
     """As long as the run trains; under the same path."""

@@ -125,6 +125,7 @@ def test_every_line_of_the_metrics_is_complete(trained):
             assert math.isfinite(line[key]) and (line[key] > 0 or key == "judge/loss"), key
         # below, a test adds a gap: then it must be measured
         assert 0 <= line["policy/logprob_gap_max_nats"] < 1e-4
+        assert 0 <= line["judge/logprob_gap_max_nats"] < 1e-4     # of the first of two steps: equal weights
         assert line["rollout/episodes"] == 16 and line["policy/steps"] == 2
     assert [line["policy/lr"] for line in lines] == [6e-4, 3e-4]
 
@@ -549,7 +550,8 @@ def with_state(folder, **entries):
 @pytest.mark.fast
 @pytest.mark.parametrize("change, flags, message", [
     (None, "--context 5000", "--context=5000"), (None, "--prompt tags", "cold start had no tags"),
-    (None, "--correction critiques", "had no --instructions"), (None, "--resume", "holds no checkpoint"),
+    (None, "--correction critiques", "had no --instructions"),
+    (None, "--prompt think", "no words to think in"), (None, "--resume", "holds no checkpoint"),
     (None, "--endpoint http://127.0.0.1:9/v1 --endpoint-key-variable NOT_SET", "NOT_SET"),
     (lambda folder: rewrite(folder, "config.json", vocab_size=300), "", "has a token "),
     (lambda folder: rewrite(folder, "config.json", model_type="gpt"), "", "model_type='gpt' is not"),

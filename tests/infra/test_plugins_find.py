@@ -97,6 +97,15 @@ def test_a_file_outside_is_found_and_imported_once(shelf, outside, capsys, monke
     assert capsys.readouterr().out == "imported\n"
 
 
+def test_a_file_that_was_edited_is_imported_again(shelf, outside):
+    """In a notebook, say: else the old code would run under the new file's hash."""
+    text = "import shelf\n\n\nclass Tool(shelf.Tool):\n    size = 3\n"
+    (outside / "mine.py").write_text(text)
+    assert find(shelf, outside / "mine.py").size == 3
+    (outside / "mine.py").write_text(text.replace("3", "4"))
+    assert find(shelf, outside / "mine.py").size == 4
+
+
 def test_two_files_of_one_name_in_two_folders_are_two_plugins(shelf, outside):
     for folder in ("a", "b"):
         (outside / folder).mkdir()

@@ -6,6 +6,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -13,6 +14,7 @@ import pytest
 from stand_in import CONFIG, toy_bench
 
 from infra import files
+from lab.bench.jobs import Children
 
 pytestmark = pytest.mark.fast
 
@@ -109,6 +111,15 @@ def test_interrupted_cells_are_stopped_once_and_resume(bench):
     assert bench.argv(0) == bench.argv(1) and bench.argv(1)[-2:] == ["--resume", "--overwrite"]
     cell = json.loads((bench.folder / "lab/results/cells/household/grpo/seed0.json").read_text())
     assert (cell["resumed"], cell["iterations"]) == (1, 12)
+
+
+def test_a_run_stops_if_the_process_that_started_it_is_killed(tmp_path):
+    """It has the variable by which gcd.py knows that this process supervises it (infra/signals.py)."""
+    with open(tmp_path / "log", "w+") as log:
+        program = "import os; print(os.environ['GCD_PARENT'] == str(os.getppid()))"
+        assert Children().run([sys.executable, "-c", program], log) == 0
+        log.seek(0)
+        assert log.read() == "True\n"
 
 
 def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, capsys):

@@ -10,6 +10,7 @@ import re
 import statistics
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +19,13 @@ import torch
 from conftest import needs_qwen
 
 import batching
+import config
 from infra.memory import check_memory, state_bytes
 from lab.bench import lengths, memory, memory_check, simulation
 from lm import attention, lora
 from lm import model as qwen
 from lm.optim import adamw, trained
+from session import open_chat
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
@@ -220,13 +223,34 @@ def test_adapters_are_counted_as_an_update_with_them_allocates_them():
 def test_a_model_that_does_not_fit_is_rejected_with_its_size(monkeypatch):
     card = SimpleNamespace(total_memory=24e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+
+    def check(parameters, ranks, dtype, device=torch.device("cuda"), **more):
+        state = state_bytes(int(parameters), ranks, dtype, **more)
+        check_memory(state, int(parameters), ranks, dtype, device)
+
     with pytest.raises(ValueError, match=r"--dtype=float32: .* 1\.5 billion parameters take 30 GB on each of "
                                          r"1 ranks, which has 24; --dtype bfloat16, or more ranks"):
-        check_memory(int(1.5e9), 1, torch.float32, cuda)
-    check_memory(int(1.5e9), 1, torch.float32, cpu)
-    check_memory(int(1.5e9), 2, torch.float32, cuda)
-    check_memory(int(1e9), 1, torch.bfloat16, cuda)
-    check_memory(int(1.5e9), 1, torch.float32, cuda, trained=int(2e7), adapters=True)
+        check(1.5e9, 1, torch.float32)
+    check(1.5e9, 1, torch.float32, torch.device("cpu"))
+    check(1.5e9, 2, torch.float32)
+    check(1e9, 1, torch.bfloat16)
+    check(1.5e9, 1, torch.float32, trained=int(2e7), adapters=True)
     with pytest.raises(ValueError, match="3.5 billion parameters take 28 GB"):
-        check_memory(int(3.5e9), 1, torch.float32, cuda, trained=int(2e7), adapters=True)
+        check(3.5e9, 1, torch.float32, trained=int(2e7), adapters=True)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, plays, times", [
+    ("", False, 20), ("--dtype bfloat16", False, 22), ("--demonstrations 0 --iterations 0", False, 4),
+    ("--demonstrations 0 --iterations 0 --dtype bfloat16", False, 6), ("--dtype bfloat16", True, 2)])
+def test_what_is_not_trained_needs_no_memory_to_train(monkeypatch, flags, plays, times):
+    """Bytes per parameter; the referee's model only plays. The others have fp32 weights, too."""
+    folder = ROOT / "lab" / "results" / "alfworld_model"
+    settings = config.parsed(["--model", str(folder), "--max-turns", "30", *flags.split()])
+    size = times * qwen.count_parameters(qwen.ModelConfig.load(folder))
+    ranks = SimpleNamespace(shards=1, device=torch.device("cuda"))
+    for memory_size, fits in ((size, True), (size - 1, False)):
+        card = SimpleNamespace(total_memory=memory_size)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+        with nullcontext() if fits else pytest.raises(ValueError, match="billion parameters take"):
+            open_chat(settings, folder, ranks, plays)

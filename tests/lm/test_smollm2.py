@@ -9,6 +9,8 @@ import copy
 import errno
 import importlib.util
 import struct
+import threading
+import time
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -127,6 +129,27 @@ def test_the_chat_is_its_templates_token_for_token(folder, theirs):
                                                         return_dict=False)
     assert "You are a helpful AI assistant named SmolLM" in chat.tokenizer.decode(ids)
     assert {chat.tokenizer.decode(stop) for stop in chat.stop_ids} == {"<|im_end|>", "<|endoftext|>"}
+
+
+@needs_weights
+def test_of_several_that_start_together_one_converts(monkeypatch, tmp_path):
+    """As under torchrun, whose ranks read their flags at the same time."""
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "runs" / "smollm2")
+    calls = []
+
+    def convert(path, folder):
+        calls.append(folder)
+        time.sleep(0.2)
+        folder.mkdir()
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(smollm2, "convert", convert)
+    threads = [threading.Thread(target=smollm2.named, args=("smollm2",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [smollm2.FOLDER]
 
 
 @needs_weights

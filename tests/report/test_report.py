@@ -350,6 +350,25 @@ def test_a_run_that_was_not_evaluated_has_no_results_over_seeds(tmp_path):
     assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
 
 
+def test_a_methods_own_folder_is_read_alone(tmp_path):
+    for name in ("grpo", "ppo"):
+        write_method(tmp_path / "runs", name, rl_lines(), {"L0": 0.5})
+    assert [*write(tmp_path / "runs" / "ppo")[0]["methods"]] == ["ppo"]
+    assert (tmp_path / "runs" / "ppo" / "report.html").is_file()
+
+
+def test_a_resumed_run_has_its_last_settings(tmp_path):
+    write_method(tmp_path / "runs", "grpo", rl_lines())
+    path = tmp_path / "runs" / "grpo" / "metrics.jsonl"
+    first = json.loads(path.read_text().splitlines()[0])
+    with path.open("a") as file:
+        file.write(json.dumps(first | {"config": first["config"] | {"iterations": 77}}) + "\n")
+    run, = read.read_runs(tmp_path / "runs")
+    assert run.header["config"]["iterations"] == 77 and run.header.keys() == first.keys()
+    write(tmp_path / "runs")
+    assert "of 77 iterations)" in (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
+
+
 def test_user_errors_name_the_folder(tmp_path, capsys):
     with pytest.raises(ValueError, match="missing: no such folder"):
         write(tmp_path / "missing")
