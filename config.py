@@ -445,9 +445,10 @@ def values_of(flags, sources, algorithm, environment):
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
     changes |= environment.defaults
     for plugin, defaults in ((algorithm, inherited), (environment, environment.defaults)):
-        for name in defaults:
-            refuse(name not in values, f"{plugins.ORIGINS[plugin.__module__]}: class {plugin.__name__}: "
-                   f"defaults: {name!r} is no setting of the run")
+        if unknown := [name for name in defaults if name not in values]:
+            origin = plugins.ORIGINS.get(plugin.__module__, plugin.__module__)
+            raise ValueError(f"{origin}: class {plugin.__name__}: defaults: {unknown[0]!r} is no setting of "
+                             "the run")
     changes = {name: value for name, value in changes.items() if name in values}
     return values | changes | flags | {"preset": preset}
 

@@ -367,6 +367,13 @@ def test_a_wrong_class_is_refused_before_a_run(tmp_path, before, after, expected
 
 
 @pytest.mark.fast
+def test_a_file_may_hand_on_a_class_of_the_tree(tmp_path):
+    path = tmp_path / "again.py"
+    path.write_text("from algorithms.gigpo import Method\n", encoding="utf-8")
+    assert config.parsed(["--algo", str(path)]).algorithm.settings.step_weight > 0
+
+
+@pytest.mark.fast
 def test_a_message_for_the_user_stays_as_it_is(tmp_path):
     path = tmp_path / "strict.py"
     refusal = "    def __init__(self, *given):\n        raise ValueError('--highest=6: odd numbers')\n\n"
