@@ -57,9 +57,7 @@ def begin(config, out, state, previous, resources):
     tree. previous: the state of the run that trained the model.
     """
     if state:
-        done = state["iteration"]
-        trains = done is None or done < config.iterations
-        files.truncate_logs(out, done or 0, state.get("cold"), trains)
+        files.truncate_logs(out, state["iteration"] or 0, state.get("cold"), trains_on(config, state))
         return {key: state.get(key) for key in ("run", "start", "cold_start_types", "plugins")}
     start = qwen.weights_hash(config.model) if config.model else None
     if files.holds_run(out):
@@ -113,14 +111,18 @@ def other_games(config, out, state, first):
     trains no more.
     """
     then, iterations = dict_in(first, "games_hash").get("train"), dict_in(first, "config").get("iterations")
-    ended = state["iteration"] is not None and state["iteration"] >= config.iterations
-    if ended or not then or not isinstance(iterations, int):
+    if not trains_on(config, state) or not then or not isinstance(iterations, int):
         return ""
     if (now := files.train_hash(config, iterations)) == then:
         return ""
     games = config.settings().get("games")
     flag = f"--games={games}" if games else f"--env={config.env}"
     return f"{flag}: other games than {out} has trained on (hash {then}, now {now})"
+
+
+def trains_on(config, state):
+    """Whether a run that continues this checkpoint has anything left to train."""
+    return state["iteration"] is None or state["iteration"] < config.iterations
 
 
 def print_changes(config, out, state, first, ranks):

@@ -377,8 +377,8 @@ def vocabulary_of(config):
     """The phrases that are one token each in a fresh small model: the environment's, the judge's, the
     method's.
     """
-    plugins.refuse(envs.wrong_vocabulary(own := config.environment.vocabulary()), config.environment,
-                   "vocabulary")
+    own = config.environment.vocabulary()
+    plugins.refuse(envs.wrong_vocabulary(own), config.environment, "vocabulary")
     phrases = [*own, judge.QUESTION["plain"], *judge.ANSWERS]
     if config.prompt == "tags" or config.algorithm.tags:
         phrases += [f"<{tag}>" for tag in TAGS]
