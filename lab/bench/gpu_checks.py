@@ -194,8 +194,7 @@ def lengths(bench):
     """
     ids, logprobs = decode(bench, 24)
     with without_varlen():
-        found = update.rescore(bench.sampler, samples_of(bench, ids, logprobs), update.Objective())
-    gap = found["policy/logprob_gap_max_nats"]
+        gap = max(gaps(bench.sampler, samples_of(bench, ids, logprobs)))
     used = bool(attention.varlen(bench.device, bench.dtype, bench.shape.head_dim))
     return {"largest_gap_nats": gap, "varlen": used}, gap < 0.3
 
@@ -365,5 +364,12 @@ def gap_of(bench, stale=False, temperature=1.0):
     if stale:
         qwen.init_weights(model, 1)
     model = parallel.shard(model, job.Ranks(0, 1, bench.device), bench.dtype)
-    found = update.rescore(model, samples, replace(update.Objective(), temperature=temperature))
-    return found["policy/logprob_gap_nats"], found["policy/logprob_gap_max_nats"]
+    found = gaps(model, samples, temperature)
+    return sum(found) / len(found), max(found)
+
+
+def gaps(model, samples, temperature=1.0):
+    """Gap between the sampler's logprob of each sampled token and the model's, in nats."""
+    update.rescore(model, samples, update.Objective(temperature=temperature))
+    return [abs(a - b) for sample in samples
+            for a, b, sampled in zip(sample.logprob_sampler, sample.logprob_old, sample.sampled) if sampled]

@@ -238,8 +238,9 @@ def seconds(model, settings, counts, machine, end):
 
     A pass through the model takes 2 FLOPs per parameter and token, and 4 per layer and number of the query
     heads for each pair of a token and one before it. An update has four: forward, its repetition, and the
-    gradients of activations and of weights; with settings.lora, the last is left out. A step writes and reads
-    each tensor that it makes. end: of the machine's ranges, 0 (slow) or 1.
+    gradients of activations and of weights; with settings.lora, the last is left out. The score is the old
+    logprobs, which the first minibatch does not need, and the KL's. A step writes and reads each tensor that
+    it makes. end: of the machine's ranges, 0 (slow) or 1.
     """
     P, shape_ = numbers(model.parameters()), model.config
     bandwidth = machine.bandwidth * machine.of_bandwidth[end]
@@ -253,7 +254,7 @@ def seconds(model, settings, counts, machine, end):
             + 2 * P * counts["prefilled"] / flops,
             "judge": counts["judge steps"] * (step + kv_bytes * counts["questions"]) / bandwidth
             + 2 * P * counts["questions"] / flops,
-            "score": once * (again + (settings.kl != "none")) / flops,
+            "score": once * (again * (1 - 1 / settings.minibatches) + (settings.kl != "none")) / flops,
             "update": (3 if settings.lora else 4) * once * again / flops}
 
 

@@ -811,6 +811,15 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path
 def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_path, monkeypatch):
     """By default; this sampler says that every token was 0.5 nats likelier than it was."""
     offset_sampler(monkeypatch, 0.5)
+    step, known = update.update, []
+
+    def recorded(model, optimizer, samples, objective, *more):
+        trained = update.with_gradient(samples, objective)
+        known.append([{getattr(sample, name) is not None for sample in trained}
+                      for name in ("logprob_old", "logprob_sampler")])
+        return step(model, optimizer, samples, objective, *more)
+
+    monkeypatch.setattr(update, "update", recorded)
     flags = [*start_from(start), "--dtype", "bfloat16", "--iterations", 1]
     for name, cap in (("on", 2), ("off", 0)):
         assert train(tmp_path / name, *flags, "--sampler-cap", cap) == 0
@@ -818,7 +827,10 @@ def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_pa
     for kind in ("policy", "judge"):
         assert on[f"{kind}/sampler_weight"] == pytest.approx(math.exp(-0.5), rel=0.05)
         assert on[f"{kind}/sampler_cut_frac"] == 0 and f"{kind}/sampler_weight" not in off
-    assert on["policy/logprob_gap_nats"] == off["policy/logprob_gap_nats"] == pytest.approx(0.5, abs=0.05)
+        gap = f"{kind}/logprob_gap_nats"                       # of the first of two steps
+        assert on[gap] == off[gap] == pytest.approx(0.5, abs=0.05)
+    # the first of two steps has its own logprobs as the old ones, the second the trainer's from before it
+    assert known == [[{False}, {True}], [{True}, {True}]] * 2
     assert not same(weights(tmp_path / "on"), weights(tmp_path / "off"))
 
 

@@ -390,15 +390,35 @@ def test_logprobs_equal_a_full_forward_of_each_sample(model, samples, temperatur
         assert scores == pytest.approx(want, abs=rounding(want))
 
 
-def test_rescore_replaces_the_old_logprobs_keeps_the_samplers_and_returns_the_gap(model, samples):
+def test_rescore_replaces_the_old_logprobs_and_keeps_the_samplers(model, samples):
     true, sampler = update.logprobs(model, samples, PLAIN), [sample.logprob_old for sample in samples]
-    gaps = [abs(a - b) for s, new in zip(samples, true)
-            for a, b, sampled in zip(s.logprob_old, new, s.sampled) if sampled]
-    metrics = update.rescore(model, samples, PLAIN)
+    update.rescore(model, samples, PLAIN)
     assert [sample.logprob_old for sample in samples] == true
     assert [sample.logprob_sampler for sample in samples] == sampler
-    assert metrics == pytest.approx({"policy/logprob_gap_nats": sum(gaps) / len(gaps),
-                                     "policy/logprob_gap_max_nats": max(gaps)})
+
+
+@pytest.mark.fast
+def test_a_steps_own_logprobs_serve_as_the_old_ones(model, samples):
+    """As if rescored before the step: its gradient, its weights of a sampler that is off, and the gap."""
+    got = []
+    for rescored in (True, False):
+        made = [replace(sample) for sample in samples]
+        if rescored:
+            update.rescore(model, made, PLAIN)
+        else:
+            for sample in made:
+                sample.logprob_sampler, sample.logprob_old = sample.logprob_old, None
+        got.append(gradient(model, made, PLAIN))
+    (want, measured), (grads, metrics) = got
+    assert_same(grads, want)
+    assert metrics == pytest.approx(measured, abs=1e-6, nan_ok=True)
+    pairs = [(a, b) for sample, new in zip(samples, update.logprobs(model, samples, PLAIN)) for a, b, sampled
+             in zip(sample.logprob_old, new, sample.sampled) if sampled]
+    gaps = [abs(a - b) for a, b in pairs]
+    assert metrics["policy/logprob_gap_nats"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-6)
+    assert metrics["policy/logprob_gap_max_nats"] == pytest.approx(max(gaps), abs=1e-6) and max(gaps) > 0.01
+    assert metrics["policy/sampler_weight"] == pytest.approx(
+        sum(min(2.0, math.exp(b - a)) for a, b in pairs) / len(pairs), abs=1e-6)
 
 
 # A sampler that is not the old policy

@@ -257,7 +257,7 @@ def headed_step(actor, critic, ranks, name):
     metrics |= weakened.assign(episodes)
     samples = [sample for episode in episodes for sample in batching.samples_of(episode)]
     metrics |= {"good": parallel.all_sum(sum(update.value_head_probabilities(actor[0], turns, OBJECTIVE)))}
-    metrics |= {f"before/{key}": gap for key, gap in update.rescore(actor[0], samples, OBJECTIVE).items()}
+    update.rescore(actor[0], samples, OBJECTIVE)
     stepped = update.update(*actor, samples + turns, OBJECTIVE, lr=1e-3)
     return metrics | {key: value for key, value in stepped.items() if "logprob_gap" not in key}    # rounding
 

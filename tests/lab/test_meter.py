@@ -167,7 +167,7 @@ def test_seconds_are_a_roofline():
     P, machine = memory.numbers(model.parameters()), memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2))
     none = dict.fromkeys(("decode steps", "keys read", "prefilled", "bytes a step", "policy tokens",
                           "trained tokens", "pairs", "questions", "judge steps"), 0) | {"policy tokens": 1}
-    settings = SimpleNamespace(kl="none", lora=0)
+    settings = SimpleNamespace(kl="none", lora=0, minibatches=4)
 
     def seconds(end, **counts):
         return memory.seconds(model, settings, none | {k.replace("_", " "): v for k, v in counts.items()},
@@ -177,6 +177,7 @@ def test_seconds_are_a_roofline():
     assert seconds(1, keys_read=1000)["rollout"] == pytest.approx(1000 * 28_672 / 1e12)
     assert seconds(1, prefilled=7)["rollout"] == pytest.approx(7 * 2 * P / 0.2e15)
     assert seconds(0, policy_tokens=5, trained_tokens=10)["update"] == pytest.approx(4 * 10 * 2 * P / 0.1e15)
+    assert seconds(0, policy_tokens=5, trained_tokens=8)["score"] == pytest.approx(6 * 2 * P / 0.1e15)
     pairs = seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"]
     assert pairs == pytest.approx(4 * (5 * 2 * P + 100 * 4 * 28 * 1536) / 0.1e15)
 

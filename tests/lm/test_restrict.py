@@ -272,8 +272,6 @@ def test_the_trainers_logprobs_equal_the_samplers_and_the_renormalized_ones(mode
         for t, logprob in want.items():
             assert scores[t] == pytest.approx(logprob.item(), abs=rounding(10.0))
             assert scores[t] == pytest.approx(sample.logprob_old[t], abs=1e-5)
-    gap = update.rescore(model, made, objective)
-    assert 0 <= gap["policy/logprob_gap_max_nats"] < 1e-5
 
 
 @pytest.mark.fast
