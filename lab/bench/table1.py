@@ -96,13 +96,22 @@ def paper_number(paper, config, name, split):
     return {"paper": guess} if guess is None else {"paper": guess, "inferred": True}
 
 
+def models(config):
+    """The models that cold starts, and rows without one, begin with."""
+    firsts = [*config["cold_starts"].values(),
+              *(row["flags"] for row in config["rows"].values() if not row["start"])]
+    usual = config.get("model") or "the small model, from scratch"
+    return " or ".join(dict.fromkeys(
+        flags[flags.index("--model") + 1] if "--model" in flags else usual for flags in firsts))
+
+
 def what_ran(config, stored):
     """The model, its parameters, the games, versions and commits of the stored cells."""
     def distinct(key):
         texts = sorted({json.dumps(cell[key]) for cell in stored if cell[key] is not None})
         return [json.loads(text) for text in texts]
     adopted = [cell for cell in stored if "adopted" in cell]
-    return {"model": config.get("model") or "the small model, from nothing", "cells": len(stored),
+    return {"model": models(config), "cells": len(stored),
             "parameters": distinct("parameters"), "games": distinct("games"),
             "commits": sorted({commit for cell in stored for commit in cell["commits"]}),
             "versions": distinct("versions"),
