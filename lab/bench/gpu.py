@@ -155,6 +155,7 @@ def table(wanted, lines):
     """The checks with verdict and target, as text."""
     by_name = {line["check"]: line for line in lines}
     rows = [(check.name, "not run" if check.name not in by_name else
+             "skipped" if "skipped" in by_name[check.name] else
              "met" if by_name[check.name]["ok"] else "short", check.target) for check in wanted]
     return "\n".join(f"{name:18} {verdict:8} {target}" for name, verdict, target in rows)
 

@@ -31,7 +31,7 @@ import torch
 import config
 import gcd
 from infra import files, job
-from lab.bench import rollout, trl_grpo
+from lab.bench import envs, rollout, trl_grpo
 from lab.bench.intervals import interval, with_half
 from lab.bench.machine import this_cpu
 from lab.bench.study import ROOT
@@ -129,7 +129,10 @@ def measure(turns=TURNS, repeats=REPEATS):
 
 
 def main():
-    argparse.ArgumentParser("python -m lab.bench.iteration", description=__doc__.splitlines()[0]).parse_args()
+    parser = argparse.ArgumentParser("python -m lab.bench.iteration", description=__doc__.splitlines()[0])
+    parser.parse_args()
+    if not envs.installed("trl"):
+        parser.error("trl is not installed; pip install -r requirements-trl.txt")
     found = measure()
     files.write_json(OUT, (files.read_json(OUT) or {}) | {found["cpu"]["capability"]: found})
     print("{name}, {capability}, one thread".format(**found["cpu"]))

@@ -59,10 +59,14 @@ def main(argv=None):
     parser.add_argument("--tokenizer", default=TOKENIZER, help="folder of a Hugging Face tokenizer")
     parser.add_argument("--dirty", action="store_true", help="measure with local changes, for a try")
     options = parser.parse_args(argv)
-    commit, tokenizer = files.clean_commit(options.dirty), load_tokenizer(Path(options.tokenizer))
+    try:
+        commit, tokenizer = files.clean_commit(options.dirty), load_tokenizer(Path(options.tokenizer))
+        environments = {kind: environment_of(kind, options.games) for kind, _ in EPISODES.values()}
+    except ValueError as error:
+        parser.error(str(error))
     found, around = {}, {}
     for name, (kind, n) in EPISODES.items():
-        environment = environment_of(kind, options.games)
+        environment = environments[kind]
         around[name] = frames(tokenizer, environment)
         encode = Chat(tokenizer, "think", True, environment.noop_message, environment).encode
         found[name] = [counted(encode, replies)

@@ -9,6 +9,7 @@ alone differ. What is in runs/losses already is not run again.
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 
@@ -50,8 +51,8 @@ def row(loss, flags, start, seed, iterations):
                   "--iterations", str(iterations))
     success, head = curve(folder, "rollout/success"), files.read_lines(folder / files.METRICS)[0][0]
     return {"loss": loss, "command": command, "commit": head["commit"], "success": success,
-            "late": round(sum(success[-LATE:]) / LATE, 4), "clip_frac": curve(folder, "policy/clip_frac"),
-            "evaluated": evaluated(folder)}
+            "late": round(statistics.fmean(success[-LATE:]), 4),
+            "clip_frac": curve(folder, "policy/clip_frac"), "evaluated": evaluated(folder)}
 
 
 def draw(rows, path):
@@ -74,7 +75,10 @@ def main(argv=None):
     parser.add_argument("--iterations", type=int, default=80, help="gcd.py's default is 80")
     options = parser.parse_args(argv)
     seed, iterations = options.seed, options.iterations
-    files.clean_commit()                         # ValueError in a tree with local changes
+    try:
+        files.clean_commit()
+    except ValueError as error:
+        parser.error(str(error))
     start = RUNS / f"seed{seed}" / "cold_start"
     cold = run(start, "--iterations", "0", *EVALUATED, "--seed", str(seed))
     rows = [row(loss, flags, start, seed, iterations) for loss, flags in LOSSES.items()]

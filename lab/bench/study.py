@@ -108,6 +108,9 @@ def check_shapes(path, config):
         if not ROW <= set(row) <= ROW | ROW_OPTIONAL:
             raise ValueError(f"{path}: row {name} has {', '.join(row)}: expected start, flags, paper and "
                              "optionally note, rerun, splits")
+        if unknown := set(row.get("splits", ())) - set(config["splits"]):
+            raise ValueError(f"{path}: row {name}: splits {', '.join(sorted(unknown))}: expected some of "
+                             f"{', '.join(config['splits'])}")
     if sorted(split for run in runs_of(config) for split in run["splits"]) != sorted(config["splits"]):
         raise ValueError(f"{path}: runs must evaluate each of the splits {config['splits']} once")
 

@@ -18,7 +18,9 @@ Left out: other sizes of the flaw and other mixtures of P and N.
 """
 
 import argparse
+import itertools
 import shutil
+import statistics
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -39,6 +41,7 @@ ITERATIONS, POINTS = 240, 24                  # of a run; its measurements
 DEMONSTRATIONS = 2000                         # of the cold start
 LAST = 10                                     # iterations over which the judge's AUC is averaged
 RIGHT = 0.9                                   # AUC from which a judge counts as right
+ALIVE = (40, 100)                             # iterations at which a flaw that is alive has its leak compared
 COMMON = ("--env", "lab/envs/twins.py", "--evaluate", "none", "--device", "cpu")
 QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", "0"),
              "coins": ("--judge-labels", "coins"),
@@ -209,10 +212,15 @@ def arm_row(results):
             **{key: mean_known([end[key] for end in ends]) for key in ("q_P", "cosine", "probe")},
             "probe_start": mean_known([start["probe"] for start in starts]),
             "leak_start": mean_known(map(leak_of, starts)), "leak": mean_known(map(leak_of, ends)),
-            "auc": mean_known([mean_known(result["auc"][-60:]) for result in results.values()]),
+            "auc": mean_known([mean_known(last_quarter(result["auc"])) for result in results.values()]),
             "right": [when_right(result) for result in results.values()],
             "away": [when_away(result) for result in results.values()],
             "lag": [lag(result) for result in results.values() if final(result) >= 0.5 and result["auc"]]}
+
+
+def last_quarter(values):
+    """The last quarter of a list."""
+    return values[len(values) * 3 // 4:]
 
 
 def lag(result):
@@ -229,6 +237,48 @@ def removed_by_leak(table, limit=0.5):
         side = found["below" if leak_of(result["path"][-1]) < limit else "above"]
         side[0], side[1] = side[0] + (final(result) < 0.5), side[1] + 1
     return found
+
+
+def foretold(table):
+    """{iteration of ALIVE: [AUC, runs that removed the flaw later, all runs]} of the runs that still have it
+    there, q_N of .5 or more: how often the leak of one that removes it is smaller than of one that keeps it.
+
+    The leak at the end has fallen with q_N, so it foretells nothing. AUC None: one kind only.
+    """
+    found = {}
+    for iteration in ALIVE:
+        leaks = {True: [], False: []}
+        for result in (result for results in table.values() for result in results.values()):
+            point = next((point for point in result["path"] if point["iteration"] == iteration), None)
+            if point and point["q_N"] >= 0.5:
+                leaks[final(result) < 0.5].append(leak_of(point))
+        pairs = [(a < b) + (a == b) / 2 for a in leaks[True] for b in leaks[False]]
+        found[iteration] = [mean_known(pairs), len(leaks[True]), len(leaks[True]) + len(leaks[False])]
+    return found
+
+
+def lags(table):
+    """Of GCD's runs after coins, by whether they removed the flaw: iterations from q_N > .9 to a right judge,
+    of the runs that have both, and how many never had a right one.
+    """
+    found = {"removed": [[], 0], "kept": [[], 0]}
+    for kl, embeddings in itertools.product(COEFFICIENTS, EMBEDDINGS):
+        for result in table.get(name_of(settings_of("coins", "+GCD", kl, embeddings)), {}).values():
+            side = found["removed" if final(result) < 0.5 else "kept"]
+            side[1] += when_right(result) is None
+            if when_right(result) and when_away(result):
+                side[0].append(lag(result))
+    return found
+
+
+def waiting(table, kl):
+    """In how many seeds GCD removes the flaw if the policy is held until the judge is right, in how many at
+    the same constant rate without, and of how many seeds: of those that have both.
+    """
+    sides = [table.get(name_of(settings_of("coins", "+GCD", kl, "tied", timing)), {})
+             for timing in ("held", "constant rate")]
+    seeds = set.intersection(*map(set, sides))
+    return [*(sum(final(results[seed]) < 0.5 for seed in seeds) for results in sides), len(seeds)]
 
 
 def unsettled(table):
@@ -360,15 +410,26 @@ def draw(table, path):
     common.save(figure, path)
 
 
-def page(table, command, seeds):
+def page(table, command, seeds, iterations):
     """The page's text, from its template in this folder."""
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, there=sum(map(len, table.values())), seeds=f"{min(seeds)} to {max(seeds)}",
-        grid=grid(table), comparisons=comparisons(table),
+        command=command, iterations=iterations, there=sum(map(len, table.values())),
+        seeds=f"{min(seeds)} to {max(seeds)}", grid=grid(table), comparisons=comparisons(table),
         unsettled="; ".join(unsettled(table)) or "none",
         less_grpo=pooled_text(pooled(table, "+GCD", "GRPO")),
         less_coins=pooled_text(pooled(table, "+GCD", "+GCD, coins")),
+        foretold=", ".join(f"{number(auc, '.2f')} at iteration {iteration} ({removed} of {n} removed it)"
+                           for iteration, (auc, removed, n) in foretold(table).items()),
+        waiting=" and ".join("{0} with, {1} without, of {2}".format(*waiting(table, kl))
+                             for kl in COEFFICIENTS),
+        **{f"lags_{side}": lags_text(*found) for side, found in lags(table).items()},
         **{f"leak_{side}": f"{removed} of {n}" for side, (removed, n) in removed_by_leak(table).items()})
+
+
+def lags_text(values, never):
+    """One side of `lags` as text."""
+    known = f"median {statistics.median(values):g}, {min(values)} to {max(values)}" if values else "none"
+    return f"{known} (n {len(values)}; {never} never had a right judge)"
 
 
 def figures_of(table):
@@ -378,6 +439,8 @@ def figures_of(table):
                             for kl in COEFFICIENTS)
 
     below, above = removed_by_leak(table).values()
+    alive = ", ".join(f"{number(auc, '.2f')} (iteration {iteration})"
+                      for iteration, (auc, *_) in foretold(table).items())
     return [{"paper": "Section 3.3 (danger zone)", "picture": "cures.svg",
              "claim": "Next to a right action in similar states a flawed one can run away, although its "
                       "advantage is negative.",
@@ -402,8 +465,10 @@ def figures_of(table):
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
              "found": "Of runs that end with less than half of a push on the action in P arriving in N "
-                      f"{below[0]} of {below[1]} removed the flaw, of the others {above[0]} of {above[1]}: "
-                      "an association. It does not take a judge: see the questions about the sign.",
+                      f"{below[0]} of {below[1]} removed the flaw, of the others {above[0]} of {above[1]}; "
+                      "but by then the flaw is gone as well. Of runs that still have it a smaller leak goes "
+                      f"with its later removal with an AUC of {alive}: an association. It does not take a "
+                      "judge: see the questions about the sign.",
              "agrees": "partly" if below[0] / max(below[1], 1) > above[0] / max(above[1], 1) else "no"}]
 
 
@@ -470,17 +535,24 @@ def main(argv=None):
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")
-    table = results_of(options)
+    try:
+        table = results_of(options)
+    except ValueError as error:
+        parser.error(str(error))
     if not table:
         parser.error(f"--jobs=0: {options.out / 'cures.jsonl'} has no cell")
     there = sorted({seed for of_seed in table.values() for seed in of_seed})
     draw(table, options.out / "cures.svg")
     command = ["python", "-m", "lab.studies.cures", "--seeds", str(options.seeds)]
-    text = page(table, " ".join(command), there)
+    if options.iterations != ITERATIONS:
+        command += ["--iterations", str(options.iterations)]
+    text = page(table, " ".join(command), there, options.iterations)
     compared = {f"{one} against {other}": against(table, one, other) for one, other in pairs()}
     common.publish(options.out, "cures", command, there,
                    {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
                     "differences": compared, "removed by leak": removed_by_leak(table),
+                    "foretold by leak": foretold(table), "lags": lags(table),
+                    "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
                     "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}},
                    figures_of(table), text)
     print(text)

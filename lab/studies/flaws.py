@@ -10,7 +10,6 @@ table reports. Left out: what the gradients of two samples have in common (lab/s
 """
 
 import argparse
-import math
 import statistics
 import sys
 from dataclasses import replace
@@ -20,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lab.bench import jobs
-from lab.bench.intervals import markdown, mean_known
+from lab.bench.intervals import interval, markdown, mean_known
 from lab.studies import common, runs
 from lab.studies.flaw_measures import (
     CLASSES,
@@ -68,7 +67,8 @@ def cell(made, name, settings):
 def over_seeds(parts):
     """Average the results of several seeds, number by number, without None; None if none is known.
 
-    Values with an interval over tasks: their mean, with half = sqrt(sum half^2) / n. Wins are left out.
+    Values with an interval over tasks: their mean, with half the t interval over seeds; of one seed its own.
+    Wins are left out.
     """
     parts = [part for part in parts if part is not None]
     if not parts or not isinstance(parts[0], (dict, list)):
@@ -76,25 +76,27 @@ def over_seeds(parts):
     if isinstance(parts[0], list):
         return [over_seeds(column) for column in zip(*parts, strict=True)]
     if parts[0].keys() == {"value", "half"}:
-        return {"value": mean_known([part["value"] for part in parts]),
-                "half": math.hypot(*(part["half"] for part in parts)) / len(parts)}
+        return parts[0] if len(parts) == 1 else value_and_half([part["value"] for part in parts])
     return {key: over_seeds([part[key] for part in parts]) for key in parts[0] if key != "wins"}
 
 
-def more(short, long, temperature):
-    """Final success of the runs twice as long minus that of the others, paired by seed and task.
+def value_and_half(values):
+    """Mean of the seeds' values, and half its 95 % t interval over seeds, None of one."""
+    found = interval(dict(enumerate(values)))
+    return {"value": found["mean"], "half": found["half"]}
 
-    Returns mean and half its 95 % interval over these pairs, and the mean of each seed. short, long: lists of
-    cells' results in the order of seeds. An interval over tasks does not include the variation between runs
-    of a seed; the seeds' means show it.
+
+def more(short, long, temperature):
+    """Final success of the runs twice as long minus that of the others, paired by seed.
+
+    Returns `value_and_half` and the gain of each seed. short, long: lists of cells' results in the order of
+    seeds.
     """
     before, after = ([result["models"][-1][temperature]["own"]["wins"] for result in results]
                      for results in (short, long))
-    gains = [[(b - a) / MEMBERS for a, b in zip(*of_seed, strict=True)]
+    gains = [statistics.fmean((b - a) / MEMBERS for a, b in zip(*of_seed, strict=True))
              for of_seed in zip(before, after, strict=True)]
-    pairs = [gain for of_seed in gains for gain in of_seed]
-    half = 1.96 * statistics.stdev(pairs) / math.sqrt(len(pairs))
-    return {"value": statistics.fmean(pairs), "half": half, "seeds": [statistics.fmean(g) for g in gains]}
+    return value_and_half(gains) | {"seeds": gains}
 
 
 def read(model, *path):
@@ -113,7 +115,8 @@ def as_text(value, form=".1%"):
 
 def with_half(part, form="+.3f"):
     """A value with half its interval as text."""
-    return "not measurable" if part is None else f"{part['value']:{form}} ± {part['half']:{form.strip('+')}}"
+    half = "" if part is None or part["half"] is None else f" ± {part['half']:{form.strip('+')}}"
+    return "not measurable" if part is None else f"{part['value']:{form}}{half}"
 
 
 def repeats_survive(result):
@@ -129,11 +132,13 @@ def repeats_survive(result):
 
 def flaws_lose(result):
     """Figure 2: "yes" if at the end, at temperature 1, all three kinds are more frequent in lost episodes
-    than in won ones, beyond their intervals, "partly" if some are."""
+    than in won ones, and if an early flaw goes with losing the same task, all beyond their intervals;
+    "partly" if some of this holds. A lost episode has more other turns anyway."""
     found = result["models"][-1]["1.0"]["own"]["won or lost"]
-    known = [found[kind]["difference"] for kind in KINDS if found[kind]["difference"]]
+    parts = [*(found[kind]["difference"] for kind in KINDS), result["models"][0]["1.0"]["own"]["raised"]]
+    known = [part for part in parts if part and part["half"] is not None]
     clear = sum(part["value"] > part["half"] for part in known)
-    return "not measurable" if not known else "yes" if clear == len(KINDS) else "partly" if clear else "no"
+    return "not measurable" if not known else "yes" if clear == len(parts) else "partly" if clear else "no"
 
 
 def some_rise(result):
@@ -155,7 +160,7 @@ def no_gain(gain, iterations):
     Else "no" if success rises with twice the iterations, beyond its interval, "yes" if it does not and the
     interval excludes more than 5 points, else "partly".
     """
-    if gain is None or iterations < CONVERGED:
+    if gain is None or gain["half"] is None or iterations < CONVERGED:
         return "not measurable"
     low, high = gain["value"] - gain["half"], gain["value"] + gain["half"]
     return "no" if low > 0 else "yes" if high <= 0.05 else "partly"

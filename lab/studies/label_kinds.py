@@ -221,7 +221,10 @@ def main(argv=None):
     path = options.out / "label_kinds.jsonl"
     if options.jobs:
         missing = common.missing_cells(path, requested)
-        common.check_tree(missing, options.dirty)
+        try:
+            common.check_tree(missing, options.dirty)
+        except ValueError as error:
+            parser.error(str(error))
         colds = {str(cold_folder(settings["demonstrations"], options.runs)): settings
                  for settings in missing.values() if settings["demonstrations"]}
         common.make_runs(colds, cold_start, options.jobs, "cold starts")
@@ -232,6 +235,7 @@ def main(argv=None):
         parser.error(f"--jobs=0: {path} has no cell")
     draw(results, options.out / "label_kinds.svg")
     given = ["--games", options.games] if options.games else []
+    given += ["--tasks", str(options.tasks)] if options.tasks != TASKS else []
     command = ["python", "-m", "lab.studies.label_kinds", *given]
     models, kinds = tables(results)
     spans = {"rule_right": ("rule", "bad precision"), "rule_refused": ("rule", "bad refused"),
@@ -239,7 +243,7 @@ def main(argv=None):
              "taken_found": ("taken", "flaw recall"), "taken_won": ("taken", "good in won"),
              "taken_good": ("taken", "good precision")}
     text = PAGE.read_text(encoding="utf-8").format(
-        command=" ".join(command), models=models, kinds=kinds,
+        command=" ".join(command), tasks=options.tasks, models=models, kinds=kinds,
         **{field: span(results, *of) for field, of in spans.items()})
     common.publish(options.out, "label_kinds", command, [SEED],
                    {"rows": {name: {kind: numbers(counts) for kind, counts in result["counts"].items()}

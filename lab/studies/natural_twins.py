@@ -5,7 +5,7 @@ flawed (N) by a detail of the text; twelve of sixteen tasks are P. Every cell is
 SmolLM2-135M, bare commands, from a cold start. Varied are the cold start's questions, which are on templates
 that RL never shows (none; judging; on the detail alone, in a prompt that names no command), the arm (GRPO;
 GCD with right labels; GCD with shuffled ones) and the KL (0.01 or none). The positive control, "taught", was
-taught before all that to judge RL's own templates, so that its judge is right when RL begins.
+taught before all that to judge RL's own templates; the later cold start may take some of it back.
 
 Measured along each run, on the templates of RL and on as many that nothing was trained on: the probability
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
@@ -152,7 +152,7 @@ def run(name, settings, runs):
     def along(key):
         return [None if (value := line.get(key)) is None else round(value, 3) for line in lines]
 
-    return {"path": path, "success": along("rollout/success"), "invalid": along("rollout/invalid_frac"),
+    return {"path": path, "success": along("rollout/success"),
             "unreadable": along("judge/unreadable_frac") if settings["arm"] != "GRPO" else []}
 
 
@@ -316,11 +316,13 @@ def when(result, key, limit):
 def lag(result):
     """Iterations from the flaw's run-away until the judge is right; "never" counts as the run's last one.
 
-    None if the flaw never ran away.
+    None if neither ever was.
     """
     right, away = when(result, "auc", RIGHT), when(result, "q_N", AWAY)
     last = result["path"][-1]["iteration"]
-    return None if away is None else (last if right is None else right) - away
+    if right is None and away is None:
+        return None
+    return (last if right is None else right) - (last if away is None else away)
 
 
 def table_of(everything, results):
@@ -332,8 +334,7 @@ def arm_row(results):
     """An arm's numbers.
 
     Of each part: seeds whose final q_N is below one half, and the measures at start and end; of the run:
-    success over the last iterations; by seed when the judge was right, when the flaw ran away, and the lag
-    of those in which it did.
+    success over the last iterations; by seed when the judge was right, when the flaw ran away, and the lag.
     """
     parts = {}
     for part in MEASURED:
@@ -349,7 +350,6 @@ def arm_row(results):
     return {"n": len(results), **parts,
             "success": interval({seed: mean_known(result["success"][-LAST:])
                                  for seed, result in results.items()}),
-            "invalid": mean_known([mean_known(result["invalid"][-LAST:]) for result in results.values()]),
             "unreadable": mean_known([mean_known(result["unreadable"][-LAST:])
                                       for result in results.values()]),
             "away": [when(result, "q_N", AWAY) for result in results.values()],
@@ -468,7 +468,8 @@ def page(table, command, seeds, model, name):
         command=command, there=sum(map(len, table.values())), seeds=f"{min(seeds)} to {max(seeds)}",
         model={"smollm2": "SmolLM2-135M-Instruct, of which the last four layers are trained",
                "small": "The small model from scratch"}[model],
-        figure=f"{name}.svg", policy=policy, shared=shared, comparisons=comparisons(table))
+        lessons=LESSONS[model][0] * LESSON, figure=f"{name}.svg", policy=policy, shared=shared,
+        comparisons=comparisons(table))
 
 
 def figures_of(table, model, name):
@@ -536,13 +537,19 @@ def main(argv=None):
                      "measurements")
     model = "small" if options.small else "smollm2"
     name = "natural_twins_small" if options.small else "natural_twins"
-    table = results_of(options, name)
+    try:
+        table = results_of(options, name)
+    except ValueError as error:
+        parser.error(str(error))
     if not table:
         parser.error(f"--jobs=0: {options.out / f'{name}.jsonl'} has no cell")
     there = sorted({seed for of_seed in table.values() for seed in of_seed})
     draw(table, options.out / f"{name}.svg", name)
     command = ["python", "-m", "lab.studies.natural_twins", *(["--small"] if options.small else []),
                "--seeds", str(options.seeds)]
+    for flag, value, usual in (("--starts", ",".join(options.starts), ",".join(QUESTIONS)),
+                               ("--iterations", str(options.iterations), str(ITERATIONS))):
+        command += [flag, value] if value != usual else []
     text = page(table, " ".join(command), there, model, name)
     compared = {f"{one} against {other}": {part: against(table, one, other, part) for part in MEASURED}
                 for one, other in pairs()}

@@ -522,8 +522,8 @@ def tilt_verdict(toy):
 def discovery_verdict(rows):
     """Yes if fewer than a tenth of the correct responses are rare in the base, on each axis and rho whose
     base solves more than a tenth of the problems in 256 responses; partly if on most."""
-    measurable = [row for row in rows if row["positions"] == "rotary" and row["rare"] is not None
-            and row["curve"][EACH]["base"]["mean"] > 0.1]
+    rows = [row for row in rows if row["positions"] == "rotary"]
+    measurable = [row for row in rows if row["rare"] is not None and row["curve"][EACH]["base"]["mean"] > 0.1]
     if not measurable:
         return "not measurable", "No base solves a tenth of an axis' problems in 256 responses."
     few, most = sum(row["rare"] < 0.1 for row in measurable), max(measurable, key=lambda row: row["rare"])

@@ -327,11 +327,12 @@ def figures_of(rows):
 
     def tests(first, second, factor=1.0):
         return [found[first]["mean"] > factor * abs(found[second]["mean"]) for found in ours.values()
-                if found[first]["mean"] is not None and found[second]["mean"] is not None]
+                if found[first]["half"] is not None and found[second]["half"] is not None]
 
     similar = [coupling.above_zero(less[key]) for key in ("hidden", "rms") if less
              and less[key]["half"] is not None]
-    shares = [found["share"]["mean"] > 0 for found in ours.values() if found["share"]["mean"] is not None]
+    shares = [coupling.above_zero(found["share"]) for found in ours.values()
+              if found["share"]["half"] is not None]
     return [
         {"paper": "Figure 3a (a pretrained model)", "picture": "pretrained.svg",
          "claim": "An agent's samples are similar because a language model's representations are.",

@@ -16,9 +16,10 @@ from lab.studies import common
 RUNS = ROOT / "runs" / "studies"
 ITERATIONS, EVERY = 40, 5                     # RL iterations; iterations between kept models
 COLD, COLD_VALUE = "cold_start", "cold_start_value"
-# The settings of bench's tables, without evaluation and with half the iterations. Real games have a quarter
-# of the demonstrations: the cold start takes one or two minutes instead of seven. Strings have pretraining as
-# in lab/studies/origin.py, with fewer problems: on seed 90, 5,000 bring the model to 17 %, 8,000 to 78 %
+# Generated rooms as in lab/results/table1_household.json, without evaluation and with half the iterations;
+# real games with a short cold start, which takes one or two minutes, and none of the hour's flags. Strings
+# have pretraining as in lab/studies/origin.py, with fewer problems: on seed 90, 5,000 bring the model to
+# 17 %, 8,000 to 78 %
 ENVIRONMENTS = {
     "household": ("--env", "household", "--hidden-size", "64", "--layers", "3", "--max-turns", "20",
                   "--demonstrations", "4500", "--judge-demonstrations", "2000"),

@@ -61,6 +61,29 @@ def test_the_numbers_of_an_arm_by_hand():
     assert row["lag"] == [20 - 20]                     # of the run that kept it; never right
     assert cures.times(row["right"]) == "19–19, never 1"
     assert cures.removed_by_leak({"a": {0: result(0.2, 0.1)}}) == {"below": [1, 1], "above": [0, 0]}
+    assert cures.last_quarter([1, 2, 3, 4, 5, 6, 7, 8]) == [7, 8]
+
+
+@pytest.mark.fast
+def test_a_leak_foretells_only_where_the_flaw_is_alive(monkeypatch):
+    """The leak is .4 / (1 - q_N) here: larger where the flaw is likelier."""
+    monkeypatch.setattr(cures, "ALIVE", (10, 20, 50))
+    table = {"a": {0: result(0.2, 0.6, 0.1), 1: result(0.2, 0.7, 0.9)}, "b": {0: result(0.2, 0.1, 0.1)},
+             "c": {0: result(0.2, 0.8, 0.3)}}
+    # at 10 .6 and .8 are removed, .7 is kept: one of two pairs in order; at 20 only .9 is alive
+    assert cures.foretold(table) == {10: [0.5, 2, 3], 20: [None, 0, 1], 50: [None, 0, 0]}
+
+
+@pytest.mark.fast
+def test_lags_and_held_runs_are_compared_like_for_like():
+    right, never = [0.5] * 10 + [1.0] * 12, [0.5] * 22            # right from 19 on
+    gcd_runs = {0: result(0.2, 0.95, 0.4, auc=right), 1: result(0.2, 0.95, 0.9, auc=right),
+                2: result(0.2, 0.95, 0.9, auc=never), 3: result(0.2, 0.3, 0.3, auc=right)}
+    found = cures.lags({f"{arm} after coins, no KL, untied": gcd_runs for arm in ("+GCD", "GRPO")})
+    assert found == {"removed": [[9], 0], "kept": [[9], 1]}       # seed 3 never ran away
+    table = {"+GCD after coins, no KL, tied, held": {0: result(0.1), 1: result(0.9)},
+             "+GCD after coins, no KL, tied, constant rate": {seed: result(0.1) for seed in range(3)}}
+    assert cures.waiting(table, 0.0) == [1, 2, 2] and cures.waiting(table, 0.01) == [0, 0, 0]
 
 
 @pytest.mark.fast
@@ -249,3 +272,15 @@ def test_errors_are_reported_before_anything_runs(flags, message, capsys, tmp_pa
     with pytest.raises(SystemExit):
         cures.main([*flags, "--out", str(tmp_path)])
     assert message in capsys.readouterr().err and not any(path.stat().st_size for path in tmp_path.iterdir())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("study", [cures])
+def test_a_tree_with_local_changes_is_one_line(study, capsys, monkeypatch, tmp_path):
+    def changed(dirty):
+        raise ValueError("1 file has local changes")
+
+    monkeypatch.setattr(files, "clean_commit", changed)
+    with pytest.raises(SystemExit):
+        study.main(["--out", str(tmp_path)])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: 1 file has local changes")

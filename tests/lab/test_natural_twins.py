@@ -202,7 +202,7 @@ def result(*q_N, auc=(), untrained=0.3, success=(0.5,)):
     aucs = [*auc, *[0.5] * (len(q_N) - len(auc))]
     path = [{"iteration": 10 * k, "trained": numbers(q, a), "untrained": numbers(untrained, 0.5)}
             for k, (q, a) in enumerate(zip(q_N, aucs))]
-    return {"path": path, "success": [*success], "invalid": [0.0], "unreadable": []}
+    return {"path": path, "success": [*success], "unreadable": []}
 
 
 @pytest.mark.fast
@@ -222,13 +222,15 @@ def test_the_arms_are_those_of_the_design():
 def test_the_numbers_of_an_arm_by_hand():
     away_then_right = result(0.2, 0.6, 0.4, auc=(0.5, 0.6, 0.95), success=[0.1] * 5 + [0.4, 0.6] * 5)
     never_right = result(0.2, 0.4, 0.7, auc=(0.5, 0.9, 0.5), untrained=0.8, success=[0.3] * 15)
+    never_away = result(0.2, 0.2, 0.1, auc=(0.5, 0.95, 0.5))
     row = study.arm_row({0: away_then_right, 1: never_right, 2: result(0.2, 0.2, 0.1)})
     assert (row["n"], row["trained"]["removed"], row["untrained"]["removed"]) == (3, 2, 2)
     assert row["trained"]["final"]["mean"] == pytest.approx(0.4)
     assert row["trained"]["q_N_start"] == pytest.approx(0.2) and row["trained"]["q_N"] == pytest.approx(0.4)
     assert row["right"] == [20, None, None] and row["away"] == [10, 20, None]
     assert (row["seeds_right"], row["least_lag"]) == (1, 0)
-    assert row["lag"] == [10, 0]                           # of the third, none: its flaw never ran away
+    assert row["lag"] == [10, 0]                           # of the third, none: neither ever was
+    assert study.arm_row({0: never_away})["lag"] == [10 - 20]          # right, and the flaw never ran away
     assert row["success"]["seeds"][0] == pytest.approx(0.5) and row["unreadable"] is None
 
 
@@ -305,7 +307,7 @@ def test_the_study_writes_numbers_figure_and_page(finished):
     for cell in cells:
         path = cell["result"]["path"]
         assert [point["iteration"] for point in path] == [*range(13)]
-        assert len(cell["result"]["success"]) == 12 and cell["result"]["invalid"] == [0.0] * 12
+        assert len(cell["result"]["success"]) == 12
         assert all(0 < point[part]["q_N"] < 1 for point in path for part in study.MEASURED)
         assert path[0] != path[-1]
         judges = cell["settings"]["arm"] != "GRPO"                # and then in every iteration
