@@ -272,15 +272,3 @@ def test_errors_are_reported_before_anything_runs(flags, message, capsys, tmp_pa
     with pytest.raises(SystemExit):
         cures.main([*flags, "--out", str(tmp_path)])
     assert message in capsys.readouterr().err and not any(path.stat().st_size for path in tmp_path.iterdir())
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("study", [cures])
-def test_a_tree_with_local_changes_is_one_line(study, capsys, monkeypatch, tmp_path):
-    def changed(dirty):
-        raise ValueError("1 file has local changes")
-
-    monkeypatch.setattr(files, "clean_commit", changed)
-    with pytest.raises(SystemExit):
-        study.main(["--out", str(tmp_path)])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("error: 1 file has local changes")

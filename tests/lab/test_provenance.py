@@ -11,9 +11,9 @@ import pytest
 from stand_in import toy_bench
 
 from infra import files
-from lab.bench import cells, study
+from lab.bench import cells, lengths, losses, study
 from lab.bench.study import ROOT
-from lab.studies import common
+from lab.studies import common, cures, label_kinds, natural_twins
 
 pytestmark = pytest.mark.fast
 RESULTS, PREDICTIONS = ROOT / "lab" / "results", ROOT / "lab" / "predictions.json"
@@ -189,3 +189,14 @@ def test_a_taken_over_result_is_checked_too(bench):
     with pytest.raises(ValueError, match="uncommitted changes"):
         cells.adopt(found, source)
     assert cells.adopt(found, source, dirty=True) == 2
+
+
+@pytest.mark.parametrize("command", [cures, label_kinds, natural_twins, losses, lengths])
+def test_every_command_refuses_a_changed_tree_in_one_line(command, capsys, monkeypatch, tmp_path):
+    def changed(*_):
+        raise ValueError("1 file has local changes")
+
+    monkeypatch.setattr(files, "clean_commit", changed)
+    with pytest.raises(SystemExit):
+        command.main(["--out", str(tmp_path)] if command in (cures, label_kinds, natural_twins) else [])
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: 1 file has local changes")
