@@ -20,13 +20,13 @@ import judge
 import resume
 import rollout
 from batching import Sample
-from infra import files, plugins
+from infra import files, job, plugins
 from infra.streams import stream
 from lm import model as qwen
 from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
-from session import check_vocabulary, make_chat
+from session import check_vocabulary, make_chat, open_chat
 from update import last_values
 
 TEMPERATURE = 0.4             # of play, by default
@@ -154,14 +154,18 @@ def load(folder, **settings):
     96
     """
     folder = smollm2.named(folder)
-    qwen.ModelConfig.load(folder)                            # of a wrong folder the clearest error
-    return loaded(playing(str(folder), settings), settings)
+    longest = qwen.ModelConfig.load(folder).max_position_embeddings     # of a wrong folder the clearest error
+    config = playing(str(folder), settings)
+    if config.context > longest and "context" not in settings:
+        settings["context"] = longest
+        config = playing(str(folder), settings)
+    return loaded(config, settings)
 
 
 def loaded(config, settings=()):
     """The Agent of the model folder in a Config. settings: see Agent."""
-    model = qwen.load_pretrained(config.model)
-    return Agent(model, make_chat(config, qwen.load_tokenizer(config.model)), config, dict(settings))
+    chat = open_chat(config, Path(config.model), job.Ranks(0, 1, torch.device("cpu")), plays=True)
+    return Agent(qwen.load_pretrained(config.model), chat, config, dict(settings))
 
 
 def check_words(config, chat):

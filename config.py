@@ -41,6 +41,7 @@ def history_length(text):
 
 REFILL_ROUNDS = 4    # at most in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 DRAWN = ("verl-agent", "rlvmr")             # protocols that draw 128 games with replacement
+TURNS = {"verl-agent": 50, "rlvmr": 30}     # most turns of a protocol's episodes, if it has its own
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
 NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
@@ -285,11 +286,18 @@ class Config:
         return REFILL_ROUNDS if self.dynamic_sampling == "refill" else 1
 
     @property
+    def evaluation_turns(self):
+        """The most turns in an episode of the evaluation."""
+        return TURNS.get(self.protocol, self.max_turns)
+
+    @property
     def splits(self):
         """The splits to evaluate."""
         if self.evaluate == "none":
             return []
-        return self.environment.unseen_splits() if self.evaluate == "auto" else self.evaluate.split(",")
+        if self.evaluate == "auto":
+            return self.environment.unseen_splits()
+        return [*dict.fromkeys(self.evaluate.split(","))]
 
     def settings(self):
         """All settings, including the algorithm's and the environment's, as a flat dict to store: without the
@@ -395,7 +403,10 @@ def parsed(argv=None):
         flag = unknown[0].partition("=")[0]                  # its value may be a key, too
         raise ValueError(f"{flag}: {why_unknown(flag)}")
     if "model" in flags:
-        flags["model"] = smollm2.named(flags["model"])
+        try:
+            flags["model"] = smollm2.named(flags["model"])
+        except OSError as error:
+            raise ValueError(f"--model={flags['model']}: {error}") from None
     values = values_of(flags, sources.values(), algorithm, environment)
     if which := values.pop("help", ""):
         parser = Parser("gcd.py", description="Cold start, RL with a self-judge (GCD), evaluation.",
@@ -456,11 +467,14 @@ def values_of(flags, sources, algorithm, environment):
 def is_small(folder):
     """Whether a model folder has the small model's tokenizer, from its file alone."""
     path = Path(folder) / "tokenizer.json"
-    if not path.is_file():
-        raise ValueError(f"--model={folder}: {files.not_found(path)}")
     try:
+        if not path.is_file():
+            raise FileNotFoundError(files.not_found(path))
         text = path.read_text(encoding="utf-8")
-        return "<|user|>" in {token["content"] for token in json.loads(text).get("added_tokens", ())}
+        added = {token["content"] for token in json.loads(text).get("added_tokens", ())}
+        return {"<|user|>", "<|im_end|>"} <= added
+    except FileNotFoundError as error:
+        raise ValueError(f"--model={folder}: {error}") from None
     except OSError as error:
         raise ValueError(f"--model={folder}: {error.filename}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -38,15 +38,13 @@ from labels import flaw_labels
 from lm import model as qwen
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
 from rollout import EpisodeSpec, success_rate, summary
-from session import check_vocabulary, make_games, open_chat, split_tasks
+from session import check_vocabulary, context_warning, make_games, open_chat, split_tasks
 
 # By --protocol: {mode: temperature}
 MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
          "eight": {"sampled": 1.0, "t0.4": 0.4}, "verl-agent": {"sampled": 0.4}, "rlvmr": {"sampled": 0.4}}
 # Plays of each game; 1 where none is given
 PLAYS = {"eight": 8}
-# Turns, in other projects' protocols of 128 drawn games
-TURNS = {"verl-agent": 50, "rlvmr": 30}
 
 
 # Stage 3 of a run
@@ -69,7 +67,7 @@ def evaluation(run):
             specs = episode_specs(config, tasks, m, plays, instruction)
             specs = specs[run.ranks.rank::run.ranks.world_size]                # this rank's
             sampling = run.sampling(temperature=temperature)
-            episodes = run.play(specs, sampling, f"{name} {mode}", turns_of(config)) if specs else []
+            episodes = run.play(specs, sampling, f"{name} {mode}", config.evaluation_turns) if specs else []
             run.stop_if_asked(None)
             of_mode = sum(parallel.all_gather([ending(mode, episode) for episode in episodes]), [])
             counts = summary(episodes) | flawed(episodes, run.environment)
@@ -83,7 +81,7 @@ def evaluation(run):
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},
             "splits": splits, "seed": config.seed, "protocol": config.protocol, "instruction": instruction,
             "evaluate_tasks": config.evaluate_tasks,
-            "max_turns": turns_of(config), "temperature": modes["sampled"],
+            "max_turns": config.evaluation_turns, "temperature": modes["sampled"],
             "seconds": time.perf_counter() - started, "outcomes": outcomes})
     return splits
 
@@ -96,11 +94,6 @@ def drawn_tasks(config, split):
     if config.protocol in settings.DRAWN:
         return random.Random(config.seed).choices(tasks, k=128)
     return random.Random(0).sample(tasks, n) if 0 < n < len(tasks) else tasks
-
-
-def turns_of(config):
-    """The most turns in an episode: the protocol's, if it has its own."""
-    return TURNS.get(config.protocol, config.max_turns)
 
 
 def episode_specs(config, tasks, m, plays, instruction=""):
@@ -207,6 +200,9 @@ Flags = make_dataclass("Flags", [
     (f.name, f.type, field(default=f.default, metadata=f.metadata | {"needs": None}))
     for f in fields(settings.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
 TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
+# What a record in episodes.jsonl has; one that lacks some of it is played again
+RECORD = {"split", "mode", "index", "counts", "task_id", "task_type", "won", "prompt_tokens",
+          "response_tokens", "seconds"}
 # What has to be equal to continue an evaluation
 IDENTITY = ("player", "prompt", "world", "games_hash", "evaluate_tasks", "protocol", "seed", "max_turns",
             "temperatures", "max_response_tokens", "history", "admissible_only", "context", "dtype",
@@ -284,6 +280,8 @@ def open_player(own, config, given, resources):
     if chat.small:
         check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
         torch.set_num_threads(1)                              # more are slower with such small matrices
+    if warning := context_warning(config, chat):
+        print(warning, file=sys.stderr)
     model = qwen.load_pretrained(folder, getattr(torch, config.dtype), ranks.device)
     return ModelPlayer(model, chat, config), facts | {
         "name": own.name or folder.resolve().name, "parameters": qwen.count_parameters(model.config),
@@ -299,7 +297,7 @@ def head_of(own, config, given, player, facts):
     return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
             **files.origin_of(config), "evaluate_tasks": config.evaluate_tasks, "protocol": config.protocol,
             "seed": config.seed,
-            "max_turns": turns_of(config), "temperature": modes["sampled"], "temperatures": modes,
+            "max_turns": config.evaluation_turns, "temperature": modes["sampled"], "temperatures": modes,
             "max_response_tokens": config.max_response_tokens, "history": config.history,
             "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,
             "on_truncation": config.on_truncation, "instruction": instruction.text if instruction else "",
@@ -333,7 +331,7 @@ def referee(own, config, given, resources):
     head = head_of(own, config, given, player, facts)
     if config.resume:
         check_same(files.read_json(out / files.EVALUATION), head, out)
-        files.filter_lines(out / files.EPISODES, lambda record: "mode" in record)     # drops incomplete lines
+        files.filter_lines(out / files.EPISODES, lambda record: RECORD <= record.keys())
     elif files.holds_run(out):
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))
@@ -355,7 +353,7 @@ def referee(own, config, given, resources):
 
 def check_same(stored, head, out):
     """ValueError unless a stored evaluation is of the same player and games, by the same protocol."""
-    if not stored.get("player"):
+    if not (isinstance(stored, dict) and stored.get("player")):
         raise ValueError(f"--resume: {out / files.EVALUATION} is no evaluation by the referee")
     head = files.nan_to_null(head)
     for name in IDENTITY:

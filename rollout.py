@@ -253,7 +253,7 @@ def overflow_warning(lengths, chat, max_turns, max_response_tokens, context):
     shorter = " or --no-show-admissible" if chat.admissible else ""
     return (f"--context={context}: {share:.0%} of {max_turns}-turn episodes exceed it, with responses of "
             f"{response} tokens, and end as failed; --context {-(-max(needed) // 1024) * 1024} holds all, or "
-            f"lower --max-turns{shorter}")
+            f"fewer turns (--max-turns, --protocol){shorter}")
 
 
 def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_truncation="fail",
@@ -373,8 +373,9 @@ def restarted(conversation, loss, most=5):
 
 
 def repeated_turns(episode):
-    """Number of turns whose command was given before at the same anchor."""
-    pairs = [(turn.anchor, turn.action) for turn in episode.turns]
+    """Number of turns whose command was given before at the same anchor; one without a command repeats none.
+    """
+    pairs = [(turn.anchor, turn.action) for turn in episode.turns if turn.action is not None]
     return len(pairs) - len(set(pairs))
 
 

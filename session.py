@@ -256,9 +256,7 @@ def prepare(config, ranks, should_stop, resources):
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
-    recorded = None if config.history else environment.message_lengths()
-    if warning := rollout.overflow_warning(recorded, chat, config.max_turns, config.max_response_tokens,
-                                           config.context):
+    if warning := context_warning(config, chat):
         parallel.print0(warning, file=sys.stderr)
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
     sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
@@ -294,6 +292,14 @@ def open_chat(config, folder, ranks, plays=False):
         raise ValueError(f"{folder}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
                          f"{shape.vocab_size}")
     return make_chat(config, tokenizer)
+
+
+def context_warning(config, chat):
+    """`rollout.overflow_warning` of the longest episodes that are played, in training or in evaluation."""
+    recorded = None if config.history else config.environment.message_lengths()
+    trains = config.demonstrations or config.iterations or not config.splits
+    turns = max(config.max_turns if trains else 0, config.evaluation_turns if config.splits else 0)
+    return rollout.overflow_warning(recorded, chat, turns, config.max_response_tokens, config.context)
 
 
 def load_model(config, folder, ranks, small, state=None):

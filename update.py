@@ -87,8 +87,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
                 (scale[kind] * loss).backward()
         grads.append(parallel.pop_grads(model))
     weighted, metrics = combined(dict(zip(parts, grads)) if apart else grads, weight, objective)
-    metrics |= loss_metrics(sums) | ({"judge/weight": weight["judge"]} if len(parts) == 2 else {})
-    check_finite(samples, {"loss": metrics["policy/loss"], "judge loss": metrics["judge/loss"],
+    metrics |= loss_metrics(sums, objective) | ({"judge/weight": weight["judge"]} if len(parts) == 2 else {})
+    check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
     step(model, optimizer, weighted, metrics["policy/grad_norm"], objective.max_grad_norm, lr)
     return metrics
@@ -268,18 +268,20 @@ def gradient_metrics(grads, norms, weight):
     return metrics
 
 
-def loss_metrics(sums):
+def loss_metrics(sums, objective):
     """Metrics per kind, over all ranks: the loss before lambda, the number of tokens (a turn that the value
     head judges counts as one), and means over the tokens in the backward pass; nan if there were none."""
     metrics = {}
-    means = (("nll_nats", "nll"), ("entropy_nats", "entropy"), ("clip_frac", "clipped"), ("kl_nats", "kl"),
+    means = (("nll_nats", "nll"), ("entropy_nats", "entropy"), ("clip_frac", "clipped"),
              ("logprob_gap_nats", "gap"))
     weights = ("sampler_weight", "correction"), ("sampler_cut_frac", "cut")
     for kind, counted in sums.items():
         total, largest = parallel.all_sum(counted), parallel.all_max(counted["gap_max"])
         measured = means + weights if total["correction"] else means       # never 0 where there is a weight
+        measured += (("kl_nats", "kl"),) if objective.kl_coef and kind == "policy" else ()
         metrics |= {f"{kind}/{key}": total[name] / (total["scored"] or math.nan) for key, name in measured}
-        metrics |= {f"{kind}/loss": total["loss"], f"{kind}/tokens": total["tokens"],
+        metrics |= {f"{kind}/loss": total["loss"] if total["tokens"] else math.nan,
+                    f"{kind}/tokens": total["tokens"],
                     f"{kind}/logprob_gap_max_nats": largest if total["scored"] else math.nan}
     return metrics
 

@@ -43,12 +43,12 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     if critic is not None:
         trainer["critic"] = {"weights": dict(critic[0].named_parameters()),
                              "optimizer": optimizer_state(*critic)}
-    trainer = without_parts(trainer, parts)
+    trainer, shared = without_parts(trainer, parts), parallel.writers(model)[1] > 1
 
     def finish(new):
         if extra_files is not None:
             extra_files(new)
-        files = {name: fingerprint(new / name) for name in files_of_ranks(new)} if parts else {}
+        files = {name: fingerprint(new / name) for name in files_of_ranks(new)} if shared else {}
         save_trainer(trainer | ({"files": files} if files else {}), new / TRAINER_FILE)
 
     def write(new):
@@ -58,7 +58,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
                 dcp.save(parts, checkpoint_id=new / PARTS)
         on_rank0(lambda: finish(new))
 
-    replace(folder, write, keep=bool(parts))
+    replace(folder, write, keep=shared)
 
 
 @contextmanager
@@ -95,12 +95,13 @@ def files_of_ranks(folder):
 
     ValueError for one that is not there: its rank wrote it into a folder of another machine.
     """
-    metadata = dcp.FileSystemReader(folder / PARTS).read_metadata()
+    metadata = dcp.FileSystemReader(folder / PARTS).read_metadata() if (folder / PARTS).is_dir() else None
     index = folder / "model.safetensors.index.json"
     weights = json.loads(index.read_text())["weight_map"].values() if index.exists() else [
         "model.safetensors"]
-    stored = {f"{PARTS}/{place.relative_path}" for place in metadata.storage_data.values()}
-    names = sorted({f"{PARTS}/.metadata", *weights, *stored})
+    stored = {f"{PARTS}/.metadata", *(f"{PARTS}/{place.relative_path}" for place in
+                                      metadata.storage_data.values())} if metadata else set()
+    names = sorted({*weights, *stored})
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"{folder / missing[0]}: not there on rank 0; all machines must share this folder")
     return names

@@ -44,8 +44,8 @@ class Varlen(NamedTuple):
 def varlen(device, dtype, head_dim):
     """The `Varlen` of the installed torch, or None if it cannot be used here.
 
-    It needs torch 2.11, an Ampere GPU, half precision and a head size that is a multiple of 8. If it is
-    missing on a GPU, each rank warns once, with the reason.
+    It needs torch 2.11, an Ampere GPU, half precision and a head size that is a multiple of 8 and at most
+    256. If it is missing on a GPU, each rank warns once, with the reason.
     """
     if device.type == "cpu":
         return None
@@ -58,7 +58,7 @@ def varlen(device, dtype, head_dim):
         reason = f"torch {torch.__version__}, whose variable-length attention is older than 2.11's"
     elif dtype not in (torch.bfloat16, torch.float16):
         reason = f"{dtype}"
-    elif head_dim % 8:
+    elif head_dim % 8 or head_dim > 256:
         reason = f"a head size of {head_dim}"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         reason = f"a {torch.cuda.get_device_name(device)}"

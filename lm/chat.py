@@ -36,6 +36,7 @@ ASK = {
 TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
 TAG = f"<({'|'.join(TAGS)})>"
 OWN_FORMAT = "Close the tag, then give exactly one command inside <action> </action>."    # of ASK["tags"]
+DATE = "26 Jul 2024"                    # in Llama's system message, which would be the day's: on all days
 MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
 COMMAND = r">([^<>]*)</action>\s*"
@@ -80,7 +81,7 @@ class Chat:
         self.switches = {"enable_thinking": False} if can_be_silent and style != "think" else {}
         control = partial(tokenizer.encode, add_special_tokens=False)
         *templates, end = templates_of(tokenizer, self.switches)
-        self.templates = [(control(before), start, control(after)) for before, start, after in
+        self.templates = [(control(before), start, end, control(after)) for before, start, end, after in
                           (cut_template(template, special_tokens(tokenizer)) for template in templates)]
         self.end_ids = control(end)
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)   # Qwen2.5: two of
@@ -118,8 +119,8 @@ class Chat:
 
     def message(self, content, first=False):
         """Ids of a user message, up to where the response starts. first: the first of a conversation."""
-        before, start, after = self.templates[0 if first else 1]
-        return before + self.encode(start + content) + after
+        before, start, end, after = self.templates[0 if first else 1]
+        return before + self.encode(start + content + end) + after
 
     def observe(self, reply, first=False, instruction=""):
         """Ids of the environment's reply as the next user message. instruction: text to put before it."""
@@ -298,11 +299,12 @@ def templates_of(tokenizer, switches):
 
 
 def render(tokenizer, messages, **switches):
-    """The text of messages by the tokenizer's own template, up to where a response starts. ValueError names
-    the folder of a template that cannot render them.
+    """The text of messages by the tokenizer's own template, up to where a response starts. ValueError
+    names the folder of a template that cannot render them.
     """
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **switches)
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False,
+                                             date_string=DATE, **switches)
     except Exception as error:                    # of the template's own, such as "only user and assistant"
         raise ValueError(f"{tokenizer.name_or_path}: its chat template refuses "
                          f"{', '.join(message['role'] for message in messages)}: {error}") from None
@@ -315,15 +317,16 @@ def special_tokens(tokenizer):
 
 def cut_template(template, special):
     """Cut a template into what comes up to the last of the special tokens before the message, plain text
-    between the two, and the rest.
+    between the two, plain text after the message, and the rest from the first special token on.
 
     Around a special token, a tokenizer encodes text in separate pieces, so the ids are those of the whole.
     """
     before, _, after = template.partition("{}")
     cut = max((at + len(token) for token in special if (at := before.rfind(token)) >= 0), default=0)
-    return before[:cut], before[cut:], after
+    rest = min((at for token in special if (at := after.find(token)) >= 0), default=len(after))
+    return before[:cut], before[cut:], after[:rest], after[rest:]
 
 
 def is_small(tokenizer):
     """Whether this is the tokenizer of the small model (lm/small.py), which has a shorter template."""
-    return "<|user|>" in tokenizer.get_added_vocab()
+    return {"<|user|>", "<|im_end|>"} <= tokenizer.get_added_vocab().keys()

@@ -95,7 +95,8 @@ class ModelConfig:
         values["rope"], values["rope_scaling"] = kind != "none", None
         if kind == "llama3":
             values["rope_scaling"] = tuple(rope.get(name) for name in SCALING)
-        values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
+        if rope.get("rope_theta") is not None:               # transformers 5 prefers it to the field outside
+            values["rope_theta"] = rope["rope_theta"]
         values.setdefault("num_key_value_heads", values.get("num_attention_heads"))
         width, heads = values.get("hidden_size"), values.get("num_attention_heads")
         if values["model_type"] == "qwen3":
@@ -456,6 +457,8 @@ def check_tensors(folder, files, shapes, tied):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
+                    if name.endswith("rotary_emb.inv_freq"):            # in old Llama folders: not a weight
+                        continue
                     if name not in shapes:
                         raise ValueError(f"{path}: unexpected tensor {name}")
                     found, expected = file.get_slice(name), shapes[name]

@@ -57,6 +57,8 @@ class Restriction:
         """Append a sampled token."""
         self.ids.append(token)
         self.allowed.append(self.next)
+        if self.node and token not in self.node:
+            raise FloatingPointError("the model's logprobs are not finite: a token that is not allowed")
         if self.node:
             self.node = self.node[token]
         elif self.node is None and self.command_starts(self.ids):

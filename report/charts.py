@@ -28,6 +28,7 @@ class Panel:
         return x_name(self.curves[0][0])
 
 
+STAGES = "time/rollout_s", "time/judge_s", "time/update_s"
 PANELS = (
     Panel("Success in training", "%", "Sampled episodes that were won; the tasks change every iteration.",
           (("rollout/success", "success"),)),
@@ -42,7 +43,7 @@ PANELS = (
           (("policy/entropy_nats", "entropy"),)),
     Panel("Gradient norm", "", "Before clipping. Spikes are an early sign of instability.",
           (("policy/grad_norm", "norm"),)),
-    Panel("Clip fraction", "%", "Tokens whose probability ratio is outside of the clip range.",
+    Panel("Clip fraction", "%", "Tokens whose gradient the clip takes away.",
           (("policy/clip_frac", "clipped"),)),
     Panel("Logprob gap", "nats", "Sampler against trainer on the same tokens. Should be about 0.",
           (("policy/logprob_gap_nats", "gap"),)),
@@ -235,18 +236,16 @@ def panel_charts(panels, runs):
 
 
 def other_panels(runs):
-    """A panel for every logged metric that PANELS leaves out, except times."""
-    drawn = {key for panel in PANELS for key, _ in panel.curves}
+    """A panel for every logged metric that PANELS leaves out, except the stages' times."""
+    drawn = {key for panel in PANELS for key, _ in panel.curves} | {*STAGES}
     keys = {key for run in runs for line in run.lines for key in line if "/" in key}
-    return [Panel(key, "", "", ((key, key),)) for key in sorted(keys - drawn) if not key.startswith("time/")]
+    return [Panel(key, "", "", ((key, key),)) for key in sorted(keys - drawn)]
 
 
 def stage_seconds(run):
-    """[(stage, {iteration: seconds})] without totals; a missing value is 0 s."""
-    keys = {key for line in run.lines if "iteration" in line for key in line if key.startswith("time/")}
-    keys -= {"time/iteration_s", "time/total_s"}
-    known = ["time/rollout_s", "time/judge_s", "time/update_s"]
-    ordered = [key for key in known if key in keys] + sorted(keys - set(known))
+    """[(stage, {iteration: seconds})] of the parts that make up an iteration; a missing value is 0 s."""
+    keys = {key for line in run.lines if "iteration" in line for key in line}
+    ordered = [key for key in STAGES if key in keys]
     found = {key: curve(run, key) for key in ordered}
     xs = sorted({x for points in found.values() for x in points})
     return [(key.removeprefix("time/").removesuffix("_s"), {x: found[key].get(x) or 0.0 for x in xs})

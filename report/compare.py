@@ -266,8 +266,9 @@ def page_of(a, b, changes, notes):
         for entry in change.flipped:
             both = transcripts(a, b, change, *entry)
             budget -= sum(len(text) for texts in both for text in texts)
+            missing = "(left out: the page is full)" if budget < 0 else "(no transcript is stored)"
             games.append((change, entry[0], share(entry[1]), share(entry[2]),
-                          [[], []] if budget < 0 else both))
+                          [[], []] if budget < 0 else both, missing))
     return page.templates().get_template("compare.html").render(
         notes=notes, facts=named_differences(a, b), sentences=[sentence(change) for change in changes],
         games=games)
@@ -283,7 +284,8 @@ def main(argv):
                         help="compare the splits, modes and games that both have, if not all are the same")
     parser.add_argument("--transcripts", type=int, default=1,
                         help="flipped games whose transcripts are printed side by side")
-    parser.add_argument("--html", type=Path, help="write the comparison, with all transcripts, to this file")
+    parser.add_argument("--html", type=Path,
+                        help="write the comparison, with as many transcripts as fit, to this file")
     options = parser.parse_args(argv)
     a, b = load(options.a), load(options.b)
     notes = differences_of(a, b)

@@ -87,6 +87,8 @@ def page(runs, summary, seeds):
         facts=facts(runs, summary),
         warnings=tables.distinct(runs, "warning") + [note for run in runs for note in run.notes],
         notes=tables.distinct(runs, "note"), seeds=seeds,
+        temperatures=" or ".join(sorted({f"{run.evaluation.get('temperature') or 1:g}" for run in runs
+                                         if run.evaluation})),
         split_charts=charts.split_charts(runs, summary, seeds), headline_heads=heads, headline_rows=rows,
         detail_rows=tables.detail_rows(runs), tones=charts.tones(runs),
         curves=charts.panel_charts(charts.PANELS, runs), times=charts.time_charts(runs),

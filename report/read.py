@@ -109,6 +109,8 @@ def check_evaluation(record, place):
     """
     expect(record, dict, place)
     check_about(record, place)
+    expect_fields(record, dict, ("player", "games_hash", "prompt"), place)
+    expect_fields(record, float, ("temperature",), place)
     for split, games in expect(record.get("outcomes", {}), dict, f"{place}, outcomes").items():
         for number, entry in enumerate(expect(games, list, f"{place}, outcomes of {split}"), start=1):
             check_outcome(entry, f"{place}, outcomes of {split}, game {number}")
@@ -204,9 +206,12 @@ def seed_scores(result, place, names):
 def read_seeds(runs, folder=RESULTS):
     """Results of these methods over several seeds, on the same games and model size: Seeds, or None.
 
-    From the first of lab/results/table1_*_result.json that fits. None if no run was evaluated.
+    Their other settings are the table's. From the first of lab/results/table1_*_result.json that fits. None
+    if no run was evaluated.
     """
     games = {run.evaluation["games"] for run in runs if run.evaluation.get("games")}
+    if any(run.evaluation.get("protocol", "full") not in ("full", "sampled") for run in runs):
+        return None                                          # a table's protocol is "full"
     sizes = {run.header["parameters"] for run in runs if run.header.get("parameters")}
     for path in sorted(folder.glob("table1_*_result.json")) if games else ():
         result = expect(files.read_json(path), dict, path)

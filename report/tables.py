@@ -21,7 +21,7 @@ def interval(score):
 
 
 def summarize(runs):
-    """The content of summary.json: success when sampling at temperature 1, seconds by stage, versions."""
+    """The content of summary.json: success when sampling (the mode "sampled"), seconds by stage, versions."""
     methods, seconds, versions = {}, {}, {}
     for run in runs:
         splits = run.evaluation.get("splits", {})
@@ -99,8 +99,8 @@ def seeds_caption(seeds, summary):
     splits = [s for s in split_names(summary) if any(s in scores for scores in seeds.scores.values())]
     scores = [f"{name} " + " / ".join(mean_and_half(seeds.scores[name].get(split)) for split in splits)
               for name in summary["methods"] if name in seeds.scores]
-    return (f"This is one seed. Mean of {seeds.count} seeds on {' / '.join(splits)} (± half the 95 % CI; "
-            f"{seeds.file}): {', '.join(scores)}.")
+    return (f"This is one seed. Mean of {seeds.count} seeds at the settings of {seeds.file} on "
+            f"{' / '.join(splits)} (± half the 95 % CI): {', '.join(scores)}.")
 
 
 def mean_and_half(score):
@@ -161,6 +161,8 @@ def command(run):
     parts = ["python", "gcd.py"]
     for name, value in flags_of(run.header.get("config", {})).items():
         flag = name.replace("_", "-")
+        if name in ("resume", "overwrite"):                  # they go on with a run, and do not repeat it
+            continue
         if isinstance(value, bool):
             parts.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:

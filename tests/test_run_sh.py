@@ -6,6 +6,7 @@
 "wait" (until it is signalled), "fail", or, without a file, finish the stage.
 """
 
+import os
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,18 @@ def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     assert run_sh(folder).wait(PATIENCE_S) == 0
     last = (folder / "calls").read_text().splitlines()[5]
     assert last.startswith("grpo ") and "--resume --overwrite" in last and "--no-gcd" in last
+
+
+def test_from_another_folder_paths_are_the_callers(folder, tmp_path_factory):
+    """And CDPATH, which a shell may export, leads to no other clone."""
+    caller = tmp_path_factory.mktemp("caller")
+    (caller / "clone").symlink_to(folder)
+    other = caller / "src" / "clone"
+    other.mkdir(parents=True)
+    variables = os.environ | {"CDPATH": str(caller / "src"), "OUT": "mine", "PYTHON": "python3"}
+    assert subprocess.run(["bash", "clone/run.sh"], cwd=caller, env=variables).returncode == 0
+    assert (caller / "mine" / "grpo" / "stages.json").exists() and not (folder / "runs").exists()
+    assert list(other.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [["alfwrld"], ["alfworld", "--seed"], ["alfworld", "twice"]])

@@ -171,6 +171,18 @@ def test_load_refuses_a_folder_without_a_model(tmp_path):
 
 
 @pytest.mark.fast
+def test_load_never_plays_beyond_a_models_positions(tmp_path):
+    shutil.copytree(COMMITTED, tmp_path / "model")
+    settings = json.loads((COMMITTED / "config.json").read_text()) | {"max_position_embeddings": 600}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    player = gcd.load(tmp_path / "model")
+    assert player.config.context == 600
+    assert player.play("household", "L0/3", max_turns=2).turns
+    with pytest.raises(ValueError, match="--context=700: .*config.json allows 600"):
+        gcd.load(tmp_path / "model", context=700)
+
+
+@pytest.mark.fast
 def test_load_refuses_another_architecture(tmp_path):
     shutil.copytree(COMMITTED, tmp_path / "model")
     settings = json.loads((COMMITTED / "config.json").read_text())

@@ -332,6 +332,22 @@ def test_a_broken_tokenizer_gives_one_line(capsys, tmp_path, text, reason):
     assert line.startswith(f"--model={tmp_path}: ") and reason in line
 
 
+@pytest.mark.parametrize("where", [config, config.smollm2])
+def test_a_model_that_may_not_be_read_gives_one_line(capsys, monkeypatch, where):
+    def denied(*_):
+        raise PermissionError(13, "Permission denied", "private/tokenizer.json")
+
+    name = "a" * 300                                             # longer than a file's name may be
+    if where is config.smollm2:
+        monkeypatch.setattr(where, "named", denied)
+    line = mistake(capsys, "--model", name)
+    assert line.startswith(f"--model={name}: ") and ("Permission denied" in line or "too long" in line)
+
+
+def test_a_split_that_is_given_twice_is_evaluated_once():
+    assert parse("--evaluate", "L0,L2,L0").splits == ["L0", "L2"]
+
+
 def test_a_mistake_comes_before_any_work(tmp_path, capsys):
     with pytest.raises(SystemExit):
         train(tmp_path / "out", "--lr", "nan")

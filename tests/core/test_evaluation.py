@@ -306,6 +306,21 @@ def test_another_player_or_protocol_does_not_continue(short, referee):
 
 
 @pytest.mark.fast
+def test_broken_records_are_played_again_and_no_split_is_played_twice(short, referee, tmp_path):
+    flags = ["--player", "expert", "--evaluate", "L1,L1"]
+    status, result, _ = referee(*flags)
+    assert status == 0 and result["splits"]["L1"]["sampled"]["n"] == 12 and result["complete"]
+    episodes = tmp_path / "out" / "episodes.jsonl"
+    lines = episodes.read_text().splitlines()
+    episodes.write_text("\n".join(['{"mode": "sampled"}', *lines[1:]]) + "\n")
+    status, resumed, _ = referee(*flags, "--resume")
+    assert status == 0 and without_seconds(resumed) == without_seconds(result)
+    (tmp_path / "out" / "evaluation.json").write_text("[]")
+    status, kept, error = referee(*flags, "--resume")
+    assert status == 1 and kept == [] and "evaluation.json is no evaluation by the referee" in error
+
+
+@pytest.mark.fast
 def test_what_was_played_before_the_disk_was_full_is_kept(short, referee, tmp_path):
     undisturbed = referee("--player", "expert", out="undisturbed")[1]
     size = (tmp_path / "undisturbed" / "episodes.jsonl").stat().st_size

@@ -408,18 +408,18 @@ def test_summary_and_success_rate_by_hand():
     task = Task("a", "train", "walk", None)
     turns = [turn("x", "look"), turn("x", "look"), turn("y", "look"), turn("x", "look"),
              turn("x", None, valid=False), turn("x", None, valid=False, tokens=5)]
-    assert rollout.repeated_turns(Episode(task, 0, turns=turns)) == 3
+    assert rollout.repeated_turns(Episode(task, 0, turns=turns)) == 2          # a malformed turn repeats none
     episodes = [Episode(task, 0, turns=turns, won=True),
                 Episode(task, 0, turns=[turn("x", "left", tokens=1)], truncated=True),
                 Episode(task, 1, turns=[turn("x", "left")], overflowed=True),
                 Episode(task, 1, turns=[turn("x", "left")])]
     counts = rollout.summary(episodes)
-    assert counts == {"episodes": 4, "won": 1, "truncated": 2, "turns": 9, "invalid": 2, "repeated": 3,
+    assert counts == {"episodes": 4, "won": 1, "truncated": 2, "turns": 9, "invalid": 2, "repeated": 2,
                       "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "game_s": 0.0, "scored": 0,
                       "score_100": 0.0}
     shares = rollout.success_rate(counts)
     assert (shares["success"], shares["n"], shares["turns"], shares["truncated_frac"]) == (0.25, 4, 2.25, 0.5)
-    assert (shares["invalid_frac"], shares["repeated_frac"]) == (2 / 9, 3 / 9)
+    assert (shares["invalid_frac"], shares["repeated_frac"]) == (2 / 9, 2 / 9)
     assert (shares["low"], shares["high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson's, of 1 in 4
     again = rollout.success_rate({name: 8 * count for name, count in counts.items()}, plays=8)
     assert again == shares | {"n": 32, "plays": 8}            # eight plays of a game count as one game

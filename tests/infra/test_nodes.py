@@ -31,6 +31,7 @@ import gcd
 import session
 from infra import checkpoint, files, job, parallel
 from lm import model as qwen
+from lm.optim import adamw
 
 HOST = socket.gethostname()
 # A file of the distributed checkpoint, and one of the weights
@@ -121,6 +122,8 @@ def read_parts(ranks, out):
     (out / f"read{ranks.rank}.json").write_text(json.dumps([sum(read), kept]))
     full = parallel.full_weights(model)
     parallel.on_rank0(lambda: torch.save(full, out / "read.pt"))
+    for step in range(2):
+        single.save(out / "fresh", model, adamw(model), {"step": step})
 
 
 def restarted(out, *flags):
@@ -220,6 +223,20 @@ def test_a_part_that_is_missing_or_of_another_run_is_named_and_the_checkpoint_be
     with pytest.raises(ValueError, match=f"{part}: missing"):
         checkpoint.check_whole(folder)
     assert broken.is_dir() and folder.is_dir()
+
+
+def test_a_checkpoint_without_moments_is_checked_and_kept_too(eight, tmp_path, capsys):
+    """As at the end of a small model's cold start: each rank has a file of weights, and nothing else."""
+    for name in ("fresh", "fresh.old"):
+        shutil.copytree(eight / name, tmp_path / name)
+    assert not (tmp_path / "fresh" / "trainer").exists()
+    checkpoint.check_whole(tmp_path / "fresh")
+    damaged = tmp_path / "fresh" / PARTS[1]
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-40] + bytes(40))
+    checkpoint.check_whole(tmp_path / "fresh")
+    assert f"{damaged}: not the file that this checkpoint was saved with" in capsys.readouterr().err
+    assert (tmp_path / "fresh" / PARTS[1]).read_bytes() == content
 
 
 def test_a_part_that_another_machine_keeps_to_itself_fails_the_save(eight, tmp_path):

@@ -121,7 +121,9 @@ def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys)
     folder = random_qwen(tmp_path / "model", QWEN_TOKENIZER)
     flags = ["--model", str(folder), "--games", lengths.GAMES, "--demonstrations", "0", "--context", "3000",
              "--evaluate", "none", "--device", "cpu", "--slots", "1", "--out", str(tmp_path / "run")]
-    for more, expected in ([], 1), (["--history", "2", "--overwrite"], 0):
+    evaluated = ["--iterations", "0", "--evaluate", "L0", "--protocol", "verl-agent", "--overwrite"]
+    window = ["--history", "2", "--overwrite"]
+    for more, turns, expected in (([], 30, 1), (window, 30, 0), (evaluated, 50, 1)):
         with ExitStack() as resources:
             session.prepare(config.parsed([*flags, *more]), job.setup("cpu"), False, resources)
-        assert capsys.readouterr().err.count("% of 30-turn episodes exceed it") == expected
+        assert capsys.readouterr().err.count(f"% of {turns}-turn episodes exceed it") == expected

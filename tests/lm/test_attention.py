@@ -376,6 +376,8 @@ def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
     assert capsys.readouterr().err.count("\n") == 1
     assert attention.varlen(META, torch.bfloat16, 12) is None
     assert "a head size of 12" in capsys.readouterr().err
+    assert attention.varlen(META, torch.bfloat16, 264) is None
+    assert "a head size of 264" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("function", [None, of_2_10])

@@ -87,6 +87,30 @@ def test_other_families_templates(template, end, specials):
     assert {tokenizer.decode(stop) for stop in chat.stop_ids} == {end, specials[0]}
 
 
+def test_a_template_with_todays_date_has_the_same_on_all_days():
+    today = ("{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+             "{{ date_string }}")                                                     # as in Llama 3.2's
+    dated = LLAMA3.replace("{% for message", today + "{% for message", 1)
+    chat = Chat(letters(dated, "<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+                "plain")
+    assert chat.decode(chat.message("Hello", first=True)).startswith("<|begin_of_text|>26 Jul 2024<|start")
+
+
+def test_plain_text_after_a_message_is_encoded_with_it(qwen_tokenizer, monkeypatch):
+    """Qwen's tokens join a full stop and two line breaks."""
+    monkeypatch.setattr(qwen_tokenizer, "chat_template", """{% for message in messages %}{%
+        if message.role == 'user' %}{{ 'User: ' + message.content + '\n\nAssistant:' }}{%
+        else %}{{ message.content + '<|im_end|>' }}{% endif %}{% endfor %}""")
+    assert_template(qwen_tokenizer, "plain")
+    assert Chat(qwen_tokenizer, "plain").message("A.", first=True)[-4:] == qwen_tokenizer.encode(
+        "User: A.\n\nAssistant:")[-4:]
+
+
+def test_only_a_tokenizer_with_both_marks_is_the_small_models(qwen_tokenizer, tokenizer):
+    assert is_small(tokenizer) and not is_small(qwen_tokenizer)
+    assert not is_small(letters(LLAMA3, "<|end|>", "<|user|>", "<|assistant|>"))         # Phi-3's
+
+
 @pytest.mark.parametrize("template, message", [
     (None, "^: no chat template .chat_template.jinja, or chat_template in tokenizer_config.json.: a model "
            "that was never taught to chat$"),

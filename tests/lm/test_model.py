@@ -496,8 +496,10 @@ def test_rope_theta_is_read_from_either_field(tmp_path):
     ({"num_attention_heads": [4]}, r"num_attention_heads=\[4\]"),
     ({"num_key_value_heads": 3}, "not a multiple"),
     ({"head_dim": 5}, "head_dim=5: RoPE needs an even number"),
-    ({"rope_theta": 0}, "rope_theta=0: expected a number"),
-    ({"rope_theta": float("nan")}, "rope_theta=nan"), ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
+    ({"rope_theta": 0, "rope_parameters": None}, "rope_theta=0: expected a number"),
+    ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0: expected a number"),
+    ({"rope_theta": float("nan"), "rope_parameters": None}, "rope_theta=nan"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': expected true or false"),
     ({"rope_scaling": "yarn"}, "rope_parameters='yarn'"), ({"layer_types": 3}, "layer_types=3"),
 ])
@@ -531,6 +533,28 @@ def break_tensors(change):
 def write_index(folder, text):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(text)
+
+
+def test_an_old_llama_folders_rotary_frequencies_are_no_weights(tmp_path):
+    model = make_model(model_type="llama")
+    m.save_pretrained(model, tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    break_tensors(lambda state: state.update({name: torch.ones(2)}))(tmp_path)
+    loaded = m.load_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+
+
+def test_rope_parameters_come_before_a_rope_theta_outside(tmp_path):
+    """As in transformers 5."""
+    m.save_pretrained(make_model(), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    inside = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
+    raw |= {"rope_theta": 5e5, inside: {"rope_type": "default", "rope_theta": 2e4}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert m.ModelConfig.load(tmp_path).rope_theta == 2e4
+    raw[inside] = {"rope_type": "default"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert m.ModelConfig.load(tmp_path).rope_theta == 5e5
 
 
 @pytest.mark.parametrize("damage, message", [

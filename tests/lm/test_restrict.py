@@ -167,6 +167,15 @@ def test_any_number_of_slots_plays_the_same_episodes(model, chat, slots):
 
 
 @pytest.mark.fast
+def test_a_token_that_is_not_allowed_means_logprobs_that_are_not_finite():
+    """The sampler draws token 0 then; gcd.py ends with one line."""
+    restriction = Restriction(trie_of([[3, 4], [3, 5]]))
+    restriction.take(3)
+    with pytest.raises(FloatingPointError, match="logprobs are not finite"):
+        restriction.take(0)
+
+
+@pytest.mark.fast
 def test_free_tokens_precede_restricted_ones(model, chat):
     """As when a model first writes a thought; here it is any two tokens."""
     model, responses, streams = model.double(), responses_to_give(chat, NAMES), range(160)

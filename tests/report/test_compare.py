@@ -156,6 +156,9 @@ def test_splits_and_modes_in_common(tmp_path, capsys):
     ('{"outcomes": {"L1": [{"sampled": "1"}]}}', "expected a game's id, and digits 0 and 1"),
     ('{"outcomes": {"L1": [{"game": "a", "sampled": 1}]}}', "game 1, sampled: expected text, found 1"),
     ('{"outcomes": {"L1": [3]}}', "game 1: expected an object"),
+    ('{"outcomes": {"L1": []}, "player": "x"}', "player: expected an object"),
+    ('{"outcomes": {"L1": []}, "games_hash": 3}', "games_hash: expected an object"),
+    ('{"outcomes": {"L1": []}, "prompt": []}', "prompt: expected an object"),
 ])
 def test_a_file_that_cannot_be_compared_is_one_line(tmp_path, capsys, content, named):
     good, bad = write(tmp_path / "a.json", {"a": {"sampled": "1"}}), tmp_path / "bad.json"
@@ -179,6 +182,22 @@ def test_transcripts_of_flipped_games_are_side_by_side(tmp_path, capsys):
     assert line.split("|")[1].strip() == "[1] > fly   (refused)"
     assert "[1]" not in run(capsys, a, b, "--transcripts", 0)[1]
     assert "no transcript is stored" in compare.side_by_side(["x"], [], 48)
+
+
+def test_a_full_page_says_what_it_leaves_out(tmp_path, capsys, monkeypatch):
+    games = {"a": "1", "b": "1"}
+    one = write(tmp_path / "a" / "evaluation.json", {game: {"sampled": "1"} for game in games},
+                [record(game, True, "A kitchen. " * 9) for game in games])
+    two = write(tmp_path / "b" / "evaluation.json", {game: {"sampled": "0"} for game in games},
+                [record("a", False, "A kitchen. " * 9)])
+    texts = []
+    for room in (10 ** 6, 300):
+        monkeypatch.setattr(compare.page, "EPISODE_BYTES", room)
+        run(capsys, one, two, "--html", tmp_path / "page.html")
+        texts.append((tmp_path / "page.html").read_text(encoding="utf-8"))
+    reasons = "no transcript is stored", "left out: the page is full"
+    found = [[text.count(reason) for reason in reasons] for text in texts]
+    assert found == [[1, 0], [0, 2]]                 # of b's second game nothing is stored
 
 
 def test_no_text_becomes_markup_or_a_terminals_command(tmp_path, capsys):

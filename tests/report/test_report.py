@@ -180,7 +180,8 @@ def test_every_logged_number_has_a_chart(tmp_path):
 
 
 def test_stages_are_stacked(tmp_path):
-    last = {"iteration": 2, "time/rollout_s": 3.0, "time/judge_s": 1.0, "time/iteration_s": 9.0}
+    last = {"iteration": 2, "time/rollout_s": 3.0, "time/judge_s": 1.0, "time/iteration_s": 9.0,
+            "time/rollout_device_s": 2.5, "time/game_ms": 120.0}     # parts of a stage, and no seconds
     write_method(tmp_path, "grpo", [*rl_lines(2), last])
     stages = charts.stage_seconds(read.read_runs(tmp_path)[0])
     assert stages == [("rollout", {0: 2.0, 1: 2.0, 2: 3.0}), ("judge", {0: 0.0, 1: 0.0, 2: 1.0}),
@@ -233,7 +234,7 @@ def test_command_repeats_every_flag(tmp_path):
     config = {"group_size": 8, "gcd": False, "resume": True, "model": "a b", "out": None}
     write_method(tmp_path, "grpo", config=config)
     assert tables.command(read.read_runs(tmp_path)[0]) == (
-        "python gcd.py --group-size=8 --no-gcd --resume --model='a b'")
+        "python gcd.py --group-size=8 --no-gcd --model='a b'")
 
 
 @pytest.mark.parametrize("flags", ["", "--no-gcd --iterations 0 --dagger 64", "--algo ppo --kl loss",
@@ -327,8 +328,8 @@ def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
     for name in ("grpo", "grpo+gcd"):
         write_method(tmp_path / "run", name, rl_lines(), success={"L0": 0.5, "L2": 0.5})
     _, caption = write(tmp_path / "run", results=tmp_path / "lab" / "results")
-    assert caption == ["This is one seed. Mean of 5 seeds on L0 (± half the 95 % CI; "
-                       "lab/results/table1_x_result.json): grpo 59.3 ± 5.8."]
+    assert caption == ["This is one seed. Mean of 5 seeds at the settings of lab/results/"
+                       "table1_x_result.json on L0 (± half the 95 % CI): grpo 59.3 ± 5.8."]
     text = " ".join(Page((tmp_path / "run" / "report.html").read_text()).texts)
     assert "5 seeds: 59.3 ± 5.8" in text and "lab/results/table1_x_result.json" in text
 
