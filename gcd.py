@@ -205,12 +205,12 @@ def optimize(run, i, samples, reference):
     """
     config, objective = run.config, run.objective
     parts = batching.minibatches(samples, config.minibatches)
+    if config.kl == "loss":
+        update.write_reference(run.model, reference, samples, objective)
     if config.dtype != "float32":
         update.rescore(run.model, update.with_gradient(itertools.chain(*parts[1:]), objective), objective)
         for sample in parts[0]:
             sample.logprob_sampler, sample.logprob_old = sample.logprob_old, None
-    if config.kl == "loss":
-        update.write_reference(run.model, reference, samples, objective)
     rate, steps = config.lr * lr_factor(config, i), []
     for part in parts:
         compare = not steps and i % DETAIL_EVERY == 0
