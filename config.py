@@ -468,13 +468,11 @@ def is_small(folder):
     """Whether a model folder has the small model's tokenizer, from its file alone."""
     path = Path(folder) / "tokenizer.json"
     try:
-        if not path.is_file():
-            raise FileNotFoundError(files.not_found(path))
         text = path.read_text(encoding="utf-8")
         added = {token["content"] for token in json.loads(text).get("added_tokens", ())}
         return {"<|user|>", "<|im_end|>"} <= added
-    except FileNotFoundError as error:
-        raise ValueError(f"--model={folder}: {error}") from None
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ValueError(f"--model={folder}: {files.not_found(path)}") from None
     except OSError as error:
         raise ValueError(f"--model={folder}: {error.filename}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
