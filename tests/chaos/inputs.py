@@ -227,7 +227,8 @@ def not_numbers(workdir, size):
             save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
         else:
             config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {name: value}))
+            config["rope_parameters"][name] = value            # comes before the field outside
+            (folder / "config.json").write_text(json.dumps(config))
         flags = ["--preset", "small", "--model", folder, "--demonstrations", 0, "--evaluate", "L0"]
         status = child(run(workdir / f"out{k}", *flags), workdir / "output", LIMIT_S)
         text = (workdir / "output").read_text()
