@@ -39,13 +39,15 @@ JUDGE_FILE = "judge.json"     # next to a model: its judge's AUC, where the run'
 class Agent:
     """A model with its chat, and the settings under which it plays.
 
-    settings: the flags that `load` was given; `play` uses them too, unless it is given others.
+    settings: the flags that `load` was given; `play` uses them too, unless it is given others. instruction:
+    what precedes a first observation, if the model was trained with correction.
     """
 
     model: qwen.Model
     chat: Chat
     config: flags.Config
     settings: dict = field(default_factory=dict)
+    instruction: str = ""
 
     def play(self, env, task, seed=0, temperature=TEMPERATURE, **settings):
         """Play one episode. Returns a rollout.Episode; print it for its transcript.
@@ -68,7 +70,8 @@ class Agent:
         chat = make_chat(config, self.chat.tokenizer)
         check_words(config, chat)
         sampling = Sampling(temperature, config.max_response_tokens)
-        spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed))
+        spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed),
+                                   instruction=self.instruction if same else "")
         (game,) = config.environment.make(1)
         with closing(game):
             (episode,) = rollout.play(self.model, chat, [game], [spec], sampling, config.max_turns,
@@ -164,8 +167,10 @@ def load(folder, **settings):
 
 def loaded(config, settings=()):
     """The Agent of the model folder in a Config. settings: see Agent."""
-    chat = open_chat(config, Path(config.model), job.Ranks(0, 1, torch.device("cpu")), plays=True)
-    return Agent(qwen.load_pretrained(config.model), chat, config, dict(settings))
+    folder = Path(config.model)
+    chat = open_chat(config, folder, job.Ranks(0, 1, torch.device("cpu")), plays=True)
+    return Agent(qwen.load_pretrained(folder), chat, config, dict(settings),
+                 resume.played_instruction(folder))
 
 
 def check_words(config, chat):

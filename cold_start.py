@@ -93,7 +93,7 @@ def save(run, learner, rounds, step):
 def save_or_stop(run, learner, step):
     """Save a checkpoint after `step` steps and stop, if asked to; a large model's is saved regularly, too."""
     stops = parallel.any_rank(bool(run.should_stop))
-    if stops or not run.chat.small and step % run.config.checkpoint_every == 0:
+    if stops or not run.chat.small and step and step % run.config.checkpoint_every == 0:
         save(run, learner, 0, step)
     if stops:
         raise Interrupted(None)
@@ -168,7 +168,7 @@ class DaggerPlayer:
 
     def __init__(self, spec, run):
         self.spec, self.chat, self.search_verbs = spec, run.chat, run.environment.search_verbs
-        self.expert = run.environment.online_expert(spec.task, spec.stream)
+        self.new_expert = partial(run.environment.online_expert, spec.task, spec.stream)
         self.rng, self.expert_labels = random.Random(spec.stream), []
         self.share = self.rng.random()
 
@@ -176,7 +176,7 @@ class DaggerPlayer:
         """Token ids of the expert's response to the coming turn; None: the learner plays it."""
         turns = conversation.episode.turns
         if not turns:
-            self.expert_labels = []              # the episode starts, or starts again
+            self.expert, self.expert_labels = self.new_expert(), []        # it starts, or starts again
         self.expert.observe(conversation.reply.observation, (turns[-1].action or "") if turns else None)
         command = self.expert.command()
         tag = rule_tag(conversation.episode, command, self.search_verbs)
@@ -303,14 +303,18 @@ def judge_questions(run, stop):
     places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint,
                               config.label_agreement)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
+    if not chosen:
+        run.warn_once("no judge question", judge.why_none(
+            places, config.judge_labels, f"--judge-demonstrations={n}: no question is shown", "0"))
     judged, written = judge.questions(run.chat, episodes, chosen, run.environment), None
-    if config.judge_kind == "value":
-        return judge.value_samples(judged)
     if writes:       # critic data, which the paper has DeepSeek-V3 write
         prompts = [judge.transcript(question.episode, question.t) for question in judged]
         written = parallel.on_rank0(lambda: run.endpoint.ask(prompts))
         run.log_endpoint()
-    samples, n_written = judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
+    if config.judge_kind == "value":
+        samples, n_written = judge.value_samples(judged), 0
+    else:
+        samples, n_written = judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
     run.log({"phase": "judge demonstrations", "asked": n, "kept": len(samples), "written": n_written})
     return samples
 

@@ -160,15 +160,13 @@ class Config:
     label_agreement: str = setting("add-good", "for rule+endpoint: how the two are combined", AGREEMENTS,
                                    needs=NEEDS_ENDPOINT)
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
-    judge_group_size: int = setting(8, "answers to each question", low=2)
+    judge_group_size: int = setting(8, "answers to each question", low=2, needs=NEEDS_GENERATIVE)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
                                         needs=NEEDS_GENERATIVE, rare=True)
     judge_redraw: bool = setting(False, "ask about other turns in place of those whose answers earn the "
                                  "same: up to 4 rounds of questions", needs=NEEDS_GENERATIVE, rare=True)
     judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
                                   "bit", low=0)
-    judge_grad_cap: float = setting(0.0, "judge gradient norm at most this times the policy's; 0: no cap",
-                                    low=0, rare=True)
     judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=NEEDS_WRITER)
     correction: str = setting("off", "put an instruction before later tasks: from mistakes that the judge "
                               "found, or (control) irrelevant text of equal length",
@@ -177,8 +175,7 @@ class Config:
                                    "model (a small one cannot write)", ("auto", "critiques", "counts"),
                                    needs=NEEDS_CORRECTION)
     correction_every: int = setting(10, "iterations between new instructions", low=1, needs=NEEDS_CORRECTION)
-    correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation",
-                                             needs=NEEDS_CORRECTION)
+    correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation", rare=True)
     endpoint: str = setting("", "URL of a large model's OpenAI-compatible server: "
                             "https://api.deepseek.com/v1")
     endpoint_model: str = setting("deepseek-chat", "the model's name there", needs=NEEDS_ENDPOINT)
@@ -245,13 +242,16 @@ class Config:
         refuse(algorithm.tags and self.prompt not in ("tags", "auto"),
                f"--prompt={self.prompt}: {algo} needs tags")
         known = (*LABELS, *self.environment.labels)
+        refuse(self.judge_demonstrations == 1,
+               "--judge-demonstrations=1: expected 0, or at least 2: half of the questions are on good turns")
         refuse(self.judge_turns % 2, f"--judge-turns={self.judge_turns}: expected an even number: half of "
                "the judged turns are good")
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
         refuse(wrong := envs.wrong_declared(self.environment), f"--env={self.env}: {wrong}")
         refuse(same := sorted({*LABELS} & {*self.environment.labels}),
                f"--env={self.env}: labels: {', '.join(same)} is a kind of the run's own; rename it")
-        refuse(self.gcd and labels in OF_ORACLE and self.environment.oracle is None,
+        asks = self.demonstrations and self.judge_demonstrations
+        refuse((self.gcd or asks) and labels in OF_ORACLE and self.environment.oracle is None,
                f"--judge-labels={labels}: {self.env} has no oracle")
         refuse(self.demonstrations and self.environment.expert is None,
                f"--demonstrations={self.demonstrations}: {self.env} has no expert; 0 starts RL from scratch")
@@ -264,6 +264,8 @@ class Config:
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
                                          (f"--judge-labels={labels}", labels in OF_ENDPOINT)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
+        refuse(self.label_agreement != AGREEMENTS[0] and labels != "rule+endpoint",
+               f"--label-agreement={self.label_agreement}: only with --judge-labels rule+endpoint")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
                f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
         fresh = self.correction != "off" and not self.model

@@ -290,8 +290,7 @@ def open_player(own, config, given, resources):
 
 def head_of(own, config, given, player, facts):
     """What is known of an evaluation before it begins."""
-    folder, modes = Path(config.model), MODES[config.protocol]
-    instruction = config.model and resume.instruction_of(folder, resume.state_beside(folder))
+    modes = MODES[config.protocol]
     if facts["kind"] == "script":                             # it knows no temperature
         modes = {"sampled": None}
     return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
@@ -299,9 +298,9 @@ def head_of(own, config, given, player, facts):
             "seed": config.seed,
             "max_turns": config.evaluation_turns, "temperature": modes["sampled"], "temperatures": modes,
             "max_response_tokens": config.max_response_tokens, "history": config.history,
+            "instruction": resume.played_instruction(Path(config.model)) if config.model else "",
             "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,
-            "on_truncation": config.on_truncation, "instruction": instruction.text if instruction else "",
-            "command": command_of(given)}
+            "on_truncation": config.on_truncation, "command": command_of(given)}
 
 
 def command_of(given):
@@ -329,8 +328,7 @@ def referee(own, config, given, resources):
         split_tasks(config.environment, split)
     player, facts = open_player(own, config, given, resources)
     head = head_of(own, config, given, player, facts)
-    if config.resume:
-        check_same(files.read_json(out / files.EVALUATION), head, out)
+    if continues(config, head, out):
         files.filter_lines(out / files.EPISODES, lambda record: RECORD <= record.keys())
     elif files.holds_run(out):
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
@@ -349,6 +347,18 @@ def referee(own, config, given, resources):
         print(f"evaluation.py: error: {due} games without an answer, the last one because of "
               f"{getattr(player, 'reason', '')}; {kept}", file=sys.stderr)
     return 1 if due else 0
+
+
+def continues(config, head, out):
+    """Whether --resume continues what OUT holds. ValueError if it cannot be continued, unless --overwrite."""
+    if config.resume:
+        try:
+            check_same(files.read_json(out / files.EVALUATION), head, out)
+            return True
+        except ValueError:
+            if not config.overwrite:
+                raise
+    return False
 
 
 def check_same(stored, head, out):

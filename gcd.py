@@ -62,8 +62,8 @@ def iteration(run, i, reference):
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
     judged, answers = judge_turns(run, i, episodes) if config.gcd else ([], [])
-    times.append(time.perf_counter())
     metrics = judge_metrics(run, judged, answers) if config.gcd else {}
+    times.append(time.perf_counter())
     metrics |= assign_credit(run, i, episodes, reference)
     samples = [sample for episode in informative(run, episodes) for sample in batching.samples_of(episode)]
     samples += answers if config.judge_weight else []        # at lambda 0 the update never sees the judge
@@ -131,7 +131,7 @@ def judge_turns(run, i, episodes):
     places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint, config.label_agreement)
     places = sum(parallel.all_gather(places), [])
-    judged, informative, wanted = [], [], config.judge_turns // 2
+    judged, differing, wanted = [], [], config.judge_turns // 2
     for redraw in range(flags.REFILL_ROUNDS if config.judge_redraw else 1):
         chosen = judge.choose(places, config.judge_labels, wanted,
                               stream(seed, 3, redraw) if redraw else seed)
@@ -144,14 +144,14 @@ def judge_turns(run, i, episodes):
         sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
         judge.answer_questions(run.sampler, run.chat, fresh, config.judge_group_size, sampling, seed,
                                config.slots)
-        informative += [question for question in fresh if len(set(question.rewards)) > 1]
-        found = parallel.all_sum({"informative": len(informative)})["informative"]
+        differing += [question for question in fresh if len(set(question.rewards)) > 1]
+        found = parallel.all_sum(len(differing))
         drawn, wanted = {place[:2] for place in chosen}, (config.judge_turns - found) // 2
         places = [place for place in places if place[:2] not in drawn]
         if not (chosen and wanted):
             break
     correction.correct(run, i, judged)
-    return judged, judge.samples(informative if config.judge_redraw else judged, config.judge_normalize_std)
+    return judged, judge.samples(differing if config.judge_redraw else judged, config.judge_normalize_std)
 
 
 def judge_metrics(run, judged, samples):
@@ -284,7 +284,7 @@ def reinforcement(run):
         if config.keep_checkpoints and (i + 1) % config.keep_checkpoints == 0:
             run.keep(i + 1)
         run.stop_if_asked({"iteration": i + 1})
-        if (i + 1) % config.checkpoint_every == 0:
+        if (i + 1) % config.checkpoint_every == 0 and i + 1 < config.iterations:      # then the stage saves
             run.save({"iteration": i + 1})
     run.iteration = None
 
@@ -373,8 +373,8 @@ def train(**settings):
     64
     """
     config = flags.parsed(flags.arguments(settings))
-    trained = config.demonstrations or config.iterations      # else the model is only evaluated
-    if not (trained or config.model):
+    trains = config.demonstrations or config.iterations       # else the model is only evaluated
+    if not (trains or config.model):
         raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
     with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
         resources.push(job.on_exit)
@@ -382,7 +382,7 @@ def train(**settings):
         if finish(prepare(config, ranks, Stop(), resources)):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
-    return load(f"{config.out}/{files.CHECKPOINT}" if trained else config.model, **given)
+    return load(f"{config.out}/{files.CHECKPOINT}" if trains else config.model, **given)
 
 
 def main(argv=None):

@@ -142,11 +142,11 @@ def choose(places, kind, per_class, seed):
     return tossed if kind == "shuffled" else chosen
 
 
-def why_none(places, kind):
-    """A warning for an iteration in which no turn can be judged: which class is missing, and what to try."""
+def why_none(places, kind, first="GCD: no turn was judged", instead="--no-gcd"):
+    """A warning where no turn can be judged: which class is missing, and what to try."""
     counts = {label: sum(place[2] == label for place in places) for label in ANSWERS}
-    return (f"GCD: no turn was judged, because --judge-labels {kind} labels {counts['good']} turns good and "
-            f"{counts['bad']} bad, and both are needed; try another kind, or --no-gcd")
+    return (f"{first}, because --judge-labels {kind} labels {counts['good']} turns good and "
+            f"{counts['bad']} bad, and both are needed; try another kind, or {instead}")
 
 
 def questions(chat, episodes, chosen, environment, first=0):
@@ -320,6 +320,7 @@ def metrics(records):
               **{f"{key}_oracle": value for key, value in agreement(records, oracle).items()},
               "auc_oracle_within_verbs": auc(records, oracle, within_verbs=True),
               "unreadable_frac": verdicts.count(None) / len(verdicts),
-              "variance_frac": sum(len(set(record.rewards)) > 1 for record in records) / len(records),
               "reward": sum(sum(record.rewards) for record in records) / len(verdicts)}
+    if len(verdicts) > len(records):                                  # not a value head's: one verdict each
+        result["variance_frac"] = sum(len(set(record.rewards)) > 1 for record in records) / len(records)
     return {f"judge/{key}": value for key, value in result.items()}

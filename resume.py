@@ -95,6 +95,8 @@ def not_its_own(config, out, state, first):
     """
     if (logged := first.get("run")) != (saved := state.get("run")):
         return f"{out / files.METRICS} is of run {logged}, the checkpoint of run {saved}"
+    if config.model and not state.get("start", True):
+        return f"{out} began with a fresh model, not with --model={config.model}"
     there = state.get("start") and config.model and Path(config.model).is_dir()
     if there and state["start"] != qwen.weights_hash(config.model):
         return f"{out} began with other weights than --model={config.model} holds"
@@ -194,6 +196,13 @@ def state_beside(source):
     """The state of the run whose checkpoint the folder is; {} if it is none."""
     here = source and (source / checkpoint.TRAINER_FILE).is_file()
     return checkpoint.read_trainer(source)["state"] if here else {}
+
+
+def played_instruction(folder):
+    """The text of the instruction under which a model folder's run evaluated it; "" if there is none."""
+    state = state_beside(folder)
+    given = instruction_of(folder, state) if state else None
+    return given.text if given and state["settings"].get("correction_at_evaluation", True) else ""
 
 
 def instruction_of(source, state):

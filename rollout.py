@@ -18,6 +18,7 @@ from infra.signals import time_limit
 from infra.streams import stream
 from lm.engine import Response, Slots
 
+RESTARTS = 5              # of an episode whose game was lost, at most
 LONG_RESPONSE = 150       # tokens of a thought and a command, as long as an untrained model writes; assumed
 
 # What is recorded
@@ -356,13 +357,13 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     return [ended[number] for number in sorted(ended)]
 
 
-def restarted(conversation, loss, most=5):
+def restarted(conversation, loss):
     """A lost conversation started again with other random draws, which may not kill the engine again.
 
-    EpisodeLost if it was restarted `most` times already.
+    EpisodeLost if it was restarted RESTARTS times already.
     """
     spec, restarts = conversation.spec, conversation.episode.restarts + 1
-    if restarts > most:
+    if restarts > RESTARTS:
         raise EpisodeLost(f"task {spec.task.id}: lost {restarts} times: {loss}") from loss
     new = Conversation(spec, conversation.source, conversation.chat, conversation.history,
                        conversation.number)
@@ -404,7 +405,7 @@ def success_rate(counts, plays=1):
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
     low, high = wilson(counts["won"] / plays, counts["episodes"] / plays)
     score = {"score_100": counts["score_100"] / counts["scored"]} if counts["scored"] else {}
-    return {"success": counts["won"] / n, "n": counts["episodes"], "plays": plays, "low": low, "high": high,
+    return {"success": counts["won"] / n, "n": counts["episodes"], "low": low, "high": high,
             "turns": counts["turns"] / n, "invalid_frac": counts["invalid"] / turns,
             "repeated_frac": counts["repeated"] / turns, "truncated_frac": counts["truncated"] / n,
             "restarts": counts["restarts"]} | score | (

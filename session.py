@@ -49,7 +49,7 @@ class Run:
     out: Path
     should_stop: object           # true once the run was asked to stop: see signals.Stop
     identity: dict                # what its checkpoint and metrics share: see resume.begin
-    done: int | None = None       # RL iterations done in the resumed checkpoint; None: none
+    done: int | None = None       # RL iterations in the resumed checkpoint, 0 after its cold start; None: not
     endpoint: Endpoint | None = None                       # the large model's server, if any
     sink: object = None           # what --log sends metrics to: sink(metrics, iteration); rank 0 only
     instruction: correction.Instruction | None = None      # of prompt-based correction
@@ -283,8 +283,8 @@ def open_chat(config, folder, ranks, plays=False):
     parameters, trains = qwen.count_parameters(shape), config.demonstrations or config.iterations
     numbers = sum(parameter.numel() for parameter in trained(model)) if trains else 0
     state = ({"weights": dtype.itemsize * parameters} if plays
-             else state_bytes(parameters, ranks.shards, dtype, numbers, config.lora > 0))
-    check_memory(state, parameters, ranks.shards, dtype, ranks.device)
+             else state_bytes(parameters, ranks.shards, dtype, numbers, config.lora > 0, ranks.copies))
+    check_memory(state, parameters, ranks.world_size, dtype, ranks.device)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
     tokenizer = qwen.load_tokenizer(folder)
@@ -305,10 +305,11 @@ def context_warning(config, chat):
 def load_model(config, folder, ranks, small, state=None):
     """The model of a folder to train, sharded, with adapters and a value head if the flags need them.
 
-    Each rank reads its own part of the weights. state: of the checkpoint that the folder is, if it continues.
+    A head of the folder's that they do not need is dropped: untrained, it would go on answering. Each rank
+    reads its own part of the weights. state: of the checkpoint that the folder is, if it continues.
     ValueError for wrong weights.
     """
-    model = qwen.open_pretrained(folder, True if config.judge_kind == "value" else None)
+    model = qwen.open_pretrained(folder, config.judge_kind == "value")
     model = sharded(choose_trained(model, config), config, ranks, small)
     parallel.collective(lambda: qwen.load_weights(model, folder))
     if config.lora and state:
@@ -372,7 +373,7 @@ def fresh_folder(config, out):
 def objective_of(config):
     """update.Objective by the flags."""
     names = ("sampler_cap", "clip_low", "clip_high", "dual_clip", "reduction", "judge_weight",
-             "judge_grad_cap", "temperature", "max_grad_norm", "microbatch_tokens")
+             "temperature", "max_grad_norm", "microbatch_tokens")
     return update.Objective(config.algorithm.loss, config.algorithm.ratio,
                             **{name: getattr(config, name) for name in names},
                             longest=config.max_turns * config.max_response_tokens,

@@ -40,7 +40,6 @@ class Objective:
     longest: int = 1                      # tokens; the divisor of "constant"
     kl_coef: float = 0.0                  # weight of k3 in the loss; needs logprob_ref
     judge_weight: float = 0.1             # lambda
-    judge_grad_cap: float = 0.0           # judge gradient norm at most this times the policy's; 0: no cap
     temperature: float = 1.0              # the sampler's: logprobs are of the distribution sampled from
     max_grad_norm: float = 1.0            # 0: no clipping
     microbatch_tokens: int = 16384        # padding included
@@ -60,21 +59,20 @@ class NonFinite(FloatingPointError):
 def update(model, optimizer, samples, objective, lr, compare=False):
     """Take one optimizer step on policy and judge samples. Returns metrics, equal on every rank.
 
-        g = g_policy + weight * min(1, cap * |g_policy| / (weight * |g_judge|)) * g_judge
+        g = g_policy + judge_weight * g_judge
 
-    then clipped to max_grad_norm. Without a cap both kinds go through one backward pass, in which a judge
-    answer shares its episode's row; with a cap, or with `compare`, which measures the two gradients' norms
-    and cosine, each kind has its own. All ranks call this; if none has samples, there is no step, and no
-    metrics. Raises NonFinite.
+    then clipped to max_grad_norm. Both kinds go through one backward pass, in which a judge answer shares its
+    episode's row; with `compare`, which measures the two gradients' norms and cosine, each kind has its own.
+    All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
     sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}
     parts, units = weighted_kinds(samples, objective, sums)
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
-    apart, grads = bool(compare or objective.judge_grad_cap), []
-    for kinds in [[kind] for kind in parts] if apart else [[*parts]]:
-        scale = dict.fromkeys(kinds, 1.0) if apart else weight
+    grads = []
+    for kinds in [[kind] for kind in parts] if compare else [[*parts]]:
+        scale = dict.fromkeys(kinds, 1.0) if compare else weight
         if in_tokens := [kind for kind in kinds if kind not in units]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
             for batch in equal_microbatches(model, trained, objective.microbatch_tokens):
@@ -86,8 +84,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
                     empty_loss(model, "value"))
                 (scale[kind] * loss).backward()
         grads.append(parallel.pop_grads(model))
-    weighted, metrics = combined(dict(zip(parts, grads)) if apart else grads, weight, objective)
-    metrics |= loss_metrics(sums, objective) | ({"judge/weight": weight["judge"]} if len(parts) == 2 else {})
+    weighted, metrics = combined(dict(zip(parts, grads)) if compare else grads, weight)
+    metrics |= loss_metrics(sums, objective)
     check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
     step(model, optimizer, weighted, metrics["policy/grad_norm"], objective.max_grad_norm, lr)
@@ -113,7 +111,7 @@ def policy_loss(model, batch, objective, scale, sums):
         ratio_N = losses.sequence_ratio(logprob_N, old_N, sequences(batch, objective.ratio).to(device))
     if objective.loss:
         result = objective.loss(ratio_N, advantage_N)
-        plugins.refuse(wrong_loss(result, ratio_N), objective.loss, "loss")
+        plugins.refuse(wrong_result(result, ratio_N), objective.loss, "loss")
         loss_N, clipped_N = result
     else:
         loss_N, clipped_N = losses.clipped_surrogate(ratio_N, advantage_N, objective.clip_low,
@@ -141,7 +139,7 @@ def policy_loss(model, batch, objective, scale, sums):
     return (torch.tensor([scale[kind] for kind in kinds], device=device) * loss_N).sum()
 
 
-def wrong_loss(result, ratio_N):
+def wrong_result(result, ratio_N):
     """What is wrong with what an algorithm's loss returned; "" if nothing is, or if its input was not
     finite.
     """
@@ -166,6 +164,7 @@ def value_head_loss(model, batch, judged, sums):
     now_B = logit_B.detach()
     sums["nll"] += float(loss_B.detach().sum())
     sums["entropy"] += float(F.binary_cross_entropy_with_logits(now_B, now_B.sigmoid(), reduction="sum"))
+    sums["gap"] = sums["clipped"] = math.nan                             # nothing is sampled, and no ratio
     sums["scored"] += len(batch)
     sums["tokens"] += float(sum(sample.count for sample in batch))
     loss = (count_B * loss_B).sum() / judged
@@ -218,17 +217,14 @@ def with_gradient(samples, objective):
     return [s for s in samples if any(s.advantage) or (objective.kl_coef and s.kind == "policy")]
 
 
-def combined(grads, weight, objective):
+def combined(grads, weight):
     """Combine gradients: [(weight, gradient)] to sum up, and metrics of their norms.
 
-    grads: [the one gradient of all kinds], or {kind: gradient}, of which the judge's weight is then capped.
+    grads: [the one gradient of all kinds, weighted], or {kind: gradient}, not weighted.
     """
     if isinstance(grads, list):
         return [(1.0, grads[0])], {"policy/grad_norm": parallel.norm(grads[0])}
     norms = {kind: parallel.norm(grad) for kind, grad in grads.items()}
-    if objective.judge_grad_cap and weight["judge"] * norms.get("judge", 0.0) > 0:
-        cap = objective.judge_grad_cap * norms.get("policy", 0.0) / (weight["judge"] * norms["judge"])
-        weight["judge"] *= min(1.0, cap)
     return [(weight[kind], grad) for kind, grad in grads.items()], gradient_metrics(grads, norms, weight)
 
 
@@ -280,9 +276,10 @@ def loss_metrics(sums, objective):
         measured = means + weights if total["correction"] else means       # never 0 where there is a weight
         measured += (("kl_nats", "kl"),) if objective.kl_coef and kind == "policy" else ()
         metrics |= {f"{kind}/{key}": total[name] / (total["scored"] or math.nan) for key, name in measured}
+        compared = total["scored"] and not math.isnan(total["gap"])
         metrics |= {f"{kind}/loss": total["loss"] if total["tokens"] else math.nan,
                     f"{kind}/tokens": total["tokens"],
-                    f"{kind}/logprob_gap_max_nats": largest if total["scored"] else math.nan}
+                    f"{kind}/logprob_gap_max_nats": largest if compared else math.nan}
     return metrics
 
 

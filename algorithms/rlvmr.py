@@ -117,7 +117,9 @@ class Method(algorithms.Method):
             raise ValueError(f"--step-weight={settings.step_weight}: 1 - alpha is at most 1")
 
     def assign(self, episodes, decay=1.0):
-        """Write both levels. Metrics: how often each tag is used, and the mean tag reward."""
+        """Write both levels. Metrics: the share of turns in each group of tags ("none": monitor's, and those
+        without a tag), and the mean tag reward.
+        """
         weight, variant = self.settings.step_weight, self.settings.variant
         tag_reward, tag_group = [], []
         for e in episodes:

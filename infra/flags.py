@@ -14,8 +14,9 @@ def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, read=None, s
     """Return a dataclass field for one setting: its default, its meaning and unit, its allowed values.
 
     read: a function from text to value, if the type is not enough. section: heading that begins here in
-    --help. needs: (predicate of all settings, message): where the predicate is False, nothing reads the
-    setting, and giving its flag is a ValueError with the message. rare: only --help all lists it.
+    --help. needs: (predicate of all settings, message): where the predicate is False, the setting's value
+    changes nothing that one could want, and giving its flag is a ValueError with the message. rare: only
+    --help all lists it.
     """
     return field(default=default, metadata=dict(
         help=help, choices=choices, low=low, high=high, read=read, section=section, needs=needs, rare=rare))

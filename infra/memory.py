@@ -3,18 +3,19 @@
 import torch
 
 
-def state_bytes(parameters, ranks, dtype, trained=None, adapters=False):
+def state_bytes(parameters, ranks, dtype, trained=None, adapters=False, copies=1):
     """Return {name: bytes per rank} of training a model with AdamW in compute dtype `dtype`.
 
-    parameters: number of its parameters. trained: number of those that are trained (None: all); with
-    `adapters` they are not among `parameters`, and the sampler is a copy with the adapters merged.
+    parameters: number of its parameters. ranks: those that share a copy of the weights. trained: number of
+    parameters that are trained (None: all); with `adapters` they are not among `parameters`, and the sampler
+    is a copy with the adapters merged. copies: of the weights, each on ranks of its own.
 
     Where nothing is trained (0), there are no moments and no gradients; else two sets of gradients, because
     the policy's and the judge's are computed separately, to be compared. Left out: models that are
     offloaded meanwhile (the KL's reference; PPO's critic and its state).
     """
     compute, trained = torch.finfo(dtype).bits // 8, parameters if trained is None else trained
-    samples_itself = ranks == 1 and dtype == torch.float32 and not adapters        # no copy to generate with
+    samples_itself = ranks * copies == 1 and dtype == torch.float32 and not adapters       # without a copy
     return {"master weights": 4 * (parameters + adapters * trained) / ranks,
             "Adam's moments": 8 * trained / ranks, "gradients": 8 * trained / ranks,
             "sampler": 0 if samples_itself else compute * parameters}

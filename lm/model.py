@@ -412,18 +412,18 @@ def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
 def open_pretrained(folder, value_head=None):
     """The model of a Hugging Face folder on the meta device, without weights.
 
-    value_head: True adds a value head if the folder has none; otherwise the model has a value head if the
-    folder has one. ValueError names the file or tensor that is not as expected.
+    value_head: whether the model has a value head; None: if the folder has one. ValueError names the file or
+    tensor that is not as expected.
     """
     config = ModelConfig.load(folder)
-    new_head = value_head and not config.value_head
     with torch.device("meta"):
-        model = Model(replace(config, value_head=True) if new_head else config)
-    fresh = VALUE_HEAD if new_head else ()
-    check_tensors(folder, weight_files(folder), {
-        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in fresh},
-        config.tie_word_embeddings)
-    return model
+        model = Model(config)
+        check_tensors(folder, weight_files(folder), {
+            name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
+            config.tie_word_embeddings)
+        if value_head in (None, config.value_head):
+            return model
+        return Model(replace(config, value_head=value_head))
 
 
 def load_weights(model, folder):
@@ -437,7 +437,7 @@ def load_weights(model, folder):
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():
-                if name not in targets:    # some folders contain a tied lm_head, but the embedding is used
+                if name not in targets:    # a tied lm_head (the embedding is used), an unwanted value head
                     continue
                 missing.discard(name)
                 parallel.copy_part(targets[name], file.get_slice(name))

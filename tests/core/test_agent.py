@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -31,11 +32,13 @@ from tiny_runs import (
 
 import agent
 import config
+import correction
 import gcd
 import judge
 import rollout
 import session
 from infra import parallel
+from lm import model as qwen
 
 COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
 
@@ -132,6 +135,37 @@ def test_a_value_heads_p_good_is_its_sigmoid(start, tmp_path):
         logit = player.model(torch.tensor([turn.prompt_ids + turn.response_ids]), head="value")[0, -1]
     p_good = player.probability_good(turn.prompt_ids, turn.response_ids)
     assert p_good == pytest.approx(float(logit.sigmoid()))
+    (row,) = rows(tmp_path)
+    assert row["judge/turns"] and "judge/variance_frac" not in row
+    assert all(row[f"judge/{key}"] is None for key in (                    # nan: nothing was sampled
+        "clip_frac", "logprob_gap_nats", "logprob_gap_max_nats"))
+
+
+@pytest.mark.fast
+def test_a_value_head_that_is_trained_no_more_is_dropped(start, tmp_path):
+    """Else `judge` would read it, and not the verdicts that were trained meanwhile."""
+    headed = shutil.copytree(start, tmp_path / "headed")
+    qwen.save_pretrained(qwen.load_pretrained(start, value_head=True), headed)
+    assert gcd.load(headed).model.config.value_head
+    assert train(tmp_path / "run", *start_from(headed), "--iterations", 1) == 0
+    assert not gcd.load(tmp_path / "run" / "checkpoint").model.config.value_head
+
+
+@pytest.mark.fast
+def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path):
+    folder = shutil.copytree(start, tmp_path / "model")
+    trainer = torch.load(folder / "trainer.pt", weights_only=True)
+    text = correction.instruction_phrases()[0]
+    trainer["state"]["instruction"] = asdict(correction.Instruction(text, {}, 3, False))
+    played = []
+    for given in (False, True):
+        trainer["state"]["settings"]["correction_at_evaluation"] = given
+        torch.save(trainer, folder / "trainer.pt")
+        player = gcd.load(folder)
+        assert player.instruction == (text if given else "")
+        played.append(player.play("household", "L0/0", max_turns=1).turns[0].prompt_ids)
+    tokenizer = player.chat.tokenizer
+    assert len(played[1]) > len(played[0]) and text not in tokenizer.decode(played[0])
 
 
 # The judge's AUC

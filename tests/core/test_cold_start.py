@@ -17,6 +17,7 @@ import torch
 import cold_start
 import config
 import correction
+import judge
 import rollout
 from batching import Sample
 from correction import IRRELEVANT, KINDS
@@ -368,6 +369,17 @@ def test_judge_questions_are_balanced(chat, kind):
         labels = [{"good<|im_end|>": 1.0, "bad<|im_end|>": 0.0}[answer] for answer in answers]
         assert all(sample.logprob_old is None for sample in samples)
     assert labels == [1.0, 0.0] * 10                                 # good and bad alternate
+    logged = run.rows[-1]
+    assert (logged["phase"], logged["asked"], logged["kept"]) == ("judge demonstrations", 20, 20)
+
+
+def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(chat, monkeypatch):
+    monkeypatch.setattr(judge, "label_turns", lambda episode, *more: ["good"] * len(episode.turns))
+    run = make_run(chat, "--judge-demonstrations", 4)
+    assert cold_start.judge_questions(run, never) == []
+    (warning,) = (row["warning"] for row in run.rows if "warning" in row)
+    assert warning.startswith("--judge-demonstrations=4: no question is shown, because --judge-labels dense")
+    assert " and 0 bad" in warning and warning.endswith("try another kind, or 0")
 
 
 def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeypatch):
@@ -514,6 +526,21 @@ def dagger(run, judged=()):
     batches = list(cold_start.dagger(run, list(judged), run, 0))
     policy = [s for batch in batches for s in batch if s.kind == "policy"]
     return batches, {(s.turns[0].observation, s.episode): s for s in policy}
+
+
+def test_an_episode_that_starts_again_has_a_new_expert(chat):
+    made = []
+    environment = SimpleNamespace(search_verbs=(), online_expert=lambda task, seed: made.append(seed) or (
+        SimpleNamespace(observe=lambda *seen: None, command=lambda: "look")))
+    spec = EpisodeSpec(None, 0, 7)
+    player = cold_start.DaggerPlayer(spec, SimpleNamespace(environment=environment, chat=chat))
+    turns = []
+    conversation = SimpleNamespace(
+        reply=SimpleNamespace(observation="here"), episode=SimpleNamespace(turns=turns, anchors=[]))
+    for played in (0, 1, 0, 1):
+        turns[:] = [SimpleNamespace(action="look", observation="here", anchor="here", valid=True)] * played
+        player.override(conversation)
+    assert made == [7, 7] and len(player.expert_labels) == 2
 
 
 def test_dagger_imitates_the_experts_commands_and_no_others(dagger_run):

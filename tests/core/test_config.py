@@ -246,9 +246,11 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--no-show-admissible", "--show-admissible: for a model that writes (--model)"),
     ("--thoughts endpoint", "--thoughts: for a model that writes (--model)"),
     ("--correction-every 3", "--correction-every: only with --correction"),
-    ("--no-correction-at-evaluation", "--correction-at-evaluation: only with --correction"),
     ("--rearranged", "--rearranged: only with --games"),
     ("--label-agreement both", "--label-agreement: only with --endpoint"),
+    ("--label-agreement both --endpoint http://127.0.0.1:1 --judge-labels endpoint",
+     "--label-agreement=both: only with --judge-labels rule+endpoint"),
+    ("--judge-kind value --judge-group-size 4", "--judge-group-size: only with --judge-kind generative"),
     ("--judge-kind value --judge-normalize-std",
      "--judge-normalize-std: only with --judge-kind generative"),
     # values
@@ -297,11 +299,13 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--correction critiques --instructions --demonstrations 0", "--correction=critiques: needs --instr"),
     ("--kl loss --kl-coef 0", "--kl-coef=0: expected a number above 0; or --kl none"),
     ("--judge-turns 31", "--judge-turns=31: expected an even number"),
+    ("--judge-demonstrations 1", "--judge-demonstrations=1: expected 0, or at least 2"),
     ("--correction critiques --instructions --correction-from critiques", "--correction-from=critiques: "),
     ("--judge-labels rule+endpoint", "--judge-labels=rule+endpoint: needs --endpoint"),
     # of the environment
     ("--env scienceworld --judge-labels oracle", "--judge-labels=oracle: scienceworld has no oracle"),
     ("--env scienceworld --judge-labels flaws", "--judge-labels=flaws: scienceworld has no oracle"),
+    ("--env scienceworld --no-gcd --judge-labels oracle", "--judge-labels=oracle: scienceworld has no "),
     ("--env scienceworld --admissible-only", "--admissible-only: scienceworld lists templates of commands"),
     ("--env scienceworld --task-ids x", "--task-ids=x"), ("--env alfworld", "--env=alfworld: needs --games"),
     ("--model NOWHERE", "--model=NOWHERE")])

@@ -301,8 +301,11 @@ def test_another_player_or_protocol_does_not_continue(short, referee):
                          (["--player", "first", "--max-turns", 2, "--seed", 1], "seed was 0, is 1")):
         status, _, error = referee(*flags, "--resume")
         assert status == 1 and named in error
-    assert without_seconds(referee("--player", "first", "--max-turns", 2, "--resume")[1]) == without_seconds(
-        result)
+    for more in ([], ["--overwrite"]):                # which a run that can be continued does not need
+        again = referee("--player", "first", "--max-turns", 2, "--resume", *more)[1]
+        assert without_seconds(again) == without_seconds(result)
+    status, other, error = referee("--player", "first", "--max-turns", 3, "--resume", "--overwrite")
+    assert status == 0 and other["max_turns"] == 3 and "the run that" in error and "is now" in error
 
 
 @pytest.mark.fast

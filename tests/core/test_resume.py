@@ -550,6 +550,14 @@ def test_resume_refuses_the_metrics_or_weights_of_a_different_run(start, finishe
     assert_one_error(capsys, f"began with other weights than --model={finished / 'checkpoint'} holds")
 
 
+def test_resume_refuses_a_model_for_a_run_that_began_without_one(tmp_path, start, capsys):
+    fresh = ["--demonstrations", 8, "--judge-demonstrations", 0, "--iterations", 0]
+    assert train(tmp_path, *fresh) == 0 and train(tmp_path, *fresh, "--resume") == 0
+    capsys.readouterr()
+    assert train(tmp_path, *fresh, "--resume", "--model", start) == 1
+    assert_one_error(capsys, f"{tmp_path} began with a fresh model, not with --model={start}")
+
+
 @pytest.mark.fast
 def test_one_process_writes_at_a_time_and_the_error_names_it(start, finished, capsys):
     before = contents(finished)

@@ -214,7 +214,7 @@ def test_a_seed_fixes_the_run(start, trained, tmp_path):
 @pytest.mark.parametrize("flags", [
     "--kl loss --kl-coef 1", "--kl reward --kl-coef 1", "--history 2", "--normalize-std", "--variant code",
     "--reduction episode", "--reduction constant", "--invalid format",
-    "--judge-labels dense", "--judge-grad-cap 0.1", "--judge-weight 0.2", "--judge-labels rule+oracle",
+    "--judge-labels dense", "--judge-weight 0.2", "--judge-labels rule+oracle",
     "--judge-normalize-std",
     "--temperature 0.7", "--preset paper --context 1024 --max-turns 8 --max-response-tokens 16 "
     "--judge-response-tokens 4 --lr 1e-4"])

@@ -20,6 +20,7 @@ from conftest import needs_qwen
 
 import batching
 import config
+from infra import job
 from infra.memory import check_memory, state_bytes
 from lab.bench import lengths, memory, memory_check, simulation
 from lm import attention, lora
@@ -196,6 +197,7 @@ def test_state_bytes_are_those_of_a_model_and_its_optimizer():
         "master weights": 4 * n, "Adam's moments": 8 * 300, "gradients": 8 * 300, "sampler": 0}
     assert state_bytes(n, 1, torch.float32, trained=300, adapters=True) == {
         "master weights": 4 * (n + 300), "Adam's moments": 8 * 300, "gradients": 8 * 300, "sampler": 4 * n}
+    assert state_bytes(n, 1, torch.float32, copies=2)["sampler"] == 4 * n     # wrapped, so it needs a copy
     halves = state_bytes(n, 2, torch.bfloat16)
     assert halves == {"master weights": 2 * n, "Adam's moments": 2 * moments, "gradients": 4 * n,
                       "sampler": 2 * n}
@@ -249,7 +251,7 @@ def test_what_is_not_trained_needs_no_memory_to_train(monkeypatch, flags, plays,
     folder = ROOT / "lab" / "results" / "alfworld_model"
     settings = config.parsed(["--model", str(folder), "--max-turns", "30", *flags.split()])
     size = times * qwen.count_parameters(qwen.ModelConfig.load(folder))
-    ranks = SimpleNamespace(shards=1, device=torch.device("cuda"))
+    ranks = job.Ranks(0, 1, torch.device("cuda"))
     for memory_size, fits in ((size, True), (size - 1, False)):
         card = SimpleNamespace(total_memory=memory_size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
