@@ -68,7 +68,7 @@ def varlen(device, dtype, head_dim):
         cached = partial(cached_by_varlen_attn, varlen_attn) if own else cached_by_operator
         return Varlen(partial(varlen_attn, window_size=(-1, 0), **gqa), cached, shared_by_operator)
     print(f"{reason}: falling back to masked attention, padded rows and decoding without CUDA graphs, which "
-          "is slower", file=sys.stderr)
+          "is slower, and takes memory that grows with the square of --context", file=sys.stderr)
     return None
 
 
@@ -329,10 +329,13 @@ class Forked:
 
 
 def weighted_mean(q_BKQD, k_BKSD, v_BKSD, hidden_B11S):
-    """Attention without the keys that are `hidden`, and the log of each query's sum of exp(score)."""
-    score_BKQS = q_BKQD @ k_BKSD.transpose(-1, -2) * q_BKQD.shape[-1] ** -0.5
+    """Attention without the keys that are `hidden`, and the log of each query's sum of exp(score).
+
+    Scores are in fp32, as in flash attention: rounded to bf16, those of large keys are off by halves.
+    """
     wide = torch.promote_types(q_BKQD.dtype, torch.float32)
-    score_BKQS = score_BKQS.to(wide).masked_fill(hidden_B11S, -torch.inf)
+    score_BKQS = q_BKQD.to(wide) @ k_BKSD.to(wide).transpose(-1, -2) * q_BKQD.shape[-1] ** -0.5
+    score_BKQS = score_BKQS.masked_fill(hidden_B11S, -torch.inf)
     return score_BKQS.softmax(-1).to(v_BKSD.dtype) @ v_BKSD, score_BKQS.logsumexp(-1)
 
 

@@ -200,7 +200,8 @@ class Slots:
         drawn_R = drawn_R + active_R
         self.token_B[rows] = torch.where(active_R, token_R, self.token_B[rows])
         self.drawn_B[rows] = drawn_R
-        self.active_B[rows] = active_R & ~torch.isin(token_R, self.stop_tensor) & (drawn_R < self.limit)
+        stops_R = (token_R[:, None] == self.stop_tensor).any(-1)     # isin sorts many stops, with a host sync
+        self.active_B[rows] = active_R & ~stops_R & (drawn_R < self.limit)
 
     def step(self, rows, context):
         """Run the last token of each active row among `rows`, and draw the next one.

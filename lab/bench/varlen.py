@@ -15,10 +15,11 @@ PATHS = {                   # (queries, keys) of each sequence
     "decode_few": [(1, 1), (1, LONG), (1, 7)],
     "prefill": [(1, 5), (30, LONG), (7, 7), (1, 1), (17, 40)],
     "shared": [(8, 1), (8, LONG), (8, 39)],
+    "shared_one": [(1, 1), (1, LONG), (1, 39)],                     # a sum at one query a row: not used yet
     "packed": [(1, 1), (LONG, LONG), (1, 1), (39, 39)],
     "branched": [(LONG, LONG), (9, 39), (1, LONG), (33, 40)],
 }
-TRAINED = ("packed", "branched")
+TRAINED, SHARED = ("packed", "branched"), ("shared", "shared_one")
 
 
 def errors(varlen, config, device, dtype, longest):
@@ -41,7 +42,8 @@ def errors_of(varlen, path, lengths, config, device, dtype):
         k[first:first + m], v[first:first + m] = torch.randn(2, m, *k.shape[1:])
     inputs = [x.to(device, dtype).requires_grad_(path in TRAINED) for x in (q, k, v)]
     exact = [x.detach().float().requires_grad_(path in TRAINED) for x in inputs]
-    want, sums = zip(*(masked(*(x[a:a + n] for x, a, n in zip(exact, (a, b, b), (n, m, m))), path != "shared")
+    causal = path not in SHARED
+    want, sums = zip(*(masked(*(x[a:a + n] for x, a, n in zip(exact, (a, b, b), (n, m, m))), causal)
                        for a, b, (n, m) in zip(q_first, k_first, lengths)))
     starts = [torch.tensor(x, dtype=torch.int32, device=device)
               for x in ([*q_first, sum(queries)], [*k_first, n_slots])]
@@ -53,7 +55,7 @@ def errors_of(varlen, path, lengths, config, device, dtype):
         (want * direction).sum().backward()
         gradients = [error(x.grad, y.grad) for x, y in zip(inputs, exact)]
         return {path: error(out, want), f"{path}_backward": max(gradients)}
-    if path == "shared":
+    if path in SHARED:
         out, found = varlen.shared(*arguments, keys_B)
         return {path: error(out, want), f"{path}_sums": error(found, torch.cat(sums, 1))}
     return {path: error(varlen.cached(*arguments, keys_B), want)}

@@ -58,6 +58,7 @@ def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys
     assert found["short"]["share"] == 0.1235 and found["right"]["of"] == "a stand-in of 2000 tokens"
     assert [line.split()[1] for line in rest] == ["short"] * 4 + ["met"]
     assert [json.loads(line)["check"] for line in out.read_text().splitlines()] == [*found]
+    assert [*gpu.stored_in(out)] == ["short", "right"]                 # an error is not the last word
 
 
 def test_what_the_file_holds_is_not_run_again_and_time_that_is_up_leaves_the_rest(capsys, monkeypatch,
@@ -90,8 +91,8 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     options = torch.device("cpu"), torch.float32, 60
     config = replace(memory.shape("1.5B"), num_attention_heads=4, head_dim=8)
     exact = paths.errors(right, config, *options)
-    assert [*exact] == ["decode", "decode_few", "prefill", "shared", "shared_sums", "packed",
-                        "packed_backward", "branched", "branched_backward"]
+    assert [*exact] == ["decode", "decode_few", "prefill", "shared", "shared_sums", "shared_one",
+                        "shared_one_sums", "packed", "packed_backward", "branched", "branched_backward"]
     assert max(exact.values()) < 1e-5
     wrong = paths.errors(right._replace(cached=one_key_more), config, *options)
     assert [path for path in exact if wrong[path] > 0.1] == ["decode", "decode_few", "prefill"]
