@@ -12,6 +12,7 @@ probe tells P from N where the command is chosen, and the judge's AUC in each it
 
     python -m lab.studies.cures --seeds 3         # three seeds of every arm
     python -m lab.studies.cures --seeds 10        # ten of the arms that three do not settle, and of GCD's own
+    python -m lab.studies.cures --seeds 20        # and ten new ones, of which only `foretold` is measured
     python -m lab.studies.cures --jobs 0          # only the page, of the stored cells
 
 Left out: other sizes of the flaw and other mixtures of P and N.
@@ -24,8 +25,11 @@ import statistics
 import sys
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from unittest import mock
+
+import torch
 
 import gcd
 import judge
@@ -41,7 +45,9 @@ ITERATIONS, POINTS = 240, 24                  # of a run; its measurements
 DEMONSTRATIONS = 2000                         # of the cold start
 LAST = 10                                     # iterations over which the judge's AUC is averaged
 RIGHT = 0.9                                   # AUC from which a judge counts as right
-ALIVE = (40, 100)                             # iterations at which a flaw that is alive has its leak compared
+ALIVE = (10, 40, 100)                         # iterations at which runs whose flaw is alive are compared
+FORETELLING = {"cosine": itemgetter("cosine"), "leak": leak_of, "q_N": itemgetter("q_N")}
+DRAWS = 1000                                  # of a bootstrap over seeds
 COMMON = ("--env", "lab/envs/twins.py", "--evaluate", "none", "--device", "cpu")
 QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", "0"),
              "coins": ("--judge-labels", "coins"),
@@ -54,6 +60,7 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+GCD, coins": ("--judge-labels", "coins"),
         "+sign, before": ("--judge-labels", "signs")}
 FIRST = 3             # seeds of every arm; further ones of those that they do not settle, and of GCD's own
+NEW = 10              # seeds from here on confirm what the first ten showed; no table has them
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
 
@@ -87,12 +94,18 @@ def name_of(arm):
 
 # The arms with which GCD in RL is compared like for like: further seeds are run of these, too
 OWN = [name_of(arm) for arm in arms() if arm["questions"] == "coins" and not arm["timing"]]
+# Those of the new seeds: of each some runs remove the flaw and some keep it
+CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
+              for questions, arm in (("none", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"))]
 
 
 def cells_of(seeds, iterations=ITERATIONS, names=None):
-    """{name: settings} of all cells, seed by seed. names: from seed FIRST on, only these arms (None: all)."""
+    """{name: settings} of all cells, seed by seed. names: of seeds from FIRST to NEW, only these arms (None:
+    all).
+    """
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
-            for seed in seeds for arm in arms() if seed < FIRST or names is None or name_of(arm) in names}
+            for seed in seeds for arm in arms() if seed < FIRST
+            or (name_of(arm) in CONFIRMING if seed >= NEW else names is None or name_of(arm) in names)}
 
 
 def cold_folder(settings, runs):
@@ -240,21 +253,41 @@ def removed_by_leak(table, limit=0.5):
 
 
 def foretold(table):
-    """{iteration of ALIVE: [AUC, runs that removed the flaw later, all runs]} of the runs that still have it
-    there, q_N of .5 or more: how often the leak of one that removes it is smaller than of one that keeps it.
+    """What tells of a run that still has the flaw, q_N of .5 or more, that it will remove it.
 
-    The leak at the end has fallen with q_N, so it foretells nothing. AUC None: one kind only.
+    Returns {iteration of ALIVE: {"removed", "n": of these runs, measure of FORETELLING: [AUC, low, high]}}.
+    The AUC: how often the measure is smaller in a run that removes the flaw later than in one of the same arm
+    that keeps it, ties half; with its 95 % interval by a bootstrap over seeds. None without such a pair. At
+    the end all three have fallen with the flaw, so they foretell nothing.
     """
     found = {}
     for iteration in ALIVE:
-        leaks = {True: [], False: []}
-        for result in (result for results in table.values() for result in results.values()):
-            point = next((point for point in result["path"] if point["iteration"] == iteration), None)
-            if point and point["q_N"] >= 0.5:
-                leaks[final(result) < 0.5].append(leak_of(point))
-        pairs = [(a < b) + (a == b) / 2 for a in leaks[True] for b in leaks[False]]
-        found[iteration] = [mean_known(pairs), len(leaks[True]), len(leaks[True]) + len(leaks[False])]
+        alive = [(name, seed, final(result) < 0.5, point) for name, results in table.items()
+                 for seed, result in results.items() for point in result["path"]
+                 if point["iteration"] == iteration and point["q_N"] >= 0.5 and point["cosine"] is not None]
+        pairs = [(one, other) for one in alive for other in alive
+                 if one[2] and not other[2] and one[0] == other[0]]
+        found[iteration] = {"removed": sum(run[2] for run in alive), "n": len(alive), **{
+            measure: auc_of([(one[1], other[1], of(one[3]) - of(other[3])) for one, other in pairs])
+            for measure, of in FORETELLING.items()}}
     return found
+
+
+def auc_of(pairs):
+    """[share of the differences below 0, low, high] of (seed, seed, difference); None without any."""
+    if not pairs:
+        return None
+    seeds = sorted({seed for pair in pairs for seed in pair[:2]})
+    one_P, other_P = (torch.tensor([seeds.index(pair[k]) for pair in pairs]) for k in range(2))
+    difference_P = torch.tensor([pair[2] for pair in pairs], dtype=torch.double)
+    win_P = (difference_P < 0).double() + 0.5 * (difference_P == 0)
+    drawn_DS = torch.randint(len(seeds), (DRAWS, len(seeds)), generator=torch.Generator().manual_seed(0))
+    count_DS = torch.zeros(DRAWS, len(seeds), dtype=torch.double).scatter_add_(
+        1, drawn_DS, torch.ones_like(drawn_DS, dtype=torch.double))
+    weight_DP = count_DS[:, one_P] * count_DS[:, other_P]
+    auc_D = (weight_DP @ win_P) / weight_DP.sum(1)
+    low, high = auc_D[~auc_D.isnan()].quantile(torch.tensor([0.025, 0.975], dtype=torch.double)).tolist()
+    return [float(win_P.mean()), low, high]
 
 
 def lags(table):
@@ -307,6 +340,18 @@ def pooled(table, arm, other):
     return paired(*({seed: mean_known(values) for seed, values in side.items()} for side in ends)) | {
         "removed": [sum(end < 0.5 for values in side.values() for end in values) for side in ends],
         "n": len(seeds) * len(COEFFICIENTS) * len(EMBEDDINGS)}
+
+
+def in_common(table, one, other):
+    """[runs in which one removes the flaw, in which the other does, all runs] of two (questions, arm), over
+    the settings and seeds that both have: an arm whose first seeds agree has no more.
+    """
+    ends = [(final(sides[0][seed]), final(sides[1][seed]))
+            for kl, embeddings in itertools.product(COEFFICIENTS, EMBEDDINGS)
+            for sides in [[table.get(name_of(settings_of(questions, arm, kl, embeddings)), {})
+                           for questions, arm in (one, other)]]
+            for seed in sides[0] if seed in sides[1]]
+    return [*(sum(end < 0.5 for end in side) for side in zip(*ends)), len(ends)] if ends else [0, 0, 0]
 
 
 def pairs():
@@ -410,7 +455,24 @@ def draw(table, path):
     common.save(figure, path)
 
 
-def page(table, command, seeds, iterations):
+def foretold_text(found):
+    """What `foretold` returns, as a table."""
+    def text(auc):
+        return "–" if auc is None else "{:.2f} [{:.2f}, {:.2f}]".format(*auc)
+
+    return "\n".join(markdown(
+        ["iteration", "runs with the flaw, and those of them that remove it later", *FORETELLING],
+        [[str(iteration), f"{of['n']}, {of['removed']}", *(text(of[measure]) for measure in FORETELLING)]
+         for iteration, of in found.items()]))
+
+
+def seeds_text(fresh):
+    """Which new seeds there are."""
+    seeds = sorted({seed for of_seed in fresh.values() for seed in of_seed})
+    return f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "not run"
+
+
+def page(table, fresh, command, seeds, iterations):
     """The page's text, from its template in this folder."""
     return PAGE.read_text(encoding="utf-8").format(
         command=command, iterations=iterations, there=sum(map(len, table.values())),
@@ -418,8 +480,10 @@ def page(table, command, seeds, iterations):
         unsettled="; ".join(unsettled(table)) or "none",
         less_grpo=pooled_text(pooled(table, "+GCD", "GRPO")),
         less_coins=pooled_text(pooled(table, "+GCD", "+GCD, coins")),
-        foretold=", ".join(f"{number(auc, '.2f')} at iteration {iteration} ({removed} of {n} removed it)"
-                           for iteration, (auc, removed, n) in foretold(table).items()),
+        sign="{0} and {1} of {2}".format(*in_common(table, ("sign", "GRPO"), ("judge", "GRPO"))),
+        added="{0} and {1} of {2}".format(*in_common(table, ("judge", "+GCD"), ("judge", "GRPO"))),
+        foretold=foretold_text(foretold(table)), confirmed=foretold_text(foretold(fresh)),
+        new_seeds=seeds_text(fresh),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*waiting(table, kl))
                              for kl in COEFFICIENTS),
         **{f"lags_{side}": lags_text(*found) for side, found in lags(table).items()},
@@ -432,15 +496,19 @@ def lags_text(values, never):
     return f"{known} (n {len(values)}; {never} never had a right judge)"
 
 
-def figures_of(table):
+def figures_of(table, fresh):
     """What was found on the paper's claim, for the gallery."""
     def both(questions, arm, embeddings="tied", timing=""):
         return " and ".join(removed_in(table, questions, arm, kl, embeddings, timing=timing)
                             for kl in COEFFICIENTS)
 
     below, above = removed_by_leak(table).values()
-    alive = ", ".join(f"{number(auc, '.2f')} (iteration {iteration})"
-                      for iteration, (auc, *_) in foretold(table).items())
+    early, confirmed = (foretold(runs)[ALIVE[0]] for runs in (table, fresh))
+
+    def of_both(measure):
+        return ", ".join(f"{name} " + "{:.2f} [{:.2f}, {:.2f}]".format(*of[measure]) for name, of in (
+            ("seeds 0 to 9", early), (f"new {seeds_text(fresh)}", confirmed)) if of[measure])
+
     return [{"paper": "Section 3.3 (danger zone)", "picture": "cures.svg",
              "claim": "Next to a right action in similar states a flawed one can run away, although its "
                       "advantage is negative.",
@@ -466,9 +534,11 @@ def figures_of(table):
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
              "found": "Of runs that end with less than half of a push on the action in P arriving in N "
                       f"{below[0]} of {below[1]} removed the flaw, of the others {above[0]} of {above[1]}; "
-                      "but by then the flaw is gone as well. Of runs that still have it a smaller leak goes "
-                      f"with its later removal with an AUC of {alive}: an association. It does not take a "
-                      "judge: see the questions about the sign.",
+                      "but by then the flaw is gone as well. Of runs of one arm that still have it at "
+                      f"iteration {ALIVE[0]}, a smaller cosine of the gradients in P and in N foretells that "
+                      f"it will be removed with an AUC of {of_both('cosine')}; q_N does so with one of "
+                      f"{of_both('q_N')}, the leak of {of_both('leak')}. An association; and it does not "
+                      "take a judge: see the questions about the sign.",
              "agrees": "partly" if below[0] / max(below[1], 1) > above[0] / max(above[1], 1) else "no"}]
 
 
@@ -504,14 +574,17 @@ def verdict(table):
 
 
 def results_of(options):
-    """Run the missing cells, after their cold starts; with --jobs 0 none. Returns `table_of` all stored."""
-    path, everything = options.out / "cures.jsonl", cells_of(range(90), options.iterations)
+    """Run the missing cells, after their cold starts; with --jobs 0 none. Returns `table_of` all stored, of
+    seeds below NEW and of new ones.
+    """
+    path = options.out / "cures.jsonl"
 
-    def stored():
+    def stored(seeds=range(NEW)):
+        everything = cells_of(seeds, options.iterations)
         found = common.finished_cells(path, everything)
         return table_of(everything, {name: record["result"] for name, record in found.items()})
 
-    steps = [FIRST, options.seeds] if options.seeds > FIRST else [options.seeds]
+    steps = [*(seeds for seeds in (FIRST, NEW) if seeds < options.seeds), options.seeds]
     for seeds in steps if options.jobs else ():
         names = None if seeds <= FIRST else {*unsettled(stored()), *OWN}
         requested = cells_of(range(seeds), options.iterations, names)
@@ -520,7 +593,7 @@ def results_of(options):
         colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
         common.make_runs(colds, cold_start, options.jobs, "cold starts")
         common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
-    return stored()
+    return stored(), stored(range(NEW, 90))
 
 
 def main(argv=None):
@@ -536,7 +609,7 @@ def main(argv=None):
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")
     try:
-        table = results_of(options)
+        table, fresh = results_of(options)
     except ValueError as error:
         parser.error(str(error))
     if not table:
@@ -546,15 +619,19 @@ def main(argv=None):
     command = ["python", "-m", "lab.studies.cures", "--seeds", str(options.seeds)]
     if options.iterations != ITERATIONS:
         command += ["--iterations", str(options.iterations)]
-    text = page(table, " ".join(command), there, options.iterations)
+    text = page(table, fresh, " ".join(command), there, options.iterations)
     compared = {f"{one} against {other}": against(table, one, other) for one, other in pairs()}
     common.publish(options.out, "cures", command, there,
                    {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
                     "differences": compared, "removed by leak": removed_by_leak(table),
-                    "foretold by leak": foretold(table), "lags": lags(table),
+                    "foretold": {"first seeds": foretold(table), "new seeds": foretold(fresh)},
+                    "lags": lags(table),
+                    "in common": {
+                        "sign, judge": in_common(table, ("sign", "GRPO"), ("judge", "GRPO")),
+                        "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), ("judge", "GRPO"))},
                     "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
                     "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}},
-                   figures_of(table), text)
+                   figures_of(table, fresh), text)
     print(text)
     return 0
 
