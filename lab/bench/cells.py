@@ -7,7 +7,6 @@ settings of an older run into the current ones. Left out: running cells (lab/ben
 """
 
 import shlex
-import shutil
 
 from config import changed, parse
 from infra import files
@@ -19,11 +18,6 @@ PATH_FLAGS = ("out", "model", "resume", "overwrite", "evaluate", "games")     # 
 NEWER_FLAGS = {"dual_clip": 0.0, "invalid": "admissible", "correction_from": "auto",
                "admissible_only": False, "judge_normalize_std": False, "positions": "rotary",
                "rearranged": False, "untied": False, "judge_redraw": False}
-# Settings that --variant replaced: the paper's form, and the form in each paper's released code
-PAPER_FORM = {"baseline": "episode", "anchor": "state", "composition": "paper", "tag_rewards": "paper",
-              "ppo_form": "turn"}
-CODE_FORM = {"grpo": {"baseline": "turn"}, "gigpo": {"baseline": "turn", "anchor": "raw"},
-             "rlvmr": {"composition": "code", "tag_rewards": "code"}, "ppo": {"ppo_form": "verl-agent"}}
 
 
 # Stored and current settings
@@ -31,27 +25,11 @@ CODE_FORM = {"grpo": {"baseline": "turn"}, "gigpo": {"baseline": "turn", "anchor
 def today(then):
     """Translate a stored run's settings, a dict, into the current flags.
 
-    A flag missing from the settings is newer than the run. A combination that no flag selects any more
-    becomes a variant "mixed: ...", which equals no current value. Keys that are no longer flags stay: they
-    are not compared.
+    A flag missing from the settings is newer than the run. Keys that are no longer flags stay: they are not
+    compared.
     """
-    now = NEWER_FLAGS | then
-    if "variant" in then:
-        return now
-    algorithm = now.get("algo")
-    if algorithm == "rlvmr":
-        now.setdefault("tag_rewards", "code")
-    form = {key: now.pop(key, paper) for key, paper in PAPER_FORM.items()}
-    if now.pop("nthr", False):
-        now["algo"] = "nthr"
-    if form == PAPER_FORM:
-        return now | {"variant": "paper"}
-    if form == PAPER_FORM | CODE_FORM.get(algorithm, {}):
-        if now.get("invalid_unit") == "own":                 # implied by the code's variant
-            del now["invalid_unit"]
-        return now | {"variant": "code"}
-    mixed = [f"{key} {value}" for key, value in form.items() if value != PAPER_FORM[key]]
-    return now | {"variant": f"mixed: {', '.join(mixed)}"}
+    now = {"variant": "paper"} | NEWER_FLAGS | then
+    return now | {"algo": "nthr"} if now.get("nthr") else now
 
 
 def config_of(cell):
@@ -137,27 +115,3 @@ def last_judge(iterations):
     """Mean of each judge metric over the given iterations' metrics: {name without "judge/": mean}."""
     keys = dict.fromkeys(key for line in iterations for key in line if key.startswith("judge/"))
     return {key.removeprefix("judge/"): mean_known(line.get(key) for line in iterations) for key in keys}
-
-
-def adopt(cells, folder, dirty=False):
-    """Copy finished cells of another study: their results, and the checkpoints of cold starts.
-
-    Each copied result names the study's folder and the settings that differ. Rows that must not be run again
-    are skipped, because their settings are unknown. dirty: as in `result_of`. Returns the number of results
-    copied.
-    """
-    taken = 0
-    for cell in cells:
-        source = folder / f"seed{cell.seed}" / (cell.row + cell.suffix)
-        if cell.rerun or not (source / files.STAGES).exists():
-            continue
-        if not cell.result.exists():
-            settings = files.settings_in(files.read_lines(source / files.METRICS)[0])
-            origin = {"command": None, "adopted": folder.name,
-                      "differs": differences_of(settings, cell, ignored=("games",))}
-            files.write_json(cell.result, result_of(cell, source, dirty) | origin)
-            taken += 1
-        if cell.cold and not cell.folder.exists():
-            shutil.copytree(source / "checkpoint", cell.folder / "checkpoint")
-            shutil.copy(source / files.STAGES, cell.folder)
-    return taken

@@ -3,7 +3,8 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
 (bytes by stage), `cpu` (ratios), `share` (the engine's part of a step), `losses` (one seed), `cures` (seeds
-that removed the flaw), `trained` (costs of a trained token) or a benchmark (`hour`: ALFWorld in an hour;
+that removed the flaw), `trained` (costs of a trained token), `pretrained` (coupling: columns, too, end in
+backticks) or a benchmark (`hour`: ALFWorld in an hour;
 `ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if
 any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
 column says what it contains:
@@ -41,7 +42,7 @@ FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default
          "cures": "studies/cures.json",
          "origin": "studies/origin.json", "memory": "memory.json",
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
-         "trained": "trained_tokens.json",
+         "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
          "admissible": "table3_admissible_result.json",
          "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
 
@@ -175,9 +176,15 @@ def trained_row(result, name, _):
             with_half(row["times_full"])]
 
 
+def pretrained_row(result, name, heads):
+    """A model's numbers of lab.studies.pretrained, by the keys at the end of the columns' heads."""
+    keys = [re.search("`(.*)`$", head)[1] for head in heads[1:]]
+    return [name, *(with_half(result["rows"][name][key]).replace("-", "−") for key in keys)]
+
+
 ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
         "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row, "share": share_row,
-        "trained": trained_row}
+        "trained": trained_row, "pretrained": pretrained_row}
 
 
 def cells_of(line):

@@ -11,9 +11,6 @@ CONFIG_result.json and CONFIG.md. Left out: tuning of settings, figures, and run
     python -m lab.bench.table1 --config lab/results/table1_household.json --jobs 0   # print only
     python -m lab.bench.table1 --config lab/results/table1_household.json --rows grpo --seeds 0,1 --jobs 1
     python -m lab.bench.table1 --config lab/results/table1_alfworld_qwen.json --rows grpo --splits L2 --jobs 1
-    python -m lab.bench.table1 --config lab/results/table1_household.json --adopt runs/household --jobs 0
-
---adopt copies finished cells from another folder with subfolders seedK/ROW, and cold starts' checkpoints.
 """
 
 import argparse
@@ -24,7 +21,7 @@ import sys
 from pathlib import Path
 
 from infra import files
-from lab.bench.cells import adopt, check_results
+from lab.bench.cells import check_results
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, percent
 from lab.bench.jobs import run_due, to_run
 from lab.bench.study import COLUMN, PAPER, cells_of, choose, read_config
@@ -233,7 +230,6 @@ def parse(argv):
     parser.add_argument("--seeds", default="", help="only these seeds (0,1); empty: all")
     parser.add_argument("--splits", default="", help="only runs that evaluate these splits (L2); empty: all")
     parser.add_argument("--jobs", type=int, default=2, help="cells run in parallel; 0: print the table only")
-    parser.add_argument("--adopt", default="", help="copy finished cells from this folder (runs/household)")
     parser.add_argument("--dirty", action="store_true",
                         help="store cells run from a tree with uncommitted changes; a + marks their commit")
     options = parser.parse_args(argv)
@@ -243,13 +239,11 @@ def parse(argv):
 
 
 def work(options, config, cells):
-    """Adopt and run cells as the options say; returns the failures. ValueError before anything runs."""
+    """Run cells as the options say; returns the failures. ValueError before anything runs."""
     chosen = choose(cells, options.rows, options.seeds, options.splits)
     if options.jobs > 1 and config.get("processes", 1) > 1:
         raise ValueError(f"--jobs={options.jobs}: "
                          f"each run of this config uses {config['processes']} processes; use --jobs 1")
-    if options.adopt:
-        print(f"adopted {adopt(cells, Path(options.adopt), options.dirty)} cells of {options.adopt}")
     check_results(cells)
     if never := [cell for cell in chosen if cell.rerun and not cell.result.exists()]:
         names = ", ".join(dict.fromkeys(cell.row for cell in never))

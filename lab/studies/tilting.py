@@ -21,31 +21,12 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def tilted_policy(logprob_Y, reward_Y, beta):
-    """Log-probabilities, shape [Y], of the policy that maximizes E[r] - beta KL(pi || pi_ref).
-
-        pi*(y) = pi_ref(y) exp(r(y) / beta) / Z
-
-    Therefore a response of probability 0 (-inf) keeps it, no probability changes by more than a factor
-    exp((r_max - r_min) / beta), and ratios between responses of equal reward do not change.
-    """
-    return (logprob_Y + reward_Y / beta).log_softmax(-1)
-
-
 def tilted(q, beta):
-    """Probability p* of a correct response under the tilted policy: logit p* = logit Q + 1 / beta."""
+    """Probability p* of a correct response under the policy that maximizes E[r] - beta KL(pi || pi_ref).
+
+        pi*(y) = pi_ref(y) exp(r(y) / beta) / Z,   so   logit p* = logit Q + 1 / beta
+    """
     return sigmoid(logit(q) + 1 / beta)
-
-
-def gain(q, beta):
-    """Gain of the tilted policy: p* - Q = Q (1 - Q) (e^(1/beta) - 1) / (1 - Q + Q e^(1/beta))."""
-    growth = math.expm1(1 / beta)
-    return q * (1 - q) * growth / (1 + q * growth)
-
-
-def best_mass(beta):
-    """The Q of the largest gain: 1 / (1 + e^(1 / 2 beta))."""
-    return sigmoid(-1 / (2 * beta))
 
 
 def k3_mass(q, beta, value=1.0):
@@ -93,11 +74,6 @@ def std_mass(q, beta, eps=1e-6):
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) < 0 else (low, middle)
     return sigmoid(low)
-
-
-def signal(q, group):
-    """Probability that the rewards of a group are not all equal: 1 - Q^G - (1 - Q)^G."""
-    return -math.expm1(group * math.log1p(-q)) - q ** group if q < 1 else 0.0
 
 
 def push(p, q, beta, group, outside):

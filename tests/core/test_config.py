@@ -250,7 +250,6 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--label-agreement both", "--label-agreement: only with --endpoint"),
     ("--label-agreement both --endpoint http://127.0.0.1:1 --judge-labels endpoint",
      "--label-agreement=both: only with --judge-labels rule+endpoint"),
-    ("--judge-kind value --judge-group-size 4", "--judge-group-size: only with --judge-kind generative"),
     ("--judge-kind value --judge-normalize-std",
      "--judge-normalize-std: only with --judge-kind generative"),
     # values

@@ -4,13 +4,11 @@
 """
 
 import json
-import subprocess
 
 import pytest
 from stand_in import CONFIG, toy_bench
 
 from lab.bench import cells, study
-from lab.bench.study import ROOT
 from lm import smollm2
 
 pytestmark = pytest.mark.fast
@@ -29,23 +27,13 @@ def cell_of(*flags):
 
 
 # Settings of runs of an older gcd.py, current flags, and the differences
-OWN = {"invalid_unit": "own", "invalid": "format"}
-TURNS = {"baseline": "turn"} | OWN
 THEN = [
     ({"algo": "grpo", "baseline": "episode", "anchor": "state", "ppo_form": "turn"}, ["--algo", "grpo"], {}),
-    ({"algo": "grpo"} | TURNS, ["--algo", "grpo", "--variant", "code"], {}),
-    ({"algo": "grpo"} | TURNS, ["--algo", "grpo", "--invalid", "format"], {"variant": ["code", "paper"]}),
-    ({"algo": "gigpo", "anchor": "raw"} | TURNS, ["--algo", "gigpo", "--variant", "code"], {}),
-    ({"algo": "gigpo", "anchor": "raw"}, ["--algo", "gigpo"], {"variant": ["mixed: anchor raw", "paper"]}),
-    ({"algo": "ppo", "ppo_form": "verl-agent"} | OWN, ["--algo", "ppo", "--variant", "code"], {}),
     ({"algo": "rlvmr", "tag_rewards": "paper"}, ["--algo", "rlvmr"], {}),
-    ({"algo": "rlvmr", "composition": "code"} | OWN, ["--algo", "rlvmr", "--variant", "code"], {}),
-    ({"algo": "rlvmr"}, ["--algo", "rlvmr"], {"variant": ["mixed: tag_rewards code", "paper"]}),
     ({"algo": "grpo", "nthr": True, "nthr_beta": 1.0}, ["--algo", "nthr"], {}),
     ({"algo": "grpo", "nthr": True}, ["--algo", "grpo"], {"algo": ["nthr", "grpo"]}),
     ({"algo": "grpo", "nthr": False}, ["--algo", "nthr"], {"algo": ["grpo", "nthr"]}),
     ({"algo": "grpo"}, ["--algo", "grpo", "--invalid", "format"], {"invalid": ["admissible", "format"]}),
-    ({"algo": "rlvmr", "variant": "paper"}, ["--algo", "rlvmr"], {}),
     ({"algo": "rlvmr", "variant": "code"}, ["--algo", "rlvmr"], {"variant": ["code", "paper"]})]
 
 
@@ -114,23 +102,3 @@ def test_an_iteration_logged_twice_counts_once_with_its_second_record(tmp_path):
     assert result["training"] == [[0, 0.1], [1, 0.3]] and result["iterations"] == 2
     assert result["commits"] == ["a", "b"] and result["resumed"] == 1
     assert result["config"] == {"lr": 1.0}
-
-
-def test_adopted_cells_are_results_and_starts(bench, capsys):
-    """Finished cells of an earlier study's folder are copied, and new rows begin from its cold start."""
-    earlier = bench.folder / "earlier"
-    for row in ("cold", "grpo"):
-        flags = ["--out", earlier / "seed0" / row, "--seed", "0", "--evaluate", "L0,L2", "--lr", "0.5"]
-        subprocess.run([*study.GCD, *flags], check=True, cwd=ROOT)
-    (earlier / "seed0/cold/checkpoint/weights").write_text("its own")
-    (earlier / "seed1/grpo").mkdir(parents=True)                                         # not finished
-    done = len(bench.calls())
-    assert bench.main("--adopt", str(earlier), "--rows", "grpo,grpo+gcd", "--seeds", "0") == 0
-    assert "adopted 2 cells" in capsys.readouterr().out
-    assert bench.calls()[done:] == [("grpo+gcd", 0)]
-    assert (bench.folder / "runs/household/seed0/cold/checkpoint/weights").read_text() == "its own"
-    cell = json.loads((bench.folder / "lab/results/cells/household/grpo/seed0.json").read_text())
-    assert (cell["adopted"], cell["command"]) == ("earlier", None)
-    assert cell["differs"] == {"lr": [0.5, 0.0006], "iterations": [0, 12 if cell["row"] == "grpo" else 0]}
-    assert bench.result()["rows"]["grpo"]["L0"]["seeds"] == {"0": 0.5}
-    assert "lr 0.5 (here 0.0006)" in (bench.folder / "study.md").read_text()

@@ -167,8 +167,3 @@ def test_a_row_with_rerun_is_read_and_never_run(bench, capsys):
     assert "- grpo: a note" in printed.out
     assert "- grpo: not to be run again: no flag does this" in printed.out
     assert bench.result()["rows"]["grpo"]["L0"]["seeds"] == {"0": 0.5}
-    earlier = bench.folder / "earlier/seed1/grpo"
-    earlier.mkdir(parents=True)
-    (earlier / "stages.json").write_text("{}")
-    assert bench.main("--adopt", str(earlier.parent.parent), "--jobs", "0") == 0          # not adopted either
-    assert "adopted 0 cells" in capsys.readouterr().out
