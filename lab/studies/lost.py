@@ -3,7 +3,7 @@
 Each model plays every game of a split once. The expert's `Belief` follows each episode: it contains what the
 observations have revealed. A refusal is counted by the first thing that is wrong with the command:
 
-    python -m lab.studies.lost --models small=runs/a/checkpoint,large=runs/b/checkpoint --split dev \
+    python -m lab.studies.lost --models committed=lab/results/alfworld_model --split L1 \
         --games ../shared/data/alfworld/games.jsonl.gz --max-turns 30 --out lab/results/lost_alfworld.md
 
 All other flags are gcd.py's, those the models were trained with. Left out: other environments.
@@ -103,12 +103,12 @@ def column(player, tasks, temperature):
         return f"{100 * part / total:.1f}" if total else "–"
 
     n = len(episodes)
-    return [share(sum(e.won for e in episodes), n), share(found["refused"], found["turns"]),
+    return [str(n), share(sum(e.won for e in episodes), n), share(found["refused"], found["turns"]),
             share(found["repeated"], found["refused"]),
             *(share(found[name], n) for name in (*REASONS, *LOSSES))]
 
 
-ROWS = ("won, % of episodes", "refused, % of turns", "of these, a command refused before in the episode, %",
+ROWS = ("games, each played once", "won, % of episodes", "refused, % of turns", "of these, a command refused before in the episode, %",
         *(f"first refused, % of episodes: {reason}" for reason in REASONS),
         *(f"lost, % of episodes: {loss}" for loss in LOSSES))
 
