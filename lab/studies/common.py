@@ -42,8 +42,8 @@ def run_cells(path, requested, work, jobs, dirty=False):
 
     requested: {name: settings}, plain values. work(name, settings) returns a cell's result, a dict; `jobs`
     processes run in parallel. A stored cell with other settings is not used, and stays in the file. A cell
-    names the commit that its run began from; ValueError if that has local changes, unless `dirty`. Returns
-    {name: result} in the order of `requested`.
+    names its versions and the commit that its run began from; ValueError if that has local changes, unless
+    `dirty`. Returns {name: result} in the order of `requested`.
     """
     todo, path = missing_cells(path, requested), Path(path)
     commit = check_tree(todo, dirty)
@@ -52,9 +52,15 @@ def run_cells(path, requested, work, jobs, dirty=False):
     with tqdm(total=len(requested), initial=len(requested) - len(todo), desc=path.stem, unit="cell") as bar:
         for name, result in results_of(todo, work, jobs):
             files.append(path, {"cell": name, "settings": todo[name], "commit": commit,
-                                "result": result})
+                                "versions": versions(), "result": result})
             bar.update()
     return {name: record["result"] for name, record in finished_cells(path, requested).items()}
+
+
+def versions():
+    """Of what a cell, or a page, was made with."""
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
 
 
 def check_tree(todo, dirty=False):
@@ -240,9 +246,7 @@ def publish(out, name, command, seeds, found, figures, page):
     files.write_json(Path(out) / f"{name}.json", {
         "study": name, "command": shlex.join(command), "seeds": list(seeds),
         "commits of the cells": sorted({record["commit"] for record in lines if "commit" in record}),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "machine": f"{platform.machine()}, {os.cpu_count()} cores"},
-        "figures": figures} | found)
+        "versions": versions(), "figures": figures} | found)
     files.write_text(Path(out) / f"{name}.md", page)
 
 

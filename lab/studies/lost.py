@@ -108,7 +108,8 @@ def column(player, tasks, temperature):
             *(share(found[name], n) for name in (*REASONS, *LOSSES))]
 
 
-ROWS = ("games, each played once", "won, % of episodes", "refused, % of turns", "of these, a command refused before in the episode, %",
+ROWS = ("games, each played once", "won, % of episodes", "refused, % of turns",
+        "of these, a command refused before in the episode, %",
         *(f"first refused, % of episodes: {reason}" for reason in REASONS),
         *(f"lost, % of episodes: {loss}" for loss in LOSSES))
 
