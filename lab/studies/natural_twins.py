@@ -437,9 +437,11 @@ def draw(table, path, name):
     colors = {"GRPO": "tab:brown", "+GCD": "tab:blue", "+shuffled": "tab:orange"}
     rows = (("trained", "q_N", "q_N, templates of RL"), ("untrained", "q_N", "q_N, untrained templates"),
             ("trained", "auc", "judge's AUC, templates of RL"))
-    figure, axes = pyplot.subplots(3, 4, figsize=(13, 8), sharex=True, sharey=True, layout="constrained",
+    starts = [start for start in QUESTIONS if any(f" after {start}," in name for name in table)]
+    figure, axes = pyplot.subplots(3, len(starts), figsize=(3.25 * len(starts) + 1, 8), sharex=True,
+                                   sharey=True, layout="constrained", squeeze=False,
                                    subplot_kw={"ylim": (0, 1.02)})
-    for column, start in enumerate(QUESTIONS):
+    for column, start in enumerate(starts):
         for (arm, color), kl in ((one, kl) for one in colors.items() for kl in COEFFICIENTS):
             results = table.get(name_of(settings_of(start, arm, kl)), {}).values()
             style = {"color": color, "linestyle": "-" if kl else "--"}
@@ -452,7 +454,7 @@ def draw(table, path, name):
                           label=arm if kl else f"{arm}, no KL", **style)
         axes[0][column].set_title({"none": "no questions", "judge": "judging, other templates",
                                    "detail": "the detail, no command",
-                                   "taught": "taught to judge these, then judging"}[start])
+                                   "taught": "taught to judge these, then judging"}[start], fontsize=9)
         axes[-1][column].set_xlabel("RL iteration")
         if axes[0][column].get_lines():
             axes[0][column].legend(fontsize=7)
@@ -494,7 +496,8 @@ def figures_of(table, model, name):
 # The command
 
 def results_of(options, name):
-    """Run the missing cells seed by seed; with --jobs 0 none. Returns `table_of` all stored.
+    """Run the missing cells seed by seed; with --jobs 0 none. Returns `table_of` all that are stored of
+    --starts.
 
     A seed's cold starts are made first, and removed when its cells are done.
     """
@@ -513,7 +516,7 @@ def results_of(options, name):
         common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
         for folder in folders:
             shutil.rmtree(folder)
-    everything = cells_of(range(90), options.iterations, model)
+    everything = cells_of(range(90), options.iterations, model, options.starts)
     found = common.finished_cells(path, everything)
     return table_of(everything, {cell: record["result"] for cell, record in found.items()})
 
@@ -523,7 +526,7 @@ def main(argv=None):
                                      description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0")
     parser.add_argument("--starts", type=lambda text: text.split(","), default=[*QUESTIONS],
-                        help=f"those to run, of {','.join(QUESTIONS)} (default: all)")
+                        help=f"those to run and to show, of {','.join(QUESTIONS)} (default: all)")
     parser.add_argument("--small", action="store_true", help="the small model from scratch, not SmolLM2")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
     common.add_cells(parser, 1, RUNS)
