@@ -555,7 +555,7 @@ def main(argv=None):
         command += [flag, value] if value != usual else []
     text = page(table, " ".join(command), there, model, name)
     compared = {f"{one} against {other}": {part: against(table, one, other, part) for part in MEASURED}
-                for one, other in pairs()}
+                for one, other in pairs() if one in table and other in table}
     common.publish(options.out, name, command, there,
                    {"rows": [{"name": arm} | arm_row(of_seed) for arm, of_seed in table.items()],
                     "differences": compared}, figures_of(table, model, name), text)
