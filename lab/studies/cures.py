@@ -12,7 +12,7 @@ probe tells P from N where the command is chosen, and the judge's AUC in each it
 
     python -m lab.studies.cures --seeds 3         # three seeds of every arm
     python -m lab.studies.cures --seeds 10        # ten of the arms that three do not settle, and of GCD's own
-    python -m lab.studies.cures --seeds 20        # and ten new ones, of which only `foretold` is measured
+    python -m lab.studies.cures --seeds 20        # and ten new ones, of four arms with a KL
     python -m lab.studies.cures --jobs 0          # only the page, of the stored cells
 
 Left out: other sizes of the flaw and other mixtures of P and N.
@@ -97,6 +97,8 @@ OWN = [name_of(arm) for arm in arms() if arm["questions"] == "coins" and not arm
 # Those of the new seeds: of each some runs remove the flaw and some keep it
 CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
               for questions, arm in (("none", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"))]
+NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENTS[0], embeddings))
+                         for embeddings in EMBEDDINGS]        # and the control of GCD's labels
 
 
 def cells_of(seeds, iterations=ITERATIONS, names=None):
@@ -105,7 +107,7 @@ def cells_of(seeds, iterations=ITERATIONS, names=None):
     """
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
             for seed in seeds for arm in arms() if seed < FIRST
-            or (name_of(arm) in CONFIRMING if seed >= NEW else names is None or name_of(arm) in names)}
+            or (name_of(arm) in NEW_ARMS if seed >= NEW else names is None or name_of(arm) in names)}
 
 
 def cold_folder(settings, runs):
@@ -325,21 +327,33 @@ def against(table, one, other):
     return common.paired_arms(table, one, other, final)
 
 
-def pooled(table, arm, other):
+def pooled(table, arm, other, coefficients=COEFFICIENTS):
     """Of two arms after coins, final q_N of one minus the other's: a seed's mean over KLs and embeddings, its
     interval over the seeds that have all of these; and in how many runs of these seeds each removed the flaw.
 
     None below two such seeds.
     """
     found = [[table.get(name_of(settings_of("coins", each, kl, embeddings)), {})
-              for kl in COEFFICIENTS for embeddings in EMBEDDINGS] for each in (arm, other)]
+              for kl in coefficients for embeddings in EMBEDDINGS] for each in (arm, other)]
     seeds = sorted(set.intersection(*({*results} for side in found for results in side)))
     if len(seeds) < 2:
         return None
     ends = [{seed: [final(results[seed]) for results in side] for seed in seeds} for side in found]
     return paired(*({seed: mean_known(values) for seed, values in side.items()} for side in ends)) | {
         "removed": [sum(end < 0.5 for values in side.values() for end in values) for side in ends],
-        "n": len(seeds) * len(COEFFICIENTS) * len(EMBEDDINGS)}
+        "n": len(seeds) * len(coefficients) * len(EMBEDDINGS)}
+
+
+def again(table, fresh):
+    """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones and of all."""
+    everything = {name: table.get(name, {}) | fresh.get(name, {}) for name in NEW_ARMS}
+    return {other: {seeds: pooled(of_seeds, "+GCD", other, COEFFICIENTS[:1]) for seeds, of_seeds in (
+        ("first", table), ("new", fresh), ("all", everything))} for other in ("GRPO", "+GCD, coins")}
+
+
+def of_confirming(fresh):
+    """The new seeds' runs that `foretold` was predicted of."""
+    return {name: fresh[name] for name in CONFIRMING if name in fresh}
 
 
 def in_common(table, one, other):
@@ -482,7 +496,9 @@ def page(table, fresh, command, seeds, iterations):
         less_coins=pooled_text(pooled(table, "+GCD", "+GCD, coins")),
         sign="{0} and {1} of {2}".format(*in_common(table, ("sign", "GRPO"), ("judge", "GRPO"))),
         added="{0} and {1} of {2}".format(*in_common(table, ("judge", "+GCD"), ("judge", "GRPO"))),
-        foretold=foretold_text(foretold(table)), confirmed=foretold_text(foretold(fresh)),
+        foretold=foretold_text(foretold(table)), confirmed=foretold_text(foretold(of_confirming(fresh))),
+        again="; ".join(f"less that of {other}, {seeds} seeds {pooled_text(found)}"
+                        for other, of in again(table, fresh).items() for seeds, found in of.items()),
         new_seeds=seeds_text(fresh),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*waiting(table, kl))
                              for kl in COEFFICIENTS),
@@ -624,7 +640,9 @@ def main(argv=None):
     common.publish(options.out, "cures", command, there,
                    {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
                     "differences": compared, "removed by leak": removed_by_leak(table),
-                    "foretold": {"first seeds": foretold(table), "new seeds": foretold(fresh)},
+                    "foretold": {"first seeds": foretold(table),
+                                 "new seeds": foretold(of_confirming(fresh))},
+                    "again": again(table, fresh),
                     "lags": lags(table),
                     "in common": {
                         "sign, judge": in_common(table, ("sign", "GRPO"), ("judge", "GRPO")),

@@ -37,7 +37,8 @@ def test_the_arms_are_those_of_the_design():
     few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
     assert len(few) == 3 * len(names) and len(more) == len(few) + 2
     new = cures.cells_of(range(cures.NEW, cures.NEW + 2), 24, {names[0]})
-    assert len(new) == 2 * len(cures.CONFIRMING) == 12 and set(cures.CONFIRMING) < set(names)
+    assert len(new) == 2 * len(cures.NEW_ARMS) == 16
+    assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 
@@ -151,6 +152,10 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     assert found["seeds"] == {0: pytest.approx(0.15 - 0.9), 1: pytest.approx(0.2 - 0.6)}
     assert found["removed"] == [8, 0] and found["n"] == 8
     assert cures.pooled({}, "+GCD", "GRPO") is None
+    with_kl = cures.pooled(table, "+GCD", "GRPO", (0.01,))         # two settings, and both have two seeds
+    assert with_kl["seeds"] == {0: pytest.approx(0.05 - 0.9), 1: pytest.approx(0.2 - 0.6)}
+    found = cures.again(table, {name: {2: result(0.3, 0.5)} for name in cures.NEW_ARMS})
+    assert found["GRPO"]["new"] is None and [*found["GRPO"]["all"]["seeds"]] == [0, 1, 2]
 
 
 @pytest.mark.fast
