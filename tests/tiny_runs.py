@@ -95,15 +95,20 @@ def assert_one_error(capsys, message):
 
 
 def random_qwen(folder, tokenizer, family="Qwen2", **changes):
-    """Write a random Qwen of 5 million parameters, nearly all in the embedding of the real vocabulary.
+    """Write a random Qwen, with the real vocabulary 5 million parameters, nearly all in its embedding.
 
-    tokenizer: a folder with the hub's tokenizer files; only these are copied. family: "Qwen2" or "Qwen3".
+    tokenizer: a folder with the hub's tokenizer files, or cut ones (conftest.cut_tokenizer); only these are
+    copied. family: "Qwen2" or "Qwen3".
     """
     import transformers
     torch.manual_seed(0)
+    tokens = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    last = max(token["id"] for token in tokens)
+    vocabulary = 151936 if last > 151000 else last + 1             # Qwen's has some more rows than tokens
     shape = getattr(transformers, f"{family}Config")(
-        vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True, **changes)
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+        **changes)
     getattr(transformers, f"{family}ForCausalLM")(shape).save_pretrained(folder)
     for path in tokenizer.glob("tokenizer*.json"):
         shutil.copy(path, folder)

@@ -103,9 +103,9 @@ def main(argv=None):
 
 # Analysis
 
-def passes(right, k, each=EACH):
-    """Mean pass@k over problems. right: number of correct responses of `each` per problem."""
-    return statistics.fmean(tilting.pass_at(k, each, c) for c in right)
+def passes(right, k, each=None):
+    """Mean pass@k over problems. right: number of correct responses of `each` (None: EACH) per problem."""
+    return statistics.fmean(tilting.pass_at(k, each or EACH, c) for c in right)
 
 
 def compared(before, after):

@@ -224,11 +224,11 @@ def is_correct(actor, task, response):
     return not response.truncated and command is not None and task.problem.is_solved_by(command)
 
 
-def correct_responses(actor, split, each=EACH, temperature=1.0):
-    """For each problem of a split, the ids of its correct responses."""
+def correct_responses(actor, split, each=None, temperature=1.0):
+    """For each problem of a split, the ids of its correct responses, of `each` (None: EACH) sampled ones."""
     tasks = actor.config.environment.split_tasks(split)
     return [[response.ids for response in responses if is_correct(actor, task, response)]
-            for task, responses in zip(tasks, respond(actor, tasks, each, temperature=temperature))]
+            for task, responses in zip(tasks, respond(actor, tasks, each or EACH, temperature=temperature))]
 
 
 def rare(base, split, correct, drawn):

@@ -14,7 +14,7 @@ from itertools import islice
 
 import pytest
 import torch
-from conftest import EMPTY_THOUGHT, QWEN_TOKENIZER, WITHOUT_QWEN
+from conftest import EMPTY_THOUGHT, QWEN_TOKENIZER, needs_qwen
 from safetensors.torch import load_file
 from test_household import GAMES
 from tiny_runs import (
@@ -128,11 +128,9 @@ def test_a_small_model_is_not_asked_for_critiques(instructed, tmp_path, capsys):
 # A Hugging Face model on real games
 
 @pytest.fixture(scope="module")
-def qwen_folder(tmp_path_factory):
-    """A random Qwen2 with the real tokenizer."""
-    if not (QWEN_TOKENIZER / "tokenizer.json").is_file():
-        pytest.skip(WITHOUT_QWEN)
-    return random_qwen(tmp_path_factory.mktemp("qwen"), QWEN_TOKENIZER)
+def qwen_folder(short_qwen, tmp_path_factory):
+    """A random Qwen2 with its tokenizer, cut."""
+    return random_qwen(tmp_path_factory.mktemp("qwen"), short_qwen)
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +141,12 @@ def games():
     return GAMES
 
 
-def test_a_hugging_face_model_trains_on_real_games(qwen_folder, games, tmp_path):
-    """With the paper's preset, the default for such models. No episode is won; the KL gives the gradient."""
+@needs_qwen
+def test_a_hugging_face_model_trains_on_real_games(games, tmp_path):
+    """With the real tokenizer and the paper's preset, the default for such models. No episode is won; the KL
+    gives the gradient.
+    """
+    qwen_folder = random_qwen(tmp_path / "qwen", QWEN_TOKENIZER)
     flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 8 "
              "--judge-response-tokens 8 --context 4096 --dtype float32 --lr 6e-4").split()
     assert train(tmp_path, "--model", qwen_folder, "--games", games, *flags) == 0
@@ -283,10 +285,10 @@ def engines():
 
 
 @pytest.fixture
-def train_scripted(monkeypatch, qwen_folder, qwen_tokenizer, short_games, engines, tmp_path):
+def train_scripted(monkeypatch, qwen_folder, short_games, engines, tmp_path):
     """train_in(benchmark, *flags): train a random Qwen2 on two tasks of at most four turns with a Script."""
     games, commands = short_games
-    script = Script(qwen_tokenizer, commands)
+    script = Script(qwen.load_tokenizer(qwen_folder), commands)
     begin, draw, next_stream = engine.Slots.begin, engine.Slots.draw, rollout.Conversation.next_stream
     texts = {}                                      # (Slots, row): the ids of the response being sampled
 
@@ -354,10 +356,10 @@ def test_every_method_trains_a_hugging_face_model_and_some_on_the_engines(train_
 
 
 @pytest.mark.parametrize("style", ["think", "tags"])
-def test_a_qwen3_trains_with_thoughts_and_without(train_scripted, qwen3_tokenizer_folder, tmp_path_factory,
-                                                  tmp_path, monkeypatch, style):
+def test_a_qwen3_trains_with_thoughts_and_without(train_scripted, short_qwen3, tmp_path_factory, tmp_path,
+                                                  monkeypatch, style):
     """GCD: its responses are parsed and its questions encoded as Qwen2's; the saved model is a Qwen3."""
-    folder = random_qwen(tmp_path_factory.mktemp("qwen3"), qwen3_tokenizer_folder, "Qwen3", head_dim=16)
+    folder = random_qwen(tmp_path_factory.mktemp("qwen3"), short_qwen3, "Qwen3", head_dim=16)
     started, begin = [], engine.Slots.begin                      # the prompts of all turns and questions
     monkeypatch.setattr(engine.Slots, "begin", lambda slots, rows, prompts, *more, **named: (
         started.extend(prompts), begin(slots, rows, prompts, *more, **named))[1])

@@ -15,13 +15,11 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import (
-    QWEN_TOKENIZER,
     Corridor,
     Recorder,
     assert_same,
     flat,
     make_specs,
-    needs_qwen,
     rounding,
 )
 from test_engine import assert_frequencies, splitmix64
@@ -452,8 +450,7 @@ def test_tags_before_restricted_commands_are_trained(half_won, tmp_path):
                for row in rows(tmp_path))
 
 
-@needs_qwen
-def test_a_hugging_face_models_commands_are_restricted(tmp_path, monkeypatch):
+def test_a_hugging_face_models_commands_are_restricted(short_qwen, tmp_path, monkeypatch):
     """A random model never reaches a command by itself, so here each command starts after one token (and is
     malformed, without a thought). --kl, which the paper's preset sets, gives steps with a logprob gap."""
     monkeypatch.setattr(Chat, "command_starts", lambda self, ids: len(ids) == 1)
@@ -461,7 +458,7 @@ def test_a_hugging_face_models_commands_are_restricted(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout.Conversation, "submit", lambda self, response, *more: (
         submitted.append((self.reply.admissible, self.chat.decode(response.ids), response)),
         submit(self, response, *more))[1])
-    model = random_qwen(tmp_path / "qwen", QWEN_TOKENIZER)
+    model = random_qwen(tmp_path / "qwen", short_qwen)
     flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 24 "
              "--judge-response-tokens 8 --context 4096 --dtype float32 --lr 6e-4 --admissible-only").split()
     assert train(tmp_path / "run", "--model", model, *flags) == 0
