@@ -12,12 +12,12 @@ import json
 import math
 import os
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from conftest import Recorder, assert_same, config, flat, with_value_head
@@ -233,11 +233,9 @@ def main(out):
 
 
 def test_two_ranks_have_the_gradients_of_one(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    run = subprocess.run([*torchrun, __file__, tmp_path], timeout=200, check=False, capture_output=True,
-                         text=True, env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-                                                      "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr[-4000:]
+    run = forked.run([__file__, tmp_path], os.environ | {
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}, tmp_path, ranks=2, timeout=200)
+    assert run.returncode == 0, run.text[-4000:]
     gradients, metrics = (torch.load(tmp_path / "gradients.pt"),
                           json.loads((tmp_path / "metrics.json").read_text()))
     for (want, expected), got, logged in zip(on_ranks(ALONE), gradients, metrics, strict=True):

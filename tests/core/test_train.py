@@ -21,6 +21,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from conftest import rounding
@@ -456,11 +457,9 @@ def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
             break
         shutil.rmtree(tmp_path / "one")
     assert rows(tmp_path / "one")[0]["rollout/truncated_frac"] > 0             # some end early
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-               ROOT / "gcd.py", *TINY, "--out", tmp_path / "two", *flags, seed]
-    done = subprocess.run([str(part) for part in command], timeout=240, check=False, capture_output=True,
-                          text=True, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-4000:]
+    command = [ROOT / "gcd.py", *TINY, "--out", tmp_path / "two", *flags, seed]
+    done = forked.run(command, ENVIRONMENT, tmp_path, ranks=2, timeout=240)
+    assert done.returncode == 0, done.text[-4000:]
     one, two = (numbers(tmp_path / name, "cold_start") for name in ("one", "two"))
     assert len(one) == len(two) > 2 and one == [pytest.approx(row, rel=1e-5) for row in two]
     assert any(row.get("cold_start/judge_loss") for row in one)                # in the second stage only

@@ -2,7 +2,7 @@
 
     python -m pytest tests/infra/test_parallel.py
 
-Two ranks are this file run by torchrun over gloo (`main` below); one rank is a plain call of the same
+Two ranks are this file run over gloo (`main` below; tests/forked.py); one rank is a plain call of the same
 functions. Oracles: torch's autograd and `clip_grad_norm_` on an unsharded model.
 """
 
@@ -11,11 +11,11 @@ import errno
 import json
 import os
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 import torch.nn.functional as F
@@ -321,23 +321,21 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(one, tmp_path_factory):
     """The folder of the same run on two ranks, which also resumed `one`. Fails if a rank hangs."""
-    return torchrun(2, tmp_path_factory.mktemp("two"), one)
+    return on_ranks(2, tmp_path_factory.mktemp("two"), one)
 
 
 @pytest.fixture(scope="module")
 def four(two, tmp_path_factory):
     """The folder of the same run on four ranks, which also resumed `two`."""
-    return torchrun(4, tmp_path_factory.mktemp("four"), two)
+    return on_ranks(4, tmp_path_factory.mktemp("four"), two)
 
 
-def torchrun(n, out, source):
+def on_ranks(n, out, source):
     """Run `main` on n ranks; returns its folder."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)]
-    run = subprocess.run([*command, __file__, out, source], timeout=300, check=False,
-                         capture_output=True, text=True, cwd=ROOT,
-                         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert run.stdout.count("done") == 1, run.stdout
+    done = forked.run([__file__, out, source], os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                      out, n)
+    assert done.returncode == 0, done.text[-4000:]
+    assert done.text.count("done") == 1, done.text
     return out
 
 

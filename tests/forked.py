@@ -1,0 +1,58 @@
+"""Programs in processes of their own that are forked from one which has loaded torch and transformers.
+
+A start takes a second of CPU time in place of five, and ranks that torchrun would start three in place of
+thirteen. The project's modules are imported afresh in each. Left out: what torchrun does besides (restarts,
+watching), which has tests of its own in infra/test_nodes.py and infra/test_failing.py.
+"""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
+             "safetensors.torch", "transformers.models.auto.tokenization_auto")
+
+
+def program(arguments, environment, output):
+    """Run a Python file as __main__, with these arguments and environment, and its output in a file."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = arguments
+    sys.path[:0] = [str(Path(arguments[0]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+def run(arguments, environment, folder, ranks, timeout=300):
+    """Run a Python file on some ranks, as torchrun does, with their output in files in `folder`.
+
+    Returns a namespace: returncode, the first of a rank that is not 0, and text, all they printed. The ranks
+    are killed after `timeout` seconds; returncode is then that of the signal.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*LIBRARIES])
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    outputs, started = [folder / f"rank{rank}.txt" for rank in range(ranks)], time.monotonic()
+    processes = [context.Process(target=program, args=(
+        [*map(str, arguments)], {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank),
+                                 "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                                 "MASTER_ADDR": "localhost", "MASTER_PORT": port}, output))
+        for rank, output in enumerate(outputs)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(1, timeout - (time.monotonic() - started)))
+        process.kill()
+        process.join()
+    codes = [process.exitcode for process in processes if process.exitcode]
+    return SimpleNamespace(returncode=codes[0] if codes else 0,
+                           text="".join(output.read_text() for output in outputs if output.exists()))
