@@ -351,8 +351,9 @@ def merged(table, fresh):
 
 def again(table, fresh):
     """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones and of all."""
-    return {other: {seeds: pooled(of_seeds, "+GCD", other, COEFFICIENTS[:1]) for seeds, of_seeds in (
-        ("first", table), ("new", fresh), ("all", merged(table, fresh)))} for other in ("GRPO", "+GCD, coins")}
+    sides = {"first": table, "new": fresh, "all": merged(table, fresh)}
+    return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
+            for other in ("GRPO", "+GCD, coins")}
 
 
 def of_confirming(fresh):
