@@ -129,7 +129,6 @@ def files_used_by(path):
     return imported_files(tree(path), ".".join(path.relative_to(ROOT).parent.parts))
 
 
-@pytest.mark.fast
 def test_no_import_circle():
     assert circle({name(path): files_used_by(path) for path in CODE}) == []
 

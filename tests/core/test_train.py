@@ -77,7 +77,6 @@ def prepared(out, *flags):
     return session.prepare(settings, job.setup("cpu"), False, ExitStack())
 
 
-@pytest.mark.fast
 def test_the_recorded_task_types_of_the_cold_start_are_those_of_the_weights(tmp_path):
     """Through RL and through --resume; None without a cold start."""
     few = ["--demonstrations", 4, "--judge-demonstrations", 0, "--cold-start-types"]
@@ -152,7 +151,6 @@ def test_stages_and_episodes(trained):
     assert judged and all(len(turn["verdicts"]) == 4 and turn["label"] for turn in judged)
 
 
-@pytest.mark.fast
 def test_the_checkpoint_loads_in_transformers(trained):
     assert_loads_in_transformers(trained / "checkpoint", "go to cabinet 1")
 

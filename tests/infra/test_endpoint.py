@@ -737,7 +737,6 @@ def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, fl
     assert connect(server, limit=0).ask(["a", "b", "c"]) == ["A: a", "A: b", "A: c"]   # all cached
 
 
-@pytest.mark.fast
 def test_an_endpoint_that_dies_midway_and_works_again(serve, connect, tmp_path):
     def die(handler):
         handler.connection.close()

@@ -127,7 +127,6 @@ def share_good(player, prompt_ids, response_ids, n=500):
     return readable.count("good") / len(readable), len(readable)
 
 
-@pytest.mark.fast
 def test_p_good_is_the_share_of_good_among_sampled_answers(player):
     """Within 4.5 standard deviations, of the random model and of the committed one."""
     committed = agent.load(COMMITTED)
@@ -206,7 +205,6 @@ def test_a_game_that_does_not_exist_is_named(name, tmp_path, capsys, monkeypatch
     assert "none" in capsys.readouterr().err
 
 
-@pytest.mark.fast
 def test_the_committed_model_plays_at_once(capsys, monkeypatch):
     """It was trained on real games and wins most generated ones too; to try it, no games are needed.
 
@@ -222,7 +220,6 @@ def test_the_committed_model_plays_at_once(capsys, monkeypatch):
     assert sum(path.stat().st_size for path in COMMITTED.iterdir()) < 2.5e6
 
 
-@pytest.mark.fast
 def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
     """A model of random weights gives no command otherwise."""
     load = agent.qwen.load_pretrained

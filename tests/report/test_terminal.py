@@ -103,7 +103,6 @@ def test_a_games_texts_are_printable_and_json_is_exact(as_json, capsys, monkeypa
         assert text == f"{SHOWN}reset\n> {SHOWN}\\u001b[2J\n> {SHOWN}\\udcff\n> \n"
 
 
-@pytest.mark.fast
 def test_what_a_model_says_is_printable(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed(""))
     monkeypatch.setattr(play, "play", lambda *_: print(OBEYED))
