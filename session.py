@@ -49,7 +49,8 @@ class Run:
     out: Path
     should_stop: object           # true once the run was asked to stop: see signals.Stop
     identity: dict                # what its checkpoint and metrics share: see resume.begin
-    done: int | None = None       # RL iterations in the resumed checkpoint, 0 after its cold start; None: not
+    # RL iterations in the resumed checkpoint. 0: its cold start is over; None: it is not, or there is none
+    done: int | None = None
     endpoint: Endpoint | None = None                       # the large model's server, if any
     sink: object = None           # what --log sends metrics to: sink(metrics, iteration); rank 0 only
     instruction: correction.Instruction | None = None      # of prompt-based correction
