@@ -48,6 +48,8 @@ NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or rewar
 NEEDS_NO_DAGGER = (lambda values: not values["dagger"], "only without --dagger")
 NEEDS_CORRECTION = (lambda values: values["correction"] != "off", "only with --correction")
 NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint")
+NEEDS_BOTH = (lambda values: values["judge_labels"] == "rule+endpoint",
+              "only with --judge-labels rule+endpoint")
 NEEDS_BF16 = (lambda values: values["dtype"] == "bfloat16", "only with --dtype bfloat16")
 NEEDS_LORA = (lambda values: values["lora"] and values["model"], "only with --lora, of a --model")
 NEEDS_GENERATIVE = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
@@ -158,7 +160,7 @@ class Config:
                               ("generative", "value"))
     judge_labels: str = setting("dense", f"good and bad turns: {', '.join(LABELS)}, or the environment's")
     label_agreement: str = setting("add-good", "for rule+endpoint: how the two are combined", AGREEMENTS,
-                                   needs=NEEDS_ENDPOINT)
+                                   needs=NEEDS_BOTH)
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = setting(8, "answers to each question", low=2)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
@@ -264,8 +266,6 @@ class Config:
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
                                          (f"--judge-labels={labels}", labels in OF_ENDPOINT)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
-        refuse(self.label_agreement != AGREEMENTS[0] and labels != "rule+endpoint",
-               f"--label-agreement={self.label_agreement}: only with --judge-labels rule+endpoint")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
                f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
         fresh = self.correction != "off" and not self.model

@@ -201,7 +201,7 @@ def state_beside(source):
 def played_instruction(folder):
     """The text of the instruction under which a model folder's run evaluated it; "" if there is none."""
     state = state_beside(folder)
-    given = instruction_of(folder, state) if state else None
+    given = instruction_of(folder, state)
     return given.text if given and state["settings"].get("correction_at_evaluation", True) else ""
 
 

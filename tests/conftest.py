@@ -209,18 +209,22 @@ def chat(tokenizer):
 
 
 @pytest.fixture(scope="session")
-def qwen_tokenizer():
-    """Qwen2.5's, which takes a second to load; no test changes it."""
+def qwen_tokenizer_folder():
+    """The folder of Qwen2.5's tokenizer; without it the test is skipped."""
     if not (QWEN_TOKENIZER / "tokenizer.json").is_file():
         pytest.skip(WITHOUT_QWEN)
-    return qwen.load_tokenizer(QWEN_TOKENIZER)
+    return QWEN_TOKENIZER
 
 
 @pytest.fixture(scope="session")
-def qwen3_tokenizer_folder(tmp_path_factory):
+def qwen_tokenizer(qwen_tokenizer_folder):
+    """Qwen2.5's, which takes a second to load; no test changes it."""
+    return qwen.load_tokenizer(qwen_tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def qwen3_tokenizer_folder(qwen_tokenizer_folder, tmp_path_factory):
     """Qwen3's tokenizer, made from Qwen2.5's: four more tokens and another template."""
-    if not (QWEN_TOKENIZER / "tokenizer.json").is_file():
-        pytest.skip(WITHOUT_QWEN)
     folder = tmp_path_factory.mktemp("qwen3_tokenizer")
     tokenizer = Tokenizer.from_file(str(QWEN_TOKENIZER / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in QWEN3_TOKENS])
@@ -257,11 +261,9 @@ def cut_tokenizer(source, folder, merges=4000):
 
 
 @pytest.fixture(scope="session")
-def short_qwen(tmp_path_factory):
+def short_qwen(qwen_tokenizer_folder, tmp_path_factory):
     """A folder with Qwen2.5's tokenizer, cut."""
-    if not (QWEN_TOKENIZER / "tokenizer.json").is_file():
-        pytest.skip(WITHOUT_QWEN)
-    return cut_tokenizer(QWEN_TOKENIZER, tmp_path_factory.mktemp("short_qwen"))
+    return cut_tokenizer(qwen_tokenizer_folder, tmp_path_factory.mktemp("short_qwen"))
 
 
 @pytest.fixture(scope="session")
