@@ -16,7 +16,7 @@ import shutil
 import statistics
 import textwrap
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 
 from envs._terminal import printable
@@ -50,7 +50,7 @@ class Difference:
     plays: tuple          # of A, of B
     success: tuple        # mean over games of A's share, and of B's
     mean: float
-    half: float | None    # half the 95 % interval of the mean over games; None below two games
+    half: float | None    # half the 95 % interval of the mean; None below two games, or if all differ alike
     only: tuple | None    # with one play a game: games that only A won, games that only B won
     p: float | None       # McNemar's, then
     flipped: list         # (game, A's (won, plays), B's), largest difference first
@@ -81,10 +81,13 @@ def t_quantile(degrees):
 
 
 def paired(a, b):
-    """(mean, half its 95 % t interval) of b - a over games; a, b: shares of the same games in order."""
+    """(mean, half its 95 % t interval) of b - a over games; a, b: shares of the same games in order.
+
+    None for the half below two games, and if all differ alike: no interval comes of no variance.
+    """
     d = [y - x for x, y in zip(a, b, strict=True)]
-    half = t_quantile(len(d) - 1) * statistics.stdev(d) / math.sqrt(len(d)) if len(d) > 1 else None
-    return statistics.fmean(d), half
+    spread = statistics.stdev(d) if len(d) > 1 else 0.0
+    return statistics.fmean(d), t_quantile(len(d) - 1) * spread / math.sqrt(len(d)) if spread else None
 
 
 # Reading
@@ -251,11 +254,11 @@ def text_of(a, b, changes, limit):
         lines += [f"    {game}: {share(one)} -> {share(two)}" for game, one, two in change.flipped]
     if not any(change.flipped for change in changes):
         return [*lines, "", "nothing differs: each game has the same outcomes"]
-    for change, entry in [(change, entry) for change in changes for entry in change.flipped][:limit]:
-        both = transcripts(a, b, change, *entry)
-        if any(both):
-            lines += ["", f"{change.split} {change.mode}, {entry[0]}: A on the left, B on the right", "",
-                      side_by_side(*both, width)]
+    stored = ((change, entry[0], both) for change in changes for entry in change.flipped
+              if any(both := transcripts(a, b, change, *entry)))
+    for change, game, both in islice(stored, limit):
+        lines += ["", f"{change.split} {change.mode}, {game}: A on the left, B on the right", "",
+                  side_by_side(*both, width)]
     return lines
 
 

@@ -74,7 +74,7 @@ def facts(runs, summary):
     found = {"Methods": methods, "Games": [run.evaluation.get("games") for run in runs],
              "Started": [header.get("started") for header in headers][:1],
              "Time": [f"{minutes:.1f} min"] if minutes else [], "Versions": versions,
-             "Commit": [header.get("commit") for header in headers]}
+             "Commit": [commit for header in headers for commit in (header.get("commit") or "").split(", ")]}
     joined = {name: ", ".join(dict.fromkeys(part for part in parts if part)) for name, parts in found.items()}
     return {name: text for name, text in joined.items() if text}
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from config import DRAWN
 from infra import files
 
 RESULTS = Path(__file__).resolve().parent.parent / "lab" / "results"
@@ -165,7 +166,8 @@ def read_run(folder):
     if "seconds" in evaluation:
         stages = {"evaluation": evaluation["seconds"]} | stages
     headers = [record for record in records if "config" in record]          # a resumed run has several
-    header = headers[0] | {"config": headers[-1]["config"]} if headers else {}
+    commits = dict.fromkeys(header["commit"] for header in headers if header.get("commit"))
+    header = headers[0] | {"config": headers[-1]["config"], "commit": ", ".join(commits)} if headers else {}
     lines = [record for record in records if "config" not in record]
     return Run(folder.name, header, lines, evaluation, stages, episodes, notes + more_notes)
 
@@ -210,8 +212,8 @@ def read_seeds(runs, folder=RESULTS):
     if no run was evaluated.
     """
     games = {run.evaluation["games"] for run in runs if run.evaluation.get("games")}
-    if any(run.evaluation.get("protocol", "full") not in ("full", "sampled") for run in runs):
-        return None                                          # a table's protocol is "full"
+    if any(run.evaluation.get("protocol", "full") in DRAWN for run in runs):
+        return None                                          # other games and turns than a table's
     sizes = {run.header["parameters"] for run in runs if run.header.get("parameters")}
     for path in sorted(folder.glob("table1_*_result.json")) if games else ():
         result = expect(files.read_json(path), dict, path)

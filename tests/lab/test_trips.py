@@ -13,6 +13,8 @@ def test_from_reward_to_loss_are_few_files_returns_and_frames():
     trip = trips.counted()
     assert trip["frames"][0] == "gcd.iteration" and trip["frames"][-1] == "losses.clipped_surrogate"
     assert len(trip["frames"]) == 5 and len(trip["files"]) <= 8 and trip["returns"] <= 8, trip
+    text = f"{len(trip['files'])} files, with {trip['returns']} returns"
+    assert text in (trips.ROOT / "docs" / "code.md").read_text(encoding="utf-8")
 
 
 def test_a_call_site_counts_once_and_an_entry_into_a_known_file_is_a_return():

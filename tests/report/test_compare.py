@@ -68,6 +68,7 @@ def test_the_paired_interval_by_hand():
     mean, half = compare.paired([1.0, 0.0, 0.5], [0.5, 0.0, 1.0])
     assert mean == 0.0 and half == pytest.approx(4.302653 * 0.5 / math.sqrt(3))
     assert compare.paired([1.0], [0.0]) == (-1.0, None)
+    assert compare.paired([1.0, 1.0, 1.0], [0.0, 0.0, 0.0]) == (-1.0, None)       # not ± 0
 
 
 # One play a game
@@ -182,6 +183,14 @@ def test_transcripts_of_flipped_games_are_side_by_side(tmp_path, capsys):
     assert line.split("|")[1].strip() == "[1] > fly   (refused)"
     assert "[1]" not in run(capsys, a, b, "--transcripts", 0)[1]
     assert "no transcript is stored" in compare.side_by_side(["x"], [], 48)
+
+
+def test_the_transcripts_limit_counts_games_that_have_one(tmp_path, capsys):
+    """A run stores twelve episodes a split, seldom those of the first flipped games."""
+    flipped = {game: [{"sampled": digit} for digit in "10"] for game in "abc"}
+    a, b = (write(tmp_path / name / "evaluation.json", {game: both[k] for game, both in flipped.items()},
+                  [record("c", not k)]) for k, name in enumerate("ab"))
+    assert "L1 sampled, c: A on the left" in run(capsys, a, b, "--transcripts", 1)[1]
 
 
 def test_a_full_page_says_what_it_leaves_out(tmp_path, capsys, monkeypatch):

@@ -345,6 +345,14 @@ def test_results_of_other_games_or_models_are_not_given(tmp_path, results):
     assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
 
 
+@pytest.mark.parametrize("protocol, there", [("eight", True), ("sampled", True), ("rlvmr", False)])
+def test_results_over_seeds_are_of_every_game_once_at_least(tmp_path, protocol, there):
+    write_results(tmp_path / "lab" / "results")
+    write_method(tmp_path / "run", "grpo", success={"L0": 0.5}, about={"protocol": protocol})
+    seeds = read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results")
+    assert (seeds is not None) == there
+
+
 def test_a_run_that_was_not_evaluated_has_no_results_over_seeds(tmp_path):
     write_results(tmp_path / "lab" / "results")
     write_method(tmp_path / "run", "grpo", rl_lines())
@@ -363,11 +371,13 @@ def test_a_resumed_run_has_its_last_settings(tmp_path):
     path = tmp_path / "runs" / "grpo" / "metrics.jsonl"
     first = json.loads(path.read_text().splitlines()[0])
     with path.open("a") as file:
-        file.write(json.dumps(first | {"config": first["config"] | {"iterations": 77}}) + "\n")
+        file.write(json.dumps(first | {"config": first["config"] | {"iterations": 77},
+                                    "commit": "def456"}) + "\n")
     run, = read.read_runs(tmp_path / "runs")
     assert run.header["config"]["iterations"] == 77 and run.header.keys() == first.keys()
     write(tmp_path / "runs")
-    assert "of 77 iterations)" in (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
+    text = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
+    assert "of 77 iterations)" in text and "abc123, def456" in text
 
 
 def test_user_errors_name_the_folder(tmp_path, capsys):
