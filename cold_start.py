@@ -300,8 +300,7 @@ def judge_questions(run, stop):
         by_endpoint = parallel.all_gather(given)[0]
     writes = asks and not run.chat.bare and config.judge_kind == "generative"
     max_tokens = config.question_room + (0 if writes else config.judge_response_tokens)
-    places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint,
-                              config.label_agreement)
+    places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if not chosen:
         run.warn_once("no judge question", judge.why_none(

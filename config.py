@@ -25,7 +25,7 @@ from infra import files, plugins
 from infra.endpoint import checked_url, without_path
 from infra.flags import Parser, flag_of, is_used, make_settings, parse_known, setting
 from infra.lazy import deferred
-from labels import AGREEMENTS, LABELS, OF_ENDPOINT, OF_ORACLE
+from labels import LABELS, OF_ENDPOINT, OF_ORACLE
 from lm import smollm2
 
 # Modules that wait until they are used: --help and wrong flags are answered without them
@@ -39,7 +39,7 @@ def history_length(text):
     return 0 if text == "full" else int(text)
 
 
-REFILL_ROUNDS = 4    # at most in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
+MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 DRAWN = ("verl-agent", "rlvmr")             # protocols that draw 128 games with replacement
 TURNS = {"verl-agent": 50, "rlvmr": 30}     # most turns of a protocol's episodes, if it has its own
 # When a flag is read at all, and the error where it is not
@@ -48,8 +48,6 @@ NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or rewar
 NEEDS_NO_DAGGER = (lambda values: not values["dagger"], "only without --dagger")
 NEEDS_CORRECTION = (lambda values: values["correction"] != "off", "only with --correction")
 NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint")
-NEEDS_BOTH = (lambda values: values["judge_labels"] == "rule+endpoint",
-              "only with --judge-labels rule+endpoint")
 NEEDS_BF16 = (lambda values: values["dtype"] == "bfloat16", "only with --dtype bfloat16")
 NEEDS_LORA = (lambda values: values["lora"] and values["model"], "only with --lora, of a --model")
 NEEDS_GENERATIVE = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
@@ -147,7 +145,7 @@ class Config:
                       ("none", "loss", "reward"))
     kl_coef: float = setting(0.01, "its coefficient", low=0, needs=NEEDS_KL)
     dynamic_sampling: str = setting("drop", "groups without advantages: keep, drop (not with --kl, which "
-                                    f"gives them a gradient), or also refill ({REFILL_ROUNDS} rounds)",
+                                    f"gives them a gradient), or also refill ({MOST_ROUNDS} rounds)",
                                     ("keep", "drop", "refill"))
     max_grad_norm: float = setting(1.0, "a step's gradient is scaled down to this norm; 0: never", low=0)
     microbatch_tokens: int = setting(2048, "tokens in a forward pass, padding included; few fit a CPU's "
@@ -159,8 +157,6 @@ class Config:
     judge_kind: str = setting("generative", "verdicts in words, or by a value head (BCE)",
                               ("generative", "value"))
     judge_labels: str = setting("dense", f"good and bad turns: {', '.join(LABELS)}, or the environment's")
-    label_agreement: str = setting("add-good", "for rule+endpoint: how the two are combined", AGREEMENTS,
-                                   needs=NEEDS_BOTH)
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
     judge_group_size: int = setting(8, "answers to each question", low=2)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
@@ -285,7 +281,7 @@ class Config:
     @property
     def play_rounds(self):
         """Rounds of play in an iteration, at most."""
-        return REFILL_ROUNDS if self.dynamic_sampling == "refill" else 1
+        return MOST_ROUNDS if self.dynamic_sampling == "refill" else 1
 
     @property
     def evaluation_turns(self):

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-import config as settings
+import config as flags
 import resume
 from envs import EpisodeLost
 from envs._terminal import printable, printed
@@ -91,7 +91,7 @@ def drawn_tasks(config, split):
     replacement.
     """
     tasks, n = split_tasks(config.environment, split), config.evaluate_tasks
-    if config.protocol in settings.DRAWN:
+    if config.protocol in flags.DRAWN:
         return random.Random(config.seed).choices(tasks, k=128)
     return random.Random(0).sample(tasks, n) if 0 < n < len(tasks) else tasks
 
@@ -198,7 +198,7 @@ OF_WRITERS = ("prompt", "show_admissible", "history", "max_response_tokens")
 OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit")
 Flags = make_dataclass("Flags", [
     (f.name, f.type, field(default=f.default, metadata=f.metadata | {"needs": None}))
-    for f in fields(settings.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
+    for f in fields(flags.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
 TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
 # What a record in episodes.jsonl has; one that lacks some of it is played again
 RECORD = {"split", "mode", "index", "counts", "task_id", "task_type", "won", "prompt_tokens",
@@ -213,9 +213,9 @@ def parse(argv):
     """The command line as (Settings, config.Config, {flag: value} as given). ValueError for a wrong one."""
     program = "evaluation.py"
     argv = list(sys.argv[1:] if argv is None else argv)
-    named = parse_known(program, argv, Flags)[0].get("env", settings.Config.env)
-    name, argv = settings.environment_in(named, argv)
-    environment = settings.find_environment(name)
+    named = parse_known(program, argv, Flags)[0].get("env", flags.Config.env)
+    name, argv = flags.environment_in(named, argv)
+    environment = flags.find_environment(name)
     given, unknown = parse_known(program, argv, Flags, environment.Settings)
     if given.pop("help", False):
         parser = Parser(program, description="Evaluate any player; its games and protocol as in gcd.py.")
@@ -231,19 +231,19 @@ def parse(argv):
     for name in given:
         if name in unread[kind]:
             raise ValueError(f"{flag_of(name)}: not read if the player is a {kind}")
-    flags = {name: value for name, value in given.items() if name not in vars(own)}
-    flags |= {"demonstrations": 0, "iterations": 0, "gcd": False}
+    of_run = {name: value for name, value in given.items() if name not in vars(own)}
+    of_run |= {"demonstrations": 0, "iterations": 0, "gcd": False}
     if kind == "model":
-        flags["model"] = own.player
+        of_run["model"] = own.player
     else:
-        flags = {"preset": "paper", "slots": TEXT_SLOTS} | flags
+        of_run = {"preset": "paper", "slots": TEXT_SLOTS} | of_run
     if kind == "server":
-        flags["endpoint"] = checked_url(own.player, "--player")
-        flags["context"] = max(settings.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
-        flags.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
-    flags.setdefault("evaluate", ",".join(name for name in environment.splits if name != "dev"))
+        of_run["endpoint"] = checked_url(own.player, "--player")
+        of_run["context"] = max(flags.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
+        of_run.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
+    of_run.setdefault("evaluate", ",".join(name for name in environment.splits if name != "dev"))
     try:
-        config = settings.parsed(settings.arguments(flags))
+        config = flags.parsed(flags.arguments(of_run))
     except ValueError as error:
         raise ValueError(str(error).replace("--model=", "--player=", 1)) from None
     if not config.splits:
@@ -307,9 +307,9 @@ def command_of(given):
     """The command that repeats an evaluation, without the folder that it writes to, and of an address without
     the path, which can hold a key.
     """
-    flags = {name: without_path(value) for name, value in given.items()
-             if name not in ("out", "resume", "overwrite")}
-    return shlex.join(["python", "evaluation.py", *settings.arguments(flags)])
+    repeated = {name: without_path(value) for name, value in given.items()
+                if name not in ("out", "resume", "overwrite")}
+    return shlex.join(["python", "evaluation.py", *flags.arguments(repeated)])
 
 
 def referee(own, config, given, resources):

@@ -56,13 +56,11 @@ DETAIL_EVERY = 5      # iterations between storing a group's episodes, and betwe
 def iteration(run, i, reference):
     """One training step: play, judge, assign credit, update. Returns its metrics."""
     config, times = run.config, [time.perf_counter()]
-    run.update_sampler()
-    run.waits.clear()
-    run.slots.most_tokens = 0                                # of all rounds of play in this iteration
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
     judged, answers = judge_turns(run, i, episodes) if config.gcd else ([], [])
     metrics = judge_metrics(run, judged, answers) if config.gcd else {}
+    correction.correct(run, i, judged)                       # the instruction of the next iterations, if any
     times.append(time.perf_counter())
     metrics |= assign_credit(run, i, episodes, reference)
     samples = [sample for episode in informative(run, episodes) for sample in batching.samples_of(episode)]
@@ -77,11 +75,15 @@ def iteration(run, i, reference):
 
 
 def collect(run, i):
-    """Play this rank's episodes of iteration i. Returns those to learn from, and all that were played.
+    """Play this rank's episodes of iteration i, by the sampler with the model's weights of now. Returns those
+    to learn from, and all that were played.
 
     They differ with --dynamic-sampling refill: groups with unequal rewards, from up to `play_rounds` rounds
     of play, until there are enough (each rank fills its own share), or equal ones if there are no others.
     """
+    run.update_sampler()
+    run.waits.clear()
+    run.slots.most_tokens = 0                                # of all rounds of play in this iteration
     config, kept, played = run.config, [], []
     refill = config.dynamic_sampling == "refill"
     wanted = config.tasks // run.ranks.world_size * config.group_size
@@ -120,8 +122,8 @@ def episode_specs(run, i, refill_round=0):
 def judge_turns(run, i, episodes):
     """GCD: label turns, and ask the actor about some. Returns the judged turns, and samples for `optimize`.
 
-    With --correction, a new instruction may come of the verdicts. With --judge-redraw, other turns are asked
-    about in place of those whose answers all earn the same, which have no gradient.
+    With --judge-redraw, other turns are asked about in place of those whose answers all earn the same, which
+    have no gradient.
     """
     config, ranks, seed = run.config, run.ranks, stream(run.config.seed, JUDGE, i)
     by_endpoint = None
@@ -129,10 +131,10 @@ def judge_turns(run, i, episodes):
         n = len(range(ranks.rank, config.judge_turns, ranks.world_size))             # this rank's share
         by_endpoint = run.endpoint_labels(episodes, n, stream(seed, 2, ranks.rank))
     places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
-                              by_endpoint, config.label_agreement)
+                              by_endpoint)
     places = sum(parallel.all_gather(places), [])
     judged, differing, wanted = [], [], config.judge_turns // 2
-    for redraw in range(flags.REFILL_ROUNDS if config.judge_redraw else 1):
+    for redraw in range(flags.MOST_ROUNDS if config.judge_redraw else 1):
         chosen = judge.choose(places, config.judge_labels, wanted,
                               stream(seed, 3, redraw) if redraw else seed)
         if not (chosen or redraw):
@@ -150,7 +152,6 @@ def judge_turns(run, i, episodes):
         places = [place for place in places if place[:2] not in drawn]
         if not (chosen and wanted):
             break
-    correction.correct(run, i, judged)
     return judged, judge.samples(differing if config.judge_redraw else judged, config.judge_normalize_std)
 
 

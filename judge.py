@@ -66,16 +66,15 @@ def transcript(episode, t, question=JUDGE_TURN):
     return "\n\n".join([TRANSCRIPT_HEAD, *turns, question])
 
 
-def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", agreement="add-good"):
+def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint"):
     """Ask the large model about at most n turns. Returns {(episode's position in the list, t): label}.
 
-    Turns are drawn at random from those that the rule leaves unlabelled, or from all where the large model's
-    label counts on labelled ones too. A label is None if there is no answer or an unreadable one. endpoint:
-    any object with `ask(questions) -> answers`.
+    Turns are drawn at random from those that the rule leaves unlabelled, or for kind "endpoint" from all. A
+    label is None if there is no answer or an unreadable one. endpoint: any object with
+    `ask(questions) -> answers`.
     """
-    label_all = kind == "endpoint" or agreement != "add-good"
     places = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
-              if label_all or label is None]
+              if kind == "endpoint" or label is None]
     drawn = [places[i] for i in torch.randperm(len(places), generator=generator(seed))[:n].tolist()]
     answers = endpoint.ask([transcript(episodes[e], t) for e, t in drawn])
     return {place: parse_verdict(answer or "", "think") for place, answer in zip(drawn, answers, strict=True)}
@@ -110,16 +109,16 @@ def parse_verdict(text, style):
     return match[1] if match else None
 
 
-def candidates(episodes, kind, max_tokens, environment, endpoint=None, agreement="add-good"):
+def candidates(episodes, kind, max_tokens, environment, endpoint=None):
     """Labelled turns whose prompt and response have fewer than max_tokens tokens: [(episode.index, t,
     label)].
 
-    kind, agreement: see labels.label_turns. endpoint: the result of `endpoint_labels` for these episodes.
+    kind: see labels.label_turns. endpoint: the result of `endpoint_labels` for these episodes.
     """
     result = []
     for e, episode in enumerate(episodes):
         of_episode = {t: label for (place, t), label in (endpoint or {}).items() if place == e}
-        labels = label_turns(episode, kind, environment, of_episode, agreement)
+        labels = label_turns(episode, kind, environment, of_episode)
         result += [(episode.index, t, label) for t, (turn, label) in enumerate(zip(episode.turns, labels))
                    if label and len(turn.prompt_ids) + len(turn.response_ids) < max_tokens]
     return result

@@ -11,7 +11,6 @@ from infra.plugins import refuse
 LABELS = ("rule", "dense", "taken", "oracle", "flaws", "rule+oracle", "shuffled", "endpoint",
           "rule+endpoint")
 OF_ORACLE, OF_ENDPOINT = ("oracle", "rule+oracle", "flaws"), ("endpoint", "rule+endpoint")
-AGREEMENTS = ("add-good", "both", "endpoint-wins")
 
 
 def anchors(episode):
@@ -90,37 +89,32 @@ def wrong_labels(labels, episode):
     return f"it returned {labels!r:.60}; expected a list of {n}, each \"good\", \"bad\" or None"
 
 
-def combine(rule, other, agreement):
-    """Combine a turn's label by the rule with the large model's or the oracle's (None: no label).
+def combine(rule, other, undisputed=False):
+    """A turn's label by the rule; "good" where it has none and `other`, a large model's or the oracle's, is.
 
-        add-good:       the rule's label; "good" where only the other says so (the paper does not say how)
-        both:           the other's label, where the rule has none or the same one
-        endpoint-wins:  the other's label if it has one, else the rule's
-        undisputed:     as add-good, but None where the two contradict each other (for rule+oracle)
+    The paper does not say how it combines the two. undisputed: None where they contradict each other.
     """
-    if agreement == "endpoint-wins":
-        return other or rule
-    if agreement == "both":
-        return other if rule in (other, None) else None
-    disputed = agreement == "undisputed" and {rule, other} == {"good", "bad"}
+    disputed = undisputed and {rule, other} == {"good", "bad"}
     return None if disputed else rule or ("good" if other == "good" else None)
 
 
-def label_turns(episode, kind, environment, endpoint=None, agreement="add-good"):
+def label_turns(episode, kind, environment, endpoint=None):
     """Label each turn of an episode, write the labels to turn.label, and return them.
 
     kind: one of LABELS, or a kind of the environment's own. "shuffled" gives dense labels here; judge.choose
-    replaces them by coin tosses. endpoint: {t: label} of a large model. agreement: see `combine`.
+    replaces them by coin tosses. endpoint: {t: label} of a large model. "rule+oracle" leaves out what the two
+    dispute.
     """
     others = [(endpoint or {}).get(t) for t in range(len(episode.turns))]
     if kind in ("oracle", "rule+oracle"):
-        others, agreement = oracle_labels(episode, environment), "undisputed"
+        others = oracle_labels(episode, environment)
     if kind in ("oracle", "endpoint"):
         labels = others
     elif kind == "flaws":
         labels = flaw_labels(episode, environment)
     elif kind in ("rule+oracle", "rule+endpoint"):
-        labels = [combine(rule, other, agreement) for rule, other in zip(rule_labels(episode), others)]
+        labels = [combine(rule, other, kind == "rule+oracle")
+                  for rule, other in zip(rule_labels(episode), others, strict=True)]
     else:
         rules = {"rule": rule_labels, "dense": dense_labels, "taken": taken_labels, "shuffled": dense_labels}
         labels = (environment.labels | rules)[kind](episode)

@@ -154,7 +154,7 @@ class Run:
         """Ask the large model to label at most n turns; see judge.endpoint_labels. Logs the counts."""
         config = self.config
         given = parallel.collective(lambda: judge.endpoint_labels(
-            episodes, self.endpoint, n, seed, config.judge_labels, config.label_agreement))
+            episodes, self.endpoint, n, seed, config.judge_labels))
         values = [*given.values()]
         self.log({"phase": "labels"} | parallel.all_sum({
             "judge/asked": len(values), "judge/asked_good": values.count("good"),

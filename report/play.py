@@ -41,7 +41,8 @@ def play(player, task, game, commands):
     won.
     """
     settings, chat = player.config, player.chat
-    conversation = Conversation(EpisodeSpec(task, 0, settings.seed), game, chat, settings.history).start()
+    spec = EpisodeSpec(task, 0, settings.seed, instruction=player.instruction)
+    conversation = Conversation(spec, game, chat, settings.history).start()
     print(conversation.reply.observation)
     if line := reliability(player):
         print(f"\n{line}")
@@ -75,8 +76,6 @@ def main(argv=None):
     with terminal_session(parser, undecodable="replace"):        # a tokenizer takes no lone surrogate
         options, flags = parser.parse_known_args(argv)
         given = config.parsed(["--model", options.model, *flags, "--demonstrations", "0", "--dagger", "0"])
-        if given.judge_kind == "value":
-            raise ValueError("--judge-kind=value: this judge answers in words; a value head has none")
         player = agent.loaded(given)
         agent.check_words(given, player.chat)
         task = agent.task_named(given.environment, options.game)

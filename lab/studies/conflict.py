@@ -43,7 +43,6 @@ def batch_gradients(run, iteration, i):
         flags = ["--model", run.models[iteration], "--demonstrations", 0, "--seed", run.seed, "--out", out]
         settings = config.parsed([*run.flags, *map(str, flags)])
         trained = prepare(settings, job.setup(settings.device), False, resources)
-        parallel.copy_weights(trained.model, trained.sampler)
         episodes, _ = gcd.collect(trained, i)
         _, answers = gcd.judge_turns(trained, i, episodes)
         gcd.assign_credit(trained, i, episodes, None)

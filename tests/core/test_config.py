@@ -247,9 +247,6 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--thoughts endpoint", "--thoughts: for a model that writes (--model)"),
     ("--correction-every 3", "--correction-every: only with --correction"),
     ("--rearranged", "--rearranged: only with --games"),
-    ("--label-agreement both", "--label-agreement: only with --judge-labels rule+endpoint"),
-    ("--label-agreement both --endpoint http://127.0.0.1:1 --judge-labels endpoint",
-     "--label-agreement: only with --judge-labels rule+endpoint"),
     ("--judge-kind value --judge-normalize-std",
      "--judge-normalize-std: only with --judge-kind generative"),
     # values

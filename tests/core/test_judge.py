@@ -221,59 +221,54 @@ class Large:
         return [next(self.answers) for _ in questions]
 
 
-@pytest.mark.parametrize("rule, large, add_good, both, endpoint_wins", [
-    ("good", "good", "good", "good", "good"),
-    ("good", "bad", "good", None, "bad"),
-    ("good", None, "good", None, "good"),
-    ("bad", "good", "bad", None, "good"),
-    ("bad", "bad", "bad", "bad", "bad"),
-    ("bad", None, "bad", None, "bad"),
-    (None, "good", "good", "good", "good"),
-    (None, "bad", None, "bad", "bad"),
-    (None, None, None, None, None)])
-def test_how_the_labels_of_rule_and_large_model_are_combined(rule, large, add_good, both, endpoint_wins):
-    labels = [turn_labels.combine(rule, large, agreement) for agreement in turn_labels.AGREEMENTS]
-    assert labels == [add_good, both, endpoint_wins]
+@pytest.mark.parametrize("rule, other, expected, undisputed", [
+    ("good", "good", "good", "good"),
+    ("good", "bad", "good", None),
+    ("good", None, "good", "good"),
+    ("bad", "good", "bad", None),
+    ("bad", "bad", "bad", "bad"),
+    ("bad", None, "bad", "bad"),
+    (None, "good", "good", "good"),
+    (None, "bad", None, None),
+    (None, None, None, None)])
+def test_how_the_labels_of_the_rule_are_combined_with_others(rule, other, expected, undisputed):
+    assert turn_labels.combine(rule, other) == expected
+    assert turn_labels.combine(rule, other, undisputed=True) == undisputed
 
 
 def test_labels_and_candidates_with_a_large_model(chat):
     """The rule calls turns 1, 2 and 5 bad, and 10 good."""
     by_large = {0: "good", 1: "bad", 2: "good", 3: "bad", 4: None, 10: "bad"}
-    expected = {("endpoint", "add-good"): {0: "good", 1: "bad", 2: "good", 3: "bad", 10: "bad"},
-                ("rule+endpoint", "add-good"): {0: "good", 1: "bad", 2: "bad", 5: "bad", 10: "good"},
-                ("rule+endpoint", "both"): {0: "good", 1: "bad", 3: "bad"},
-                ("rule+endpoint", "endpoint-wins"): {0: "good", 1: "bad", 2: "good", 3: "bad", 5: "bad",
-                                                     10: "bad"}}
+    expected = {"endpoint": {0: "good", 1: "bad", 2: "good", 3: "bad", 10: "bad"},
+                "rule+endpoint": {0: "good", 1: "bad", 2: "bad", 5: "bad", 10: "good"}}
     episodes = [scripted(chat, won=False, index=40), scripted(chat, index=41)]
     by_place = {(1, t): label for t, label in by_large.items()}
-    for (kind, agreement), labels in expected.items():
-        got = turn_labels.label_turns(episodes[1], kind, ENVIRONMENT, by_large, agreement)
+    for kind, labels in expected.items():
+        got = turn_labels.label_turns(episodes[1], kind, ENVIRONMENT, by_large)
         assert got == [labels.get(t) for t in range(len(SCRIPT))]
-        places = judge.candidates(episodes, kind, 10_000, ENVIRONMENT, by_place, agreement)
+        places = judge.candidates(episodes, kind, 10_000, ENVIRONMENT, by_place)
         assert {t: label for e, t, label in places if e == 41} == labels
     without_large = turn_labels.label_turns(episodes[1], "rule+endpoint", ENVIRONMENT)
     assert without_large == turn_labels.rule_labels(episodes[1])
     assert turn_labels.label_turns(episodes[1], "endpoint", ENVIRONMENT) == [None] * len(SCRIPT)
 
 
-@pytest.mark.parametrize("kind, agreement, n_places", [
-    ("rule+endpoint", "add-good", 7 + 8), ("rule+endpoint", "both", 22),
-    ("rule+endpoint", "endpoint-wins", 22), ("endpoint", "add-good", 22)])
-def test_which_turns_a_large_model_is_asked_about(chat, kind, agreement, n_places):
+@pytest.mark.parametrize("kind, n_places", [("rule+endpoint", 7 + 8), ("endpoint", 22)])
+def test_which_turns_a_large_model_is_asked_about(chat, kind, n_places):
     episodes = [scripted(chat), scripted(chat, won=False)]
     rule = [turn_labels.rule_labels(episode) for episode in episodes]
-    assert len(judge.endpoint_labels(episodes, Large(), 1000, 0, kind, agreement)) == n_places
+    assert len(judge.endpoint_labels(episodes, Large(), 1000, 0, kind)) == n_places
     often = Counter()
     for seed in range(200):
         large = Large("<judge>good</judge>", "<judge>bad</judge>", "Well.", None)
-        labels = judge.endpoint_labels(episodes, large, 6, seed, kind, agreement)
+        labels = judge.endpoint_labels(episodes, large, 6, seed, kind)
         assert len(labels) == 6 and [len(questions) for questions in large.calls] == [6]
         assert list(labels.values()) == ["good", "bad", None, None, "good", "bad"]
         for (e, t), question in zip(labels, large.calls[0]):
             assert f"> {SCRIPT[t][0]}\n\nThe game has not yet answered" in question
         often.update(list(labels))
     assert len(often) == n_places        # each is drawn with probability 6/n: more than 30 of 200 times
-    assert all(rule[e][t] is None for e, t in often) == (agreement == "add-good" and kind == "rule+endpoint")
+    assert all(rule[e][t] is None for e, t in often) == (kind == "rule+endpoint")
 
 
 def test_a_large_model_without_questions(chat):

@@ -6,6 +6,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,21 @@ def test_winning_and_the_turn_limit_end_a_game(player, capsys, monkeypatch):
         always_respond(player.chat, monkeypatch, command)
         commands, text, won = played(player, capsys, *["\n"] * 9)
         assert commands == [command] * n and text.endswith(f"{end}\n") and won == (command == "right")
+
+
+@pytest.mark.fast
+def test_a_corrected_models_instruction_precedes_the_game(player, capsys, monkeypatch):
+    prompts = []
+
+    def respond(_, conversation):
+        prompts.append([*conversation.prompt])
+        return Response(player.chat.respond("left"), [], False)
+
+    monkeypatch.setattr(Agent, "respond", respond)
+    for instruction in ("", "go right"):
+        played(replace(player, instruction=instruction), capsys)
+    first = Corridor().reset(TASK)
+    assert prompts == [player.chat.observe(first, True, text) for text in ("", "go right")]
 
 
 # The judge's opinion
@@ -244,7 +260,7 @@ def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message",
-                         [(["--judge-kind", "value"], "--judge-kind=value"), ([], "closed")])
+                         [(["--history", "-1"], "--history=-1"), ([], "closed")])
 def test_an_error_is_one_line(flags, message, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed("") if flags else None)
     with pytest.raises(SystemExit):
