@@ -131,9 +131,11 @@ STATES = {one.observation: one for part in PARTS for one in states_of(part)}
 
 
 class Game:
-    """A game of one command. Its random number depends on the task and how often it was played.
+    """A game of one command. Its random number depends on the task, in training with the state that the run's
+    seed drew, and on how often it was played.
 
-    So it is the same in any slot and after a resume. played: {task id: number of plays}, shared by all games.
+    So it is the same in any slot, after a resume and in every arm of a study, and another with another seed.
+    played: {task id: number of plays}, shared by all games.
     """
 
     def __init__(self, flaw, played):
@@ -141,13 +143,13 @@ class Game:
 
     def reset(self, task, seed=0):
         self.state = task.problem
-        self.luck = random.Random(f"{task.id} {self.played[task.id]}").random()
+        self.luck = random.Random(f"{task} {self.played[task.id]}").random()
         self.played[task.id] += 1
         return Reply(self.state.observation, sorted(self.state.commands), False, False)
 
     def step(self, command):
         if command not in self.state.commands:           # the episode ends: there is no second turn
-            return Reply(Environment.noop_message, sorted(self.state.commands), False, False)
+            return Reply(Environment.noop_message, sorted(self.state.commands), False, True, taken=False)
         won = self.luck < self.state.chance(command, self.flaw)
         return Reply("It helps." if won else "It does not help.", sorted(self.state.commands), won, True)
 
@@ -157,7 +159,7 @@ class Game:
 
 def coins(episode):
     """Shuffled labels, for --judge-labels coins: a coin flip per turn, independent of state and command."""
-    rng = random.Random(f"{episode.task.id} {episode.index}")
+    rng = random.Random(f"{episode.task} {episode.index}")
     return [rng.choice(("good", "bad")) for _ in episode.turns]
 
 

@@ -26,9 +26,11 @@ SPLIT_SIZE = 128                       # tasks of a split
 
 
 class Game:
-    """A game of one command. Its random number depends on the task and how often it was played.
+    """A game of one command. Its random number depends on the task, in training with the state that the run's
+    seed drew, and on how often it was played.
 
-    So it is the same in any slot and after a resume. played: {task id: number of plays}, shared by all games.
+    So it is the same in any slot, after a resume and in every arm of a study, and another with another seed.
+    played: {task id: number of plays}, shared by all games.
     """
 
     def __init__(self, flaw, played):
@@ -36,13 +38,13 @@ class Game:
 
     def reset(self, task, seed=0):
         self.kind, tokens = task.problem
-        self.luck = random.Random(f"{task.id} {self.played[task.id]}").random()
+        self.luck = random.Random(f"{task} {self.played[task.id]}").random()
         self.played[task.id] += 1
         return Reply(f"You see {' '.join(tokens)}.", COMMANDS, False, False)
 
     def step(self, command):
         if command not in COMMANDS:
-            return Reply(Environment.noop_message, COMMANDS, False, False)
+            return Reply(Environment.noop_message, COMMANDS, False, True, taken=False)
         won = self.luck < chance(self.kind, command, self.flaw)
         return Reply("It works." if won else "It fails.", COMMANDS, won, True)
 
@@ -70,7 +72,7 @@ def is_best(kind, command):
 
 def coins(episode):
     """Random labels, for --judge-labels coins: a coin flip per turn, independent of state and command."""
-    rng = random.Random(f"{episode.task.id} {episode.index}")
+    rng = random.Random(f"{episode.task} {episode.index}")
     return [rng.choice(("good", "bad")) for _ in episode.turns]
 
 

@@ -12,7 +12,7 @@ probe tells P from N where the command is chosen, and the judge's AUC in each it
 
     python -m lab.studies.cures --seeds 3         # three seeds of every arm
     python -m lab.studies.cures --seeds 10        # ten of the arms that three do not settle, and of GCD's own
-    python -m lab.studies.cures --seeds 20        # and ten new ones, of four arms with a KL
+    python -m lab.studies.cures --seeds 30        # and twenty new ones, of four and of three arms with a KL
     python -m lab.studies.cures --jobs 0          # only the page, of the stored cells
 
 Left out: other sizes of the flaw and other mixtures of P and N.
@@ -61,6 +61,7 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+sign, before": ("--judge-labels", "signs")}
 FIRST = 3             # seeds of every arm; further ones of those that they do not settle, and of GCD's own
 NEW = 10              # seeds from here on confirm what the first ten showed; no table has them
+OWN_LUCK = 20         # in seeds from here on outcomes and coins are a seed's own; before, all had the same
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
 
@@ -99,15 +100,20 @@ CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) 
               for questions, arm in (("none", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"))]
 NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENTS[0], embeddings))
                          for embeddings in EMBEDDINGS]        # and the control of GCD's labels
+LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name]
 
 
 def cells_of(seeds, iterations=ITERATIONS, names=None):
     """{name: settings} of all cells, seed by seed. names: of seeds from FIRST to NEW, only these arms (None:
     all).
     """
+    def chosen(arm, seed):
+        if seed >= NEW:
+            return arm in (LAST_ARMS if seed >= OWN_LUCK else NEW_ARMS)
+        return seed < FIRST or names is None or arm in names
+
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
-            for seed in seeds for arm in arms() if seed < FIRST
-            or (name_of(arm) in NEW_ARMS if seed >= NEW else names is None or name_of(arm) in names)}
+            for seed in seeds for arm in arms() if chosen(name_of(arm), seed)}
 
 
 def cold_folder(settings, runs):
@@ -344,14 +350,17 @@ def pooled(table, arm, other, coefficients=COEFFICIENTS):
         "n": len(seeds) * len(coefficients) * len(EMBEDDINGS)}
 
 
-def merged(table, fresh):
-    """The table with the new seeds."""
-    return {name: table.get(name, {}) | fresh.get(name, {}) for name in {**table, **fresh}}
+def merged(*tables):
+    """One table of the seeds of all."""
+    return {name: {seed: result for table in tables for seed, result in table.get(name, {}).items()}
+            for name in dict.fromkeys(name for table in tables for name in table)}
 
 
-def again(table, fresh):
-    """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones and of all."""
-    sides = {"first": table, "new": fresh, "all": merged(table, fresh)}
+def again(*tables):
+    """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones, of those with
+    outcomes of their own, and of all.
+    """
+    sides = dict(zip(("first", "new", "own"), tables, strict=True)) | {"all": merged(*tables)}
     return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
             for other in ("GRPO", "+GCD, coins")}
 
@@ -491,8 +500,9 @@ def seeds_text(fresh):
     return f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "not run"
 
 
-def page(table, fresh, command, seeds, iterations):
+def page(table, fresh, own, command, seeds, iterations):
     """The page's text, from its template in this folder."""
+    found = again(table, fresh, own)
     return PAGE.read_text(encoding="utf-8").format(
         command=command, iterations=iterations, there=sum(map(len, table.values())),
         seeds=f"{min(seeds)} to {max(seeds)}", grid=grid(table), comparisons=comparisons(table),
@@ -502,9 +512,9 @@ def page(table, fresh, command, seeds, iterations):
         sign="{0} and {1} of {2}".format(*in_common(table, ("sign", "GRPO"), ("judge", "GRPO"))),
         added="{0} and {1} of {2}".format(*in_common(table, ("judge", "+GCD"), ("judge", "GRPO"))),
         foretold=foretold_text(foretold(table)), confirmed=foretold_text(foretold(of_confirming(fresh))),
-        again="; ".join(f"less that of {other}, {seeds} seeds {pooled_text(found)}"
-                        for other, of in again(table, fresh).items() for seeds, found in of.items()),
-        new_seeds=seeds_text(fresh),
+        again="\n".join(markdown(["seeds", *(f"less that of {other}" for other in found)], [
+            [seeds, *(pooled_text(of[seeds]) for of in found.values())] for seeds in found["GRPO"]])),
+        new_seeds=seeds_text(fresh), own_seeds=seeds_text(own),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*waiting(table, kl))
                              for kl in COEFFICIENTS),
         **{f"lags_{side}": lags_text(*found) for side, found in lags(table).items()},
@@ -517,14 +527,14 @@ def lags_text(values, never):
     return f"{known} (n {len(values)}; {never} never had a right judge)"
 
 
-def figures_of(table, fresh):
+def figures_of(table, fresh, own):
     """What was found on the paper's claim, for the gallery."""
     def both(questions, arm, embeddings="tied", timing=""):
         return " and ".join(removed_in(table, questions, arm, kl, embeddings, timing=timing)
                             for kl in COEFFICIENTS)
 
     below, above = removed_by_leak(table).values()
-    found = again(table, fresh)
+    found = again(table, fresh, own)
     early, confirmed = (foretold(runs)[ALIVE[0]] for runs in (table, of_confirming(fresh)))
 
     def of_both(measure):
@@ -553,7 +563,7 @@ def figures_of(table, fresh):
                       f"{both('coins', '+GCD', timing='constant rate')}. Over all seeds, with a KL and both "
                       f"kinds of embeddings, GCD's q_N less GRPO's {pooled_text(found['GRPO']['all'])}, less "
                       f"that with coin tosses {pooled_text(found['+GCD, coins']['all'])}.",
-             "agrees": verdict(merged(table, fresh))},
+             "agrees": verdict(merged(table, fresh, own))},
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
              "found": "Of runs that end with less than half of a push on the action in P arriving in N "
@@ -599,7 +609,7 @@ def verdict(table):
 
 def results_of(options):
     """Run the missing cells, after their cold starts; with --jobs 0 none. Returns `table_of` all stored, of
-    seeds below NEW and of new ones.
+    seeds below NEW, of new ones, and of those from OWN_LUCK on.
     """
     path = options.out / "cures.jsonl"
 
@@ -617,7 +627,7 @@ def results_of(options):
         colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
         common.make_runs(colds, cold_start, options.jobs, "cold starts")
         common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
-    return stored(), stored(range(NEW, 90))
+    return stored(), stored(range(NEW, OWN_LUCK)), stored(range(OWN_LUCK, 90))
 
 
 def main(argv=None):
@@ -633,7 +643,7 @@ def main(argv=None):
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")
     try:
-        table, fresh = results_of(options)
+        table, fresh, own = results_of(options)
     except ValueError as error:
         parser.error(str(error))
     if not table:
@@ -643,21 +653,21 @@ def main(argv=None):
     command = ["python", "-m", "lab.studies.cures", "--seeds", str(options.seeds)]
     if options.iterations != ITERATIONS:
         command += ["--iterations", str(options.iterations)]
-    text = page(table, fresh, " ".join(command), there, options.iterations)
+    text = page(table, fresh, own, " ".join(command), there, options.iterations)
     compared = {f"{one} against {other}": against(table, one, other) for one, other in pairs()}
     common.publish(options.out, "cures", command, there,
                    {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
                     "differences": compared, "removed by leak": removed_by_leak(table),
                     "foretold": {"first seeds": foretold(table),
                                  "new seeds": foretold(of_confirming(fresh))},
-                    "again": again(table, fresh),
+                    "again": again(table, fresh, own),
                     "lags": lags(table),
                     "in common": {
                         "sign, judge": in_common(table, ("sign", "GRPO"), ("judge", "GRPO")),
                         "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), ("judge", "GRPO"))},
                     "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
                     "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}},
-                   figures_of(table, fresh), text)
+                   figures_of(table, fresh, own), text)
     print(text)
     return 0
 

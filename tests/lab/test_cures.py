@@ -39,6 +39,8 @@ def test_the_arms_are_those_of_the_design():
     new = cures.cells_of(range(cures.NEW, cures.NEW + 2), 24, {names[0]})
     assert len(new) == 2 * len(cures.NEW_ARMS) == 16
     assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
+    last = cures.cells_of(range(cures.OWN_LUCK, cures.OWN_LUCK + 2), 24)
+    assert len(last) == 2 * len(cures.LAST_ARMS) == 12
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 
@@ -154,8 +156,10 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     assert cures.pooled({}, "+GCD", "GRPO") is None
     with_kl = cures.pooled(table, "+GCD", "GRPO", (0.01,))         # two settings, and both have two seeds
     assert with_kl["seeds"] == {0: pytest.approx(0.05 - 0.9), 1: pytest.approx(0.2 - 0.6)}
-    found = cures.again(table, {name: {2: result(0.3, 0.5)} for name in cures.NEW_ARMS})
-    assert found["GRPO"]["new"] is None and [*found["GRPO"]["all"]["seeds"]] == [0, 1, 2]
+    further = [{name: {seed: result(0.3, 0.5)} for name in cures.LAST_ARMS} for seed in (2, 3)]
+    found = cures.again(table, *further)
+    assert found["GRPO"]["new"] is found["GRPO"]["own"] is None
+    assert [*found["GRPO"]["all"]["seeds"]] == [0, 1, 2, 3]
 
 
 @pytest.mark.fast

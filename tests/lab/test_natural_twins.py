@@ -130,7 +130,7 @@ def test_games_are_the_same_in_any_slot_and_refuse_what_is_not_offered():
                 for games in (one, two)]
     assert outcomes[0] == outcomes[1] and 0 < sum(outcomes[0]) < 40
     before, after = play(one[0], task, "dance")
-    assert after.observation == twins.Environment.noop_message and not after.won
+    assert after.observation == twins.Environment.noop_message and after.done and not after.won
     assert before.admissible == sorted(task.problem.commands)
 
 

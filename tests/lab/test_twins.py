@@ -56,6 +56,19 @@ def test_the_probability_to_win(kind, command, wins):
 
 
 @pytest.mark.fast
+def test_outcomes_and_coins_are_a_seeds_own():
+    drawn = []
+    for seed in (0, 0, 1):
+        env = twins.Environment(seed=seed)
+        game, tasks = env.make(1)[0], env.train_tasks("part", 0, 64)
+        turn = Turn("", [], [], [], "", "pull", True, "")
+        drawn.append([(game.reset(task), game.luck, twins.coins(Episode(task, 0, 3, turns=[turn])))[1:]
+                      for task in tasks])
+    assert drawn[0] == drawn[1] and not {luck for luck, _ in drawn[0]} & {luck for luck, _ in drawn[2]}
+    assert 16 < sum(one[1] == other[1] for one, other in zip(drawn[0], drawn[2])) < 48
+
+
+@pytest.mark.fast
 def test_random_outcomes_are_the_same_in_any_slot_and_differ_between_plays():
     task = environment().train_tasks("part", 0, 1)[0]
     one, two = environment().make(1), environment().make(3)
@@ -64,9 +77,10 @@ def test_random_outcomes_are_the_same_in_any_slot_and_differ_between_plays():
 
 
 @pytest.mark.fast
-def test_an_unknown_command_is_refused():
+def test_an_unknown_command_ends_the_episode():
     before, after = play(environment().make(1)[0], environment().split_tasks("P")[0], "dance")
-    assert after.observation == twins.Environment.noop_message and not after.done
+    assert after.observation == twins.Environment.noop_message
+    assert after.done and after.taken is False and not after.won
     assert "pull" in before.admissible
 
 
