@@ -149,14 +149,16 @@ class Agent:
 def load(folder, **settings):
     """Load the agent of a checkpoint, or of any Hugging Face folder that gcd.py can train.
 
-    settings: flags under which it plays, such as max_turns=30. ValueError for a folder without weights, an
-    unknown architecture, or wrong settings.
+    settings: flags under which it plays, such as max_turns=30; it is prompted as its run did, if no other
+    prompt, history or show_admissible is given. ValueError for a folder without weights, an unknown
+    architecture, or wrong settings.
 
     >>> agent = load("lab/results/alfworld_model")
     >>> agent.model.config.hidden_size
     96
     """
     folder = smollm2.named(folder)
+    settings = resume.prompting_of(Path(folder)) | settings
     longest = qwen.ModelConfig.load(folder).max_position_embeddings     # of a wrong folder the clearest error
     config = playing(str(folder), settings)
     if config.context > longest and "context" not in settings:
@@ -166,10 +168,11 @@ def load(folder, **settings):
 
 
 def loaded(config, settings=()):
-    """The Agent of the model folder in a Config. settings: see Agent."""
+    """The Agent of the model folder in a Config, on the CPU. settings: see Agent; without a dtype, fp32."""
     folder = Path(config.model)
     chat = open_chat(config, folder, job.Ranks(0, 1, torch.device("cpu")), plays=True)
-    return Agent(qwen.load_pretrained(folder), chat, config, dict(settings),
+    dtype = getattr(torch, config.dtype) if "dtype" in settings else torch.float32
+    return Agent(qwen.load_pretrained(folder, dtype), chat, config, dict(settings),
                  resume.played_instruction(folder))
 
 

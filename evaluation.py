@@ -234,12 +234,12 @@ def parse(argv):
     of_run = {name: value for name, value in given.items() if name not in vars(own)}
     of_run |= {"demonstrations": 0, "iterations": 0, "gcd": False}
     if kind == "model":
-        of_run["model"] = own.player
+        of_run = resume.prompting_of(Path(own.player)) | of_run | {"model": own.player}
     else:
         of_run = {"preset": "paper", "slots": TEXT_SLOTS} | of_run
+        of_run["context"] = max(flags.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
     if kind == "server":
         of_run["endpoint"] = checked_url(own.player, "--player")
-        of_run["context"] = max(flags.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
         of_run.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
     of_run.setdefault("evaluate", ",".join(name for name in environment.splits if name != "dev"))
     try:
@@ -344,7 +344,7 @@ def referee(own, config, given, resources):
         print(f"stopped; {kept}", file=sys.stderr)
         return 130
     if due:
-        print(f"evaluation.py: error: {due} games without an answer, the last one because of "
+        print(f"evaluation.py: error: {due} plays without an answer, the last one because of "
               f"{getattr(player, 'reason', '')}; {kept}", file=sys.stderr)
     return 1 if due else 0
 

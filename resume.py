@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import correction
-from config import ROUNDING, changed
+from config import ROUNDING, Config, changed, find_algorithm
 from infra import checkpoint, files, parallel, plugins
 from lm import model as qwen
 
@@ -196,6 +196,15 @@ def state_beside(source):
     """The state of the run whose checkpoint the folder is; {} if it is none."""
     here = source and (source / checkpoint.TRAINER_FILE).is_file()
     return checkpoint.read_trainer(source)["state"] if here else {}
+
+
+def prompting_of(folder):
+    """The flags by which a model folder's run prompted it, {name: value}; {} if no run is known."""
+    then = dict_in(state_beside(folder), "settings")
+    found = {name: then[name] for name in ("prompt", "show_admissible", "history") if name in then}
+    if found.get("prompt") == "auto" and find_algorithm(then.get("algo", Config.algo)).tags:
+        found["prompt"] = "tags"                                  # by the algorithm, which does not play here
+    return found
 
 
 def played_instruction(folder):

@@ -50,6 +50,7 @@ class Environment(Base):
         super().__init__(settings, train_types, seed)
         when = "never" if not self._rearranges else "always" if self.settings.rearranged else "later"
         self._tasks = splits.Tasks(self.settings.games, train_types, seed, when)
+        self.captions = splits.captions(self.settings.games, train_types)
 
     def make(self, n):
         """n games that can be played at the same time."""
@@ -142,7 +143,10 @@ def chosen_task(options):
     """The task that the command line names."""
     if options.game is not None:
         return games.load_game(options.game)
-    return rooms.task(options.split, options.seed)
+    try:
+        return rooms.task(options.split, options.seed)
+    except ValueError as error:
+        raise ValueError(f"--split={options.split} --seed={options.seed}: {error}") from None
 
 
 if __name__ == "__main__":

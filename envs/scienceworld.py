@@ -115,6 +115,8 @@ class Environment(Base):
         if self.source and not any(Path(self.source).glob("L[012]_idx.json")):
             raise ValueError(f"--games={self.source}: expected a folder with {LISTS}")
         self.loaded = {}
+        if train_types == "all":
+            self.captions = self.captions | {"L2": "the official test variations of ten tasks"}
 
     def make(self, n):
         """n games with a JVM each, see `make`."""
@@ -182,6 +184,8 @@ class Environment(Base):
     @staticmethod
     def note(settings):
         """Which tasks the cold start trained on: RL's task types alone do not tell which are unseen."""
+        if settings.get("train_types") == "all":
+            return ""                                                                  # none of them is
         return {"all": "The cold start sees all 29 tasks, the ten of L2 that RL never trains on included.",
                 "part": "The cold start sees the 19 tasks that RL trains on, none of L2's ten.",
                 }.get(settings.get("cold_start_types"), "")
@@ -241,7 +245,7 @@ class Jvm:
         self.socket = self.lines = None
         try:
             self._connect(timeout_s)
-        except OSError:
+        except (OSError, JavaError):
             self.kill()
             raise
 

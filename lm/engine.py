@@ -27,10 +27,17 @@ GROWTH = 1024      # positions by which the rows of a cache grow that is read wi
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings. Without top-k and top-p, as training scores the distribution sampled from."""
+    """Sampling settings. Without top-k and top-p, as training scores the distribution sampled from.
+
+    ValueError for a temperature below 0.
+    """
 
     temperature: float = 1.0      # 0 = greedy
     max_response_tokens: int = 16
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature={self.temperature}: expected 0 (greedy) or more")
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ ARCHIVES = ("0.2.2/json_2.1.1_json.zip", "0.4.0/json_2.1.2_tw-pddl.zip")    # la
 SPLITS = ("train", "valid_seen", "valid_unseen")
 CHUNK = 1 << 18
 TRIES = 5               # in a row without a new byte
-WAIT_S = 2              # before the second try, doubled after each
+WAIT_S = 2              # before the second try, longer by as much after each
 TIMEOUT_S = 60          # without an answer
 
 
@@ -109,7 +109,7 @@ def fetch(url, path):
             reason = f"{error.code} {error.reason}"
             if error.code < 500 and error.code != 429:
                 raise DownloadError(f"{url}: {reason}; --mirror takes another address") from error
-        except (urllib.error.URLError, http.client.HTTPException) as error:
+        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
             reason = " ".join(str(getattr(error, "reason", error)).split())      # a server's own words
         now = size_of(part)
         if total is not None and now >= total:

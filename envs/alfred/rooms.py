@@ -181,7 +181,8 @@ def task(split, index, types=None):
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
     if index < 0 or (split != "train" and index >= SPLIT_SIZE):
-        raise ValueError(f"task {index} of split {split}: it has {SPLIT_SIZE}")
+        known = "0 and up" if split == "train" else f"0 to {SPLIT_SIZE - 1}"
+        raise ValueError(f"task {index} of split {split}: it has {known}")
     types = tuple(types or (TRAINED_TYPES if split == "train" else _types_of(split)))
     if not set(types) <= set(_types_of(split)):
         raise ValueError(f"types {types}: split {split} has {', '.join(_types_of(split))}")

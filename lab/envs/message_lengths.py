@@ -61,7 +61,8 @@ class Environment(envs.Environment):
     @dataclass(frozen=True)
     class Settings:
         """Which lengths."""
-        recorded: str = field(default="alfworld", metadata={"help": "episodes of envs/lengths.json"})
+        recorded: str = field(default="alfworld", metadata={
+            "help": "episodes of envs/lengths.json", "choices": ("alfworld", "scienceworld")})
 
     splits = ("L0",)
     ask = ASK["think"].replace(", word for word from the list,", "")

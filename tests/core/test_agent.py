@@ -33,8 +33,10 @@ from tiny_runs import (
 import agent
 import config
 import correction
+import evaluation
 import gcd
 import judge
+import resume
 import rollout
 import session
 from infra import parallel
@@ -168,6 +170,26 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
     assert len(played[1]) > len(played[0]) and text not in tokenizer.decode(played[0])
 
 
+@pytest.mark.fast
+def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_path):
+    folder = shutil.copytree(start, tmp_path / "model")
+    trainer = torch.load(folder / "trainer.pt", weights_only=True)
+    trainer["state"]["settings"] |= {"history": 2, "show_admissible": False, "algo": "rlvmr"}
+    torch.save(trainer, folder / "trainer.pt")
+    expected = {"prompt": "tags", "history": 2, "show_admissible": False}
+    assert resume.prompting_of(folder) == expected and not resume.prompting_of(COMMITTED)
+    player = gcd.load(folder, prompt="plain", history=0)
+    assert (player.config.history, player.config.show_admissible) == (0, False)
+    _, config, _ = evaluation.parse(["--player", str(folder), "--history", "1"])
+    assert (config.prompt, config.history, config.show_admissible) == ("tags", 1, False)
+
+
+@pytest.mark.fast
+def test_weights_are_fp32_unless_a_dtype_is_given():
+    for settings, dtype in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
+        assert {p.dtype for p in gcd.load(COMMITTED, **settings).model.parameters()} == {dtype}
+
+
 # The judge's AUC
 
 @pytest.mark.fast
@@ -244,6 +266,7 @@ def test_load_refuses_wrong_settings(settings, message):
     ("household", "L0/99999", {}, "task 'L0/99999': L0 has tasks 0 to "),
     ("household", "L0/3", {"max_turns": 0}, "--max-turns=0"), ("household", "L0/3", {"turns": 3}, "--turns"),
     ("household", "L0/3", {"games": "nowhere"}, "nowhere"),
+    ("household", "L0/3", {"temperature": -1}, "temperature=-1: expected 0"),
     ("tests/recipes/guess.py", "test/0", {}, "has the vocabulary of another environment: 'I think of")])
 def test_play_refuses_what_does_not_exist(player, env, task, settings, message):
     with pytest.raises(ValueError, match=message):

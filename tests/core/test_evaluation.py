@@ -238,8 +238,9 @@ def test_a_wrong_flag_is_one_line_before_any_work(flags, expected, tmp_path, cap
 
 @pytest.mark.fast
 @pytest.mark.parametrize("player, flags", [
-    (COMMITTED, ["--context", "64"]), ("http://a/v1", ["--max-response-tokens", "20000"])])
-def test_no_flag_is_refused_for_the_sake_of_a_judge_or_of_a_servers_context(player, flags):
+    (COMMITTED, ["--context", "64"]), ("http://a/v1", ["--max-response-tokens", "20000"]),
+    ("first", ["--env", "lab/envs/twins.py"])])                       # whose context is 128
+def test_no_flag_is_refused_for_the_sake_of_a_judge_or_of_a_context_that_is_not_read(player, flags):
     _, config, _ = evaluation.parse(["--player", str(player), *flags])
     assert not config.gcd and config.max_response_tokens < config.context
 
@@ -507,7 +508,7 @@ def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee
     server = serve(dead)
     status, result, error = referee(*flags_of(server, "--max-turns", "1"))
     server.released.set()
-    assert status == 1 and "12 games without an answer" in error and "--resume continues" in error
+    assert status == 1 and "12 plays without an answer" in error and "--resume continues" in error
     assert result["complete"] is False and result["splits"]["L1"] == {}
     good = serve(lambda question, nth: (200, completion("look")))
     status, result, error = referee(*flags_of(good, "--max-turns", "1"), "--resume")
@@ -559,7 +560,7 @@ def test_a_refused_key_ends_it_and_is_written_nowhere(serve, short, referee, tmp
 def test_the_limit_of_requests_ends_it(serve, short, referee):
     server = serve(lambda question, nth: (200, completion("look")))
     status, result, error = referee(*flags_of(server, "--max-turns", "1", "--endpoint-limit", "5"))
-    assert status == 1 and "7 games without an answer, the last one because of --endpoint-limit" in error
+    assert status == 1 and "7 plays without an answer, the last one because of --endpoint-limit" in error
     assert len(server.seen) == 5 and len(digits(result)) == 5
 
 

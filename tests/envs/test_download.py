@@ -9,6 +9,8 @@ import os
 import random
 import re
 import resource
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -104,6 +106,12 @@ def cut(after):
 def refused(status, **headers):
     """An answer without content."""
     return lambda handler, content, start: send(handler, status, b"", **headers)
+
+
+def reset(connection):
+    """Close a connection with RST."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
 @pytest.fixture
@@ -204,13 +212,23 @@ def test_an_answer_without_a_length_is_read_to_its_end(get, mirror, tmp_path):
     (refused(416), "416 Requested Range Not Satisfiable", 1),
     (refused(206, Content_Range="bytes 5-9/10"), "asked for the bytes from 0 on, got 'bytes 5-9/10'", 5),
     (lambda handler, content, start: handler.wfile.write(b"nonsense\r\n\r\n"), "nonsense", 5),
-    (lambda handler, content, start: None, "without response", 5)])
+    (lambda handler, content, start: None, "without response", 5),
+    (lambda handler, content, start: reset(handler.connection), "reset by peer", 5)])
 def test_a_bad_answer_is_one_line_with_the_address(get, mirror, tmp_path, answer, message, tries):
     mirror.always = answer
     status, _, err = get()
     last = err.splitlines()[-1]
     assert status == 2 and f"{mirror.url}/{LABELS}: " in last and message in last
     assert len(mirror.requests) == tries and not [*tmp_path.rglob("*.zip")]
+
+
+def test_a_server_that_never_answers_is_asked_five_times(get, mirror, monkeypatch):
+    monkeypatch.setattr(download, "TIMEOUT_S", 0.2)
+    over = threading.Event()
+    mirror.always = lambda handler, content, start: over.wait(60)
+    status, _, err = get()
+    over.set()
+    assert status == 2 and len(mirror.requests) == 5 and f"{mirror.url}/{LABELS}: timed out; 0 bytes" in err
 
 
 def test_bytes_of_another_archive_are_removed(get, mirror, archives, tmp_path):

@@ -509,7 +509,9 @@ def test_a_closed_stdout_ends_the_game_without_a_traceback():
 @pytest.mark.fast
 @pytest.mark.parametrize(("flags", "message"), [
     (("--colour",), "unrecognized arguments"), (("--se", "3"), "unrecognized arguments"),
-    (("--game", "nothere"), "nothere: cannot read it"), (("--split", "L9"), "L9"),
+    (("--game", "nothere"), "nothere: cannot read it"),
+    (("--split", "L9"), "--split=L9 --seed=0: split 'L9'"),
+    (("--seed", "300"), "--split=L0 --seed=300: task 300 of split L0: it has 0 to 255"),
     (("--seed", "x"), "invalid int"),
 ])
 def test_invalid_flags_fail(flags, message):
