@@ -262,6 +262,10 @@ class Config:
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
                                          (f"--judge-labels={labels}", labels in OF_ENDPOINT)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
+        learns = self.demonstrations or self.iterations
+        refuse(self.endpoint and learns and not wanting and self.correction == "off",
+               "--endpoint: nothing asks it; expected --judge-labels endpoint or rule+endpoint, --thoughts "
+               "endpoint, or --correction")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
                f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
         fresh = self.correction != "off" and not self.model

@@ -338,8 +338,9 @@ def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokeni
                "</think><action>look</action>", "a < b", "<think>So be it.</think>", "</monitor>", "Take it."]
     batches = []
     endpoint = SimpleNamespace(ask=lambda questions: batches.append(questions) or written)
-    run = make_run(Chat(qwen_tokenizer, style), "--endpoint", "http://127.0.0.1:1", thoughts="endpoint",
-                   script=[scripted()], endpoint=endpoint)
+    asks = ("--judge-labels", "endpoint", "--endpoint", "http://127.0.0.1:1")
+    run = make_run(Chat(qwen_tokenizer, style), *asks, thoughts="endpoint", script=[scripted()],
+                   endpoint=endpoint)
     episode, = cold_start.demonstrate(run, 0, 1, 0.05)
     assert [turn.action for turn in episode.turns] == [line[0] for line in SCRIPT] and episode.won
     assert [turn.tag for turn in episode.turns] == [line[3] if style == "tags" else None for line in SCRIPT]

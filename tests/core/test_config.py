@@ -137,14 +137,15 @@ def test_changed_ignores_settings_of_place_and_speed():
 def test_an_endpoint_is_stored_and_compared_without_its_path():
     """Settings of older runs have it. That there is one, and its server, is compared."""
     url = "https://host:80/api/v1"
-    stored = parse("--endpoint", url).settings()
-    assert stored["endpoint"] == "https://host:80/..." and parse("--endpoint", url).endpoint == url
+    asking = ("--judge-labels", "endpoint", "--endpoint")
+    stored = parse(*asking, url).settings()
+    assert stored["endpoint"] == "https://host:80/..." and parse(*asking, url).endpoint == url
     assert parse().settings()["endpoint"] == ""
     for then in (stored, stored | {"endpoint": url}):
-        assert config.changed(then, parse("--endpoint", "https://host:80/v2")) == {}
-        assert config.changed(then, parse("--endpoint", "https://other/v1")) == {
+        assert config.changed(then, parse(*asking, "https://host:80/v2")) == {}
+        assert config.changed(then, parse(*asking, "https://other/v1")) == {
             "endpoint": ("https://host:80/...", "https://other/...")}
-        assert config.changed(then, parse()) == {"endpoint": ("https://host:80/...", "")}
+        assert config.changed(then, parse(), ["judge_labels"]) == {"endpoint": ("https://host:80/...", "")}
 
 
 # Defaults: the preset's, the algorithm's, the environment's; the command line overrides them
@@ -166,7 +167,7 @@ def test_the_papers_preset_works_with_every_algorithm(algo):
     ("", "rule+oracle", "part"), ("--train-types all", "rule+oracle", "all"),
     ("--env scienceworld", "rule", "part"),
     ("--env scienceworld --endpoint http://127.0.0.1:1/v1", "rule+endpoint", "part"),
-    ("--endpoint http://127.0.0.1:1/v1 --judge-labels dense --history full", "dense", "part")])
+    ("--endpoint http://127.0.0.1:1/v1 --judge-labels endpoint --history full", "endpoint", "part")])
 def test_the_papers_preset_follows_the_environment_and_the_endpoint(flags, labels, types):
     settings = parse("--preset", "paper", *flags.split())
     assert (settings.judge_labels, settings.cold_start_types, settings.history) == (labels, types, 0)
@@ -246,6 +247,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--no-show-admissible", "--show-admissible: for a model that writes (--model)"),
     ("--thoughts endpoint", "--thoughts: for a model that writes (--model)"),
     ("--correction-every 3", "--correction-every: only with --correction"),
+    ("--endpoint http://127.0.0.1:1/v1", "--endpoint: nothing asks it; expected --judge-labels endpoint"),
     ("--rearranged", "--rearranged: only with --games"),
     ("--judge-kind value --judge-normalize-std",
      "--judge-normalize-std: only with --judge-kind generative"),
