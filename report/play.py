@@ -5,18 +5,20 @@
     python -m report.play --model runs/main/grpo+gcd/checkpoint
 
 An empty line takes the model's command; any other line is a command of yours, which is judged as well, before
-the game has answered. The judge's AUC, as measured in training, tells how much its opinion is worth. Other
-flags are gcd.py's: give those that the model was trained with. Left out: taking back a command.
+the game has answered. The judge's AUC, as measured in training, tells how much its opinion is worth. The
+model is prompted as in its training; other flags are gcd.py's. Left out: taking back a command.
 """
 
 import argparse
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import agent
 import config
 from envs._terminal import terminal_session
 from lm.engine import Response
+from resume import prompting_of
 from rollout import Conversation, EpisodeSpec
 
 
@@ -75,7 +77,9 @@ def main(argv=None):
     parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER")
     with terminal_session(parser, undecodable="replace"):        # a tokenizer takes no lone surrogate
         options, flags = parser.parse_known_args(argv)
-        given = config.parsed(["--model", options.model, *flags, "--demonstrations", "0", "--dagger", "0"])
+        prompting = config.arguments(prompting_of(Path(options.model)))
+        given = config.parsed(["--model", options.model, *prompting, *flags,
+                               "--demonstrations", "0", "--dagger", "0"])
         player = agent.loaded(given)
         agent.check_words(given, player.chat)
         task = agent.task_named(given.environment, options.game)
