@@ -40,8 +40,6 @@ def history_length(text):
 
 
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
-DRAWN = ("verl-agent", "rlvmr")             # protocols that draw 128 games with replacement
-TURNS = {"verl-agent": 50, "rlvmr": 30}     # most turns of a protocol's episodes, if it has its own
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
 NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
@@ -51,6 +49,23 @@ NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint
 NEEDS_BF16 = (lambda values: values["dtype"] == "bfloat16", "only with --dtype bfloat16")
 NEEDS_LORA = (lambda values: values["lora"] and values["model"], "only with --lora, of a --model")
 NEEDS_GENERATIVE = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How an evaluation plays a split."""
+
+    temperatures: dict        # {mode: temperature}
+    plays: int = 1            # of each game in each mode
+    draws: int = 0            # games drawn with replacement; 0: all games
+    turns: int = 0            # at most in an episode; 0: --max-turns
+
+
+PROTOCOLS = {"full": Protocol({"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}),
+             "sampled": Protocol({"sampled": 1.0}),
+             "eight": Protocol({"sampled": 1.0, "t0.4": 0.4}, plays=8),
+             "verl-agent": Protocol({"sampled": 0.4}, draws=128, turns=50),
+             "rlvmr": Protocol({"sampled": 0.4}, draws=128, turns=30)}
 
 
 @dataclass(frozen=True)
@@ -190,7 +205,7 @@ class Config:
     protocol: str = setting("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
                             "eight: eight times at 1 and at 0.4; verl-agent (and GiGPO), rlvmr: 128 drawn "
                             "with replacement, at 0.4, in 50 or 30 turns",
-                            ("full", "sampled", "eight", "verl-agent", "rlvmr"))
+                            (*PROTOCOLS,))
     algorithm: algorithms.Method = None           # made from --algo and its flags
     environment: envs.Environment = None          # made from --env and its flags
 
@@ -200,8 +215,9 @@ class Config:
         for split in self.splits:
             refuse(split not in self.environment.splits,
                    f"--evaluate={self.evaluate}: no split {split!r} ({', '.join(self.environment.splits)})")
-        refuse(self.evaluate_tasks and self.protocol in DRAWN, f"--evaluate-tasks={self.evaluate_tasks}: "
-               f"--protocol {self.protocol} draws its own 128 games")
+        draws = PROTOCOLS[self.protocol].draws
+        refuse(self.evaluate_tasks and draws, f"--evaluate-tasks={self.evaluate_tasks}: "
+               f"--protocol {self.protocol} draws its own {draws} games")
         refuse(self.hidden_size % 8, f"--hidden-size={self.hidden_size}: expected a multiple of 8")
         refuse(self.minibatches > self.tasks * self.group_size,
                f"--minibatches={self.minibatches}: more than {self.tasks * self.group_size} episodes")
@@ -290,7 +306,7 @@ class Config:
     @property
     def evaluation_turns(self):
         """The most turns in an episode of the evaluation."""
-        return TURNS.get(self.protocol, self.max_turns)
+        return PROTOCOLS[self.protocol].turns or self.max_turns
 
     @property
     def splits(self):

@@ -40,13 +40,6 @@ from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, S
 from rollout import EpisodeSpec, success_rate, summary
 from session import check_vocabulary, context_warning, make_games, open_chat, split_tasks
 
-# By --protocol: {mode: temperature}
-MODES = {"full": {"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}, "sampled": {"sampled": 1.0},
-         "eight": {"sampled": 1.0, "t0.4": 0.4}, "verl-agent": {"sampled": 0.4}, "rlvmr": {"sampled": 0.4}}
-# Plays of each game; 1 where none is given
-PLAYS = {"eight": 8}
-
-
 # Stage 3 of a run
 
 def evaluation(run):
@@ -55,7 +48,8 @@ def evaluation(run):
     Returns {split: {mode: rollout.success_rate}}. All ranks call this, and share the games.
     """
     config, started = run.config, time.perf_counter()
-    modes, plays = MODES[config.protocol], PLAYS.get(config.protocol, 1)
+    protocol = flags.PROTOCOLS[config.protocol]
+    modes, plays = protocol.temperatures, protocol.plays
     instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
     splits, outcomes = {}, {}
     run.update_sampler()
@@ -91,8 +85,8 @@ def drawn_tasks(config, split):
     replacement.
     """
     tasks, n = split_tasks(config.environment, split), config.evaluate_tasks
-    if config.protocol in flags.DRAWN:
-        return random.Random(config.seed).choices(tasks, k=128)
+    if draws := flags.PROTOCOLS[config.protocol].draws:
+        return random.Random(config.seed).choices(tasks, k=draws)
     return random.Random(0).sample(tasks, n) if 0 < n < len(tasks) else tasks
 
 
@@ -290,7 +284,7 @@ def open_player(own, config, given, resources):
 
 def head_of(own, config, given, player, facts):
     """What is known of an evaluation before it begins."""
-    modes = MODES[config.protocol]
+    modes = flags.PROTOCOLS[config.protocol].temperatures
     if facts["kind"] == "script":                             # it knows no temperature
         modes = {"sampled": None}
     return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
@@ -376,7 +370,7 @@ def play_missing(config, head, player, games, out, should_stop):
     """Play every episode that episodes.jsonl does not hold. Returns how many it does not hold in the end."""
     stored, _ = files.read_lines(out / files.EPISODES)
     done = {(record["split"], record["mode"], record["index"]) for record in stored}
-    plays, missing, clock = PLAYS.get(config.protocol, 1), 0, time.perf_counter()
+    plays, missing, clock = flags.PROTOCOLS[config.protocol].plays, 0, time.perf_counter()
     for split in config.splits:
         tasks = drawn_tasks(config, split)
         for m, (mode, temperature) in enumerate(head["temperatures"].items()):
@@ -412,7 +406,7 @@ def result_of(config, head, out):
     """Scores and outcomes of the episodes in episodes.jsonl."""
     splits, outcomes, details, seconds = {}, {}, {"by_type": {}, "by_seed": {}}, 0.0
     records, _ = files.read_lines(out / files.EPISODES)
-    plays, expected = PLAYS.get(config.protocol, 1), 0
+    plays, expected = flags.PROTOCOLS[config.protocol].plays, 0
     for split in config.splits:
         n = plays * len(drawn_tasks(config, split))
         ended = [(record["mode"], record["index"], record["task_id"], record["task_type"], record["won"])

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import DRAWN
+from config import PROTOCOLS
 from infra import files
 
 RESULTS = Path(__file__).resolve().parent.parent / "lab" / "results"
@@ -212,7 +212,8 @@ def read_seeds(runs, folder=RESULTS):
     if no run was evaluated.
     """
     games = {run.evaluation["games"] for run in runs if run.evaluation.get("games")}
-    if any(run.evaluation.get("protocol", "full") in DRAWN for run in runs):
+    protocols = [PROTOCOLS.get(run.evaluation.get("protocol", "full")) for run in runs]
+    if any(protocol is None or protocol.draws for protocol in protocols):
         return None                                          # other games and turns than a table's
     sizes = {run.header["parameters"] for run in runs if run.header.get("parameters")}
     for path in sorted(folder.glob("table1_*_result.json")) if games else ():

@@ -18,6 +18,7 @@ import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen, tiny_model
 from tiny_runs import ENVIRONMENT, ROOT
 
+import config
 import envs.household
 import evaluation
 import players
@@ -169,7 +170,7 @@ def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee
     household = envs.household.Environment
     tasks_of = household.split_tasks
     monkeypatch.setattr(household, "split_tasks", lambda self, name: tasks_of(self, name)[:16])
-    monkeypatch.setitem(evaluation.MODES, "eight", {"sampled": 1.0})
+    monkeypatch.setitem(config.PROTOCOLS, "eight", config.Protocol({"sampled": 1.0}, plays=8))
     status, result, _ = referee("--player", COMMITTED, "--games", GAMES, "--protocol", "eight",
                                 "--max-turns", 30)
     assert status == 0 and result["player"]["weights"] == committed["player"]["weights"]
