@@ -12,7 +12,7 @@ probe tells P from N where the command is chosen, and the judge's AUC in each it
 
     python -m lab.studies.cures --seeds 3         # three seeds of every arm
     python -m lab.studies.cures --seeds 10        # ten of the arms that three do not settle, and of GCD's own
-    python -m lab.studies.cures --seeds 30        # and twenty new ones, of four and of three arms with a KL
+    python -m lab.studies.cures --seeds 30        # and twenty new ones, of some arms with a KL
     python -m lab.studies.cures --jobs 0          # only the page, of the stored cells
 
 Left out: other sizes of the flaw and other mixtures of P and N.
@@ -100,7 +100,11 @@ CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) 
               for questions, arm in (("none", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"))]
 NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENTS[0], embeddings))
                          for embeddings in EMBEDDINGS]        # and the control of GCD's labels
-LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name]
+# Those of the last seeds: the three after coins, and where GCD was found to add nothing
+LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name] + [
+    name_of(settings_of("judge", arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
+    for arm in ("GRPO", "+GCD")] + [
+    name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
 
 
 def cells_of(seeds, iterations=ITERATIONS, names=None):
@@ -333,21 +337,21 @@ def against(table, one, other):
     return common.paired_arms(table, one, other, final)
 
 
-def pooled(table, arm, other, coefficients=COEFFICIENTS):
-    """Of two arms after coins, final q_N of one minus the other's: a seed's mean over KLs and embeddings, its
-    interval over the seeds that have all of these; and in how many runs of these seeds each removed the flaw.
+def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", embeddings=EMBEDDINGS, timing=""):
+    """Final q_N of an arm minus another's: a seed's mean over these KLs and embeddings, its interval over the
+    seeds that have all of them; and in how many runs of these seeds each removed the flaw.
 
     None below two such seeds.
     """
-    found = [[table.get(name_of(settings_of("coins", each, kl, embeddings)), {})
-              for kl in coefficients for embeddings in EMBEDDINGS] for each in (arm, other)]
+    found = [[table.get(name_of(settings_of(questions, each, kl, embedded, timing)), {})
+              for kl in coefficients for embedded in embeddings] for each in (arm, other)]
     seeds = sorted(set.intersection(*({*results} for side in found for results in side)))
     if len(seeds) < 2:
         return None
     ends = [{seed: [final(results[seed]) for results in side] for seed in seeds} for side in found]
     return paired(*({seed: mean_known(values) for seed, values in side.items()} for side in ends)) | {
         "removed": [sum(end < 0.5 for values in side.values() for end in values) for side in ends],
-        "n": len(seeds) * len(coefficients) * len(EMBEDDINGS)}
+        "n": len(seeds) * len(coefficients) * len(embeddings)}
 
 
 def merged(*tables):
@@ -363,6 +367,16 @@ def again(*tables):
     sides = dict(zip(("first", "new", "own"), tables, strict=True)) | {"all": merged(*tables)}
     return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
             for other in ("GRPO", "+GCD, coins")}
+
+
+def elsewhere(table, own):
+    """{where the first seeds showed no lead of GCD: {seeds: `pooled` of GCD and GRPO with a KL}}."""
+    constant = {"embeddings": ("tied",), "timing": "constant rate"}
+    where = {"after judge questions": {"questions": "judge"},
+             "after random answers, constant rate, tied": constant}
+    sides = {"first": table, "own": own, "all": merged(table, own)}
+    return {name: {seeds: pooled(side, "+GCD", "GRPO", COEFFICIENTS[:1], **settings)
+                   for seeds, side in sides.items()} for name, settings in where.items()}
 
 
 def of_confirming(fresh):
@@ -502,7 +516,7 @@ def seeds_text(fresh):
 
 def page(table, fresh, own, command, seeds, iterations):
     """The page's text, from its template in this folder."""
-    found = again(table, fresh, own)
+    found, others = again(table, fresh, own), elsewhere(table, own)
     return PAGE.read_text(encoding="utf-8").format(
         command=command, iterations=iterations, there=sum(map(len, table.values())),
         seeds=f"{min(seeds)} to {max(seeds)}", grid=grid(table), comparisons=comparisons(table),
@@ -514,6 +528,8 @@ def page(table, fresh, own, command, seeds, iterations):
         foretold=foretold_text(foretold(table)), confirmed=foretold_text(foretold(of_confirming(fresh))),
         again="\n".join(markdown(["seeds", *(f"less that of {other}" for other in found)], [
             [seeds, *(pooled_text(of[seeds]) for of in found.values())] for seeds in found["GRPO"]])),
+        elsewhere="\n".join(markdown(["where", "first seeds", "own", "all"], [
+            [where, *map(pooled_text, of.values())] for where, of in others.items()])),
         new_seeds=seeds_text(fresh), own_seeds=seeds_text(own),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*waiting(table, kl))
                              for kl in COEFFICIENTS),
@@ -660,7 +676,7 @@ def main(argv=None):
                     "differences": compared, "removed by leak": removed_by_leak(table),
                     "foretold": {"first seeds": foretold(table),
                                  "new seeds": foretold(of_confirming(fresh))},
-                    "again": again(table, fresh, own),
+                    "again": again(table, fresh, own), "elsewhere": elsewhere(table, own),
                     "lags": lags(table),
                     "in common": {
                         "sign, judge": in_common(table, ("sign", "GRPO"), ("judge", "GRPO")),

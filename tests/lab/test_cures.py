@@ -40,7 +40,7 @@ def test_the_arms_are_those_of_the_design():
     assert len(new) == 2 * len(cures.NEW_ARMS) == 16
     assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
     last = cures.cells_of(range(cures.OWN_LUCK, cures.OWN_LUCK + 2), 24)
-    assert len(last) == 2 * len(cures.LAST_ARMS) == 12
+    assert len(last) == 2 * len(cures.LAST_ARMS) == 24
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 
@@ -160,6 +160,11 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     found = cures.again(table, *further)
     assert found["GRPO"]["new"] is found["GRPO"]["own"] is None
     assert [*found["GRPO"]["all"]["seeds"]] == [0, 1, 2, 3]
+    own = {name: {seed: result(0.3, 0.1 * seed + 0.2 * name.startswith("GRPO")) for seed in (2, 3)}
+           for name in cures.LAST_ARMS}
+    judged, constant = cures.elsewhere({}, own).values()
+    assert judged["own"]["mean"] == constant["all"]["mean"] == pytest.approx(-0.2) and judged["first"] is None
+    assert (judged["own"]["n"], constant["own"]["n"], constant["own"]["removed"]) == (4, 2, [2, 1])
 
 
 @pytest.mark.fast
