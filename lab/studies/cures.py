@@ -78,12 +78,17 @@ def arms():
     found = [settings_of(questions, "GRPO", *pair) for pair in crossed for questions in (
         "none", "coins", "parity", "sign", "judge")]
     found += [settings_of("coins", arm, *pair) for pair in crossed for arm in ("+GCD", "+GCD, coins")]
-    found += [settings_of("judge", "+GCD", *pair) for pair in crossed]
+    found += [settings_of("judge", "+GCD", *pair) for pair in crossed] + controls()
     found += [settings_of("coins", arm, kl, "tied", timing) for kl in COEFFICIENTS
               for arm, timing in (("GRPO", "constant rate"), ("+GCD", "constant rate"), ("+GCD", "held"))]
     found += [settings_of("coins, before", arm, kl, "tied") for kl in COEFFICIENTS
               for arm in ("GRPO", "+sign, before")]
     return found
+
+
+def controls():
+    """Arms of the last seeds alone: coin tosses for labels after judge questions."""
+    return [settings_of("judge", "+GCD, coins", COEFFICIENTS[0], embeddings) for embeddings in EMBEDDINGS]
 
 
 def name_of(arm):
@@ -103,7 +108,7 @@ NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENT
 # Those of the last seeds: the three after coins, and where GCD was found to add nothing
 LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name] + [
     name_of(settings_of("judge", arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
-    for arm in ("GRPO", "+GCD")] + [
+    for arm in ("GRPO", "+GCD", "+GCD, coins")] + [
     name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
 
 
@@ -114,7 +119,7 @@ def cells_of(seeds, iterations=ITERATIONS, names=None):
     def chosen(arm, seed):
         if seed >= NEW:
             return arm in (LAST_ARMS if seed >= OWN_LUCK else NEW_ARMS)
-        return seed < FIRST or names is None or arm in names
+        return arm not in map(name_of, controls()) and (seed < FIRST or names is None or arm in names)
 
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
             for seed in seeds for arm in arms() if chosen(name_of(arm), seed)}
@@ -370,13 +375,14 @@ def again(*tables):
 
 
 def elsewhere(table, own):
-    """{where the first seeds showed no lead of GCD: {seeds: `pooled` of GCD and GRPO with a KL}}."""
+    """{where the first seeds showed no lead of GCD: {seeds: `pooled` of an arm and GRPO with a KL}}."""
     constant = {"embeddings": ("tied",), "timing": "constant rate"}
-    where = {"after judge questions": {"questions": "judge"},
-             "after random answers, constant rate, tied": constant}
+    where = {"after judge questions": ("+GCD", {"questions": "judge"}),
+             "after judge questions, coin tosses for labels": ("+GCD, coins", {"questions": "judge"}),
+             "after random answers, constant rate, tied": ("+GCD", constant)}
     sides = {"first": table, "own": own, "all": merged(table, own)}
-    return {name: {seeds: pooled(side, "+GCD", "GRPO", COEFFICIENTS[:1], **settings)
-                   for seeds, side in sides.items()} for name, settings in where.items()}
+    return {name: {seeds: pooled(side, arm, "GRPO", COEFFICIENTS[:1], **settings)
+                   for seeds, side in sides.items()} for name, (arm, settings) in where.items()}
 
 
 def of_confirming(fresh):
