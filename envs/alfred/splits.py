@@ -28,7 +28,6 @@ TRAIN_TASKS = 10_000_000  # number of training tasks in a Split; real games repe
 REAL_EVERY = 3          # with rearranged games, every third task is still a real one
 CAPTIONS = {"dev": "for tuning, training rooms and other rooms", "L0": "training rooms, new tasks",
             "L1": "other rooms", "L2": "other rooms and task types that RL never trains on"}
-read_games = lru_cache(maxsize=8)(games.load_games)     # for all runs and players of a process
 
 
 def captions(source, train_types):
@@ -58,7 +57,7 @@ class Tasks:
         if not self.loaded:
             games.check_source(self.source, dict.fromkeys(FOLDER.values()))
         if (split, types) not in self.loaded:
-            self.loaded[split, types] = read_games(self.source, FOLDER[split], types)
+            self.loaded[split, types] = games.load_games(self.source, FOLDER[split], types)
         return self.loaded[split, types]
 
     def validated(self, tasks):

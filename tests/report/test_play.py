@@ -240,8 +240,8 @@ def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
     """A model of random weights gives no command otherwise."""
     load = agent.qwen.load_pretrained
 
-    def random_weights(folder):
-        model = load(folder)
+    def random_weights(*arguments):
+        model = load(*arguments)
         with torch.no_grad():
             for k, parameter in enumerate(model.parameters()):
                 parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(k))
