@@ -186,7 +186,7 @@ def study(tmp_path_factory):
               cures.settings_of("coins, before", "+sign, before", 0.01, "tied")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cures, "arms", lambda: chosen)
-        patch.setattr(cures, "DEMONSTRATIONS", 600)
+        patch.setattr(cures, "DEMONSTRATIONS", 200)
         assert cures.main(["--seeds", "1", "--iterations", "24", "--jobs", "1", "--out", str(out / "out"),
                            "--runs", str(out / "runs")]) == 0
     assert cures.arms is some
