@@ -105,10 +105,11 @@ CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) 
               for questions, arm in (("none", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"))]
 NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENTS[0], embeddings))
                          for embeddings in EMBEDDINGS]        # and the control of GCD's labels
+CONTROLS = [*map(name_of, controls())]
 # Those of the last seeds: the three after coins, and where GCD was found to add nothing
-LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name] + [
+LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name] + CONTROLS + [
     name_of(settings_of("judge", arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
-    for arm in ("GRPO", "+GCD", "+GCD, coins")] + [
+    for arm in ("GRPO", "+GCD")] + [
     name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
 
 
@@ -119,7 +120,7 @@ def cells_of(seeds, iterations=ITERATIONS, names=None):
     def chosen(arm, seed):
         if seed >= NEW:
             return arm in (LAST_ARMS if seed >= OWN_LUCK else NEW_ARMS)
-        return arm not in map(name_of, controls()) and (seed < FIRST or names is None or arm in names)
+        return arm not in CONTROLS and (seed < FIRST or names is None or arm in names)
 
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
             for seed in seeds for arm in arms() if chosen(name_of(arm), seed)}
