@@ -11,19 +11,33 @@ from infra.plugins import PluginError
 
 # Errors that end a run with one line: mistakes found late, a full disk, engines that die, torch's own errors
 EXPECTED = ValueError, OSError, ArithmeticError, MemoryError, RuntimeError
-# Advice when memory runs out, by the files in the traceback: (files, activity, flags to turn)
-ADVICE = ((("rollout.py", "engine.py"), "playing", "--slots or --context down"),
-          (("update.py",), "training", "--microbatch-tokens down, then --checkpoint-activations on, then "
-           "--max-response-tokens down"))
+# Advice when memory runs out: (activity, flags to turn), by the first of these files or functions in the
+# traceback; for an error that passed through none, playing's and training's.
+PLAYING = "playing", "--slots or --context down"
+TRAINING = ("training", "--microbatch-tokens down, then --checkpoint-activations on, then "
+            "--max-response-tokens down")
+LOADING = "loading a model", "more ranks"
+ADVICE = {
+    "judge.py:answer_questions": ("judging", "--slots, --judge-turns or --judge-group-size down"),
+    "rollout.py": PLAYING,
+    "engine.py": PLAYING,
+    "parallel.py:onloaded": ("bringing the KL reference or the critic to the device",
+                             "--kl none, --lora or more ranks"),
+    "update.py:step": ("stepping the optimizer", "--lora, --train-layers or more ranks"),
+    "update.py": TRAINING,
+    "session.py:load_model": LOADING,
+    "session.py:frozen_copy": LOADING}
 
 
 def one_line(error, out, known=()):
     """Format an error as one line. A plug-in's, and a RuntimeError not `known`, leaves OUT/traceback.txt."""
     text = " ".join(str(error).split())
     if is_out_of_memory(error, text):
-        passed = {Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)}
-        advice = [entry for entry in ADVICE if passed & {*entry[0]}] or ADVICE
-        hints = "; ".join(f"while {activity}, {flags}" for _, activity, flags in advice)
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        passed = {place for code in codes for file in [Path(code.co_filename).name]
+                  for place in (file, f"{file}:{code.co_name}")}
+        advice = [ADVICE[place] for place in ADVICE if place in passed][:1] or [PLAYING, TRAINING]
+        hints = "; ".join(f"while {activity}, {flags}" for activity, flags in advice)
         return f"out of memory ({text[:200]}): {hints}"
     text = " ".join([text, *(f"({note})" for note in getattr(error, "__notes__", ()))])
     unknown = isinstance(error, RuntimeError) and not isinstance(error, known)

@@ -2,19 +2,22 @@
 
 Each check is a process of its own with a time limit, so that one that faults or hangs is a line and the next
 one runs. They are in the order of what would change the design. Weights are random, so nothing is
-downloaded; prompts have Qwen2.5's tokenizer and template where ../shared has them, else a stand-in with as
-many tokens; messages have the lengths of envs/lengths.json. Targets are computed (lab/bench/memory.py), and
-shares are given of the data sheet's peak and of what this GPU reaches.
+downloaded; prompts have Qwen2.5's tokenizer and template where ../shared has them, else a stand-in with
+about as many tokens; messages have the lengths of envs/lengths.json. Targets are computed
+(lab/bench/memory.py), and shares are given of the data sheet's peak and of what this GPU reaches.
 
-A command ends within ten minutes: a check starts if its time limit ends before. What --out holds is not run
-again: while checks are left, the exit status is 3 (1 if one fell short), and the same command goes on. The
-checks are in gpu_checks.py (the engine) and gpu_runs.py (training).
+A command ends within ten minutes: a check starts if ENOUGH of its time limit is left. What --out holds is not
+run again, but for checks that ended by an error, which come last: while checks are left, the exit status is 3
+(1 if one fell short), and the same command goes on. A line of a check that fails, dies or hangs has its
+traceback, and what it had measured before. The checks are in gpu_checks.py (the engine) and gpu_runs.py
+(training).
 
     python -m lab.bench.gpu --minutes 10      # what would change the design; 30: all, in several commands
     python -m lab.bench.gpu --tiny            # the checks on any device in seconds: tests/lab/test_gpu.py
 """
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -22,6 +25,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -32,6 +36,8 @@ from lab.bench.study import ROOT
 
 OUT, FOLDER = ROOT / "lab" / "results" / "gpu.jsonl", ROOT / "runs" / "gpu"
 MOST_S, TINY_S = 560, 200   # of one command, which takes some seconds more; of a check with --tiny
+STACK, STACK_S = "stack.txt", 3     # file of a check's stack; written so long before its time limit
+ENOUGH = 0.6                # of a check's time limit
 MORE_TO_RUN = 3             # exit status
 ENGINE, RUNS = "lab.bench.gpu_checks", "lab.bench.gpu_runs"
 
@@ -50,14 +56,12 @@ class Check:
 CHECKS = [Check(*row) for row in (
     ("limits", ENGINE, 10, 180, "80 % of the data sheet's bandwidth, 60 % of its FLOPs"),
     ("varlen", ENGINE, 10, 90, "errors under .03 on every path"),
-    ("lengths", ENGINE, 10, 120, "under .3 nats"),
     ("graphs", ENGINE, 10, 120, "equal, and faster"),
-    ("iteration", RUNS, 10, 400, "seconds, and bytes of each stage, at most 15 % over the estimate"),
-    ("floor", ENGINE, 10, 90, "the share of the data sheet's bandwidth that the estimate assumes"),
-    ("trainer_gap", ENGINE, 10, 90, "under .02 nats in the mean"),
+    ("trainer_gap", ENGINE, 10, 120, "under .02 nats in the mean; over .1 with each of two injected faults"),
     ("update_16k", ENGINE, 10, 120, "the share of the data sheet's FLOPs that the estimate assumes"),
-    ("stale_sampler", ENGINE, 10, 90, "an injected fault: detected"),
-    ("other_temperature", ENGINE, 10, 90, "an injected fault: detected"),
+    ("iteration", RUNS, 10, 360, "seconds, and bytes of each stage, at most 15 % over the estimate"),
+    ("floor", ENGINE, 10, 90, "the share of the data sheet's bandwidth that the estimate assumes"),
+    ("lengths", ENGINE, 10, 120, "under .3 nats"),
     ("offload", ENGINE, 30, 120, "under 5 s, equal outputs, no memory left allocated"),
     ("update_32k", ENGINE, 30, 120, "as update_16k"),
     ("floor_few", ENGINE, 30, 90, "16 rows: a split of a row's keys is no slower than none"),
@@ -79,16 +83,20 @@ def main(argv=None):
     wanted = ([replace(check, limit_s=min(check.limit_s, TINY_S)) for check in CHECKS] if options.tiny else
               [check for check in CHECKS if check.minutes <= options.minutes])
     known = stored_in(out)
-    start, lines = time.monotonic(), [known[check.name] for check in wanted if check.name in known]
+    done = {name: line for name, line in known.items() if "error" not in line}
+    start, lines = time.monotonic(), [done[check.name] for check in wanted if check.name in done]
+    left = [check for check in wanted if check.name not in done]
+    left.sort(key=lambda check: check.name in known)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.tiny else FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")        # forks of a process that has loaded torch
         context.set_forkserver_preload([ENGINE, RUNS])
-        for check in wanted:
-            if check.name in known or time.monotonic() - start + check.limit_s > MOST_S:
+        for check in left:
+            limit_s = min(check.limit_s, start + MOST_S - time.monotonic())
+            if limit_s < ENOUGH * check.limit_s:
                 continue
-            lines.append(line := run(context, check, options.tiny, folder))
+            lines.append(line := run(context, replace(check, limit_s=int(limit_s)), options.tiny, folder))
             print(json.dumps(line), flush=True)
             if line.get("error", "").startswith("no CUDA"):
                 parser.error("torch sees no CUDA device (--tiny runs anywhere)")
@@ -101,33 +109,35 @@ def main(argv=None):
 
 
 def stored_in(out):
-    """{check: line} of a file, without checks that ended by an error, which run again."""
-    lines = files.read_lines(out)[0] if out and out.exists() else []
-    return {line["check"]: line for line in lines if "error" not in line}
+    """{check: its last line} of a file."""
+    return {line["check"]: line for line in (files.read_lines(out)[0] if out and out.exists() else [])}
 
 
 def run(context, check, tiny, folder):
     """Run a check in a process of its own. Returns its line: ok is False if it raised, died or took too
-    long.
+    long; what it reported before is in it all the same.
     """
     start, (theirs, ours) = time.monotonic(), context.Pipe(duplex=False)
     process = context.Process(target=child, args=(check, tiny, folder, ours))
     process.start()
     ours.close()
-    found = {"error": f"did not end within {check.limit_s} s"}
-    if theirs.poll(check.limit_s):
+    found = {}
+    while "ok" not in found:
         try:
-            found = theirs.recv()
+            found |= (theirs.recv() if theirs.poll(max(0, start + check.limit_s - time.monotonic())) else
+                      {"ok": False, "error": f"did not end within {check.limit_s} s"})
         except EOFError:
             process.join(10)
-            found = {"error": f"died with exit status {process.exitcode}"}
+            found |= {"ok": False, "error": f"died with exit status {process.exitcode}"}
+    if "error" in found and "traceback" not in found and (folder / STACK).exists():
+        found["traceback"] = (folder / STACK).read_text().partition("\nExtension modules")[0][:3000]
     process.join(10)
     with suppress(ProcessLookupError):                     # what it has started, too: `child` leads a group
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
     found = {key: float(f"{value:.4g}") if isinstance(value, float) else value
              for key, value in found.items()}
-    return {"check": check.name, "ok": False, "target": check.target, **found,
+    return {"check": check.name, "target": check.target, **found,
             "check_s": round(time.monotonic() - start, 1)}
 
 
@@ -135,20 +145,23 @@ def child(check, tiny, folder, pipe):
     """In the check's process: send what it measured, and whether it meets the target."""
     os.setpgrp()
     os.dup2(2, 1)                                          # stdout is for the lines
+    stack = open(folder / STACK, "w")                      # stays open: of a check that dies or hangs
+    faulthandler.enable(stack)
+    faulthandler.dump_traceback_later(max(check.limit_s - STACK_S, 1), file=stack)
     import torch
 
     from lab.bench.gpu_checks import Bench
     try:
         if not (tiny or torch.cuda.is_available()):
             raise RuntimeError("no CUDA device")
-        bench = Bench(tiny, folder)
+        bench = Bench(tiny, folder, pipe.send)
         measured, ok = getattr(import_module(check.module), check.name)(bench)
         measured = measured | {"ok": bool(ok), "device": bench.name, "tokenizer": bench.tokenizer,
                                "torch": torch.__version__, "commit": files.commit()}
     except Exception as error:                             # the next check is independent of this one
         message = " ".join(str(error).split())[:300]
         measured = {"ok": False, "error": f"{type(error).__name__}: {message}" if str(error) !=
-                    "no CUDA device" else message}
+                    "no CUDA device" else message, "traceback": traceback.format_exc()[-3000:]}
     pipe.send(measured)
 
 

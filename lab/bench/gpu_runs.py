@@ -117,9 +117,10 @@ def arguments(bench, out):
 @contextmanager
 def as_in_a_run(bench):
     """Let a random model's responses end and its verdicts be read; yield {stage: peak bytes} of gcd.py's
-    stages, of the last iteration.
+    stages, of the last iteration. Each stage's seconds and gigabytes are reported as it ends.
     """
-    verdicts, record, make_chat, found = itertools.cycle(judge.ANSWERS), judge.record, session.make_chat, {}
+    verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, session.make_chat
+    found, ended = {}, []
 
     def chat_that_stops(*settings):
         chat = make_chat(*settings)
@@ -134,8 +135,11 @@ def as_in_a_run(bench):
         def call(*given):
             if bench.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            start = time.perf_counter()
             result = function(*given)
             found[stage] = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0
+            ended.append([stage, time.perf_counter() - start, found[stage] / 1e9])
+            bench.report({"stages_s_gb": ended})
             return result
         return call
 
@@ -154,7 +158,8 @@ def measured_iteration(bench, *flags):
     with as_in_a_run(bench) as found, ExitStack() as resources:
         made = prepare(settings, job.Ranks(0, 1, bench.device), False, resources)
         settings.algorithm.begin(made.model, made.objective, settings.minibatches, made.shard)
-        reference = session.frozen_copy(made, 0)
+        with mock.patch.object(session, "save_reference", lambda run: bench.model_folder):
+            reference = session.frozen_copy(made, 0)                # that folder has the same weights
         for i in range(2):
             start = time.perf_counter()
             metrics = gcd.iteration(made, i, reference)

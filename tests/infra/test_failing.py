@@ -80,10 +80,12 @@ def test_a_rank_that_fails_prints_why_and_ends_all_ranks(start, tmp_path, kind, 
     assert not (tmp_path / "run" / "traceback.txt").exists()       # rank 0's would hide that rank 1 failed
 
 
-def through(file, error):
-    """The error with a traceback through a function of a file."""
+def through(place, error):
+    """The error with a traceback through a function of a file: "file" or "file:function"."""
+    file, _, name = place.partition(":")
     with pytest.raises(type(error)) as caught:
-        exec(compile("def run():\n    raise error\nrun()", file, "exec"), {"error": error})
+        code = f"def {name or 'run'}():\n    raise error\n{name or 'run'}()"
+        exec(compile(code, file, "exec"), {"error": error.with_traceback(None)})
     return caught.value
 
 
@@ -93,14 +95,34 @@ def through(file, error):
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")])
 def test_out_of_memory_names_the_flags_of_the_activity(tmp_path, error):
-    playing, training = "--slots or --context down", "--microbatch-tokens down"
-    for file, expected, other in ((ROOT / "rollout.py", playing, training),
-                                  (ROOT / "lm" / "engine.py", playing, training),
-                                  (ROOT / "update.py", training, playing)):
-        line = errors.one_line(through(str(file), error.with_traceback(None)), tmp_path)
-        assert line.startswith("out of memory (") and expected in line and other not in line
-    both = errors.one_line(through("elsewhere.py", error.with_traceback(None)), tmp_path)
+    playing, training = "while playing, --slots or --context down", "while training, --microbatch-tokens down"
+    for place, expected in (("rollout.py", playing), ("lm/engine.py", playing), ("update.py", training),
+                            ("judge.py:answer_questions", "while judging, --slots, --judge-turns"),
+                            ("update.py:step", "while stepping the optimizer, --lora"),
+                            ("infra/parallel.py:onloaded", "while bringing the KL reference"),
+                            ("session.py:load_model", "while loading a model, more ranks"),
+                            ("session.py:frozen_copy", "while loading a model, more ranks")):
+        file, _, function = place.partition(":")
+        assert f"\ndef {function}" in (ROOT / file).read_text()
+        line = errors.one_line(through(f"{ROOT}/{place}", error), tmp_path)
+        assert line.startswith("out of memory (") and expected in line and line.count("while ") == 1, line
+    both = errors.one_line(through("elsewhere.py", error), tmp_path)
     assert playing in both and training in both and not list(tmp_path.iterdir())
+
+
+@pytest.mark.fast
+def test_out_of_memory_within_a_calls_callees_names_the_stage(tmp_path):
+    """The judge samples by the engine, and a step's update is in the same file as the forward."""
+    def nested(outer, inner):
+        with pytest.raises(MemoryError) as caught:
+            exec(compile(f"def {outer[1]}(call):\n    call()", outer[0], "exec"), names := {})
+            exec(compile(f"def {inner[1]}():\n    raise MemoryError('full')", inner[0], "exec"), names)
+            names[outer[1]](names[inner[1]])
+        return errors.one_line(caught.value, tmp_path)
+
+    assert "while judging" in nested(("judge.py", "answer_questions"), ("engine.py", "answer"))
+    assert "while stepping the optimizer" in nested(("update.py", "step"), ("optim.py", "muon"))
+    assert "while training" in nested(("update.py", "update"), ("batching.py", "collate"))
 
 
 @pytest.mark.fast

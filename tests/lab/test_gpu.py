@@ -11,26 +11,29 @@ import pytest
 import torch
 from test_attention import by_loop, shared_by_loop
 
+import judge
 from envs import MessageLengths, wrong_in, wrong_tasks
-from lab.bench import gpu, memory
+from lab.bench import gpu, lengths, memory
 from lab.bench import varlen as paths
 from lab.bench.gpu_checks import save_stand_in
+from lab.bench.simulation import Work
+from lab.bench.study import ROOT
 from lab.envs import message_lengths
 from lm import attention
 from lm.chat import Chat
 from lm.model import load_tokenizer
 
 
-def lines_of(capsys):
+def lines_of(out):
     """{check: the line it printed}, and the other lines."""
-    printed = capsys.readouterr().out.splitlines()
+    printed = out.splitlines()
     found = [json.loads(line) for line in printed if line.startswith("{")]
     return {line["check"]: line for line in found}, [line for line in printed if not line.startswith("{")]
 
 
 def test_every_check_runs_and_the_faults_are_detected(capsys):
     status = gpu.main(["--tiny"])
-    found, rest = lines_of(capsys)
+    found, rest = lines_of(capsys.readouterr().out)
     names = [check.name for check in gpu.CHECKS]
     assert [*found] == names and [line.split()[0] for line in rest] == names
     assert not [line for line in found.values() if "error" in line]
@@ -47,30 +50,45 @@ def checks(*names, limit_s=60):
 
 
 def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "dies"), *checks("hangs", limit_s=3),
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "dies"), *checks("hangs", limit_s=5),
                                         *checks("short", "right")])
     out = tmp_path / "gpu.jsonl"
     assert gpu.main(["--tiny", "--out", str(out)]) == 1
-    found, rest = lines_of(capsys)
+    found, rest = lines_of(capsys.readouterr().out)
+    assert all(f"in {name}\n" in found[name]["traceback"] for name in ("broken", "dies", "hangs"))
     assert found["broken"]["error"] == "RuntimeError: no such kernel"
     assert found["dies"]["error"] == "died with exit status -11"
-    assert found["hangs"]["error"] == "did not end within 3 s" and found["hangs"]["check_s"] < 60
+    assert found["hangs"]["error"] == "did not end within 5 s" and found["hangs"]["check_s"] < 60
+    assert found["hangs"]["share"] == 0.5 and not found["hangs"]["ok"]          # what it had reported
     assert found["short"]["share"] == 0.1235 and found["right"]["of"] == "a stand-in of 2000 tokens"
     assert [line.split()[1] for line in rest] == ["short"] * 4 + ["met"]
     assert [json.loads(line)["check"] for line in out.read_text().splitlines()] == [*found]
-    assert [*gpu.stored_in(out)] == ["short", "right"]                 # an error is not the last word
 
 
-def test_what_the_file_holds_is_not_run_again_and_time_that_is_up_leaves_the_rest(capsys, monkeypatch,
-                                                                                   tmp_path):
+def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatch):
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=8), *checks("right", limit_s=60)])
+    monkeypatch.setattr(gpu, "MOST_S", 7)
+    assert gpu.main(["--tiny"]) == 1
+    found, rest = lines_of(capsys.readouterr().out)
+    assert found["hangs"]["error"] in (f"did not end within {s} s" for s in (5, 6)) and [*found] == ["hangs"]
+    assert rest[-1] == "1 left: the same command goes on"
+
+
+def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_leaves_the_rest(
+        capsys, monkeypatch, tmp_path):
+    """Checks that ended by an error come last."""
     out = tmp_path / "gpu.jsonl"
-    out.write_text('{"check": "broken", "ok": true}\n')
-    monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "right"), *checks("dies", limit_s=10**6)])
-    monkeypatch.setattr(gpu, "MOST_S", 150)
+    out.write_text('{"check": "broken", "ok": false, "error": "it broke"}\n{"check": "short", "ok": true}\n')
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "short", "right"), *checks("dies", limit_s=10**6)])
+    monkeypatch.setattr(gpu, "MOST_S", 100)
+    assert gpu.main(["--tiny", "--out", str(out)]) == 1
+    found, rest = lines_of(capsys.readouterr().out)
+    assert [*found] == ["right", "broken"] and len(out.read_text().splitlines()) == 4
+    assert [line.split()[1] for line in rest[:4]] == ["short", "met", "met", "not"]
+    assert rest[4] == "1 left: the same command goes on"
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("short", "right"), *checks("dies", limit_s=10**6)])
     assert gpu.main(["--tiny", "--out", str(out)]) == gpu.MORE_TO_RUN
-    found, rest = lines_of(capsys)
-    assert [*found] == ["right"] and [line.split()[1] for line in rest[:3]] == ["met", "met", "not"]
-    assert rest[3] == "1 left: the same command goes on"
+    assert not lines_of(capsys.readouterr().out)[0]
 
 
 @pytest.mark.fast
@@ -119,6 +137,18 @@ def test_the_stand_in_tokenizer_counts_words_and_has_chatml(tmp_path):
     assert len(tokenizer) == 2000 and not chat.small and len(chat.encode(text)) == 50
     assert tokenizer.decode(chat.encode(text)) == text
     assert tokenizer.decode(chat.message("hi")).endswith("user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.fast
+def test_prompts_under_the_stand_in_are_about_as_long_as_under_qwens_tokenizer(tmp_path):
+    """Else the load that lab.bench.gpu measures would not be the one that is computed."""
+    save_stand_in(tmp_path, 2000)
+    environment = message_lengths.Environment()
+    chat = Chat(load_tokenizer(tmp_path), "think", True, environment.noop_message, environment)
+    frames = json.loads((ROOT / "envs" / "lengths.json").read_text())["frames"]["alfworld"]["think"]
+    found = [chat.frame_tokens(lengths.EXAMPLE, first) for first in (True, False)]
+    assert found == pytest.approx(frames, rel=0.2)
+    assert len(judge.question_message(chat)) == pytest.approx(Work().question, rel=0.2)
 
 
 @pytest.mark.fast
