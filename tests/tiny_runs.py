@@ -98,7 +98,7 @@ def random_qwen(folder, tokenizer, family="Qwen2", **changes):
     """Write a random Qwen, with the real vocabulary 5 million parameters, nearly all in its embedding.
 
     tokenizer: a folder with the hub's tokenizer files, or cut ones (conftest.cut_tokenizer); only these are
-    copied. family: "Qwen2" or "Qwen3".
+    copied. family: "Qwen2", "Qwen3" or "Llama".
     """
     import transformers
     torch.manual_seed(0)

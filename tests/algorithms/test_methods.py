@@ -32,6 +32,7 @@ from tiny_runs import (
 
 import correction
 import gcd
+import judge
 import rollout
 from envs import _workers, alfworld, household, scienceworld
 from lm import engine
@@ -249,9 +250,11 @@ class Script:
         """The token ids of the response to a prompt with this random stream."""
         if number in self.texts:
             return self.texts[number]
-        if correction.MERGE[:40] in self.chat.tokenizer.decode(prompt[-200:]):
+        asked = self.chat.tokenizer.decode(prompt[-200:])
+        if correction.MERGE[:40] in asked:
             return self.chat.encode("Do not say what is not possible.") + self.chat.end_ids
-        text = "Refused. <judge>{}</judge>".format(("good", "bad")[number % 2])
+        in_one_word = judge.QUESTION["plain"] in asked
+        text = ("{}" if in_one_word else "Refused. <judge>{}</judge>").format(("good", "bad")[number % 2])
         return self.chat.encode(text) + self.chat.end_ids
 
 
@@ -355,11 +358,12 @@ def test_every_method_trains_a_hugging_face_model_and_some_on_the_engines(train_
         assert isinstance(row["made_from"], kind)
 
 
-@pytest.mark.parametrize("style", ["think", "tags"])
-def test_a_qwen3_trains_with_thoughts_and_without(train_scripted, short_qwen3, tmp_path_factory, tmp_path,
-                                                  monkeypatch, style):
-    """GCD: its responses are parsed and its questions encoded as Qwen2's; the saved model is a Qwen3."""
-    folder = random_qwen(tmp_path_factory.mktemp("qwen3"), short_qwen3, "Qwen3", head_dim=16)
+@pytest.mark.parametrize("family, style", [("Qwen3", "think"), ("Qwen3", "tags"), ("Qwen3", "plain"),
+                                           ("Llama", "plain")])
+def test_a_family_trains_with_thoughts_and_without(train_scripted, short_qwen3, tmp_path_factory, tmp_path,
+                                                   monkeypatch, family, style):
+    """GCD: its responses are parsed and its questions encoded as Qwen2's; the saved model is of its family."""
+    folder = random_qwen(tmp_path_factory.mktemp("family"), short_qwen3, family, head_dim=16)
     started, begin = [], engine.Slots.begin                      # the prompts of all turns and questions
     monkeypatch.setattr(engine.Slots, "begin", lambda slots, rows, prompts, *more, **named: (
         started.extend(prompts), begin(slots, rows, prompts, *more, **named))[1])
@@ -370,9 +374,9 @@ def test_a_qwen3_trains_with_thoughts_and_without(train_scripted, short_qwen3, t
     assert all(row["policy/grad_norm"] > 0 and row["policy/logprob_gap_max_nats"] < 1e-4 for row in found)
     tokenizer = qwen.load_tokenizer(tmp_path / "checkpoint")
     ends = {tokenizer.decode(prompt).rpartition("<|im_start|>")[2] for prompt in started}
-    assert ends == {"assistant\n" + EMPTY_THOUGHT * (style == "tags")}
+    assert ends == {"assistant\n" + EMPTY_THOUGHT * (style != "think")}
     saved = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
-    assert (saved["architectures"], saved["head_dim"]) == (["Qwen3ForCausalLM"], 16)
+    assert (saved["architectures"], saved["head_dim"]) == ([f"{family}ForCausalLM"], 16)
     assert not same(weights(tmp_path), load_file(folder / "model.safetensors"))
     assert_loads_in_transformers(tmp_path / "checkpoint", "<think>a fridge 1</think>")
 

@@ -6,6 +6,7 @@
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +14,8 @@ from test_attention import by_loop, shared_by_loop
 
 import judge
 from envs import MessageLengths, wrong_in, wrong_tasks
-from lab.bench import gpu, lengths, memory
+from lab.bench import gpu, gpu_checks, lengths, memory
 from lab.bench import varlen as paths
-from lab.bench.gpu_checks import save_stand_in
 from lab.bench.simulation import Work
 from lab.bench.study import ROOT
 from lab.envs import message_lengths
@@ -126,11 +126,19 @@ def test_without_a_gpu_it_ends_with_an_error(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "gpu.jsonl").exists()
 
 
+@pytest.mark.fast
+def test_where_torch_alone_splits_keys_there_is_nothing_to_compare(monkeypatch):
+    used = attention.Varlen(None, attention.cached_by_operator, None)
+    monkeypatch.setattr(attention, "varlen", lambda *_: used)
+    found, ok = gpu_checks.floor_few(SimpleNamespace(device=None, dtype=None, shape=memory.shape("1.5B")))
+    assert ok and "decides alone" in found["skipped"]
+
+
 # Prompts
 
 @pytest.mark.fast
 def test_the_stand_in_tokenizer_counts_words_and_has_chatml(tmp_path):
-    save_stand_in(tmp_path, 2000)
+    gpu_checks.save_stand_in(tmp_path, 2000)
     tokenizer = load_tokenizer(tmp_path)
     text = message_lengths.text_of(50, random.Random(0))
     chat = Chat(tokenizer, "think")
@@ -142,7 +150,7 @@ def test_the_stand_in_tokenizer_counts_words_and_has_chatml(tmp_path):
 @pytest.mark.fast
 def test_prompts_under_the_stand_in_are_about_as_long_as_under_qwens_tokenizer(tmp_path):
     """Else the load that lab.bench.gpu measures would not be the one that is computed."""
-    save_stand_in(tmp_path, 2000)
+    gpu_checks.save_stand_in(tmp_path, 2000)
     environment = message_lengths.Environment()
     chat = Chat(load_tokenizer(tmp_path), "think", True, environment.noop_message, environment)
     frames = json.loads((ROOT / "envs" / "lengths.json").read_text())["frames"]["alfworld"]["think"]

@@ -380,6 +380,16 @@ def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
     assert "a head size of 264" in capsys.readouterr().err
 
 
+def test_a_gpu_older_than_ampere_has_masks(capsys, torch_with, monkeypatch):
+    torch_with(of_2_13)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    for capability, expected in (((7, 5), False), ((8, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        attention.varlen.cache_clear()
+        assert bool(attention.varlen(torch.device("cuda"), torch.bfloat16, 64)) == expected
+        assert ("a Tesla T4: falling back" in capsys.readouterr().err) == (not expected)
+
+
 @pytest.mark.parametrize("function", [None, of_2_10])
 def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
     torch_with(function)
@@ -527,10 +537,14 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
     assert found[0] == found[1]
 
 
-def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples):
+@pytest.mark.parametrize("packed", [False, True])
+def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, with_varlen, packed):
     """From a microbatch's tensors to its gradients; metrics are read afterwards."""
     meta = on_meta(model).float()
+    if packed:
+        with_varlen(lambda query, key, value, *_: query + key.mean() + value.mean())
     *where, target_N, advantage_N, weight_N, old_N, _, _, allowed = batching.collate(samples, meta)
+    assert isinstance(where[1], attention.Packed if packed else attention.Rows)
     with HostReads():
         logprob_N, entropy_N = logprobs.token_logprobs(meta, *where, target_N, 1.0, allowed, entropies=True)
         loss_N, _ = clipped_surrogate((logprob_N - old_N).exp(), advantage_N, 0.2, 0.28, 0.0)

@@ -92,7 +92,7 @@ def their_names(names):
     return {name: f"base_model.model.{name}.default.weight" for name in names if "lora_" in name}
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_logits_and_gradients_are_pefts(peft, ids_BT, tmp_path, family):
     model = new_model(family)
     qwen.save_pretrained(model, tmp_path)
