@@ -70,8 +70,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
-    grads = []
-    for kinds in [[kind] for kind in parts] if compare else [[*parts]]:
+    grads = {}
+    for name, kinds in ({kind: [kind] for kind in parts} if compare else {"policy": [*parts]}).items():
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
         if in_tokens := [kind for kind in kinds if kind not in units]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
@@ -83,11 +83,11 @@ def update(model, optimizer, samples, objective, lr, compare=False):
                 loss = value_head_loss(model, batch, units[kind], sums[kind]) if batch else (
                     empty_loss(model, "value"))
                 (scale[kind] * loss).backward()
-        grads.append(parallel.pop_grads(model))
-    weighted, metrics = combined(dict(zip(parts, grads)) if compare else grads, weight)
-    metrics |= loss_metrics(sums, objective)
+        grads[name] = parallel.pop_grads(model)      # "policy": the weighted sum, unless they are compared
+    metrics = gradient_metrics(grads, weight) | loss_metrics(sums, objective)
     check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
+    weighted = [(weight[name], grad) for name, grad in grads.items()]
     step(model, optimizer, weighted, metrics["policy/grad_norm"], objective.max_grad_norm, lr)
     return metrics
 
@@ -217,17 +217,6 @@ def with_gradient(samples, objective):
     return [s for s in samples if any(s.advantage) or (objective.kl_coef and s.kind == "policy")]
 
 
-def combined(grads, weight):
-    """Combine gradients: [(weight, gradient)] to sum up, and metrics of their norms.
-
-    grads: [the one gradient of all kinds, weighted], or {kind: gradient}, not weighted.
-    """
-    if isinstance(grads, list):
-        return [(1.0, grads[0])], {"policy/grad_norm": parallel.norm(grads[0])}
-    norms = {kind: parallel.norm(grad) for kind, grad in grads.items()}
-    return [(weight[kind], grad) for kind, grad in grads.items()], gradient_metrics(grads, norms, weight)
-
-
 def check_finite(samples, numbers):
     """Raise NonFinite on all ranks if one of the numbers, {name: number}, is not finite on any."""
     if parallel.any_rank(not math.isfinite(sum(numbers.values()))):
@@ -250,10 +239,10 @@ COUNTED = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap",
            "cut")
 
 
-def gradient_metrics(grads, norms, weight):
+def gradient_metrics(grads, weight):
     """Norm of the weighted sum before clipping; with both kinds also the ratio judge/policy of the unweighted
     norms, and their cosine."""
-    policy, judge = norms.get("policy", 0.0), norms.get("judge", 0.0)
+    policy, judge = (parallel.norm(grads[kind]) if kind in grads else 0.0 for kind in KINDS)
     metrics = {"policy/grad_norm": weight["policy"] * policy + weight["judge"] * judge}
     if len(grads) == 2:
         product = parallel.dot(grads["policy"], grads["judge"])

@@ -8,7 +8,7 @@ Left out: paged caches.
 Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens of the longest response. Of
 answers that share their prompt: R prompts, A answers to each.
 
-    python -m lab.bench.rollout           # against transformers' generate
+    python -m lab.bench.iteration         # against transformers' generate
 """
 
 import math

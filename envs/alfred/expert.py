@@ -4,12 +4,9 @@
 next, given that knowledge. `SearchExpert` follows the plan; while the plan is empty, it searches where things
 are usually kept in training rooms. `demonstrate` records the expert, with a few injected mistakes.
 `oracle_labels` labels turns good or bad. Left out: texts other than ALFWorld's, and which things have been
-sliced, since no goal depends on it.
-
-    python -m envs.alfred.expert [--games $ALFWORLD_DATA/json_2.1.1]      # its win rate on every split
+sliced, since no goal depends on it. Its win rate: evaluation.py --player expert.
 """
 
-import argparse
 import random
 import re
 from collections import Counter, defaultdict
@@ -17,7 +14,6 @@ from collections import Counter, defaultdict
 from .. import Demonstration
 from .game import Game
 from .problem import NOOP_MESSAGE, TREATED, UNTREATED, parse_goal, problem_of, type_of
-from .splits import Tasks
 
 DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types that may be closed
 NAME = re.compile(r"(?<![a-z])[a-z]+ \d+")      # the lookbehind avoids quadratic time on a long word
@@ -430,28 +426,3 @@ def _brings_no_news(belief, command):
     if verb in ("clean", "heat", "cool"):
         return names[0] in {"clean": belief.clean, "heat": belief.hot, "cool": belief.cool}[verb]
     return command in belief.looked or (verb == "use" and names[0] in belief.lit)
-
-
-def main(argv=None):
-    """Print the expert's win rate on every split, with a prior from 256 training tasks."""
-    parser = argparse.ArgumentParser("python -m envs.alfred.expert", allow_abbrev=False,
-                                     description=main.__doc__)
-    parser.add_argument("--games", default="",
-                        help="real ALFWorld games, folder or .jsonl.gz; empty: generated rooms")
-    options = parser.parse_args(argv)
-    try:
-        tasks = Tasks(options.games, "all", seed=0)
-        training, game, max_turns = tasks.train_tasks("all", 0, 256), Game(), 50 if options.games else 30
-        prior = learn_prior(training)
-        for split in ("train", "dev", "L0", "L1", "L2"):
-            played = [demonstrate(game, task, prior, seed=0, mistake_rate=0.0, max_turns=max_turns)
-                      for task in (training if split == "train" else tasks.split_tasks(split))]
-            turns = sum(len(episode.commands) for episode in played) / len(played)
-            won = sum(episode.won for episode in played)
-            print(f"{split}: won {won} of {len(played)}, {turns:.1f} turns")
-    except ValueError as error:
-        parser.error(str(error))
-
-
-if __name__ == "__main__":
-    main()

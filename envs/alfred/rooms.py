@@ -5,8 +5,6 @@ other rooms. A task puts things into one of them and sets a goal. The splits fol
 rooms, L1 = other rooms, L2 = other rooms and the task types that RL never trains on. Things are more likely
 in their usual places (USUAL_PLACES), so knowledge of training rooms makes a search faster. Left out: knives
 and slicing, receptacles that share a location, and the size of real rooms (22 receptacles, 43 objects).
-
-    python -m envs.alfred.rooms            # print one task of each split
 """
 
 import random
@@ -343,15 +341,3 @@ def _highest_numbers():
             for kind, count in layout:
                 highest[kind] = max(count, highest.get(kind, 0))
     return highest
-
-
-def main():
-    """Print a task of each split: its text, and where things are."""
-    for split in SPLITS:
-        example = task(split, 0)
-        print(f"{example.id}: {example.problem.task_desc}")
-        print("   ", ", ".join(f"{thing.name} in {thing.receptacle}" for thing in example.problem.things))
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,7 @@ from envs.alfred.games import load_games
 from envs.alfred.tw_env import AlfredTWEnv
 from infra import files
 from lab.bench import envs, trl_grpo
-from lab.bench.study import ROOT
+from lab.bench.study import ROOT, parse_clean
 
 OUT = ROOT / "lab" / "results" / "engine_share.json"
 MODEL = ROOT / "lab" / "results" / "alfworld_model"
@@ -124,7 +124,7 @@ def main(argv=None):
     parser.add_argument("--group-size", type=int, default=8, help="episodes per task")
     parser.add_argument("--max-turns", type=int, default=30, help="maximum turns of an episode")
     parser.add_argument("--out", default=str(OUT), help="file of the result")
-    options = parser.parse_args(argv)
+    options = parse_clean(parser, argv)
     if missing := [name for name in ("alfworld", "trl") if not envs.installed(name)]:
         parser.error(f"needs {', '.join(missing)}: pip install -r requirements-{missing[0]}.txt")
     try:
@@ -142,7 +142,7 @@ def main(argv=None):
         raise SystemExit(f"the engines played different episodes: {rows}")
     files.write_json(options.out, {
         "what": "seconds of a step of TRL's GRPOTrainer, and the engine's part of them",
-        "command": "python -m lab.bench.engine_share", "commit": files.commit(), "torch": torch.__version__,
+        "command": options.command, "commit": files.commit(), "torch": torch.__version__,
         "alfworld": envs.installed("alfworld"), "textworld": envs.installed("textworld"),
         "trl": envs.installed("trl"), "cores": os.cpu_count(), "model": MODEL.relative_to(ROOT).as_posix(),
         "episodes": options.tasks * options.group_size, "max_turns": options.max_turns, "rows": rows})

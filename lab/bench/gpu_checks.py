@@ -162,16 +162,16 @@ def save_stand_in(folder, vocabulary):
     surrounds them in a prompt, and tokens that no text has; its chat template is ChatML's.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {f" {word}" for word in WORDS}
+    pieces = {f" {word}" for word in WORDS}
     around = f"{TEMPLATE} {RULES}\n{ASK['think']} {QUESTION['think']}"
-    words |= {*re.findall(r" ?[a-zA-Z]{2,}| [^\w\s]+|[^\w\s]{2,}", around)}
-    unused = [f"unused{i}" for i in range(vocabulary - len(alphabet) - len(CONTROL) - len(words))]
+    pieces |= {*re.findall(r" ?[a-zA-Z]{2,}| [^\w\s]+|[^\w\s]{2,}", around)}
+    unused = [f"unused{i}" for i in range(vocabulary - len(alphabet) - len(CONTROL) - len(pieces))]
     vocab = {token: i for i, token in enumerate(alphabet + unused)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in CONTROL])
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in sorted(words)])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in sorted(pieces)])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": CONTROL[2], "pad_token": CONTROL[0],
                 "clean_up_tokenization_spaces": False, "chat_template": TEMPLATE}

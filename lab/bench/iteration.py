@@ -34,11 +34,11 @@ from infra import files, job
 from lab.bench import envs, rollout, trl_grpo
 from lab.bench.intervals import interval, with_half
 from lab.bench.machine import this_cpu
-from lab.bench.study import ROOT
+from lab.bench.study import ROOT, parse_clean
 from session import prepare
 
 OUT = ROOT / "lab" / "results" / "cpu.json"
-TURNS, REPEATS, STEPS = (10, 20, 40), 3, 3
+TURNS, EPISODES, REPEATS, STEPS = (10, 20, 40), 64, 3, 3
 COLD_START = ("--iterations", "0", "--evaluate", "none")
 NO_LEARNING = ("--demonstrations", "0", "--minibatches", "1", "--lr", "1e-12", "--evaluate", "none",
                "--dynamic-sampling", "keep")
@@ -49,19 +49,19 @@ def ratio(ours, theirs):
     return interval({i: b / a for i, (a, b) in enumerate(zip(ours, theirs, strict=True))})
 
 
-def rollout_ratios(turns, repeats, episodes=64):
+def rollout_ratios(turns, repeats):
     """{turns: ratio of new tokens per second, and each side's seconds and computed tokens per episode}."""
     found, (model, peer, chat) = {}, rollout.both_models(64)
     for n in turns:
-        tasks, seen = rollout.recorded(episodes)
+        tasks, seen = rollout.recorded(EPISODES)
         ran = {"ours": [], "generate": []}
         for _ in range(repeats):
             ran["ours"].append(rollout.ours(model, chat, tasks, seen, n))
             ran["generate"].append(rollout.theirs(peer, chat, seen, n))
         per_token = {side: [s / new for s, new, _ in runs] for side, runs in ran.items()}
         found[n] = {"ratio": ratio(per_token["ours"], per_token["generate"])} | {
-            side: {"s_per_episode": statistics.fmean(s for s, _, _ in runs) / episodes,
-                   "tokens_per_episode": runs[0][2] / episodes} for side, runs in ran.items()}
+            side: {"s_per_episode": statistics.fmean(s for s, _, _ in runs) / EPISODES,
+                   "tokens_per_episode": runs[0][2] / EPISODES} for side, runs in ran.items()}
     return found
 
 
@@ -130,7 +130,7 @@ def measure(turns=TURNS, repeats=REPEATS):
 
 def main():
     parser = argparse.ArgumentParser("python -m lab.bench.iteration", description=__doc__.splitlines()[0])
-    parser.parse_args()
+    parse_clean(parser)
     if not envs.installed("trl"):
         parser.error("trl is not installed; pip install -r requirements-trl.txt")
     found = measure()

@@ -16,7 +16,7 @@ from pathlib import Path
 from envs import Reply
 from infra import files
 from infra.progress import progress
-from lab.bench.study import ROOT
+from lab.bench.study import ROOT, parse_clean
 from lm.chat import Chat, possible
 from lm.model import load_tokenizer
 
@@ -57,10 +57,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.bench.lengths", description=__doc__.splitlines()[0])
     parser.add_argument("--games", default=GAMES, help="ALFWorld's json_2.1.1, or a games.jsonl.gz")
     parser.add_argument("--tokenizer", default=TOKENIZER, help="folder of a Hugging Face tokenizer")
-    parser.add_argument("--dirty", action="store_true", help="measure with local changes, for a try")
-    options = parser.parse_args(argv)
+    options = parse_clean(parser, argv)
     try:
-        commit, tokenizer = files.clean_commit(options.dirty), load_tokenizer(Path(options.tokenizer))
+        commit, tokenizer = files.commit(), load_tokenizer(Path(options.tokenizer))
         environments = {kind: environment_of(kind, options.games) for kind, _ in EPISODES.values()}
     except ValueError as error:
         parser.error(str(error))
@@ -76,7 +75,7 @@ def main(argv=None):
               f"episode: median {statistics.median(later):.0f}, largest {max(later)}")
     files.write_json(OUT, {
         "what": "tokens of real episodes: of each, its observations and its lists of commands, by turn",
-        "commit": commit, "command": "python -m lab.bench.lengths", "vocab_size": tokenizer.vocab_size,
+        "commit": commit, "command": options.command, "vocab_size": tokenizer.vocab_size,
         "mistakes": MISTAKES, "most_turns": MOST_TURNS, "frames": around, "episodes": found}, indent=None)
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 
 from infra import files
-from lab.bench.study import ROOT
+from lab.bench.study import ROOT, parse_clean
 from lab.studies import common
 
 OUT, RUNS = ROOT / "lab" / "results" / "losses.json", ROOT / "runs" / "losses"
@@ -73,12 +73,8 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.bench.losses", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--iterations", type=int, default=80, help="gcd.py's default is 80")
-    options = parser.parse_args(argv)
+    options = parse_clean(parser, argv)
     seed, iterations = options.seed, options.iterations
-    try:
-        files.clean_commit()
-    except ValueError as error:
-        parser.error(str(error))
     start = RUNS / f"seed{seed}" / "cold_start"
     cold = run(start, "--iterations", "0", *EVALUATED, "--seed", str(seed))
     rows = [row(loss, flags, start, seed, iterations) for loss, flags in LOSSES.items()]

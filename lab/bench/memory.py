@@ -28,7 +28,7 @@ from infra import files
 from infra.memory import state_bytes
 from lab.bench.intervals import range_of
 from lab.bench.simulation import Work, play, samples_of
-from lab.bench.study import ROOT
+from lab.bench.study import ROOT, parse_clean
 from lm import logprobs
 from lm import model as qwen
 from lm.engine import GROWTH, Answers, Sampling, bucket
@@ -285,8 +285,8 @@ def table(machine, rows=ROWS):
 
 
 def main(argv=None):
-    argparse.ArgumentParser("python -m lab.bench.memory",
-                            description=__doc__.splitlines()[0]).parse_args(argv)
+    parse_clean(argparse.ArgumentParser("python -m lab.bench.memory",
+                                        description=__doc__.splitlines()[0]), argv)
     found = table(Machine())
     files.write_json(OUT, found)
     for row in found["rows"]:

@@ -27,7 +27,7 @@ import rollout
 from infra import files
 from infra.streams import stream
 from lab.bench import lengths, memory, simulation
-from lab.bench.study import ROOT
+from lab.bench.study import ROOT, parse_clean
 from lm import model as qwen
 from lm.chat import Chat
 from lm.engine import Sampling, Slots
@@ -160,7 +160,7 @@ def compared(games=lengths.GAMES, tokenizer=lengths.TOKENIZER):
 def main():
     parser = argparse.ArgumentParser("python -m lab.bench.memory_check", description=__doc__.splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="print only")
-    dry = parser.parse_args().dry
+    dry = parse_clean(parser).dry
     if not ALLOCATOR.items() <= os.environ.items():                # it is read when a process starts
         os.execve(sys.executable, [sys.executable, "-m", "lab.bench.memory_check", *sys.argv[1:]],
                   os.environ | ALLOCATOR)

@@ -3,13 +3,9 @@
 `generate` gets the full conversation as its prompt in each turn. Both use the same untrained weights,
 episodes, number of turns and response limit, in one run. The observations are those of expert episodes in
 generated rooms, whatever the model answers, so that prompts grow as in training. Left out: GPUs, and serving
-engines.
-
-    python -m lab.bench.rollout [--episodes 64] [--turns 20] [--threads 1] [--hidden-size 64]
+engines. `lab.bench.iteration` runs both.
 """
 
-import argparse
-import json
 import tempfile
 import time
 from contextlib import contextmanager
@@ -116,30 +112,3 @@ def both_models(hidden_size):
         qwen.save_pretrained(model, folder)
         peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         return model, peer, Chat(qwen.load_tokenizer(folder), "plain")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--episodes", type=int, default=64)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--hidden-size", type=int, default=64)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    model, peer, chat = both_models(args.hidden_size)
-    tasks, observations = recorded(args.episodes)
-    ours(model, chat, tasks[:4], observations[:4], 2)          # warm-up of both
-    theirs(peer, chat, observations[:4], 2)
-    our_s, our_tokens, _ = ours(model, chat, tasks, observations, args.turns)
-    their_s, their_tokens, _ = theirs(peer, chat, observations, args.turns)
-    print(json.dumps({
-        "what": "new tokens/s, multi-turn episodes", "ours": round(our_tokens / our_s),
-        "transformers": round(their_tokens / their_s),
-        "ratio": round(our_tokens / our_s / (their_tokens / their_s), 2),
-        "episodes": args.episodes, "turns": args.turns,
-        "hidden_size": args.hidden_size, "threads": args.threads, "torch": torch.__version__,
-        "transformers_version": transformers.__version__}))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,11 +10,12 @@ splits only; training runs that evaluate none of them are skipped. A row with "r
 cells and never run, because no flag selects its method any more; the value of "rerun" is the reason.
 """
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.files import read_json
+from infra import files
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS, RESULTS = ROOT / "runs" / "table1", ROOT / "lab" / "results"
@@ -83,12 +84,12 @@ def read_config(path):
     """Read and check a config file; ValueError for a mistake in it."""
     if not Path(path).exists():
         raise ValueError(f"--config={path}: no such file")
-    config = read_json(path)
+    config = files.read_json(path)
     if wrong := sorted(NEEDED - set(config) | set(config) - NEEDED - OPTIONAL):
         raise ValueError(f"{path}: missing or unknown {', '.join(wrong)}")
     if config["benchmark"] not in COLUMN:
         raise ValueError(f"{path}: benchmark {config['benchmark']!r}: expected one of {', '.join(COLUMN)}")
-    if config["paper_model"] not in (names := read_json(PAPER)["table1"]):
+    if config["paper_model"] not in (names := files.read_json(PAPER)["table1"]):
         raise ValueError(f"{path}: paper_model {config['paper_model']!r}: expected one of {', '.join(names)}")
     check_shapes(path, config)
     check_names(path, config)
@@ -189,3 +190,23 @@ def choose(cells, rows, seeds, splits=""):
         chosen = [cell for cell in chosen if selected & set(names_of(cell))]
     starts = {cell.start for cell in chosen if not cell.rerun}
     return [cell for cell in cells if cell in chosen or cell in starts]
+
+
+def add_dirty(parser):
+    """Add --dirty, the flag of a command that writes results."""
+    parser.add_argument("--dirty", action="store_true",
+                        help="write results of a tree with uncommitted changes; a + marks their commit")
+
+
+def parse_clean(parser, argv=None):
+    """Parse a benchmark's flags, with --dirty; options.command is the command, for the result to name. Ends
+    the program, as argparse does, before it measures what would name no commit.
+    """
+    add_dirty(parser)
+    options = parser.parse_args(argv)
+    try:
+        files.clean_commit(options.dirty)
+    except ValueError as error:
+        parser.error(str(error))
+    options.command = shlex.join([*parser.prog.split(), *(sys.argv[1:] if argv is None else argv)])
+    return options

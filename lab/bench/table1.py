@@ -24,7 +24,7 @@ from infra import files
 from lab.bench.cells import check_results
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, percent
 from lab.bench.jobs import run_due, to_run
-from lab.bench.study import COLUMN, PAPER, cells_of, choose, read_config
+from lab.bench.study import COLUMN, PAPER, add_dirty, cells_of, choose, read_config
 
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
@@ -230,8 +230,7 @@ def parse(argv):
     parser.add_argument("--seeds", default="", help="only these seeds (0,1); empty: all")
     parser.add_argument("--splits", default="", help="only runs that evaluate these splits (L2); empty: all")
     parser.add_argument("--jobs", type=int, default=2, help="cells run in parallel; 0: print the table only")
-    parser.add_argument("--dirty", action="store_true",
-                        help="store cells run from a tree with uncommitted changes; a + marks their commit")
+    add_dirty(parser)
     options = parser.parse_args(argv)
     if options.jobs < 0:
         parser.error(f"--jobs={options.jobs}: expected 0 or more")

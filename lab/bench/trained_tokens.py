@@ -22,7 +22,7 @@ from infra import files, job, parallel
 from infra.progress import progress
 from lab.bench.intervals import interval, markdown, with_half
 from lab.bench.machine import this_cpu
-from lab.bench.study import ROOT
+from lab.bench.study import ROOT, parse_clean
 from lm import lora
 from lm import model as qwen
 from lm.optim import adamw, trained
@@ -104,8 +104,8 @@ def table(found):
 
 
 def main():
-    argparse.ArgumentParser("python -m lab.bench.trained_tokens",
-                            description=__doc__.splitlines()[0]).parse_args()
+    parse_clean(argparse.ArgumentParser("python -m lab.bench.trained_tokens",
+                                        description=__doc__.splitlines()[0]))
     found = measure()
     files.write_json(OUT, found)
     print("{name} ({capability}, one thread), torch {torch}".format(torch=found["torch"], **found["cpu"]))

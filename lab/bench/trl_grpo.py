@@ -20,6 +20,7 @@ import torch
 import config
 from lm import chat as chats
 from lm import model as qwen
+from lm import smollm2
 
 
 class Episode:
@@ -155,7 +156,7 @@ def stopwatch(trainer):
 def main(argv=None):
     """Train, save, and print one JSON line; TRL prints its metrics after each step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="Hugging Face folder: gcd.py's checkpoint, Qwen2.5")
+    parser.add_argument("--model", required=True, help="Hugging Face folder, or smollm2")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps, each on new tasks")
     parser.add_argument("--tasks", type=int, default=16, help="tasks per step")
     parser.add_argument("--group-size", type=int, default=8, help="episodes per task, at least 2")
@@ -166,6 +167,7 @@ def main(argv=None):
     parser.add_argument("--out", default="runs/trl", help="output folder of the trained model")
     options = parser.parse_args(argv)
     try:
+        options.model = smollm2.named(options.model)
         trainer = make_trainer(options)
     except ModuleNotFoundError as error:
         parser.error(f"{error}: pip install -r requirements-trl.txt")

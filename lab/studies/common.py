@@ -24,7 +24,7 @@ import gcd
 import rollout
 from infra import files
 from lab.bench.intervals import paired
-from lab.bench.study import below_root
+from lab.bench.study import add_dirty, below_root
 from lm import model as qwen
 from lm.chat import Chat
 from lm.engine import Sampling
@@ -66,12 +66,6 @@ def versions():
 def check_tree(todo, dirty=False):
     """The commit that the cells `todo` will name, "" without any; ValueError as `files.clean_commit`."""
     return files.clean_commit(dirty) if todo else ""
-
-
-def add_dirty(parser):
-    """Add the flag of a study that writes cells."""
-    parser.add_argument("--dirty", action="store_true",
-                        help="write cells from a tree with uncommitted changes; a + marks their commit")
 
 
 def add_cells(parser, jobs, runs, holds="runs and their cold starts"):
@@ -174,12 +168,13 @@ class Actor:
 
 
 def load_actor(folder, flags):
-    """Load the model in a folder. flags: of gcd.py, those that it was trained with.
+    """Load the model in a folder, or a named one. flags: of gcd.py, those that it was trained with.
 
     ValueError for wrong flags or an incomplete folder.
     """
     settings = config.parsed(["--model", str(folder), "--demonstrations", "0", *map(str, flags)])
-    return Actor(qwen.load_pretrained(folder), make_chat(settings, qwen.load_tokenizer(folder)), settings)
+    model, tokenizer = qwen.load_pretrained(settings.model), qwen.load_tokenizer(settings.model)
+    return Actor(model, make_chat(settings, tokenizer), settings)
 
 
 def kept_models(out):

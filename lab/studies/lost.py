@@ -21,6 +21,7 @@ from envs.alfred.problem import type_of
 from infra import files
 from infra.streams import stream
 from lab.bench.intervals import markdown
+from lab.bench.study import add_dirty
 from lab.studies.common import load_actor
 from rollout import EpisodeSpec
 
@@ -122,11 +123,13 @@ def main(argv=None):
     parser.add_argument("--split", default="dev", help="split whose games are played")
     parser.add_argument("--temperature", type=float, default=0.4, help="sampling temperature")
     parser.add_argument("--out", default="", help="Markdown file to write")
+    add_dirty(parser)
     options, flags = parser.parse_known_args(argv)
     columns, names = [], []
     if not 0 <= options.temperature < math.inf:
         parser.error(f"--temperature={options.temperature:g}: expected 0 (greedy) or more")
     try:
+        commit = files.clean_commit(options.dirty or not options.out)
         for pair in options.models.split(","):
             name, _, folder = pair.partition("=")
             if not folder:
@@ -139,7 +142,7 @@ def main(argv=None):
         parser.error(str(error))
     command = shlex.join(["python", "-m", "lab.studies.lost", *(sys.argv[1:] if argv is None else argv)])
     rows = [[row, *cells] for row, cells in zip(ROWS, zip(*columns), strict=True)]
-    lines = [f"`{command}`, commit {files.commit()}", "",
+    lines = [f"`{command}`, commit {commit}", "",
              *markdown([f"{options.split}, temperature {options.temperature:g}", *names], rows)]
     text = "\n".join(lines)
     if options.out:

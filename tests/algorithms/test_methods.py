@@ -250,10 +250,10 @@ class Script:
         """The token ids of the response to a prompt with this random stream."""
         if number in self.texts:
             return self.texts[number]
-        asked = self.chat.tokenizer.decode(prompt[-200:])
-        if correction.MERGE[:40] in asked:
+        end = self.chat.tokenizer.decode(prompt[-200:])
+        if correction.MERGE[:40] in end:
             return self.chat.encode("Do not say what is not possible.") + self.chat.end_ids
-        in_one_word = judge.QUESTION["plain"] in asked
+        in_one_word = judge.QUESTION["plain"] in end
         text = ("{}" if in_one_word else "Refused. <judge>{}</judge>").format(("good", "bad")[number % 2])
         return self.chat.encode(text) + self.chat.end_ids
 
@@ -362,7 +362,7 @@ def test_every_method_trains_a_hugging_face_model_and_some_on_the_engines(train_
                                            ("Llama", "plain")])
 def test_a_family_trains_with_thoughts_and_without(train_scripted, short_qwen3, tmp_path_factory, tmp_path,
                                                    monkeypatch, family, style):
-    """GCD: its responses are parsed and its questions encoded as Qwen2's; the saved model is of its family."""
+    """GCD: responses are parsed and questions encoded as Qwen2's; the saved model is of its family."""
     folder = random_qwen(tmp_path_factory.mktemp("family"), short_qwen3, family, head_dim=16)
     started, begin = [], engine.Slots.begin                      # the prompts of all turns and questions
     monkeypatch.setattr(engine.Slots, "begin", lambda slots, rows, prompts, *more, **named: (

@@ -11,7 +11,7 @@ import pytest
 from stand_in import toy_bench
 
 from infra import files
-from lab.bench import lengths, losses
+from lab.bench import lengths, losses, memory
 from lab.bench.study import ROOT
 from lab.studies import common, cures, label_kinds, natural_twins
 
@@ -178,7 +178,7 @@ def test_table1_stores_no_run_that_names_a_changed_tree(bench, monkeypatch, caps
     assert json.loads(cell.read_text())["commits"] == ["abc+"]
 
 
-@pytest.mark.parametrize("command", [cures, label_kinds, natural_twins, losses, lengths])
+@pytest.mark.parametrize("command", [cures, label_kinds, natural_twins, losses, lengths, memory])
 def test_every_command_refuses_a_changed_tree_in_one_line(command, capsys, monkeypatch, tmp_path):
     def changed(*_):
         raise ValueError("1 file has local changes")
