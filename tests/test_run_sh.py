@@ -221,6 +221,7 @@ def test_smollm_plays_imitates_and_plays_again_each_once(folder):
     assert report == last == "report -m report runs/smollm"
     values = settings_of(cold_start.split()[2:])
     assert (values["demonstrations"], values["iterations"], values["prompt"]) == (96, 0, "plain")
+    assert "--evaluate L0,L2" in cold_start and values["evaluate_tasks"] == 32
     assert run_sh(folder, "smollm", "more").wait(PATIENCE_S) == 2
 
 

@@ -33,6 +33,9 @@ from session import prepare
 ENVIRONMENT = "lab/envs/message_lengths.py"
 STAGES = {"rollout": "collect", "judge": "judge_turns", "update": "optimize"}   # gcd.py's functions
 OVER = 1.15                 # times the estimate: at most this much is right
+TINY = "--demonstrations 8 --judge-demonstrations 4 --tasks 2 --group-size 2".split()       # of `pretrained`
+SMOLLM2 = ("--model smollm2 --preset small --prompt plain --demonstrations 96 --judge-demonstrations 48 "
+           "--cold-start-lr 1e-4 --lr 1e-5 --dtype bfloat16 --context 4096 --max-response-tokens 24").split()
 
 
 def iteration(bench):
@@ -65,13 +68,9 @@ def pretrained(bench):
     if not (bench.tiny or (smollm2.FOLDER / "config.json").is_file()):
         return {"skipped": f"no weights: {smollm2.HOW}"}, True
     out, start, iterations = bench.folder / "pretrained", time.perf_counter(), 3 if bench.tiny else 10
-    sizes = (["--demonstrations", "8", "--judge-demonstrations", "4", "--tasks", "2", "--group-size", "2"]
-             if bench.tiny else
-             ["--model", "smollm2", "--preset", "small", "--prompt", "plain", "--demonstrations", "96",
-              "--judge-demonstrations", "48", "--cold-start-lr", "1e-4", "--lr", "1e-5", "--dtype",
-              "bfloat16", "--context", "4096", "--max-response-tokens", "24"])
     command = [sys.executable, "gcd.py", "--out", str(out), "--algo", "grpo", "--iterations", str(iterations),
-               "--checkpoint-every", "1", "--evaluate", "none", "--device", bench.device.type, *sizes]
+               "--checkpoint-every", "1", "--evaluate", "none", "--device", bench.device.type,
+               *(TINY if bench.tiny else SMOLLM2)]
     killed = killed_in_rl([*command, "--overwrite"], out, iterations // 2)
     resumed = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
     lines = rl_lines(out)

@@ -127,6 +127,8 @@ def test_every_line_of_the_metrics_is_complete(trained):
         assert 0 <= line["policy/logprob_gap_max_nats"] < 1e-4
         assert 0 <= line["judge/logprob_gap_max_nats"] < 1e-4     # of the first of two steps: equal weights
         assert line["rollout/episodes"] == 16 and line["policy/steps"] == 2
+        assert 0 < line["memory/cache_used_frac"] <= 1
+        assert line["memory/cache_tokens"] >= line["rollout/response_tokens"]      # 16 slots: all are held
     assert [line["policy/lr"] for line in lines] == [6e-4, 3e-4]
 
 

@@ -44,14 +44,16 @@ def free_port():
         return found.getsockname()[1]
 
 
-def start_nodes(*command, nodes=2, ranks=4, more=(), **environment):
-    """Start a torchrun for each node, node 0 with the job's store; their output is one stream each."""
+def start_nodes(*command, nodes=2, ranks=4, more=lambda node: (), **environment):
+    """Start a torchrun for each node, node 0 with the job's store; their output is one stream each. more:
+    further flags of a node's torchrun.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", ranks,
-                "--master-addr", "localhost", "--master-port", free_port(), *more]
+                "--master-addr", "localhost", "--master-port", free_port()]
     variables = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/infra:{ROOT}/tests/core",
                                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"} | environment
-    return [subprocess.Popen([str(part) for part in (*torchrun, "--node-rank", node, *command)], text=True,
-                             env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return [subprocess.Popen([str(part) for part in (*torchrun, *more(node), "--node-rank", node, *command)],
+                             text=True, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             for node in range(nodes)]
 
 
@@ -126,12 +128,14 @@ def read_parts(ranks, out):
         single.save(out / "fresh", model, adamw(model), {"step": step})
 
 
-def restarted(out, *flags):
-    """A run in which rank 1 is killed in iteration 3 of the first attempt."""
+def restarted(out, lost, *flags):
+    """A run in which rank 1 is killed in iteration 3 of the first attempt, or (lost: "node") its node is."""
     optimize = gcd.optimize
 
     def dies(run, i, *arguments):
         if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], i) == ("1", "0", 3):
+            if lost == "node":
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         return optimize(run, i, *arguments)
 
@@ -313,11 +317,19 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
         assert message in nodes[other].communicate()[0]
 
 
-def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path):
+@pytest.mark.parametrize("lost", ["rank", "node"])
+def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path, lost):
+    """Of two nodes that meet as docs/gpus.md has it, one loses its rank, or is lost for good."""
     flags = [*start_from(start), *"--checkpoint-every 1 --iterations 5 --resume --overwrite".split()]
-    (status,), text = finished(start_nodes(__file__, "restarted", tmp_path / "run", *flags, nodes=1, ranks=2,
-                                           more=("--max-restarts", 1)))
-    assert status == 0, text[-4000:]
+    port = free_port()
+    nodes = start_nodes(
+        __file__, "restarted", tmp_path / "run", lost, *flags, ranks=1,
+        more=lambda node: ("--nnodes", "1:2", "--max-restarts", 1, "--rdzv-id", "job",
+                           "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
+                           "--rdzv-conf", f"is_host={node == 0},last_call_timeout=3"),
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    statuses, text = finished(nodes)
+    assert sorted(statuses) == ([0, 0] if lost == "rank" else [-signal.SIGKILL, 0]), text[-4000:]
     assert [row["iteration"] for row in rows(tmp_path / "run")] == [*range(5)]
     assert (tmp_path / "run" / "stages.json").is_file() and f"rank 1 on {HOST} is lost" in text
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from test_attention import by_loop, shared_by_loop
 
+import config
 import judge
 from envs import MessageLengths, wrong_in, wrong_tasks
-from lab.bench import gpu, gpu_checks, lengths, memory
+from lab.bench import gpu, gpu_checks, gpu_runs, lengths, memory
 from lab.bench import varlen as paths
 from lab.bench.simulation import Work
 from lab.bench.study import ROOT
 from lab.envs import message_lengths
-from lm import attention
+from lm import attention, smollm2
 from lm.chat import Chat
 from lm.model import load_tokenizer
 
@@ -132,6 +133,14 @@ def test_where_torch_alone_splits_keys_there_is_nothing_to_compare(monkeypatch):
     monkeypatch.setattr(attention, "varlen", lambda *_: used)
     found, ok = gpu_checks.floor_few(SimpleNamespace(device=None, dtype=None, shape=memory.shape("1.5B")))
     assert ok and "decides alone" in found["skipped"]
+
+
+@pytest.mark.fast
+def test_the_flags_for_smollm2_are_known(monkeypatch):
+    """Not checked by --tiny, which trains a fresh model."""
+    monkeypatch.setattr(smollm2, "named", lambda model: model)
+    settings = config.parsed([*gpu_runs.SMOLLM2, "--algo", "grpo", "--evaluate", "none"])
+    assert (settings.model, settings.prompt, settings.gcd) == ("smollm2", "plain", True)
 
 
 # Prompts

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,6 +91,13 @@ def test_the_stored_table_is_current_and_fits():
                 assert rows[row["row"]][load][key] == pytest.approx(found[key], rel=0.02), (
                     f"{row['row']}: run python -m lab.bench.memory")
     assert len(rows) == len(memory.ROWS)
+    settings = config.parsed(["--preset", "paper", "--evaluate", "none"])
+    for (name, _, rank, _), loads in zip(memory.ROWS, rows.values(), strict=True):
+        model = memory.meta_model(memory.shape(name), torch.bfloat16)
+        for found in loads.values():
+            slow, fast = (memory.seconds(model, replace(settings, lora=rank), found["counts"],
+                                         memory.Machine(), end) for end in (0, 1))
+            assert found["seconds"] == {stage: pytest.approx([slow[stage], fast[stage]]) for stage in slow}
     for name, loads in rows.items():
         if "30 turns" not in name:
             assert max(size for found in loads.values() for stage, size in found["bytes"].items()

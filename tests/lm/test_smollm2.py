@@ -217,18 +217,20 @@ def test_a_file_that_was_cut_is_one_line(tmp_path):
 
 
 @needs_weights
-def test_a_full_disk_leaves_no_folder(folder, theirs, tmp_path, monkeypatch):
-    """The file has been read before, which takes a minute."""
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
+def test_a_full_disk_leaves_no_folder(folder, theirs, tmp_path, monkeypatch, file):
+    """The file has been read before, which takes a minute. A tokenizer raises a bare Exception."""
     def full(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise (OSError(errno.ENOSPC, "No space left on device") if "model" in file else
+               Exception("No space left on device (os error 28)"))
 
     model, tokenizer = theirs
     read = SimpleNamespace(config=copy.deepcopy(model.config), state_dict=model.state_dict)
     read.config.quantization_config = None
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **given: read)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **given: tokenizer)
-    monkeypatch.setattr(qwen, "save_file", full)
-    with pytest.raises(OSError, match=r"out not saved: .*model.safetensors: .*No space left on device"):
+    monkeypatch.setattr(*((qwen, "save_file") if "model" in file else (tokenizer, "save_pretrained")), full)
+    with pytest.raises(OSError, match=r"out not saved: .*No space left on device"):
         smollm2.convert(smollm2.weights(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     assert checkpoint.find_checkpoint(folder) is None           # a model, but no run's checkpoint
