@@ -306,3 +306,21 @@ def tiny_model(tokenizer, **changes):
         model.lm_head.weight[stops, 0] = 1.2
         model.lm_head.weight[stops, 1] = 1.7
     return model
+
+
+# Tiny runs
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """The checkpoint of a small cold start: see tiny_runs.cold_started."""
+    from tiny_runs import cold_started  # loads gcd.py, which most files do not need
+    return cold_started(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def trained(start, tmp_path_factory):
+    """The folder of two iterations of GCD from `start`; tests read and copy it."""
+    from tiny_runs import start_from, train
+    out = tmp_path_factory.mktemp("trained")
+    assert train(out, *start_from(start)) == 0
+    return out

@@ -39,20 +39,6 @@ from lm import engine
 from lm import model as qwen
 from lm.chat import TAGS, Chat
 
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def trained(start, tmp_path_factory):
-    """The folder of a run of two iterations of GCD from `start`."""
-    out = tmp_path_factory.mktemp("trained")
-    assert train(out, *start_from(start)) == 0
-    return out
-
-
 # The small model
 
 @pytest.mark.parametrize("flags, key", [

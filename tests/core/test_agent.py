@@ -21,7 +21,6 @@ from tiny_runs import (
     ENVIRONMENT,
     ROOT,
     TINY,
-    cold_started,
     rows,
     same,
     start_from,
@@ -48,11 +47,6 @@ COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
 @pytest.fixture(scope="module")
 def player():
     return gcd.load(COMMITTED)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
 
 
 def options(flags):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import rounding
 from safetensors.torch import load_file
-from tiny_runs import assert_one_error, cold_started, rows, same, start_from, train, weights, without_times
+from tiny_runs import assert_one_error, rows, same, start_from, train, weights, without_times
 
 import cold_start
 import gcd
@@ -26,11 +26,6 @@ from lm import model as qwen
 
 IMITATE = ["--demonstrations", 12, "--cold-start-batch", 2, "--judge-demonstrations", 8, "--lr", 3e-3]
 LORA = ["--lora", 4]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")

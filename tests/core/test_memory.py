@@ -22,7 +22,7 @@ import pytest
 import torch
 from conftest import Recorder, assert_same, config, flat, with_value_head
 from hand_made import PLAIN, make_sample, with_old_logprobs
-from tiny_runs import cold_started, rows, same, start_from, train, weights, without_times
+from tiny_runs import rows, same, start_from, train, weights, without_times
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import batching
@@ -189,11 +189,6 @@ def test_checkpoint_activations_decides_whether_layers_are_recomputed(monkeypatc
     settings = SimpleNamespace(checkpoint_activations=flag, dtype="float32")
     model = session.sharded(new_model(), settings, job.Ranks(0, 1, torch.device(device)), small)
     assert [block.recompute for block in model.model.layers] == [recompute] * 2
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
 
 
 @pytest.mark.parametrize("flags", ["", "--algo ppo --tasks 16 --group-size 1"])

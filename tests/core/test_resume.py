@@ -43,19 +43,6 @@ import session
 from infra import checkpoint, files, job
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def trained(start, tmp_path_factory):
-    """The folder of two iterations from `start`."""
-    out = tmp_path_factory.mktemp("trained")
-    assert train(out, *start_from(start)) == 0
-    return out
-
-
 def interrupting(function, argument):
     """The function, which interrupts the run (SIGINT) when it is called with that argument."""
     def pressed(*arguments):

@@ -33,7 +33,6 @@ from tiny_runs import (
     TINY,
     assert_loads_in_transformers,
     assert_one_error,
-    cold_started,
     rows,
     same,
     start_from,
@@ -56,19 +55,6 @@ from infra import files, job, parallel, plugins
 from lm import engine
 from lm import model as qwen
 from lm.small import save_small_tokenizer
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def trained(start, tmp_path_factory):
-    """The folder of two iterations of GCD from `start`."""
-    out = tmp_path_factory.mktemp("trained")
-    assert train(out, *start_from(start)) == 0
-    return out
 
 
 def prepared(out, *flags):

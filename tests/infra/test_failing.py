@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, start_from
+from tiny_runs import ENVIRONMENT, ROOT, TINY, start_from
 
 import gcd
 import update
@@ -26,11 +26,6 @@ from lm import engine
 
 SECOND = f"rank 1 on {socket.gethostname()}"
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
 
 
 def failing(out, error):

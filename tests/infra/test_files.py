@@ -6,7 +6,7 @@
 import sys
 
 import pytest
-from tiny_runs import cold_started, start_from, train
+from tiny_runs import start_from, train
 
 import config
 import gcd
@@ -15,11 +15,6 @@ from infra import files
 from report import __main__ as report
 
 SECRET = "hunter2hunter2"
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
 
 
 def given(monkeypatch, flags):

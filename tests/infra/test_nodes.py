@@ -24,7 +24,7 @@ import torch
 from conftest import is_alive
 from test_parallel import SINGLE, assert_same_checkpoint
 from test_train import nearest_draws, numbers
-from tiny_runs import ENVIRONMENT, ROOT, TINY, cold_started, rows, start_from, train
+from tiny_runs import ENVIRONMENT, ROOT, TINY, rows, start_from, train
 
 import config
 import gcd
@@ -251,11 +251,6 @@ def test_a_part_that_another_machine_keeps_to_itself_fails_the_save(eight, tmp_p
             checkpoint.files_of_ranks(folder)
         (tmp_path / "elsewhere").rename(folder / part)
     assert {*PARTS} < {*checkpoint.files_of_ranks(folder)}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
 
 
 def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path, monkeypatch):

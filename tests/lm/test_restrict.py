@@ -23,7 +23,7 @@ from conftest import (
     rounding,
 )
 from test_engine import assert_frequencies, splitmix64
-from tiny_runs import assert_one_error, cold_started, random_qwen, rows, start_from, train
+from tiny_runs import assert_one_error, random_qwen, rows, start_from, train
 
 import batching
 import rollout
@@ -391,11 +391,6 @@ def test_an_error_names_the_task_that_lists_no_command(model, chat, monkeypatch)
 
 
 # Complete runs
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory):
-    return cold_started(tmp_path_factory)
-
 
 @pytest.fixture
 def half_won(monkeypatch):
