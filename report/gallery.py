@@ -20,26 +20,14 @@ MISSING = "not measured here"
 WIDE = 2.2                        # width / height; a wider picture is too small next to text
 UNQUOTED = " !$()*+,-./:;=?@_~"    # what a data: URL and HTML leave as it is, besides letters and digits
 READING = "faults"                # the study of the section "Reading the curves"
-# Figures and claims of the paper (arXiv:2509.23870), in its order; the text is for those without a study
-PAPER = {
-    "Figure 1": "Needs checkpoints of many iterations: confidence in repeated actions over training.",
-    "Lemma 3.1": "Needs no run: python -m lab.studies.theory.",
-    "Theorem 3.2": "Needs no run: python -m lab.studies.theory.",
-    "Figure 2": "Needs the flawed actions of won and of lost episodes.",
-    "Figure 3a": "Needs the gradients of samples from several environments.",
-    "Figure 3b": "Needs a gradient step on one sample, and the probabilities of all others.",
-    "Figure 4": "Needs no run: python -m lab.studies.theory.",
-    "Section 3.3": "Needs no run: python -m lab.studies.theory.",
-    "Theorem A.1": "Needs no run: python -m lab.studies.theory.",
-    "Figure 5": "Needs the same decisions, sampled again from the checkpoints of a run.",
-    "Figure 6": "A drawing of the method, not a measurement; this one is ours.",
-    "Figure 7": "Draws the rows of Table 3.",
-    "Table 3": "Needs about eight core-hours: see python -m lab.studies.ablation.",
-    "Figure 8": "Needs the influence between samples along runs of several methods.",
-    "Figure 9": "Needs the influence of each token.",
-    "Figure 10a": "Its content could not be read in the sources available to this project.",
-    "Figure 10b": "Needs the gradients of a generative judge and of one with a value head.",
-    "Figure 11": "Needs runs with twice the iterations."}
+# Figures and claims of the paper (arXiv:2509.23870), in its order
+PAPER = ("Figure 1", "Lemma 3.1", "Theorem 3.2", "Figure 2", "Figure 3a", "Figure 3b", "Figure 4",
+         "Section 3.3", "Theorem A.1", "Figure 5", "Figure 6", "Figure 7", "Table 3", "Figure 8", "Figure 9",
+         "Figure 10a", "Figure 10b", "Figure 11")
+# Of those without a study; any other's is not in the folder
+REASONS = {"Figure 6": "A drawing of the method, not a measurement; this one is ours.",
+           "Figure 10a": "Its content could not be read in the sources available to this project."}
+NO_STUDY = "This folder has no study of it."
 OURS = {"Figure 6": ROOT / "docs" / "loop.svg"}
 
 
@@ -140,11 +128,11 @@ def entries(found):
             result.append(Entry(f"{path.stem}-{number}", paper, claim, result_here, agrees,
                                 picture(drawn, place), is_wide(drawn), path.stem, command))
     covered = [name for name in PAPER if any(covers(entry.paper, name) for entry in result)]
-    for name, reason in PAPER.items():
+    for name in PAPER:
         if name not in covered:
             ours = picture(OURS[name], name) if name in OURS else ""
             anchor = name.lower().replace(" ", "-").replace(".", "-")
-            result.append(Entry(anchor, name, "", reason, MISSING, ours, False, "", ""))
+            result.append(Entry(anchor, name, "", REASONS.get(name, NO_STUDY), MISSING, ours, False, "", ""))
     order = {name: i for i, name in enumerate(PAPER)}
     return sorted(result, key=lambda entry: min((order[name] for name in PAPER if covers(entry.paper, name)),
                                                 default=len(order)))

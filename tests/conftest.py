@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer
 
+import envs
 import rollout
 from envs import Reply, Task
 from infra import files
@@ -306,6 +308,23 @@ def tiny_model(tokenizer, **changes):
         model.lm_head.weight[stops, 0] = 1.2
         model.lm_head.weight[stops, 1] = 1.7
     return model
+
+
+@pytest.fixture
+def write_environment(tmp_path, monkeypatch):
+    """write_environment(name, text): write a file into a folder that replaces envs/."""
+    monkeypatch.setattr(envs, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
+    written = []
+
+    def write(name, text):
+        written.append(name)
+        (tmp_path / f"{name}.py").write_text(text)
+
+    yield write
+    for name in written:
+        sys.modules.pop(f"envs.{name}", None)
+        vars(envs).pop(name, None)
 
 
 # Tiny runs

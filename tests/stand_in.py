@@ -1,9 +1,9 @@
 """A stand-in for gcd.py that writes a run's files in milliseconds, and a small study that uses it."""
 
 import json
-import signal
 import sys
 
+from infra.signals import Stop
 from lab.bench import study, table1
 
 # Acts as gcd.py: logs its call, fails or waits if the file `fail` or `wait` asks for it, and writes a run's
@@ -97,7 +97,5 @@ def toy_bench(folder, monkeypatch):
     monkeypatch.setattr(study, "RUNS", folder / "runs")
     monkeypatch.setattr(study, "RESULTS", folder / "lab" / "results")
     monkeypatch.setattr(study, "GCD", (sys.executable, str(folder / "stand_in.py")))
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield Bench(folder)
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
+    with Stop.restored():
+        yield Bench(folder)

@@ -7,7 +7,6 @@ wins no episode, and the rule needs wins.
 import json
 import os
 import shutil
-import signal
 from collections import ChainMap
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 import config
 import correction
 import gcd
+from infra.signals import Stop
 from lm import model as qwen
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,13 +39,8 @@ def train(out, *flags, **changes):
     def parse(argv):
         return replace(config.parse(argv), **changes)
 
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    with mock.patch.object(gcd, "parse", parse):
-        try:
-            return gcd.main([*TINY, "--out", str(out), *map(str, flags)])
-        finally:                                 # `main` handles Ctrl-C; restore pytest's handlers
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    with mock.patch.object(gcd, "parse", parse), Stop.restored():        # `main` handles Ctrl-C
+        return gcd.main([*TINY, "--out", str(out), *map(str, flags)])
 
 
 def cold_started(factory, *flags):

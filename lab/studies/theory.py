@@ -61,12 +61,12 @@ def advantages_of_three(q_3, r1, r2):
     return np.array([q1 * r1 * (q1 - 1), q2 * (q1 * r1 - r2), q3 * q1 * r1 + q2 * r2])
 
 
-def step_of_three(q_3, r1, r2, eta=1e-4):
+def step_of_three(q_3, r1, r2):
     """Effect of a small step of the logits along the advantages.
 
     Returns the change of the probabilities and of the log-odds of action 1 to action 3, both divided by eta.
     """
-    advantage_3 = advantages_of_three(q_3, r1, r2)
+    advantage_3, eta = advantages_of_three(q_3, r1, r2), 1e-4
     moved_3 = q_3 * np.exp(eta * advantage_3)
     moved_3 /= moved_3.sum()
     log_odds = math.log(moved_3[0] / moved_3[2]) - math.log(q_3[0] / q_3[2])
@@ -125,13 +125,13 @@ def pushed(q, c, r, eta=1.0, steps=4000):
     return path
 
 
-def coupled_paths(c, good=GOOD, flawed=FLAWED, eta=0.05, steps=20000):
+def coupled_paths(c):
     """Probabilities over time of a good and a flawed action in similar states, each in its own softmax.
 
     Each logit also gets a fraction c of the other action's advantage: dz = eta (A + c A_other),
     A = +-q |r| (1 - q). Returns the paths of both.
     """
-    (q_g, r_g), (q_b, r_b) = good, flawed
+    (q_g, r_g), (q_b, r_b), eta, steps = GOOD, FLAWED, 0.05, 20000
     z_g, z_b = (math.log(q / (1 - q)) for q in (q_g, q_b))
     paths = [q_g], [q_b]
     for _ in range(steps):
@@ -152,20 +152,19 @@ def peak(paths):
 
 # Theorem A.1: when does the good action's success stop pushing up the flawed one?
 
-def turning_point(z2, c, r1, r2, other=1.0):
+def turning_point(z2, c, r1, r2):
     """The smallest good logit z1 at which the flawed probability starts to fall, by bisection.
 
-        c |r1| q1 (1 - q1) <= r2 q2 (1 - q2),    q = e^z / (e^z + other),    q1 > 1/2
+        c |r1| q1 (1 - q1) <= r2 q2 (1 - q2),    q = e^z / (e^z + 1),    q1 > 1/2
 
     None if it falls at every such z1.
     """
     def slope(z):
-        return math.exp(z) * other / (math.exp(z) + other) ** 2
+        return math.exp(z) / (math.exp(z) + 1) ** 2
 
-    start = math.log(other)                      # q1 = 1/2, where the push is largest
-    if c * r1 * slope(start) <= r2 * slope(z2):
+    if c * r1 * slope(0.0) <= r2 * slope(z2):          # at q1 = 1/2 the push is largest
         return None
-    low, high = start, start + 200
+    low, high = 0.0, 200.0
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if c * r1 * slope(middle) > r2 * slope(z2) else (low, middle)

@@ -16,7 +16,6 @@ import torch
 from tiny_runs import ENVIRONMENT, ROOT, rows
 
 import config
-import envs
 import gcd
 import update
 from infra import files
@@ -89,23 +88,6 @@ def test_an_environment_has_its_own_flags_and_labels(checkout):
     episodes, _ = files.read_lines(checkout / "runs" / "halves" / "episodes.jsonl")
     turns = [turn for episode in episodes for turn in episode["turns"]]
     assert {turn["label"] for turn in turns} == {"good", "bad"}             # these labels cover every turn
-
-
-@pytest.fixture
-def write_environment(tmp_path, monkeypatch):
-    """write_environment(name, text): write a file into a folder that replaces envs/."""
-    monkeypatch.setattr(envs, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
-    written = []
-
-    def write(name, text):
-        written.append(name)
-        (tmp_path / f"{name}.py").write_text(text)
-
-    yield write
-    for name in written:
-        sys.modules.pop(f"envs.{name}", None)
-        vars(envs).pop(name, None)
 
 
 def refused(capsys, *flags):

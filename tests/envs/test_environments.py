@@ -52,23 +52,6 @@ def test_the_environments_are_the_files_of_the_folder():
         assert issubclass(find_environment(name), envs.Environment)
 
 
-@pytest.fixture
-def write_environment(tmp_path, monkeypatch):
-    """write_environment(name, text) writes a file to a folder that is searched in place of envs/."""
-    monkeypatch.setattr(envs, "__file__", str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(envs, "__path__", [str(tmp_path)])
-    written = []
-
-    def write(name, text):
-        written.append(name)
-        (tmp_path / f"{name}.py").write_text(text)
-
-    yield write
-    for name in written:
-        sys.modules.pop(f"envs.{name}", None)
-        vars(envs).pop(name, None)
-
-
 def test_a_file_is_an_environment_by_its_name(write_environment):
     methods = "    make = train_tasks = split_tasks = lambda self, *given: []\n"
     text = f"from envs import Environment as Base\n\n\nclass Environment(Base):\n{methods}"
