@@ -234,11 +234,16 @@ def table_of(everything, results):
     return common.results_by_arm(map(name_of, arms()), name_of, everything, trained)
 
 
+def removed(result):
+    """Whether a run ends without the flaw."""
+    return final(result) < 0.5
+
+
 def arm_row(results):
     """An arm's numbers: seeds that removed the flaw, final q_N and q_P, cosine, leak and probe, the judge."""
-    n, removed = len(results), sum(final(result) < 0.5 for result in results.values())
+    n, gone = len(results), sum(map(removed, results.values()))
     ends, starts = ([result["path"][k] for result in results.values()] for k in (-1, 0))
-    return {"removed": removed, "n": n, "removed_interval": wilson(removed, n),
+    return {"removed": gone, "n": n, "removed_interval": wilson(gone, n),
             "final": interval({seed: final(result) for seed, result in results.items()}),
             **{key: mean_known([end[key] for end in ends]) for key in ("q_P", "cosine", "probe")},
             "probe_start": mean_known([start["probe"] for start in starts]),
@@ -246,7 +251,7 @@ def arm_row(results):
             "auc": mean_known([mean_known(last_quarter(result["auc"])) for result in results.values()]),
             "right": [when_right(result) for result in results.values()],
             "away": [when_away(result) for result in results.values()],
-            "lag": [lag(result) for result in results.values() if final(result) >= 0.5 and result["auc"]]}
+            "lag": [lag(result) for result in results.values() if not removed(result) and result["auc"]]}
 
 
 def last_quarter(values):
@@ -261,12 +266,12 @@ def lag(result):
     return (last if right is None else right) - (last if away is None else away)
 
 
-def removed_by_leak(table, limit=0.5):
-    """Of the runs whose leak ends below the limit, and of all others: [those that removed the flaw, all]."""
+def removed_by_leak(table):
+    """Of the runs whose leak ends below .5, and of all others: [those that removed the flaw, all]."""
     found = {"below": [0, 0], "above": [0, 0]}
     for result in (result for results in table.values() for result in results.values()):
-        side = found["below" if leak_of(result["path"][-1]) < limit else "above"]
-        side[0], side[1] = side[0] + (final(result) < 0.5), side[1] + 1
+        side = found["below" if leak_of(result["path"][-1]) < 0.5 else "above"]
+        side[0], side[1] = side[0] + removed(result), side[1] + 1
     return found
 
 
@@ -280,7 +285,7 @@ def foretold(table):
     """
     found = {}
     for iteration in ALIVE:
-        alive = [(name, seed, final(result) < 0.5, point) for name, results in table.items()
+        alive = [(name, seed, removed(result), point) for name, results in table.items()
                  for seed, result in results.items() for point in result["path"]
                  if point["iteration"] == iteration and point["q_N"] >= 0.5 and point["cosine"] is not None]
         pairs = [(one, other) for one in alive for other in alive
@@ -315,7 +320,7 @@ def lags(table):
     found = {"removed": [[], 0], "kept": [[], 0]}
     for kl, embeddings in itertools.product(COEFFICIENTS, EMBEDDINGS):
         for result in table.get(name_of(settings_of("coins", "+GCD", kl, embeddings)), {}).values():
-            side = found["removed" if final(result) < 0.5 else "kept"]
+            side = found["removed" if removed(result) else "kept"]
             side[1] += when_right(result) is None
             if when_right(result) and when_away(result):
                 side[0].append(lag(result))
@@ -329,13 +334,13 @@ def waiting(table, kl):
     sides = [table.get(name_of(settings_of("coins", "+GCD", kl, "tied", timing)), {})
              for timing in ("held", "constant rate")]
     seeds = set.intersection(*map(set, sides))
-    return [*(sum(final(results[seed]) < 0.5 for seed in seeds) for results in sides), len(seeds)]
+    return [*(sum(removed(results[seed]) for seed in seeds) for results in sides), len(seeds)]
 
 
 def unsettled(table):
     """The arms whose first seeds do not agree on whether the flaw is removed."""
     return [name for name, results in table.items()
-            if len({final(result) < 0.5 for seed, result in results.items() if seed < FIRST}) > 1]
+            if len({removed(result) for seed, result in results.items() if seed < FIRST}) > 1]
 
 
 def against(table, one, other):
@@ -403,6 +408,19 @@ def in_common(table, one, other):
     return [*(sum(end < 0.5 for end in side) for side in zip(*ends)), len(ends)] if ends else [0, 0, 0]
 
 
+def findings(table, fresh, own):
+    """What the runs show beyond the arms' rows: of first, of new seeds, and of those with own outcomes."""
+    judge = "judge", "GRPO"
+    return {"differences": {f"{one} against {other}": against(table, one, other) for one, other in pairs()},
+            "removed by leak": removed_by_leak(table),
+            "foretold": {"first seeds": foretold(table), "new seeds": foretold(of_confirming(fresh))},
+            "again": again(table, fresh, own), "elsewhere": elsewhere(table, own), "lags": lags(table),
+            "in common": {"sign, judge": in_common(table, ("sign", "GRPO"), judge),
+                          "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), judge)},
+            "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
+            "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}}
+
+
 def pairs():
     """[(arm, reference)] of the page's comparisons, as names."""
     found = []
@@ -449,13 +467,10 @@ def grid(table):
     return "\n".join(markdown(head, rows))
 
 
-def comparisons(table):
+def comparisons(differences):
     """The table of differences in final q_N."""
-    rows = []
-    for one, other in pairs():
-        difference = against(table, one, other)
-        if difference is not None and difference["half"] is not None:
-            rows.append([one, other, with_half(difference, "+.2f")])
+    rows = [[*name.split(" against "), with_half(difference, "+.2f")] for name, difference in
+            differences.items() if difference is not None and difference["half"] is not None]
     return "\n".join(markdown(["arm", "minus", "final q_N"], rows)) if rows else "Not measurable."
 
 
@@ -469,9 +484,8 @@ def pooled_text(found):
 
 def removed_in(table, *settings, timing=""):
     """In how many seeds an arm removed the flaw, as text."""
-    name = name_of(settings_of(*settings, timing))
-    row = arm_row(table[name]) if name in table else None
-    return f"{row['removed']} of {row['n']}" if row else "not run"
+    results = table.get(name_of(settings_of(*settings, timing)), {}).values()
+    return f"{sum(map(removed, results))} of {len(results)}" if results else "not run"
 
 
 def draw(table, path):
@@ -521,27 +535,28 @@ def seeds_text(fresh):
     return f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "not run"
 
 
-def page(table, fresh, own, command, seeds, iterations):
-    """The page's text, from its template in this folder."""
-    found, others = again(table, fresh, own), elsewhere(table, own)
+def page(table, fresh, own, found, command, seeds, iterations):
+    """The page's text, from its template in this folder. found: of `findings`."""
+    sign, added = ("{0} and {1} of {2}".format(*counts) for counts in found["in common"].values())
+    early, confirmed = map(foretold_text, found["foretold"].values())
     return PAGE.read_text(encoding="utf-8").format(
         command=command, iterations=iterations, there=sum(map(len, table.values())),
-        seeds=f"{min(seeds)} to {max(seeds)}", grid=grid(table), comparisons=comparisons(table),
+        seeds=f"{min(seeds)} to {max(seeds)}", grid=grid(table),
+        comparisons=comparisons(found["differences"]),
         unsettled="; ".join(unsettled(table)) or "none",
-        less_grpo=pooled_text(pooled(table, "+GCD", "GRPO")),
-        less_coins=pooled_text(pooled(table, "+GCD", "+GCD, coins")),
-        sign="{0} and {1} of {2}".format(*in_common(table, ("sign", "GRPO"), ("judge", "GRPO"))),
-        added="{0} and {1} of {2}".format(*in_common(table, ("judge", "+GCD"), ("judge", "GRPO"))),
-        foretold=foretold_text(foretold(table)), confirmed=foretold_text(foretold(of_confirming(fresh))),
-        again="\n".join(markdown(["seeds", *(f"less that of {other}" for other in found)], [
-            [seeds, *(pooled_text(of[seeds]) for of in found.values())] for seeds in found["GRPO"]])),
+        less_grpo=pooled_text(found["pooled"]["GRPO"]),
+        less_coins=pooled_text(found["pooled"]["+GCD, coins"]),
+        sign=sign, added=added, foretold=early, confirmed=confirmed,
+        again="\n".join(markdown(["seeds", *(f"less that of {other}" for other in found["again"])], [
+            [of_seeds, *(pooled_text(of[of_seeds]) for of in found["again"].values())]
+            for of_seeds in found["again"]["GRPO"]])),
         elsewhere="\n".join(markdown(["where", "first seeds", "own", "all"], [
-            [where, *map(pooled_text, of.values())] for where, of in others.items()])),
+            [where, *map(pooled_text, of.values())] for where, of in found["elsewhere"].items()])),
         new_seeds=seeds_text(fresh), own_seeds=seeds_text(own),
-        waiting=" and ".join("{0} with, {1} without, of {2}".format(*waiting(table, kl))
-                             for kl in COEFFICIENTS),
-        **{f"lags_{side}": lags_text(*found) for side, found in lags(table).items()},
-        **{f"leak_{side}": f"{removed} of {n}" for side, (removed, n) in removed_by_leak(table).items()})
+        waiting=" and ".join("{0} with, {1} without, of {2}".format(*counts)
+                             for counts in found["held"].values()),
+        **{f"lags_{side}": lags_text(*of_side) for side, of_side in found["lags"].items()},
+        **{f"leak_{side}": f"{gone} of {n}" for side, (gone, n) in found["removed by leak"].items()})
 
 
 def lags_text(values, never):
@@ -550,15 +565,15 @@ def lags_text(values, never):
     return f"{known} (n {len(values)}; {never} never had a right judge)"
 
 
-def figures_of(table, fresh, own):
-    """What was found on the paper's claim, for the gallery."""
+def figures_of(table, fresh, own, found):
+    """What was found on the paper's claim, for the gallery. found: of `findings`."""
     def both(questions, arm, embeddings="tied", timing=""):
         return " and ".join(removed_in(table, questions, arm, kl, embeddings, timing=timing)
                             for kl in COEFFICIENTS)
 
-    below, above = removed_by_leak(table).values()
-    found = again(table, fresh, own)
-    early, confirmed = (foretold(runs)[ALIVE[0]] for runs in (table, of_confirming(fresh)))
+    below, above = found["removed by leak"].values()
+    all_seeds = {other: pooled_text(of["all"]) for other, of in found["again"].items()}
+    early, confirmed = (of[ALIVE[0]] for of in found["foretold"].values())
 
     def of_both(measure):
         return ", ".join(f"{name} " + "{:.2f} [{:.2f}, {:.2f}]".format(*of[measure]) for name, of in (
@@ -584,8 +599,8 @@ def figures_of(table, fresh, own):
                       f"{both('coins', 'GRPO', 'untied')}; policy held until the judge is right "
                       f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
                       f"{both('coins', '+GCD', timing='constant rate')}. Over all seeds, with a KL and both "
-                      f"kinds of embeddings, GCD's q_N less GRPO's {pooled_text(found['GRPO']['all'])}, less "
-                      f"that with coin tosses {pooled_text(found['+GCD, coins']['all'])}.",
+                      f"kinds of embeddings, GCD's q_N less GRPO's {all_seeds['GRPO']}, less "
+                      f"that with coin tosses {all_seeds['+GCD, coins']}.",
              "agrees": verdict(merged(table, fresh, own))},
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
@@ -605,10 +620,10 @@ def runs_away(table):
     kept = []
     for kl in COEFFICIENTS:
         names = [name_of(settings_of("none", "GRPO", kl, embeddings)) for embeddings in EMBEDDINGS]
-        ends = [final(result) for name in names for result in table.get(name, {}).values()]
-        if not ends:
+        gone = [removed(result) for name in names for result in table.get(name, {}).values()]
+        if not gone:
             return "not measurable"
-        kept.append(sum(end >= 0.5 for end in ends) >= 0.75 * len(ends))
+        kept.append(gone.count(False) >= 0.75 * len(gone))
     return "yes" if all(kept) else "partly" if any(kept) else "no"
 
 
@@ -676,21 +691,11 @@ def main(argv=None):
     command = ["python", "-m", "lab.studies.cures", "--seeds", str(options.seeds)]
     if options.iterations != ITERATIONS:
         command += ["--iterations", str(options.iterations)]
-    text = page(table, fresh, own, " ".join(command), there, options.iterations)
-    compared = {f"{one} against {other}": against(table, one, other) for one, other in pairs()}
-    common.publish(options.out, "cures", command, there,
-                   {"rows": [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()],
-                    "differences": compared, "removed by leak": removed_by_leak(table),
-                    "foretold": {"first seeds": foretold(table),
-                                 "new seeds": foretold(of_confirming(fresh))},
-                    "again": again(table, fresh, own), "elsewhere": elsewhere(table, own),
-                    "lags": lags(table),
-                    "in common": {
-                        "sign, judge": in_common(table, ("sign", "GRPO"), ("judge", "GRPO")),
-                        "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), ("judge", "GRPO"))},
-                    "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
-                    "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}},
-                   figures_of(table, fresh, own), text)
+    found = findings(table, fresh, own)
+    text = page(table, fresh, own, found, " ".join(command), there, options.iterations)
+    rows = [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()]
+    common.publish(options.out, "cures", command, there, {"rows": rows} | found,
+                   figures_of(table, fresh, own, found), text)
     print(text)
     return 0
 
