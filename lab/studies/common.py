@@ -37,35 +37,31 @@ AGREES = ("yes", "partly", "no", "not measurable")         # values of a figure'
 
 # Cells
 
-def run_cells(path, requested, work, jobs, dirty=False):
+def run_cells(path, requested, work, options):
     """Return the result of every requested cell; cells that the file at `path` does not have are run first.
 
-    requested: {name: settings}, plain values. work(name, settings) returns a cell's result, a dict; `jobs`
-    processes run in parallel. A stored cell with other settings is not used, and stays in the file. A cell
-    names its versions and the commit that its run began from; ValueError if that has local changes, unless
-    `dirty`. Returns {name: result} in the order of `requested`.
+    requested: {name: settings}, plain values. work(name, settings) returns a cell's result, a dict;
+    options.jobs processes run in parallel, and with 0 none runs. A stored cell with other settings is not
+    used, and stays in the file. A cell names its versions and the commit that its run began from. Returns
+    {name: result} in the order of `requested`. ValueError as `missing_cells`.
     """
-    todo, path = missing_cells(path, requested), Path(path)
-    commit = check_tree(todo, dirty)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.filter_lines(path, lambda record: True)                    # drop a line that a kill cut short
-    with tqdm(total=len(requested), initial=len(requested) - len(todo), desc=path.stem, unit="cell") as bar:
-        for name, result in results_of(todo, work, jobs):
-            files.append(path, {"cell": name, "settings": todo[name], "commit": commit,
-                                "versions": versions(), "result": result})
-            bar.update()
-    return {name: record["result"] for name, record in finished_cells(path, requested).items()}
+    path, commit = Path(path), ""
+    if todo := missing_cells(path, requested, options):
+        commit = files.clean_commit(options.dirty)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.filter_lines(path, lambda record: True)                # drop a line that a kill cut short
+    there = len(requested) - len(todo)
+    for name, result in tqdm(results_of(todo, work, options.jobs), path.stem, len(requested), initial=there,
+                             unit="cell", disable=not todo):
+        files.append(path, {"cell": name, "settings": todo[name], "commit": commit, "versions": versions(),
+                            "result": result})
+    return stored_cells(path, requested)
 
 
 def versions():
     """Of what a cell, or a page, was made with."""
     return {"python": platform.python_version(), "torch": torch.__version__,
             "machine": f"{platform.machine()}, {os.cpu_count()} cores"}
-
-
-def check_tree(todo, dirty=False):
-    """The commit that the cells `todo` will name, "" without any; ValueError as `files.clean_commit`."""
-    return files.clean_commit(dirty) if todo else ""
 
 
 def add_cells(parser, jobs, runs, holds="runs and their cold starts"):
@@ -88,16 +84,21 @@ def check_ranges(parser, *ranges):
             parser.error(f"--{name}={value}: expected {low} to {high}")
 
 
-def missing_cells(path, requested):
-    """The requested cells that have no result in the file at `path`, {name: settings}."""
-    found = finished_cells(path, requested)
-    return {name: settings for name, settings in requested.items() if name not in found}
+def missing_cells(path, requested, options):
+    """The requested cells to run, {name: settings}: those without a result in the file at `path`; with
+    --jobs 0 none. ValueError if the tree has local changes, which no commit names, unless --dirty is given.
+    """
+    found = stored_cells(path, requested)
+    missing = {name: settings for name, settings in requested.items() if name not in found and options.jobs}
+    if missing:
+        files.clean_commit(options.dirty)
+    return missing
 
 
-def finished_cells(path, requested):
-    """The file's records of the requested cells with these settings, {name: record}, in that order."""
+def stored_cells(path, requested):
+    """The file's results of the requested cells with these settings, {name: result}, in that order."""
     lines = [record for record in files.read_lines(path)[0] if "cell" in record]
-    found = {record["cell"]: record for record in lines
+    found = {record["cell"]: record["result"] for record in lines
              if record["settings"] == requested.get(record["cell"])}
     return {name: found[name] for name in requested if name in found}
 
@@ -107,7 +108,7 @@ def results_of(todo, work, jobs):
 
     An interrupt or a failed cell cancels the cells that have not started, and is raised.
     """
-    if jobs == 1:
+    if jobs == 1 or not todo:
         for name, settings in todo.items():
             yield name, work(name, settings)
         return

@@ -118,13 +118,12 @@ def measured(options, environments):
     """The result of every cell; the runs of missing cells are made first."""
     path, root, needed = Path(options.out) / "coupling.jsonl", Path(options.runs).resolve(), {}
     cells = requested_cells(options, environments)
-    missing = common.missing_cells(path, cells)
-    common.check_tree(missing, options.dirty)
+    missing = common.missing_cells(path, cells, options)
     for settings in missing.values():
         for key, run in runs_for(settings, options.games, root).items():
             needed[settings["world"], *key] = run
     runs.make(dict(sorted(needed.items(), key=lambda item: not item[1].cold)), options.jobs)
-    return common.run_cells(path, cells, partial(work, options.games, root), options.jobs, options.dirty)
+    return common.run_cells(path, cells, partial(work, options.games, root), options)
 
 
 # Analysis

@@ -653,18 +653,16 @@ def results_of(options):
 
     def stored(seeds=range(NEW)):
         everything = cells_of(seeds, options.iterations)
-        found = common.finished_cells(path, everything)
-        return table_of(everything, {name: record["result"] for name, record in found.items()})
+        return table_of(everything, common.stored_cells(path, everything))
 
     steps = [*(seeds for seeds in (FIRST, NEW) if seeds < options.seeds), options.seeds]
-    for seeds in steps if options.jobs else ():
+    for seeds in steps:
         names = None if seeds <= FIRST else {*unsettled(stored()), *OWN}
         requested = cells_of(range(seeds), options.iterations, names)
-        missing = common.missing_cells(path, requested)
-        common.check_tree(missing, options.dirty)
+        missing = common.missing_cells(path, requested, options)
         colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
         common.make_runs(colds, cold_start, options.jobs, "cold starts")
-        common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
+        common.run_cells(path, requested, partial(run, runs=options.runs), options)
     return stored(), stored(range(NEW, OWN_LUCK)), stored(range(OWN_LUCK, 90))
 
 

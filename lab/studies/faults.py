@@ -415,16 +415,15 @@ def main(argv=None):
         parser.error(str(error))
     requested, path = cells_of(options), options.out / "faults.jsonl"
     settings = requested[HEALTHY]
-    cold, missing = cold_folder(options.runs, settings), common.missing_cells(path, requested)
+    cold = cold_folder(options.runs, settings)
     try:
-        common.check_tree(missing, options.dirty)
+        missing = common.missing_cells(path, requested, options)
     except ValueError as error:
         parser.error(str(error))
     if missing and not (cold / files.STAGES).exists():
         if error := train(cold, [*settings["cold"], "--iterations", 0], options.seed):
             parser.error(error)
-    results = common.run_cells(path, requested, functools.partial(run, options.runs), options.jobs,
-                               options.dirty)
+    results = common.run_cells(path, requested, functools.partial(run, options.runs), options)
     taught = lessons(results, draw(results, options.out))
     changed = [argument for name in ("iterations", "seed", "cold", "flags") for argument in (
         f"--{name}", str(getattr(options, name))) if getattr(options, name) != parser.get_default(name)]

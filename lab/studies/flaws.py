@@ -385,11 +385,10 @@ def study(options, command):
                         "chosen": True,                      # absent in cells without this measure
                         "models": measured_models(run.iterations, options)}
                  for name, run in made.items()}
-    missing = common.missing_cells(out / "flaws.jsonl", requested)
-    common.check_tree(missing, options.dirty)
+    missing = common.missing_cells(out / "flaws.jsonl", requested, options)
     needed = {run for name in missing for run in (made[name], made[name].start)}
     runs.make({key: run for key, run in kept.items() if run in needed}, options.jobs)
-    done = common.run_cells(out / "flaws.jsonl", requested, partial(cell, made), options.jobs, options.dirty)
+    done = common.run_cells(out / "flaws.jsonl", requested, partial(cell, made), options)
     results = {}
     for name, run in made.items():
         results.setdefault((run.row, run.iterations > options.iterations), []).append(done[name])

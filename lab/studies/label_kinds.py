@@ -219,19 +219,15 @@ def main(argv=None):
     requested = {name: settings for name, settings in everything.items()
                  if settings["demonstrations"] or options.games}
     path = options.out / "label_kinds.jsonl"
-    if options.jobs:
-        missing = common.missing_cells(path, requested)
-        try:
-            common.check_tree(missing, options.dirty)
-        except ValueError as error:
-            parser.error(str(error))
-        colds = {str(cold_folder(settings["demonstrations"], options.runs)): settings
-                 for settings in missing.values() if settings["demonstrations"]}
-        common.make_runs(colds, cold_start, options.jobs, "cold starts")
-        work = partial(cell, games=options.games, runs=options.runs)
-        common.run_cells(path, requested, work, options.jobs, options.dirty)
-    results = {name: record["result"] for name, record in common.finished_cells(path, everything).items()}
-    if not results:
+    try:
+        missing = common.missing_cells(path, requested, options)
+    except ValueError as error:
+        parser.error(str(error))
+    colds = {str(cold_folder(settings["demonstrations"], options.runs)): settings
+             for settings in missing.values() if settings["demonstrations"]}
+    common.make_runs(colds, cold_start, options.jobs, "cold starts")
+    common.run_cells(path, requested, partial(cell, games=options.games, runs=options.runs), options)
+    if not (results := common.stored_cells(path, everything)):
         parser.error(f"--jobs=0: {path} has no cell")
     draw(results, options.out / "label_kinds.svg")
     given = ["--games", options.games] if options.games else []

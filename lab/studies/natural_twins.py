@@ -502,10 +502,9 @@ def results_of(options, name):
     A seed's cold starts are made first, and removed when its cells are done.
     """
     path, model = options.out / f"{name}.jsonl", "small" if options.small else "smollm2"
-    for seed in range(options.seeds) if options.jobs else ():
+    for seed in range(options.seeds):
         requested = cells_of([seed], options.iterations, model, options.starts)
-        missing = common.missing_cells(path, requested)
-        common.check_tree(missing, options.dirty)
+        missing = common.missing_cells(path, requested, options)
         needed = {part for settings in missing.values() for part in parts_of(settings["start"])}
         folders = {str(cold_folder(settings, options.runs)): settings for part in needed
                    for settings in [{"model": model, "start": part, "seed": seed}]}
@@ -513,12 +512,11 @@ def results_of(options, name):
             common.make_runs({folder: settings for folder, settings in folders.items()
                               if len(parts_of(settings["start"])) == k}, cold_start, options.jobs,
                              f"seed {seed}: cold starts, part {k}")
-        common.run_cells(path, requested, partial(run, runs=options.runs), options.jobs, options.dirty)
+        common.run_cells(path, requested, partial(run, runs=options.runs), options)
         for folder in folders:
             shutil.rmtree(folder)
     everything = cells_of(range(90), options.iterations, model, options.starts)
-    found = common.finished_cells(path, everything)
-    return table_of(everything, {cell: record["result"] for cell, record in found.items()})
+    return table_of(everything, common.stored_cells(path, everything))
 
 
 def main(argv=None):

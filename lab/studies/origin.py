@@ -56,8 +56,7 @@ def results_of(everything, requested, options):
     """
     path = options.out / "origin.jsonl"
     work = partial(origin_cells.run, runs=options.runs, results=path)
-    missing = common.missing_cells(path, requested) if options.jobs else {}
-    common.check_tree(missing, options.dirty)
+    missing = common.missing_cells(path, requested, options)
     for _, cells in itertools.groupby(missing.items(), lambda cell: cell[1]["seed"]):
         cells = dict(cells)
         bases = {str(origin_cells.base_of(settings, options.runs)): settings
@@ -65,9 +64,8 @@ def results_of(everything, requested, options):
         common.make_runs(bases, origin_cells.pretrain, options.jobs, "pretraining")
         for instead in (False, True):
             common.run_cells(path, {name: settings for name, settings in cells.items()
-                                if (settings["what"] in INSTEAD) == instead}, work, options.jobs,
-                             options.dirty)
-    return {name: record["result"] for name, record in common.finished_cells(path, everything).items()}
+                                if (settings["what"] in INSTEAD) == instead}, work, options)
+    return common.stored_cells(path, everything)
 
 
 def main(argv=None):

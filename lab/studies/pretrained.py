@@ -266,17 +266,12 @@ def work(root, name, settings):
 def measured(options):
     """{cell: its result}; the runs of missing cells are made first, cold starts before any RL."""
     path, root, found = Path(options.out) / "pretrained.jsonl", Path(options.runs).resolve(), {}
-    groups = [cells for seed in options.seeds for cells in requested_cells(options, seed) if cells]
-    if not options.jobs:
-        stored = [common.finished_cells(path, cells) for cells in groups]
-        return {name: record["result"] for records in stored for name, record in records.items()}
-    for cells in groups:
-        missing = common.missing_cells(path, cells)
-        common.check_tree(missing, options.dirty)
+    for cells in (cells for seed in options.seeds for cells in requested_cells(options, seed) if cells):
+        missing = common.missing_cells(path, cells, options)
         needed = [run_of(settings, root) for settings in missing.values()]
         needed = dict.fromkeys(run for one in needed for run in (one.start, one) if run)
         runs.make({run: run for run in needed}, options.jobs)
-        found |= common.run_cells(path, cells, partial(work, root), options.jobs, options.dirty)
+        found |= common.run_cells(path, cells, partial(work, root), options)
     return found
 
 

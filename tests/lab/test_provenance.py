@@ -6,6 +6,7 @@
 import json
 import re
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from stand_in import toy_bench
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.fast
 RESULTS, PREDICTIONS = ROOT / "lab" / "results", ROOT / "lab" / "predictions.json"
 EXCEPTIONS = RESULTS / "provenance.json"          # {commit as named: reason}
 KEYS = ("commit", "commits", "commits of the cells", "written")
+CLEAN = SimpleNamespace(jobs=1, dirty=False)
 real_clean_commit = files.clean_commit            # at import, before the fixture that lets tests write
 
 
@@ -133,12 +135,15 @@ def test_outside_git_a_result_needs_the_flag(tmp_path, monkeypatch):
 
 def test_a_study_refuses_or_marks_cells_of_a_changed_tree(tree, tmp_path):
     path, head = tmp_path / "s.jsonl", git("rev-parse", "HEAD", folder=tree)
-    assert common.run_cells(path, {"a": {"x": 1}}, lambda *_: {"y": 2}, 1) == {"a": {"y": 2}}
+    assert common.run_cells(path, {"a": {"x": 1}}, lambda *_: {"y": 2}, CLEAN) == {"a": {"y": 2}}
     (tree / "code.py").write_text("2\n")
     with pytest.raises(ValueError, match="uncommitted changes"):
-        common.run_cells(path, {"a": {"x": 1}, "b": {}}, lambda *_: pytest.fail("was run"), 1)
-    assert common.run_cells(path, {"a": {"x": 1}}, lambda *_: pytest.fail("was run"), 1) == {"a": {"y": 2}}
-    common.run_cells(path, {"b": {}}, lambda *_: {}, 1, dirty=True)
+        common.run_cells(path, {"a": {"x": 1}, "b": {}}, lambda *_: pytest.fail("was run"), CLEAN)
+    for requested in ({"a": {"x": 1}}, {"a": {"x": 1}, "b": {}}):      # --jobs 0: none is missing
+        options = SimpleNamespace(jobs=2 - len(requested), dirty=False)
+        found = common.run_cells(path, requested, lambda *_: pytest.fail("was run"), options)
+        assert found == {"a": {"y": 2}}
+    common.run_cells(path, {"b": {}}, lambda *_: {}, SimpleNamespace(jobs=1, dirty=True))
     assert [line["commit"] for line in files.read_lines(path)[0]] == [head, head + "+"]
 
 
@@ -149,7 +154,7 @@ def test_a_cell_names_the_commit_that_its_run_began_from(tree, tmp_path):
         (tree / "code.py").write_text("edited meanwhile\n")
         return {}
 
-    common.run_cells(tmp_path / "s.jsonl", {"a": {}}, work, 1)
+    common.run_cells(tmp_path / "s.jsonl", {"a": {}}, work, CLEAN)
     assert files.read_lines(tmp_path / "s.jsonl")[0][0]["commit"] == head
 
 
