@@ -37,11 +37,9 @@ from session import choose_trained
 
 GB = 1e9
 OUT = ROOT / "lab" / "results" / "memory.json"
-# Model, GPUs, rank of the adapters (0: none), turns of every episode (None: as recorded)
-ROWS = (("1.5B", 1, 0, None), ("1.5B", 1, 0, 30), ("1.5B", 8, 0, None), ("7B", 8, 0, None),
-        ("1.5B", 1, 16, None), ("7B", 4, 16, None))
 # Shapes of Qwen2.5's config.json: layers, width, heads, K/V heads, intermediate, vocabulary, tied
-SHAPES = {"1.5B": (28, 1536, 12, 2, 8960, 151936, True), "7B": (28, 3584, 28, 4, 18944, 152064, False)}
+SHAPES = {"0.5B": (24, 896, 14, 2, 4864, 151936, True), "1.5B": (28, 1536, 12, 2, 8960, 151936, True),
+          "7B": (28, 3584, 28, 4, 18944, 152064, False)}
 
 
 class Meter(TorchDispatchMode):
@@ -77,14 +75,43 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Machine:
-    """An H100 SXM by its data sheet, and the range of the shares of it that are assumed to be reached."""
+    """A GPU by its data sheet, and the range of the shares of it that are assumed to be reached."""
 
-    bandwidth: float = 3.35e12          # bytes per second
+    bandwidth: float = 3.35e12          # bytes per second; an H100 SXM's, as the next
     flops: float = 989e12               # per second, in bf16
     of_bandwidth: tuple = (0.45, 0.60)  # of decoding: with CUDA graphs alone, and with attention by length
     of_flops: tuple = (0.20, 0.34)      # prime-rl publishes 11 to 35 % for its updates
 
 
+# By a GPU's memory; 24 GB is an RTX 4090 (NVIDIA's Ada whitepaper, bf16 with fp32 sums)
+MACHINES = {"80 GB": Machine(), "24 GB": Machine(bandwidth=1.008e12, flops=165.2e12)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a Qwen2.5 of this size on so many GPUs with this memory, at --preset paper but for
+    flags. turns: of every episode; None: as recorded.
+    """
+
+    name: str
+    ranks: int
+    memory: str = "80 GB"
+    flags: tuple = ()
+    turns: int | None = None
+
+    def __str__(self):
+        turns = (f"every episode of {self.turns} turns",) if self.turns else ()
+        return ", ".join((f"{self.name} on {self.ranks} × {self.memory}", *self.flags, *turns))
+
+    @property
+    def settings(self):
+        """Those of gcd.py."""
+        return config.parsed(["--preset", "paper", "--evaluate", "none", *" ".join(self.flags).split()])
+
+
+ROWS = (Row("1.5B", 1), Row("1.5B", 1, turns=30), Row("1.5B", 8), Row("7B", 8),
+        Row("1.5B", 1, flags=("--lora 16",)), Row("7B", 4, flags=("--lora 16",)),
+        Row("0.5B", 1, "24 GB", ("--slots 64",)), Row("1.5B", 1, "24 GB", ("--lora 16", "--slots 32")))
 # The loads between which a run's lies: responses as long as demonstrated ones, and of an untrained thinker
 LOADS = {"32 tokens a response": Work(response=32.0), "150 tokens a response": Work()}
 SLACK = 1.1                             # torch's allocator keeps more than is allocated
@@ -173,7 +200,8 @@ def stages(model, ranks, settings, work):
     of a bf16 model on "meta": each the largest over the ranks, bytes of the rank that holds most tokens.
 
     Stages are rollout, judge, update (the largest microbatch) and step; "rollout, equal rooms" is the rollout
-    if every row had the longest row's room. With settings.lora, only adapters of that rank are trained.
+    if every row had the longest row's room, "judge, a copy each" the judge if each answer had a copy of its
+    prompt's keys and values. With settings.lora, only adapters of that rank are trained.
     """
     P = numbers(model.parameters())
     played = [play(model, settings, ranks, work, seed) for seed in range(ranks)]
@@ -195,9 +223,12 @@ def stages(model, ranks, settings, work):
     equal = slots.n * min(bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
                                      for turn in episode.turns) + settings.max_response_tokens, GROWTH),
                           bucket(settings.context + 16))
-    more = (equal - slots.cache.slots) * sum(kv[:, 0].nbytes for kv in slots.cache.kv)
+    of_token = sum(kv[:, 0].nbytes for kv in slots.cache.kv)
+    more, copies = (equal - slots.cache.slots) * of_token, (work.answers - 1) * of_token * sum(
+        sorted(map(len, questions))[-max(1, settings.slots // work.answers):])
     sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,
-             "step": kept + gradients, "rollout, equal rooms": playing + more}
+             "step": kept + gradients, "rollout, equal rooms": playing + more,
+             "judge, a copy each": kept + judging + copies}
     found = [counts_of(samples, slots_, work, settings, adapted)
              for samples, (_, slots_) in zip(of_ranks, played)]
     return {"bytes": {stage: SLACK * (sum(resident.values()) + size) + OUTSIDE
@@ -267,27 +298,26 @@ def estimate(name, ranks, settings, work, machine):
         seconds(model, settings, found["counts"], machine, 1).values())}}
 
 
-def table(machine, rows=ROWS):
-    """The content of OUT without what was measured: for each row and load an `estimate`."""
-    settings, result = config.parsed(["--preset", "paper", "--evaluate", "none"]), []
-    for name, ranks, rank, turns in rows:
-        chosen = replace(settings, lora=rank)
-        row = f"{name} on {ranks} × 80 GB" + (f", --lora {rank}" if rank else "") + (
-            f", every episode of {turns} turns" if turns else "")
-        result.append({"row": row, "loads": {load: estimate(name, ranks, chosen, replace(work, turns=turns),
-                                                            machine) for load, work in LOADS.items()}})
+def table(rows=ROWS):
+    """The content of OUT: for each row and load an `estimate`."""
+    settings, result = Row("1.5B", 1).settings, []
+    for row in rows:
+        loads = {load: estimate(row.name, row.ranks, row.settings, replace(work, turns=row.turns),
+                                MACHINES[row.memory]) for load, work in LOADS.items()}
+        result.append({"row": str(row), "loads": loads})
     return {"what": "computed on meta tensors, not measured: peak bytes a GPU and seconds an iteration",
             "command": "python -m lab.bench.memory", "commit": files.commit(), "torch": torch.__version__,
             "settings": {key: getattr(settings, key) for key in
                          ("tasks", "group_size", "context", "microbatch_tokens", "minibatches", "kl")},
-            "works": {load: asdict(work) for load, work in LOADS.items()}, "machine": asdict(machine),
+            "works": {load: asdict(work) for load, work in LOADS.items()},
+            "machines": {memory: asdict(machine) for memory, machine in MACHINES.items()},
             "slack": SLACK, "outside": OUTSIDE, "rows": result}
 
 
 def main(argv=None):
     parse_clean(argparse.ArgumentParser("python -m lab.bench.memory",
                                         description=__doc__.splitlines()[0]), argv)
-    found = table(Machine())
+    found = table()
     files.write_json(OUT, found)
     for row in found["rows"]:
         for load, one in row["loads"].items():

@@ -109,7 +109,8 @@ def result_row(result, name, heads):
 
 def memory_row(result, name, _):
     """A model size and number of GPUs, ranges over the loads: an episode's tokens, decode steps, gigabytes by
-    stage (of the rollout also with rows of equal room), and seconds of an iteration.
+    stage (of rollout and judge also with rows of equal room and a copy of the prompt for each answer), and
+    seconds of an iteration.
     """
     loads = next(row for row in result["rows"] if row["row"] == name)["loads"].values()
     tokens = [range_of([load["tokens"][q] / 1000 for load in loads], "{:.1f}") for q in ("p50", "p90", "max")]
@@ -118,8 +119,8 @@ def memory_row(result, name, _):
     steps = range_of([load["counts"]["decode steps"] for load in loads], "{:,.0f}")
     seconds = range_of([sum(ends[end] for ends in load["seconds"].values())
                         for load in loads for end in (0, 1)])
-    return [name, " / ".join(tokens), steps, f"{gb.pop('rollout')} ({gb.pop('rollout, equal rooms')})",
-            *gb.values(), seconds]
+    return [name, " / ".join(tokens), steps, f"{gb['rollout']} ({gb['rollout, equal rooms']})",
+            f"{gb['judge']} ({gb['judge, a copy each']})", gb["update"], gb["step"], seconds]
 
 
 def cpu_row(result, name, _):
