@@ -91,9 +91,10 @@ def test_the_stored_table_is_current_and_fits():
                     f"{row['row']}: run python -m lab.bench.memory")
     assert len(rows) == len(memory.ROWS)
     for row in memory.ROWS:
-        model, machine = memory.meta_model(memory.shape(row.name), torch.bfloat16), memory.MACHINES[row.memory]
+        model = memory.meta_model(memory.shape(row.name), torch.bfloat16)
         for found in rows[str(row)].values():
-            slow, fast = (memory.seconds(model, row.settings, found["counts"], machine, end) for end in (0, 1))
+            given = model, row.settings, found["counts"], memory.MACHINES[row.memory]
+            slow, fast = (memory.seconds(*given, end) for end in (0, 1))
             assert found["seconds"] == {stage: pytest.approx([slow[stage], fast[stage]]) for stage in slow}
         if not row.turns:
             assert max(size for found in rows[str(row)].values() for stage, size in found["bytes"].items()
