@@ -18,15 +18,16 @@ TRAINING = ("training", "--microbatch-tokens down, then --checkpoint-activations
             "--max-response-tokens down")
 LOADING = "loading a model", "more ranks"
 ADVICE = {
-    "judge.py:answer_questions": ("judging", "--slots, --judge-turns or --judge-group-size down"),
+    "judge.py:answer_questions": ("judging", "--slots down"),
     "rollout.py": PLAYING,
     "engine.py": PLAYING,
-    "parallel.py:onloaded": ("bringing the KL reference or the critic to the device",
-                             "--kl none, --lora or more ranks"),
-    "update.py:step": ("stepping the optimizer", "--lora, --train-layers or more ranks"),
+    "parallel.py:onloaded": ("bringing the KL reference or PPO's critic to the device",
+                             "more ranks or, without a critic, --lora"),
+    "update.py:step": ("stepping the optimizer", "--train-layers, more ranks or, without a critic, --lora"),
     "update.py": TRAINING,
     "session.py:load_model": LOADING,
-    "session.py:frozen_copy": LOADING}
+    "session.py:frozen_copy": LOADING,
+    "parallel.py:unsharded_copy": LOADING}
 
 
 def one_line(error, out, known=()):

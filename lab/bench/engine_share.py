@@ -142,7 +142,7 @@ def main(argv=None):
         raise SystemExit(f"the engines played different episodes: {rows}")
     files.write_json(options.out, {
         "what": "seconds of a step of TRL's GRPOTrainer, and the engine's part of them",
-        "command": options.command, "commit": files.commit(), "torch": torch.__version__,
+        "command": options.command, "commit": options.commit, "torch": torch.__version__,
         "alfworld": envs.installed("alfworld"), "textworld": envs.installed("textworld"),
         "trl": envs.installed("trl"), "cores": os.cpu_count(), "model": MODEL.relative_to(ROOT).as_posix(),
         "episodes": options.tasks * options.group_size, "max_turns": options.max_turns, "rows": rows})

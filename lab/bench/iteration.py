@@ -106,7 +106,7 @@ def trl_seconds(folder, out):
     return statistics.median(json.loads(line)["s_per_step"][1:])
 
 
-def measure(turns=TURNS, repeats=REPEATS):
+def measure(commit, turns=TURNS, repeats=REPEATS):
     """All measurements, as the dict that OUT keeps under this CPU's instruction set."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -122,18 +122,18 @@ def measure(turns=TURNS, repeats=REPEATS):
                 seconds[side].append(run())
         shares = kernels(start, out)
     return {"what": "seconds on this CPU, one thread", "command": "python -m lab.bench.iteration",
-            "commit": files.commit(), "torch": torch.__version__, "cpu": this_cpu(), "repeats": repeats,
+            "commit": commit, "torch": torch.__version__, "cpu": this_cpu(), "repeats": repeats,
             "rollout": rollout_ratios(turns, repeats), "seconds": seconds,
             "iteration": ratio(seconds["grpo"], seconds["trl"]),
             "gcd": ratio(seconds["grpo"], seconds["gcd"]), "kernels": shares}
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.bench.iteration", description=__doc__.splitlines()[0])
-    parse_clean(parser)
+    options = parse_clean(parser, argv)
     if not envs.installed("trl"):
         parser.error("trl is not installed; pip install -r requirements-trl.txt")
-    found = measure()
+    found = measure(options.commit)
     files.write_json(OUT, (files.read_json(OUT) or {}) | {found["cpu"]["capability"]: found})
     print("{name}, {capability}, one thread".format(**found["cpu"]))
     for turns, row in found["rollout"].items():

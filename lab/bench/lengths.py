@@ -59,7 +59,7 @@ def main(argv=None):
     parser.add_argument("--tokenizer", default=TOKENIZER, help="folder of a Hugging Face tokenizer")
     options = parse_clean(parser, argv)
     try:
-        commit, tokenizer = files.commit(), load_tokenizer(Path(options.tokenizer))
+        tokenizer = load_tokenizer(Path(options.tokenizer))
         environments = {kind: environment_of(kind, options.games) for kind, _ in EPISODES.values()}
     except ValueError as error:
         parser.error(str(error))
@@ -75,7 +75,7 @@ def main(argv=None):
               f"episode: median {statistics.median(later):.0f}, largest {max(later)}")
     files.write_json(OUT, {
         "what": "tokens of real episodes: of each, its observations and its lists of commands, by turn",
-        "commit": commit, "command": options.command, "vocab_size": tokenizer.vocab_size,
+        "commit": options.commit, "command": options.command, "vocab_size": tokenizer.vocab_size,
         "mistakes": MISTAKES, "most_turns": MOST_TURNS, "frames": around, "episodes": found}, indent=None)
 
 

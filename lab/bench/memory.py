@@ -10,7 +10,7 @@ with the shares of a data sheet's peak in `Machine`. Everything is computed, not
 lab/bench/memory_check.py compares the count with a real process on a CPU. Left out: the host's own time,
 loads other than LOADS.
 
-    python -m lab.bench.memory            # 1.5B and 7B at --preset paper; writes lab/results/memory.json
+    python -m lab.bench.memory            # 0.5B to 7B at --preset paper; writes lab/results/memory.json
 """
 
 import argparse
@@ -298,7 +298,7 @@ def estimate(name, ranks, settings, work, machine):
         seconds(model, settings, found["counts"], machine, 1).values())}}
 
 
-def table(rows=ROWS):
+def table(commit, rows=ROWS):
     """The content of OUT: for each row and load an `estimate`."""
     settings, result = Row("1.5B", 1).settings, []
     for row in rows:
@@ -306,7 +306,7 @@ def table(rows=ROWS):
                                 MACHINES[row.memory]) for load, work in LOADS.items()}
         result.append({"row": str(row), "loads": loads})
     return {"what": "computed on meta tensors, not measured: peak bytes a GPU and seconds an iteration",
-            "command": "python -m lab.bench.memory", "commit": files.commit(), "torch": torch.__version__,
+            "command": "python -m lab.bench.memory", "commit": commit, "torch": torch.__version__,
             "settings": {key: getattr(settings, key) for key in
                          ("tasks", "group_size", "context", "microbatch_tokens", "minibatches", "kl")},
             "works": {load: asdict(work) for load, work in LOADS.items()},
@@ -315,9 +315,8 @@ def table(rows=ROWS):
 
 
 def main(argv=None):
-    parse_clean(argparse.ArgumentParser("python -m lab.bench.memory",
-                                        description=__doc__.splitlines()[0]), argv)
-    found = table()
+    parser = argparse.ArgumentParser("python -m lab.bench.memory", description=__doc__.splitlines()[0])
+    found = table(parse_clean(parser, argv).commit)
     files.write_json(OUT, found)
     for row in found["rows"]:
         for load, one in row["loads"].items():

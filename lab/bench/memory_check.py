@@ -157,10 +157,10 @@ def compared(games=lengths.GAMES, tokenizer=lengths.TOKENIZER):
             for key in ours}
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.bench.memory_check", description=__doc__.splitlines()[0])
     parser.add_argument("--dry", action="store_true", help="print only")
-    dry = parse_clean(parser).dry
+    options = parse_clean(parser, argv)
     if not ALLOCATOR.items() <= os.environ.items():                # it is read when a process starts
         os.execve(sys.executable, [sys.executable, "-m", "lab.bench.memory_check", *sys.argv[1:]],
                   os.environ | ALLOCATOR)
@@ -168,9 +168,9 @@ def main():
     for key, one in found.items():
         print(f"{key}: predicted {one['predicted']:.0f}, measured {one['measured']:.0f}, "
               f"ratio {one['ratio']:.3f}")
-    if not dry:
+    if not options.dry:
         files.write_json(OUT, {"what": "the meter's predictions against a run on a CPU",
-                               "command": "python -m lab.bench.memory_check", "commit": files.commit(),
+                               "command": "python -m lab.bench.memory_check", "commit": options.commit,
                                "torch": torch.__version__, "machine": platform.machine(), "found": found})
 
 

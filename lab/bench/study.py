@@ -199,13 +199,13 @@ def add_dirty(parser):
 
 
 def parse_clean(parser, argv=None):
-    """Parse a benchmark's flags, with --dirty; options.command is the command, for the result to name. Ends
-    the program, as argparse does, before it measures what would name no commit.
+    """Parse a benchmark's flags, with --dirty. options.command and options.commit are for the result to name.
+    Ends the program, as argparse does, before it measures what would name no commit, unless with --dry.
     """
     add_dirty(parser)
     options = parser.parse_args(argv)
     try:
-        files.clean_commit(options.dirty)
+        options.commit = files.clean_commit(options.dirty or getattr(options, "dry", False))
     except ValueError as error:
         parser.error(str(error))
     options.command = shlex.join([*parser.prog.split(), *(sys.argv[1:] if argv is None else argv)])

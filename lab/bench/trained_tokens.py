@@ -72,7 +72,7 @@ class Way:
         return time.process_time() - began
 
 
-def measure(shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REPEATS):
+def measure(commit, shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REPEATS):
     """The content of OUT: for each way its trained tokens a CPU second, and how many times the whole model's
     they are.
     """
@@ -87,7 +87,7 @@ def measure(shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REPEATS):
              "merge_s": way.merge_seconds()} for way in ways]
     job.shutdown()
     return {"what": "optimizer steps on this CPU, one thread; CPU seconds",
-            "command": "python -m lab.bench.trained_tokens", "commit": files.commit(),
+            "command": "python -m lab.bench.trained_tokens", "commit": commit,
             "torch": torch.__version__, "repeats": repeats, "sequences": sequences, "tokens": tokens,
             "parameters": qwen.count_parameters(shape),
             "cpu": this_cpu(),
@@ -103,10 +103,10 @@ def table(found):
          with_half(row["times_full"])] for row in found["rows"]])
 
 
-def main():
-    parse_clean(argparse.ArgumentParser("python -m lab.bench.trained_tokens",
-                                        description=__doc__.splitlines()[0]))
-    found = measure()
+def main(argv=None):
+    parser = argparse.ArgumentParser("python -m lab.bench.trained_tokens",
+                                     description=__doc__.splitlines()[0])
+    found = measure(parse_clean(parser, argv).commit)
     files.write_json(OUT, found)
     print("{name} ({capability}, one thread), torch {torch}".format(torch=found["torch"], **found["cpu"]))
     print("\n".join(table(found)))

@@ -141,7 +141,7 @@ def make_runs(folders, work, jobs, name):
     """Make the unfinished runs of {folder: settings} by work(folder, settings), `jobs` in parallel."""
     unfinished = {folder: settings for folder, settings in folders.items()
                   if not (Path(folder) / files.STAGES).exists()}
-    for _ in tqdm(results_of(unfinished, work, jobs), name, len(unfinished)):
+    for _ in tqdm(results_of(unfinished, work, jobs), name, len(unfinished), disable=not unfinished):
         pass
 
 

@@ -92,11 +92,12 @@ def through(place, error):
 def test_out_of_memory_names_the_flags_of_the_activity(tmp_path, error):
     playing, training = "while playing, --slots or --context down", "while training, --microbatch-tokens down"
     for place, expected in (("rollout.py", playing), ("lm/engine.py", playing), ("update.py", training),
-                            ("judge.py:answer_questions", "while judging, --slots, --judge-turns"),
-                            ("update.py:step", "while stepping the optimizer, --lora"),
+                            ("judge.py:answer_questions", "while judging, --slots down"),
+                            ("update.py:step", "while stepping the optimizer, --train-layers"),
                             ("infra/parallel.py:onloaded", "while bringing the KL reference"),
                             ("session.py:load_model", "while loading a model, more ranks"),
-                            ("session.py:frozen_copy", "while loading a model, more ranks")):
+                            ("session.py:frozen_copy", "while loading a model, more ranks"),
+                            ("infra/parallel.py:unsharded_copy", "while loading a model, more ranks")):
         file, _, function = place.partition(":")
         assert f"\ndef {function}" in (ROOT / file).read_text()
         line = errors.one_line(through(f"{ROOT}/{place}", error), tmp_path)

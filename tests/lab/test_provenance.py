@@ -12,7 +12,7 @@ import pytest
 from stand_in import toy_bench
 
 from infra import files
-from lab.bench import lengths, losses, memory
+from lab.bench import engine_share, iteration, lengths, losses, memory, memory_check, trained_tokens
 from lab.bench.study import ROOT
 from lab.studies import common, cures, label_kinds, natural_twins
 
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.fast
 RESULTS, PREDICTIONS = ROOT / "lab" / "results", ROOT / "lab" / "predictions.json"
 EXCEPTIONS = RESULTS / "provenance.json"          # {commit as named: reason}
 KEYS = ("commit", "commits", "commits of the cells", "written")
+BENCHMARKS = engine_share, iteration, lengths, losses, memory, memory_check, trained_tokens
 CLEAN = SimpleNamespace(jobs=1, dirty=False)
 real_clean_commit = files.clean_commit            # at import, before the fixture that lets tests write
 
@@ -183,7 +184,7 @@ def test_table1_stores_no_run_that_names_a_changed_tree(bench, monkeypatch, caps
     assert json.loads(cell.read_text())["commits"] == ["abc+"]
 
 
-@pytest.mark.parametrize("command", [cures, label_kinds, natural_twins, losses, lengths, memory])
+@pytest.mark.parametrize("command", [cures, label_kinds, natural_twins, *BENCHMARKS])
 def test_every_command_refuses_a_changed_tree_in_one_line(command, capsys, monkeypatch, tmp_path):
     def changed(*_):
         raise ValueError("1 file has local changes")

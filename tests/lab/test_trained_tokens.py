@@ -28,7 +28,7 @@ def test_each_way_takes_its_steps_on_all_tokens_but_the_first(monkeypatch):
     seconds, metrics, step = iter(range(10**6)), [], update.update
     monkeypatch.setattr(trained_tokens.time, "process_time", lambda: next(seconds))     # a step takes 1 s
     monkeypatch.setattr(update, "update", lambda *given, **named: metrics.append(step(*given, **named)))
-    found = trained_tokens.measure(TINY, sequences=3, tokens=9, repeats=2)
+    found = trained_tokens.measure("", TINY, sequences=3, tokens=9, repeats=2)
     assert [entry["policy/tokens"] for entry in metrics] == [24] * 6 * 3          # the first is not measured
     full, full_bf16, adapters, _, last, _ = found["rows"]
     assert [row["way"] for row in found["rows"]] == [*trained_tokens.WAYS]
