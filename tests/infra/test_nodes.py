@@ -129,8 +129,7 @@ def read_parts(ranks, out):
 
 
 def restarted(out, lost, *flags):
-    """A run in which in iteration 3 of the first attempt the rank of node 1, or (lost: "node") node 1 is killed.
-    """
+    """A run of which, in iteration 3 of the first attempt, node 1 (lost: "node") or its rank is killed."""
     optimize = gcd.optimize
 
     def dies(run, i, *arguments):
