@@ -12,7 +12,8 @@ column says what it contains:
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
     L2 ... (`_x`)   success on that split of the row whose name is this row's name and _x
-    refused         commands that were not admissible, in per cent of turns, by split
+    refused         commands that were not admissible, in per cent of turns, by split; flawed and repeated
+                    likewise
     paper ...       the paper's numbers, by split
 
 A column with an empty head stays empty. A code block below <!-- FILE.py --> is filled with the file, below

@@ -29,7 +29,8 @@ from lab.bench.study import COLUMN, PAPER, add_dirty, cells_of, choose, read_con
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
 SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
-OF_TURNS = {"refused": "invalid_frac", "flawed": "flawed_frac"}            # columns with a share of turns
+# Columns with a share of turns; the last is for pages alone
+OF_TURNS = {"refused": "invalid_frac", "flawed": "flawed_frac", "repeated": "repeated_frac"}
 NO_COLD_START = ", no cold start"                            # suffix of rows of the paper's Table 2
 INFERRED = ("†: the paper does not say on which split. Table 3 (kinds of cold start, NTHR) repeats Table 1's "
             "GRPO of ALFWorld L1, so its others are taken for L1; of Table 2 (no cold start) ScienceWorld's "
@@ -141,7 +142,7 @@ def text(result):
     """The result as Markdown."""
     splits, seeds = result["splits"], len(result["seeds"])
     columns = [name for split in splits for name in (split, "at 0.4")]
-    shares = [head for head in OF_TURNS if head == "refused" or has_share(result, head)]
+    shares = ["refused", *["flawed"] * has_share(result, "flawed")]
     rows = [[name, *successes(row, seeds), *(shares_text(row, head) for head in shares),
              "/".join(count(row[s]["n"]) for s in splits), paper_text(row)]
             for name, row in result["rows"].items()]
