@@ -7,6 +7,7 @@ settings of an older run into the current ones. Left out: running cells (lab/ben
 """
 
 import shlex
+from pathlib import Path
 
 from config import changed, parse
 from infra import files
@@ -41,8 +42,15 @@ def config_of(cell):
 
 
 def differences_of(then, cell, ignored=()):
-    """Differences between a run's settings and its cell's current ones: {name: [then, now]}."""
-    return {name: list(values) for name, values in changed(today(then), config_of(cell), ignored).items()}
+    """Differences between a run's settings and its cell's current ones: {name: [then, now]}.
+
+    on_truncation has no flag, and its default depends on the model's folder, so without that folder it is not
+    compared.
+    """
+    now = config_of(cell)
+    if now.model and not Path(now.model).is_dir():
+        ignored = *ignored, "on_truncation"
+    return {name: list(values) for name, values in changed(today(then), now, ignored).items()}
 
 
 def check_results(cells):
