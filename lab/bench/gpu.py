@@ -7,11 +7,10 @@ about as many tokens; messages have the lengths of envs/lengths.json. Targets ar
 (lab/bench/memory.py), and shares are given of the data sheet's peak and of what this GPU reaches.
 
 A command ends within ten minutes: a check starts if ENOUGH of its time limit is left, and if that was not
-enough it is left to the next one. What --out holds is not
-run again, but for checks that ended by an error, which come last: while checks are left, the exit status is 3
-(1 if one fell short), and the same command goes on. A line of a check that fails, dies or hangs has its
-traceback, and what it had measured before. The checks are in gpu_checks.py (the engine) and gpu_runs.py
-(training).
+enough it is left to the next one. What --out holds is not run again, but for checks that ended by an error,
+which come last: while checks are left, the exit status is 3 (1 if one fell short), and the same command goes
+on. A line of a check that fails, dies or hangs has its traceback, and what it had measured before. The checks
+are in gpu_checks.py (the engine) and gpu_runs.py (training).
 
     python -m lab.bench.gpu --minutes 10      # what would change the design; 30: all, in several commands
     python -m lab.bench.gpu --tiny            # the checks on any device in seconds: tests/lab/test_gpu.py
