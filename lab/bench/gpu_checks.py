@@ -52,7 +52,7 @@ class Bench:
     the number of its tokens. report: called with what a check has measured so far, a dict, lest it be lost.
     """
 
-    def __init__(self, tiny, folder, report=dict):
+    def __init__(self, tiny, folder, report):
         self.tiny, self.folder, self.report = tiny, Path(folder), report
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
@@ -280,15 +280,15 @@ def trainer_gap(bench):
     other weights, and at another temperature, it must be large: two injected faults.
     """
     decoded, found = decode(bench, 16), {}
-    for name, seed, temperature in (("equal", None, 1.0), ("other_temperature", None, 0.5),
-                                    ("other_weights", 1, 1.0)):
+    for seed, temperatures in ((None, {"equal": 1.0, "other_temperature": 0.5}), (1, {"other_weights": 1.0})):
         model = bench.model(torch.float32)
         if seed is not None:
             randomize(model, seed)
         model = parallel.shard(model, job.Ranks(0, 1, bench.device), bench.dtype)
-        nats = gaps(model, samples_of(bench, *decoded), temperature)
-        found |= {f"{name}_mean_nats": statistics.fmean(nats), f"{name}_largest_nats": max(nats)}
-        bench.report(found)
+        for name, temperature in temperatures.items():
+            nats = gaps(model, samples_of(bench, *decoded), temperature)
+            found |= {f"{name}_mean_nats": statistics.fmean(nats), f"{name}_largest_nats": max(nats)}
+            bench.report(found)
     faults = found["other_temperature_mean_nats"], found["other_weights_mean_nats"]
     return found, found["equal_mean_nats"] < 0.02 and min(faults) > 0.1
 

@@ -142,7 +142,7 @@ def text(result):
     """The result as Markdown."""
     splits, seeds = result["splits"], len(result["seeds"])
     columns = [name for split in splits for name in (split, "at 0.4")]
-    shares = ["refused", *["flawed"] * has_share(result, "flawed")]
+    shares = ["refused", *["flawed"] * has_flawed(result)]
     rows = [[name, *successes(row, seeds), *(shares_text(row, head) for head in shares),
              "/".join(count(row[s]["n"]) for s in splits), paper_text(row)]
             for name, row in result["rows"].items()]
@@ -165,12 +165,12 @@ def introduction(result):
             "its 95 % t interval; refused: turns whose command was not admissible, in per cent at "
             "temperature 1, by split; n: episodes a split and seed. The last column is the paper's, "
             f"{result['paper_model']} on {column}."] + (
-        ["Flawed: turns that the game took and the oracle calls bad."] * has_share(result, "flawed"))
+        ["Flawed: turns that the game took and the oracle calls bad."] * has_flawed(result))
 
 
-def has_share(result, head):
-    """Whether any row has a number in a column of OF_TURNS."""
-    return any(split.get(OF_TURNS[head]) is not None for row in result["rows"].values()
+def has_flawed(result):
+    """Whether any row has a share of flawed turns, which takes an oracle."""
+    return any(split.get(OF_TURNS["flawed"]) is not None for row in result["rows"].values()
                for split in row.values())
 
 
