@@ -15,11 +15,10 @@ one turn or two commands.
 """
 
 import random
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import envs
-from envs import Demonstration, Reply, Task
+from envs import Task
+from lab.envs import twins
 
 # (state with [detail of P|detail of N], the command that is right in P, the one that is right in N, nouns)
 OTHER = (
@@ -78,7 +77,7 @@ UNTRAINED = (
     ("The {} is [unfinished|finished].", "finish the {}", "post the {}", "card note poem essay"),
     ("The {} is [stale|fresh].", "replace the {}", "taste the {}", "bun cheese salad pie"))
 PARTS = {"other": OTHER, "trained": TRAINED, "untrained": UNTRAINED}
-NOUNS, CYCLE = 4, 16                   # nouns of a template; training tasks of which --p-tasks are P
+NOUNS = 4                              # of a template
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +99,6 @@ class State:
     def observation(self):
         """What is seen."""
         return f"{self.detail} You can {' or '.join(self.commands)}."
-
-    def chance(self, command, flaw):
-        """The probability that a command wins."""
-        if self.kind == "P":
-            return 0.9 if command == self.flawed else 0.4
-        return 0.5 - flaw if command == self.flawed else 0.5
 
     def label(self, command):
         """"good" if the command is one of the two and the other does not win more often, else "bad"."""
@@ -130,37 +123,15 @@ def states_of(part):
 STATES = {one.observation: one for part in PARTS for one in states_of(part)}
 
 
-class Game:
-    """A game of one command. Its random number depends on the task, in training with the state that the run's
-    seed drew, and on how often it was played.
+class Game(twins.Game):
+    """A game of one of two commands, see twins.Game."""
 
-    So it is the same in any slot, after a resume and in every arm of a study, and another with another seed.
-    played: {task id: number of plays}, shared by all games.
-    """
+    answers = ("It does not help.", "It helps.")
 
-    def __init__(self, flaw, played):
-        self.flaw, self.played = flaw, played
-
-    def reset(self, task, seed=0):
-        self.state = task.problem
-        self.luck = random.Random(f"{task} {self.played[task.id]}").random()
-        self.played[task.id] += 1
-        return Reply(self.state.observation, sorted(self.state.commands), False, False)
-
-    def step(self, command):
-        if command not in self.state.commands:           # the episode ends: there is no second turn
-            return Reply(Environment.noop_message, sorted(self.state.commands), False, True, taken=False)
-        won = self.luck < self.state.chance(command, self.flaw)
-        return Reply("It helps." if won else "It does not help.", sorted(self.state.commands), won, True)
-
-    def close(self):
-        pass
-
-
-def coins(episode):
-    """Shuffled labels, for --judge-labels coins: a coin flip per turn, independent of state and command."""
-    rng = random.Random(f"{episode.task} {episode.index}")
-    return [rng.choice(("good", "bad")) for _ in episode.turns]
+    def observe(self, problem):
+        """Set up a task's state. Returns its observation."""
+        self.kind, self.flawed, self.others = problem.kind, problem.flawed, [problem.other]
+        return problem.observation
 
 
 def details(episode):
@@ -168,60 +139,24 @@ def details(episode):
     return ["good" if STATES[turn.observation].kind == "P" else "bad" for turn in episode.turns]
 
 
-class Expert:
-    """A policy for the cold start: a template's first command with probability q in either kind, else the
-    second.
-
-    Its demonstrations are recorded as won, whatever their command.
-    """
-
-    restarts = 0
-
-    def __init__(self, q):
-        self.q = q
-
-    def show(self, task, seed, mistake_rate, max_turns):
-        """A demonstration of one command. mistake_rate is ignored."""
-        start = Game(0.0, Counter()).reset(task)
-        command = task.problem.flawed if random.Random(seed).random() < self.q else task.problem.other
-        end = Reply("It helps.", start.admissible, True, True)
-        return Demonstration([start, end], [command], [False])
-
-
-class Environment(envs.Environment):
+class Environment(twins.Environment):
     """Natural twins. Types "part" are TRAINED, of 16 tasks --p-tasks in P; types "all" are OTHER, half P."""
 
-    @dataclass(frozen=True)
-    class Settings:
-        """Share of P tasks, size of the flaw, and how often the cold start gives the first command."""
-        p_tasks: int = field(default=12, metadata={
-            "help": "P tasks among each 16 training tasks, in which a template's first command is right",
-            "low": 0, "high": 16})
-        flaw: float = field(default=0.3, metadata={
-            "help": "r: in N, the first command wins with probability .5 - r", "low": 0, "high": 0.5})
-        likely: float = field(default=0.25, metadata={
-            "help": "q0: share of the cold start's demonstrations that give the first command, in P and N",
-            "low": 0, "high": 1})
-
+    _game = Game
     defaults = {"max_turns": 1, "context": 256, "hidden_size": 64, "layers": 2}
     splits = ("trained", "untrained")
     captions = {"trained": "situations of the templates that RL trains on",
                 "untrained": "situations of templates that nothing was trained on"}
     rules = "You get one command."
     ask = "Answer with it alone."
-    labels = {"coins": coins, "details": details}
-
-    def make(self, n):
-        """n games that share the counts of plays."""
-        played = Counter()
-        return [Game(self.settings.flaw, played) for _ in range(n)]
+    labels = {"coins": twins.coins, "details": details}
 
     def train_tasks(self, types, start, n):
         """n training tasks: a random template, noun and order each; of 16 in a row --p-tasks are P, or 8 for
         types "all", spread evenly.
         """
-        part, p_tasks = ("trained", self.settings.p_tasks) if types == "part" else ("other", CYCLE // 2)
-        return [self._train_task(part, i, "P" if i * p_tasks % CYCLE < p_tasks else "N")
+        part, p_tasks = ("trained", self.settings.p_tasks) if types == "part" else ("other", twins.BATCH // 2)
+        return [self._train_task(part, i, "P" if i * p_tasks % twins.BATCH < p_tasks else "N")
                 for i in range(start, start + n)]
 
     def _train_task(self, part, i, kind):
@@ -241,13 +176,9 @@ class Environment(envs.Environment):
     def vocabulary(self):
         """Every word, with the space before it and, if a sentence or a command begins with it, without."""
         texts = [text for one in STATES.values() for text in (one.observation, *one.commands)]
-        texts += ["It helps.", "It does not help.", self.noop_message]
+        texts += [*Game.answers, self.noop_message]
         lines = [text.replace(".", "").split() for text in texts]
         return sorted({token for line in lines for token in (line[0], *(f" {word}" for word in line))})
-
-    def expert(self, games):
-        """The policy that the cold start imitates, see Expert."""
-        return Expert(self.settings.likely)
 
     def oracle(self, observations, commands):
         """State.label of each command: "bad", too, for one that is not offered."""

@@ -33,30 +33,43 @@ class Game:
     played: {task id: number of plays}, shared by all games.
     """
 
+    answers = ("It fails.", "It works.")         # by whether the command won
+    flawed, others = PULL, OTHERS                # commands: flawed in N; the rest
+
     def __init__(self, flaw, played):
         self.flaw, self.played = flaw, played
 
     def reset(self, task, seed=0):
-        self.kind, tokens = task.problem
+        observation = self.observe(task.problem)
         self.luck = random.Random(f"{task} {self.played[task.id]}").random()
         self.played[task.id] += 1
-        return Reply(f"You see {' '.join(tokens)}.", COMMANDS, False, False)
+        return Reply(observation, self.commands, False, False)
+
+    def observe(self, problem):
+        """Set up a task's state. Returns its observation."""
+        self.kind, tokens = problem
+        return f"You see {' '.join(tokens)}."
+
+    @property
+    def commands(self):
+        """All commands, sorted."""
+        return sorted((self.flawed, *self.others))
 
     def step(self, command):
-        if command not in COMMANDS:
-            return Reply(Environment.noop_message, COMMANDS, False, True, taken=False)
-        won = self.luck < chance(self.kind, command, self.flaw)
-        return Reply("It works." if won else "It fails.", COMMANDS, won, True)
+        if command not in self.commands:         # the episode ends: there is no second turn
+            return Reply(Environment.noop_message, self.commands, False, True, taken=False)
+        won = self.luck < chance(self.kind, command == self.flawed, self.flaw)
+        return Reply(self.answers[won], self.commands, won, True)
 
     def close(self):
         pass
 
 
-def chance(kind, command, flaw):
-    """The probability that a command wins."""
+def chance(kind, flawed, flaw):
+    """The probability that a command wins. flawed: whether it is the one that is flawed in N."""
     if kind == "P":
-        return 0.9 if command == PULL else 0.4
-    return 0.5 - flaw if command == PULL else 0.5
+        return 0.9 if flawed else 0.4
+    return 0.5 - flaw if flawed else 0.5
 
 
 def kind_of(observation):
@@ -90,22 +103,23 @@ def parity(episode):
 
 
 class Expert:
-    """A policy for the cold start: "pull" with probability q under either sign, else any other command.
+    """A policy for the cold start: the command that is flawed in N with probability q, in P and in N, else
+    any other.
 
     Its demonstrations are recorded as won, whatever their command.
     """
 
     restarts = 0
 
-    def __init__(self, q):
-        self.q = q
+    def __init__(self, q, game):
+        self.q, self.game = q, game
 
     def show(self, task, seed, mistake_rate, max_turns):
         """A demonstration of one command. mistake_rate is ignored."""
-        rng, game = random.Random(seed), Game(0.0, Counter())
-        command = PULL if rng.random() < self.q else rng.choice(OTHERS)
-        end = Reply("It works.", COMMANDS, True, True)
-        return Demonstration([game.reset(task), end], [command], [False])
+        rng, start = random.Random(seed), self.game.reset(task)
+        command = self.game.flawed if rng.random() < self.q else rng.choice(self.game.others)
+        end = Reply(self.game.answers[True], start.admissible, True, True)
+        return Demonstration([start, end], [command], [False])
 
 
 def task(name, split, kind, seed=0):
@@ -121,16 +135,17 @@ class Environment(envs.Environment):
 
     @dataclass(frozen=True)
     class Settings:
-        """Share of P tasks, size of the flaw, and how often the cold start pulls."""
+        """Share of P tasks, size of the flaw, and how often the cold start gives the flawed command."""
         p_tasks: int = field(default=12, metadata={
-            "help": "P tasks among each 16 training tasks; under a P sign pull is right",
+            "help": "P tasks among each 16 training tasks: in them one command is right that is flawed in N",
             "low": 0, "high": 16})
         flaw: float = field(default=0.3, metadata={
-            "help": "r: under an N sign, pull wins with probability .5 - r", "low": 0, "high": 0.5})
+            "help": "r: in N, that command wins with probability .5 - r", "low": 0, "high": 0.5})
         likely: float = field(default=0.25, metadata={
-            "help": "q0: share of the cold start's demonstrations that pull, under either sign",
+            "help": "q0: share of the cold start's demonstrations that give it, in P and in N",
             "low": 0, "high": 1})
 
+    _game = Game
     defaults = {"max_turns": 1, "context": 128, "hidden_size": 32, "layers": 2}
     splits = ("dev", "P", "N")
     captions = {"dev": "new states, half of each kind", "P": "states in which pull is right",
@@ -140,7 +155,7 @@ class Environment(envs.Environment):
     def make(self, n):
         """n games that share the counts of plays."""
         played = Counter()
-        return [Game(self.settings.flaw, played) for _ in range(n)]
+        return [self._game(self.settings.flaw, played) for _ in range(n)]
 
     def train_tasks(self, types, start, n):
         """n training tasks: of each 16, the first --p-tasks are P for "part", the first 8 for "all"."""
@@ -164,7 +179,7 @@ class Environment(envs.Environment):
 
     def expert(self, games):
         """The policy that the cold start imitates, see Expert."""
-        return Expert(self.settings.likely)
+        return Expert(self.settings.likely, self._game(self.settings.flaw, Counter()))
 
     def oracle(self, observations, commands):
         """"good" for a best command under the observation's sign, else "bad", also for an invalid command."""

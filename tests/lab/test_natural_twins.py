@@ -19,6 +19,7 @@ from tiny_runs import assert_one_error, rows, train
 import gcd
 import judge
 import update
+from envs import Reply
 from infra import files
 from lab.envs import natural_twins as twins
 from lab.studies import common
@@ -155,8 +156,8 @@ def test_a_label_of_the_detail_does_not_depend_on_the_command():
 
 @pytest.mark.fast
 def test_coins_depend_on_task_and_episode_only_and_are_fair():
-    tasks = environment().train_tasks("part", 0, 800)
-    tossed = [[twins.coins(Episode(task, 0, k, turns=[Turn("", [], [], [], "", command, True, "")]))[0]
+    tasks, coins = environment().train_tasks("part", 0, 800), twins.Environment.labels["coins"]
+    tossed = [[coins(Episode(task, 0, k, turns=[Turn("", [], [], [], "", command, True, "")]))[0]
                for command in (task.problem.flawed, task.problem.other)] for k, task in enumerate(tasks)]
     assert all(one == other for one, other in tossed)
     assert 400 - 4 * 14.2 < sum(one == "good" for one, _ in tossed) < 400 + 4 * 14.2
@@ -178,7 +179,7 @@ def test_smollm2_tells_the_two_commands_apart_at_the_first_token_in_few_tokens()
     for one in twins.STATES.values():
         responses = [chat.respond(command) for command in one.commands]
         assert responses[0][0] != responses[1][0] and max(map(len, responses)) <= 8
-        prompt = chat.observe(twins.Reply(one.observation, one.commands), first=True)
+        prompt = chat.observe(Reply(one.observation, one.commands), first=True)
         assert len(prompt) + 8 + len(judge.question_message(chat)) + 2 <= 100
 
 
@@ -365,7 +366,7 @@ def test_read_against_one_plain_forward_for_each_text(finished):
     good, bad = (chat.encode(label)[0] for label in ("good", "bad"))
     for (n, pair), side in product(enumerate(pairs), range(2)):
         one = pair[side]
-        prompt = chat.observe(twins.Reply(one.observation, one.commands), first=True)
+        prompt = chat.observe(Reply(one.observation, one.commands), first=True)
         for c, command in enumerate((one.flawed, one.other)):
             response, question = chat.respond(command), judge.question_message(chat)
             ids = torch.tensor([prompt + response + question])
@@ -400,7 +401,7 @@ def test_a_measurement_changes_no_run_and_is_of_the_models_before_and_after(fini
 def test_a_question_on_the_detail_names_no_command(finished):
     chat = actor_of(finished, "detail").chat
     for one in twins.states_of("other"):
-        prompt = chat.observe(twins.Reply(one.observation, one.commands), first=True)
+        prompt = chat.observe(Reply(one.observation, one.commands), first=True)
         turn = Turn(one.observation, prompt, chat.respond(one.flawed), [], one.flawed, one.flawed, True, "")
         usual = chat.decode(judge.question_ids(chat, turn))
         with study.asked_on_detail():
