@@ -336,6 +336,13 @@ def start(tmp_path_factory):
     return cold_started(tmp_path_factory)
 
 
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """A table's benchmark with a stand-in for gcd.py: see stand_in.toy_bench."""
+    from stand_in import toy_bench
+    yield from toy_bench(tmp_path, monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def trained(start, tmp_path_factory):
     """The folder of two iterations of GCD from `start`; tests read and copy it."""

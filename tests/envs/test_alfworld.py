@@ -335,20 +335,7 @@ def test_a_killed_worker_loses_only_its_own_episodes(make):
 
 
 @needs_engine
-def test_a_worker_killed_during_a_step_raises_episode_lost(make):
-    (game,) = make(1)
-    game.reset(kitchen_task())
-    suspend(processes(game)[0].pid)
-    game.send("step", "look")
-    processes(game)[0].kill()
-    with pytest.raises(EpisodeLost, match="exit code -9"):
-        game.receive()
-    assert game.reset(kitchen_task()).admissible
-
-
-@needs_engine
-@pytest.mark.parametrize("length", [4, 10_000_000], ids=["no answer", "send blocks"])
-def test_a_worker_that_hangs_is_replaced(make, length):
+def test_a_worker_that_hangs_while_it_is_sent_to_is_replaced(make):
     (game,) = make(1)
     game.reset(kitchen_task())
     (process,) = processes(game)
@@ -357,7 +344,7 @@ def test_a_worker_that_hangs_is_replaced(make, length):
         game.worker.timeout_s = 1
         set_timeout(end, 1)
         with pytest.raises(EpisodeLost, match="no answer for 1 s"):
-            game.step("look".ljust(length))
+            game.step("look".ljust(10_000_000))
     assert not is_alive(process.pid)
     assert game.reset(kitchen_task()).admissible
 

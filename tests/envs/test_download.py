@@ -54,7 +54,7 @@ class Mirror:
         self.files, self.requests, self.odd, self.always = files, [], {}, None
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/games"
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=[0.01], daemon=True).start()
 
     def handler(mirror):
         class Handler(http.server.BaseHTTPRequestHandler):

@@ -396,17 +396,6 @@ def test_a_killed_jvm_loses_the_episode_and_the_next_reset_works(game, when):
 
 
 @PLAYS
-def test_a_jvm_killed_during_a_step_loses_the_episode(game):
-    game.reset(task_of("boil", 0))
-    suspend(game.jvm.process.pid)
-    game.send("step", "look around")
-    time.sleep(0.3)
-    game.jvm.process.kill()
-    with pytest.raises(EpisodeLost):
-        game.receive()
-
-
-@PLAYS
 def test_a_hung_jvm_is_killed(game):
     task = task_of("boil", 0)
     game.reset(task)
@@ -431,12 +420,13 @@ def test_java_that_does_not_start_loses_the_episode(game, monkeypatch):
 
 
 @PLAYS
-def test_a_full_heap_ends_java_but_not_the_run(game, monkeypatch):
+def test_a_full_heap_ends_java_but_not_the_run(game, shared_game, monkeypatch):
     monkeypatch.setattr(scienceworld, "GOLD_HEAP", "-Xmx24m")
     with pytest.raises(EpisodeLost):
         game.gold(task_of("chemistry-mix-paint-secondary-color", 0))
     monkeypatch.undo()
-    assert game.gold(task_of("find-animal", 0)) and game.restarts == 1
+    task = task_of("find-animal", 0)
+    assert game.gold(task) == shared_game.gold(task) and game.restarts == 1       # in another Java, too
 
 
 @PLAYS
@@ -481,8 +471,8 @@ def test_close_ends_java_and_may_be_called_twice(game):
 @PLAYS
 @pytest.mark.skipif(not Path("/proc").is_dir(),
                     reason="needs /proc, which has the memory of a process")
-def test_a_jvm_stays_small(game):
-    path = game.gold(task_of("boil", 0))[:15]
+def test_a_jvm_stays_small(game, shared_game):
+    path = shared_game.gold(task_of("boil", 0))[:15]
     for variation in range(10):
         replies_to(game, task_of("boil", variation), path)
     status = Path(f"/proc/{game.jvm.process.pid}/status").read_text()
@@ -511,9 +501,9 @@ def test_mistakes_are_marked_and_harmless(shared_game):
         path = [c for c, wrong in zip(played.commands, played.mistakes, strict=True) if not wrong]
         assert played.won and path == shared_game.gold(task)[:len(path)]
         assert [reply.won for reply in played.replies[:-1]] == [False] * len(played.commands)
-        assert played == Expert(shared_game).show(task, seed, mistake_rate=0.3, max_turns=100)
         marked += sum(played.mistakes)
     assert marked > 10
+    assert played == Expert(shared_game).show(task, seed, mistake_rate=0.3, max_turns=100)
 
 
 @PLAYS
@@ -596,15 +586,11 @@ def test_phrases_are_names_and_the_text_between_them(monkeypatch):
 
 
 @PLAYS
-def test_phrases_make_a_tokenizer_that_shortens_observations():
+def test_phrases_make_a_tokenizer_that_shortens_observations(shared_game):
     tasks = environment(task_ids="5,17").train_tasks("all", 0, 2)
     found = scienceworld.gold_phrases(tasks, 150)
-    assert found == scienceworld.gold_phrases(tasks, 150) and len(found) == 150
-    assert {" kitchen", " hallway", "go to"} <= set(found)
-    tokenizer = small.small_tokenizer(found)
-    game = new_game()
-    reply = game.reset(task_of("find-animal", 14))
-    game.close()
+    assert len(found) == 150 and {" kitchen", " hallway", "go to"} <= set(found)
+    tokenizer, reply = small.small_tokenizer(found), shared_game.reset(task_of("find-animal", 14))
     ids = tokenizer.encode(reply.observation).ids
     assert len(ids) < len(reply.observation) / 3 and tokenizer.decode(ids) == reply.observation
     assert len(tokenizer.encode("go to hallway").ids) <= 3
@@ -614,12 +600,12 @@ def test_phrases_make_a_tokenizer_that_shortens_observations():
 
 def run(*flags, commands=""):
     return subprocess.run([sys.executable, "-m", "envs.scienceworld", *flags], input=commands, cwd=ROOT,
-                          text=True, capture_output=True, check=False, timeout=120)
+                          text=True, errors="surrogateescape", capture_output=True, check=False, timeout=120)
 
 
 @PLAYS
 def test_json_gives_one_line_before_the_first_command_and_one_after_each(shared_game):
-    commands = ["go to kitchen", "open drawer", "0", "fly"]
+    commands = ["go to kitchen", "open drawer", "0", "fly", "\udcff\udcfe"]       # the last: bytes, not text
     done = run("--task", "find-animal", "--variation", "4", "--json", commands="\n".join(commands))
     expected = replies_to(shared_game, task_of("find-animal", 4), commands)
     assert [json.loads(line) for line in done.stdout.splitlines()] == json.loads(
@@ -633,13 +619,6 @@ def test_a_person_sees_text_and_a_prompt(shared_game):
     done = run("--task", "lifespan-longest-lived", commands="\n".join(path) + "\n")
     assert done.stdout.startswith("Your task is to find the animal with the longest life span.")
     assert done.stdout.endswith("\nYou have won.\n> \n")
-
-
-@PLAYS
-def test_bytes_that_are_not_text_are_refused():
-    done = subprocess.run([sys.executable, "-m", "envs.scienceworld", "--json"], input=b"\xff\xfe\n",
-                          cwd=ROOT, capture_output=True, check=False, timeout=120)
-    assert done.returncode == 0 and json.loads(done.stdout.splitlines()[1])["observation"] == NO_ACTION
 
 
 @pytest.mark.fast

@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forked
 import pytest
 import test_parallel as single
 import torch
@@ -44,14 +45,17 @@ def free_port():
         return found.getsockname()[1]
 
 
+VARIABLES = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/infra:{ROOT}/tests/core",
+                           "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
+
+
 def start_nodes(*command, nodes=2, ranks=4, more=lambda node: (), **environment):
     """Start a torchrun for each node, node 0 with the job's store; their output is one stream each. more:
     further flags of a node's torchrun.
     """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", ranks,
                 "--master-addr", "localhost", "--master-port", free_port()]
-    variables = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/infra:{ROOT}/tests/core",
-                               "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"} | environment
+    variables = VARIABLES | environment
     return [subprocess.Popen([str(part) for part in (*torchrun, *more(node), "--node-rank", node, *command)],
                              text=True, env=variables | {"NODE": str(node)}, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT) for node in range(nodes)]
@@ -181,8 +185,8 @@ def test_a_checkpoint_of_eight_ranks_loads_on_two_and_on_one(eight, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     single.resume(SINGLE, eight, tmp_path / "one")
-    statuses, text = finished(start_nodes(__file__, "resume", tmp_path / "two", eight, nodes=1, ranks=2))
-    assert statuses == [0], text[-4000:]
+    done = forked.run([__file__, "resume", tmp_path / "two", eight], VARIABLES, tmp_path, ranks=2)
+    assert done.returncode == 0, done.text[-4000:]
     for resumed in (tmp_path / "one", tmp_path / "two"):
         assert_same_checkpoint(eight / "two", resumed / "two_again")
         assert_same_checkpoint(eight / "three", resumed / "three_resumed", rtol=1e-4, atol=2e-5)
@@ -281,8 +285,8 @@ def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path
     assert state["iteration"] >= 2 and state["place"]["ranks"] == 8
     shutil.copytree(out, tmp_path / "alone")
     assert train(tmp_path / "alone", *flags, "--seed", seed, "--resume") == 0
-    (status,), text = finished(start_nodes(*command, "--resume", nodes=1, ranks=2))
-    assert status == 0 and "ranks was 8, is 2" in text, text[-4000:]
+    done = forked.run([*command, "--resume"], VARIABLES, tmp_path, ranks=2)
+    assert done.returncode == 0 and "ranks was 8, is 2" in done.text, done.text[-4000:]
     for folder in (out, tmp_path / "alone"):
         assert [row["iteration"] for row in rows(folder)] == [*range(10)]
         assert (folder / "stages.json").is_file()

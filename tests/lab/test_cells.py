@@ -6,17 +6,12 @@
 import json
 
 import pytest
-from stand_in import CONFIG, toy_bench
+from stand_in import CONFIG
 
 from lab.bench import cells, study
 from lm import smollm2
 
 pytestmark = pytest.mark.fast
-
-
-@pytest.fixture
-def bench(tmp_path, monkeypatch):
-    yield from toy_bench(tmp_path, monkeypatch)
 
 
 # Stored and current settings

@@ -180,16 +180,16 @@ def test_a_flaw_runs_away_if_three_of_four_runs_keep_it(with_kl, without, expect
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """The folder of a finished study of a few arms and of minimal size."""
-    out, some = tmp_path_factory.mktemp("cures"), cures.arms
+    out = tmp_path_factory.mktemp("cures")
     chosen = [cures.settings_of("coins", "GRPO", 0.01, "tied"),
               cures.settings_of("coins", "+GCD", 0.0, "untied"),
               cures.settings_of("coins, before", "+sign, before", 0.01, "tied")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cures, "arms", lambda: chosen)
         patch.setattr(cures, "DEMONSTRATIONS", 200)
-        assert cures.main(["--seeds", "1", "--iterations", "24", "--jobs", "1", "--out", str(out / "out"),
+        patch.setattr(cures, "POINTS", 4)
+        assert cures.main(["--seeds", "1", "--iterations", "8", "--jobs", "1", "--out", str(out / "out"),
                            "--runs", str(out / "runs")]) == 0
-    assert cures.arms is some
     return out
 
 
@@ -252,10 +252,10 @@ def test_the_measures_of_a_model_against_direct_computation(study, monkeypatch):
 
 def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):
     """After a cold start without questions, all answers are unreadable and get the same reward."""
-    common.train([*cures.COMMON, "--seed", 0, "--demonstrations", 600, *cures.QUESTIONS["none"],
+    common.train([*cures.COMMON, "--seed", 0, "--demonstrations", 200, *cures.QUESTIONS["none"],
                   "--iterations", 0], tmp_path / "cold")
     flags = [*cures.COMMON, "--seed", 0, "--model", tmp_path / "cold" / files.CHECKPOINT,
-             "--demonstrations", 0, "--iterations", 3]
+             "--demonstrations", 0, "--iterations", 2]
     for arm in ("GRPO", "+GCD"):
         common.train([*flags, *cures.ARMS[arm]], tmp_path / arm)
     lines = files.iterations_in(files.read_lines(tmp_path / "+GCD" / files.METRICS)[0])

@@ -197,6 +197,7 @@ def test_a_finished_study_repeats_no_run(study, monkeypatch):
     flags, folder = study
     before = (folder / "out" / "faults.json").read_text()
     monkeypatch.setattr(gcd, "main", lambda argv: pytest.fail("a run was started"))
+    monkeypatch.setattr(faults, "draw", lambda *_: {name: f"faults.{name}.svg" for name in faults.FAULTS})
     assert faults.main(flags) == 0
     assert (folder / "out" / "faults.json").read_text() == before
 

@@ -4,10 +4,12 @@
 """
 
 import json
+import multiprocessing.forkserver
 import random
 from dataclasses import replace
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from test_attention import by_loop, shared_by_loop
@@ -23,6 +25,13 @@ from lab.envs import message_lengths
 from lm import attention, smollm2
 from lm.chat import Chat
 from lm.model import load_tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_server():
+    """The process from which checks are forked has loaded what takes seconds."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*forked.LIBRARIES])
+    multiprocessing.forkserver.ensure_running()
 
 
 def lines_of(out):

@@ -9,7 +9,7 @@ import re
 import statistics
 
 import pytest
-from stand_in import CONFIG, toy_bench
+from stand_in import CONFIG
 
 from lab.bench import intervals, study, table1, table4
 from lab.bench.study import ROOT
@@ -17,11 +17,6 @@ from lab.bench.study import ROOT
 pytestmark = pytest.mark.fast
 PAPER_TEXT = ROOT.parent / "shared/papers/gcd-2509.23870.txt"
 PAPER = json.loads((ROOT / "lab/results/paper.json").read_text())
-
-
-@pytest.fixture
-def bench(tmp_path, monkeypatch):
-    yield from toy_bench(tmp_path, monkeypatch)
 
 
 # The numbers

@@ -1,4 +1,6 @@
-"""Proves lab/envs/twins.py: similar states, different probabilities to win, reproducible games.
+"""Proves lab/envs/twins.py: similar states, different probabilities to win, a seed's own outcomes.
+
+What natural twins inherit (games, expert, coins) is tested there.
 
     python -m pytest tests/lab/test_twins.py
 """
@@ -6,7 +8,6 @@
 from collections import Counter
 
 import pytest
-from tiny_runs import rows, train
 
 from lab.envs import twins
 from rollout import Episode, Turn
@@ -69,43 +70,7 @@ def test_outcomes_and_coins_are_a_seeds_own():
 
 
 @pytest.mark.fast
-def test_random_outcomes_are_the_same_in_any_slot_and_differ_between_plays():
-    task = environment().train_tasks("part", 0, 1)[0]
-    one, two = environment().make(1), environment().make(3)
-    outcomes = [[play(games[k % len(games)], task, "pull")[1].won for k in range(40)] for games in (one, two)]
-    assert outcomes[0] == outcomes[1] and 0 < sum(outcomes[0]) < 40
-
-
-@pytest.mark.fast
-def test_an_unknown_command_ends_the_episode():
-    before, after = play(environment().make(1)[0], environment().split_tasks("P")[0], "dance")
-    assert after.observation == twins.Environment.noop_message
-    assert after.done and after.taken is False and not after.won
-    assert "pull" in before.admissible
-
-
-@pytest.mark.fast
-def test_the_expert_pulls_with_probability_q_under_either_sign():
-    expert = environment(likely=0.25).expert([])
-    for kind in "PN":
-        plays = [expert.show(twins.task(f"t/{i}", "train", kind), i, 0.2, 1) for i in range(2000)]
-        assert all(s.won and len(s.commands) == 1 and not any(s.mistakes) for s in plays)
-        assert sum(s.commands == ["pull"] for s in plays) / 2000 == pytest.approx(0.25, abs=0.04)
-
-
-@pytest.mark.fast
 def test_labels():
     P, N = (f"You see oak {sign} elm." for sign in ("moon", "well"))
     assert environment().oracle([P, P, N, N, N], ["pull", "lift", "pull", "lift", "dance"]) == [
         "good", "bad", "bad", "good", "bad"]
-    tasks = environment().train_tasks("part", 0, 400)
-    drawn = [twins.coins(Episode(task, 0, k, turns=[Turn(P, [], [], [], "", "pull", True, P)]))[0]
-             for k, task in enumerate(tasks)]
-    assert 160 < drawn.count("good") < 240
-
-
-def test_it_is_trained_by_gcd(tmp_path):
-    cold = "--demonstrations 64 --judge-demonstrations 32 --cold-start-lr 3e-3 --cold-start-epochs 24".split()
-    assert train(tmp_path, "--env", "lab/envs/twins.py", "--max-turns", 1, *cold, "--tasks", 16) == 0
-    assert [row["rollout/turns"] for row in rows(tmp_path)] == [1.0, 1.0]
-    assert all(row["judge/turns"] > 0 and row["rollout/invalid_frac"] < 0.5 for row in rows(tmp_path))

@@ -228,11 +228,11 @@ def test_the_committed_model_plays_at_once(capsys, monkeypatch):
     """
     without_opinions(monkeypatch)
     won = 0
-    for k in range(12):
+    for k in range(6):
         monkeypatch.setattr("sys.stdin", typed("\n" * 20))
         play.main(["--model", str(COMMITTED), "--game", f"L0/{k}"])
         won += capsys.readouterr().out.endswith("You have won.\n")
-    assert won >= 4
+    assert won >= 2
     assert sum(path.stat().st_size for path in COMMITTED.iterdir()) < 2.5e6
 
 

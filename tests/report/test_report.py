@@ -101,12 +101,6 @@ def test_summary_has_the_stored_numbers(tmp_path):
         "versions": {"python": "3.12", "torch": "2.13"}}
 
 
-def test_runs_that_were_set_aside_are_left_out(tmp_path):
-    for name in ("grpo", "grpo.old-1", "cold_start.old-2"):
-        write_method(tmp_path, name)
-    assert [run.name for run in read.read_runs(tmp_path)] == ["grpo"]
-
-
 def test_the_cold_start_comes_first_and_the_others_by_name(tmp_path):
     for name in ("zeta", "grpo+gcd", "alpha", "grpo"):
         write_method(tmp_path, name, rl_lines(), success={"L0": 0.5})
@@ -302,11 +296,6 @@ def test_captions_at_the_head_of_the_metrics_are_used_too(tmp_path):
         "L0: rooms it knows.", "The cold start sees all.", "These are no scores."]
 
 
-def test_a_run_without_captions_has_none(tmp_path):
-    write_method(tmp_path, "grpo", success={"L0": 0.5})
-    assert write(tmp_path, results=tmp_path)[1] == []
-
-
 def test_a_metric_that_is_not_logged_is_not_drawn(tmp_path):
     write_method(tmp_path, "ppo", rl_lines())
     _, built, _ = build(tmp_path)
@@ -439,13 +428,6 @@ def test_huge_numbers_are_not_drawn(tmp_path):
     lines = [{"iteration": i, "policy/grad_norm": value} for i, value in enumerate(values)]
     write_method(tmp_path, "grpo", lines)
     assert build(tmp_path)[2]["charts"][0]["series"][0]["ys"] == [None, None, 1.0, 1.5]
-
-
-def test_main_prints_the_table(tmp_path, capsys):
-    write_method(tmp_path, "grpo", rl_lines(), success={"L0": 0.5})
-    assert main([str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "50.0 [40.0, 60.0]" in printed and str(tmp_path / "report.html") in printed
 
 
 def test_open_opens_the_page(tmp_path, capsys, monkeypatch):
