@@ -145,15 +145,6 @@ def test_a_hugging_face_model_trains_on_real_games(games, tmp_path):
     assert_loads_in_transformers(tmp_path / "checkpoint", "<think>a fridge 1</think>")
 
 
-def test_a_checkpoint_of_another_architecture_ends_the_run_with_one_line(qwen3_tokenizer_folder, tmp_path,
-                                                                         capsys):
-    folder = random_qwen(tmp_path / "qwen3", qwen3_tokenizer_folder, "Qwen3")
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "gemma"}))
-    assert train(tmp_path / "run", *start_from(folder), "--iterations", 1) == 1
-    assert_one_error(capsys, f"{folder}/config.json: model_type='gemma' is not implemented")
-
-
 METHODS = {
     "grpo": "--no-gcd", "grpo+gcd": "", "gigpo": "--algo gigpo --no-gcd",
     "gigpo+gcd": "--algo gigpo --variant code", "rlvmr": "--algo rlvmr --no-gcd",

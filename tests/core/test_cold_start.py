@@ -163,12 +163,6 @@ def test_a_large_models_demonstrations_parse_back(qwen_tokenizer, style):
 
 # Weights of the turns
 
-def test_injected_mistakes_have_weight_0(chat):
-    episode = replay(chat, scripted())
-    cold_start.write_weights(episode, scripted().mistakes, None)
-    assert weights_of(episode) == [0.0 if line[2] else 1.0 for line in SCRIPT]
-
-
 def weights_of(episode):
     return [turn.advantage for turn in episode.turns]
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import MISSING, fields
 
 import pytest
-from tiny_runs import ROOT, TINY, train
+from tiny_runs import ROOT
 
 import algorithms
 import config
@@ -348,10 +348,3 @@ def test_a_model_that_may_not_be_read_gives_one_line(capsys, monkeypatch, where)
 
 def test_a_split_that_is_given_twice_is_evaluated_once():
     assert parse("--evaluate", "L0,L2,L0").splits == ["L0", "L2"]
-
-
-def test_a_mistake_comes_before_any_work(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        train(tmp_path / "out", "--lr", "nan")
-    assert not (tmp_path / "out").exists() and capsys.readouterr().err.count("\n") == 1
-    assert "--iterations" in TINY                                # a run that would be short

@@ -338,18 +338,6 @@ def test_no_judge_prompt_changes_when_the_future_does(chat):
         assert judge.question_ids(chat, full.turns[t]) == judge.question_ids(chat, other.turns[t])
 
 
-def test_a_judge_prompt_does_not_reveal_the_outcome(chat):
-    episode = scripted(chat)
-    seen = [INTRO] + [line[1] for line in SCRIPT]
-    for t, turn in enumerate(episode.turns):
-        text = chat.tokenizer.decode(judge.question_ids(chat, turn))
-        hidden = [observation for observation in seen[t + 1:] if observation not in seen[:t + 1]]
-        assert not any(observation in text for observation in hidden)
-        episode_text = text.removesuffix("<|user|>Was that a good action? good or bad<|assistant|>")
-        assert not any(word in episode_text for word in
-                       ("good", "bad", "won", "reward", "advantage", "success"))
-
-
 @pytest.mark.parametrize("style, text, verdict", [
     ("plain", "good", "good"), ("plain", " bad\n", "bad"), ("plain", "", None), ("plain", "Good", None),
     ("plain", "good bad", None), ("plain", "goodbad", None), ("plain", "not bad", None),
@@ -509,15 +497,6 @@ def test_samples_by_hand(chat):
 def test_equal_rewards_have_exactly_zero_advantage(chat, texts, normalize_std):
     """The floating-point mean of seven times -0.1 is not -0.1."""
     assert all(not any(s.advantage) for s in judge.samples([answered(chat, texts)], normalize_std))
-
-
-def test_the_std_by_hand(chat):
-    """Rewards 1, 1, 0, 0: std 1/2. 1, 0, 0, 0: mean 1/4, std sqrt(3)/4 over the four (unbiased: 1/2)."""
-    half = judge.samples([answered(chat, ["good", "good", "bad", "bad"])], normalize_std=True)
-    assert [s.advantage[-1] for s in half] == pytest.approx([1.0, -1.0], abs=1e-5)
-    quarter = judge.advantages([1.0, 0.0, 0.0, 0.0], normalize_std=True)
-    assert quarter == pytest.approx([3**0.5] + [-(3**-0.5)] * 3, abs=1e-5)
-    assert judge.advantages([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
 
 
 def test_each_question_has_its_own_std(chat):

@@ -7,13 +7,12 @@ tests/core/test_train.py.
 """
 
 import json
-import os
-import signal
 
 import pytest
 import torch
 from conftest import rounding
 from safetensors.torch import load_file
+from test_resume import train_in_two
 from tiny_runs import assert_one_error, rows, same, start_from, train, weights, without_times
 
 import cold_start
@@ -40,10 +39,6 @@ def trained(start, tmp_path_factory):
 def unmerged(out):
     """The adapters and the frozen matrices in a checkpoint's trainer.pt."""
     return torch.load(out / "checkpoint" / "trainer.pt", weights_only=True)["state"]["unmerged"]
-
-
-def stop():
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 # What is merged and saved
@@ -111,7 +106,7 @@ def test_the_number_of_trained_parameters_is_logged(trained):
     assert head["config"]["lora"] == 4
 
 
-@pytest.mark.parametrize("flags", [[], ["--judge-kind", "value"], ["--dtype", "bfloat16", "--kl", "loss"]])
+@pytest.mark.parametrize("flags", [["--judge-kind", "value"], ["--dtype", "bfloat16", "--kl", "loss"]])
 def test_only_the_last_layer_is_trained(start, tmp_path, flags):
     """In cold start and RL, also where every layer is a unit of FSDP."""
     assert train(tmp_path, "--model", start, *IMITATE, "--train-layers", 1, *flags) == 0
@@ -134,18 +129,7 @@ def test_adapters_train_in_bf16(start, tmp_path):
 @pytest.mark.parametrize("stop_at", [0, 1])
 def test_a_run_with_adapters_resumes_exactly(start, trained, tmp_path, monkeypatch, stop_at):
     flags = ["--model", start, *IMITATE, *LORA, "--kl", "loss", "--save-adapter", "--keep-checkpoints", 1]
-    optimize = gcd.optimize
-
-    def stopping(run, i, *arguments):
-        if i == stop_at:
-            stop()
-        return optimize(run, i, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(gcd, "optimize", stopping)
-        assert train(tmp_path, *flags) == 130
-    assert len(rows(tmp_path)) == stop_at + 1
-    assert train(tmp_path, *flags, "--resume") == 0
+    train_in_two(monkeypatch, tmp_path, flags, stop_at)
     assert same(weights(trained), weights(tmp_path)) and same(unmerged(trained), unmerged(tmp_path))
     assert same(*(load_file(out / "reference" / "model.safetensors") for out in (trained, tmp_path)))
     assert same(*(load_file(out / "adapter" / "adapter_model.safetensors") for out in (trained, tmp_path)))

@@ -46,16 +46,6 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only(ratio, advantage,
     assert clipped.item() == (gradient == 0.0)
 
 
-def test_on_policy_gradient_is_the_score_function():
-    """Toy policy over two tokens: the gradient is -A times the softmax's score, by hand."""
-    logits = torch.tensor([0.3, -0.4], requires_grad=True)
-    logprob = logits.log_softmax(0)[:1]
-    ratio = (logprob - logprob.detach()).exp()
-    losses.clipped_surrogate(ratio, torch.tensor([2.0]))[0].sum().backward()
-    p = logits.detach().softmax(0)
-    assert torch.allclose(logits.grad, -2.0 * torch.tensor([1 - p[0], -p[1]]))
-
-
 def test_kl_estimates_have_the_mean_kl_and_k3_has_the_gradient_of_the_reverse_kl():
     """E_pi[k1] = E_pi[k3] = KL(pi||ref); as a loss on samples, k3 has the gradient of KL(ref||pi)."""
     logits = torch.randn(6, dtype=torch.double, requires_grad=True)

@@ -291,50 +291,6 @@ def test_a_public_name_that_the_base_class_does_not_declare_is_refused(tmp_path,
     assert line.startswith(f"{flag}={path}: class {kind} defines {name}, which {base} does not declare")
 
 
-@pytest.mark.fast
-def test_a_helper_with_an_underscore_is_accepted(tmp_path):
-    path = tmp_path / "helped.py"
-    path.write_text(OPO.replace("    def assign", "    _scale = 2.0\n\n    def assign"))
-    assert config.find_algorithm(str(path))._scale == 2.0
-
-
-@pytest.mark.fast
-def test_paths_that_are_no_plugins_are_refused(tmp_path, capsys):
-    """A missing file, a folder, a file without the class, one that does not import, and a used name."""
-    missing, folder, empty, broken, used = (tmp_path / f"{name}.py" for name in (
-        "missing", "folder", "empty", "broken", "grpo"))
-    folder.mkdir()
-    empty.write_text("")
-    broken.write_text("import json\n\n1 / 0\n")
-    used.write_text(OPO)
-    assert refused(capsys, "--env", missing) == f"--env={missing}: no such file"
-    assert refused(capsys, "--env", folder) == f"--env={folder}: is a folder"
-    long = tmp_path / f"{'x' * 300}.py"
-    assert refused(capsys, "--env", long) == f"--env={long}: no such file"
-    line = refused(capsys, "--env", empty)
-    assert line == f"--env={empty}: {empty} has no class Environment(envs.Environment)"
-    line = refused(capsys, "--algo", broken)
-    assert line == f"--algo={broken}: cannot import {broken}, line 3: ZeroDivisionError: division by zero"
-    line = refused(capsys, "--algo", used)
-    assert line == f"--algo={used}: algorithms/grpo.py has the same name; rename the file"
-
-
-@pytest.mark.fast
-def test_two_plugins_of_one_name(tmp_path, capsys):
-    """Two files of one name are two plug-ins; a file with the name of one in the tree is refused."""
-    for folder, highest in (("a", 20), ("b", 30)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "number.py").write_text(
-            GUESS.replace("field(default=20", f"field(default={highest}"))
-    found = [config.find_environment(str(tmp_path / folder / "number.py")) for folder in ("a", "b", "a")]
-    assert found[0] is found[2] is not found[1]
-    assert [kind().settings.highest for kind in found] == [20, 30, 20]
-    used = tmp_path / "gymnasium.py"
-    used.write_text(GUESS)
-    line = refused(capsys, "--env", used)
-    assert line == f"--env={used}: envs/gymnasium.py has the same name; rename the file"
-
-
 # JSON actions and token advantages
 
 def test_json_actions_and_token_advantages_train_together(outside, monkeypatch):

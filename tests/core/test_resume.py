@@ -216,15 +216,14 @@ def test_a_second_ctrl_c_ends_at_once_without_a_traceback(start, tmp_path, monke
     assert "stopped at once" in error and "Traceback" not in error
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_saves_and_exits(start, tmp_path, signum):
+def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
     command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start),
                "--iterations", 500, "--checkpoint-every", 500]
     with open(tmp_path / "stderr", "w") as stderr:
         run = subprocess.Popen([str(part) for part in command], stderr=stderr, env=ENVIRONMENT)
     try:
         wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) >= 2, run)
-        run.send_signal(signum)
+        run.send_signal(signal.SIGHUP)
         assert run.wait(timeout=300) == 130
     finally:
         run.kill()
@@ -331,7 +330,8 @@ def test_without_decay_a_run_may_end_where_it_was_cut(start, tmp_path, monkeypat
 
 def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_on(tmp_path):
     """Its file and its episodes: else the report would show it as the trained model's."""
-    out, flags = tmp_path / "run", ["--evaluate", "L0", "--protocol", "sampled"]
+    out, flags = tmp_path / "run", ["--demonstrations", 8, "--judge-demonstrations", 0, "--evaluate", "L0",
+                                    "--protocol", "sampled", "--evaluate-tasks", 12]
     assert train(out, *flags, "--iterations", 0) == 0
     assert train(out, *flags, "--iterations", 0, "--resume") == 0            # evaluates the same again
     assert not (out / "evaluation.json.old").exists()
@@ -558,7 +558,8 @@ def test_one_process_writes_at_a_time_and_the_error_names_it(start, finished, ca
 
 def test_lines_logged_after_the_last_checkpoint_are_not_duplicated(start, tmp_path, monkeypatch):
     """episodes.jsonl and metrics.jsonl, evaluation included, equal those of an undisturbed run."""
-    flags = [*start_from(start), "--iterations", 3, "--evaluate", "L2", "--protocol", "sampled"]
+    flags = [*start_from(start), "--iterations", 3, "--evaluate", "L2", "--protocol", "sampled",
+             "--evaluate-tasks", 12]
     full, parts = tmp_path / "full", tmp_path / "parts"
     assert train(full, *flags) == 0
 

@@ -26,7 +26,7 @@ import pytest
 import torch
 from conftest import rounding
 from hand_made import GAME
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_runs import (
     ENVIRONMENT,
     ROOT,
@@ -286,7 +286,7 @@ def turn_kl(reference, turn):
 @pytest.mark.fast
 def test_a_truncated_response_fails_the_episode_or_is_an_invalid_turn(start, tmp_path):
     for how in ("fail", "invalid"):
-        flags = [*start_from(start), "--max-response-tokens", 2]
+        flags = [*start_from(start), "--max-response-tokens", 2, "--iterations", 1]
         assert train(tmp_path / how, *flags, on_truncation=how) == 0
     fail, invalid = (rows(tmp_path / how)[0] for how in ("fail", "invalid"))
     assert fail["rollout/truncated_frac"] > 0.5 and fail["rollout/turns"] < 8
@@ -296,13 +296,13 @@ def test_a_truncated_response_fails_the_episode_or_is_an_invalid_turn(start, tmp
 @pytest.mark.fast
 def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
     """No episode is won and invalid turns have no penalty: all groups are equal; refill plays 4 rounds."""
-    flags = [*start_from(start), "--invalid-penalty", 0, "--max-turns", 2, "--no-gcd"]
+    flags = [*start_from(start), "--invalid-penalty", 0, "--max-turns", 2, "--no-gcd", "--iterations", 1]
     steps = {}
     for how in ("keep", "drop", "refill"):
         assert train(tmp_path / how, *flags, "--dynamic-sampling", how) == 0
         assert all(row["rollout/zero_variance_frac"] == 1 for row in rows(tmp_path / how))
         steps[how] = [row["policy/steps"] for row in rows(tmp_path / how)]
-    assert steps == {"keep": [2, 2], "drop": [0, 0], "refill": [0, 0]}
+    assert steps == {"keep": [2], "drop": [0], "refill": [0]}
 
 
 @pytest.mark.parametrize("kind", ["oracle", "shuffled"])
@@ -352,7 +352,8 @@ def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path)
 
 def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
     """In groups of two episodes of one turn, often both are valid or both are not."""
-    flags = [*start_from(start), "--max-turns", 1, "--group-size", 2, "--tasks", 16, "--no-gcd"]
+    flags = [*start_from(start), "--max-turns", 1, "--group-size", 2, "--tasks", 16, "--no-gcd",
+             "--iterations", 1]
     for how in ("drop", "refill"):
         assert train(tmp_path / how, *flags, "--dynamic-sampling", how) == 0
     drop, refill = (rows(tmp_path / how)[0] for how in ("drop", "refill"))
@@ -404,11 +405,12 @@ def test_episodes_have_their_index_group_and_reward(start, tmp_path):
 @pytest.mark.fast
 def test_unmeasured_metrics_are_logged_as_null_not_zero(start, tmp_path):
     """Every group's rewards are equal, so the steps train the judge alone."""
-    assert train(tmp_path, *start_from(start), "--invalid-penalty", 0, "--max-turns", 2) == 0
-    for row in rows(tmp_path):
-        assert row["policy/tokens"] == 0 and row["policy/steps"] > 0 and row["judge/entropy_nats"] > 0
-        unknown = [row[f"policy/{key}"] for key in ("entropy_nats", "clip_frac", "logprob_gap_max_nats")]
-        assert unknown == [None] * 3
+    assert train(tmp_path, *start_from(start), "--iterations", 1, "--invalid-penalty", 0,
+                 "--max-turns", 2) == 0
+    (row,) = rows(tmp_path)
+    assert row["policy/tokens"] == 0 and row["policy/steps"] > 0 and row["judge/entropy_nats"] > 0
+    unknown = [row[f"policy/{key}"] for key in ("entropy_nats", "clip_frac", "logprob_gap_max_nats")]
+    assert unknown == [None] * 3
 
 
 # Several ranks
@@ -426,7 +428,7 @@ def nearest_draws(monkeypatch):
     return distances
 
 
-@pytest.mark.parametrize("method", ["", "--algo ppo --tasks 16", "--algo nthr", "--lora 4 --kl loss"])
+@pytest.mark.parametrize("method", ["--algo ppo --tasks 16", "--algo nthr", "--lora 4 --kl loss"])
 def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     """The cold start's learning rate is 0, so that both start RL with the same bits. They sample the same
     episodes: the seed is the first for which every draw is further from a token boundary than rounding (1e-6)
@@ -481,10 +483,10 @@ def test_a_cold_start_learns_to_win(tmp_path):
 
 
 def test_rl_unlearns_invalid_turns(start, tmp_path):
-    """60 iterations with a penalty for invalid turns. In four seeds their share fell by 0.24 or more, from at
-    least 0.64.
+    """24 iterations with a penalty for invalid turns. In three seeds their share fell by 0.26 or more, from
+    0.63.
     """
-    flags = ["--iterations", 60, "--tasks", 8, "--group-size", 8, "--invalid-penalty", 1, "--lr", 2e-3,
+    flags = ["--iterations", 24, "--tasks", 8, "--group-size", 8, "--invalid-penalty", 1, "--lr", 2e-3,
              "--seed", 2]
     assert train(tmp_path, *start_from(start), *flags, lr_decay=False) == 0
     invalid = [row["rollout/invalid_frac"] for row in rows(tmp_path)]
@@ -707,37 +709,27 @@ def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, name, refuse)
     flags = ["--algo", "ppo", "--kl", "loss", "--iterations", 1]
     assert train(tmp_path / "ppo", *start_from(start), *flags) == 0
-    assert train(tmp_path / "cold", "--demonstrations", 8, "--judge-epochs", 0, "--iterations", 0) == 0
+    assert train(tmp_path / "cold", "--demonstrations", 8, "--judge-demonstrations", 0, "--judge-epochs", 0,
+                 "--iterations", 0) == 0
     assert not [path for path in tmp_path.rglob("fresh*")]
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_run_outlives_its_terminal(start, tmp_path, stream):
+def test_a_run_outlives_its_terminal(start, tmp_path):
     command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start),
-               "--evaluate", "L2", "--protocol", "sampled"]
+               "--evaluate", "L2", "--protocol", "sampled", "--evaluate-tasks", 12]
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*map(str, command)], env=ENVIRONMENT, check=False, **{stream: full})
+        done = subprocess.run([*map(str, command)], env=ENVIRONMENT, check=False, stdout=full, stderr=full)
     assert done.returncode == 0 and len(rows(tmp_path)) == 2 and (tmp_path / "stages.json").exists()
 
 
 @pytest.mark.parametrize("variables, message", [
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set without RANK, MASTER_ADDR, MASTER_PORT"),
     ({"RANK": "first"}, "RANK=first WORLD_SIZE=1: expected numbers")])
-def test_incomplete_torchrun_variables_are_named(start, tmp_path, variables, message):
-    command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start)]
-    done = subprocess.run([*map(str, command)], env=ENVIRONMENT | variables, check=False, timeout=60,
-                          capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith(f"gcd.py: error: {message}")
-
-
-@pytest.mark.fast
-def test_a_missing_tensor_is_named(start, tmp_path, capsys):
-    shutil.copytree(start, tmp_path / "broken")
-    tensors = load_file(start / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, tmp_path / "broken" / "model.safetensors")
-    assert train(tmp_path / "out", *start_from(tmp_path / "broken")) == 1
-    assert_one_error(capsys, "missing tensor model.layers.1.mlp.up_proj.weight")
+def test_incomplete_torchrun_variables_are_named(start, tmp_path, capsys, monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert train(tmp_path, *start_from(start)) == 1
+    assert_one_error(capsys, message)
 
 
 @pytest.mark.fast

@@ -125,11 +125,6 @@ def test_advantage_1_without_old_logprobs_is_cross_entropy(model, samples):
     assert metrics["policy/logprob_gap_nats"] == 0 and metrics["policy/clip_frac"] == 0
 
 
-def test_demonstrations_are_the_same_samples_without_old_logprobs(samples):
-    without = imitated(samples)
-    assert [replace(s, logprob_old=None) for s in samples] == without and samples[0].logprob_old is not None
-
-
 def test_clipped_tokens_have_no_gradient(model):
     rng = random.Random(2)
     sample = with_old_logprobs(model, [make_sample(rng)], rng)[0]
@@ -254,15 +249,6 @@ def test_samples_without_advantage_have_no_gradient(model, samples):
     zero = [replace(s, advantage=[0.0] * len(s.ids)) for s in samples]
     got, metrics = gradient(model, zero)
     assert got.abs().max() == 0 and metrics["policy/loss"] == metrics["policy/grad_norm"] == 0
-
-
-def test_a_count_of_three_is_three_equal_samples(model, judgements):
-    counted = [replace(judgements[0], count=3)] + judgements[1:]
-    got, metrics = gradient(model, counted)
-    want, same = gradient(model, [judgements[0]] * 2 + judgements)
-    assert_same(got, want)
-    assert metrics["judge/tokens"] == same["judge/tokens"]
-    assert metrics["judge/loss"] == pytest.approx(same["judge/loss"], abs=1e-6)
 
 
 # Policy and judge

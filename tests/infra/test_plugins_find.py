@@ -148,7 +148,8 @@ def test_an_unknown_name_lists_the_known_ones(shelf, name):
 
 
 def test_a_path_that_does_not_exist(shelf, outside):
-    assert error_of(shelf, outside / "absent.py") == "no such file"
+    for name in ("absent", "x" * 300):
+        assert error_of(shelf, outside / f"{name}.py") == "no such file"
 
 
 def test_a_path_that_is_a_folder(shelf, outside):

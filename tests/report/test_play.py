@@ -181,6 +181,8 @@ def test_an_untrained_model_was_never_taught_to_judge(player):
         for parameter in player.model.parameters():
             parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
     assert play.opinion(player, [5, 6], [7]) == "never taught to judge"
+    with pytest.raises(ValueError, match="never taught to judge"):
+        player.probability_good([5, 6], [7])
 
 
 @pytest.mark.fast
