@@ -164,35 +164,6 @@ def whitened(numbers):
     return [(x - fmean(numbers)) / (pstdev(numbers) + 1e-8) for x in numbers]
 
 
-# The same as tensors, a value per turn or episode
-
-def ragged(seed):
-    """Random episodes of 0 to 6 turns in groups of 1 to 5, as dicts; every turn is a dict of its values."""
-    rng = random.Random(seed)
-    episodes = []
-    for group in range(5):
-        for _ in range(1 if group == 0 else rng.randint(1, 5)):
-            turns = [dict(valid=rng.random() < 0.7, formatted=rng.random() < 0.8,
-                          state=(group, rng.randrange(5)), action=rng.choice("abc"),
-                          tag=rng.choice([*TAGS, None]), value=rng.random())
-                     for _ in range(rng.choice([0, 1, 2, 4, 6]))]
-            episodes.append(dict(group=group, won=bool(turns) and rng.random() < 0.5, turns=turns))
-    rng.shuffle(episodes)
-    return episodes
-
-
-def column(episodes, name, dtype=torch.double):
-    """The value `name` of every turn, as a tensor."""
-    return torch.tensor([turn[name] for e in episodes for turn in e["turns"]], dtype=dtype)
-
-
-def episode_tensors(episodes):
-    """won_E, group_E, turns_E: outcome, group and number of turns of every episode."""
-    return (torch.tensor([e["won"] for e in episodes], dtype=torch.bool),
-            torch.tensor([e["group"] for e in episodes], dtype=torch.long),
-            torch.tensor([len(e["turns"]) for e in episodes], dtype=torch.long))
-
-
 # Samples
 
 def make_sample(rng, episode=0, kind="policy", n=None, old=0.1, make=batching.Sample):

@@ -14,22 +14,18 @@ from hand_made import (
     CODE,
     SUCCESS_10,
     advantages_of,
-    column,
     episode_level,
-    episode_tensors,
     flat_turns,
     make_episode,
     method_of,
     on_two_ranks,
     penalized,
-    ragged,
     random_episodes,
     relative_advantage,
     turn_reward,
 )
 
-import losses
-from algorithms import gigpo, rewards
+from algorithms import gigpo
 
 pytestmark = pytest.mark.fast
 
@@ -134,12 +130,6 @@ def test_two_ranks_give_the_credit_of_one(monkeypatch, variant, cut):
 
 # The two levels, as functions of tensors
 
-def anchor_ids(episodes):
-    """anchor_S of ragged episodes."""
-    states = [turn["state"] for e in episodes for turn in e["turns"]]
-    return torch.tensor([sorted(set(states)).index(state) for state in states], dtype=torch.long)
-
-
 def test_anchor_advantage_by_hand():
     """State 0: returns 3, 1, 2; state 1: occurs once; state 2: equal returns."""
     returns, anchor = torch.tensor([3.0, 9.0, 1.0, 0.7, 2.0, 0.7]), torch.tensor([0, 1, 0, 2, 0, 2])
@@ -149,109 +139,7 @@ def test_anchor_advantage_by_hand():
     assert scaled[[1, 3, 5]].tolist() == [0.0] * 3
 
 
-def literal_gigpo(episodes, omega, gamma, normalize, code):
-    """Equations 3 and 5 to 8 as loops over ragged episodes. code: penalties as in verl-agent's code."""
-    def scaled(x, among, spread):
-        if len(set(among)) == 1:
-            return 0.0
-        return (x - statistics.fmean(among)) / (spread(among) + 1e-6 if normalize else 1.0)
-
-    def reward(e, t):
-        penalty = 0.0 if code or e["turns"][t]["valid"] else 0.1
-        return 10.0 * (e["won"] and t == len(e["turns"]) - 1) - penalty
-
-    def step_return(e, t):
-        penalty = 0.1 if code and not e["turns"][t]["valid"] else 0.0
-        return sum(gamma ** (k - t) * reward(e, k) for k in range(t, len(e["turns"]))) - penalty
-
-    total = [10.0 * e["won"] - 0.1 * sum(not turn["valid"] for turn in e["turns"]) for e in episodes]
-    advantages = []
-    for e, episode in enumerate(episodes):
-        group = [(r, o) for r, o in zip(total, episodes) if o["group"] == episode["group"]]
-        for t, turn in enumerate(episode["turns"]):
-            if code:                  # every turn counts: its episode's success and its own penalty
-                score = 10.0 * episode["won"] - 0.1 * (not turn["valid"])
-                rows = [10.0 * o["won"] - 0.1 * (not other["valid"])
-                        for _, o in group for other in o["turns"]]
-                level_e = scaled(score, rows, statistics.stdev)
-            else:
-                level_e = scaled(total[e], [r for r, _ in group], statistics.pstdev)
-            same = [step_return(other, k) for other in episodes for k in range(len(other["turns"]))
-                    if other["turns"][k]["state"] == turn["state"]]
-            advantages.append(level_e + omega * scaled(step_return(episode, t), same, statistics.stdev))
-    return advantages
-
-
-@pytest.mark.parametrize("code", [False, True], ids=["paper", "verl-agent"])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize("seed", range(4))
-def test_the_levels_are_the_literal_equations(seed, normalize, code):
-    """The episodes include some without turns, and groups of one."""
-    episodes, settings = ragged(seed), rewards.Settings(**SUCCESS_10)
-    won, group, turns = episode_tensors(episodes)
-    valid, groups = column(episodes, "valid", torch.bool), group.repeat_interleave(turns)
-    by_turn = rewards.turn_rewards(won, valid | code, turns, settings)
-    returns = rewards.discounted_returns(by_turn, turns, 0.95)
-    if code:
-        returns = returns - 0.1 * (~valid).float()
-        rows = rewards.code_turn_rewards(won, valid, turns, settings)
-        level_e = losses.group_relative_advantage(rows, groups, normalize, correction=1)
-    else:
-        reward = torch.tensor([10.0 * e["won"] - 0.1 * sum(not turn["valid"] for turn in e["turns"])
-                               for e in episodes])
-        level_e = losses.group_relative_advantage(reward, group, normalize).repeat_interleave(turns)
-    got = level_e + 0.7 * gigpo.anchor_advantage(returns, anchor_ids(episodes), normalize)
-    assert got.tolist() == pytest.approx(literal_gigpo(episodes, 0.7, 0.95, normalize, code), abs=1e-4)
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_gigpo_without_a_repeated_state_is_grpo(normalize):
-    """Here even the first states, which the episodes of a group share otherwise, are made different."""
-    episodes = [make_episode([("a", f"room {i} {n}", None, 1) for n in range(i + 1)], won=i % 2 == 0)
-                for i in range(4)]
-    for i, e in enumerate(episodes):
-        e.turns[0].anchor = f"start {i}"
-    got, metrics = advantages_of(method_of("gigpo", normalize_std=normalize), episodes)
-    assert got == advantages_of(method_of("grpo", normalize_std=normalize), episodes)[0]
-    assert metrics["gigpo/anchor_1_frac"] == 1
-
-
-@pytest.mark.parametrize("normalize", [False, True])
-def test_the_first_turn_of_a_loop_has_a_lower_advantage_in_a_won_episode(normalize):
-    """One task, two episodes: A B A C, won; A D, lost. The first turn at A has less than the second."""
-    won, turns, anchor = torch.tensor([True, False]), torch.tensor([4, 2]), torch.tensor([0, 1, 0, 2, 0, 3])
-    reward = rewards.turn_rewards(won, torch.ones(6, dtype=torch.bool), turns, rewards.Settings())
-    step = gigpo.anchor_advantage(rewards.discounted_returns(reward, turns, 0.95), anchor, normalize)
-    assert step[2] > step[0] > step[4]
-    if not normalize:
-        first, last, mean = 0.95 ** 3, 0.95, (0.95 ** 3 + 0.95) / 3
-        assert step.tolist() == pytest.approx([first - mean, 0, last - mean, 0, -mean, 0], abs=1e-6)
-
-
-def test_a_loop_in_a_lost_group_has_no_advantage():
-    returns = rewards.discounted_returns(torch.zeros(6), torch.tensor([3, 3]), 0.95)
-    assert gigpo.anchor_advantage(returns, torch.tensor([0, 1, 0, 0, 0, 1]), True).tolist() == [0.0] * 6
-
-
 def test_anchor_sizes_by_hand():
     anchor = torch.tensor([7] + [1] * 2 + [2] * 4 + [3] * 5 + [4] * 20)
     assert gigpo.anchor_sizes(anchor) == {"1": 1, "2-4": 6, "5-16": 5, "17+": 20}
     assert gigpo.anchor_sizes(anchor[:0]) == {"1": 0, "2-4": 0, "5-16": 0, "17+": 0}
-
-
-def test_empty_inputs_give_empty_outputs_and_inputs_are_not_changed():
-    none, no_ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    assert len(gigpo.anchor_advantage(none, no_ids, True)) == 0
-    assert len(rewards.turn_rewards(none.bool(), none.bool(), no_ids, rewards.Settings())) == 0
-    assert len(rewards.code_turn_rewards(none.bool(), none.bool(), no_ids, rewards.Settings())) == 0
-    assert len(rewards.discounted_returns(none, no_ids, 0.9)) == 0
-    episodes = ragged(5)
-    won, _, turns = episode_tensors(episodes)
-    valid, value = column(episodes, "valid", torch.bool), column(episodes, "value")
-    anchor = anchor_ids(episodes)
-    inputs = [won, turns, valid, value, anchor]
-    before = [x.clone() for x in inputs]
-    rewards.turn_rewards(won, valid, turns, rewards.Settings())
-    rewards.discounted_returns(value, turns, 0.9)
-    gigpo.anchor_advantage(value, anchor, True)
-    assert all(torch.equal(x, y) for x, y in zip(inputs, before))

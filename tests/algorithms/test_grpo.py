@@ -48,14 +48,6 @@ def test_the_codes_turn_rewards_by_hand():
     assert got == pytest.approx([1 - 19 / 30, 0.9 - 19 / 30, -19 / 30], abs=1e-6)
 
 
-def test_token_advantages_of_an_earlier_iteration_are_removed():
-    episodes = random_episodes(1)
-    want, _ = advantages_of(method_of("grpo"), episodes)
-    episodes[0].turns[0].token_advantage = [9.0] * len(episodes[0].turns[0].response_ids)
-    assert advantages_of(method_of("grpo"), episodes)[0] == want
-    assert episodes[0].turns[0].token_advantage is None
-
-
 # Which groups have a gradient
 
 def run_of(method, dynamic_sampling="drop", kl="none"):

@@ -75,14 +75,6 @@ def test_advantages_are_the_double_loop_over_tokens(changes, seed, kl):
     assert all((turn.token_advantage is None) == (not kl) for e in episodes for turn in e.turns)
 
 
-def test_groups_have_no_effect():
-    episodes = random_episodes(3)
-    got, _ = advantages_of(method_of("reinforce"), episodes)
-    for k, episode in enumerate(episodes):
-        episode.group = k % 3
-    assert advantages_of(method_of("reinforce"), episodes)[0] == got
-
-
 def test_each_token_has_the_penalties_from_it_to_the_end_subtracted_once():
     """Two turns: the last token has its own penalty of 0.5, the first all three; subtract_kl adds none."""
     assert reinforce.subtract_later_kl(1.0, [[0.1, -0.2], [0.5]]) == [pytest.approx([0.6, 0.7]), [0.5]]
@@ -93,14 +85,6 @@ def test_each_token_has_the_penalties_from_it_to_the_end_subtracted_once():
     method.subtract_kl(episodes)
     assert token_advantages(episodes) == tokens
     assert [turn.advantage for e in episodes for turn in e.turns] == got
-
-
-def test_the_penalty_is_whitened_with_the_reward():
-    """Equal rewards, and a penalty of 2 on one token: -2 and 0 are whitened to -1 and 1."""
-    episodes = [make_episode([("a", "hall", None, 1)]), make_episode([("a", "hall", None, 1)], 1)]
-    episodes[0].turns[0].kl, episodes[1].turns[0].kl = [2.0], [0.0]
-    advantages_of(method_of("reinforce"), episodes)
-    assert token_advantages(episodes) == [pytest.approx([-1.0], abs=1e-6), pytest.approx([1.0], abs=1e-6)]
 
 
 @pytest.mark.parametrize("won", [False, True])

@@ -12,11 +12,7 @@ import pytest
 import torch
 from hand_made import (
     SUCCESS_10,
-    column,
-    episode_tensors,
     make_episode,
-    on_two_ranks,
-    ragged,
     random_episodes,
     reward_of,
     whitened,
@@ -61,31 +57,9 @@ def test_turn_rewards_by_hand():
     assert rows.tolist() == pytest.approx([9.9, 10.0, 9.9])
 
 
-@pytest.mark.parametrize("unit", ["share", "turn"])
-@pytest.mark.parametrize("seed", range(3))
-def test_turn_rewards_add_up_to_the_episodes(seed, unit):
-    episodes, settings = ragged(seed), Settings(success_reward=10.0, invalid_unit=unit)
-    won, _, turns = episode_tensors(episodes)
-    valid = column(episodes, "valid", torch.bool)
-    invalid = torch.tensor([sum(not turn["valid"] for turn in e["turns"]) for e in episodes])
-    reward = rewards.turn_rewards(won, valid, turns, settings)
-    sums = torch.stack([part.sum() for part in reward.split(turns.tolist())])
-    assert torch.allclose(sums, rewards.episode_reward(won, invalid, turns, settings), atol=1e-5)
-
-
 def test_discounted_returns_by_hand():
     got = rewards.discounted_returns(torch.tensor([1.0, 0.0, 2.0, 5.0]), torch.tensor([3, 0, 1]), 0.5)
     assert got.tolist() == [1.5, 1.0, 2.0, 5.0]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_discounted_returns_are_the_double_loop(seed):
-    episodes = ragged(seed)
-    reward = column(episodes, "value")
-    got = rewards.discounted_returns(reward, episode_tensors(episodes)[2], 0.95)
-    want = [sum(0.95 ** (k - t) * e["turns"][k]["value"] for k in range(t, len(e["turns"])))
-            for e in episodes for t in range(len(e["turns"]))]
-    assert got.tolist() == pytest.approx(want)
 
 
 def test_returns_refuse_a_wrong_number_of_turns():
@@ -132,15 +106,6 @@ def test_equal_rewards_give_exactly_zero(value, normalize):
         reward, group = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
         got = losses.group_relative_advantage(reward, group, normalize_std=normalize)
         assert got.tolist() == [0.0] * size
-
-
-def test_advantage_ignores_shift_and_order():
-    reward, group, _ = random_groups(7)
-    base = losses.group_relative_advantage(reward, group)
-    assert torch.allclose(losses.group_relative_advantage(reward + 3, group), base, atol=1e-5)
-    order = torch.randperm(len(reward), generator=torch.Generator().manual_seed(0))
-    got = losses.group_relative_advantage(reward[order], group[order])
-    assert torch.allclose(got, base[order], atol=1e-6)
 
 
 def test_summed_moments_of_ranks_whiten_as_one_rank():
@@ -223,21 +188,6 @@ def test_whitening_counts_tokens_and_a_turns_advantage_is_its_first_tokens():
     turns = [turn for e in episodes for turn in e.turns]
     assert [turn.token_advantage is not None for turn in turns] == kept
     assert all(turn.advantage == turn.token_advantage[0] for turn in turns if turn.token_advantage)
-
-
-@pytest.mark.parametrize("cut", [15, 20])
-def test_two_ranks_whiten_over_the_tokens_of_both(monkeypatch, cut):
-    """Also if one of them has no episode."""
-    episodes = with_advantages(random_episodes(4))
-    want = whitened(token_advantages(episodes))
-
-    def call(part):
-        with_advantages(episodes)
-        rewards.whiten_tokens(part)
-        return token_advantages(part)
-
-    first, second = on_two_ranks(monkeypatch, call, (episodes[:cut], episodes[cut:]))
-    assert first + second == pytest.approx(want, abs=1e-4)
 
 
 def test_without_groups_the_kl_penalty_is_centered_over_the_batch():

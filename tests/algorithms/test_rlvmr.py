@@ -14,14 +14,11 @@ from hand_made import (
     CODE,
     SUCCESS_10,
     advantages_of,
-    column,
     episode_level,
-    episode_tensors,
     flat_turns,
     make_episode,
     method_of,
     on_two_ranks,
-    ragged,
     random_episodes,
     relative_advantage,
 )
@@ -162,42 +159,6 @@ def test_alpha_cannot_be_negative():
 
 # The two advantages, as functions of tensors
 
-def tagged(episodes):
-    """tag_reward_S and tag_S of ragged episodes."""
-    tag_reward, numbers = [], []
-    for e in episodes:
-        actions = [turn["action"] if turn["formatted"] else None for turn in e["turns"]]
-        valid = [turn["valid"] and turn["formatted"] for turn in e["turns"]]
-        tags = [turn["tag"] for turn in e["turns"]]
-        reward, tags = rlvmr.tag_rewards(tags, actions, valid, e["won"], "code")
-        tag_reward += reward
-        numbers += [rlvmr.TAG_GROUPS.index(tag) for tag in tags]
-    return torch.tensor(tag_reward, dtype=torch.double), torch.tensor(numbers, dtype=torch.long)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_papers_advantage_is_the_literal_equation(seed):
-    """The episodes include some without turns, and groups of one."""
-    episodes = ragged(seed)
-    won, group, turns = episode_tensors(episodes)
-    reward, (tag_reward, tag) = 10 * won.double(), tagged(episodes)
-    moments = rlvmr.tag_moments(tag_reward, tag)
-    got = rlvmr.paper_advantage(reward, group, turns, tag_reward, tag, moments, alpha=0.3)
-
-    def scaled(x, among):
-        return 0.0 if len(set(among)) == 1 else (x - fmean(among)) / (pstdev(among) + 1e-6)
-
-    s = 0
-    for episode in episodes:
-        among = [10.0 * o["won"] for o in episodes if o["group"] == episode["group"]]
-        for _ in episode["turns"]:
-            same = [r for r, k in zip(tag_reward.tolist(), tag.tolist()) if k == tag[s]]
-            want = 0.3 * scaled(10.0 * episode["won"], among) + 0.7 * scaled(tag_reward[s].item(), same)
-            assert got[s].item() == pytest.approx(want, abs=1e-4)
-            s += 1
-    assert s == len(got)
-
-
 def test_tag_moments_of_ranks_add_up_and_equal_rewards_give_exactly_zero():
     reward, tag = torch.tensor([0.7] * 11 + [1.0, 0.0]), torch.tensor([1] * 11 + [2, 2])
     parts = sum(rlvmr.tag_moments(reward[half], tag[half]) for half in (slice(0, 6), slice(6, 13)))
@@ -208,59 +169,9 @@ def test_tag_moments_of_ranks_add_up_and_equal_rewards_give_exactly_zero():
     assert got[11:].tolist() == pytest.approx([0.5, -0.5], abs=1e-5)
 
 
-def literal_code(episodes, tag_reward, tag, w):
-    """The released code's two tables, keyed by task and by (task, tag), filled turn by turn."""
-    def normalized(values, keys):
-        table = {key: [v for v, k in zip(values, keys) if k == key] for key in keys}
-        mean = {key: fmean(entries) if len(entries) > 1 else 0.0 for key, entries in table.items()}
-        std = {key: stdev(entries) if len(entries) > 1 else 1.0 for key, entries in table.items()}
-        return [(v - mean[k]) / (std[k] + 1e-6) for v, k in zip(values, keys)]
-
-    tasks = [e["group"] for e in episodes for _ in e["turns"]]
-    level_e = normalized([10.0 * e["won"] for e in episodes for _ in e["turns"]], tasks)
-    level_s = normalized(tag_reward.tolist(), list(zip(tasks, tag.tolist())))
-    return [a + w * b for a, b in zip(level_e, level_s)]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_codes_advantage_is_that_of_its_tables(seed):
-    episodes = ragged(seed)
-    won, group, turns = episode_tensors(episodes)
-    tag_reward, tag = tagged(episodes)
-    rows = [x.repeat_interleave(turns) for x in (10 * won.double(), group)]
-    got = rlvmr.code_advantage(*rows, tag_reward, tag, 0.5)
-    assert got.tolist() == pytest.approx(literal_code(episodes, tag_reward, tag, 0.5), abs=1e-4)
-
-
 def test_the_code_keeps_the_raw_reward_of_a_single_turn():
     """Group 0: one episode of one turn. Group 1: one episode of three turns with equal rewards: 0."""
     args = torch.full((4,), 10.0), torch.tensor([0, 1, 1, 1])
     got = rlvmr.code_advantage(*args, torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.tensor([1, 1, 2, 2]), 0.5)
     half = 0.5 * 0.5 ** 0.5                              # of 1 and 0: std 1 / sqrt 2, so +-0.707
     assert got.tolist() == pytest.approx([10.5, 0.5, half, -half], abs=1e-5)
-
-
-def test_the_two_variants_differ():
-    """A tag rewarded always in one task and never in the other: it varies in the batch, not within a task."""
-    args = torch.zeros(2), torch.tensor([0, 1]), torch.tensor([2, 2])
-    reward, tag = torch.tensor([1.0, 1.0, 0.0, 0.0]), torch.ones(4, dtype=torch.long)
-    paper = rlvmr.paper_advantage(*args, reward, tag, rlvmr.tag_moments(reward, tag))
-    assert paper.tolist() == pytest.approx([0.5, 0.5, -0.5, -0.5], abs=1e-5)
-    code = rlvmr.code_advantage(torch.zeros(4), torch.tensor([0, 0, 1, 1]), reward, tag, 1.0)
-    assert code.tolist() == [0.0] * 4
-
-
-def test_empty_inputs_give_empty_outputs_and_inputs_are_not_changed():
-    none, no_ids = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    assert len(rlvmr.code_advantage(none, no_ids, none, no_ids, 0.5)) == 0
-    moments = rlvmr.tag_moments(none, no_ids)
-    assert len(rlvmr.paper_advantage(none, no_ids, no_ids, none, no_ids, moments)) == 0
-    episodes = ragged(5)
-    won, group, turns = episode_tensors(episodes)
-    (tag_reward, tag), value = tagged(episodes), column(episodes, "value")
-    inputs = [won, group, turns, tag_reward, tag, value]
-    before = [x.clone() for x in inputs]
-    moments = rlvmr.tag_moments(tag_reward, tag)
-    rlvmr.paper_advantage(won.double(), group, turns, tag_reward, tag, moments)
-    rlvmr.code_advantage(value, group.repeat_interleave(turns), tag_reward, tag, 0.5)
-    assert all(torch.equal(x, y) for x, y in zip(inputs, before))

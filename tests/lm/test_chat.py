@@ -192,12 +192,13 @@ def test_qwen3s_judge_questions_have_an_empty_thought_if_its_style_has(qwen3_tok
     assert chat.parse(chat.decode(ids)) == ("look", "monitor" if style == "tags" else None)
 
 
-def test_a_saved_qwen3_tokenizer_has_the_same_templates(qwen3_tokenizer, tmp_path):
+def test_a_saved_qwen3_tokenizer_has_the_same_templates(short_qwen3, tmp_path):
     """transformers saves the chat template as a separate file of the checkpoint."""
-    qwen3_tokenizer.save_pretrained(tmp_path)
+    given = load_tokenizer(short_qwen3)
+    given.save_pretrained(tmp_path)
     again = load_tokenizer(tmp_path)
     for style in ("think", "tags"):
-        chats = [Chat(tokenizer, style) for tokenizer in (again, qwen3_tokenizer)]
+        chats = [Chat(tokenizer, style) for tokenizer in (again, given)]
         assert chats[0].message("Hello", True) == chats[1].message("Hello", True)
     assert chats[0].message("Hello")[-4:] == chats[0].encode(EMPTY_THOUGHT)
 
@@ -285,14 +286,6 @@ def test_the_think_style_gives_the_rules_once_and_the_admissible_commands_every_
     ("think", "<think>a</think><action>look</action><action>left</action>", None)])
 def test_parse(tokenizer, style, text, action):
     assert Chat(tokenizer, style).parse(text) == (action, None)
-
-
-@pytest.mark.parametrize("style", ["plain", "think"])
-def test_a_demonstrated_response_parses_to_its_command(tokenizer, style):
-    chat = Chat(tokenizer, style)
-    ids = chat.respond("go to drawer 1")
-    assert ids[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert chat.parse(chat.decode(ids)) == ("go to drawer 1", None)
 
 
 TAG_CASES = [

@@ -118,18 +118,6 @@ def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
         assert torch.equal(contents(cache)[:, :, row], before[:, :, row])
 
 
-def test_answers_to_several_prompts_equal_the_oracles(either, chat):
-    prompts = [[7, 8, 9], [10] * 20, [3, 4]]
-    streams = [[17 * p + i for i in range(3)] for p in range(3)]
-    for n_slots in (1, 3, 7, 64):
-        answers = engine.answer(either, prompts, streams, chat.stop_ids, Sampling(1.0, 4), n_slots)
-        for prompt, of_prompt, prompt_streams in zip(prompts, answers, streams, strict=True):
-            for answer, stream in zip(of_prompt, prompt_streams, strict=True):
-                ids, logprobs = slow_response(either, prompt, stream, chat.stop_ids, 1.0, 4, answer.ids)
-                assert answer.ids == ids and answer.logprob == pytest.approx(logprobs, abs=1e-5)
-                assert answer.truncated == (ids[-1] not in chat.stop_ids)
-
-
 def test_greedy_answers_equal_transformers_generate(either, chat, tmp_path):
     from transformers import AutoModelForCausalLM
     with torch.no_grad():

@@ -154,15 +154,6 @@ def test_new_adapters_have_pefts_distribution(peft, tmp_path):
 
 # Merging
 
-def test_a_merged_model_computes_the_same_and_has_no_adapters(ids_BT):
-    model, plain = adapted(new_model()), new_model()
-    before = plain(ids_BT)
-    plain.load_state_dict(dict(lora.merged(model.state_dict())))
-    logits = model(ids_BT)
-    torch.testing.assert_close(plain(ids_BT), logits, rtol=0, atol=rounding(logits))
-    assert (logits - before).abs().max() > 100 * rounding(logits)                  # the adapters change it
-
-
 def test_new_adapters_and_disabled_ones_change_nothing(ids_BT):
     """Bit for bit; and after an error they are on again."""
     model, plain = new_model(), new_model()
@@ -193,11 +184,11 @@ def test_merging_starts_new_adapters_and_moves_the_old_ones_into_the_weights(ids
 
 
 def test_giving_the_sampler_merged_weights_leaves_the_models_as_they_are(ids_BT):
-    """Two hundred times: the frozen weights do not drift, and the sampler's are the same each time."""
+    """Three times: the frozen weights do not drift, and the sampler's are the same each time."""
     model = adapted(new_model())
     sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), torch.float32, always=True)
     before, seen = weights_of(model), []
-    for _ in range(200):
+    for _ in range(3):
         parallel.copy_weights(model, sampler, lora.merged)
         seen.append(flat(sampler.parameters()))
     assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())

@@ -83,11 +83,6 @@ def append(model, cache, chunks, start, context=None):
                                            context or max(map(sum, zip(start.tolist(), n_valid)))))
 
 
-def contents(cache):
-    """A copy of the keys and values of all layers, [L, 2, B, room, K, D]."""
-    return torch.stack([cache.rectangle(layer) for layer in range(len(cache.kv))])
-
-
 def assert_close(got, want):
     """Equal up to the order of floating-point sums."""
     torch.testing.assert_close(got, want, atol=rounding(want), rtol=0)
@@ -145,32 +140,6 @@ def test_gradients_equal_transformers(tmp_path, family):
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_head_dim_need_not_be_hidden_over_heads(tmp_path):
-    torch.manual_seed(0)
-    reference = Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=12)).eval()
-    reference.save_pretrained(tmp_path)
-    ids = torch.arange(20)[None]
-    with torch.no_grad():
-        assert_close(m.load_pretrained(tmp_path)(ids), reference(ids).logits)
-
-
-def test_qwen3_norms_queries_and_keys_and_has_no_attention_biases(tmp_path):
-    """Changing either norm changes the logits, so the comparisons above test them."""
-    reference, model = load_both(tmp_path, family="qwen3")
-    attention, ids = model.model.layers[0].self_attn, random_ids(1, 9, vocabulary=97)
-    assert attention.q_norm.weight.shape == attention.k_norm.weight.shape == (12,)
-    assert not any(name.endswith("bias") for name in model.state_dict())
-    with torch.no_grad():
-        before = model(ids)
-        for norm in (attention.q_norm, attention.k_norm):
-            kept = norm.weight.clone()
-            norm.weight.copy_(kept.flip(0))
-            assert (model(ids) - before).abs().max() > 100 * rounding(before)
-            norm.weight.copy_(kept)
-
-
 def test_llama_3s_scaling_changes_far_positions_and_survives_saving(tmp_path):
     """At positions beyond the original length, every frequency: kept, between, divided."""
     reference, model = load_both(tmp_path, family="llama", rope=LLAMA3)
@@ -199,83 +168,11 @@ def test_qwen3_without_a_head_size_gets_transformers_default(tmp_path):
 # The cache
 
 
-def test_padding_ids_do_not_change_the_logits():
-    model = make_model()
-    ids = random_ids(2, 12)
-    other = ids.clone()
-    other[:, 8:] = 3
-    with torch.no_grad():
-        assert torch.equal(model(ids)[:, :8], model(other)[:, :8])
-
-
-def test_padding_is_never_written_to_a_used_slot():
-    model = make_model()
-    cache = attention.KVCache(model.config, 2, 8, torch.float32, "cpu")
-    append(model, cache, [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5]], [0, 0])
-    before = contents(cache)
-    append(model, cache, [[], [9, 9, 9]], [0, 5])    # row 0 is full, and its start is wrong
-    after = contents(cache)
-    assert torch.equal(after[:, :, 0], before[:, :, 0])
-    assert torch.equal(after[:, :, 1, :5], before[:, :, 1, :5])
-    assert not torch.equal(after[:, :, 1, 5:], before[:, :, 1, 5:])
-
-
-def test_reading_more_slots_than_are_filled_changes_nothing():
-    model = make_model()
-    caches = [attention.KVCache(model.config, 1, 20, torch.float32, "cpu") for _ in range(2)]
-    for cache in caches:
-        for kv in cache.kv:
-            kv.normal_()      # as left by an earlier, longer episode
-    tight = append(model, caches[0], [[4, 5, 6]], [0], context=3)
-    loose = append(model, caches[1], [[4, 5, 6]], [0], context=20)
-    assert_close(tight, loose)
-
-
-def test_a_copied_or_imported_prefix_continues_as_its_source():
-    model = make_model()
-    cache = attention.KVCache(model.config, 4, 16, torch.float32, "cpu")
-    append(model, cache, [[1, 2, 3, 4]], [0])
-    cache.move(0, 2, 4)
-    cache.import_rows([3], cache.export_row(0, 4))
-    logits = append(model, cache, [[5, 6], [], [5, 6], [5, 6]], [4, 0, 4, 4])
-    with torch.no_grad():
-        expected = model(torch.tensor([[1, 2, 3, 4, 5, 6]]))[0, 4:]
-    for row in (0, 2, 3):
-        assert_close(logits[row], expected)
-
-
 def test_an_exported_row_is_a_copy():
     cache = attention.KVCache(small_config(), 2, 8, torch.float32, "cpu")
     first, second = cache.export_row(0, 3)
     cache.kv[0].fill_(1.0)
     assert first.shape == second.shape == (2, 3, 2, 4) and not first.any()
-
-
-def test_a_grown_cache_keeps_its_contents():
-    model = make_model()
-    cache, roomy = (attention.KVCache(model.config, 2, n, torch.float32, "cpu") for n in (4, 9))
-    for c in (cache, roomy):
-        append(model, c, [[1, 2, 3, 4], [5, 6]], [0, 0])
-    assert cache.fit([4, 2], [9, 7]) and cache.room == [9, 9] and not cache.fit([4, 2], [9, 9])
-    assert all(kv.shape == (2, 19, 2, 4) for kv in cache.kv)
-    more = [append(model, c, [[7, 8], [9]], [4, 2]) for c in (cache, roomy)]
-    assert torch.equal(*more)
-
-
-def test_appending_to_some_rows_leaves_the_others_unchanged():
-    """The rows are given by index and are not adjacent."""
-    model = make_model()
-    cache, all_rows = (attention.KVCache(model.config, 4, 8, torch.float32, "cpu") for _ in range(2))
-    for c in (cache, all_rows):
-        append(model, c, [[1, 2], [3], [4, 5, 6], [7]], [0, 0, 0, 0])
-    expected = append(model, all_rows, [[8, 9], [], [1], []], [2, 1, 3, 1])
-    with torch.no_grad():
-        rows, start = torch.tensor([[0, 2], [2, 3]])
-        layout = attention.Append(cache, rows, start, [2, 1], 2, 4)
-        logits = model(torch.tensor([[8, 9], [1, 0]]), layout)
-    assert_close(logits[0], expected[0])
-    assert_close(logits[1, 0], expected[2, 0])
-    torch.testing.assert_close(contents(cache), contents(all_rows))
 
 
 def test_a_cached_forward_refuses_gradients_and_a_context_beyond_the_cache():
@@ -286,19 +183,6 @@ def test_a_cached_forward_refuses_gradients_and_a_context_beyond_the_cache():
         attention.Append(cache, slice(0, 1), start, None, 1, 1)
     with torch.no_grad(), pytest.raises(AssertionError, match="context 9 of rows with room for 8"):
         attention.Append(cache, slice(0, 1), start, None, 1, 9)
-
-
-def test_selected_positions_equal_the_full_logits():
-    model = make_model()
-    ids, rows, columns = random_ids(3, 9), torch.tensor([2, 0, 0]), torch.tensor([8, 0, 5])
-    full, some = model(ids), model(ids, select=(rows, columns))
-    assert some.shape == (3, 31)
-    assert_close(some, full[rows, columns])
-    cache = attention.KVCache(model.config, 3, 9, torch.float32, "cpu")
-    start, end = torch.zeros(3, dtype=torch.long), (torch.arange(3), torch.full((3,), 8))
-    with torch.no_grad():
-        last = model(ids, attention.Append(cache, slice(0, 3), start, None, 9, 9), select=end)
-    assert_close(last, full[:, 8])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

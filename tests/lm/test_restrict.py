@@ -154,14 +154,13 @@ def test_a_responses_probability_is_the_product_of_the_renormalized_ones(model, 
     assert_frequencies(frequency, torch.tensor([*probability.values()], dtype=torch.double), n)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 5, 12])
-def test_any_number_of_slots_plays_the_same_episodes(model, chat, slots):
+def test_any_number_of_slots_plays_the_same_episodes(model, chat):
     model, specs = model.double(), make_specs(3, 4)
     alone = [fast_play(model, chat, [spec], slots=1)[0] for spec in specs]
-    batched = fast_play(model, chat, specs, slots=slots)
-    for one, other in zip(alone, batched, strict=True):
-        assert [t.response_ids for t in one.turns] == [t.response_ids for t in other.turns]
-        assert [t.allowed for t in one.turns] == [t.allowed for t in other.turns]
+    for slots in (2, 5, 12):
+        for one, other in zip(alone, fast_play(model, chat, specs, slots=slots), strict=True):
+            assert [t.response_ids for t in one.turns] == [t.response_ids for t in other.turns]
+            assert [t.allowed for t in one.turns] == [t.allowed for t in other.turns]
 
 
 @pytest.mark.fast
@@ -279,16 +278,6 @@ def test_the_trainers_logprobs_equal_the_samplers_and_the_renormalized_ones(mode
         for t, logprob in want.items():
             assert scores[t] == pytest.approx(logprob.item(), abs=rounding(10.0))
             assert scores[t] == pytest.approx(sample.logprob_old[t], abs=1e-5)
-
-
-@pytest.mark.fast
-def test_a_response_of_forced_tokens_has_no_gradient(model, samples):
-    for sample in samples:
-        sample.allowed = {t: (token,) for t, token in enumerate(sample.ids)}
-        sample.logprob_old = [0.0] * len(sample.ids)
-    recorder = Recorder(model)
-    metrics = update.update(model, recorder, samples, update.Objective(max_grad_norm=0.0), lr=0.0)
-    assert recorder.gradient.abs().max() == 0 and metrics["policy/entropy_nats"] == 0
 
 
 @pytest.mark.fast
