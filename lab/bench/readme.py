@@ -3,8 +3,8 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
 (bytes by stage), `cpu` (ratios), `share` (the engine's part of a step), `losses` (one seed), `cures` (seeds
-that removed the flaw), `trained` (costs of a trained token), `pretrained` (coupling: columns, too, end in
-backticks) or a benchmark (`hour`: ALFWorld in an hour;
+that removed the flaw), `natural` (natural twins, by start), `trained` (costs of a trained token),
+`pretrained` (coupling: columns, too, end in backticks) or a benchmark (`hour`: ALFWorld in an hour;
 `ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if
 any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
 column says what it contains:
@@ -40,7 +40,7 @@ CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MUL
 RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
-         "cures": "studies/cures.json",
+         "cures": "studies/cures.json", "natural": "studies/natural_twins.json",
          "origin": "studies/origin.json", "memory": "memory.json",
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
@@ -151,6 +151,21 @@ def cures_row(result, name, heads):
     return cells
 
 
+def natural_row(result, name, _):
+    """A start of natural twins: the flawed command's final probability in N with a KL (GRPO, GCD, shuffled
+    labels) and without (GRPO, GCD); GRPO's with a KL on untrained templates; the judge's AUC, with a KL, when
+    RL begins and after GRPO, GCD and shuffled labels.
+    """
+    rows, kl = {row["name"]: row for row in result["rows"]}, "KL 0.01"
+    found = {arm: rows.get(f"{arm[0]} after {name}, {arm[1]}") for arm in
+             [*((arm, kl) for arm in ("GRPO", "+GCD", "+shuffled")), ("GRPO", "no KL"), ("+GCD", "no KL")]}
+    cells = [with_half(row["trained"]["final"]) if row else "–" for row in found.values()]
+    cells.append(with_half(found["GRPO", kl]["untrained"]["final"]))
+    auc = [found["GRPO", kl]["trained"]["auc_start"],
+           *(row and row["trained"]["auc"] for row in [*found.values()][:3])]
+    return [name, *cells, *(number(value, ".2f") for value in auc)]
+
+
 def losses_row(result, name, _):
     """A loss of lab.bench.losses, or "cold_start": success in training over the first and the last ten
     iterations; on L0, with its 95 % interval; clipped tokens. All in per cent.
@@ -185,8 +200,8 @@ def pretrained_row(result, name, heads):
 
 
 ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
-        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row, "share": share_row,
-        "trained": trained_row, "pretrained": pretrained_row}
+        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row,
+        "natural": natural_row, "share": share_row, "trained": trained_row, "pretrained": pretrained_row}
 
 
 def cells_of(line):
