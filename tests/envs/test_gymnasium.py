@@ -2,7 +2,8 @@
 
     python -m pytest tests/envs/test_gymnasium.py
 
-Oracles: the household game itself, played directly, and environments of this file that go wrong in one way.
+Oracles: the household game itself, played directly, and environments of counter_env.py that go wrong in one
+way.
 """
 
 import importlib.util
@@ -11,12 +12,11 @@ import socket
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tiny_runs import rows
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs: pip install gymnasium")
-from gymnasium.spaces import Text  # noqa: E402
+from counter_env import Counter  # noqa: E402
 
 import config  # noqa: E402
 import envs  # noqa: E402
@@ -32,41 +32,6 @@ HERE = Path(__file__).resolve().parent
 HOUSEHOLD = "envs.alfred.gym:gcd/Household-v0"
 TINY = dict(device="cpu", hidden_size=16, layers=1, tasks=2, group_size=2, iterations=2, minibatches=1,
             max_turns=4, slots=4, evaluate="none", gcd=False, context=512)
-
-
-class Counter(gymnasium.Env):
-    """Count to three by saying "more"; each pays a quarter. bad: what goes wrong at the second "more"."""
-
-    observation_space = action_space = Text(99)
-
-    def __init__(self, bad=""):
-        self.bad = bad
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.n, self.seed = 0, seed
-        return f"Count from {seed}.", {"admissible_commands": ["more", "wait"]}
-
-    def step(self, action):
-        self.n += action == "more"
-        ended, reward = self.n == 3, 0.25 * (action == "more")
-        if self.n == 2 and self.bad:
-            if self.bad == "raises":
-                raise KeyError("two\nlines")
-            if self.bad == "hangs":
-                time.sleep(60)
-            if self.bad == "dies":
-                os._exit(7)
-            return {"text": (None, reward, ended, False, {}), "long": ("x" * 10**7, reward, ended, False, {}),
-                    "nan": ("2", float("nan"), ended, False, {}), "four": ("2", reward, ended, {}),
-                    "info": ("2", reward, ended, False, {"admissible_commands": [3]})}[self.bad]
-        info = {"success": ended, "admissible_commands": ["more", "wait"]}
-        return str(self.n), reward, np.bool_(ended), np.bool_(self.n == 0 and action == "stop"), info
-
-
-gymnasium.register("tests/Counter-v0", entry_point=Counter)
-for kind in ("raises", "hangs", "dies", "text", "long", "nan", "four", "info"):
-    gymnasium.register(f"tests/{kind}-v0", entry_point=Counter, kwargs={"bad": kind})
 
 
 def environment(name, **settings):
@@ -188,12 +153,12 @@ def test_a_step_that_hangs_is_interrupted():
 
 @pytest.fixture
 def workers(monkeypatch):
-    """workers(name, **settings): two games on one worker process, which finds this file."""
+    """workers(name, **settings): two games on one worker process, which finds counter_env.py."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parent}:{HERE.parents[1]}")
     made = []
 
     def make(name, **settings):
-        made.extend(environment(f"test_gymnasium:{name}", processes=1, **settings).make(2))
+        made.extend(environment(f"counter_env:{name}", processes=1, **settings).make(2))
         return made[-2:]
 
     yield make
@@ -211,7 +176,7 @@ def test_worker_processes_play_the_same(workers):
 
 
 @pytest.mark.parametrize("kind, reason", [
-    ("raises", "--env=gymnasium:test_gymnasium:tests/raises-v0: step raised KeyError"),
+    ("raises", "--env=gymnasium:counter_env:tests/raises-v0: step raised KeyError"),
     ("dies", "its worker died with exit code 7"), ("hangs", "its worker gave no answer for 2 s")])
 def test_a_worker_that_fails_loses_the_episode_and_is_replaced(workers, kind, reason):
     game, _ = workers(f"tests/{kind}-v0", time_limit_s=60.0)
