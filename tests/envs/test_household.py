@@ -10,7 +10,7 @@ import random
 import re
 import subprocess
 import sys
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ needs_transcripts = pytest.mark.skipif(
     not TRANSCRIPTS.exists(), reason="needs transcripts, ../shared/data/alfworld/transcripts.jsonl.gz; other "
                                      "tests compare with the engine itself, given alfworld and "
                                      "alfworld-download's games in $ALFWORLD_DATA")
+real_games = cache(partial(load_games, GAMES))           # of a split: the file is large
 GRAMMAR = 'grammar :: """{"task": [{"rhs": "Your task is to: put a hot apple in fridge."}]}""";\n' \
           'action PutObject { template :: "VERB {o} WORD {r}"; }'
 
@@ -118,7 +119,7 @@ def recorded():
 def test_every_recorded_transcript_is_reproduced_exactly():
     transcripts = recorded()
     tasks = {task.id: task for split in {t["split"] for t in transcripts}
-             for task in load_games(GAMES, split)}
+             for task in real_games(split)}
     game = Game()
     for transcript in transcripts:
         task = tasks[transcript["rel"]]
@@ -205,7 +206,7 @@ def play_both(engine, pddl, task_desc, turns, rng, tour=()):
 
 @needs_games
 def test_real_games_equal_the_live_engine_under_random_commands(engine):
-    rng, solvable = random.Random(20), load_games(GAMES, "train")
+    rng, solvable = random.Random(20), real_games("train")
     for rare in (r"\(isCool", r"\(receptacleType Bathtub\w+ SinkBasinType"):
         problem = next(task.problem for task in solvable if re.search(rare, task.problem.pddl))
         play_both(engine, problem.pddl, problem.task_desc, 10, rng)
@@ -331,7 +332,7 @@ def test_a_folder_gives_its_solvable_games_in_order(tmp_path):
 
 @needs_games
 def test_the_released_games_have_the_official_counts():
-    counts = {split: len(load_games(GAMES, split)) for split in ("train", "valid_seen", "valid_unseen")}
+    counts = {split: len(real_games(split)) for split in ("train", "valid_seen", "valid_unseen")}
     assert counts == {"train": 3553, "valid_seen": 140, "valid_unseen": 134}
     environment = Environment(Environment.Settings(str(GAMES)))
     assert [len(environment.split_tasks(name)) for name in ("dev", "L0", "L1", "L2")] == [199, 140, 134, 38]
@@ -342,7 +343,7 @@ def test_the_released_games_have_the_official_counts():
 @needs_games
 def test_the_pages_counts_of_games_that_are_close_to_training():
     """Of valid_seen: those whose folder, which names type, objects and room, has a training game."""
-    goal_and_room = {split: [task.id.split("/")[1] for task in load_games(GAMES, split)]
+    goal_and_room = {split: [task.id.split("/")[1] for task in real_games(split)]
                      for split in ("train", "valid_seen", "valid_unseen")}
     rooms = {split: [name.rpartition("-")[2] for name in names] for split, names in goal_and_room.items()}
     known = sum(name in set(goal_and_room["train"]) for name in goal_and_room["valid_seen"])
