@@ -3,7 +3,7 @@
     python gcd.py                                   # everything: small model, generated rooms, CPU
     python gcd.py --algo gigpo --no-gcd             # another algorithm, without the judge
     torchrun --nproc-per-node 8 gcd.py --model DIR  # a Qwen2, 2.5, 3 or Llama folder on eight GPUs
-    python gcd.py --help                            # every flag, with its meaning and unit
+    python gcd.py --help all                        # every flag, with its meaning and unit
 
 Start reading at `iteration`, one training step, and continue with the functions that it calls, in the order
 below. Each stage writes to --out as it goes: `checkpoint/` (a Hugging Face folder), `metrics.jsonl`,
