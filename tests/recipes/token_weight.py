@@ -35,7 +35,6 @@ class Method(algorithms.Method):
 
     Settings = Settings
     allows_refill = True                  # unequal rewards always give a gradient: allows refill
-    kl_in_reward = False                 # subtract_kl changes `turn.advantage` only
 
     def assign(self, episodes, decay=1.0):
         """Write the advantages of this rank's episodes, which are full groups. Returns metrics."""
