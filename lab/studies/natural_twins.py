@@ -19,6 +19,7 @@ Left out: whole-model gradients (lab/studies/cures.py), other sizes of the flaw 
 """
 
 import argparse
+import math
 import random
 import shutil
 import sys
@@ -448,8 +449,8 @@ def draw(table, path, name):
             for axis, (part, key, _) in zip(axes[:, column], rows) if results else ():
                 lines = [[point[part][key] for point in result["path"]] for result in results]
                 x = [point["iteration"] for point in next(iter(results))["path"]]
-                for line in lines:
-                    axis.plot(x, line, linewidth=0.4, alpha=0.4, **style)
+                seeds = [y for line in lines for y in (*line, math.nan)]         # one path: a smaller file
+                axis.plot([*x, math.nan] * len(lines), seeds, linewidth=0.4, alpha=0.4, **style)
                 axis.plot(x, [sum(points) / len(points) for points in zip(*lines, strict=True)], linewidth=2,
                           label=arm if kl else f"{arm}, no KL", **style)
         axes[0][column].set_title({"none": "no questions", "judge": "judging, other templates",
