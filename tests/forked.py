@@ -30,19 +30,25 @@ def program(arguments, environment, output):
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def context():
+    """multiprocessing's context in which processes are forked from one that has loaded LIBRARIES."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([*LIBRARIES])
+    return found
+
+
 def run(arguments, environment, folder, ranks, timeout=300):
     """Run a Python file on some ranks, as torchrun does, with their output in files in `folder`.
 
     Returns a namespace: returncode, the first of a rank that is not 0, and text, all they printed. The ranks
     are killed after `timeout` seconds; returncode is then that of the signal.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*LIBRARIES])
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     outputs, started = [folder / f"rank{rank}.txt" for rank in range(ranks)], time.monotonic()
-    processes = [context.Process(target=program, args=(
+    forks = context()
+    processes = [forks.Process(target=program, args=(
         [*map(str, arguments)], {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank),
                                  "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
                                  "MASTER_ADDR": "localhost", "MASTER_PORT": port}, output))

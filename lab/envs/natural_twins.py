@@ -130,7 +130,8 @@ class Game(twins.Game):
 
     def observe(self, problem):
         """Set up a task's state. Returns its observation."""
-        self.kind, self.flawed, self.others = problem.kind, problem.flawed, [problem.other]
+        self.kind, self.commands = problem.kind, sorted(problem.commands)
+        self.flawed, self.others = problem.flawed, [problem.other]
         return problem.observation
 
 

@@ -34,7 +34,8 @@ class Game:
     """
 
     answers = ("It fails.", "It works.")         # by whether the command won
-    flawed, others = PULL, OTHERS                # commands: flawed in N; the rest
+    flawed, others = PULL, OTHERS                # the command that is flawed in N, and the rest
+    commands = COMMANDS                          # all, sorted
 
     def __init__(self, flaw, played):
         self.flaw, self.played = flaw, played
@@ -49,11 +50,6 @@ class Game:
         """Set up a task's state. Returns its observation."""
         self.kind, tokens = problem
         return f"You see {' '.join(tokens)}."
-
-    @property
-    def commands(self):
-        """All commands, sorted."""
-        return sorted((self.flawed, *self.others))
 
     def step(self, command):
         if command not in self.commands:         # the episode ends: there is no second turn

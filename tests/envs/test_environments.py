@@ -164,7 +164,8 @@ NEW = ("import sys; before = set(sys.modules); import {}; "
        "print(*{{name.split('.')[0] for name in {{*sys.modules}} - before}})")
 
 
-def test_a_copy_of_the_folder_alone_plays_under_any_name(tmp_path, name="rooms"):
+def test_a_copy_of_the_folder_alone_plays_under_any_name(tmp_path):
+    name = "rooms"
     shutil.copytree(ENVS, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     code = (f"from {name}.household import Environment; environment = Environment(); "
             "(game,) = environment.make(1); "

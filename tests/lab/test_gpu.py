@@ -30,7 +30,7 @@ from lm.model import load_tokenizer
 @pytest.fixture(scope="module", autouse=True)
 def started_server():
     """The process from which checks are forked has loaded what takes seconds."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*forked.LIBRARIES])
+    forked.context()
     multiprocessing.forkserver.ensure_running()
 
 

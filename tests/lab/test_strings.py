@@ -152,8 +152,9 @@ def test_the_expert_wins_with_one_response():
 # Training tasks and splits
 
 @pytest.mark.parametrize("settings", [{}, {"letters": 3, "length": 5, "problems": 48}], ids=str)
-def test_no_problem_is_in_two_splits_or_trained_on(settings, seed=1):
+def test_no_problem_is_in_two_splits_or_trained_on(settings):
     """The second settings have few problems (8,748 in pretraining), so that draws repeat often."""
+    seed = 1
     evaluated = {name: environment(seed, **settings).split_tasks(name) for name in SPLITS}
     n = settings.get("problems", 64)
     assert all(len(contents(tasks)) == len(tasks) == n for tasks in evaluated.values())
