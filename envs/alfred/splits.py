@@ -122,7 +122,8 @@ class Tasks:
 class Split:
     """The tasks of one split by their numbers, for use without a run: see `find_split`.
 
-    `len` of it is the number of tasks, TRAIN_TASKS for "train". Numbers start at 0 and wrap around.
+    `len` of it is the number of tasks, TRAIN_TASKS for "train", and a loop over it ends after so many.
+    Numbers start at 0 and wrap around.
     """
 
     def __init__(self, name, source, types):
@@ -133,6 +134,9 @@ class Split:
 
     def __len__(self):
         return TRAIN_TASKS if self.fixed is None else len(self.fixed)
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index):
         if not isinstance(index, Integral):

@@ -72,15 +72,11 @@ def origin_row(result, name, _):
 
 
 def table4_row(result, name, _):
-    """A row of Table 4: seconds without and with GCD, their ratio, the paper's ratio, and the gains in
-    success if GCD trains for 75 % of the iterations only.
-    """
+    """A row of Table 4: seconds without and with GCD, their ratio, and the paper's ratio."""
     row = next(row for row in result["rows"] if row["row"] == name)
     base, ours = (row["seconds"][key]["total"] for key in (row["base"], name))
-    later = [percent(row["later"][split], len(row["later"][split]["seeds"]), "+") if row["later"] else "–"
-             for split in ("L0", "L1", "L2")]
     paper = number(row["paper"] and row["paper"]["ratio"], ".2f")
-    return [name, f"{base:.2f}", f"{ours:.2f}", f"{statistics.fmean(row['ratios']):.2f}", paper, *later]
+    return [name, f"{base:.2f}", f"{ours:.2f}", f"{statistics.fmean(row['ratios']):.2f}", paper]
 
 
 def result_row(result, name, heads):

@@ -26,7 +26,8 @@ PAGE = ROOT / "docs" / "household.md"
 LEFT_OUT = {"alfworld.py", "scienceworld.py"}
 EXAMPLES = {"tw_env": ("## In place of", r"\d of 8 won\n"), "gym": ("## As a Gymnasium", "(True|False)\n"),
             "openenv": ("## As an OpenEnv", r"(True|False) [01]\.0\n"),
-            "vector": ("## In a loop", r"\d+ of 64 won: train/0/\S+ \.\.\.\n")}
+            "vector": ("## In a loop", r"\d+ of 64 won: train/0/\S+ \.\.\.\n"),
+            "plain": ("## As plain Python", r"\d+ of 256 won\n")}
 # What TRL does with its class, without TRL
 AS_TRL_DOES = """
 import inspect
@@ -65,7 +66,7 @@ def test_an_example_is_about_ten_lines():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", ["tw_env", "gym", "vector"])
+@pytest.mark.parametrize("name", ["tw_env", "gym", "vector", "plain"])
 def test_the_pages_examples_run_in_the_project(name, data, tmp_path):
     if name == "gym":
         pytest.importorskip("gymnasium", reason="needs: pip install gymnasium")
@@ -126,7 +127,7 @@ def test_wheel_and_sdist_hold_the_game_and_nothing_else(built):
 
 
 def test_the_ways_in_work_from_an_empty_environment(python, data, tmp_path):
-    for name in ("tw_env", "gym", "vector"):
+    for name in ("tw_env", "gym", "vector", "plain"):
         printed = run([python, "-c", example(name)], cwd=tmp_path, env=clean(ALFWORLD_DATA=str(data)))
         assert re.fullmatch(EXAMPLES[name][1], printed), name
     assert run([python, "-c", AS_TRL_DOES], cwd=tmp_path, env=clean()) == (
