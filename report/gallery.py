@@ -1,8 +1,8 @@
 """The gallery of the studies' results, gallery.html: each claim of the papers, and the result here.
 
-Reads every NAME.json of a folder (written by `publish` in lab/studies/common.py) and the pictures that they
-name, and writes one page that needs no other file and no network. A figure of the paper without an entry is
-listed with the reason. Left out: any measurement or drawing.
+Reads every NAME.json of a folder (written by `publish` in lab/studies/common.py), the pictures that they
+name, and how many predictions held, and writes one page that needs no other file and no network. A figure
+of the paper without an entry is listed with the reason. Left out: any measurement or drawing.
 """
 
 import re
@@ -20,6 +20,7 @@ MISSING = "not measured here"
 WIDE = 2.2                        # width / height; a wider picture is too small next to text
 UNQUOTED = " !$()*+,-./:;=?@_~"    # what a data: URL and HTML leave as it is, besides letters and digits
 READING = "faults"                # the study of the section "Reading the curves"
+PREDICTIONS = "predictions.json"  # beside the folder: {study: numbers of claims}, by lab.bench.predictions
 # Figures and claims of the paper (arXiv:2509.23870), in its order
 PAPER = ("Figure 1", "Lemma 3.1", "Theorem 3.2", "Figure 2", "Figure 3a", "Figure 3b", "Figure 4",
          "Section 3.3", "Theorem A.1", "Figure 5", "Figure 6", "Figure 7", "Table 3", "Figure 8", "Figure 9",
@@ -44,6 +45,7 @@ class Entry:
     wide: bool           # whether the picture needs the page's full width
     study: str           # name of the study; empty if not measured here
     command: str         # reproduces the result
+    predicted: str       # what was predicted of the study, and how much of it held; empty: nothing
 
     @property
     def tone(self):
@@ -111,6 +113,12 @@ def texts(record, names, place):
     return [record[name] for name in names]
 
 
+def predicted_of(folder, name):
+    """How many of the claims that were committed before a study's runs held; "" if there are none."""
+    numbers = (files.read_json(folder.parent / PREDICTIONS) or {}).get(name)
+    return "of {} claims about this study {} held and {} failed".format(*numbers) if numbers else ""
+
+
 def entries(found):
     """An Entry for each figure of the studies, and for each of PAPER that none covers.
 
@@ -126,13 +134,15 @@ def entries(found):
                 raise ValueError(f"{place}, agrees: expected one of {', '.join(TONES)}, found {agrees!r:.60}")
             (command,), drawn = texts(study, ("command",), path), picture_path(path.parent, file, place)
             result.append(Entry(f"{path.stem}-{number}", paper, claim, result_here, agrees,
-                                picture(drawn, place), is_wide(drawn), path.stem, command))
+                                picture(drawn, place), is_wide(drawn), path.stem, command,
+                                predicted_of(path.parent, path.stem)))
     covered = [name for name in PAPER if any(covers(entry.paper, name) for entry in result)]
     for name in PAPER:
         if name not in covered:
             ours = picture(OURS[name], name) if name in OURS else ""
             anchor = name.lower().replace(" ", "-").replace(".", "-")
-            result.append(Entry(anchor, name, "", REASONS.get(name, NO_STUDY), MISSING, ours, False, "", ""))
+            result.append(Entry(anchor, name, "", REASONS.get(name, NO_STUDY), MISSING, ours, False, "", "",
+                                ""))
     order = {name: i for i, name in enumerate(PAPER)}
     return sorted(result, key=lambda entry: min((order[name] for name in PAPER if covers(entry.paper, name)),
                                                 default=len(order)))

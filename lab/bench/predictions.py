@@ -1,5 +1,7 @@
 """Predicted and came out: lab/predictions.md, made of lab/predictions.json and the stored results.
 
+The numbers of claims are also in lab/results/predictions.json, for the gallery (report/gallery.py).
+
 The JSON file is a list of groups, one per study, each with its predictions in the wording in which they were
 written before the runs:
 
@@ -36,6 +38,7 @@ from lab.bench.intervals import markdown
 from lab.bench.study import RESULTS, ROOT, below_root
 
 SOURCE, PAGE = ROOT / "lab" / "predictions.json", ROOT / "lab" / "predictions.md"
+COUNTS = RESULTS / "predictions.json"
 GROUP = {"study", "written", "results", "before", "after", "predictions"}
 PREDICTION = {"id", "text", "claims"}
 DECIDED, UNDECIDED = {"claim", "query"}, {"claim", "undecided"}
@@ -323,15 +326,26 @@ def counts(name, found, groups):
     return [name, *map(str, (len(verdicts), *(verdicts.count(one) for one in (HELD, FAILED, OPEN, PENDING))))]
 
 
+def by_study(groups):
+    """{NAME: [claims, held, failed]} of the groups whose results are on the page studies/NAME.md."""
+    found, named = outcomes(groups), {}
+    for group in groups:
+        for name in re.findall(r"studies/(\w+)\.md", group["results"]):
+            named.setdefault(name, []).append(group)
+    return {name: [int(n) for n in counts(name, found, of_study)[1:4]] for name, of_study in named.items()}
+
+
 def main(argv=None):
     argparse.ArgumentParser(prog="python -m lab.bench.predictions", description=__doc__,
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     try:
-        text = page(files.read_json(SOURCE))
+        groups = files.read_json(SOURCE)
+        text, numbers = page(groups), by_study(groups)
     except ValueError as error:
         print(f"lab.bench.predictions: error: {below_root(SOURCE)}: {error}", file=sys.stderr)
         return 1
     files.write_text(PAGE, text)
+    files.write_json(COUNTS, numbers)
     print(f"{below_root(PAGE)}: written")
     return 0
 

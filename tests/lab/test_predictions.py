@@ -44,6 +44,7 @@ def claim(query, **bound):
 def test_the_page_is_up_to_date():
     assert predictions.PAGE.read_text(encoding="utf-8") == predictions.page(STORED), (
         "run python -m lab.bench.predictions")
+    assert json.loads(predictions.COUNTS.read_text(encoding="utf-8")) == predictions.by_study(STORED)
 
 
 def test_the_page_has_each_prediction_and_claim_once_with_its_verdict():

@@ -55,6 +55,16 @@ def test_every_entry_is_on_the_page_and_every_other_figure_is_listed(tmp_path):
     assert page.tags.count("img") == 3 + 1                                  # and our own Figure 6
 
 
+def test_an_entry_says_how_many_predictions_of_its_study_held(tmp_path):
+    write(tmp_path / "studies", "toy", [figure("Figure 8")])
+    write(tmp_path / "studies", "other", [figure("Figure 9")])
+    (tmp_path / gallery.PREDICTIONS).write_text(json.dumps({"toy": [5, 3, 2]}))
+    found = gallery.entries(gallery.studies(tmp_path / "studies"))
+    assert {entry.predicted for entry in found if entry.study != "toy"} == {""}
+    text = " ".join(built(tmp_path / "studies").texts)
+    assert text.count("of 5 claims about this study 3 held and 2 failed") == 1
+
+
 def test_every_link_of_the_table_leads_to_its_figure(tmp_path):
     write(tmp_path, figures=[figure("Figure 1"), figure("Figure 1 again"), figure("Section 3.3")])
     found = gallery.entries(gallery.studies(tmp_path))
