@@ -113,7 +113,7 @@ class Agent:
             sample = Sample(prompt_ids + response_ids, [], [], None, 0)
             return float(last_values(self.model, [sample]).sigmoid())
         chat = self.chat
-        question = prompt_ids + response_ids + judge.question_message(chat)
+        question = prompt_ids + chat.closed(response_ids) + judge.question_message(chat)
         good, bad = (chat.encode(label) for label in judge.ANSWERS)
         if judge.question_style(chat) == "plain" and len(good) == len(bad) == 1:
             logits_V = self.model(torch.tensor([question]), select=([0], [len(question) - 1]))[0]

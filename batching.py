@@ -29,8 +29,8 @@ class Sample:
     sampled: list[bool]                   # False: prompt and observations, which carry no loss
     advantage: list[float]                # 0 where not sampled
     logprob_old: list[float] | None       # nats, 0 where not sampled; None: on-policy (ratio 1)
-    episode: int                          # its index: reductions count whole ones, and ranks share them; in
-                                          # judge demonstrations that of a good and a bad turn
+    episode: int                          # its index: minibatches, ranks and reductions go by it; of judge
+                                          # demonstrations and value-head samples the index of their pair
     kind: str = "policy"                  # or "judge", which has its own denominator and weight
     count: int = 1                        # multiplicity: equal judge answers are stored once
     logprob_ref: list[float] | None = None

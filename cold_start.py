@@ -299,7 +299,10 @@ def judge_questions(run, stop):
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)
         by_endpoint = parallel.all_gather(given)[0]
     writes = asks and not run.chat.bare and config.judge_kind == "generative"
-    max_tokens = config.question_room + (0 if writes else config.judge_response_tokens)
+    max_tokens = config.question_room
+    if not writes:
+        asked = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
+        max_tokens = min(max_tokens + config.judge_response_tokens, config.context - asked)
     places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if not chosen:
@@ -331,7 +334,7 @@ def steps_of(run, n_episodes):
 
 
 def imitate(run, batches, n, name, done, first, stop):
-    """Imitate the last of n batches by cross-entropy, those from number `first` on.
+    """Imitate `batches` by cross-entropy: of a stage's n, those from number `first` on.
 
     done: steps of earlier stages. stop: called after each step with the number of steps so far.
     """

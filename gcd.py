@@ -78,8 +78,8 @@ def collect(run, i):
     """Play this rank's episodes of iteration i, by the sampler with the model's weights of now. Returns those
     to learn from, and all that were played.
 
-    They differ with --dynamic-sampling refill: groups with unequal rewards, from up to `play_rounds` rounds
-    of play, until there are enough (each rank fills its own share), or equal ones if there are no others.
+    They differ with --dynamic-sampling refill: groups with unequal rewards, of up to `play_rounds` rounds of
+    play, until there are enough (each rank fills its own share); if there are none, groups with equal ones.
     """
     run.update_sampler()
     run.waits.clear()
@@ -181,7 +181,10 @@ def assign_credit(run, i, episodes, reference):
 
 
 def informative(run, episodes):
-    """Drop groups in which every advantage is 0, unless --dynamic-sampling keep or --kl wants them."""
+    """Drop groups in which every advantage is 0, unless --dynamic-sampling keep or --kl wants them.
+
+    They have no gradient; dropped, they do not count in the loss's divisor either.
+    """
     if run.config.dynamic_sampling == "keep" or run.config.kl != "none":
         return episodes
     groups = {episode.group for episode in episodes for turn in episode.turns
@@ -201,8 +204,8 @@ def optimize(run, i, samples, reference):
     """Take an iteration's optimizer steps. Returns the mean of their metrics.
 
     In bf16, where the sampler's logprobs are up to 0.03 nats off, old logprobs are the trainer's; the first
-    step's are those of its own forward. The gap between the two is the first step's: before it, both have the
-    same weights. ValueError if a float32 run's gap is larger than rounding.
+    step's are those of its own forward. The gap that is logged, sampler less trainer, is the first step's,
+    for which both have the same weights. ValueError if a float32 run's gap is larger than rounding.
     """
     config, objective = run.config, run.objective
     parts = batching.minibatches(samples, config.minibatches)
@@ -224,7 +227,7 @@ def optimize(run, i, samples, reference):
                     if config.dtype == "float32" and largest > LOGPROB_GAP_LIMIT:
                         raise ValueError(f"{kind}: sampler and trainer differ by {largest:.2e} nats on equal "
                                          f"weights; at most {LOGPROB_GAP_LIMIT:g} is rounding")
-    if not steps:                                    # every group's rewards were equal: no gradient
+    if not steps:                                    # no rank had a sample: no group teaches, none was judged
         unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
     return update.mean_of(steps) | gap | {"policy/steps": len(steps), "policy/lr": rate}

@@ -94,7 +94,7 @@ def question_message(chat):
 
 def question_ids(chat, turn):
     """Token ids of the episode up to and including the judged response, and of the question."""
-    return turn.prompt_ids + turn.response_ids + question_message(chat)
+    return turn.prompt_ids + chat.closed(turn.response_ids) + question_message(chat)
 
 
 def verdict_ids(chat, label):

@@ -215,7 +215,7 @@ class Conversation:
         episode.final_observation = self.reply.observation
         if self.reply.observation != self.chat.noop_message and self.reply.taken is not False:
             episode.final_anchor = self.reply.observation
-        self.exchanges.append(turn.response_ids + self.chat.observe(self.reply))
+        self.exchanges.append(self.chat.closed(turn.response_ids) + self.chat.observe(self.reply))
         self.prompt = list(chain(self.head, *self.exchanges[-self.history:]))      # -0 is 0: all of them
         limit = len(episode.turns) >= max_turns
         episode.overflowed = not self.reply.done and not limit and len(self.prompt) > max_prompt

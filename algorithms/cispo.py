@@ -6,6 +6,8 @@ The paper has no lower bound ("we did not impose a lower bound on the IS weight"
 gives no upper one; 5 is from ScaleRL (arXiv:2510.13786). The loss is a mean over tokens.
 """
 
+import torch
+
 from algorithms import grpo
 
 
@@ -18,7 +20,8 @@ class Loss:
         """The gradient is that of the equation; log ratio is log pi less a constant."""
         low, high = 1 - self.objective.clip_low, 1 + self.objective.clip_high
         weight_N = ratio_N.detach().clamp(low, high)
-        return -weight_N * advantage_N * ratio_N.log(), weight_N != ratio_N
+        tiny = torch.finfo(ratio_N.dtype).tiny         # of a ratio that underflowed to 0, the log is finite
+        return -weight_N * advantage_N * ratio_N.clamp(min=tiny).log(), weight_N != ratio_N
 
 
 class Method(Loss, grpo.Method):

@@ -4,7 +4,8 @@
     L = 1/episodes * sum over tokens / longest         no division by the length, which favours long failures
 
 longest: the sampled tokens that an episode may have, --max-turns times --max-response-tokens. It is constant,
-so only the learning rate and, with GCD, lambda depend on it: the judge's loss stays a mean over tokens.
+and no episode is dropped, so only the learning rate and, with GCD, lambda depend on the divisor: the judge's
+loss stays a mean over tokens.
 """
 
 from algorithms import grpo
@@ -14,4 +15,4 @@ class Method(grpo.Method):
     """GRPO with Dr. GRPO's settings."""
 
     defaults = dict(normalize_std=False, reduction="constant", clip_low=0.2, clip_high=0.2, dual_clip=0.0,
-                    kl="none")
+                    dynamic_sampling="keep", kl="none")

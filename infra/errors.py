@@ -25,6 +25,10 @@ ADVICE = {
                              "more ranks or, without a critic, --lora"),
     "update.py:step": ("stepping the optimizer", "--train-layers, more ranks or, without a critic, --lora"),
     "update.py": TRAINING,
+    "lora.py:merge": ("merging adapters", "more ranks"),
+    "parallel.py:copy_weights": ("copying the weights to the sampler", "more ranks or --slots down"),
+    "checkpoint.py:save_checkpoint": ("saving a checkpoint", "more ranks"),
+    "checkpoint.py:load_trainer": ("loading a checkpoint", "more ranks"),
     "session.py:load_model": LOADING,
     "session.py:frozen_copy": LOADING,
     "parallel.py:unsharded_copy": LOADING}

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from infra.parallel import print0
+
 FEW_ROWS = 64      # with fewer, one block of threads per row and key/value head leaves a GPU half idle
 
 
@@ -45,7 +47,7 @@ def varlen(device, dtype, head_dim):
     """The `Varlen` of the installed torch, or None if it cannot be used here.
 
     It needs torch 2.11, an Ampere GPU, half precision and a head size that is a multiple of 8 and at most
-    256. If it is missing on a GPU, each rank warns once, with the reason.
+    256. If it is missing on a GPU, rank 0 warns once, with the reason.
     """
     if device.type == "cpu":
         return None
@@ -67,8 +69,8 @@ def varlen(device, dtype, head_dim):
         own = {"seqused_k", "num_splits"} <= parameters.keys()
         cached = partial(cached_by_varlen_attn, varlen_attn) if own else cached_by_operator
         return Varlen(partial(varlen_attn, window_size=(-1, 0), **gqa), cached, shared_by_operator)
-    print(f"{reason}: falling back to masked attention, padded rows and decoding without CUDA graphs, which "
-          "is slower, and takes memory that grows with the square of --context", file=sys.stderr)
+    print0(f"{reason}: falling back to masked attention, padded rows and decoding without CUDA graphs, which "
+           "is slower, and takes memory that grows with the square of --context", file=sys.stderr)
     return None
 
 

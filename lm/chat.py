@@ -117,6 +117,10 @@ class Chat:
         """Text of a response without its stop token; other special tokens stay visible."""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
+    def closed(self, ids):
+        """A response's ids as the next message follows them: a cut one gets the end token that it lacks."""
+        return ids if ids[-1] in self.stop_ids else ids + self.end_ids
+
     def message(self, content, first=False):
         """Ids of a user message, up to where the response starts. first: the first of a conversation."""
         before, start, end, after = self.templates[0 if first else 1]

@@ -5,8 +5,8 @@ prompt that the slot does not contain yet is run: in an append-only conversation
 members of a group share one prefill of their first prompt. Responses stay token ids: training uses the
 sampled ids, and no response is tokenized again.
 Left out: paged caches.
-Shapes: B slots in use, R of them, T tokens of a chunk, V vocabulary, M tokens of the longest response. Of
-answers that share their prompt: R prompts, A answers to each.
+Shapes: B rows of a step, R rows that a call starts or draws for, T tokens of a chunk, V vocabulary, M tokens
+of the longest response. Of answers that share their prompt: R prompts, A answers to each.
 
     python -m lab.bench.iteration         # against transformers' generate
 """
@@ -337,7 +337,9 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
     """
     run = run_packed if cache.varlen else run_padded
     order, logits = zip(*run(model, cache, rows, chunks, starts, max_tokens))
-    return torch.cat(logits)[torch.tensor(sum(order, []), device=logits[0].device).argsort()]
+    place = {chunk: i for i, chunk in enumerate(chain(*order))}
+    (index_R,) = upload(logits[0].device, map(place.get, range(len(chunks))))
+    return torch.cat(logits)[index_R]
 
 
 def run_packed(model, cache, rows, chunks, starts, max_tokens):
@@ -436,7 +438,8 @@ def answer(model, prompts, streams, stop_ids, sampling, n_slots):
     """Sample several answers to each prompt. Returns per prompt a list of Responses.
 
     streams[i]: a random stream for each answer to prompts[i], equally many for all prompts. A prompt is
-    prefilled and cached once for all its answers. n_slots: how many answers are sampled at once.
+    prefilled and cached once for all its answers. n_slots: most answers that are sampled at once, but all
+    of at least one prompt.
     """
     answers, per_prompt = [], max(map(len, streams), default=1)
     per_batch = min(max(1, n_slots // per_prompt), len(prompts))

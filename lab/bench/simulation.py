@@ -80,6 +80,10 @@ class Chat:
         task, n = map(int, reply.observation.split())
         return [task] * n
 
+    def closed(self, ids):
+        """The ids: there is no end token."""
+        return ids
+
     def decode(self, ids):
         """No text."""
         return ""

@@ -171,7 +171,7 @@ def main(argv=None):
         trainer = make_trainer(options)
     except ModuleNotFoundError as error:
         parser.error(f"{error}: pip install -r requirements-trl.txt")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     clock = stopwatch(trainer)
     trainer.train()

@@ -324,6 +324,8 @@ def figures_of(rows):
         return [found[first]["mean"] > factor * abs(found[second]["mean"]) for found in ours.values()
                 if found[first]["half"] is not None and found[second]["half"] is not None]
 
+    alone = "" if any(found["half"] is not None for row in rows.values() for found in row.values()
+                      ) else " One seed, so there is no verdict."
     similar = [coupling.above_zero(less[key]) for key in ("hidden", "rms") if less
              and less[key]["half"] is not None]
     shares = [coupling.above_zero(found["share"]) for found in ours.values()
@@ -334,16 +336,16 @@ def figures_of(rows):
          "found": f"On the same turns, pairs of different tasks. Hidden states' cosine: {texts('hidden')}. "
                   f"Root mean square cosine of the output layer's gradients: {texts('rms')}. With judge "
                   f"questions, SmolLM2 less the small model: hidden {text_of(less.get('hidden'))}, gradients "
-                  f"{text_of(less.get('rms'))}.", "agrees": coupling.verdict(similar)},
+                  f"{text_of(less.get('rms'))}.{alone}", "agrees": coupling.verdict(similar)},
         {"paper": "Figure 3b (a pretrained model)", "picture": "pretrained.heat.svg",
          "claim": "A gradient step on a sample raises those with the same action on other inputs most.",
          "found": f"Steps on the whole model, turns of one command: {texts('whole same', ours)}; of other "
-                  f"commands: {texts('whole different', ours)}.",
+                  f"commands: {texts('whole different', ours)}.{alone}",
          "agrees": coupling.verdict(tests("whole same", "whole different", 2))},
         {"paper": "Section 3.2 (the leak, a pretrained model)", "picture": "pretrained.svg",
          "claim": "A good turn's gradient also raises flawed turns with the same command.",
          "found": f"Share of the good turn's own rise: {texts('share')}. Cosine to flawed turns of one "
-                  f"command: {texts('leak')}; to good ones: {texts('kept')}.",
+                  f"command: {texts('leak')}; to good ones: {texts('kept')}.{alone}",
          "agrees": coupling.verdict(shares)}]
 
 

@@ -62,7 +62,7 @@ def slow_play(model, tokenizer, spec, sampling, max_turns, history=0, on_truncat
             break
         action = "" if cut else tokenizer.decode(ids[:-1]).strip()
         reply = env.step(action) if action else Reply(NOOP_MESSAGE, env.admissible(), False, False)
-        exchanges.append(ids + encode(f"<|user|>{reply.observation}<|assistant|>"))
+        exchanges.append(ids + encode("<|im_end|>" * cut + f"<|user|>{reply.observation}<|assistant|>"))
     return turns
 
 

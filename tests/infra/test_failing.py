@@ -96,6 +96,10 @@ def test_out_of_memory_names_the_flags_of_the_activity(tmp_path, error):
                             ("judge.py:answer_questions", "while judging, --slots down"),
                             ("update.py:step", "while stepping the optimizer, --train-layers"),
                             ("infra/parallel.py:onloaded", "while bringing the KL reference"),
+                            ("lm/lora.py:merge", "while merging adapters, more ranks"),
+                            ("infra/parallel.py:copy_weights", "while copying the weights to the sampler"),
+                            ("infra/checkpoint.py:save_checkpoint", "while saving a checkpoint, more ranks"),
+                            ("infra/checkpoint.py:load_trainer", "while loading a checkpoint, more ranks"),
                             ("session.py:load_model", "while loading a model, more ranks"),
                             ("session.py:frozen_copy", "while loading a model, more ranks"),
                             ("infra/parallel.py:unsharded_copy", "while loading a model, more ranks")):

@@ -17,6 +17,7 @@ from test_attention import by_loop, shared_by_loop
 import config
 import judge
 from envs import MessageLengths, wrong_in, wrong_tasks
+from infra import files
 from lab.bench import gpu, gpu_checks, gpu_runs, lengths, memory
 from lab.bench import varlen as paths
 from lab.bench.simulation import Work
@@ -86,14 +87,17 @@ def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatc
 
 def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_leaves_the_rest(
         capsys, monkeypatch, tmp_path):
-    """Checks that ended by an error come last."""
+    """Checks that ended by an error come last; what another GPU did is run here, too."""
     out = tmp_path / "gpu.jsonl"
-    out.write_text('{"check": "broken", "ok": false, "error": "it broke"}\n{"check": "short", "ok": true}\n')
+    files.append(out, {"check": "broken", "ok": False, "error": "it broke"})
+    here = {"device": gpu_checks.device_name(), "torch": torch.__version__}
+    files.append(out, {"check": "short", "ok": True, **here})
+    files.append(out, {"check": "right", "ok": True, **here, "device": "another"})
     monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "short", "right"), *checks("dies", limit_s=10**6)])
     monkeypatch.setattr(gpu, "MOST_S", 100)
     assert gpu.main(["--tiny", "--out", str(out)]) == 1
     found, rest = lines_of(capsys.readouterr().out)
-    assert [*found] == ["right", "broken"] and len(out.read_text().splitlines()) == 4
+    assert [*found] == ["right", "broken"] and len(out.read_text().splitlines()) == 5
     assert [line.split()[1] for line in rest[:4]] == ["short", "met", "met", "not"]
     assert rest[4] == "1 left: the same command goes on"
     monkeypatch.setattr(gpu, "CHECKS", [*checks("short", "right"), *checks("dies", limit_s=10**6)])

