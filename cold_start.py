@@ -301,8 +301,8 @@ def judge_questions(run, stop):
     writes = asks and not run.chat.bare and config.judge_kind == "generative"
     max_tokens = config.question_room
     if not writes:
-        asked = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
-        max_tokens = min(max_tokens + config.judge_response_tokens, config.context - asked)
+        needed = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
+        max_tokens = min(max_tokens + config.judge_response_tokens, config.context - needed)
     places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if not chosen:
