@@ -52,6 +52,11 @@ def device_name():
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
+def sheet_of(name):
+    """A GPU's (bytes, FLOPs) per second by its data sheet; None: not listed."""
+    return next((peaks for pattern, peaks in SHEETS.items() if re.search(pattern, name)), None)
+
+
 class Bench:
     """A model of random weights, a tokenizer, a device, and the sizes of the checks.
 
@@ -64,7 +69,7 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.name = device_name()
-        self.sheet = next((peaks for name, peaks in SHEETS.items() if re.search(name, self.name)), None)
+        self.sheet = sheet_of(self.name)
         self.work = Work(response=8.0, turns=3, judged=4, answers=2) if tiny else Work()
         self.rows, self.shape = 4 if tiny else 128, memory.shape("1.5B")
         self.model_folder = self.folder / "model"

@@ -322,6 +322,12 @@ def test_the_judge_prompt_is_this_text(chat):
         "<|user|>Was that a good action? good or bad<|assistant|>")
 
 
+def test_a_response_that_was_cut_is_closed_before_the_question(chat):
+    whole = scripted(chat).turns[1]
+    cut = replace(whole, response_ids=whole.response_ids[:-1], truncated=True)
+    assert judge.question_ids(chat, cut) == judge.question_ids(chat, whole)
+
+
 def test_the_think_style_asks_for_a_tagged_verdict(tokenizer):
     chat = Chat(tokenizer, "think")
     text = tokenizer.decode(judge.question_ids(chat, scripted(chat).turns[0]))

@@ -130,6 +130,15 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     assert [path for path in exact if wrong[path] > 0.1] == ["decode", "decode_few", "prefill"]
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("name, bandwidth", [
+    ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.0e12), ("NVIDIA H100 NVL", 3.9e12),
+    ("NVIDIA H200", 4.8e12), ("NVIDIA A100-SXM4-80GB", 2.04e12), ("NVIDIA A100-SXM4-40GB", 1.56e12),
+    ("NVIDIA GH200 480GB", None), ("NVIDIA GB200", None), ("CPU", None)])
+def test_a_gpus_data_sheet_is_that_of_its_whole_name(name, bandwidth):
+    assert (gpu_checks.sheet_of(name) or [None])[0] == bandwidth
+
+
 def test_without_a_gpu_it_ends_with_an_error(capsys, monkeypatch, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
