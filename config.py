@@ -198,7 +198,7 @@ class Config:
                                   "twice", needs=NEEDS_ENDPOINT)
     endpoint_limit: int = setting(10000, "requests of a process, with retries and redirects; 0: none", low=0,
                                   needs=NEEDS_ENDPOINT)
-    evaluate: str = setting("auto", "splits, such as L0,L1; auto: those unseen in training; none",
+    evaluate: str = setting("auto", "splits, such as L0,L1; auto: those that fit --train-types; none",
                             section="evaluation")
     evaluate_tasks: int = setting(0, "tasks of each split to play, drawn once, the same for every "
                                   "seed; 0: all", low=0, rare=True)

@@ -4,8 +4,9 @@
     L = 1/episodes * sum over tokens / longest         no division by the length, which favours long failures
 
 longest: the sampled tokens that an episode may have, --max-turns times --max-response-tokens. It is constant,
-and no episode is dropped, so only the learning rate and, with GCD, lambda depend on the divisor: the judge's
-loss stays a mean over tokens.
+and no episode is dropped. AdamW's step does not depend on such a divisor, but for two things: gradients are
+clipped to --max-grad-norm, and with GCD lambda is relative to it, for the judge's loss stays a mean over
+tokens.
 """
 
 from algorithms import grpo
@@ -16,3 +17,4 @@ class Method(grpo.Method):
 
     defaults = dict(normalize_std=False, reduction="constant", clip_low=0.2, clip_high=0.2, dual_clip=0.0,
                     dynamic_sampling="keep", kl="none")
+    code_defaults = grpo.Method.code_defaults | dict(normalize_std=False)

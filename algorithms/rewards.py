@@ -29,7 +29,8 @@ def episode_reward(won_E, invalid_E, turns_E, settings):
     """Return reward_E, the reward of each episode before any baseline.
 
         share:  R = success_reward * won - invalid_penalty * invalid / turns      (the small model's default)
-        turn:   R = success_reward * won - invalid_penalty * invalid              (verl-agent: 10 and 0.1)
+        turn:   R = success_reward * won - invalid_penalty * invalid     (10 and 0.1 are verl-agent's numbers;
+                                                                          its formula is `code_turn_rewards`)
 
     won_E is bool, invalid_E and turns_E are counts. An episode without turns has an invalid share of 0.
     """

@@ -1,8 +1,9 @@
 """RLVMR: the episode's reward, plus one for the kind of reasoning that each turn declares (arXiv:2507.22844).
 
 A response starts with one tag (planning, explore, reflection, monitor). `tag_rewards` rewards the tags, and
-turns with the same tag are compared. Paper and released code differ in both parts, which --variant chooses
-together: the second is `paper_advantage` (step_weight = 1 - alpha) or `code_advantage` (step_weight = w).
+turns with the same tag are compared. Paper and released code differ in what earns a tag reward and in how
+rewards are compared (`paper_advantage`, where step_weight is 1 - alpha; `code_advantage`, where it is w);
+--variant chooses both.
 Left out: Algorithm 3 of its appendix, which compares full transitions and discounts repeated planning.
 """
 

@@ -288,7 +288,7 @@ class Environment:
         return command.partition(" ")[0]
 
     def unseen_splits(self):
-        """The splits whose tasks this training does not show: the default of --evaluate."""
+        """The splits that are evaluated by default: those that fit what is trained on."""
         return [name for name in self.splits if name != "dev"]
 
     def description(self):

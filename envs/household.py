@@ -65,7 +65,7 @@ class Environment(Base):
         return self._tasks.split_tasks(name)
 
     def unseen_splits(self):
-        """The splits whose tasks this training does not show, see splits.Tasks."""
+        """The splits that fit this training, see splits.Tasks."""
         return self._tasks.unseen_splits()
 
     def vocabulary(self):

@@ -158,7 +158,7 @@ class Environment(Base):
         return [self._task(pair, name) for pair in pairs]
 
     def unseen_splits(self):
-        """The splits whose tasks this training does not show: the default of --evaluate."""
+        """The splits that are evaluated by default: those that fit what is trained on."""
         return [name for name in (["L0", "L1"] if self.train_types == "all" else ["L2"]) if self._pairs(name)]
 
     def vocabulary(self):

@@ -9,7 +9,8 @@ speak for the agent.
 An environment may bring its own rules, response format and tools. With tools, the head of a conversation is
 rendered by the tokenizer's own template; of what follows a response, only the difference is, once and without
 that response, and so tokens that were sampled are never rendered again.
-Left out: templates whose tool calls are not JSON (Qwen3.5's are XML); their answers are refused as malformed.
+Left out: tool calls in another form than Qwen2.5's and Qwen3's, JSON in <tool_call> (Qwen3.5's are XML, Llama
+3's have no tag): such calls are refused as malformed.
 """
 
 import re
@@ -91,8 +92,8 @@ class Chat:
         self.tools = environment.tools() if environment and not self.small else []
         self.answer_templates = {}
         if self.tools and not self.shows_tools():
-            raise ValueError(f"--model={tokenizer.name_or_path}: its chat template shows no tools, which "
-                             "this --env has")
+            raise ValueError(f"--model={tokenizer.name_or_path}: its chat template shows no tools, or "
+                             "none in <tool_call>, which this --env has")
         # cached, since the same observations occur thousands of times
         self.encode = lru_cache(100_000)(self._encode)
         self.encodings = lru_cache(100_000)(self._encodings)
@@ -142,8 +143,9 @@ class Chat:
         return "\n\n".join(filter(None, (instruction, *parts)))
 
     def shows_tools(self):
-        """Whether the tokenizer's own template shows the tools."""
-        return self.tools[0]["function"]["name"] in self.rendered([{"role": "user", "content": ""}])
+        """Whether the tokenizer's own template shows the tools, and how to call them as `parse` reads it."""
+        text = self.rendered([{"role": "user", "content": ""}])
+        return self.tools[0]["function"]["name"] in text and "<tool_call>" in text
 
     def head(self, content):
         """Ids of the first prompt by the tokenizer's own template: rules, tools, first user message."""

@@ -25,8 +25,10 @@ CONTENTS = re.compile(r"(?:On|In) (?:the ([a-z]+ \d+)|it), you see (.*)\.$")
 class Belief:
     """What is known from the texts so far. All of it is true in the game; nothing unseen is assumed.
 
-    intro: the first observation. One exception: in real rooms a pan can be on two burners at once;
-    `where` has only the last one seen.
+    intro: the first observation. Three exceptions: in real rooms a pan can be on two burners at once, and
+    `where` has only the last one seen; a receptacle's type is read from its name (in one room "bathtubbasin
+    1" is a sink); and what a thing was like at the start is not known (no original game has a cool thing that
+    must be cool, a rearranged one may).
     """
 
     def __init__(self, intro):
@@ -46,6 +48,7 @@ class Belief:
 
     def update(self, command, observation):
         """Add one turn: the command as it was sent, and the game's full answer."""
+        command = command.strip()                                        # as the game does
         verb, names = command.split(" ", 1)[0], NAME.findall(command)
         if observation == NOOP_MESSAGE:
             self._refused(command, names)
@@ -387,6 +390,7 @@ def oracle_labels(observations, commands):
 def _label(belief, command, refused):
     if refused:
         return "bad"
+    command = command.strip()
     needed = {next_command(belief, *step) for step in next_steps(belief)}
     if command in needed or _is_search(belief, command):
         return "good"

@@ -113,7 +113,9 @@ class Tasks:
         return self.validated(self.real_games(name, HELD_OUT if name == "L2" else TYPES["all"]))
 
     def unseen_splits(self):
-        """The splits whose tasks this training does not show: the default of --evaluate."""
+        """The splits that are evaluated by default: of real games L2 if its task types are left out of
+        training, L0 and L1 if none is.
+        """
         if self.train_types == "all":
             return ["L0", "L1"]
         return ["L2"] if self.source else ["L0", "L1", "L2"]

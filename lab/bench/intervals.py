@@ -30,6 +30,14 @@ def paired(minuend, subtrahend):
     return interval({seed: minuend[seed] - subtrahend[seed] for seed in minuend if seed in subtrahend})
 
 
+def sign_of(difference):
+    """1 or -1 if a difference's interval excludes 0, 0 if not; None without an interval."""
+    if difference is None or difference["half"] is None:
+        return None
+    mean, half = difference["mean"], difference["half"]
+    return 0 if abs(mean) <= half else 1 if mean > 0 else -1
+
+
 def mean_known(values):
     """Mean of the values that are not None; None if there are none."""
     known = [value for value in values if value is not None]

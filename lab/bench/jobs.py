@@ -97,7 +97,7 @@ def run_cell(cell, jobs, children, dirty=False):
         if status or not finished(cell):
             raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see "
                          f"{below_root(Path(log.name))}")
-    if cell.splits:
+    if cell.splits and not cell.result.exists():          # a cold start that was made again keeps its result
         files.write_json(cell.result, result_of(cell, cell.folder, dirty) | {"jobs": jobs})
 
 

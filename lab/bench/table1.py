@@ -50,7 +50,8 @@ def collect(config, cells):
     return {key: config[key] for key in ("what", "benchmark", "seeds", "splits", "paper_model")} | {
         "ran": what_ran(config, stored), "rows": rows,
         "differences": {f"{a} - {b}": difference(rows[a], rows[b]) for a, b in config["differences"]},
-        "judge": judges(names, stored), "notes": texts(config, "note"), "not_rerun": texts(config, "rerun")}
+        "judge": judges(config, names, stored), "notes": texts(config, "note"),
+        "not_rerun": texts(config, "rerun")}
 
 
 def summary(cells, split):
@@ -117,13 +118,18 @@ def what_ran(config, stored):
             "differs": {key: then for cell in stored for key, then in cell.get("differs", {}).items()}}
 
 
-def judges(names, stored):
-    """Mean over seeds of each row's judge metrics in its last ten iterations; omits rows without a judge."""
+def judges(config, names, stored):
+    """Mean over seeds of each row's judge metrics in the last ten iterations of its training run, the first
+    in the config's order if there are several; omits rows without a judge.
+    """
     result = {}
     for name in names:
-        found = [cell["judge"] for cell in stored if cell["row"] == name]
-        if found := [judge for judge in found if judge.get("auc") is not None]:
-            result[name] = {key: mean_known(judge.get(key) for judge in found) for key in JUDGE}
+        for run in config["runs"]:
+            found = [cell["judge"] for cell in stored
+                     if (cell["row"], cell["config"]["train_types"]) == (name, run["train_types"])]
+            found = [judge for judge in found if judge.get("auc") is not None]
+            if found and name not in result:
+                result[name] = {key: mean_known(judge.get(key) for judge in found) for key in JUDGE}
     return result
 
 
@@ -217,7 +223,7 @@ def score_text(result, splits):
 def judge_text(result):
     """Table of judge metrics; no lines if no row has a judge."""
     rows = [[name, *(number(judge[key], ".2f") for key in JUDGE)] for name, judge in result["judge"].items()]
-    head = "The judge, mean over the last ten iterations:"
+    head = "The judge, mean over the last ten iterations (of two training runs, of the first):"
     return [head, "", *markdown(["judge", *JUDGE], rows)] if rows else []
 
 

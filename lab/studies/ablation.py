@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lab.bench.intervals import percent
+from lab.bench.intervals import percent, sign_of
 from lab.studies import common
 
 CONFIG = common.ROOT / "lab" / "results" / "table3_household.json"
@@ -30,27 +30,14 @@ CLAIMS = [
 ]
 
 
-def sign_of(difference):
-    """The sign of a paired difference, 0 if its 95 % interval contains 0, None without an interval."""
-    if difference is None or difference["half"] is None:
-        return None
-    mean, half = difference["mean"], difference["half"]
-    return 0 if abs(mean) <= half else 1 if mean > 0 else -1
-
-
 def entry(paper, claim, comparisons, result, split, note=""):
     """An entry of the gallery. comparisons: (row, row, claimed sign of their difference); note: appended.
 
-    Agrees: "yes" if every difference has the claimed sign and an interval without 0, "no" if one has the
-    opposite sign and such an interval. An interval that contains 0 decides nothing.
+    Agrees: see `common.agreement`.
     """
     differences = [(f"{a} - {b}", sign, result["differences"].get(f"{a} - {b}", {}).get(split))
                    for a, b, sign in comparisons]
-    signs = [sign_of(difference) for _, _, difference in differences]
-    claimed = [sign for _, sign, _ in differences]
-    agrees = ("not measurable" if None in signs else "yes" if signs == claimed
-              else "no" if any(sign and sign != expected for sign, expected in zip(signs, claimed))
-              else "partly" if any(signs) else "not measurable")
+    agrees = common.agreement([(sign_of(difference), sign) for _, sign, difference in differences])
     found = "; ".join(f"{name}: {percent(difference, len(result['seeds']), '+')}"
                       for name, _, difference in differences)
     return {"paper": paper, "claim": claim, "agrees": agrees, "picture": "ablation.svg",

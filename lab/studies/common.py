@@ -145,6 +145,22 @@ def make_runs(folders, work, jobs, name):
         pass
 
 
+# Verdicts
+
+def agreement(signs):
+    """One of AGREES for pairs (sign of a difference, claimed sign), of intervals.sign_of.
+
+    "yes" if every difference has the claimed sign, "no" if one has the opposite one. An interval that
+    contains 0 decides nothing: "partly" with others as claimed, "not measurable" alone or without interval.
+    """
+    if not signs or any(sign is None for sign, _ in signs):
+        return "not measurable"
+    if any(sign == -claimed for sign, claimed in signs):
+        return "no"
+    held = [sign == claimed for sign, claimed in signs]
+    return "yes" if all(held) else "partly" if any(held) else "not measurable"
+
+
 # Kept models
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from lab.bench import jobs
-from lab.bench.intervals import interval, markdown, mean_known, number, paired, with_half
+from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common, conflict, influence, runs
 
 PAGE = Path(__file__).with_name("coupling.page.md")
@@ -202,11 +202,6 @@ def verdict(tests):
     return "not measurable" if not tests else "yes" if all(tests) else "partly" if any(tests) else "no"
 
 
-def above_zero(difference):
-    """Whether an interval over seeds lies above 0; False with one seed, which has no interval."""
-    return difference["half"] is not None and difference["mean"] > difference["half"]
-
-
 def spread(values):
     """Mean and standard error of the values; the error of a single value is infinite."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("inf")
@@ -247,7 +242,8 @@ def figure_3a(results):
             "found": f"Root mean square cosine of gradients between tasks: {text('rms')}. Pairs with one "
             f"action: {text('same action')}. Mean cosine of hidden states: {text('hidden')}. There is no "
             f"mathematics here{stand_in}",
-            "agrees": "not measurable" if not known else "partly" if any(map(above_zero, known)) else "no"}
+            "agrees": ("not measurable" if not known else
+                       "partly" if any(sign_of(one) == 1 for one in known) else "no")}
 
 
 def figure_3b(results):
@@ -266,18 +262,18 @@ def figure_3b(results):
 
 
 def figure_8(results):
-    """Agrees if +GCD is above every other arm, beyond the interval over seeds, in both kinds of gap."""
-    tests, text = [], []
+    """Agrees if +GCD is above every other arm in both kinds of gap: see `common.agreement`."""
+    signs, text = [], []
     for key in GAPS:
         for arm, difference in results.differences(key).items():
-            tests.append(above_zero(difference))
+            signs.append((sign_of(difference), 1))
             text.append(f"{key}, +GCD minus {arm}: {with_half(difference, '+.2g')}")
     few = " One seed has no interval, so it cannot show a difference." if len(results.seeds) < 2 else ""
     return {"paper": "Figure 8", "picture": "coupling.gap.svg",
             "claim": "GCD widens the gap between same-class and cross-class influence, beyond GRPO and "
             "GiGPO.",
             "found": f"Last third of training: {'; '.join(text) or 'nothing to compare'}.{few}",
-            "agrees": "not measurable" if few else verdict(tests)}
+            "agrees": common.agreement(signs)}
 
 
 def figure_9(results):

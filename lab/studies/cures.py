@@ -373,9 +373,11 @@ def merged(*tables):
 
 def again(*tables):
     """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones, of those with
-    outcomes of their own, and of all.
+    outcomes of their own, of all, and of all but the new ones, in which GCD's lead was seen.
     """
-    sides = dict(zip(("first", "new", "own"), tables, strict=True)) | {"all": merged(*tables)}
+    first, _, own = tables
+    sides = dict(zip(("first", "new", "own"), tables, strict=True)) | {
+        "first + own": merged(first, own), "all": merged(*tables)}
     return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
             for other in ("GRPO", "+GCD, coins")}
 

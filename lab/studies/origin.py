@@ -123,7 +123,7 @@ def findings(everything, results):
         if settings["what"] in INSTEAD:
             instead.setdefault((settings["axis"], settings["what"]), {})[key[2]] = bases[key], result
     axes = [axis_row(*key, of_seed) for key, of_seed in trained.items()]
-    return {"axes": axes, "gain": gains([pair for of_seed in trained.values() for pair in of_seed.values()]),
+    return {"axes": axes, "gain": gains([*trained.values()]),
             "saturation": saturation(cells),
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
             "methods": [row for axis, rho in METHODS_AT
@@ -149,6 +149,8 @@ def axis_row(axis, rho, positions, of_seed):
     crossing = next((k for k in KS if curve[k]["gain"]["mean"] <= 0 < curve[k]["base"]["mean"]), None)
     return {"axis": axis, "rho": rho, "positions": positions, "curve": curve, "id": both("id", 1),
             "unsolved": sum(not b for b, _ in pairs), "newly_solved": sum(not b and a > 0 for b, a in pairs),
+            "lost": sum(b > 0 and not a for b, a in pairs),
+            "by_second_half": by_second_half(b for b, _ in pairs),
             "problems": len(pairs), "crossing": crossing,
             "rare": share([result["rare"] for _, result in of_seed.values()]),
             "rare_before": share([base["rare"][axis] for base, _ in of_seed.values()])}
@@ -166,21 +168,30 @@ BINS = (0, 1e-9, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0000001)
 def gains(runs):
     """Gain by the base's Q over all problems of the runs, and the shift of log-odds that fits it best.
 
-    runs: pairs (base, result). All problems have the same weight; half is twice the standard error over
-    problems.
+    runs: of each axis, {seed: (base, result)}. gain: all problems have the same weight. half: of the interval
+    over the seeds' means, None for one seed, because the problems of a seed share a base.
     """
-    pairs = [(b / EACH, a / EACH) for base, result in runs for axis in result["right"] if axis != "id"
+    tried = [(seed, b / EACH, a / EACH) for of_seed in runs for seed, (base, result) in of_seed.items()
+             for axis in result["right"] if axis != "id"
              for b, a in zip(base["right"][axis], result["right"][axis])]
     bins = []
     for low, high in itertools.pairwise(BINS):
-        inside = [(q, p) for q, p in pairs if low <= q < high]
+        inside = [(seed, q, p) for seed, q, p in tried if low <= q < high]
         if len(inside) > 1:
-            gain = [p - q for q, p in inside]
-            bins.append({"low": low, "high": min(high, 1), "n": len(inside), "gain": statistics.fmean(gain),
-                         "half": 2 * statistics.stdev(gain) / math.sqrt(len(gain)),
-                         "q": statistics.fmean(q for q, _ in inside),
-                         "shift": tilting.shift_of(inside)})
-    return {"bins": bins, "shift": tilting.shift_of(pairs), "problems": len(pairs)}
+            gain = {seed: statistics.fmean(p - q for one, q, p in inside if one == seed)
+                    for seed in sorted({seed for seed, _, _ in inside})}
+            bins.append({"low": low, "high": min(high, 1), "n": len(inside), "half": interval(gain)["half"],
+                         "gain": statistics.fmean(p - q for _, q, p in inside),
+                         "q": statistics.fmean(q for _, q, _ in inside),
+                         "shift": tilting.shift_of([(q, p) for _, q, p in inside])})
+    return {"bins": bins, "shift": tilting.shift_of([(q, p) for _, q, p in tried]), "problems": len(tried)}
+
+
+def by_second_half(right):
+    """How many problems have their first right response in the second half of EACH tries, in expectation over
+    the order of the tries. right: of each problem the number of its right responses.
+    """
+    return sum(math.comb(EACH - n, EACH // 2) for n in right if n) / math.comb(EACH, EACH // 2)
 
 
 def saturation(cells):
@@ -348,7 +359,7 @@ def draw_masses(found, path):
     left.legend(*left.get_legend_handles_labels(), fontsize=7)
     bins, shift = found["gain"]["bins"], found["gain"]["shift"]
     right.errorbar([one["q"] for one in bins], [one["gain"] for one in bins],
-                   [one["half"] for one in bins], fmt="o", color="black", markersize=4)
+                   [one["half"] or 0 for one in bins], fmt="o", color="black", markersize=4)
     if shift is not None:
         right.plot(grid, [tilting.sigmoid(tilting.logit(q) + shift) - q for q in grid], color="tab:blue",
                    linewidth=1, label=f"log-odds + {shift:.2f}")
@@ -389,7 +400,8 @@ def axes_table(rows):
         row["axis"], f"{row['rho']:g}", row["positions"],
         *(points_of(row["curve"][1][which]) for which in ("base", "GRPO", "gain")),
         *(points_of(row["curve"][EACH][which]) for which in ("base", "GRPO")),
-        str(row["crossing"] or "never"), f"{row['newly_solved']} of {row['unsolved']}",
+        str(row["crossing"] or "never"),
+        f"{row['newly_solved']} of {row['unsolved']} ({row['by_second_half']:.0f}, −{row['lost']})",
         " → ".join("–" if value is None else f"{value:.1%}" for value in (row["rare_before"], row["rare"])),
         points_of(row["id"]["gain"])] for row in rows])
 
@@ -448,7 +460,8 @@ def agent_text(rows):
 def page(found, command, seeds, there, requested):
     """The page's text, from its template in this folder."""
     bins = [["0 of 256" if one["high"] < 1e-6 else f"{round(one['low'], 3):g} to {one['high']:g}",
-             str(one["n"]), f"{100 * one['gain']:+.1f} ± {100 * one['half']:.1f}",
+             str(one["n"]), f"{100 * one['gain']:+.1f}" + (
+                 "" if one["half"] is None else f" ± {100 * one['half']:.1f}"),
              "–" if one["shift"] is None else f"{one['shift']:+.2f}"] for one in found["gain"]["bins"]]
     saturated = [[str(row["steps"] or "all"), points_of(row["base"]), points_of(row["gain"])]
                  for row in found["saturation"]]
@@ -525,11 +538,13 @@ def discovery_verdict(rows):
     if not measurable:
         return "not measurable", "No base solves a tenth of an axis' problems in 256 responses."
     few, most = sum(row["rare"] < 0.1 for row in measurable), max(measurable, key=lambda row: row["rare"])
-    solved, unsolved = sum(row["newly_solved"] for row in rows), sum(row["unsolved"] for row in rows)
+    solved, unsolved, lost, late = (sum(row[key] for row in rows)
+                                    for key in ("newly_solved", "unsolved", "lost", "by_second_half"))
     return ("yes" if few == len(measurable) else "partly" if 2 * few > len(measurable) else "no",
             "Correct responses that the base gives less than once in as many as RL sampled: at most "
             f"{most['rare']:.1%} ({most['axis']}, rho {most['rho']:g}). Of {unsolved} problems that the base "
-            f"does not solve in 256 responses, GRPO solves {solved} at least once in 256.")
+            f"does not solve in 256 responses, GRPO solves {solved} at least once in 256 (the base's second "
+            f"128 solve {late:.0f} that its first do not); it loses {lost} of those that the base solves.")
 
 
 def alignment_verdict(rows):

@@ -34,7 +34,7 @@ import torch
 import cold_start
 from infra.streams import DEMONSTRATIONS, stream
 from lab.bench import jobs
-from lab.bench.intervals import interval, markdown, paired, with_half
+from lab.bench.intervals import interval, markdown, paired, sign_of, with_half
 from lab.studies import common, coupling, influence, runs
 from rollout import EpisodeSpec
 
@@ -326,9 +326,9 @@ def figures_of(rows):
 
     alone = "" if any(found["half"] is not None for row in rows.values() for found in row.values()
                       ) else " One seed, so there is no verdict."
-    similar = [coupling.above_zero(less[key]) for key in ("hidden", "rms") if less
+    similar = [sign_of(less[key]) == 1 for key in ("hidden", "rms") if less
              and less[key]["half"] is not None]
-    shares = [coupling.above_zero(found["share"]) for found in ours.values()
+    shares = [sign_of(found["share"]) == 1 for found in ours.values()
               if found["share"]["half"] is not None]
     return [
         {"paper": "Figure 3a (a pretrained model)", "picture": "pretrained.svg",

@@ -16,9 +16,8 @@ import re
 import sys
 from pathlib import Path
 
-from lab.bench.intervals import interval, percent
+from lab.bench.intervals import interval, percent, sign_of
 from lab.studies import common
-from lab.studies.ablation import sign_of
 
 CONFIG = common.ROOT / "lab" / "results" / "table1_pretraining.json"
 MODELS = {"smollm2": ("SmolLM2", "tab:blue"), "small": ("small model, from scratch", "tab:orange")}
@@ -68,17 +67,14 @@ def draw(result, path):
 def figures_of(result):
     """What was found, for the gallery: SmolLM2 less the small model after equally many demonstrations.
 
-    Agrees on L2: "yes" if every interval over seeds lies above 0, "no" if none does, else "partly"; "not
-    measurable" unless each pair has an interval.
+    Agrees by the differences after the most of them, 300, on L0 and on L2: see `common.agreement`.
     """
-    texts, signs = [], []
+    texts, most = [], result["differences"].get(f"smollm2_{COUNTS[-1]} - small_{COUNTS[-1]}", {})
     for n in COUNTS:
         name = f"smollm2_{n} - small_{n}"
         less = result["differences"].get(name, {})
         texts.append(f"{n}: " + " / ".join(percent(less.get(split), len(result["seeds"]), "+")
                                            for split in result["splits"]))
-        signs.append(sign_of(less.get("L2")))
-    above = [sign == 1 for sign in signs]
     unseen = "; ".join(f"{name} {percent(row['L2'], len(result['seeds']))}" for name, row in
                        result["rows"].items() if "L2" in row)
     return [{"paper": "What pretraining buys", "picture": "pretraining.svg",
@@ -87,8 +83,7 @@ def figures_of(result):
              "found": f"SmolLM2 less the small model, points of success at temperature 1 on "
                       f"{' / '.join(result['splits'])}, by demonstrations: {'; '.join(texts)}. On L2, whose "
                       f"types no demonstration showed, in per cent: {unseen}.",
-             "agrees": ("not measurable" if None in signs else "yes" if all(above) else
-                        "partly" if any(above) else "no")}]
+             "agrees": common.agreement([(sign_of(most.get(split)), 1) for split in ("L0", "L2")])}]
 
 
 def main(argv=None):

@@ -243,6 +243,8 @@ def test_dapo_and_dr_grpo_are_as_published(model, samples, algo, high, preset):
 @pytest.mark.parametrize("algo, sampling", [("dapo", "refill"), ("dr_grpo", "keep")])
 def test_their_advantages_and_sampling(algo, sampling):
     """DAPO divides by the std, Dr. GRPO does not; neither has a KL."""
+    settings = config.parsed(["--algo", algo, "--variant", "code"])
+    assert settings.algorithm.settings.normalize_std == (algo == "dapo")
     settings = config.parsed(["--algo", algo])
     assert (settings.dynamic_sampling, settings.kl) == (sampling, "none")
     got, _ = advantages_of(settings.algorithm, random_episodes(3))

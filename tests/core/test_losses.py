@@ -46,7 +46,7 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only(ratio, advantage,
     assert clipped.item() == (gradient == 0.0)
 
 
-def test_kl_estimates_have_the_mean_kl_and_k3_has_the_gradient_of_the_reverse_kl():
+def test_kl_estimates_have_the_mean_kl_and_k3_has_the_gradient_of_the_kl_from_the_reference():
     """E_pi[k1] = E_pi[k3] = KL(pi||ref); as a loss on samples, k3 has the gradient of KL(ref||pi)."""
     logits = torch.randn(6, dtype=torch.double, requires_grad=True)
     ref = torch.randn(6, dtype=torch.double).log_softmax(0)

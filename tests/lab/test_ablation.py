@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from lab.bench.intervals import interval
+from lab.bench.intervals import interval, sign_of
 from lab.bench.study import cells_of, read_config
 from lab.studies import ablation, common
 
@@ -26,8 +26,8 @@ def result_of(rows, differences):
 @pytest.mark.parametrize("values, sign", [((0.05, 0.06, 0.07), 1), ((-0.05, -0.06, -0.07), -1),
                                           ((-0.1, 0.1, 0.05), 0), ((0.1,), None), ((), None)])
 def test_a_difference_has_a_sign_only_if_its_interval_excludes_0(values, sign):
-    assert ablation.sign_of(interval(dict(enumerate(values)))) == sign
-    assert ablation.sign_of(None) is None
+    assert sign_of(interval(dict(enumerate(values)))) == sign
+    assert sign_of(None) is None
 
 
 @pytest.mark.parametrize("first, second, agrees", [

@@ -216,8 +216,6 @@ def test_an_empty_class_is_not_measurable(model):
 @pytest.mark.fast
 def test_verdicts():
     assert [coupling.verdict(tests) for tests in ([True], [True, False], [False])] == ["yes", "partly", "no"]
-    assert coupling.above_zero({"mean": 1.0, "half": 0.5})
-    assert not any(coupling.above_zero({"mean": 1.0, "half": half}) for half in (1.5, None))
     assert coupling.with_half({"mean": 0.25, "half": None}, "+.2g") == "+0.25"
     assert coupling.with_half({"mean": 0.25, "half": 0.1}, "+.2g") == "+0.25 ± 0.1"
     assert coupling.spread([1.0, 3.0]) == (2.0, 1.0) and coupling.spread([1.0])[1] == float("inf")

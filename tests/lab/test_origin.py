@@ -170,7 +170,7 @@ def row(axis, base, gain, base_256=0.5, rare=0.0, half=None):
     curve = {1: {"base": {"mean": base}, "gain": {"mean": gain, "half": half, "seeds": {}}},
              origin.EACH: {"base": {"mean": base_256}}}
     return {"axis": axis, "rho": 0.1, "positions": "rotary", "curve": curve, "rare": rare, "unsolved": 3,
-            "newly_solved": 1}
+            "newly_solved": 1, "lost": 0, "by_second_half": 0.5}
 
 
 @pytest.mark.fast
@@ -304,3 +304,9 @@ def test_k3s_row_is_compared_token_by_token():
     assert found["forms"] == pytest.approx([p]) and found["distance"] == pytest.approx(0, abs=1e-12)
     assert found["rare_less_form"] == pytest.approx(p - tilting.k3_mass(0.02, origin.BETA))
     assert found["distance_of_whole_responses"] == pytest.approx(-found["rare_less_form"])
+
+
+def test_problems_that_the_second_half_solves_by_hand(monkeypatch):
+    """Of 4 tries one right one is in the second half with 1/2, two both with 1/6, three never."""
+    monkeypatch.setattr(origin, "EACH", 4)
+    assert origin.by_second_half([0, 1, 2, 3, 4]) == pytest.approx(1 / 2 + 1 / 6)

@@ -36,8 +36,8 @@ GROUP = 6, 7, 8, 5, 9
 
 
 def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=None):
-    """Stands in for both functions of `Varlen`: query i of a sequence's n attends to keys 0 to m - n + i of
-    its m.
+    """Stands in for `causal` and `cached` of `Varlen`: query i of a sequence's n attends to keys 0 to
+    m - n + i of its m.
     """
     assert {q_starts.dtype, k_starts.dtype} == {torch.int32}
     out = []
