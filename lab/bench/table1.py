@@ -126,7 +126,7 @@ def judges(config, names, stored):
     for name in names:
         for run in config["runs"]:
             found = [cell["judge"] for cell in stored
-                     if (cell["row"], cell["config"]["train_types"]) == (name, run["train_types"])]
+                     if cell["row"] == name and {*cell["splits"]} <= {*run["splits"]}]
             found = [judge for judge in found if judge.get("auc") is not None]
             if found and name not in result:
                 result[name] = {key: mean_known(judge.get(key) for judge in found) for key in JUDGE}
