@@ -24,7 +24,7 @@ from infra import files
 from lab.bench.cells import check_results
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, percent
 from lab.bench.jobs import run_due, to_run
-from lab.bench.study import COLUMN, PAPER, add_dirty, cells_of, choose, read_config
+from lab.bench.study import COLUMN, PAPER, add_dirty, cells_of, choose, read_config, runs_of
 
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
@@ -124,7 +124,7 @@ def judges(config, names, stored):
     """
     result = {}
     for name in names:
-        for run in config["runs"]:
+        for run in runs_of(config):
             found = [cell["judge"] for cell in stored
                      if cell["row"] == name and {*cell["splits"]} <= {*run["splits"]}]
             found = [judge for judge in found if judge.get("auc") is not None]

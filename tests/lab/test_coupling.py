@@ -360,6 +360,8 @@ def test_figure_8_needs_an_interval_over_seeds():
     assert "minus grpo: +1" in coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["found"]
     assert coupling.figure_8(coupling.Results(cells, [0]))["agrees"] == "not measurable"
     cells["grpo+gcd, seed 2"] = cell(0.0)
+    assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "not measurable"
+    cells |= {f"grpo+gcd, seed {seed}": cell(0.1 * seed) for seed in range(3)}
     assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "no"
 
 
