@@ -45,8 +45,8 @@ def cold_start(run):
     """Imitate the expert: first the policy, then policy and judge together. Jointly from scratch, the judge's
     questions take over and the policy learns little.
 
-    A stop saves a checkpoint between steps, from which --resume continues. In a DAgger round it does not, and
-    --resume continues from the last round saved.
+    A stop saves a checkpoint between steps, from which --resume continues. Within a DAgger round nothing is
+    saved, and --resume continues from the last saved round.
     """
     config, learner, steps, rounds = run.config, run, 0, 0
     if run.chat.small:
@@ -247,9 +247,10 @@ def demonstrate(run, first, n, mistake_rate, required=True):
 
 
 def write_weights(episode, mistakes, instruction):
-    """Write each turn's weight: injected mistakes get 0; with an instruction, only those that it names.
+    """Write each turn's weight: 0 for an injected mistake, else 1.
 
-    Imitating the others is what gives the instruction's words a meaning.
+    instruction: None, in a cold start without --instructions: every mistake gets 0. Else only those that it
+    names do; the others are imitated, under "" all, which is what gives its words a meaning.
     """
     named = [True] * len(mistakes) if instruction is None else correction.forbidden(instruction, episode)
     for turn, mistake, wrong in zip(episode.turns, mistakes, named, strict=True):

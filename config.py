@@ -196,8 +196,8 @@ class Config:
                                          needs=NEEDS_ENDPOINT)
     endpoint_cache: str = setting("runs/endpoint.jsonl", "cache of answers, so that no question is paid "
                                   "twice", needs=NEEDS_ENDPOINT)
-    endpoint_limit: int = setting(10000, "requests of a process, with retries and redirects; 0: none", low=0,
-                                  needs=NEEDS_ENDPOINT)
+    endpoint_limit: int = setting(10000, "most requests of a process, retries and redirects included; 0: "
+                                  "only cached answers", low=0, needs=NEEDS_ENDPOINT)
     evaluate: str = setting("auto", "splits, such as L0,L1; auto: those that fit --train-types; none",
                             section="evaluation")
     evaluate_tasks: int = setting(0, "tasks of each split to play, drawn once, the same for every "

@@ -145,7 +145,7 @@ def plays_a_game(numbers):
 def scores(counts, plays, ended):
     """rollout.success_rate of `summary`'s counts, with the 95 % interval over games, from their `ending`s.
 
-    "games": how many different ones; "plays": of each of them, or of each draw.
+    "games": how many different ones; "plays": how often each was played or, where games are drawn, 1.
     """
     numbers = Counter(game for _, _, game, _, _ in ended).values()
     return success_rate(counts, plays_a_game(numbers)) | {"games": len(numbers), "plays": plays}
@@ -163,7 +163,9 @@ def by_type(outcomes, mode):
 
 
 def by_seed(outcomes, mode):
-    """Success in each play of all games, whose random streams differ; empty if games were drawn."""
+    """Success in each play of all games, whose random streams differ; empty if they were played unequally
+    often, as drawn ones are.
+    """
     digits = [entry.get(mode, "") for entry in outcomes]
     if len({*map(len, digits)}) != 1:
         return []
@@ -325,6 +327,7 @@ def referee(own, config, given, resources):
     if continues(config, head, out):
         files.filter_lines(out / files.EPISODES, lambda record: RECORD <= record.keys())
     elif files.holds_run(out):
+        files.check_can_be_set_aside(out)
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))
     games = make_games(config.environment, config.slots, resources)
@@ -459,7 +462,7 @@ def main(argv=None):
         except ValueError as error:
             print(f"evaluation.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
             return 2
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
             print("evaluation.py: error: it plays in one process; run it without torchrun", file=sys.stderr)
             return 2
         try:

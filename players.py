@@ -52,7 +52,8 @@ class MessageChat(Chat):
     """
 
     def __init__(self, style, admissible=True, noop_message="Nothing happens.", environment=None):
-        self.style, self.small, self.bare, self.stop_ids, self.tools = style, False, style == "plain", (), []
+        self.style, self.small, self.bare, self.tools = style, False, style == "plain", []
+        self.stop_ids, self.end_ids = (), []                      # a message is complete
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
         self.set_formats(environment)
 
@@ -201,7 +202,8 @@ class ServerPlayer(TextPlayer):
             if self.is_dead():
                 self.endpoint.stop.set()                       # the others need not retry
             return answer
-        self.failures_in_a_row = 0
+        if not self.is_dead():                             # else this answer was already on its way
+            self.failures_in_a_row = 0
         self.used.setdefault(conversation.spec.index, []).append(answer["usage"])
         return Response([{"role": "assistant", "content": answer["answer"]}], [], answer["cut"])
 

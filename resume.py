@@ -6,6 +6,7 @@ its numbers is printed. Left out: reading and writing files (infra/files.py, inf
 
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import correction
@@ -200,10 +201,14 @@ def state_beside(source):
 
 def prompting_of(folder):
     """The flags by which a model folder's run prompted it, {name: value}; {} if no run is known."""
+    if folder.parent.name == files.KEPT:                          # these have no state of their own
+        folder = folder.parent.parent / files.CHECKPOINT
     then = dict_in(state_beside(folder), "settings")
     found = {name: then[name] for name in ("prompt", "show_admissible", "history") if name in then}
-    if found.get("prompt") == "auto" and find_algorithm(then.get("algo", Config.algo)).tags:
-        found["prompt"] = "tags"                                  # by the algorithm, which does not play here
+    if found.get("prompt") == "auto":
+        with suppress(ValueError):                                # an algorithm's file may be gone
+            if find_algorithm(then.get("algo", Config.algo)).tags:
+                found["prompt"] = "tags"                          # by the algorithm, which does not play here
     return found
 
 

@@ -334,8 +334,8 @@ def choose_trained(model, config):
 
 
 def unmerged(weights):
-    """Of a model's {name: tensor}, what cannot be told from lora.merged: adapters, and the matrices that have
-    one.
+    """Of a model's {name: tensor}, what the merged weights do not determine: the adapters, and the matrices
+    under them.
     """
     return {name: weight for name, weight in weights.items() if "lora_" in name
             or f"{name.removesuffix('weight')}lora_A" in weights}

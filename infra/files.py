@@ -217,11 +217,13 @@ def read_json(path):
 
 def settings_in(records):
     """Return the settings of a run: "config" in the last record of its metrics.jsonl that has it, since a
-    resumed run may have more iterations.
+    resumed run may have more iterations. One that was resumed with none keeps those it had.
     """
     if not records or "config" not in records[0]:
         raise ValueError("metrics.jsonl does not begin with settings")
-    return [record["config"] for record in records if "config" in record][-1]
+    configs = [record["config"] for record in records if "config" in record]
+    had = [config["iterations"] for config in configs if config.get("iterations")]
+    return configs[-1] | ({"iterations": had[-1]} if had else {})
 
 
 def iterations_in(records):

@@ -72,7 +72,8 @@ def play(player, task, game, commands):
 def main(argv=None):
     """Play one game with a model."""
     parser = argparse.ArgumentParser("python -m report.play", allow_abbrev=False,
-                                     description="Play a game with a model; other flags are gcd.py's.")
+                                     description="Play a game with a model, on the CPU in fp32; other flags "
+                                     "are gcd.py's, as far as they concern the game and the prompt.")
     parser.add_argument("--model", required=True, help="its folder")
     parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER")
     with terminal_session(parser, undecodable="replace"):        # a tokenizer takes no lone surrogate

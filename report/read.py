@@ -167,7 +167,8 @@ def read_run(folder):
         stages = {"evaluation": evaluation["seconds"]} | stages
     headers = [record for record in records if "config" in record]          # a resumed run has several
     commits = dict.fromkeys(header["commit"] for header in headers if header.get("commit"))
-    header = headers[0] | {"config": headers[-1]["config"], "commit": ", ".join(commits)} if headers else {}
+    header = headers[0] | {"config": files.settings_in(headers),
+                           "commit": ", ".join(commits)} if headers else {}
     lines = [record for record in records if "config" not in record]
     return Run(folder.name, header, lines, evaluation, stages, episodes, notes + more_notes)
 

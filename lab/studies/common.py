@@ -157,8 +157,8 @@ def agreement(signs):
         return "not measurable"
     if any(sign == -claimed for sign, claimed in signs):
         return "no"
-    held = [sign == claimed for sign, claimed in signs]
-    return "yes" if all(held) else "partly" if any(held) else "not measurable"
+    as_claimed = [sign == claimed for sign, claimed in signs]
+    return "yes" if all(as_claimed) else "partly" if any(as_claimed) else "not measurable"
 
 
 # Kept models

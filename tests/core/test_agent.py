@@ -38,7 +38,7 @@ import judge
 import resume
 import rollout
 import session
-from infra import parallel
+from infra import files, parallel
 from lm import model as qwen
 
 COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
@@ -172,10 +172,16 @@ def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_pa
     torch.save(trainer, folder / "trainer.pt")
     expected = {"prompt": "tags", "history": 2, "show_admissible": False}
     assert resume.prompting_of(folder) == expected and not resume.prompting_of(COMMITTED)
+    kept = shutil.copytree(COMMITTED, folder / "run" / files.KEPT / "00002")
+    shutil.copytree(folder, folder / "run" / files.CHECKPOINT, ignore=lambda *_: ["run"])
+    assert resume.prompting_of(kept) == expected
     player = gcd.load(folder, prompt="plain", history=0)
     assert (player.config.history, player.config.show_admissible) == (0, False)
     _, config, _ = evaluation.parse(["--player", str(folder), "--history", "1"])
     assert (config.prompt, config.history, config.show_admissible) == ("tags", 1, False)
+    trainer["state"]["settings"]["algo"] = "gone.py"
+    torch.save(trainer, folder / "trainer.pt")
+    assert resume.prompting_of(folder)["prompt"] == "auto"
 
 
 @pytest.mark.fast

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -294,7 +295,24 @@ def test_a_servers_thought_may_precede_an_environments_own_format(style, text):
 
 
 @pytest.mark.fast
-def test_another_player_or_protocol_does_not_continue(short, referee):
+def test_a_late_answer_does_not_revive_a_server_that_was_given_up():
+    player = players.ServerPlayer(SimpleNamespace(stop=threading.Event()), players.MessageChat("plain"), 0)
+    player.used, spec = {}, SimpleNamespace(index=0)
+    conversation = SimpleNamespace(spec=spec, episode=SimpleNamespace(turns=[]))
+    good = {"answer": "look", "cut": False, "usage": {}}
+    for _ in range(players.FAILURES_IN_A_ROW):
+        player.response(conversation, good)                        # which sets the count to 0
+        player.response(conversation, players.Failure("gone"))
+    assert not player.is_dead()
+    for _ in range(players.FAILURES_IN_A_ROW - 1):
+        player.response(conversation, players.Failure("gone"))
+    assert player.is_dead() and player.endpoint.stop.is_set()
+    player.response(conversation, good)
+    assert player.is_dead()
+
+
+@pytest.mark.fast
+def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, monkeypatch):
     assert referee("--player", "first", "--max-turns", 2)[0] == 0
     status, result, error = referee("--player", "first", "--max-turns", 2)
     assert status == 1 and "holds a run; --resume continues it" in error
@@ -308,6 +326,9 @@ def test_another_player_or_protocol_does_not_continue(short, referee):
         assert without_seconds(again) == without_seconds(result)
     status, other, error = referee("--player", "first", "--max-turns", 3, "--resume", "--overwrite")
     assert status == 0 and other["max_turns"] == 3 and "the run that" in error and "is now" in error
+    monkeypatch.chdir(tmp_path / "out")
+    status, kept, error = referee("--player", "first", "--max-turns", 4, "--resume", "--overwrite")
+    assert status == 1 and kept == other and "is now" not in error
 
 
 @pytest.mark.fast

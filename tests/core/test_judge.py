@@ -323,9 +323,9 @@ def test_the_judge_prompt_is_this_text(chat):
 
 
 def test_a_response_that_was_cut_is_closed_before_the_question(chat):
-    whole = scripted(chat).turns[1]
-    cut = replace(whole, response_ids=whole.response_ids[:-1], truncated=True)
-    assert judge.question_ids(chat, cut) == judge.question_ids(chat, whole)
+    turn = scripted(chat).turns[1]
+    cut = replace(turn, response_ids=turn.response_ids[:-1], truncated=True)
+    assert judge.question_ids(chat, cut) == judge.question_ids(chat, turn)
 
 
 def test_the_think_style_asks_for_a_tagged_verdict(tokenizer):

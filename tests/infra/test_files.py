@@ -93,3 +93,10 @@ def test_a_lock_names_the_process_alone(tmp_path, monkeypatch):
     with files.locked(tmp_path):
         assert files.lock_holder(tmp_path).startswith("process ")
     assert holders(tmp_path) == []
+
+
+@pytest.mark.fast
+def test_a_run_that_was_resumed_with_no_iterations_keeps_those_it_had():
+    headers = [{"config": {"iterations": n, "lr": n}} for n in (80, 40, 0)]
+    assert files.settings_in([*headers, {"phase": "rl"}]) == {"iterations": 40, "lr": 0}
+    assert files.settings_in(headers[2:]) == {"iterations": 0, "lr": 0}
