@@ -67,7 +67,7 @@ def draw(result, path):
 def figures_of(result):
     """What was found, for the gallery: SmolLM2 less the small model after equally many demonstrations.
 
-    Agrees by the differences after the most of them, 300, on L0 and on L2: see `common.agreement`.
+    Agrees by the differences on each split after the most of them, 300: see `common.agreement`.
     """
     texts, most = [], result["differences"].get(f"smollm2_{COUNTS[-1]} - small_{COUNTS[-1]}", {})
     for n in COUNTS:
@@ -83,7 +83,7 @@ def figures_of(result):
              "found": f"SmolLM2 less the small model, points of success at temperature 1 on "
                       f"{' / '.join(result['splits'])}, by demonstrations: {'; '.join(texts)}. On L2, whose "
                       f"types no demonstration showed, in per cent: {unseen}.",
-             "agrees": common.agreement([(sign_of(most.get(split)), 1) for split in ("L0", "L2")])}]
+             "agrees": common.agreement([(sign_of(most.get(split)), 1) for split in result["splits"]])}]
 
 
 def main(argv=None):

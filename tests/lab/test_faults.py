@@ -109,7 +109,7 @@ def test_the_learning_rate_is_multiplied():
 @fast
 def test_the_judges_question_comes_after_the_end_and_its_label_is_the_outcome():
     episode, question = make_episode(LINES), [7, 8]
-    chat = SimpleNamespace(message=lambda text: question, bare=True)
+    chat = SimpleNamespace(message=lambda text: question, closed=list, bare=True)
     environment = envs.Environment()
 
     def question_of():

@@ -118,7 +118,7 @@ def test_a_corrected_models_instruction_precedes_the_game(player, capsys, monkey
 # The judge's opinion
 
 def question_of(chat, prompt_ids, response_ids):
-    return prompt_ids + response_ids + chat.message(judge.QUESTION[judge.question_style(chat)])
+    return prompt_ids + chat.closed(response_ids) + chat.message(judge.QUESTION[judge.question_style(chat)])
 
 
 @pytest.mark.fast
@@ -168,7 +168,7 @@ def test_a_judge_that_writes_answers_eight_times(model, tokenizer, settings, mon
 
     monkeypatch.setattr(agent, "answer", answers)
     assert player.probability_good([5, 6], [7]) == pytest.approx(3 / 5)
-    assert prompts == [[5, 6, 7] + chat.message(judge.QUESTION["think"])]
+    assert prompts == [[5, 6, 7] + chat.end_ids + chat.message(judge.QUESTION["think"])]
     assert len(set(streams[0])) == 8
     assert play.opinion(player, [5, 6], [7]) == "its judge: 60% good" and streams[0] == streams[1]
     texts[:] = ["Well."] * 5
