@@ -100,4 +100,4 @@ def test_a_model_whose_template_has_no_tools_is_refused_before_work(tmp_path, mo
     monkeypatch.setattr(small, "SPECIAL_TOKENS", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     small.save_small_model(tmp_path / "qwen", ["good"], 32, 1, 1024, True, True, 0)
     assert train(tmp_path / "run", env=SHOP, model=str(tmp_path / "qwen"), preset="small") == 1
-    assert_one_error(capsys, "qwen: its chat template shows no tools, or none in <tool_call>, which this --env")
+    assert_one_error(capsys, "qwen: its chat template shows no tools, or none in <tool_call>")
