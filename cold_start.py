@@ -250,7 +250,7 @@ def write_weights(episode, mistakes, instruction):
     """Write each turn's weight: 0 for an injected mistake, else 1.
 
     instruction: None, in a cold start without --instructions: every mistake gets 0. Else only those that it
-    names do; the others are imitated, under "" all, which is what gives its words a meaning.
+    names do (none if it is ""); the others are imitated, which is what gives its words a meaning.
     """
     named = [True] * len(mistakes) if instruction is None else correction.forbidden(instruction, episode)
     for turn, mistake, wrong in zip(episode.turns, mistakes, named, strict=True):

@@ -9,8 +9,8 @@ speak for the agent.
 An environment may bring its own rules, response format and tools. With tools, the head of a conversation is
 rendered by the tokenizer's own template; of what follows a response, only the difference is, once and without
 that response, and so tokens that were sampled are never rendered again.
-Left out: tool calls in another form than Qwen2.5's and Qwen3's, JSON in <tool_call> (Qwen3.5's are XML, Llama
-3's have no tag): such calls are refused as malformed.
+Left out: tool calls in another form than Qwen2.5's and Qwen3's, JSON in <tool_call>. A template without this
+tag (Llama 3's) is refused; calls with something else in it (Qwen3.5's XML) are malformed.
 """
 
 import re

@@ -117,11 +117,13 @@ def stored_in(out):
 
 
 def device_and_torch(context):
-    """The device's name and torch's version, by a process of its own: this one loads neither."""
+    """The device's name and torch's version, by a process of its own; None if it dies or hangs."""
     theirs, ours = context.Pipe(duplex=False)
-    context.Process(target=tell, args=(ours,)).start()
+    process = context.Process(target=tell, args=(ours,), daemon=True)
+    process.start()
     ours.close()
-    return theirs.recv()
+    with suppress(EOFError):
+        return theirs.recv() if theirs.poll(TINY_S) else None
 
 
 def tell(pipe):
@@ -129,7 +131,7 @@ def tell(pipe):
     import torch
 
     from lab.bench.gpu_checks import device_name
-    pipe.send((device_name(), torch.__version__))
+    pipe.send((device_name(), str(torch.__version__)))
 
 
 def run(context, check, tiny, folder):
@@ -176,7 +178,7 @@ def child(check, tiny, folder, pipe):
         bench = Bench(tiny, folder, pipe.send)
         measured, ok = getattr(import_module(check.module), check.name)(bench)
         measured = measured | {"ok": bool(ok), "device": bench.name, "tokenizer": bench.tokenizer,
-                               "torch": torch.__version__, "commit": files.commit()}
+                               "torch": str(torch.__version__), "commit": files.commit()}
     except Exception as error:                             # the next check is independent of this one
         message = " ".join(str(error).split())[:300]
         measured = {"ok": False, "error": f"{type(error).__name__}: {message}" if str(error) !=

@@ -84,7 +84,8 @@ def same_settings(cell):
 # Running
 
 def run_cell(cell, jobs, children, dirty=False):
-    """Run a cell unless its folder holds the finished run; store its result if it evaluates a split.
+    """Run a cell unless its folder holds the finished run; store its result if it evaluates a split and none
+    is stored, as of a cold start that was made again.
 
     jobs: number of cells run in parallel, stored with the result. dirty: as in `cells.result_of`.
     """
@@ -97,7 +98,7 @@ def run_cell(cell, jobs, children, dirty=False):
         if status or not finished(cell):
             raise Failed(f"{below_root(cell.folder)}: gcd.py ended with {status}; see "
                          f"{below_root(Path(log.name))}")
-    if cell.splits and not cell.result.exists():          # a cold start that was made again keeps its result
+    if cell.splits and not cell.result.exists():
         files.write_json(cell.result, result_of(cell, cell.folder, dirty) | {"jobs": jobs})
 
 

@@ -184,6 +184,12 @@ def test_a_template_without_tools_is_refused(qwen_tokenizer):
         make_chat(qwen_tokenizer)
 
 
+def test_a_template_whose_calls_have_another_form_is_refused(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace("tool_call>", "call>")
+    with pytest.raises(ValueError, match="^--model=.*: its chat template shows no tools, or none"):
+        make_chat(tokenizer)
+
+
 def test_a_demonstration_is_read_back_as_its_calls(tokenizer):
     for style in ("think", "tags"):
         chat = make_chat(tokenizer, style)
