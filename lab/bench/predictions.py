@@ -34,7 +34,7 @@ import re
 import sys
 
 from infra import files
-from lab.bench.intervals import markdown
+from lab.bench.intervals import markdown, sign_of
 from lab.bench.study import RESULTS, ROOT, below_root
 
 SOURCE, PAGE = ROOT / "lab" / "predictions.json", ROOT / "lab" / "predictions.md"
@@ -182,7 +182,7 @@ def of_interval(function):
 
 def side_of_zero(mean, half):
     """Whether an interval includes 0 or lies above or below it."""
-    return "includes 0" if abs(mean) <= half else "above 0" if mean > 0 else "below 0"
+    return {0: "includes 0", 1: "above 0", -1: "below 0"}[sign_of({"mean": mean, "half": half})]
 
 
 def by_seed(interval):
