@@ -375,9 +375,8 @@ def again(*tables):
     """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones, of those with
     outcomes of their own, of all, and of all but the new ones, in which GCD's lead was seen.
     """
-    first, _, own = tables
-    sides = dict(zip(("first", "new", "own"), tables, strict=True)) | {
-        "first + own": merged(first, own), "all": merged(*tables)}
+    first, new, own = tables
+    sides = {"first": first, "new": new, "own": own, "first + own": merged(first, own), "all": merged(*tables)}
     return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
             for other in ("GRPO", "+GCD, coins")}
 

@@ -460,8 +460,7 @@ def agent_text(rows):
 def page(found, command, seeds, there, requested):
     """The page's text, from its template in this folder."""
     bins = [["0 of 256" if one["high"] < 1e-6 else f"{round(one['low'], 3):g} to {one['high']:g}",
-             str(one["n"]), f"{100 * one['gain']:+.1f}" + (
-                 "" if one["half"] is None else f" ± {100 * one['half']:.1f}"),
+             str(one["n"]), percent({"mean": one["gain"], "half": one["half"], "seeds": {}}, 0, "+"),
              "–" if one["shift"] is None else f"{one['shift']:+.2f}"] for one in found["gain"]["bins"]]
     saturated = [[str(row["steps"] or "all"), points_of(row["base"]), points_of(row["gain"])]
                  for row in found["saturation"]]
