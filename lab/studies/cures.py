@@ -376,7 +376,8 @@ def again(*tables):
     outcomes of their own, of all, and of all but the new ones, in which GCD's lead was seen.
     """
     first, new, own = tables
-    sides = {"first": first, "new": new, "own": own, "first + own": merged(first, own), "all": merged(*tables)}
+    sides = {"first": first, "new": new, "own": own, "first + own": merged(first, own),
+             "all": merged(*tables)}
     return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
             for other in ("GRPO", "+GCD, coins")}
 
