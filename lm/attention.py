@@ -1,9 +1,9 @@
 """Attention layouts: the position of each token in a forward, and the keys that its query attends to.
 
-There are five. To train on: `Rows`, padded rows, and `Packed`, the same tokens in one row without padding. To
-continue the rows of a `KVCache`: `Append`, padded chunks, and `PackedAppend`, the same without padding. The
-packed ones need variable-length attention, which some GPUs have (`varlen`); the padded ones use masks.
-`Forked` continues rows that share a prompt, in either way.
+There are five. To train on: `Rows`, padded rows, and `Packed`, the same tokens in one row without padding.
+To continue the rows of a cache: `PackedAppend` those of a `Pool`, `MaskedAppend` those of a `Rectangle`.
+`Packed` and `PackedAppend` need variable-length attention, which some GPUs have (`varlen`); the others use
+masks. `Forked` continues rows that share a prompt, in either way.
 
 Shapes: B rows, T positions of a chunk, N tokens of packed chunks, S cache slots read, P slots of a cache, H
 query heads, K key/value heads, G = H / K query heads per key/value head, Q = G * T queries of one key/value
@@ -11,10 +11,11 @@ head, D head size, R prompts, each of A = B / R rows.
 """
 
 import inspect
+import math
 import sys
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, count
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 
 from infra.parallel import print0
 
+GROWTH = 64        # positions that rows of equal room get beyond what they need, at least
 FEW_ROWS = 64      # with fewer, one block of threads per row and key/value head leaves a GPU half idle
 
 
@@ -106,24 +108,29 @@ def shared_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B
         q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, False, False, seqused_k=keys_B)[:2]
 
 
-class KVCache:
-    """Keys and values of B token sequences in one pool of P slots: kv[layer] is [2, P + 1, K, D].
+def kv_cache(config, rows, dtype, device):
+    """A cache of so many rows, without room yet: a `Pool` where there is variable-length attention, else a
+    `Rectangle`.
+    """
+    device = torch.device(device)
+    if attention := varlen(device, dtype, config.head_dim):
+        return Pool(config, rows, attention, dtype, device)
+    return Rectangle(config, rows, 0, dtype, device)
+
+
+class Pool:
+    """Keys and values of B token sequences, for variable-length attention: kv[layer] is [2, P + 1, K, D].
 
     Row b has room for room[b] positions in consecutive slots: position p, which is also the RoPE position,
-    is in slot first[b] + p. The last slot of the pool takes padding: it is written, never read.
-
-    With variable-length attention each row has the room that it needs, so that the pool is about as large as
-    the sum of the rows' lengths. Masks read the rows as one rectangle, so that all have the same room. Rows
-    are not paged: a row that runs out of room makes all rows be laid out again (`fit`).
-    length: room of each row at first.
+    is in slot first[b] + p. The last slot of the pool takes padding: it is written, never read. Each row has
+    the room that it needs, so that the pool is about as large as the sum of the rows' lengths. Rows are not
+    paged: a row that runs out of room makes all rows be laid out again (`fit`).
     """
 
-    def __init__(self, config, rows, length, dtype, device):
-        self.group, device = config.num_attention_heads // config.num_key_value_heads, torch.device(device)
-        self.varlen = varlen(device, dtype, config.head_dim)
-        self.first, self.room = [b * length for b in range(rows)], [length] * rows
-        self.first_B = torch.tensor(self.first, device=device)
-        shape = (2, rows * length + 1, config.num_key_value_heads, config.head_dim)
+    def __init__(self, config, rows, attention, dtype, device):
+        self.varlen = attention
+        self.first, self.room, self.first_B = [0] * rows, [0] * rows, torch.zeros(rows, device=device).long()
+        shape = (2, 1, config.num_key_value_heads, config.head_dim)
         self.kv = [torch.zeros(shape, dtype=dtype, device=device)       # zeros: masked garbage must be finite
                    for _ in range(config.num_hidden_layers)]
 
@@ -132,26 +139,22 @@ class KVCache:
         """P, which is also the number of the slot for padding."""
         return self.kv[0].shape[1] - 1
 
-    def rectangle(self, layer):
-        """[2, B, room, K, D] of a layer, where all rows have the same room."""
-        kv = self.kv[layer]
-        return kv[:, :-1].unflatten(1, (len(self.room), -1))
+    @property
+    def bytes_per_token(self):
+        """Bytes of a position's keys and values, over all layers."""
+        return sum(kv[:, 0].nbytes for kv in self.kv)
 
     def fit(self, kept, needed):
         """Give each row b room for needed[b] positions, of which the first kept[b] are kept.
 
         Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that only one
-        layer is in memory twice. With variable-length attention, rows in use share what they leave of the
-        pool; it grows by a quarter once they leave less than a sixteenth. Returns whether the pool has grown,
-        which gives it other addresses.
+        layer is in memory twice. Rows in use share what they leave of the pool; it grows by a quarter once
+        they leave less than a sixteenth. Returns whether the pool has grown, which gives it other addresses.
         """
         if all(need <= room for need, room in zip(needed, self.room)):
             return False
         total, slots, used = sum(needed), self.slots, sum(need > 0 for need in needed)
-        if not self.varlen:
-            needed = [max(needed)] * len(needed)
-            slots = total = sum(needed)
-        elif total + total // 16 > slots:
+        if total + total // 16 > slots:
             slots = total + total // 4
         share = (slots - total) // used
         room = [need + share * (need > 0) for need in needed]
@@ -169,15 +172,10 @@ class KVCache:
         return grown
 
     def move(self, source, target, length):
-        """Move the first `length` positions of row source to row target, whose own are lost."""
-        if self.varlen:                                   # rows may be in any order: they exchange their room
-            for values in (self.first, self.room):
-                values[source], values[target] = values[target], values[source]
-            self.first_B.copy_(torch.tensor(self.first))
-            return
-        for kv in self.kv:
-            a, b = (kv[:, self.first[row]:self.first[row] + length] for row in (source, target))
-            b.copy_(a)
+        """Move row source to row target, whose own tokens are lost: they exchange their room."""
+        for values in (self.first, self.room):
+            values[source], values[target] = values[target], values[source]
+        self.first_B.copy_(torch.tensor(self.first))
 
     def export_row(self, row, length):
         """A copy of a row's first `length` positions: per layer a [2, length, K, D], for `import_rows`."""
@@ -192,46 +190,147 @@ class KVCache:
         for kv, values in zip(self.kv, exported):
             kv[:, slot_RT] = values[:, None]
 
+    def append(self, rows, starts, lengths):
+        """The layout of chunks of lengths[i] tokens that row rows[i] gets from position starts[i] on. Host
+        data.
+        """
+        position = [starts[i] + t for i, n in enumerate(lengths) for t in range(n)]
+        slot = [self.first[row] + starts[i] + t for i, (row, n) in enumerate(zip(rows, lengths))
+                for t in range(n)]
+        keys = [start + n for start, n in zip(starts, lengths)]
+        position_N, *tensors = upload(self.first_B.device, position, slot, [0, *accumulate(lengths)],
+                                      [self.first[row] for row in rows], keys)
+        return PackedAppend(self, position_N[None], *tensors, max(lengths), max(keys))
 
-class Append:
-    """Layout of a padded chunk [B, T] that is appended to rows of a cache and attends to their earlier slots.
+    def append_one(self, rows, start_B, active_B, longest):
+        """The layout of one token for each of `rows`, a slice or a tensor of indices, at position start_B;
+        that of an inactive row is padding. longest: upper bound on a row's length after it.
+        """
+        first_B = self.first_B[rows]
+        slot_B = torch.where(active_B, first_B + start_B, self.slots)
+        q_starts = torch.arange(len(start_B) + 1, device=start_B.device)
+        keys_B = torch.where(active_B, start_B + 1, 1)        # other rows may have less room than they had
+        return PackedAppend(self, start_B[None], slot_B, q_starts, first_B, keys_B, 1, longest)
 
-    rows: the cache rows, as a slice or a tensor of indices. start_B: the position of each row's first new
-    token. n_valid: how many of each row's T tokens are real, as a list or a tensor (None: all T). The rest is
-    padding, whose logits are meaningless; a row with 0 keeps its contents. context: number of positions to
-    read, at least the longest row's length after this chunk; an int, to avoid a host sync.
-    Use under torch.no_grad(): writes to a cache have no gradient.
+
+def equal_room(most):
+    """Positions of each row of a `Rectangle` in which a row needs `most`: an eighth more, at least GROWTH."""
+    return -(-(most + max(GROWTH, most // 8)) // 16) * 16
+
+
+class Rectangle:
+    """Keys and values of B token sequences, for masks: kv[layer] is [2, B + 1, K, room, D].
+
+    All rows have the same room. Keys of a row and head lie in the order of their positions, and a step reads
+    the room of all rows from end to end: a CPU reads memory without gaps twice as fast. The last row takes
+    padding: it is written, never read.
     """
 
-    def __init__(self, cache, rows, start_B, n_valid, T, context):
-        assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
-        assert 0 < context <= cache.room[0], f"context {context} of rows with room for {cache.room[0]}"
-        self.cache, self.rows, self.context, device = cache, rows, context, start_B.device
-        dtype, step_T = cache.kv[0].dtype, torch.arange(T, device=device)
-        self.position_BT = start_B[:, None] + step_T
-        self.slot_BT = self.position_BT + cache.first_B[rows, None]
-        if n_valid is not None:
-            n_valid_B = torch.as_tensor(n_valid, device=device)
-            self.slot_BT = self.slot_BT.masked_fill(step_T >= n_valid_B[:, None], cache.slots)
-        future_BTS = torch.arange(context, device=device) > self.position_BT[:, :, None]
-        mask_BTS = torch.zeros_like(future_BTS, dtype=dtype).masked_fill_(future_BTS, -torch.inf)
-        self.mask_B1QS = mask_BTS.repeat(1, cache.group, 1)[:, None]       # ordered by head, like the queries
+    varlen = None
 
-    def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
-        """Write the chunk's keys and values, and attend to them and all earlier slots: [B, T, H * D]."""
-        (B, T, H, D), (k, v) = q_BTHD.shape, self.cache.kv[layer]
-        k[self.slot_BT] = k_BTKD
-        v[self.slot_BT] = v_BTKD
-        k_BKSD, v_BKSD = (x[self.rows, :self.context].transpose(1, 2) for x in self.cache.rectangle(layer))
-        # treat G heads of T queries as one head of G * T queries, so that K/V are never repeated
-        q_BKQD = q_BTHD.transpose(1, 2).reshape(B, k.shape[1], -1, D)
-        out = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=self.mask_B1QS)
-        return out.reshape(B, H, T, D).transpose(1, 2).reshape(B, T, -1)
+    def __init__(self, config, rows, room, dtype, device):
+        shape = (2, rows + 1, config.num_key_value_heads, room, config.head_dim)
+        self.group = config.num_attention_heads // config.num_key_value_heads
+        self.kv = [torch.zeros(shape, dtype=dtype, device=device)       # zeros: masked garbage must be finite
+                   for _ in range(config.num_hidden_layers)]
+        self.memory, self.spare = [kv.flatten() for kv in self.kv], self.kv[0].flatten()[:0]
+
+    @property
+    def rows(self):
+        """B, which is also the number of the row for padding."""
+        return self.kv[0].shape[1] - 1
+
+    @property
+    def room(self):
+        """Positions of each row."""
+        return self.kv[0].shape[3]
+
+    @property
+    def slots(self):
+        """Positions of all rows."""
+        return self.rows * self.room
+
+    @property
+    def bytes_per_token(self):
+        """Bytes of a position's keys and values, over all layers."""
+        return sum(kv[:, 0, :, 0].nbytes for kv in self.kv)
+
+    def fit(self, kept, needed):
+        """Give each row room for max(needed) positions and some more, of which the first kept[b] are kept.
+
+        Does nothing if there is room, unless nothing is kept: then there may be less room, too. Each layer is
+        written to the memory that the one before has left, since new memory is slow at first. Returns whether
+        the keys have other addresses.
+        """
+        most, keep = max(needed), max(kept)
+        room = equal_room(most)
+        if most <= self.room if keep else room == self.room:
+            return False
+        for layer, kv in enumerate(self.kv):
+            shape = *kv.shape[:3], room, kv.shape[4]
+            memory = self.spare if self.spare.numel() >= math.prod(shape) else kv.new_zeros(math.prod(shape))
+            self.kv[layer] = memory[:math.prod(shape)].view(shape)
+            self.kv[layer][..., :keep, :] = kv[..., :keep, :]
+            self.memory[layer], self.spare = memory, self.memory[layer]
+        return True
+
+    def move(self, source, target, length):
+        """Move the first `length` positions of row source to row target, whose own are lost."""
+        for kv in self.kv:
+            kv[:, target, :, :length] = kv[:, source, :, :length]
+
+    def export_row(self, row, length):
+        """A copy of a row's first `length` positions: per layer a [2, K, length, D], for `import_rows`."""
+        return [kv[:, row, :, :length].clone() for kv in self.kv]
+
+    def import_rows(self, rows, exported):
+        """Write the result of `export_row` into the first positions of each of `rows`."""
+        row_R = torch.tensor(rows, device=self.kv[0].device)
+        for kv, values in zip(self.kv, exported):
+            kv[:, row_R, :, :values.shape[2]] = values[:, None]
+
+    def append(self, rows, starts, lengths):
+        """The layout of chunks of lengths[i] tokens that row rows[i] gets from position starts[i] on. Host
+        data; rows in ascending order.
+
+        Chunks of up to 8, 16, 32, ... tokens are separate groups, so that short ones are not padded to long
+        ones. Of rows that are not next to each other the keys are copied.
+        """
+        by_size, groups, grids, place, size = {}, [], [], [0] * sum(lengths), 0
+        firsts, device = [*accumulate(lengths, initial=0)], self.kv[0].device
+        for i, n in enumerate(lengths):
+            by_size.setdefault(max(3, (n - 1).bit_length()), []).append(i)
+        for members in by_size.values():
+            used, T = [rows[i] for i in members], max(lengths[i] for i in members)
+            grid = [0] * (len(used) * T)
+            for b, i in zip(count(0, T), members):
+                a, n = firsts[i], lengths[i]
+                grid[b:b + n], place[a:a + n] = range(a, a + n), range(size + b, size + b + n)
+            size += len(grid)
+            longest = max(starts[i] + lengths[i] for i in members)
+            adjacent = used[-1] - used[0] < len(used)
+            used = slice(used[0], used[-1] + 1) if adjacent else torch.tensor(used, device=device)
+            groups.append((used, T, min(-(-longest // 16) * 16, self.room)))
+            grids.append(grid)
+        position = [start + t for start, n in zip(starts, lengths) for t in range(n)]
+        row = [row for row, n in zip(rows, lengths) for _ in range(n)]
+        row_N, position_N, place_N, *grids = upload(device, row, position, place, *grids)
+        groups = [(used, grid.view(-1, T), S) for (used, T, S), grid in zip(groups, grids)]
+        return MaskedAppend(self, row_N, position_N, position_N, groups, place_N)
+
+    def append_one(self, rows, start_B, active_B, longest):
+        """The layout of one token for each of `rows`, a slice or a tensor of indices, at position start_B;
+        that of an inactive row is padding. longest: upper bound on a row's length after it.
+        """
+        assert longest <= self.room, f"{longest} tokens in rows with room for {self.room}"
+        row_B = torch.arange(self.rows, device=start_B.device)[rows]
+        row_B, slot_B = torch.where(active_B, row_B, self.rows), torch.where(active_B, start_B, 0)
+        return MaskedAppend(self, row_B, slot_B, start_B, [(rows, None, self.room)])
 
 
 @dataclass
 class PackedAppend:
-    """Layout of chunks [1, N], one after the other without padding, that are appended to rows of a cache.
+    """Layout of chunks [1, N], one after the other, that are appended to rows of a `Pool`.
 
     position_BT: [1, N]. slot_N: where the tokens' keys and values go. q_starts: the first token of each
     chunk, and N. first_B: the first slot of each chunk's row. keys_B: the row's length after the chunk.
@@ -239,7 +338,7 @@ class PackedAppend:
     Use under torch.no_grad(): writes to a cache have no gradient.
     """
 
-    cache: KVCache
+    cache: Pool
     position_BT: torch.Tensor
     slot_N: torch.Tensor
     q_starts: torch.Tensor
@@ -253,26 +352,6 @@ class PackedAppend:
         self.q_starts, self.keys_B = self.q_starts.int(), self.keys_B.int()
         self.k_starts = F.pad(self.first_B, (0, 1)).int()       # the last is not read, since keys_B is given
 
-    @classmethod
-    def chunks(cls, cache, rows, starts, lengths):
-        """Of lengths[i] tokens that are appended to row rows[i] from position starts[i] on. Host data."""
-        position = [starts[i] + t for i, n in enumerate(lengths) for t in range(n)]
-        slot = [cache.first[row] + starts[i] + t for i, (row, n) in enumerate(zip(rows, lengths))
-                for t in range(n)]
-        keys = [start + n for start, n in zip(starts, lengths)]
-        position_N, *tensors = upload(cache.first_B.device, position, slot, [0, *accumulate(lengths)],
-                                      [cache.first[row] for row in rows], keys)
-        return cls(cache, position_N[None], *tensors, max(lengths), max(keys))
-
-    @classmethod
-    def step(cls, cache, rows, start_B, active_B, longest):
-        """Of one token for each of `rows`, at position start_B; that of an inactive row is padding."""
-        first_B = cache.first_B[rows]
-        slot_B = torch.where(active_B, first_B + start_B, cache.slots)
-        q_starts = torch.arange(len(start_B) + 1, device=start_B.device)
-        keys_B = torch.where(active_B, start_B + 1, 1)        # other rows may have less room than they had
-        return cls(cache, start_B[None], slot_B, q_starts, first_B, keys_B, 1, longest)
-
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """Write the chunks' keys and values, and attend to them and all earlier slots: [1, N, H * D]."""
         k, v = self.cache.kv[layer]
@@ -282,13 +361,63 @@ class PackedAppend:
                                         self.longest_k, self.keys_B).flatten(1)[None]
 
 
+class MaskedAppend:
+    """Layout of chunks [1, N], one after the other, that are appended to rows of a `Rectangle`.
+
+    row_N, slot_N: where the tokens' keys and values go. position_N: the tokens' positions.
+    groups: (rows, token_BT, S): chunks whose attention is computed at once, padded to T tokens; the rows, as
+    a slice or indices; which of the N tokens are their queries, any for padding (None: one for each row, in
+    order); how many positions to read. place_N: where each token is among all groups' queries (None: in
+    order).
+    Use under torch.no_grad(): writes to a cache have no gradient.
+    """
+
+    def __init__(self, cache, row_N, slot_N, position_N, groups, place_N=None):
+        assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
+        self.cache, self.row_N, self.slot_N, self.place_N = cache, row_N, slot_N, place_N
+        self.position_BT, self.groups = position_N[None], []
+        for rows, token_BT, S in groups:
+            position_BT = position_N[:, None] if token_BT is None else position_N[token_BT]
+            hidden_BTS = torch.arange(S, device=row_N.device) > position_BT[:, :, None]
+            self.groups.append((rows, token_BT, S, self.mask(hidden_BTS)))
+
+    def mask(self, hidden_BTS):
+        """What `attend` needs to leave out hidden keys: which they are with one query of a row in fp32 or
+        fp64, where products are faster; else what is added to scores, [B, 1, Q, S].
+        """
+        dtype = self.cache.kv[0].dtype
+        if hidden_BTS.shape[1] == 1 and dtype.itemsize >= 4:
+            return hidden_BTS[:, None]
+        mask_BTS = torch.zeros_like(hidden_BTS, dtype=dtype).masked_fill_(hidden_BTS, -torch.inf)
+        return mask_BTS.repeat(1, self.cache.group, 1)[:, None]            # ordered by head, like the queries
+
+    def attend(self, layer, q_1NHD, k_1NKD, v_1NKD):
+        """Write the chunks' keys and values, and attend to them and all earlier positions: [1, N, H * D]."""
+        (k, v), (q_NHD,), found = self.cache.kv[layer], q_1NHD, []
+        k[self.row_N, :, self.slot_N] = k_1NKD[0]
+        v[self.row_N, :, self.slot_N] = v_1NKD[0]
+        for rows, token_BT, S, mask in self.groups:
+            q_BTHD = q_NHD[:, None] if token_BT is None else q_NHD[token_BT]
+            k_BKSD, v_BKSD = ((x[rows] if isinstance(rows, slice) else x.index_select(0, rows))[:, :, :S]
+                              for x in (k, v))
+            (B, T, H, D), K = q_BTHD.shape, k.shape[1]
+            # treat G heads of T queries as one head of G * T queries, so that K/V are never repeated
+            q_BKQD = q_BTHD.transpose(1, 2).reshape(B, K, -1, D)
+            if mask.dtype == torch.bool:
+                out_BKQD = scores(q_BKQD, k_BKSD, mask).softmax(-1) @ v_BKSD
+            else:
+                out_BKQD = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=mask)
+            found.append(out_BKQD.reshape(B, H, T, D).transpose(1, 2).reshape(B * T, -1))
+        return (found[0] if self.place_N is None else torch.cat(found)[self.place_N])[None]
+
+
 class Forked:
     """Layout of one new token [B, 1] for each of B rows, of which A after A continue the same prompt.
 
-    prompts: a cache of R prompts, of prompt_R tokens each. own: a cache of B rows with the same room, which
-    hold what follows the prompt, from position 0 on. start_B: how many tokens of its own each row has.
+    prompts: a cache of R prompts, of prompt_R tokens each. own: a `Rectangle` of B rows, which hold what
+    follows the prompt, from position 0 on. start_B: how many tokens of its own each row has.
     active_B: which rows have a new token; those of the others are padding. contexts: how many positions to
-    read of a prompt and of a row's own tokens, as in `Append`.
+    read of a prompt and of a row's own tokens, at least the longest's.
 
     A prompt's keys are read once for all its rows. Its attention and that to a row's own keys are each a mean
     of values weighted by exp(score); the sums of these weights merge the two (arXiv:2205.14135, §3.1).
@@ -300,10 +429,12 @@ class Forked:
         self.prompts, self.own, self.contexts, device = prompts, own, contexts, start_B.device
         self.R, self.A = len(prompt_R), len(start_B) // len(prompt_R)
         self.position_BT = (prompt_R[:, None] + start_B.view(self.R, self.A)).view(-1, 1)
-        self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
+        row_B = torch.arange(len(start_B), device=device)
+        self.row_B, self.slot_B = torch.where(active_B, row_B, own.rows), torch.where(active_B, start_B, 0)
         self.keys_R = prompt_R.clamp(min=1).int()                    # a row without a prompt reads one slot
-        self.k_starts = F.pad(prompts.first_B, (0, 1)).int()
-        self.q_starts = torch.arange(0, len(start_B) + 1, self.A, device=device, dtype=torch.int32)
+        if prompts.varlen:
+            self.k_starts = F.pad(prompts.first_B, (0, 1)).int()
+            self.q_starts = torch.arange(0, len(start_B) + 1, self.A, device=device, dtype=torch.int32)
         self.hidden_R11S, self.hidden_B11M = (
             (torch.arange(n, device=device) >= length[:, None])[:, None, None]
             for n, length in zip(contexts, (self.keys_R, start_B + 1)))
@@ -312,16 +443,16 @@ class Forked:
         """Write the tokens' keys and values, and attend to them and to all earlier ones: [B, 1, H * D]."""
         (B, _, H, D), K, (S, M) = q_BTHD.shape, k_BTKD.shape[2], self.contexts
         k, v = self.own.kv[layer]
-        k[self.slot_B] = k_BTKD[:, 0]
-        v[self.slot_B] = v_BTKD[:, 0]
-        k_BKMD, v_BKMD = (x[:, :M].transpose(1, 2) for x in self.own.rectangle(layer))
+        k[self.row_B, :, self.slot_B] = k_BTKD[:, 0]
+        v[self.row_B, :, self.slot_B] = v_BTKD[:, 0]
+        k_BKMD, v_BKMD = (x[:B, :, :M] for x in (k, v))
         own_BKGD, own_sum_BKG = weighted_mean(q_BTHD.view(B, K, -1, D), k_BKMD, v_BKMD, self.hidden_B11M)
         if self.prompts.varlen:
             out_BHD, sum_HB = self.prompts.varlen.shared(
                 q_BTHD[:, 0], *self.prompts.kv[layer], self.q_starts, self.k_starts, self.A, S, self.keys_R)
             out_BKGD, sum_BKG = out_BHD.view(own_BKGD.shape), sum_HB.T.reshape(own_sum_BKG.shape)
         else:
-            k_RKSD, v_RKSD = (x[:, :S].transpose(1, 2) for x in self.prompts.rectangle(layer))
+            k_RKSD, v_RKSD = (x[:self.R, :, :S] for x in self.prompts.kv[layer])
             q_RKQD = q_BTHD.view(self.R, self.A, K, -1, D).transpose(1, 2).flatten(2, 3)     # Q = A * G
             out_RKQD, sum_RKQ = weighted_mean(q_RKQD, k_RKSD, v_RKSD, self.hidden_R11S)
             out_BKGD, sum_BKG = (x.unflatten(2, (self.A, -1)).transpose(1, 2).reshape(like.shape)
@@ -330,14 +461,18 @@ class Forked:
         return torch.lerp(own_BKGD, out_BKGD, share_BKG1).reshape(B, 1, H * D)
 
 
-def weighted_mean(q_BKQD, k_BKSD, v_BKSD, hidden_B11S):
-    """Attention without the keys that are `hidden`, and the log of each query's sum of exp(score).
-
-    Scores are in fp32, as in flash attention: rounded to bf16, those of large keys are off by halves.
+def scores(q_BKQD, k_BKSD, hidden):
+    """Scaled products of queries and keys, -inf where `hidden`; in fp32, as in flash attention: rounded to
+    bf16, those of large keys are off by halves.
     """
     wide = torch.promote_types(q_BKQD.dtype, torch.float32)
-    score_BKQS = q_BKQD.to(wide) @ k_BKSD.to(wide).transpose(-1, -2) * q_BKQD.shape[-1] ** -0.5
-    score_BKQS = score_BKQS.masked_fill(hidden_B11S, -torch.inf)
+    score_BKQS = (q_BKQD.to(wide) * q_BKQD.shape[-1] ** -0.5) @ k_BKSD.to(wide).transpose(-1, -2)
+    return score_BKQS.masked_fill_(hidden, -torch.inf)
+
+
+def weighted_mean(q_BKQD, k_BKSD, v_BKSD, hidden_B11S):
+    """Attention without the keys that are `hidden`, and the log of each query's sum of exp(score)."""
+    score_BKQS = scores(q_BKQD, k_BKSD, hidden_B11S)
     return score_BKQS.softmax(-1).to(v_BKSD.dtype) @ v_BKSD, score_BKQS.logsumexp(-1)
 
 

@@ -18,11 +18,10 @@ from itertools import accumulate, chain
 
 import torch
 
-from lm.attention import Append, Forked, KVCache, PackedAppend, upload
+from lm.attention import Forked, Rectangle, kv_cache, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
-GROWTH = 1024      # positions by which the rows of a cache grow that is read with masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +96,8 @@ class Slots:
         weight = next(model.parameters())
         device = weight.device
         self.model, self.n, self.device = model, n, device
-        self.cache = KVCache(model.config, n, 0, weight.dtype, device)
+        self.cache = kv_cache(model.config, n, weight.dtype, device)
+        self.varlen = self.cache.varlen
         self.drop_graphs()
         self.stop_ids, self.stop_tensor = stop_ids, torch.tensor(stop_ids, device=device)
         self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
@@ -176,8 +176,6 @@ class Slots:
         assert max(needed) <= self.context, (max(needed), self.context)
         new = sum(map(len, prompts)) - sum(reused)
         self.most_tokens = max(self.most_tokens, sum(kept) + new)
-        if not self.cache.varlen:                               # read in multiples of 16 positions
-            needed = [min(bucket(max(needed) + 16, GROWTH), bucket(self.context + 16))] * self.n
         if self.cache.fit(kept, needed):
             self.drop_graphs()
 
@@ -222,11 +220,8 @@ class Slots:
 
     def forward(self, rows, start_B, active_B, context):
         """Logits after the last token of each row of `rows`, which is appended at position start_B."""
-        if self.cache.varlen:
-            layout = PackedAppend.step(self.cache, rows, start_B, active_B, context)
-            return self.model(self.token_B[None, rows], layout)[0]
-        layout = Append(self.cache, rows, start_B, active_B.long(), 1, context)
-        return self.model(self.token_B[rows, None], layout)[:, 0]
+        layout = self.cache.append_one(rows, start_B, active_B, context)
+        return self.model(self.token_B[None, rows], layout)[0]
 
     @torch.no_grad()
     def tick(self):
@@ -239,7 +234,7 @@ class Slots:
         n = max(self.running, default=-1) + 1
         n = self.n if n and self.all_rows else n
         sync = self.device.type == "cpu" or self.restrictions
-        use_graphs = self.device.type == "cuda" and not sync and self.cache.varlen
+        use_graphs = self.device.type == "cuda" and not sync and self.varlen
         for _ in range(TICK if n else 0):
             rows = slice(0, n)
             if sync and 2 * len(active := self.active_B[:n].nonzero()[:, 0]) < n:
@@ -333,18 +328,9 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
     """Append chunks[i] to cache row rows[i] at position starts[i].
 
     Returns logits_RV at each chunk's last token. rows: in ascending order. One forward runs at most
-    max_tokens tokens, with padding, or a single chunk.
+    max_tokens tokens, or a single chunk.
     """
-    run = run_packed if cache.varlen else run_padded
-    order, logits = zip(*run(model, cache, rows, chunks, starts, max_tokens))
-    place = {chunk: i for i, chunk in enumerate(chain(*order))}
-    (index_R,) = upload(logits[0].device, map(place.get, range(len(chunks))))
-    return torch.cat(logits)[index_R]
-
-
-def run_packed(model, cache, rows, chunks, starts, max_tokens):
-    """Yield (block, logits): the indices of chunks that one forward runs end to end, and their logits."""
-    blocks, tokens = [], 0
+    blocks, tokens, logits = [], 0, []
     for i, chunk in enumerate(chunks):
         tokens += len(chunk)
         if not blocks or tokens > max_tokens:
@@ -353,38 +339,11 @@ def run_packed(model, cache, rows, chunks, starts, max_tokens):
         blocks[-1].append(i)
     for block in blocks:
         lengths = [len(chunks[i]) for i in block]
-        layout = PackedAppend.chunks(cache, [rows[i] for i in block], [starts[i] for i in block], lengths)
-        ids_N, last_R = upload(cache.first_B.device, [token for i in block for token in chunks[i]],
+        layout = cache.append([rows[i] for i in block], [starts[i] for i in block], lengths)
+        ids_N, last_R = upload(layout.position_BT.device, [token for i in block for token in chunks[i]],
                                [end - 1 for end in accumulate(lengths)])
-        yield block, model(ids_N[None], layout, select=(torch.zeros_like(last_R), last_R))
-
-
-def run_padded(model, cache, rows, chunks, starts, max_tokens):
-    """Yield (block, logits): the indices of chunks that one forward runs side by side, and their logits.
-
-    Chunks of up to 4, 16, 64, ... tokens are run separately, so that short ones are not padded to long ones.
-    """
-    device, by_size = cache.first_B.device, {}
-    for i, chunk in enumerate(chunks):
-        by_size.setdefault(((len(chunk) - 1).bit_length() + 1) // 2 or 1, []).append(i)
-    for members in by_size.values():
-        longest = max(len(chunks[i]) for i in members)
-        width = bucket(longest, 4 if longest <= 16 else 16)
-        size = max(1, max_tokens // width)
-        for block in (members[a:a + size] for a in range(0, len(members), size)):
-            first, last = rows[block[0]], rows[block[-1]]
-            dense = last - first < min(2 * len(block), size)       # then K/V are read in place
-            chunk_of_row = dict(zip((rows[i] for i in block), block))
-            used = range(first, last + 1) if dense else [*chunk_of_row]
-            appended = [chunks[chunk_of_row[row]] if row in chunk_of_row else [] for row in used]
-            ids_BT = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in appended], device=device)
-            start_B = torch.tensor([starts[chunk_of_row[row]] if row in chunk_of_row else 0 for row in used],
-                                   device=device)
-            context = bucket(max(starts[i] + len(chunks[i]) for i in block), 16)
-            layout = Append(cache, slice(first, last + 1) if dense else torch.tensor(used, device=device),
-                            start_B, [len(chunk) for chunk in appended], width, min(context, cache.room[0]))
-            ends = [(b, len(chunk) - 1) for b, chunk in enumerate(appended) if chunk]
-            yield block, model(ids_BT, layout, select=torch.tensor(ends, device=device).unbind(1))
+        logits.append(model(ids_N[None], layout, select=(torch.zeros_like(last_R), last_R)))
+    return torch.cat(logits)
 
 
 def generate(slots, prompts, streams, restrictions=None):
@@ -408,8 +367,9 @@ class Answers(Slots):
     def __init__(self, model, n_prompts, n_answers, stop_ids, sampling):
         room, dtype = bucket(sampling.max_response_tokens, 16), next(model.parameters()).dtype
         super().__init__(model, n_prompts * n_answers, room, stop_ids, sampling)
-        self.cache = KVCache(model.config, self.n, room, dtype, self.device)
-        self.prompts, self.longest = KVCache(model.config, n_prompts, 0, dtype, self.device), 0
+        self.cache = Rectangle(model.config, self.n, room, dtype, self.device)
+        self.prompts, self.longest = kv_cache(model.config, n_prompts, dtype, self.device), 0
+        self.varlen = self.prompts.varlen
         self.prompt_R, self.n_answers = torch.zeros(n_prompts, device=self.device).long(), n_answers
 
     def prefill(self, rows, prompts, share=False):
@@ -419,10 +379,9 @@ class Answers(Slots):
         prompts = prompts[::self.n_answers]
         R, lengths = len(prompts), [len(prompt) for prompt in prompts]
         longest, unused = bucket(max(lengths), 16), [0] * (len(self.prompt_R) - R)
-        needed = lengths if self.cache.varlen else [longest] * R        # masks read multiples of 16 positions
-        if self.prompts.fit([0] * R + unused, needed + unused) or longest > self.longest:
+        if self.prompts.fit([0] * (R + len(unused)), lengths + unused) or longest > self.longest:
             self.drop_graphs()
-        self.longest = max(longest, self.longest) if self.cache.varlen else longest
+        self.longest = max(longest, self.longest) if self.varlen else longest
         self.prompt_R.copy_(torch.tensor(lengths + unused))
         logits_RV = run_chunks(self.model, self.prompts, range(R), prompts, [0] * R)
         return logits_RV.repeat_interleave(self.n_answers, 0), [0] * len(rows)

@@ -150,7 +150,8 @@ class ModelConfig:
 
 
 def rope_tables(position_BT, head_dim, theta, dtype, scaling=None):
-    """cos and sin of position * theta^(-2i / D), [B, T, 1, D / 2] each; RoFormer, arXiv:2104.09864 §3.2.2.
+    """cos of position * theta^(-2i / D), twice, and its sin, first negative, [B, T, 1, D] each; RoFormer,
+    arXiv:2104.09864 §3.2.2.
 
     scaling: ModelConfig.rope_scaling, of Llama 3.1 and later (arXiv:2407.21783 stretches 8,192 positions; the
     formula is that of Meta's and Hugging Face's code). A frequency f, in turns within the original length
@@ -166,7 +167,8 @@ def rope_tables(position_BT, head_dim, theta, dtype, scaling=None):
         kept_D = ((original * frequency_D / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         frequency_D = frequency_D * (kept_D + (1 - kept_D) / factor)
     angle_BT1D = position_BT[:, :, None, None] * frequency_D
-    return angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
+    cos, sin = angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 class Linear(nn.Linear):
@@ -232,7 +234,7 @@ class Attention(nn.Module):
             q, k = qk.split([self.heads, self.kv_heads], dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         a, b = qk.chunk(2, dim=-1)    # RoPE rotates pairs (i, i + D / 2), as Hugging Face does
-        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        rotated = torch.addcmul(qk * cos, torch.cat([b, a], dim=-1), sin)
         q, k = rotated.split([self.heads, self.kv_heads], dim=2)
         v = self.v_proj(x_BTC).view(B, T, self.kv_heads, self.head_dim)
         return self.o_proj(layout.attend(self.layer, q, k, v))

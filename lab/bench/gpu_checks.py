@@ -266,7 +266,7 @@ def floor(bench, rows=None, context=0):
     slots.stop_tensor = torch.tensor([-1], device=bench.device)
     seconds = bench.seconds(slots.tick) / engine.TICK
     tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
-    size, of_token = next(model.parameters()).element_size(), sum(kv[:, 0].nbytes for kv in slots.cache.kv)
+    size, of_token = next(model.parameters()).element_size(), slots.cache.bytes_per_token
     found = bench.shares((size * memory.numbers(model.parameters()) + tokens * of_token) / seconds, 0)
     least = memory.Machine().of_bandwidth[0]
     return {"s_per_token": seconds, **found}, found.get("share_of_sheet", found["share_of_measured"]) >= least

@@ -31,7 +31,8 @@ from lab.bench.simulation import Work, play, samples_of
 from lab.bench.study import ROOT, parse_clean
 from lm import logprobs
 from lm import model as qwen
-from lm.engine import GROWTH, Answers, Sampling, bucket
+from lm.attention import equal_room
+from lm.engine import Answers, Sampling
 from lm.optim import trained
 from session import choose_trained
 
@@ -139,8 +140,8 @@ def rollout_bytes(model, settings, ranks, work, seed=0):
         episodes, slots = play(model, settings, ranks, work, seed, runs=True)
         slots.first_prompts = {}
     with Meter() as graph, torch.no_grad():
-        slots.step(slice(0, slots.n), settings.context if slots.cache.varlen else slots.cache.room[0])
-    graphs = graph.peak if slots.cache.varlen else 0           # their memory is not shared with other work
+        slots.step(slice(0, slots.n), settings.context if slots.varlen else slots.cache.room)
+    graphs = graph.peak if slots.varlen else 0           # their memory is not shared with other work
     slots.step_bytes = graph.created
     return meter.peak + graphs, sum(kv.nbytes for kv in slots.cache.kv) + graphs, episodes, slots
 
@@ -220,10 +221,9 @@ def stages(model, ranks, settings, work):
     gradients = resident.pop("gradients")
     batch, _ = largest_microbatch(adapted, of_ranks[fullest], settings)
     training = update_bytes(adapted, batch) + gathered_bytes(adapted) + gradients
-    equal = slots.n * min(bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
-                                     for turn in episode.turns) + settings.max_response_tokens, GROWTH),
-                          bucket(settings.context + 16))
-    of_token = sum(kv[:, 0].nbytes for kv in slots.cache.kv)
+    equal = slots.n * equal_room(max(len(turn.prompt_ids) for episode in played[fullest][0]
+                                     for turn in episode.turns) + settings.max_response_tokens)
+    of_token = slots.cache.bytes_per_token
     more, copies = (equal - slots.cache.slots) * of_token, (work.answers - 1) * of_token * sum(
         sorted(map(len, questions))[-max(1, settings.slots // work.answers):])
     sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,

@@ -112,7 +112,7 @@ class Simulated(Slots):
         tokens = sum(new.values())
         self.prefilled += tokens
         masked = len(new) * max(new.values()) * max(map(len, prompts))
-        size = tokens if self.cache.varlen else masked
+        size = tokens if self.varlen else masked
         if self.runs and size > self.largest_prefill:
             self.largest_prefill = size
             self.prefill(rows, prompts, share)
@@ -128,10 +128,10 @@ class Simulated(Slots):
         rows, longest = max(self.running, default=-1) + 1, max(self.left.values(), default=0)
         steps = (min(TICK, longest) if self.device.type == "cpu" else TICK) if rows else 0
         context = bucket(max(map(self.length_bound, self.running), default=0) + 1, 16)
-        size = rows if self.cache.varlen else rows * context
+        size = rows if self.varlen else rows * self.cache.room
         if self.runs and steps and size > 1.1 * self.largest_step:
             self.largest_step = size
-            self.step(slice(0, rows), self.context if self.cache.varlen else context)
+            self.step(slice(0, rows), self.context if self.varlen else context)
         for row, (_, length, _) in self.running.items():
             n, run = min(steps, self.left[row]), self.drawn[row] - 1 - self.left[row]
             self.read += n * (length + run) + n * (n + 1) // 2

@@ -197,8 +197,8 @@ def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat
     def count(module, args):
         if isinstance(layout := args[1], attention.PackedAppend):
             prefilled.append(len(layout.slot_N))
-        if isinstance(layout, attention.Append):
-            prefilled.append(int((layout.slot_BT < layout.cache.slots).sum()))
+        if isinstance(layout, attention.MaskedAppend):
+            prefilled.append(int((layout.row_N < layout.cache.rows).sum()))
 
     hook = model.register_forward_pre_hook(count)
     qwen.init_weights(model, 3)
@@ -235,7 +235,7 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
     if packed:
         with_varlen()
     monkeypatch.setattr(engine, "TICK", 3)
-    monkeypatch.setattr(engine, "GROWTH", 32)
+    monkeypatch.setattr(attention, "GROWTH", 32)
     rng, layouts, streams = random.Random(seed), set(), iter(range(10**6))
     slots = Slots(model, 6, 300, chat.stop_ids, Sampling(1.0, 5))
 
@@ -271,8 +271,9 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
                 streams_of |= {row: next(streams) for row in starting}
                 slots.begin(starting, [live[row] for row in starting], [streams_of[row] for row in starting])
                 waiting -= {*starting}
-                assert_room(slots.cache)
-                layouts.add((slots.cache.slots, *slots.cache.first))
+                if packed:
+                    assert_room(slots.cache)
+                layouts.add((slots.cache.slots, *(slots.cache.first if packed else ())))
     sizes = {size for size, *_ in layouts}
     assert len(sizes) > 2 and (len(layouts) > len(sizes) + 5 if packed else len(layouts) == len(sizes))
     most, size = slots.usage
@@ -281,7 +282,7 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
 
 def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
     with_varlen()
-    cache = attention.KVCache(model.config, 4, 0, torch.double, "cpu")
+    cache = attention.kv_cache(model.config, 4, torch.double, "cpu")
     assert cache.fit([0] * 4, [8, 0, 40, 80]) and cache.slots == 160         # a quarter more than is needed
     assert cache.room == [18, 0, 50, 90] and cache.first == [0, 18, 18, 68]
     for kv in cache.kv:
@@ -295,6 +296,28 @@ def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varl
         assert all(torch.equal(a, b) for a, b in zip(cache.export_row(row, n), kept, strict=True))
     cache.move(3, 0, 80)                                                     # by exchanging their room
     assert all(torch.equal(a, b) for a, b in zip(cache.export_row(0, 80), before[2], strict=True))
+
+
+def test_rows_of_equal_room_keep_their_tokens_and_the_memory(model):
+    """They grow by an eighth or GROWTH beyond the need, and get less room once nothing is kept."""
+    cache = attention.Rectangle(model.config, 3, 0, torch.double, "cpu")
+    assert cache.fit([0] * 3, [0, 9, 40]) and cache.room == 112 and cache.slots == 3 * 112
+    for kv in cache.kv:
+        kv.normal_()
+    before = [cache.export_row(row, n) for row, n in ((1, 9), (2, 40))]
+    assert not cache.fit([0, 9, 40], [0, 20, 112])                           # there is room
+    for needed, room in ((113, 192), (1000, 1136)):
+        assert cache.fit([0, 9, 40], [0, needed, 50]) and cache.room == room
+        for row, n, kept in ((1, 9, before[0]), (2, 40, before[1])):
+            assert all(torch.equal(a, b) for a, b in zip(cache.export_row(row, n), kept, strict=True))
+    memory = {kv.data_ptr() for kv in cache.kv}
+    for needed, room in ((8, 80), (400, 464)):
+        assert cache.fit([0] * 3, [needed, 0, 0]) and cache.room == room
+        assert all(kv.isfinite().all() for kv in cache.kv)
+    assert len(memory & {kv.data_ptr() for kv in cache.kv}) >= len(cache.kv) - 1
+    cache.import_rows([0, 2], before[1])
+    cache.move(2, 1, 40)
+    assert all(torch.equal(a, b) for a, b in zip(cache.export_row(1, 40), before[1], strict=True))
 
 
 # torch's versions

@@ -15,7 +15,7 @@ from conftest import tiny_model
 
 from lm import engine
 from lm import model as qwen
-from lm.attention import KVCache
+from lm.attention import Rectangle
 from lm.engine import Sampling
 
 pytestmark = pytest.mark.fast
@@ -75,7 +75,7 @@ def test_prefill_runs_only_the_tokens_that_are_not_cached(model):
     slots.cached = [[5, 6, 7, 8, 9], [5, 6]]
     run = []
     model.register_forward_pre_hook(lambda module, args: run.append(
-        [ids[slot < args[1].cache.slots].tolist() for ids, slot in zip(args[0], args[1].slot_BT)]))
+        [args[0][0, args[1].row_N == row].tolist() for row in range(2)]))
     with torch.no_grad():
         slots.prefill([0, 1], [[5, 6, 1, 2], [5, 6]])
     assert run == [[[1, 2], [6]]]           # a fully cached prompt runs its last token, for the logits
@@ -85,17 +85,17 @@ def test_long_prefills_are_split_into_blocks_of_rows(model):
     prompts = [[i + 1] * (3 + i) for i in range(5)]
     logits, widths = [], []
     model.register_forward_pre_hook(lambda module, arguments: widths.append(arguments[0].shape))
-    for max_tokens in (16384, 16):
-        cache = KVCache(model.config, 5, 32, torch.float64, "cpu")
+    for max_tokens in (16384, 10):
+        cache = Rectangle(model.config, 5, 32, torch.float64, "cpu")
         with torch.no_grad():
             logits.append(engine.run_chunks(model, cache, range(5), prompts, [0] * 5, max_tokens))
     torch.testing.assert_close(*logits, rtol=0, atol=1e-9)             # double precision
-    assert widths == [(2, 4), (3, 8), (2, 4), (2, 8), (1, 8)]
+    assert widths == [(1, 25), (1, 7), (1, 5), (1, 6), (1, 7)]
 
 
 def contents(cache):
-    """A copy of the keys and values of all layers, [L, 2, B, room, K, D]."""
-    return torch.stack([cache.rectangle(layer) for layer in range(len(cache.kv))])
+    """A copy of the keys and values of all layers, [L, 2, B, K, room, D]."""
+    return torch.stack([kv[:, :-1] for kv in cache.kv])
 
 
 @pytest.mark.parametrize("rows", [range(7), [0, 2, 3, 5, 6, 7, 9]])
@@ -103,17 +103,18 @@ def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
     """Rows adjacent or not, chunks long and short; rows without a chunk keep their contents."""
     prefixes = [[i + 1] * (2 + i) for i in range(7)]
     chunks = [[20 + i] * n for i, n in enumerate((3, 19, 1, 4, 30, 2, 7))]
-    cache, runs = KVCache(model.config, 10, 64, torch.float64, "cpu"), []
+    cache, runs = Rectangle(model.config, 10, 64, torch.float64, "cpu"), []
     with torch.no_grad():
         engine.run_chunks(model, cache, rows, prefixes, [0] * 7)
         before = contents(cache)
-        model.register_forward_pre_hook(lambda module, args: runs.append(args[0].shape[0]))
+        model.register_forward_pre_hook(lambda module, args: runs.extend(args[1:]))
         logits = engine.run_chunks(model, cache, rows, chunks, [*map(len, prefixes)])
-        assert len(runs) == 3                                          # up to 4, 16 and 64 tokens
+        assert len(runs) == 1 and [token_BT.shape for _, token_BT, *_ in runs[0].groups] == [(5, 7), (2, 30)]
         for row, prefix, chunk, logits_V in zip(rows, prefixes, chunks, logits):
             expected_V = model(torch.tensor([prefix + chunk]))[0, -1]
             torch.testing.assert_close(logits_V, expected_V, rtol=0, atol=1e-9)
-            assert torch.equal(contents(cache)[:, :, row, :len(prefix)], before[:, :, row, :len(prefix)])
+            kept = slice(len(prefix))
+            assert torch.equal(contents(cache)[:, :, row, :, kept], before[:, :, row, :, kept])
     for row in {*range(10)} - {*rows}:
         assert torch.equal(contents(cache)[:, :, row], before[:, :, row])
 

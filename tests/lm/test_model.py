@@ -73,14 +73,12 @@ def make_model(seed=0, **changes):
     return model
 
 
-def append(model, cache, chunks, start, context=None):
-    """Append one list of ids per row, right-padded to the longest. Returns the logits [B, T, V]."""
-    width = max(len(chunk) for chunk in chunks)
-    ids = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks])
-    n_valid, start = [len(chunk) for chunk in chunks], torch.tensor(start)
+def append(model, cache, chunks, start):
+    """Append a list of ids to each row, or none. Returns each row's logits, [T, V]."""
+    rows, lengths = [b for b, chunk in enumerate(chunks) if chunk], [*map(len, chunks)]
     with torch.no_grad():
-        return model(ids, attention.Append(cache, slice(0, len(chunks)), start, n_valid, width,
-                                           context or max(map(sum, zip(start.tolist(), n_valid)))))
+        layout = cache.append(rows, [start[b] for b in rows], [lengths[b] for b in rows])
+        return model(torch.tensor([sum(chunks, [])]), layout)[0].split(lengths)
 
 
 def assert_close(got, want):
@@ -109,12 +107,12 @@ def test_full_forward_equals_transformers(tmp_path, kind):
 
 def assert_appends_equal(model, ids, pieces, expected):
     """Append pieces[b] ids to row b in turn, and compare the logits with `expected` each time."""
-    cache, start = attention.KVCache(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
+    cache, start = attention.Rectangle(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
     for turn in zip(*pieces, strict=True):
         chunks = [ids[b, start[b]:start[b] + n].tolist() for b, n in enumerate(turn)]
         logits = append(model, cache, chunks, start)
         for b, n in enumerate(turn):
-            assert_close(logits[b, :n], expected[b, start[b]:start[b] + n])
+            assert_close(logits[b], expected[b, start[b]:start[b] + n])
             start[b] += n
 
 
@@ -148,8 +146,9 @@ def test_llama_3s_scaling_changes_far_positions_and_survives_saving(tmp_path):
     ours = m.rope_tables(position, 64, 5e4, torch.float32, scaling)
     config = LlamaConfig(hidden_size=128, num_attention_heads=2, rope_parameters={"rope_theta": 5e4} | LLAMA3)
     theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), position)
+    theirs[1][..., :32] *= -1                                          # ours: the sign with which they add
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one[:, :, 0], other[..., :32], atol=4000 * rounding(1.0, 2), rtol=0)
+        torch.testing.assert_close(one[:, :, 0], other, atol=4000 * rounding(1.0, 2), rtol=0)
     plain = m.rope_tables(position, 64, 5e4, torch.float32)
     assert (ours[0] - plain[0])[0, -1].abs().max() > 0.5 and torch.equal(ours[0][..., 0], plain[0][..., 0])
     model.config.save(tmp_path)
@@ -169,34 +168,33 @@ def test_qwen3_without_a_head_size_gets_transformers_default(tmp_path):
 
 
 def test_an_exported_row_is_a_copy():
-    cache = attention.KVCache(small_config(), 2, 8, torch.float32, "cpu")
+    cache = attention.Rectangle(small_config(), 2, 8, torch.float32, "cpu")
     first, second = cache.export_row(0, 3)
     cache.kv[0].fill_(1.0)
-    assert first.shape == second.shape == (2, 3, 2, 4) and not first.any()
+    assert first.shape == second.shape == (2, 2, 3, 4) and not first.any()
 
 
-def test_a_cached_forward_refuses_gradients_and_a_context_beyond_the_cache():
-    model = make_model()
-    cache = attention.KVCache(model.config, 1, 8, torch.float32, "cpu")
-    start = torch.tensor([0])
+def test_a_cached_forward_refuses_gradients_and_a_length_beyond_the_cache():
+    cache = attention.Rectangle(small_config(), 1, 8, torch.float32, "cpu")
     with pytest.raises(AssertionError, match="no_grad"):
-        attention.Append(cache, slice(0, 1), start, None, 1, 1)
-    with torch.no_grad(), pytest.raises(AssertionError, match="context 9 of rows with room for 8"):
-        attention.Append(cache, slice(0, 1), start, None, 1, 9)
+        cache.append([0], [0], [1])
+    with torch.no_grad(), pytest.raises(AssertionError, match="9 tokens in rows with room for 8"):
+        cache.append_one(slice(0, 1), torch.tensor([0]), torch.tensor([True]), 9)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_cache_decodes_close_to_float32(family):
     model = make_model(model_type=family)
-    cache = attention.KVCache(model.config, 1, 8, torch.bfloat16, "cpu")
+    cache = attention.Rectangle(model.config, 1, 8, torch.bfloat16, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():    # to Qwen2's std 0.02, at which the bound below was measured
             if parameter.dim() == 2:
                 parameter.mul_(0.02 * model.config.hidden_size ** 0.5)
-        expected = model(torch.tensor([[1, 2, 3]]))
-    logits = append(model.to(torch.bfloat16), cache, [[1, 2, 3]], [0])
-    assert logits.dtype == torch.bfloat16
-    torch.testing.assert_close(logits.float(), expected, atol=0.01, rtol=0)
+        expected = model(torch.tensor([[1, 2, 3, 4]]))[0]
+    for start, ids in ((0, [1, 2, 3]), (3, [4])):
+        logits, = append(model.to(torch.bfloat16), cache, [ids], [start])
+        assert logits.dtype == torch.bfloat16
+        torch.testing.assert_close(logits.float(), expected[start:start + len(ids)], atol=0.01, rtol=0)
 
 
 # bf16 on a CPU
