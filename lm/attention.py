@@ -144,12 +144,13 @@ class Pool:
         """Bytes of a position's keys and values, over all layers."""
         return sum(kv[:, 0].nbytes for kv in self.kv)
 
-    def fit(self, kept, needed):
+    def fit(self, kept, needed, limit=None):
         """Give each row b room for needed[b] positions, of which the first kept[b] are kept.
 
         Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that only one
         layer is in memory twice. Rows in use share what they leave of the pool; it grows by a quarter once
         they leave less than a sixteenth. Returns whether the pool has grown, which gives it other addresses.
+        limit: read by `Rectangle.fit`.
         """
         if all(need <= room for need, room in zip(needed, self.room)):
             return False
@@ -213,11 +214,6 @@ class Pool:
         return PackedAppend(self, start_B[None], slot_B, q_starts, first_B, keys_B, 1, longest)
 
 
-def equal_room(most):
-    """Positions of each row of a `Rectangle` in which a row needs `most`: an eighth more, at least GROWTH."""
-    return -(-(most + max(GROWTH, most // 8)) // 16) * 16
-
-
 class Rectangle:
     """Keys and values of B token sequences, for masks: kv[layer] is [2, B + 1, K, room, D].
 
@@ -228,17 +224,13 @@ class Rectangle:
 
     varlen = None
 
-    def __init__(self, config, rows, room, dtype, device):
-        shape = (2, rows + 1, config.num_key_value_heads, room, config.head_dim)
+    def __init__(self, config, n_rows, room, dtype, device):
+        shape = (2, n_rows + 1, config.num_key_value_heads, room, config.head_dim)
+        self.n_rows, self.largest = n_rows, room         # n_rows is also the number of the row for padding
         self.group = config.num_attention_heads // config.num_key_value_heads
         self.kv = [torch.zeros(shape, dtype=dtype, device=device)       # zeros: masked garbage must be finite
                    for _ in range(config.num_hidden_layers)]
-        self.memory, self.spare = [kv.flatten() for kv in self.kv], self.kv[0].flatten()[:0]
-
-    @property
-    def rows(self):
-        """B, which is also the number of the row for padding."""
-        return self.kv[0].shape[1] - 1
+        self.memory = [kv.flatten() for kv in self.kv]
 
     @property
     def room(self):
@@ -247,31 +239,32 @@ class Rectangle:
 
     @property
     def slots(self):
-        """Positions of all rows."""
-        return self.rows * self.room
+        """Positions for which there is memory."""
+        return self.n_rows * self.largest
 
     @property
     def bytes_per_token(self):
         """Bytes of a position's keys and values, over all layers."""
         return sum(kv[:, 0, :, 0].nbytes for kv in self.kv)
 
-    def fit(self, kept, needed):
-        """Give each row room for max(needed) positions and some more, of which the first kept[b] are kept.
+    def fit(self, kept, needed, limit=math.inf):
+        """Give each row room for max(needed) positions, of which the first kept[b] are kept, and for an
+        eighth more, at least GROWTH, up to `limit`.
 
-        Does nothing if there is room, unless nothing is kept: then there may be less room, too. Each layer is
-        written to the memory that the one before has left, since new memory is slow at first. Returns whether
-        the keys have other addresses.
+        Does nothing if there is room, unless nothing is kept: then there may be less room, too. The memory
+        stays, since new memory is slow at first. Returns whether the keys have other addresses.
         """
         most, keep = max(needed), max(kept)
-        room = equal_room(most)
+        room = -(-min(most + max(GROWTH, most // 8), limit) // 16) * 16          # read in multiples of 16
         if most <= self.room if keep else room == self.room:
             return False
+        self.largest = max(room, self.largest)
         for layer, kv in enumerate(self.kv):
-            shape = *kv.shape[:3], room, kv.shape[4]
-            memory = self.spare if self.spare.numel() >= math.prod(shape) else kv.new_zeros(math.prod(shape))
-            self.kv[layer] = memory[:math.prod(shape)].view(shape)
-            self.kv[layer][..., :keep, :] = kv[..., :keep, :]
-            self.memory[layer], self.spare = memory, self.memory[layer]
+            kept_kv, shape = kv[..., :keep, :].clone(), (*kv.shape[:3], room, kv.shape[4])
+            if (size := math.prod(shape)) > self.memory[layer].numel():
+                self.memory[layer] = kv.new_zeros(size)
+            self.kv[layer] = self.memory[layer][:size].view(shape)
+            self.kv[layer][..., :keep, :] = kept_kv
         return True
 
     def move(self, source, target, length):
@@ -323,8 +316,8 @@ class Rectangle:
         that of an inactive row is padding. longest: upper bound on a row's length after it.
         """
         assert longest <= self.room, f"{longest} tokens in rows with room for {self.room}"
-        row_B = torch.arange(self.rows, device=start_B.device)[rows]
-        row_B, slot_B = torch.where(active_B, row_B, self.rows), torch.where(active_B, start_B, 0)
+        row_B = torch.arange(self.n_rows, device=start_B.device)[rows]
+        row_B, slot_B = torch.where(active_B, row_B, self.n_rows), torch.where(active_B, start_B, 0)
         return MaskedAppend(self, row_B, slot_B, start_B, [(rows, None, self.room)])
 
 
@@ -375,35 +368,33 @@ class MaskedAppend:
     def __init__(self, cache, row_N, slot_N, position_N, groups, place_N=None):
         assert not torch.is_grad_enabled(), "a forward with a cache has no gradient: use torch.no_grad()"
         self.cache, self.row_N, self.slot_N, self.place_N = cache, row_N, slot_N, place_N
-        self.position_BT, self.groups = position_N[None], []
+        self.position_BT, self.groups, dtype = position_N[None], [], cache.kv[0].dtype
+
+        def additive(hidden_BTS):
+            mask_BTS = torch.zeros_like(hidden_BTS, dtype=dtype).masked_fill_(hidden_BTS, -torch.inf)
+            return mask_BTS.repeat(1, cache.group, 1)[:, None]             # ordered by head, like the queries
+
         for rows, token_BT, S in groups:
             position_BT = position_N[:, None] if token_BT is None else position_N[token_BT]
             hidden_BTS = torch.arange(S, device=row_N.device) > position_BT[:, :, None]
-            self.groups.append((rows, token_BT, S, self.mask(hidden_BTS)))
-
-    def mask(self, hidden_BTS):
-        """What `attend` needs to leave out hidden keys: which they are with one query of a row in fp32 or
-        fp64, where products are faster; else what is added to scores, [B, 1, Q, S].
-        """
-        dtype = self.cache.kv[0].dtype
-        if hidden_BTS.shape[1] == 1 and dtype.itemsize >= 4:
-            return hidden_BTS[:, None]
-        mask_BTS = torch.zeros_like(hidden_BTS, dtype=dtype).masked_fill_(hidden_BTS, -torch.inf)
-        return mask_BTS.repeat(1, self.cache.group, 1)[:, None]            # ordered by head, like the queries
+            # of one query a row, plain products are four times as fast as flash attention on a CPU
+            plain = position_BT.shape[1] == 1 and dtype.itemsize >= 4
+            mask = hidden_BTS[:, None] if plain else additive(hidden_BTS)
+            self.groups.append((rows, token_BT, S, plain, mask))
 
     def attend(self, layer, q_1NHD, k_1NKD, v_1NKD):
         """Write the chunks' keys and values, and attend to them and all earlier positions: [1, N, H * D]."""
         (k, v), (q_NHD,), found = self.cache.kv[layer], q_1NHD, []
         k[self.row_N, :, self.slot_N] = k_1NKD[0]
         v[self.row_N, :, self.slot_N] = v_1NKD[0]
-        for rows, token_BT, S, mask in self.groups:
+        for rows, token_BT, S, plain, mask in self.groups:
             q_BTHD = q_NHD[:, None] if token_BT is None else q_NHD[token_BT]
-            k_BKSD, v_BKSD = ((x[rows] if isinstance(rows, slice) else x.index_select(0, rows))[:, :, :S]
-                              for x in (k, v))
+            k_BKSD, v_BKSD = (x[rows, :, :S] if isinstance(rows, slice) else x[:, :, :S].index_select(0, rows)
+                              for x in (k, v))                 # index_select is faster than x[rows, :, :S]
             (B, T, H, D), K = q_BTHD.shape, k.shape[1]
             # treat G heads of T queries as one head of G * T queries, so that K/V are never repeated
             q_BKQD = q_BTHD.transpose(1, 2).reshape(B, K, -1, D)
-            if mask.dtype == torch.bool:
+            if plain:
                 out_BKQD = scores(q_BKQD, k_BKSD, mask).softmax(-1) @ v_BKSD
             else:
                 out_BKQD = F.scaled_dot_product_attention(q_BKQD, k_BKSD, v_BKSD, attn_mask=mask)
@@ -430,7 +421,7 @@ class Forked:
         self.R, self.A = len(prompt_R), len(start_B) // len(prompt_R)
         self.position_BT = (prompt_R[:, None] + start_B.view(self.R, self.A)).view(-1, 1)
         row_B = torch.arange(len(start_B), device=device)
-        self.row_B, self.slot_B = torch.where(active_B, row_B, own.rows), torch.where(active_B, start_B, 0)
+        self.row_B, self.slot_B = torch.where(active_B, row_B, own.n_rows), torch.where(active_B, start_B, 0)
         self.keys_R = prompt_R.clamp(min=1).int()                    # a row without a prompt reads one slot
         if prompts.varlen:
             self.k_starts = F.pad(prompts.first_B, (0, 1)).int()

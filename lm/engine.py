@@ -97,7 +97,7 @@ class Slots:
         device = weight.device
         self.model, self.n, self.device = model, n, device
         self.cache = kv_cache(model.config, n, weight.dtype, device)
-        self.varlen = self.cache.varlen
+        self.varlen = self.cache.varlen            # of the prompts: `Answers` have masks for the rest
         self.drop_graphs()
         self.stop_ids, self.stop_tensor = stop_ids, torch.tensor(stop_ids, device=device)
         self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
@@ -176,7 +176,7 @@ class Slots:
         assert max(needed) <= self.context, (max(needed), self.context)
         new = sum(map(len, prompts)) - sum(reused)
         self.most_tokens = max(self.most_tokens, sum(kept) + new)
-        if self.cache.fit(kept, needed):
+        if self.cache.fit(kept, needed, self.context):
             self.drop_graphs()
 
     def drop_graphs(self):
@@ -244,13 +244,15 @@ class Slots:
             if use_graphs:
                 self.replay(min(bucket(n, 16), self.n))
             else:
-                self.step(rows, bucket(max(map(self.length_bound, self.running)) + 1, 16))
+                self.step(rows, bucket(max(self.length_bound(row, 1) for row in self.running), 16))
             self.steps += 1
 
-    def length_bound(self, row):
-        """Upper bound on the number of tokens in a row with a running response, known without a host sync."""
+    def length_bound(self, row, more=0):
+        """Upper bound on the number of tokens in a row with a running response after so many more steps,
+        known without a host sync.
+        """
         _, length, first_step = self.running[row]
-        return length + min(self.steps - first_step, self.sampling.max_response_tokens)
+        return length + min(self.steps - first_step + more, self.sampling.max_response_tokens)
 
     def replay(self, n):
         """`step` as a CUDA graph, captured at the first call: its ~760 kernels are launched at once."""
@@ -313,7 +315,7 @@ def side_stream(device):
     return torch.cuda.Stream(device)
 
 
-def bucket(n, size=64):
+def bucket(n, size):
     """n rounded up to a multiple of `size`: with few distinct shapes, kernels and memory are reused."""
     return -(-n // size) * size
 
@@ -328,7 +330,7 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
     """Append chunks[i] to cache row rows[i] at position starts[i].
 
     Returns logits_RV at each chunk's last token. rows: in ascending order. One forward runs at most
-    max_tokens tokens, or a single chunk.
+    max_tokens tokens, or a single chunk; where attention pads them, it is to less than twice as many.
     """
     blocks, tokens, logits = [], 0, []
     for i, chunk in enumerate(chunks):
@@ -369,7 +371,6 @@ class Answers(Slots):
         super().__init__(model, n_prompts * n_answers, room, stop_ids, sampling)
         self.cache = Rectangle(model.config, self.n, room, dtype, self.device)
         self.prompts, self.longest = kv_cache(model.config, n_prompts, dtype, self.device), 0
-        self.varlen = self.prompts.varlen
         self.prompt_R, self.n_answers = torch.zeros(n_prompts, device=self.device).long(), n_answers
 
     def prefill(self, rows, prompts, share=False):
@@ -379,7 +380,8 @@ class Answers(Slots):
         prompts = prompts[::self.n_answers]
         R, lengths = len(prompts), [len(prompt) for prompt in prompts]
         longest, unused = bucket(max(lengths), 16), [0] * (len(self.prompt_R) - R)
-        if self.prompts.fit([0] * (R + len(unused)), lengths + unused) or longest > self.longest:
+        grown = self.prompts.fit([0] * (R + len(unused)), lengths + unused, max(lengths))
+        if grown or longest > self.longest:
             self.drop_graphs()
         self.longest = max(longest, self.longest) if self.varlen else longest
         self.prompt_R.copy_(torch.tensor(lengths + unused))

@@ -31,8 +31,7 @@ from lab.bench.simulation import Work, play, samples_of
 from lab.bench.study import ROOT, parse_clean
 from lm import logprobs
 from lm import model as qwen
-from lm.attention import equal_room
-from lm.engine import Answers, Sampling
+from lm.engine import Answers, Sampling, bucket
 from lm.optim import trained
 from session import choose_trained
 
@@ -221,8 +220,8 @@ def stages(model, ranks, settings, work):
     gradients = resident.pop("gradients")
     batch, _ = largest_microbatch(adapted, of_ranks[fullest], settings)
     training = update_bytes(adapted, batch) + gathered_bytes(adapted) + gradients
-    equal = slots.n * equal_room(max(len(turn.prompt_ids) for episode in played[fullest][0]
-                                     for turn in episode.turns) + settings.max_response_tokens)
+    equal = slots.n * bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
+                                 for turn in episode.turns) + settings.max_response_tokens, 1024)
     of_token = slots.cache.bytes_per_token
     more, copies = (equal - slots.cache.slots) * of_token, (work.answers - 1) * of_token * sum(
         sorted(map(len, questions))[-max(1, settings.slots // work.answers):])

@@ -111,8 +111,7 @@ class Simulated(Slots):
                for row, prompt, n in zip(rows, prompts, reused)}             # a group's members: once
         tokens = sum(new.values())
         self.prefilled += tokens
-        masked = len(new) * max(new.values()) * max(map(len, prompts))
-        size = tokens if self.varlen else masked
+        size = tokens if self.varlen else tokens * max(map(len, prompts))
         if self.runs and size > self.largest_prefill:
             self.largest_prefill = size
             self.prefill(rows, prompts, share)
@@ -127,7 +126,7 @@ class Simulated(Slots):
         """TICK steps of all running responses; on a CPU fewer, if all of them end sooner."""
         rows, longest = max(self.running, default=-1) + 1, max(self.left.values(), default=0)
         steps = (min(TICK, longest) if self.device.type == "cpu" else TICK) if rows else 0
-        context = bucket(max(map(self.length_bound, self.running), default=0) + 1, 16)
+        context = bucket(max((self.length_bound(row, 1) for row in self.running), default=1), 16)
         size = rows if self.varlen else rows * self.cache.room
         if self.runs and steps and size > 1.1 * self.largest_step:
             self.largest_step = size

@@ -161,7 +161,7 @@ def test_every_token_is_computed_once_and_a_groups_first_prompt_once(model, chat
     computed = []
 
     def count(module, args):
-        computed.append(int((args[1].row_N < args[1].cache.rows).sum()))
+        computed.append(int((args[1].row_N < args[1].cache.n_rows).sum()))
     model.register_forward_pre_hook(count)
     episodes = fast_play(model, chat, make_specs(groups, size), slots=slots, on_truncation="invalid")
     first = {e.group: len(e.turns[0].prompt_ids) for e in episodes}

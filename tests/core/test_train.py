@@ -550,6 +550,8 @@ def with_state(folder, **entries):
 def test_flags_and_small_files_are_checked_before_games_and_weights_are_read(
         start, tmp_path, capsys, monkeypatch, change, flags, message):
     """Games may be thousands of files, weights gigabytes."""
+    if "--endpoint" in flags:
+        pytest.importorskip("openai", reason="needs the openai package")
     for name in ("train_tasks", "split_tasks", "vocabulary", "make"):
         monkeypatch.setattr(Environment, name, untouched)
     monkeypatch.setattr(qwen, "load_weights", untouched)

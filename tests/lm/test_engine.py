@@ -93,6 +93,26 @@ def test_long_prefills_are_split_into_blocks_of_rows(model):
     assert widths == [(1, 25), (1, 7), (1, 5), (1, 6), (1, 7)]
 
 
+def test_a_row_may_need_all_of_its_room(model):
+    """Row 0 ends, at its longest, while row 1, which began a tick later, goes on."""
+    slots = engine.Slots(model, 2, 128, (), Sampling(max_response_tokens=24))
+    slots.begin([0], [[7] * 30], [1])
+    while not (ended := slots.pop_finished()):
+        slots.tick()
+    room = slots.cache.room
+    prompt = [7] * 30 + ended[0][1].ids + [8] * (room - 54 - 24)
+    slots.begin([0], [prompt], [2])
+    slots.tick()
+    slots.begin([1], [[9] * 5], [3])
+    finished = {}
+    while slots.running:
+        slots.tick()
+        finished |= slots.pop_finished()
+    assert slots.cache.room == room == len(prompt) + 24
+    for row, given, stream in ((0, prompt, 2), (1, [9] * 5, 3)):
+        assert finished[row].ids == slow_response(model, given, stream, (), 1.0, 24, finished[row].ids)[0]
+
+
 def contents(cache):
     """A copy of the keys and values of all layers, [L, 2, B, K, room, D]."""
     return torch.stack([kv[:, :-1] for kv in cache.kv])
