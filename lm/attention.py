@@ -249,13 +249,13 @@ class Rectangle:
 
     def fit(self, kept, needed, limit=math.inf):
         """Give each row room for max(needed) positions, of which the first kept[b] are kept, and for an
-        eighth more, at least GROWTH, up to `limit`.
+        eighth more, at least GROWTH, but no more than `limit` positions, rounded up to 16.
 
         Does nothing if there is room, unless nothing is kept: then there may be less room, too. The memory
         stays, since new memory is slow at first. Returns whether the keys have other addresses.
         """
         most, keep = max(needed), max(kept)
-        room = -(-min(most + max(GROWTH, most // 8), limit) // 16) * 16          # read in multiples of 16
+        room = -(-min(most + max(GROWTH, most // 8), limit) // 16) * 16
         if most <= self.room if keep else room == self.room:
             return False
         self.largest = max(room, self.largest)

@@ -223,7 +223,7 @@ def score_text(result, splits):
 def judge_text(result):
     """Table of judge metrics; no lines if no row has a judge."""
     rows = [[name, *(number(judge[key], ".2f") for key in JUDGE)] for name, judge in result["judge"].items()]
-    head = "The judge, mean over the last ten iterations of each row's first training run:"
+    head = "The judge, mean over the last ten iterations of each row's first training run, over seeds:"
     return [head, "", *markdown(["judge", *JUDGE], rows)] if rows else []
 
 
