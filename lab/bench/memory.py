@@ -146,7 +146,9 @@ def rollout_bytes(model, settings, ranks, work, seed=0):
 
 
 def judge_bytes(model, settings, prompts, answers):
-    """Peak bytes of answering the longest of these prompts, as many as are answered at once."""
+    """Peak bytes of answering the longest of these prompts, as many as are answered at once; the bytes that a
+    step makes, and the answers' own positions that it reads.
+    """
     per_batch = min(max(1, settings.slots // answers), len(prompts))
     prompts = sorted(prompts, key=len)[-per_batch:]
     sampling = Sampling(1.0, settings.judge_response_tokens)
@@ -154,8 +156,9 @@ def judge_bytes(model, settings, prompts, answers):
         slots = Answers(model, per_batch, answers, (), sampling)
         slots.restart(slots.context, sampling)
         slots.begin(range(slots.n), [prompt for prompt in prompts for _ in range(answers)], [0] * slots.n)
+        before = meter.created
         slots.step(slice(0, slots.n), slots.context)
-    return meter.peak
+    return meter.peak, meter.created - before, slots.n * slots.context
 
 
 def largest_microbatch(model, samples, settings):
@@ -215,7 +218,7 @@ def stages(model, ranks, settings, work):
                 for rank, (episodes, _) in enumerate(played)]
     playing, kept, _, slots = rollout_bytes(model, settings, ranks, work, fullest)
     questions = questions_of(of_ranks[fullest])
-    judging = judge_bytes(model, settings, questions, work.answers) if questions else 0
+    judging, step, own = judge_bytes(model, settings, questions, work.answers) if questions else (0, 0, 0)
     resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0)
     gradients = resident.pop("gradients")
     batch, _ = largest_microbatch(adapted, of_ranks[fullest], settings)
@@ -233,7 +236,7 @@ def stages(model, ranks, settings, work):
     return {"bytes": {stage: SLACK * (sum(resident.values()) + size) + OUTSIDE
                       for stage, size in sizes.items()},
             "counts": {name: max(counts[name] for counts in found) for name in found[0]}
-            | {"bytes a step": slots.step_bytes},
+            | {"bytes a step": slots.step_bytes, "bytes a judge step": step, "own keys a judge step": own},
             "tokens": quantiles([len(sample.ids) for samples in of_ranks for sample in samples
                                  if sample.kind == "policy"])}
 
@@ -276,13 +279,14 @@ def seconds(model, settings, counts, machine, end):
     bandwidth = machine.bandwidth * machine.of_bandwidth[end]
     flops = machine.flops * machine.of_flops[end]
     kv_bytes = 4 * shape_.num_hidden_layers * shape_.num_key_value_heads * shape_.head_dim    # per token
-    step = 2 * P + 2 * counts["bytes a step"]
+    made, own = counts["bytes a judge step"], counts["own keys a judge step"]
+    step, judge_step = 2 * P + 2 * counts["bytes a step"], 2 * P + 2 * made
     attention = 4 * shape_.num_hidden_layers * shape_.num_attention_heads * shape_.head_dim
     once = 2 * P * counts["policy tokens"] + attention * counts["pairs"]
     again = counts["trained tokens"] / counts["policy tokens"]
     return {"rollout": (counts["decode steps"] * step + kv_bytes * counts["keys read"]) / bandwidth
             + 2 * P * counts["prefilled"] / flops,
-            "judge": counts["judge steps"] * (step + kv_bytes * counts["questions"]) / bandwidth
+            "judge": counts["judge steps"] * (judge_step + kv_bytes * (counts["questions"] + own)) / bandwidth
             + 2 * P * counts["questions"] / flops,
             "score": once * (again * (1 - 1 / settings.minibatches) + (settings.kl != "none")) / flops,
             "update": (3 if settings.lora else 4) * once * again / flops}
