@@ -172,7 +172,8 @@ def test_seconds_are_a_roofline():
     model = memory.meta_model(memory.shape("1.5B"), torch.bfloat16)
     P, machine = memory.numbers(model.parameters()), memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2))
     none = dict.fromkeys(("decode steps", "keys read", "prefilled", "bytes a step", "policy tokens",
-                          "trained tokens", "pairs", "questions", "judge steps"), 0) | {"policy tokens": 1}
+                          "trained tokens", "pairs", "questions", "judge steps", "bytes a judge step",
+                          "own keys a judge step"), 0) | {"policy tokens": 1}
     settings = SimpleNamespace(kl="none", lora=0, minibatches=4)
 
     def seconds(end, **counts):
@@ -184,8 +185,19 @@ def test_seconds_are_a_roofline():
     assert seconds(1, prefilled=7)["rollout"] == pytest.approx(7 * 2 * P / 0.2e15)
     assert seconds(0, policy_tokens=5, trained_tokens=10)["update"] == pytest.approx(4 * 10 * 2 * P / 0.1e15)
     assert seconds(0, policy_tokens=5, trained_tokens=8)["score"] == pytest.approx(6 * 2 * P / 0.1e15)
+    judged = seconds(1, judge_steps=3, bytes_a_judge_step=5, own_keys_a_judge_step=7)["judge"]
+    assert judged == pytest.approx(3 * (2 * P + 2 * 5 + 7 * 28_672) / 1e12)
     pairs = seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"]
     assert pairs == pytest.approx(4 * (5 * 2 * P + 100 * 4 * 28 * 1536) / 0.1e15)
+
+
+@pytest.mark.fast
+def test_a_judges_step_makes_its_own_keys_and_values_in_fp32():
+    model, settings = memory.meta_model(memory.shape("0.5B"), torch.bfloat16), SimpleNamespace(
+        slots=16, judge_response_tokens=512)
+    peak, made, own = memory.judge_bytes(model, settings, [[1] * 300] * 4, 8)
+    copies = own * 24 * 2 * 2 * 64 * 4                       # layers, keys and values, heads, size, bytes
+    assert own == 16 * 512 and copies < made < 1.4 * copies and peak > own * 24 * 2 * 2 * 64 * 2
 
 
 @pytest.mark.fast
