@@ -1,9 +1,9 @@
 """Episodes to training samples, and samples to microbatches of tensors.
 
 A `Sample` is a token sequence with the advantage and the old logprob of each sampled token. An append-only
-episode is one sample; each of its judge answers is another. A prefix that samples share is computed once
-(`shared_rows`). Left out: the loss (update.py).
-Shapes: B rows of a microbatch, T positions, N sampled tokens (flat over the microbatch).
+episode is one sample; each of its judge answers is another. Samples of a microbatch are one sequence, in
+which a prefix that they have in common is computed once (`PrefixTree`). Left out: the loss (update.py).
+Shapes: M tokens of a microbatch, N sampled ones.
 """
 
 import itertools
@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infra import parallel
-from lm.attention import Packed, Rows, varlen
-from lm.engine import bucket
-
-# FLOPs of padding for which a microbatch is split on a CPU, about .1 s of a core: a model of one million
-# parameters never is, one of a hundred million at some fifty tokens
-PADDING = 1e10
+from lm.attention import Masked, Packed, varlen
 
 
 @dataclass(slots=True)
@@ -71,25 +66,6 @@ def minibatches(samples, n):
     return [[sample for sample in samples if sample.episode % n == i] for i in range(n)]
 
 
-class SharedRow:
-    """Samples laid out in one row of tokens, with common prefixes stored and computed once.
-
-    ids: the row's token ids. columns: for each sample, the columns of its tokens. parts: see
-    lm.attention.Rows.
-    """
-
-    def __init__(self, samples):
-        self.samples, self.ids, self.columns, self.parts = samples, [], [], []
-        for sample in samples:
-            shared = [columns[:common_prefix_len(sample.ids, other.ids)]
-                      for other, columns in zip(samples, self.columns)]
-            prefix = max(shared, key=len, default=[])
-            new = range(len(self.ids), len(self.ids) + len(sample.ids) - len(prefix))
-            self.columns.append([*prefix, *new])
-            self.ids = self.ids + sample.ids[len(prefix):]
-            self.parts += [(len(new), prefix)] if new else []
-
-
 def common_prefix_len(a, b):
     """Length of the longest common prefix of two lists, by bisection over slice comparisons."""
     known, end = 0, min(len(a), len(b))
@@ -99,55 +75,38 @@ def common_prefix_len(a, b):
     return known
 
 
-def shared_rows(samples):
-    """Group samples into rows that run common tokens once, shortest first.
+def in_order(samples):
+    """Samples in the order of their ids, in which each has its longest common prefix with a neighbour."""
+    return sorted(samples, key=lambda sample: sample.ids)
 
-    Together are samples that have a turn in common, an episode and its judge answers, and samples with the
-    same tokens before the first sampled one, as a group's: as many as have no more tokens after that prompt
-    than in it, so that a row costs less than its samples apart.
+
+def microbatches(samples, max_tokens):
+    """Split samples, in the order of their ids, into lists of at most max_tokens tokens, or of one sample.
+
+    A prefix that samples of a list have in common counts once, since it is computed once (`PrefixTree`). Of
+    all ways to split, one that computes the fewest tokens, by dynamic programming; of these, one with the
+    fewest lists.
     """
-    groups, group_of_turn, with_room = [], {}, {}
-    for sample in samples:
-        group = next((group_of_turn[id(turn)] for turn in sample.turns if id(turn) in group_of_turn), None)
-        if group is None:
-            n = sample.sampled.index(True) if any(sample.sampled) else 0
-            prompt, rest = tuple(sample.ids[:n]), len(sample.ids) - n
-            group, room = with_room.get(prompt, (None, 0))
-            if rest > room:
-                groups.append(group := [])
-                room = n
-            with_room[prompt] = group, room - rest
-        group.append(sample)
-        group_of_turn |= {id(turn): group for turn in sample.turns}
-    return sorted(map(SharedRow, groups), key=lambda row: len(row.ids))
-
-
-def microbatches(samples, max_tokens, packed=False, max_padding=math.inf):
-    """Split samples by length into lists of at most max_tokens tokens, never cutting a row.
-
-    Where rows are padded (not `packed`), padding counts, except the rounding to a multiple of 16; a list has
-    at most max_padding tokens of it.
-    """
-    batches, filled = [], 0
-    for row in shared_rows(samples):
-        n = len(row.ids)
-        filled += n
-        tokens = filled if packed else n * (len(batches[-1]) + 1) if batches else n
-        if not batches or tokens > max_tokens or tokens - filled > max_padding:
-            batches.append([])
-            filled = n
-        batches[-1].append(row)
-    return [[sample for row in batch for sample in row.samples] for batch in batches]
+    samples = in_order(samples)
+    ids = [sample.ids for sample in samples]
+    common = [0, *(common_prefix_len(one, other) for one, other in itertools.pairwise(ids))]
+    new = [*itertools.accumulate((len(x) - n for x, n in zip(ids, common)), initial=0)]
+    best = [(0, 0, 0)]          # of the first i samples: tokens computed again, lists, start of the last list
+    for i in range(1, len(samples) + 1):
+        fit = itertools.takewhile(lambda j: new[i] - new[j] + common[j] <= max_tokens, range(i - 1, -1, -1))
+        best.append(min((best[j][0] + common[j], best[j][1] + 1, j) for j in [i - 1, *fit]))
+    batches, end = [], len(samples)
+    while end:
+        batches.insert(0, samples[best[end][2]:end])
+        end = best[end][2]
+    return batches
 
 
 def equal_microbatches(model, samples, max_tokens):
     """`microbatches`, filled up with empty lists to the largest number on any rank: FSDP needs equal
     forwards.
     """
-    on_cpu = device_of(model).type == "cpu"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return pad_to_all_ranks(microbatches(samples, max_tokens, packed_attention(model),
-                                         PADDING / (2 * parameters) if on_cpu else math.inf))
+    return pad_to_all_ranks(microbatches(samples, max_tokens))
 
 
 def pad_to_all_ranks(batches):
@@ -155,47 +114,47 @@ def pad_to_all_ranks(batches):
     return batches + [[]] * (int(parallel.all_max(len(batches))) - len(batches))
 
 
-def packed_attention(model):
-    """The variable-length attention for packed rows on this device; None: rows are padded instead."""
-    return varlen(device_of(model), model.compute_dtype, model.config.head_dim)
+class PrefixTree:
+    """Samples as one sequence of tokens, in which a prefix that some have in common is computed once.
+
+    ids: the sequence. columns: for each sample, those of its tokens. parts: see lm.attention.Packed.
+    """
+
+    def __init__(self, samples):
+        self.ids, self.parts, of_sample, before, columns = [], [], {}, [], []
+        for sample in in_order(samples):
+            prefix = columns[:common_prefix_len(before, sample.ids)]
+            new = sample.ids[len(prefix):]
+            of_sample[id(sample)] = columns = [*prefix, *range(len(self.ids), len(self.ids) + len(new))]
+            self.ids += new
+            self.parts += [(len(new), prefix)] if new else []
+            before = sample.ids
+        self.columns = [of_sample[id(sample)] for sample in samples]
 
 
 def layout(samples, model):
     """Lay a microbatch out for a forward pass.
 
-    Returns ids_BT, its attention layout (of lm.attention), and a function (i, t) -> (row, column) of token t
-    of sample i.
+    Returns ids_1M, its attention layout (of lm.attention), and a function (i, t) -> (0, column) of token t of
+    sample i.
     """
-    device, attention, rows = device_of(model), packed_attention(model), shared_rows(samples)
-    starts = itertools.accumulate([len(row.ids) for row in rows], initial=0)       # of each row, where packed
-    where = {id(sample): (0, start, columns) if attention else (b, 0, columns)
-             for b, (row, start) in enumerate(zip(rows, starts))
-             for sample, columns in zip(row.samples, row.columns)}
-
-    def position(i, t):
-        b, start, columns = where[id(samples[i])]
-        return b, start + columns[t]
-
-    parts = [row.parts for row in rows]
-    if attention:
-        ids_1T = torch.tensor([[token for row in rows for token in row.ids]], device=device)
-        return ids_1T, Packed(parts, device, attention), position
-    longest = bucket(max(len(row.ids) for row in rows), 16)
-    ids_BT = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in rows], device=device)
-    return ids_BT, Rows(longest, device, parts), position
+    device, tree = device_of(model), PrefixTree(samples)
+    attention = varlen(device, model.compute_dtype, model.config.head_dim)
+    place = Packed(tree.parts, device, attention) if attention else Masked(tree.parts, device)
+    return torch.tensor([tree.ids], device=device), place, lambda i, t: (0, tree.columns[i][t])
 
 
 def collate(samples, model):
     """A microbatch as tensors.
 
-    Returns ids_BT, its attention layout, (row_N, column_N) of the positions that predict the sampled tokens,
+    Returns ids_1M, its attention layout, (row_N, column_N) of the positions that predict the sampled tokens,
     target_N, advantage_N, weight_N, logprob_old_N, logprob_ref_N and logprob_sampler_N (each or None), and
     allowed: per sampled token the ids it was sampled from (None: all), or None if none is restricted.
 
     Masks come from what was recorded, never from token ids. Position t - 1 predicts token t.
     """
-    ids_BT, place, position = layout(samples, model)
-    device = ids_BT.device
+    ids_1M, place, position = layout(samples, model)
+    device = ids_1M.device
     sampled = [[*itertools.compress(range(len(s.ids)), s.sampled)] for s in samples]
     assert all(where[0] > 0 for where in sampled if where), (
         "a sample's first token cannot be sampled: nothing predicts it")
@@ -216,7 +175,7 @@ def collate(samples, model):
     weight_N = torch.tensor([s.weight for s, where in zip(samples, sampled) for _ in where], device=device)
     restricted = any(sample.allowed for sample in samples)
     allowed = [s.allowed.get(t) for s, where in zip(samples, sampled) for t in where] if restricted else None
-    return (ids_BT, place, torch.tensor(before, device=device).unbind(1), target_N, numbers("advantage"),
+    return (ids_1M, place, torch.tensor(before, device=device).unbind(1), target_N, numbers("advantage"),
             weight_N, numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
 
 

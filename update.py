@@ -42,7 +42,7 @@ class Objective:
     judge_weight: float = 0.1             # lambda
     temperature: float = 1.0              # the sampler's: logprobs are of the distribution sampled from
     max_grad_norm: float = 1.0            # 0: no clipping
-    microbatch_tokens: int = 16384        # padding included
+    microbatch_tokens: int = 16384        # common prefixes once
 
 
 class NonFinite(FloatingPointError):
@@ -61,9 +61,9 @@ def update(model, optimizer, samples, objective, lr, compare=False):
 
         g = g_policy + judge_weight * g_judge
 
-    then clipped to max_grad_norm. Both kinds share microbatches, in which a judge answer shares its episode's
-    row; a value head's turns, and with `compare`, which measures the two gradients' norms and cosine, either
-    kind, have their own.
+    then clipped to max_grad_norm. Both kinds share microbatches, in which a common prefix is computed once:
+    of a group's episodes, and of an episode and questions about it. A value head's turns, and with `compare`,
+    which measures the two gradients' norms and cosine, either kind, have their own.
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
     sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}
@@ -354,7 +354,7 @@ def last_values(model, batch):
 
 def values_at(model, batch, positions):
     """value_N in fp32 at the listed positions of each sample of a microbatch."""
-    ids_BT, place, position = layout(batch, model)
+    ids_1M, place, position = layout(batch, model)
     select = torch.tensor([position(i, t) for i, of_sample in enumerate(positions) for t in of_sample],
-                          device=ids_BT.device)
-    return model(ids_BT, place, select.unbind(1), "value")
+                          device=ids_1M.device)
+    return model(ids_1M, place, select.unbind(1), "value")

@@ -1,7 +1,7 @@
 """Attention layouts: the position of each token in a forward, and the keys that its query attends to.
 
-There are five. To train on: `Rows`, padded rows, and `Packed`, the same tokens in one row without padding.
-To continue the rows of a cache: `PackedAppend` those of a `Pool`, `MaskedAppend` those of a `Rectangle`.
+There are six. `Rows` is of whole texts. To train on texts with common prefixes: `Packed` and `Masked`. To
+continue the rows of a cache: `PackedAppend` those of a `Pool`, `MaskedAppend` those of a `Rectangle`.
 `Packed` and `PackedAppend` need variable-length attention, which some GPUs have (`varlen`); the others use
 masks. `Forked` continues rows that share a prompt, in either way.
 
@@ -71,8 +71,8 @@ def varlen(device, dtype, head_dim):
         own = {"seqused_k", "num_splits"} <= parameters.keys()
         cached = partial(cached_by_varlen_attn, varlen_attn) if own else cached_by_operator
         return Varlen(partial(varlen_attn, window_size=(-1, 0), **gqa), cached, shared_by_operator)
-    print0(f"{reason}: falling back to masked attention, padded rows and decoding without CUDA graphs, which "
-           "is slower, and takes memory that grows with the square of --context", file=sys.stderr)
+    print0(f"{reason}: falling back to masked attention and decoding without CUDA graphs, which is slower, "
+           "and takes memory that grows with the square of --context", file=sys.stderr)
     return None
 
 
@@ -477,59 +477,75 @@ def upload(device, *lists):
 
 
 class Rows:
-    """Layout of padded rows to train on, each causal from position 0; padding (any ids) is on the right.
+    """Layout of rows [B, T] of one text each, causal from position 0; padding (any ids) is on the right."""
 
-    parts: for each row its consecutive parts (n, prefix): n tokens that attend to each other causally and to
-    `prefix`, a list of earlier columns of the row, which precede them in this order. So a row can contain a
-    text and branches that continue from points within it. None: each row is one part without a prefix.
-    """
-
-    def __init__(self, T, device, parts=None):
-        self.position_BT, self.mask_B1TT = torch.arange(T, device=device)[None], None
-        if parts and any(len(row_parts) > 1 for row_parts in parts):
-            position_BT = torch.zeros(len(parts), T, dtype=torch.long)
-            mask_BTT = torch.eye(T, dtype=torch.bool).repeat(len(parts), 1, 1)    # padding attends to itself
-            for position_T, mask_TT, row_parts in zip(position_BT, mask_BTT, parts):
-                first = 0
-                for n, prefix in row_parts:
-                    part = slice(first, first := first + n)
-                    position_T[part] = torch.arange(len(prefix), len(prefix) + n)
-                    mask_TT[part, prefix] = True
-                    mask_TT[part, part] = torch.ones(n, n, dtype=torch.bool).tril()
-            self.position_BT, self.mask_B1TT = position_BT.to(device), mask_BTT.to(device)[:, None]
+    def __init__(self, T, device):
+        self.position_BT = torch.arange(T, device=device)[None]
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
-        """Attention of each query over the keys of its part and prefix: [B, T, H * D]."""
+        """Attention of each query over the keys up to its own: [B, T, H * D]."""
         q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTKD, v_BTKD))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_B1TT,
-                                             is_causal=self.mask_B1TT is None, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).flatten(2)
 
 
 class Packed:
-    """The layout of `Rows`, concatenated into a single row without padding, for `Varlen.causal`.
+    """Layout of texts to train on [1, N], in parts, one after the other, for `Varlen.causal`.
 
-    Each part is one sequence of `attention`: its keys are its prefix's, gathered, and then its own.
+    parts: (n, prefix): n tokens that attend to each other causally and to `prefix`, a list of earlier columns
+    that precede them in this order. So texts can share their common prefixes.
     """
 
     def __init__(self, parts, device, attention):
         self.attention, positions, keys, q_lengths, k_lengths = attention, [], [], [], []
-        for row_parts in parts:
-            row_start = len(positions)
-            for n, prefix in row_parts:
-                start = len(positions)
-                keys += [*(row_start + column for column in prefix), *range(start, start + n)]
-                positions += range(len(prefix), len(prefix) + n)
-                q_lengths.append(n)
-                k_lengths.append(len(prefix) + n)
+        for n, prefix in parts:
+            keys += [*prefix, *range(len(positions), len(positions) + n)]
+            positions += range(len(prefix), len(prefix) + n)
+            q_lengths.append(n)
+            k_lengths.append(len(prefix) + n)
         self.position_BT = torch.tensor([positions], device=device)
         self.keys = torch.tensor(keys, device=device) if len(keys) > len(positions) else slice(None)
         self.q_starts, self.k_starts = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device)
                                         for n in (q_lengths, k_lengths))
         self.longest = max(q_lengths), max(k_lengths)
 
-    def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
-        """Attention of each query over the keys of its part and prefix: [1, T, H * D]."""
-        k, v = (x[0][self.keys] for x in (k_BTKD, v_BTKD))
-        out = self.attention.causal(q_BTHD[0], k, v, self.q_starts, self.k_starts, *self.longest)
-        return out.reshape(1, len(q_BTHD[0]), -1)
+    def attend(self, layer, q_1NHD, k_1NKD, v_1NKD):
+        """Attention of each query over the keys of its part and prefix: [1, N, H * D]."""
+        k, v = (x[0][self.keys] for x in (k_1NKD, v_1NKD))
+        out = self.attention.causal(q_1NHD[0], k, v, self.q_starts, self.k_starts, *self.longest)
+        return out.flatten(1)[None]
+
+
+class Masked:
+    """The layout of `Packed`, by masks: parts of about the same length are computed at once, padded."""
+
+    def __init__(self, parts, device):
+        by_size, positions, place, size, self.groups = {}, [], [], 0, []
+        for n, prefix in parts:
+            by_size.setdefault((-(-n // 32), not prefix), []).append((len(positions), n, prefix))
+            positions += range(len(prefix), len(prefix) + n)
+        place = [0] * len(positions)
+        for members in by_size.values():
+            T, S = max(n for _, n, _ in members), max(n + len(prefix) for _, n, prefix in members)
+            query, key = [], []                  # columns; padding repeats a part's first
+            for first, n, prefix in members:
+                place[first:first + n] = range(size + len(query), size + len(query) + n)
+                query += [*range(first, first + n), *[first] * (T - n)]
+                key += [*prefix, *range(first, first + n), *[first] * (S - len(prefix) - n)]
+            size += len(query)
+            before_B11 = torch.tensor([len(prefix) for _, _, prefix in members])[:, None, None]
+            mask_BTS = torch.arange(S) <= torch.arange(T)[:, None] + before_B11
+            mask = mask_BTS[:, None].to(device) if before_B11.any() else None       # None: causal
+            self.groups.append((len(members), *upload(device, query, key), mask))
+        self.place_N, position_N = upload(device, place, positions)
+        self.position_BT = position_N[None]
+
+    def attend(self, layer, q_1NHD, k_1NKD, v_1NKD):
+        """Attention of each query over the keys of its part and prefix: [1, N, H * D]."""
+        (q_NHD,), (k_NKD,), (v_NKD,), found = q_1NHD, k_1NKD, v_1NKD, []
+        for B, query, key, mask in self.groups:
+            q, k, v = (x.index_select(0, columns).unflatten(0, (B, -1)).transpose(1, 2)
+                       for x, columns in ((q_NHD, query), (k_NKD, key), (v_NKD, key)))
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+            found.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(found).index_select(0, self.place_N).flatten(1)[None]

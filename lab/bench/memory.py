@@ -161,12 +161,11 @@ def judge_bytes(model, settings, prompts, answers):
     return meter.peak, meter.created - before, slots.n * slots.context
 
 
-def largest_microbatch(model, samples, settings):
+def largest_microbatch(samples, settings):
     """The microbatch with the most tokens, of all minibatches of these samples; and the tokens of all."""
     batches = [batch for part in batching.minibatches(samples, settings.minibatches)
-               for batch in batching.microbatches(part, settings.microbatch_tokens,
-                                                  batching.packed_attention(model))]
-    tokens = [sum(len(row.ids) for row in batching.shared_rows(batch)) for batch in batches]
+               for batch in batching.microbatches(part, settings.microbatch_tokens)]
+    tokens = [len(batching.PrefixTree(batch).ids) for batch in batches]
     return batches[tokens.index(max(tokens))], sum(tokens)
 
 
@@ -221,7 +220,7 @@ def stages(model, ranks, settings, work):
     judging, step, own = judge_bytes(model, settings, questions, work.answers) if questions else (0, 0, 0)
     resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0)
     gradients = resident.pop("gradients")
-    batch, _ = largest_microbatch(adapted, of_ranks[fullest], settings)
+    batch, _ = largest_microbatch(of_ranks[fullest], settings)
     training = update_bytes(adapted, batch) + gathered_bytes(adapted) + gradients
     equal = slots.n * bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
                                  for turn in episode.turns) + settings.max_response_tokens, 1024)
@@ -231,7 +230,7 @@ def stages(model, ranks, settings, work):
     sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,
              "step": kept + gradients, "rollout, equal rooms": playing + more,
              "judge, a copy each": kept + judging + copies}
-    found = [counts_of(samples, slots_, work, settings, adapted)
+    found = [counts_of(samples, slots_, work, settings)
              for samples, (_, slots_) in zip(of_ranks, played)]
     return {"bytes": {stage: SLACK * (sum(resident.values()) + size) + OUTSIDE
                       for stage, size in sizes.items()},
@@ -247,7 +246,7 @@ def questions_of(samples):
               for n in [len(sample.ids) - sum(sample.sampled)]}.values()]
 
 
-def counts_of(samples, slots, work, settings, model):
+def counts_of(samples, slots, work, settings):
     """What takes time in a rank's iteration: steps, and tokens by kind."""
     lengths = [len(sample.ids) for sample in samples if sample.kind == "policy"]
     answers = [sum(sample.sampled) for sample in samples if sample.kind == "judge"]
@@ -255,7 +254,7 @@ def counts_of(samples, slots, work, settings, model):
     batches = -(-len(questions) // max(1, settings.slots // work.answers))
     return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,
             "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
-            "trained tokens": largest_microbatch(model, samples, settings)[1], "questions": sum(questions),
+            "trained tokens": largest_microbatch(samples, settings)[1], "questions": sum(questions),
             "judge steps": batches * max(answers, default=0),
             "cache tokens": slots.usage[0], "cache slots": slots.usage[1]}
 

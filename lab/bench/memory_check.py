@@ -97,7 +97,7 @@ def predicted(recorded, chat):
                 model = qwen.Model(SHAPE)
                 playing, _, episodes, slots = memory.rollout_bytes(model, SETTINGS, 1, WORK, seed)
                 samples = simulation.samples_of(episodes, WORK, random.Random(seed), 0)
-                batch, _ = memory.largest_microbatch(model, samples, SETTINGS)
+                batch, _ = memory.largest_microbatch(samples, SETTINGS)
                 found.append({"decode steps": slots.steps, "rollout bytes": playing,
                               "update bytes": memory.update_bytes(model, batch)})
     messages, rng = simulation.Messages(WORK), random.Random(0)
@@ -119,7 +119,7 @@ def measured(recorded, chat):
     (episodes, steps), playing = peak_of(lambda: play(model, chat, specs, SETTINGS.max_turns))
     model.requires_grad_(True)
     samples = simulation.samples_of(episodes, WORK, random.Random(0), 0)
-    batch, _ = memory.largest_microbatch(model, samples, SETTINGS)
+    batch, _ = memory.largest_microbatch(samples, SETTINGS)
     memory.update_bytes(model, batch[:1])
     _, training = peak_of(lambda: memory.update_bytes(model, batch))
     return {"decode steps": steps, "rollout bytes": playing, "update bytes": training,

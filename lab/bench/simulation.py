@@ -7,6 +7,7 @@ is larger than those before, so that the bytes of its tensors can be counted (la
 Left out: truncated responses, games that answer late, and episodes that end because their context is full.
 """
 
+import itertools
 import json
 import math
 import random
@@ -96,11 +97,13 @@ class Chat:
 class Simulated(Slots):
     """Slots that draw how long each response is, and run the model only to count bytes, if at all.
 
+    The tokens of a response are all equal, and equal no other's, so that only prompts are common prefixes.
     read: tokens whose keys and values the decode steps read, over all steps. prefilled: tokens of prompts.
     """
 
     def __init__(self, model, n, context, sampling, work, rng, runs):
         self.work, self.rng, self.runs, self.left, self.drawn = work, rng, runs, {}, {}
+        self.ids = itertools.count(10**6)                   # tasks are fewer
         self.read = self.prefilled = self.largest_prefill = self.largest_step = 0
         super().__init__(model, n, context, (), sampling)
 
@@ -143,7 +146,7 @@ class Simulated(Slots):
         for row in sorted(row for row, left in self.left.items() if not left):
             prompt, *_ = self.running.pop(row)
             del self.left[row]
-            ids = [0] * self.drawn.pop(row)
+            ids = [next(self.ids)] * self.drawn.pop(row)
             self.cached[row] = prompt + ids[:-1]
             finished.append((row, Response(ids, [0.0] * len(ids), False)))
         return finished

@@ -512,8 +512,7 @@ def test_each_question_has_its_own_std(chat):
     assert [s.advantage[-1] for s in judge.samples(judged)] == [0.5, -0.5, 0.25, -0.75]
 
 
-def test_answers_share_the_row_of_their_episode(chat):
-    """In its minibatch; without the episode's sample, only the answers to one question share a row."""
+def test_answers_share_the_tokens_of_their_episode(chat):
     judged = questions_by(chat)
     for question in judged:
         question.answers = [Response(chat.encode(text), [-0.5], False) for text in ("good", "bad")]
@@ -521,13 +520,13 @@ def test_answers_share_the_row_of_their_episode(chat):
     made, episode = judge.samples(judged), judged[0].episode
     policy, = batching.samples_of(episode)
     assert {sample.episode for sample in made} == {episode.index}
-    row, = batching.shared_rows([policy, *made])
-    for sample, columns in zip(row.samples[1:], row.columns[1:]):
+    tree = batching.PrefixTree([policy, *made])
+    for sample, columns in zip(made, tree.columns[1:], strict=True):
         n_shared = len(sample.turns[0].prompt_ids) + len(sample.turns[0].response_ids)
-        assert columns[:n_shared] == [*range(n_shared)] and columns[-1] >= len(policy.ids)
+        assert columns[:n_shared] == tree.columns[0][:n_shared]
+        assert columns[-1] not in tree.columns[0]
     n_question = len(chat.message(judge.QUESTION["plain"]))
-    assert len(row.ids) <= len(policy.ids) + (n_question + 2) * len(judged)
-    assert len(batching.shared_rows(made)) == len(judged)
+    assert len(tree.ids) <= len(policy.ids) + (n_question + 2) * len(judged)
 
 
 def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):

@@ -155,15 +155,15 @@ def test_kinds_of_tokens(chat):
 
 @pytest.mark.fast
 def test_turns_that_share_a_prefix_in_a_forward_pass_are_read_as_if_alone(model):
-    """Three turns of one episode in one row, and each in a row of its own."""
+    """Three turns of one episode in one forward pass, and each in its own."""
     ids = make_sample(random.Random(4), n=40).ids
     of = [batching.Sample(ids[:n], [False] * (n - 4) + [True] * 4, [0.0] * n, None, 0) for n in (14, 25, 40)]
     alone = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
     for sample in of:
         sample.turns = of[:1]
-    in_one_row = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
-    assert len(batching.shared_rows(of)) == 1 and len(batching.shared_rows(of)[0].ids) == 40
-    for (hidden_Nd, error_NV), (other_Nd, other_NV) in zip(alone, in_one_row, strict=True):
+    shared = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
+    assert len(batching.PrefixTree(of).ids) == 40
+    for (hidden_Nd, error_NV), (other_Nd, other_NV) in zip(alone, shared, strict=True):
         torch.testing.assert_close(hidden_Nd, other_Nd, atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(error_NV, other_NV, atol=2e-5, rtol=1e-4)
 

@@ -1,5 +1,5 @@
-"""Proves that the layouts of lm/attention.py are equivalent: packed = padded rows, branches = separate rows,
-and variable-length attention = masks.
+"""Proves that the layouts of lm/attention.py are equivalent: texts with common prefixes computed once = a
+padded row for each, and variable-length attention = masks.
 
     python -m pytest tests/lm/test_attention.py
 
@@ -31,8 +31,7 @@ from lm.engine import Sampling, Slots
 from losses import clipped_surrogate
 
 pytestmark = pytest.mark.fast
-# Tokens after the prompt, which is 20, of a group's episodes: two rows of two and one of one
-GROUP = 6, 7, 8, 5, 9
+GROUP = 6, 7, 8, 5, 9           # tokens after the prompt, which is 20, of a group's episodes
 
 
 def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=None):
@@ -124,20 +123,29 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max().clamp(min=1)))
 
 
+def padded(samples, model):
+    """`batching.layout` with a padded row for each sample."""
+    T = max(len(sample.ids) for sample in samples)
+    ids_BT = torch.tensor([sample.ids + [77] * (T - len(sample.ids)) for sample in samples])
+    return ids_BT, attention.Rows(T, ids_BT.device), lambda i, t: (i, t)
+
+
 def apart(run, model, samples, *settings):
     """What `run` returns with each sample in a row of its own."""
-    def rows(samples):
-        return sorted((batching.SharedRow([sample]) for sample in samples), key=lambda row: len(row.ids))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "shared_rows", rows)
+        patch.setattr(batching, "layout", padded)
         return run(model, samples, *settings)
+
+
+def n_prefixes(samples):
+    """How many different prefixes samples have: the tokens to compute, since logits depend on a prefix."""
+    return len({tuple(sample.ids[:n + 1]) for sample in samples for n in range(len(sample.ids))})
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
 @pytest.mark.parametrize("packed", [False, True])
-def test_shared_and_packed_rows_equal_a_padded_row_per_sample(model, samples, with_varlen, packed,
-                                                              max_tokens):
-    """Loss, logprobs and gradient are equal, and shared prefixes are run once."""
+def test_texts_with_common_prefixes_equal_a_padded_row_each(model, samples, with_varlen, packed, max_tokens):
+    """Loss, logprobs and gradient are equal, and common prefixes are run once."""
     want, expected = apart(gradient_of, model, samples)
     scores = apart(update.logprobs, model, samples, update.Objective())
     if packed:
@@ -145,12 +153,10 @@ def test_shared_and_packed_rows_equal_a_padded_row_per_sample(model, samples, wi
     run = []
     model.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
     got, sums = gradient_of(model, samples, microbatch_tokens=max_tokens)
-    alone = sum(len(sample.ids) for sample in samples)
-    shared = 2 * 9 + 23 + (17 + 20) + (30 + 2 * 33)           # tokens of further answers, and of questions
-    shared += 2 * 20 + (20 + GROUP[-1])                       # of two prompts, of an episode with a question
-    assert sum(len(row.ids) for row in batching.shared_rows(samples)) == alone - shared
-    if packed:
-        assert sum(run) == alone - shared
+    if max_tokens > 1000:
+        shared = 2 * 9 + 23 + (17 + 20) + (30 + 2 * 33)       # tokens of further answers, and of questions
+        shared += 4 * 20 + (20 + GROUP[-1])                   # of four prompts, of an episode with a question
+        assert sum(run) == n_prefixes(samples) <= sum(len(sample.ids) for sample in samples) - shared
     assert_close(got, want)
     assert sums == pytest.approx(expected, rel=1e-5, abs=1e-5, nan_ok=True)
     for one, other in zip(update.logprobs(model, samples, update.Objective()), scores, strict=True):
@@ -163,15 +169,41 @@ def test_common_prefix_len(a, b, n):
     assert batching.common_prefix_len(a, b) == batching.common_prefix_len(b, a) == n
 
 
-def test_samples_of_one_turn_without_a_common_prefix_are_separate_parts_of_a_row(model):
-    """As when an injected fault gives the judge a text that differs from the episode."""
-    first, second = answers_to([5, 6, 7], random.Random(1), [3, 4], object())
-    second.ids[0] = 60
-    row, = batching.shared_rows([first, second])
-    assert row.parts == [(6, []), (7, [])]
-    scores = update.logprobs(model, [first, second], update.Objective())
-    for one, other in zip(scores, apart(update.logprobs, model, [first, second], update.Objective())):
-        assert one == pytest.approx(other, abs=1e-5)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_prefix_tree_has_each_prefix_once_and_each_samples_tokens(seed):
+    """Of random samples with two token ids, some equal and some a prefix of another."""
+    rng = random.Random(seed)
+    samples = [replace(make_sample(rng), ids=rng.choices([3, 5], k=rng.randint(1, 9))) for _ in range(12)]
+    tree = batching.PrefixTree(samples)
+    assert len(tree.ids) == n_prefixes(samples) == sum(n for n, _ in tree.parts)
+    prefix_of, first = {}, 0                       # by column: all columns that its query attends to
+    for n, prefix in tree.parts:
+        prefix_of |= {first + t: [*prefix, *range(first, first + t + 1)] for t in range(n)}
+        first += n
+    for sample, columns in zip(samples, tree.columns, strict=True):
+        assert [tree.ids[column] for column in columns] == sample.ids
+        assert prefix_of[columns[-1]] == columns
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_microbatches_compute_as_few_tokens_as_any_split(seed):
+    """Of random samples, in the order of their ids; compared with all splits."""
+    rng = random.Random(seed)
+    samples = [replace(make_sample(rng), ids=rng.choices([3, 5], k=rng.randint(1, 9))) for _ in range(9)]
+    ordered, limit = sorted(samples, key=lambda sample: sample.ids), rng.randint(1, 30)
+
+    def cost(batches):
+        return sum(map(n_prefixes, batches)), len(batches)
+
+    def within(batch):
+        return len(batch) == 1 or n_prefixes(batch) <= limit
+
+    cuts = [[0, *cut, 9] for k in range(9) for cut in itertools.combinations(range(1, 9), k)]
+    splits = [[ordered[a:b] for a, b in itertools.pairwise(cut)] for cut in cuts]
+    found = batching.microbatches(samples, limit)
+    assert [*itertools.chain(*found)] == ordered and all(map(within, found))
+    assert cost(found) == min(cost(split) for split in splits if all(map(within, split)))
+    assert batching.microbatches([], limit) == []
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -533,7 +565,7 @@ def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, wit
     if packed:
         with_varlen(lambda query, key, value, *_: query + key.mean() + value.mean())
     *where, target_N, advantage_N, weight_N, old_N, _, _, allowed = batching.collate(samples, meta)
-    assert isinstance(where[1], attention.Packed if packed else attention.Rows)
+    assert isinstance(where[1], attention.Packed if packed else attention.Masked)
     with HostReads():
         logprob_N, entropy_N = logprobs.token_logprobs(meta, *where, target_N, 1.0, allowed, entropies=True)
         loss_N, _ = clipped_surrogate((logprob_N - old_N).exp(), advantage_N, 0.2, 0.28, 0.0)
