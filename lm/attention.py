@@ -286,25 +286,24 @@ class Rectangle:
         """The layout of chunks of lengths[i] tokens that row rows[i] gets from position starts[i] on. Host
         data; rows in ascending order.
 
-        Chunks of up to 8, 16, 32, ... tokens are separate groups, so that short ones are not padded to long
-        ones. Of rows that are not next to each other the keys are copied.
+        Their first 16 tokens are a group, the next 48 of longer ones another, then 192, and so on: short
+        chunks are not padded to long ones, and keys are copied only of rows that are not next to each other.
         """
-        by_size, groups, grids, place, size = {}, [], [], [0] * sum(lengths), 0
+        groups, grids, place, size, done, step = [], [], [0] * sum(lengths), 0, 0, 16
         firsts, device = [*accumulate(lengths, initial=0)], self.kv[0].device
-        for i, n in enumerate(lengths):
-            by_size.setdefault(max(3, (n - 1).bit_length()), []).append(i)
-        for members in by_size.values():
-            used, T = [rows[i] for i in members], max(lengths[i] for i in members)
+        while members := [i for i, n in enumerate(lengths) if n > done]:
+            used, T = [rows[i] for i in members], min(max(lengths) - done, step - done)
             grid = [0] * (len(used) * T)
             for b, i in zip(count(0, T), members):
-                a, n = firsts[i], lengths[i]
+                a, n = firsts[i] + done, min(lengths[i] - done, T)
                 grid[b:b + n], place[a:a + n] = range(a, a + n), range(size + b, size + b + n)
             size += len(grid)
-            longest = max(starts[i] + lengths[i] for i in members)
+            longest = max(starts[i] + min(lengths[i], done + T) for i in members)
             adjacent = used[-1] - used[0] < len(used)
             used = slice(used[0], used[-1] + 1) if adjacent else torch.tensor(used, device=device)
             groups.append((used, T, min(-(-longest // 16) * 16, self.room)))
             grids.append(grid)
+            done, step = step, 4 * step
         position = [start + t for start, n in zip(starts, lengths) for t in range(n)]
         row = [row for row, n in zip(rows, lengths) for _ in range(n)]
         row_N, position_N, place_N, *grids = upload(device, row, position, place, *grids)

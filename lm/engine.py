@@ -330,8 +330,8 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
     """Append chunks[i] to cache row rows[i] at position starts[i].
 
     Returns logits_RV at each chunk's last token. rows: in ascending order. One forward runs at most
-    max_tokens tokens, or a single chunk; attention with masks pads them to 8 at least, else to less than
-    twice as many.
+    max_tokens tokens, or a single chunk; attention with masks pads them to 16, 64, 256, ... tokens, or to the
+    longest.
     """
     blocks, tokens, logits = [], 0, []
     for i, chunk in enumerate(chunks):
