@@ -75,34 +75,31 @@ def common_prefix_len(a, b):
     return known
 
 
-def in_order(samples):
-    """Samples in the order of their ids, in which each has its longest common prefix with a neighbour."""
-    return sorted(samples, key=lambda sample: sample.ids)
-
-
 def microbatches(samples, max_tokens):
-    """Split samples, in the order of their ids, into lists of at most max_tokens tokens, or of one sample.
+    """Split samples, sorted by their ids, into lists of at most max_tokens tokens, or the longest sample's.
 
-    A prefix that samples of a list have in common counts once, since it is computed once (`PrefixTree`). Of
-    all ways to split, one that computes the fewest tokens, by dynamic programming; of these, one with the
-    fewest lists.
+    A prefix that samples of a list have in common counts once, since it is computed once (`PrefixTree`); not
+    counted are its keys, which are gathered for each of them. Of all ways to cut the sorted samples, by
+    dynamic programming, one with the fewest tokens, where a list costs as much as a sixteenth of max_tokens.
     """
-    samples = in_order(samples)
+    samples = sorted(samples, key=lambda sample: sample.ids)
     ids = [sample.ids for sample in samples]
-    common = [0, *(common_prefix_len(one, other) for one, other in itertools.pairwise(ids))]
-    new = [*itertools.accumulate((len(x) - n for x, n in zip(ids, common)), initial=0)]
-    best = [(0, 0, 0)]          # of the first i samples: tokens computed again, lists, start of the last list
-    for i in range(1, len(samples) + 1):
-        fit = itertools.takewhile(lambda j: new[i] - new[j] + common[j] <= max_tokens, range(i - 1, -1, -1))
-        best.append(min((best[j][0] + common[j], best[j][1] + 1, j) for j in [i - 1, *fit]))
-    batches, end = [], len(samples)
+    max_tokens = max(max_tokens, *map(len, ids), 0)
+    common = [0, *map(common_prefix_len, ids, ids[1:])]           # of each and the one before
+    upto = [*itertools.accumulate((len(x) - n for x, n in zip(ids, common)), initial=0)]
+    best = [(0, 0)]                  # of the first i samples: tokens that cuts cost, start of the last list
+    for i in range(1, len(ids) + 1):
+        fit = itertools.takewhile(lambda j: upto[i] - upto[j] + common[j] <= max_tokens, range(i - 1, -1, -1))
+        best.append(min((best[j][0] + common[j] + max_tokens // 16, j) for j in fit))
+    batches, end = [], len(ids)
     while end:
-        batches.insert(0, samples[best[end][2]:end])
-        end = best[end][2]
+        start = best[end][1]
+        batches.insert(0, samples[start:end])
+        end = start
     return batches
 
 
-def equal_microbatches(model, samples, max_tokens):
+def equal_microbatches(samples, max_tokens):
     """`microbatches`, filled up with empty lists to the largest number on any rank: FSDP needs equal
     forwards.
     """
@@ -118,18 +115,18 @@ class PrefixTree:
     """Samples as one sequence of tokens, in which a prefix that some have in common is computed once.
 
     ids: the sequence. columns: for each sample, those of its tokens. parts: see lm.attention.Packed.
+    Sorted by their ids, no sample has more in common with an earlier one than with the one before.
     """
 
     def __init__(self, samples):
-        self.ids, self.parts, of_sample, before, columns = [], [], {}, [], []
-        for sample in in_order(samples):
-            prefix = columns[:common_prefix_len(before, sample.ids)]
-            new = sample.ids[len(prefix):]
-            of_sample[id(sample)] = columns = [*prefix, *range(len(self.ids), len(self.ids) + len(new))]
+        self.ids, self.parts, self.columns = [], [], [None] * len(samples)
+        last_ids, columns = [], []
+        for i in sorted(range(len(samples)), key=lambda i: samples[i].ids):
+            prefix = columns[:common_prefix_len(last_ids, samples[i].ids)]
+            last_ids, new = samples[i].ids, samples[i].ids[len(prefix):]
+            self.columns[i] = columns = [*prefix, *range(len(self.ids), len(self.ids) + len(new))]
             self.ids += new
             self.parts += [(len(new), prefix)] if new else []
-            before = sample.ids
-        self.columns = [of_sample[id(sample)] for sample in samples]
 
 
 def layout(samples, model):

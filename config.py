@@ -163,8 +163,8 @@ class Config:
                                     f"gives them a gradient), or also refill ({MOST_ROUNDS} rounds)",
                                     ("keep", "drop", "refill"))
     max_grad_norm: float = setting(1.0, "a step's gradient is scaled down to this norm; 0: never", low=0)
-    microbatch_tokens: int = setting(2048, "tokens in a forward pass to train; few fit a CPU's cache",
-                                     low=16, rare=True)
+    microbatch_tokens: int = setting(2048, "tokens in a forward pass to train, a common prefix once; few fit "
+                                     "a CPU's cache", low=16, rare=True)
     checkpoint_activations: str = setting("auto", "compute layers again in backward: a third more time, a "
                                           "fraction of the memory; auto: on CUDA, unless the model is small",
                                           ("auto", "on", "off"), needs=NEEDS_WRITER, rare=True)

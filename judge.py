@@ -199,7 +199,7 @@ def samples(judged, normalize_std=False):
     """Samples of the answers, with `advantages` over each question's answers. Only answer tokens are trained.
 
     Equal answers to one question have equal tokens, rewards and gradients: they become one sample with a
-    count. A sample belongs to its episode's minibatch, where it shares the episode's tokens.
+    count. A sample belongs to its episode's minibatch, where their common prefix is computed once.
     """
     result = []
     for question in judged:

@@ -6,7 +6,7 @@ loss that it is given.
 Both counts are taken over all ranks, so that microbatches and ranks change only the time it takes. A
 cold-start demonstration is a sample with advantage 1 and no old logprob: its gradient is that of
 cross-entropy. Read `update`, then `policy_loss`. Left out: gradient accumulation over steps. Shapes: B
-samples of a microbatch, N sampled tokens (flat over the microbatch), V vocabulary, S samples.
+samples and M tokens of a microbatch, N sampled tokens, V vocabulary, S samples.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class Objective:
     judge_weight: float = 0.1             # lambda
     temperature: float = 1.0              # the sampler's: logprobs are of the distribution sampled from
     max_grad_norm: float = 1.0            # 0: no clipping
-    microbatch_tokens: int = 16384        # common prefixes once
+    microbatch_tokens: int = 16384        # of a forward pass; a common prefix counts once
 
 
 class NonFinite(FloatingPointError):
@@ -62,8 +62,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
         g = g_policy + judge_weight * g_judge
 
     then clipped to max_grad_norm. Both kinds share microbatches, in which a common prefix is computed once:
-    of a group's episodes, and of an episode and questions about it. A value head's turns, and with `compare`,
-    which measures the two gradients' norms and cosine, either kind, have their own.
+    of a group's episodes in the same minibatch, and of an episode and questions about it. A value head's
+    turns have their own; with `compare`, which measures the two gradients' norms and cosine, either kind has.
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
     sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}
@@ -76,11 +76,11 @@ def update(model, optimizer, samples, objective, lr, compare=False):
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
         if in_tokens := [kind for kind in kinds if kind not in units]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
-            for batch in equal_microbatches(model, trained, objective.microbatch_tokens):
+            for batch in equal_microbatches(trained, objective.microbatch_tokens):
                 loss = policy_loss(model, batch, objective, scale, sums) if batch else empty_loss(model)
                 loss.backward()
         for kind in [kind for kind in kinds if kind in units]:
-            for batch in equal_microbatches(model, parts[kind], objective.microbatch_tokens):
+            for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
                 loss = value_head_loss(model, batch, units[kind], sums[kind]) if batch else (
                     empty_loss(model, "value"))
                 (scale[kind] * loss).backward()
@@ -289,7 +289,7 @@ def per_sample(model, samples, objective, of_batch):
     Ranks may hold different numbers of samples.
     """
     results = {}
-    for batch in equal_microbatches(model, samples, objective.microbatch_tokens):
+    for batch in equal_microbatches(samples, objective.microbatch_tokens):
         if batch:
             results |= zip(map(id, batch), of_batch(batch), strict=True)
         else:

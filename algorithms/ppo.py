@@ -134,7 +134,7 @@ def update_critic(critic, optimizer, samples, objective, value_clip, lr):
         sums["loss"] += float(loss.detach())
         return loss
 
-    for batch in equal_microbatches(critic, with_targets, objective.microbatch_tokens):
+    for batch in equal_microbatches(with_targets, objective.microbatch_tokens):
         (loss_of(batch) if batch else update.empty_loss(critic, "value")).backward()
     grads, total = parallel.pop_grads(critic), parallel.all_sum(sums)
     norm = parallel.norm(grads)

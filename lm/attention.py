@@ -2,10 +2,10 @@
 
 There are six. `Rows` is of whole texts. To train on texts with common prefixes: `Packed` and `Masked`. To
 continue the rows of a cache: `PackedAppend` those of a `Pool`, `MaskedAppend` those of a `Rectangle`.
-`Packed` and `PackedAppend` need variable-length attention, which some GPUs have (`varlen`); the others use
-masks. `Forked` continues rows that share a prompt, in either way.
+`Packed` and `PackedAppend` need variable-length attention, which some GPUs have (`varlen`); `Masked` and
+`MaskedAppend` do not. `Forked` continues rows that share a prompt, in either way.
 
-Shapes: B rows, T positions of a chunk, N tokens of packed chunks, S cache slots read, P slots of a cache, H
+Shapes: B rows, T positions of a chunk, N tokens of all chunks or texts, S keys read, P slots of a cache, H
 query heads, K key/value heads, G = H / K query heads per key/value head, Q = G * T queries of one key/value
 head, D head size, R prompts, each of A = B / R rows.
 """
@@ -289,10 +289,10 @@ class Rectangle:
         Their first 16 tokens are a group, the next 48 of longer ones another, then 192, and so on: short
         chunks are not padded to long ones, and keys are copied only of rows that are not next to each other.
         """
-        groups, grids, place, size, done, step = [], [], [0] * sum(lengths), 0, 0, 16
+        groups, grids, place, size, done, end = [], [], [0] * sum(lengths), 0, 0, 16
         firsts, device = [*accumulate(lengths, initial=0)], self.kv[0].device
         while members := [i for i, n in enumerate(lengths) if n > done]:
-            used, T = [rows[i] for i in members], min(max(lengths) - done, step - done)
+            used, T = [rows[i] for i in members], min(max(lengths), end) - done
             grid = [0] * (len(used) * T)
             for b, i in zip(count(0, T), members):
                 a, n = firsts[i] + done, min(lengths[i] - done, T)
@@ -303,7 +303,7 @@ class Rectangle:
             used = slice(used[0], used[-1] + 1) if adjacent else torch.tensor(used, device=device)
             groups.append((used, T, min(-(-longest // 16) * 16, self.room)))
             grids.append(grid)
-            done, step = step, 4 * step
+            done, end = end, 4 * end
         position = [start + t for start, n in zip(starts, lengths) for t in range(n)]
         row = [row for row, n in zip(rows, lengths) for _ in range(n)]
         row_N, position_N, place_N, *grids = upload(device, row, position, place, *grids)
@@ -516,35 +516,48 @@ class Packed:
 
 
 class Masked:
-    """The layout of `Packed`, by masks: parts of about the same length are computed at once, padded."""
+    """The layout of `Packed`, for devices without `Varlen`: parts of about the same length at once, padded.
+
+    Of a part with a short prefix, the prefix's queries are computed again: causal attention without a mask
+    then computes less than masked attention of the part's own queries.
+    """
 
     def __init__(self, parts, device):
-        by_size, positions, place, size, self.groups = {}, [], [], 0, []
+        by_size, positions, size, self.groups = {}, [], 0, []
         for n, prefix in parts:
-            by_size.setdefault((-(-n // 32), not prefix), []).append((len(positions), n, prefix))
+            again = prefix if 2 * len(prefix) < n else []
+            size_and_causal = -(-(len(again) + n) // 32), len(again) == len(prefix)
+            by_size.setdefault(size_and_causal, []).append((len(positions), n, prefix, again))
             positions += range(len(prefix), len(prefix) + n)
         place = [0] * len(positions)
-        for members in by_size.values():
-            T, S = max(n for _, n, _ in members), max(n + len(prefix) for _, n, prefix in members)
-            query, key = [], []                  # columns; padding repeats a part's first
-            for first, n, prefix in members:
-                place[first:first + n] = range(size + len(query), size + len(query) + n)
-                query += [*range(first, first + n), *[first] * (T - n)]
-                key += [*prefix, *range(first, first + n), *[first] * (S - len(prefix) - n)]
-            size += len(query)
-            before_B11 = torch.tensor([len(prefix) for _, _, prefix in members])[:, None, None]
-            mask_BTS = torch.arange(S) <= torch.arange(T)[:, None] + before_B11
-            mask = mask_BTS[:, None].to(device) if before_B11.any() else None       # None: causal
-            self.groups.append((len(members), *upload(device, query, key), mask))
+        for (_, causal), members in by_size.items():
+            T = max(len(again) + n for _, n, _, again in members)
+            S = max(len(prefix) + n for _, n, prefix, _ in members)
+            q_columns, k_columns, mask = [], [], None             # padding repeats a part's first
+            for first, n, prefix, again in members:
+                at = size + len(q_columns) + len(again)
+                place[first:first + n] = range(at, at + n)
+                q_columns += [*again, *range(first, first + n), *[first] * (T - len(again) - n)]
+                k_columns += [*prefix, *range(first, first + n), *[first] * (S - len(prefix) - n)]
+            size += len(q_columns)
+            before = [len(prefix) for _, _, prefix, _ in members]
+            q_columns, k_columns, before_B = upload(device, q_columns, k_columns, before)
+            if not causal:
+                last_BT1 = (before_B[:, None] + torch.arange(T, device=device))[:, :, None]
+                mask = (torch.arange(S, device=device) <= last_BT1)[:, None]
+            self.groups.append((len(members), q_columns, k_columns, mask))
         self.place_N, position_N = upload(device, place, positions)
         self.position_BT = position_N[None]
 
     def attend(self, layer, q_1NHD, k_1NKD, v_1NKD):
         """Attention of each query over the keys of its part and prefix: [1, N, H * D]."""
         (q_NHD,), (k_NKD,), (v_NKD,), found = q_1NHD, k_1NKD, v_1NKD, []
-        for B, query, key, mask in self.groups:
+        for i, (B, q_columns, k_columns, mask) in enumerate(self.groups):
+            if mask is not None and mask.dtype == torch.bool:     # once, or backward stores one of each layer
+                mask = torch.zeros_like(mask, dtype=q_NHD.dtype).masked_fill_(~mask, -torch.inf)
+                self.groups[i] = B, q_columns, k_columns, mask
             q, k, v = (x.index_select(0, columns).unflatten(0, (B, -1)).transpose(1, 2)
-                       for x, columns in ((q_NHD, query), (k_NKD, key), (v_NKD, key)))
+                       for x, columns in ((q_NHD, q_columns), (k_NKD, k_columns), (v_NKD, k_columns)))
             out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
             found.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(found).index_select(0, self.place_N).flatten(1)[None]

@@ -344,7 +344,7 @@ def update_of(model, samples):
     objective = replace(update.Objective(), microbatch_tokens=10**9)
     sums = {"policy": dict.fromkeys(update.COUNTED, 0.0)}
     parts, _ = update.weighted_kinds(samples, objective, sums)
-    for batch in batching.equal_microbatches(model, parts["policy"], objective.microbatch_tokens):
+    for batch in batching.equal_microbatches(parts["policy"], objective.microbatch_tokens):
         update.policy_loss(model, batch, objective, {"policy": 1.0}, sums).backward()
 
 

@@ -191,5 +191,5 @@ def samples_of(episodes, work, rng, longest):
             n = work.response_tokens(rng, longest)
             numbers = [0.0] * len(prompt) + [1.0] * n
             samples.append(batching.Sample(prompt + [-9 - answer] * n, [x > 0 for x in numbers], numbers,
-                                           numbers, episode.index, "judge", turns=[turn]))
+                                           numbers, episode.index, "judge"))
     return samples

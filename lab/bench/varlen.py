@@ -1,8 +1,9 @@
 """Variable-length attention (lm.attention.Varlen) against fp32 masks on the same numbers, by path.
 
 The paths are those of the layouts: decoding with many rows and with few, prefill into a cache, answers that
-share a prompt; to train, packed rows and branches, with gradients. Lengths are skewed, the rows of a cache
-lie in any order, and between them are large numbers, which must not be read. A check of lab.bench.gpu.
+share a prompt; to train, packed texts without and with common prefixes, with gradients. Lengths are skewed,
+the rows of a cache lie in any order, and between them are large numbers, which must not be read. A check of
+lab.bench.gpu.
 """
 
 import random

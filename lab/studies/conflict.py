@@ -66,7 +66,7 @@ def gradients_by_task(model, samples, objective, task_of):
             members = [sample for sample in parts.get(kind, []) if task_of[sample.episode] == task]
             if kind not in judged:
                 members = update.with_gradient(members, objective)
-            for batch in batching.equal_microbatches(model, members, objective.microbatch_tokens):
+            for batch in batching.equal_microbatches(members, objective.microbatch_tokens):
                 loss = (update.value_head_loss(model, batch, judged[kind], sums[kind]) if kind in judged else
                         update.policy_loss(model, batch, objective, {kind: 1.0}, sums))
                 loss.backward()

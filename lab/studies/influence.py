@@ -58,9 +58,7 @@ def measured_turns(actor, seed, split="dev"):
 
 
 def turns_of(episodes, chat, environment):
-    """The turns of episodes that have a command, labeled; those of an episode share its prefix in a forward
-    pass.
-    """
+    """The turns of episodes that have a command, labeled."""
     found = []
     rooms = [episode.turns[0].observation.partition("Your task is to")[0] for episode in episodes]
     receptacles = {name.split()[0] for room in rooms for name in OBJECT_NAME.findall(room)}
@@ -70,7 +68,7 @@ def turns_of(episodes, chat, environment):
             if turn.action is not None:
                 n, m = len(turn.prompt_ids), len(turn.response_ids)
                 sample = batching.Sample(turn.prompt_ids + turn.response_ids, [False] * n + [True] * m,
-                                         [0.0] * (n + m), None, episode.index, turns=episode.turns[:1])
+                                         [0.0] * (n + m), None, episode.index)
                 found.append(MeasuredTurn(sample, episode.task.id, turn.action,
                                           label if turn.valid else "refused",
                                           token_kinds(chat, turn.response_ids, receptacles)))
@@ -196,8 +194,8 @@ def similarity(model, candidates, seed):
 
 def response_logprobs(model, samples):
     """Log-probability of each response in nats, in the model's own precision, with gradient."""
-    ids_BT, layout, select, target_N, *_ = batching.collate(samples, model)
-    token_N = model(ids_BT, layout, select).log_softmax(-1).gather(1, target_N[:, None])[:, 0]
+    ids_1M, layout, select, target_N, *_ = batching.collate(samples, model)
+    token_N = model(ids_1M, layout, select).log_softmax(-1).gather(1, target_N[:, None])[:, 0]
     return torch.stack([part.sum() for part in token_N.split([sum(sample.sampled) for sample in samples])])
 
 

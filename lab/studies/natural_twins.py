@@ -47,7 +47,7 @@ from rollout import wilson
 PAGE = Path(__file__).with_name("natural_twins.page.md")
 RUNS = common.ROOT / "runs" / "studies" / "natural_twins"
 ITERATIONS, POINTS = 60, 12           # of a run; its measurements after the first
-PAIRS = 4                             # pairs of states in a row of a measurement, which share their prefix
+PAIRS = 4                             # pairs of states in a forward pass of a measurement
 LAST = 10                             # iterations over which success is averaged
 RIGHT, AWAY = 0.9, 0.5                # above these a judge is right (AUC), and a flaw ran away (q_N)
 MEASURED = ("trained", "untrained")   # parts of the environment's templates
@@ -186,11 +186,11 @@ def teach(steps, rate, run):
 def lesson(chat, pairs):
     """Judge samples that imitate the right verdict on each command of these pairs of states."""
     found = []
-    for row, one, command in in_rows(pairs):
+    for one, command in with_commands(pairs):
         ids, answer = sum(question_on(chat, one, command), []), judge.verdict_ids(chat, one.label(command))
         found.append(batching.Sample(
             ids + answer, [False] * len(ids) + [True] * len(answer), [0.0] * len(ids) + [1.0] * len(answer),
-            None, len(found), "judge", turns=[row]))
+            None, len(found), "judge"))
     return found
 
 
@@ -232,13 +232,9 @@ def probe(model, chat):
     return {part: measures(*read(model, chat, pairs_of(part))) for part in MEASURED}
 
 
-def in_rows(pairs):
-    """(row, state, command) for both commands of each state of these pairs. row: an object which PAIRS pairs
-    share, and the samples made of them a prefix.
-    """
-    rows = [object() for _ in pairs[::PAIRS]]
-    return [(rows[k // PAIRS], one, command) for k, pair in enumerate(pairs) for one in pair
-            for command in (one.flawed, one.other)]
+def with_commands(pairs):
+    """(state, command) for both commands of each state of these pairs."""
+    return [(one, command) for pair in pairs for one in pair for command in (one.flawed, one.other)]
 
 
 def question_on(chat, one, command):
@@ -259,14 +255,14 @@ def read(model, chat, pairs):
     found = []
     for i in range(0, len(pairs), PAIRS):
         samples, at = [], []
-        for row, one, command in in_rows(pairs[i:i + PAIRS]):
+        for one, command in with_commands(pairs[i:i + PAIRS]):
             prompt, response, question = question_on(chat, one, command)
             ids = prompt + response + question
-            samples.append(batching.Sample(ids, [], [], None, 0, turns=[row]))
+            samples.append(batching.Sample(ids, [], [], None, 0))
             at.append([*range(len(prompt) - 1, len(prompt) + len(response) - 1), len(ids) - 1])
-        ids_BT, layout, position = batching.layout(samples, model)
+        ids_1M, layout, position = batching.layout(samples, model)
         where = torch.tensor([position(s, t) for s, columns in enumerate(at) for t in columns]).unbind(1)
-        x_NC, logprob_NV = model(ids_BT, layout, where, lambda x, lm_head: (
+        x_NC, logprob_NV = model(ids_1M, layout, where, lambda x, lm_head: (
             x.float(), lm_head(x).float().log_softmax(-1)))
         start = 0
         for sample, columns in zip(samples, at):

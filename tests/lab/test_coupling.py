@@ -158,9 +158,7 @@ def test_turns_that_share_a_prefix_in_a_forward_pass_are_read_as_if_alone(model)
     """Three turns of one episode in one forward pass, and each in its own."""
     ids = make_sample(random.Random(4), n=40).ids
     of = [batching.Sample(ids[:n], [False] * (n - 4) + [True] * 4, [0.0] * n, None, 0) for n in (14, 25, 40)]
-    alone = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
-    for sample in of:
-        sample.turns = of[:1]
+    alone = [influence.hidden_and_error(model, [make_turn(sample)])[0] for sample in of]
     shared = influence.hidden_and_error(model, [make_turn(sample) for sample in of])
     assert len(batching.PrefixTree(of).ids) == 40
     for (hidden_Nd, error_NV), (other_Nd, other_NV) in zip(alone, shared, strict=True):
