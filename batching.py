@@ -2,7 +2,7 @@
 
 A `Sample` is a token sequence with the advantage and the old logprob of each sampled token. An append-only
 episode is one sample; each of its judge answers is another. Samples of a microbatch are one sequence, in
-which a prefix that they have in common is computed once (`PrefixTree`). Left out: the loss (update.py).
+which a prefix that some have in common is computed once (`PrefixTree`). Left out: the loss (update.py).
 Shapes: M tokens of a microbatch, N sampled ones.
 """
 
@@ -76,11 +76,11 @@ def common_prefix_len(a, b):
 
 
 def microbatches(samples, max_tokens):
-    """Split samples, sorted by their ids, into lists of at most max_tokens tokens, or the longest sample's.
+    """Split samples, sorted by their ids, into lists of at most max_tokens tokens.
 
-    A prefix that samples of a list have in common counts once, since it is computed once (`PrefixTree`); not
-    counted are its keys, which are gathered for each of them. Of all ways to cut the sorted samples, by
-    dynamic programming, one with the fewest tokens, where a list costs as much as a sixteenth of max_tokens.
+    A prefix that samples of a list have in common counts once (`PrefixTree`), though each part of the tree
+    gets a copy of its prefix's keys. The cuts have the least sum of tokens and of a price for each list,
+    max_tokens // 16, by dynamic programming. If a sample is longer, its length takes the place of max_tokens.
     """
     samples = sorted(samples, key=lambda sample: sample.ids)
     ids = [sample.ids for sample in samples]

@@ -63,7 +63,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
 
     then clipped to max_grad_norm. Both kinds share microbatches, in which a common prefix is computed once:
     of a group's episodes in the same minibatch, and of an episode and questions about it. A value head's
-    turns have their own; with `compare`, which measures the two gradients' norms and cosine, either kind has.
+    turns have microbatches of their own, as has each kind with `compare`, which measures the two gradients'
+    norms and cosine.
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
     sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}

@@ -286,8 +286,9 @@ class Rectangle:
         """The layout of chunks of lengths[i] tokens that row rows[i] gets from position starts[i] on. Host
         data; rows in ascending order.
 
-        Their first 16 tokens are a group, the next 48 of longer ones another, then 192, and so on: short
-        chunks are not padded to long ones, and keys are copied only of rows that are not next to each other.
+        Chunks are cut after 16, 64, 256, ... tokens; the pieces between two cuts are a group. So short chunks
+        are not padded to long ones, and most rows are in the first group, next to each other: keys are copied
+        only of rows that are not.
         """
         groups, grids, place, size, done, end = [], [], [0] * sum(lengths), 0, 0, 16
         firsts, device = [*accumulate(lengths, initial=0)], self.kv[0].device
@@ -357,10 +358,10 @@ class MaskedAppend:
     """Layout of chunks [1, N], one after the other, that are appended to rows of a `Rectangle`.
 
     row_N, slot_N: where the tokens' keys and values go. position_N: the tokens' positions.
-    groups: (rows, token_BT, S): chunks whose attention is computed at once, padded to T tokens; the rows, as
-    a slice or indices; which of the N tokens are their queries, any for padding (None: one for each row, in
-    order); how many positions to read. place_N: where each token is among all groups' queries (None: in
-    order).
+    groups: (rows, token_BT, S): pieces of chunks whose attention is computed at once, padded to T tokens; the
+    rows, as a slice or indices; which of the N tokens are their queries, any for padding (None: one for each
+    row, in order); how many positions to read. place_N: where each token is among all groups' queries (None:
+    in order).
     Use under torch.no_grad(): writes to a cache have no gradient.
     """
 
@@ -516,7 +517,7 @@ class Packed:
 
 
 class Masked:
-    """The layout of `Packed`, for devices without `Varlen`: parts of about the same length at once, padded.
+    """The layout of `Packed`, for devices without `Varlen`: parts with about as many queries at once, padded.
 
     Of a part with a short prefix, the prefix's queries are computed again: causal attention without a mask
     then computes less than masked attention of the part's own queries.
@@ -526,11 +527,12 @@ class Masked:
         by_size, positions, size, self.groups = {}, [], 0, []
         for n, prefix in parts:
             again = prefix if 2 * len(prefix) < n else []
-            size_and_causal = -(-(len(again) + n) // 32), len(again) == len(prefix)
-            by_size.setdefault(size_and_causal, []).append((len(positions), n, prefix, again))
+            masked = 0 if len(again) == len(prefix) else len(prefix).bit_length()
+            by_size.setdefault((-(-(len(again) + n) // 32), masked), []).append(
+                (len(positions), n, prefix, again))
             positions += range(len(prefix), len(prefix) + n)
         place = [0] * len(positions)
-        for (_, causal), members in by_size.items():
+        for (_, masked), members in by_size.items():
             T = max(len(again) + n for _, n, _, again in members)
             S = max(len(prefix) + n for _, n, prefix, _ in members)
             q_columns, k_columns, mask = [], [], None             # padding repeats a part's first
@@ -542,7 +544,7 @@ class Masked:
             size += len(q_columns)
             before = [len(prefix) for _, _, prefix, _ in members]
             q_columns, k_columns, before_B = upload(device, q_columns, k_columns, before)
-            if not causal:
+            if masked:
                 last_BT1 = (before_B[:, None] + torch.arange(T, device=device))[:, :, None]
                 mask = (torch.arange(S, device=device) <= last_BT1)[:, None]
             self.groups.append((len(members), q_columns, k_columns, mask))
@@ -553,7 +555,7 @@ class Masked:
         """Attention of each query over the keys of its part and prefix: [1, N, H * D]."""
         (q_NHD,), (k_NKD,), (v_NKD,), found = q_1NHD, k_1NKD, v_1NKD, []
         for i, (B, q_columns, k_columns, mask) in enumerate(self.groups):
-            if mask is not None and mask.dtype == torch.bool:     # once, or backward stores one of each layer
+            if mask is not None and mask.dtype == torch.bool:     # once: each layer would store its own
                 mask = torch.zeros_like(mask, dtype=q_NHD.dtype).masked_fill_(~mask, -torch.inf)
                 self.groups[i] = B, q_columns, k_columns, mask
             q, k, v = (x.index_select(0, columns).unflatten(0, (B, -1)).transpose(1, 2)

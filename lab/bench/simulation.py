@@ -97,7 +97,7 @@ class Chat:
 class Simulated(Slots):
     """Slots that draw how long each response is, and run the model only to count bytes, if at all.
 
-    The tokens of a response are all equal, and equal no other's, so that only prompts are common prefixes.
+    The tokens of a response are all equal, and equal no other's: episodes have only prompts in common.
     read: tokens whose keys and values the decode steps read, over all steps. prefilled: tokens of prompts.
     """
 

@@ -18,9 +18,9 @@ PATHS = {                   # (queries, keys) of each sequence
     "shared": [(8, 1), (8, LONG), (8, 39)],
     "shared_one": [(1, 1), (1, LONG), (1, 39)],                     # a sum at one query a row: not used yet
     "packed": [(1, 1), (LONG, LONG), (1, 1), (39, 39)],
-    "branched": [(LONG, LONG), (9, 39), (1, LONG), (33, 40)],
+    "prefixes": [(LONG, LONG), (9, 39), (1, LONG), (33, 40)],
 }
-TRAINED, SHARED = ("packed", "branched"), ("shared", "shared_one")
+TRAINED, SHARED = ("packed", "prefixes"), ("shared", "shared_one")
 
 
 def errors(varlen, config, device, dtype, longest):

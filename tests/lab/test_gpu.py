@@ -124,7 +124,7 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     config = replace(memory.shape("1.5B"), num_attention_heads=4, head_dim=8)
     exact = paths.errors(right, config, *options)
     assert [*exact] == ["decode", "decode_few", "prefill", "shared", "shared_sums", "shared_one",
-                        "shared_one_sums", "packed", "packed_backward", "branched", "branched_backward"]
+                        "shared_one_sums", "packed", "packed_backward", "prefixes", "prefixes_backward"]
     assert max(exact.values()) < 1e-5
     wrong = paths.errors(right._replace(cached=one_key_more), config, *options)
     assert [path for path in exact if wrong[path] > 0.1] == ["decode", "decode_few", "prefill"]

@@ -148,6 +148,18 @@ def test_rows_are_refilled_and_episodes_have_recorded_lengths(small_model):
 
 
 @pytest.mark.fast
+def test_simulated_episodes_have_only_their_groups_prompts_in_common(small_model):
+    """Although all their responses may be as long."""
+    work = simulation.Work(response=9.0, spread=0.0, turns=4)
+    episodes, _ = simulation.play(small_model, SETTINGS, 1, work)
+    samples = simulation.samples_of(episodes, simulation.Work(judged=0), random.Random(0), 64)
+    prompts = [len(episode.turns[0].prompt_ids) for episode in episodes]
+    shared = sum(prompts) - sum(dict(zip((episode.group for episode in episodes), prompts)).values())
+    assert len(batching.PrefixTree(samples).ids) == sum(len(sample.ids) for sample in samples) - shared
+    assert len(samples) == 6 and shared > 100
+
+
+@pytest.mark.fast
 def test_response_lengths_have_the_mean_that_is_asked_for():
     rng = random.Random(0)
     for mean, spread in ((150.0, 0.5), (32.0, 0.5), (12.0, 0.0)):

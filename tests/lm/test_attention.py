@@ -196,21 +196,34 @@ def test_masked_attention_equals_that_of_each_text_alone(seed):
     layout, N = attention.Masked(tree.parts, torch.device("cpu")), len(tree.ids)
     assert {mask is None for *_, mask in layout.groups} == {True, False}
     q, k, v = (torch.randn(1, N, heads, 8, dtype=torch.double) for heads in (6, 2, 2))
-    for _ in range(2):                                                                      # layers
-        out_NX = layout.attend(0, q, k, v)[0]
+    masks = []
+    for layer in range(2):
+        out_NX = layout.attend(layer, q, k, v)[0]
+        masks.append([mask for *_, mask in layout.groups if mask is not None])
         for columns in tree.columns:
             one = attention.Rows(len(columns), "cpu").attend(0, *(x[:, columns] for x in (q, k, v)))[0]
             torch.testing.assert_close(out_NX[columns], one, rtol=0, atol=1e-12)
             assert layout.position_BT[0, columns].tolist() == [*range(len(columns))]
+    assert all(one is other and one.dtype == q.dtype for one, other in zip(*masks, strict=True))
     with FakeTensorMode():
         attention.Masked(tree.parts, torch.device("cpu"))
+
+
+def test_masked_attention_has_groups_of_a_size_and_causal_ones_for_short_prefixes():
+    ten, later = [*range(10)], [*range(30, 40)]
+    parts = [(10, []), (30, ten), (20, ten), (31, []), (4, [*ten, *range(10, 30)]), (3, ten), (2, later)]
+    groups = attention.Masked(parts, torch.device("cpu")).groups
+    assert [(B, len(queries) // B, len(keys) // B, mask is None) for B, queries, keys, mask in groups] == [
+        (2, 31, 31, True), (1, 40, 40, True), (3, 20, 30, False), (1, 4, 34, False)]
+    assert groups[1][1].tolist() == [*range(40)]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_microbatches_cost_as_little_as_any_cut(seed):
     """Of random samples, sorted by their ids; compared with all cuts."""
     rng = random.Random(seed)
-    samples = [replace(make_sample(rng), ids=rng.choices([3, 5], k=rng.randint(1, 9))) for _ in range(9)]
+    samples = [replace(make_sample(rng), ids=rng.choices([3, 5], k=rng.randint(1, rng.choice([9, 40]))))
+               for _ in range(9)]
     ordered, max_tokens = sorted(samples, key=lambda sample: sample.ids), rng.choice([1, 9, 16, 20, 32, 48])
     limit = max(max_tokens, *(len(sample.ids) for sample in samples))
 
@@ -228,11 +241,12 @@ def test_microbatches_cost_as_little_as_any_cut(seed):
     assert batching.microbatches([], max_tokens) == []
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_packed_rows_can_be_recomputed(model, samples, with_varlen, checkpointed):
+@pytest.mark.parametrize("packed", [False, True])
+def test_layers_with_common_prefixes_can_be_recomputed(model, samples, with_varlen, packed):
     want, _ = gradient_of(model, samples)
-    with_varlen()
-    model.recompute_layers(checkpointed)
+    if packed:
+        with_varlen()
+    model.recompute_layers(True)
     assert_close(gradient_of(model, samples)[0], want)
 
 
@@ -471,7 +485,7 @@ def test_torch_2_11_decodes_by_its_operator(torch_with, monkeypatch, longest_q, 
 
 
 CASES = {"decode": [(1, 7), (1, 1), (1, 90)], "prefill": [(5, 9), (1, 30), (12, 12)],
-         "packed": [(4, 4), (70, 70), (1, 1)], "branched": [(9, 9), (3, 12), (2, 11)]}
+         "packed": [(4, 4), (70, 70), (1, 1)], "prefixes": [(9, 9), (3, 12), (2, 11)]}
 
 
 @pytest.mark.parametrize("case", CASES)

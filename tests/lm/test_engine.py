@@ -122,7 +122,7 @@ def contents(cache):
 def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
     """Rows adjacent or not, chunks long and short; rows without a chunk keep their contents."""
     prefixes = [[i + 1] * (2 + i) for i in range(7)]
-    chunks = [[20 + i] * n for i, n in enumerate((3, 19, 1, 4, 70, 2, 7))]
+    chunks = [[20 + i] * n for i, n in enumerate((3, 64, 1, 4, 70, 2, 16))]
     cache, runs = Rectangle(model.config, 10, 96, torch.float64, "cpu"), []
     with torch.no_grad():
         engine.run_chunks(model, cache, rows, prefixes, [0] * 7)
@@ -130,7 +130,10 @@ def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
         model.register_forward_pre_hook(lambda module, args: runs.extend(args[1:]))
         logits = engine.run_chunks(model, cache, rows, chunks, [*map(len, prefixes)])
         assert len(runs) == 1
-        assert [token_BT.shape for _, token_BT, *_ in runs[0].groups] == [(7, 16), (2, 48), (1, 6)]
+        groups = [(token_BT.shape, S) for _, token_BT, S, *_ in runs[0].groups]
+        assert groups == [((7, 16), 32), ((2, 48), 80), ((1, 6), 80)]
+        in_place = [isinstance(used, slice) for used, *_ in runs[0].groups]
+        assert in_place == [rows == range(7), False, True]
         for row, prefix, chunk, logits_V in zip(rows, prefixes, chunks, logits):
             expected_V = model(torch.tensor([prefix + chunk]))[0, -1]
             torch.testing.assert_close(logits_V, expected_V, rtol=0, atol=1e-9)
