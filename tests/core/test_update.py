@@ -175,7 +175,7 @@ def test_samples_per_turn_and_per_episode_have_the_same_gradient(model, chat, re
 
 
 def test_the_mask_does_not_depend_on_token_ids(model):
-    """A sampled token equal to the padding id 0, and a stop token at the end, are trained like any other."""
+    """A sampled token with id 0, and a stop token at the end, are trained like any other."""
     sample = Sample([5, 0, 0, 259], [False, True, True, True], [0.0, 1.0, 1.0, 1.0], None, 0)
     got, metrics = gradient(model, [sample])
     assert metrics["policy/tokens"] == 3
