@@ -144,19 +144,20 @@ class Pool:
         """Bytes of a position's keys and values, over all layers."""
         return sum(kv[:, 0].nbytes for kv in self.kv)
 
-    def fit(self, kept, needed, limit=None):
+    def fit(self, kept, needed, limit=math.inf):
         """Give each row b room for needed[b] positions, of which the first kept[b] are kept.
 
         Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that only one
         layer is in memory twice. Rows in use share what they leave of the pool; it grows by a quarter once
-        they leave less than a sixteenth. Returns whether the pool has grown, which gives it other addresses.
-        limit: read by `Rectangle.fit`.
+        they leave less than a sixteenth, but no further than all rows need at `limit` positions. Returns
+        whether the pool has grown, which gives it other addresses.
         """
         if all(need <= room for need, room in zip(needed, self.room)):
             return False
         total, slots, used = sum(needed), self.slots, sum(need > 0 for need in needed)
-        if total + total // 16 > slots:
-            slots = total + total // 4
+        most = limit * len(needed)
+        if min(total + total // 16, most) > slots:
+            slots = min(total + total // 4, most)
         share = (slots - total) // used
         room = [need + share * (need > 0) for need in needed]
         first = [*accumulate(room, initial=0)][:-1]
@@ -401,8 +402,8 @@ class MaskedAppend:
 class Forked:
     """Layout of one new token [B, 1] for each of B rows, of which A after A continue the same prompt.
 
-    prompts: a cache of R prompts, of prompt_R tokens each. own: a `Rectangle` of B rows, which hold what
-    follows the prompt, from position 0 on. start_B: how many tokens of its own each row has.
+    prompts: a cache of R prompts, of prompt_R tokens each. own: a cache of the same kind, of B rows, which
+    hold what follows the prompt, from position 0 on. start_B: how many tokens of its own each row has.
     active_B: which rows have a new token; those of the others are padding. contexts: how many positions to
     read of a prompt and of a row's own tokens, at least the longest's.
 
@@ -416,36 +417,58 @@ class Forked:
         self.prompts, self.own, self.contexts, device = prompts, own, contexts, start_B.device
         self.R, self.A = len(prompt_R), len(start_B) // len(prompt_R)
         self.position_BT = (prompt_R[:, None] + start_B.view(self.R, self.A)).view(-1, 1)
-        row_B = torch.arange(len(start_B), device=device)
-        self.row_B, self.slot_B = torch.where(active_B, row_B, own.n_rows), torch.where(active_B, start_B, 0)
         self.keys_R = prompt_R.clamp(min=1).int()                    # a row without a prompt reads one slot
         if prompts.varlen:
-            self.k_starts = F.pad(prompts.first_B, (0, 1)).int()
-            self.q_starts = torch.arange(0, len(start_B) + 1, self.A, device=device, dtype=torch.int32)
-        self.hidden_R11S, self.hidden_B11M = (
-            (torch.arange(n, device=device) >= length[:, None])[:, None, None]
-            for n, length in zip(contexts, (self.keys_R, start_B + 1)))
+            self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
+            self.keys_B = torch.where(active_B, start_B + 1, 1).int()
+            self.k_starts, self.own_starts = (F.pad(x.first_B, (0, 1)).int() for x in (prompts, own))
+            self.starts_B = torch.arange(len(start_B) + 1, device=device, dtype=torch.int32)
+        else:
+            row_B = torch.arange(len(start_B), device=device)
+            self.row_B = torch.where(active_B, row_B, own.n_rows)
+            self.slot_B = torch.where(active_B, start_B, 0)
+            self.hidden_R11S, self.hidden_B11M = (
+                (torch.arange(n, device=device) >= length[:, None])[:, None, None]
+                for n, length in zip(contexts, (self.keys_R, start_B + 1)))
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """Write the tokens' keys and values, and attend to them and to all earlier ones: [B, 1, H * D]."""
-        (B, _, H, D), K, (S, M) = q_BTHD.shape, k_BTKD.shape[2], self.contexts
+        attend = self.by_length if self.prompts.varlen else self.by_masks
+        q_BKGD = q_BTHD.view(len(q_BTHD), k_BTKD.shape[2], -1, q_BTHD.shape[3])
+        return attend(layer, q_BKGD, k_BTKD[:, 0], v_BTKD[:, 0]).reshape(len(q_BTHD), 1, -1)
+
+    def by_length(self, layer, q_BKGD, k_BKD, v_BKD):
+        """`attend` by variable-length attention: [B, K, G, D].
+
+        To it, a group's G heads are G queries of one head, so that keys are read once for all of them.
+        """
+        (B, K, G, D), (S, M) = q_BKGD.shape, self.contexts
         k, v = self.own.kv[layer]
-        k[self.row_B, :, self.slot_B] = k_BTKD[:, 0]
-        v[self.row_B, :, self.slot_B] = v_BTKD[:, 0]
-        k_BKMD, v_BKMD = (x[:B, :, :M] for x in (k, v))
-        own_BKGD, own_sum_BKG = weighted_mean(q_BTHD.view(B, K, -1, D), k_BKMD, v_BKMD, self.hidden_B11M)
-        if self.prompts.varlen:
-            out_BHD, sum_HB = self.prompts.varlen.shared(
-                q_BTHD[:, 0], *self.prompts.kv[layer], self.q_starts, self.k_starts, self.A, S, self.keys_R)
-            out_BKGD, sum_BKG = out_BHD.view(own_BKGD.shape), sum_HB.T.reshape(own_sum_BKG.shape)
-        else:
-            k_RKSD, v_RKSD = (x[:self.R, :, :S] for x in self.prompts.kv[layer])
-            q_RKQD = q_BTHD.view(self.R, self.A, K, -1, D).transpose(1, 2).flatten(2, 3)     # Q = A * G
-            out_RKQD, sum_RKQ = weighted_mean(q_RKQD, k_RKSD, v_RKSD, self.hidden_R11S)
-            out_BKGD, sum_BKG = (x.unflatten(2, (self.A, -1)).transpose(1, 2).reshape(like.shape)
-                                 for x, like in ((out_RKQD, own_BKGD), (sum_RKQ, own_sum_BKG)))
-        share_BKG1 = (sum_BKG - own_sum_BKG).sigmoid()[..., None].to(out_BKGD.dtype)     # sums are logarithms
-        return torch.lerp(own_BKGD, out_BKGD, share_BKG1).reshape(B, 1, H * D)
+        k[self.slot_B], v[self.slot_B] = k_BKD, v_BKD
+        q_NKD = q_BKGD.transpose(1, 2).reshape(B * G, K, D)                              # N = B * G queries
+        shared, of_row = self.prompts.varlen.shared, self.starts_B * G
+        own_NKD, own_sum_KN = shared(q_NKD, k, v, of_row, self.own_starts, G, M, self.keys_B)
+        out_NKD, sum_KN = shared(q_NKD, *self.prompts.kv[layer], of_row[::self.A], self.k_starts, self.A * G,
+                                 S, self.keys_R)
+        return merged(own_NKD, own_sum_KN.T, out_NKD, sum_KN.T).view(B, G, K, D).transpose(1, 2)
+
+    def by_masks(self, layer, q_BKGD, k_BKD, v_BKD):
+        """`attend` with masks: [B, K, G, D]."""
+        (B, K, _, D), (S, M) = q_BKGD.shape, self.contexts
+        k, v = self.own.kv[layer]
+        k[self.row_B, :, self.slot_B], v[self.row_B, :, self.slot_B] = k_BKD, v_BKD
+        own_BKGD, own_sum_BKG = weighted_mean(q_BKGD, k[:B, :, :M], v[:B, :, :M], self.hidden_B11M)
+        k_RKSD, v_RKSD = (x[:self.R, :, :S] for x in self.prompts.kv[layer])
+        q_RKQD = q_BKGD.view(self.R, self.A, K, -1, D).transpose(1, 2).flatten(2, 3)         # Q = A * G
+        out_RKQD, sum_RKQ = weighted_mean(q_RKQD, k_RKSD, v_RKSD, self.hidden_R11S)
+        out_BKGD, sum_BKG = (x.unflatten(2, (self.A, -1)).transpose(1, 2).reshape(like.shape)
+                             for x, like in ((out_RKQD, own_BKGD), (sum_RKQ, own_sum_BKG)))
+        return merged(own_BKGD, own_sum_BKG, out_BKGD, sum_BKG)
+
+
+def merged(a, log_a, b, log_b):
+    """The mean of two weighted means [..., D], given the logs of their sums of weights [...]."""
+    return torch.lerp(a, b, (log_b - log_a).sigmoid()[..., None].to(a.dtype))
 
 
 def scores(q_BKQD, k_BKSD, hidden):

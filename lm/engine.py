@@ -17,11 +17,13 @@ from functools import cache
 from itertools import accumulate, chain
 
 import torch
+import torch.nn.functional as F
 
-from lm.attention import Forked, Rectangle, kv_cache, upload
+from lm.attention import Forked, kv_cache, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
+BLOCK = 1024       # weights that are added up one by one to draw a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,28 @@ def sample_tokens(logits_BV, uniform_B, temperature=1.0):
     if temperature == 0:
         token_B = logprob_BV.argmax(-1)
     else:
-        cumulative_BV = logprob_BV.exp().double().cumsum(-1)
-        below_BV = cumulative_BV < uniform_B[:, None] * cumulative_BV[:, -1:]
-        token_B = below_BV.sum(-1).clamp_(max=logits_BV.shape[1] - 1)
+        token_B = first_reaching(logprob_BV.exp(), uniform_B)
     return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]
+
+
+def first_reaching(weight_BV, share_B):
+    """The first index at which a row's cumulative weight reaches the given share of its sum, in double.
+
+    Where a row has more than BLOCK weights, the sums of its blocks are searched, and then one block: a GPU
+    takes several times as long to add up a long row as to read it.
+    """
+    if weight_BV.shape[1] <= BLOCK:
+        upto_BV = weight_BV.double().cumsum(-1)
+        return (upto_BV < share_B[:, None] * upto_BV[:, -1:]).sum(-1)
+    weight_BNM = F.pad(weight_BV, (0, -weight_BV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    upto_BN = weight_BNM.sum(-1, dtype=torch.double).cumsum(-1)
+    wanted_B1 = share_B[:, None] * upto_BN[:, -1:]
+    block_B1 = (upto_BN < wanted_B1).sum(-1, keepdim=True)
+    before_B1 = F.pad(upto_BN, (1, 0)).gather(1, block_B1)
+    share_B1 = (wanted_B1 - before_B1) / (upto_BN.gather(1, block_B1) - before_B1)
+    share_B1.clamp_(max=1)                                              # by rounding it may be more
+    weight_BM = weight_BNM.gather(1, block_B1[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+    return block_B1[:, 0] * BLOCK + first_reaching(weight_BM, share_B1[:, 0])
 
 
 class Slots:
@@ -97,7 +117,7 @@ class Slots:
         device = weight.device
         self.model, self.n, self.device = model, n, device
         self.cache = kv_cache(model.config, n, weight.dtype, device)
-        self.varlen = self.cache.varlen            # of the prompts: `Answers` have masks for the rest
+        self.varlen = self.cache.varlen
         self.drop_graphs()
         self.stop_ids, self.stop_tensor = stop_ids, torch.tensor(stop_ids, device=device)
         self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
@@ -370,7 +390,7 @@ class Answers(Slots):
     def __init__(self, model, n_prompts, n_answers, stop_ids, sampling):
         room, dtype = bucket(sampling.max_response_tokens, 16), next(model.parameters()).dtype
         super().__init__(model, n_prompts * n_answers, room, stop_ids, sampling)
-        self.cache = Rectangle(model.config, self.n, room, dtype, self.device)
+        self.cache.fit([0] * self.n, [room] * self.n, room)
         self.prompts, self.longest = kv_cache(model.config, n_prompts, dtype, self.device), 0
         self.prompt_R, self.n_answers = torch.zeros(n_prompts, device=self.device).long(), n_answers
 

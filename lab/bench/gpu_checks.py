@@ -70,7 +70,8 @@ class Bench:
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         self.name = device_name()
         self.sheet = sheet_of(self.name)
-        self.work = Work(response=8.0, turns=3, judged=4, answers=2) if tiny else Work()
+        self.work = Work(response=8.0, spread=None, turns=3, judged=4, answers=2) if tiny else Work(
+            spread=None)
         self.rows, self.shape = 4 if tiny else 128, memory.shape("1.5B")
         self.model_folder = self.folder / "model"
         theirs = Path(recorded.TOKENIZER)
@@ -223,13 +224,19 @@ def varlen(bench):
 
 def lengths(bench):
     """Rounding in bf16: logprobs from decoding with variable-length attention and from a full forward with
-    masks, on the same tokens.
+    masks, on the same tokens; of responses, and of answers that share their prompt.
     """
-    ids, logprobs = decode(bench, 24)
+    n, few = (4, 2) if bench.tiny else (24, 16)
+    streams = [[stream(1, i, j) for j in range(8)] for i in range(few)]
+    answers = engine.answer(bench.sampler, bench.prompts[:few], streams, (-1,), engine.Sampling(1.0, n), 32)
+    given = [(prompt, one.ids, one.logprob) for prompt, of_prompt in zip(bench.prompts, answers)
+             for one in of_prompt]
     with without_varlen():
-        gap = max(gaps(bench.sampler, samples_of(bench, ids, logprobs)))
+        gap, of_answers = (max(gaps(bench.sampler, samples_of(*sampled)))
+                           for sampled in ((bench.prompts, *decode(bench, n)), zip(*given)))
     used = bool(attention.varlen(bench.device, bench.dtype, bench.shape.head_dim))
-    return {"largest_gap_nats": gap, "varlen": used}, gap < 0.3
+    found = {"largest_gap_nats": gap, "of_answers_nats": of_answers, "varlen": used}
+    return found, max(gap, of_answers) < 0.3
 
 
 def graphs(bench):
@@ -254,11 +261,23 @@ def graphs(bench):
     return seconds | {"equal_rows": equal, "rows": bench.rows, "graphs": used}, equal == bench.rows and faster
 
 
-def floor(bench, rows=None, context=0):
-    """Seconds of a decoding step at 1,000 tokens per row, and the share of the bandwidth that reading the
-    weights and the rows' keys and values takes. context: the most tokens that a row could have.
+def floor(bench):
+    """Seconds of a decoding step of 128 rows of 1,000 tokens, and the share of the bandwidth that reading the
+    weights and the rows' keys and values takes; and seconds of 16 rows.
     """
-    model, length, rows = bench.sampler, 40 if bench.tiny else 1000, rows or bench.rows
+    seconds, read = decode_step(bench, bench.rows)
+    found = {"s_per_token": seconds, **bench.shares(read / seconds, 0)}
+    few_s, few_read = decode_step(bench, min(bench.rows, 16))
+    found |= {"gb": read / 1e9, "few_s_per_token": few_s, "few_gb": few_read / 1e9}
+    least = memory.Machine().of_bandwidth[0]
+    return found, found.get("share_of_sheet", found["share_of_measured"]) >= least
+
+
+def decode_step(bench, rows, context=0):
+    """Seconds of a decoding step of so many rows of 1,000 tokens, and the bytes that it must read. context:
+    the most tokens that a row could have.
+    """
+    model, length = bench.sampler, 40 if bench.tiny else 1000
     slots = engine.Slots(model, rows, max(context, length + 80), bench.chat.stop_ids,
                          engine.Sampling(1.0, 64))
     slots.begin(range(rows), [[5] * length] * rows, range(rows))
@@ -267,13 +286,11 @@ def floor(bench, rows=None, context=0):
     seconds = bench.seconds(slots.tick) / engine.TICK
     tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
     size, of_token = next(model.parameters()).element_size(), slots.cache.bytes_per_token
-    found = bench.shares((size * memory.numbers(model.parameters()) + tokens * of_token) / seconds, 0)
-    least = memory.Machine().of_bandwidth[0]
-    return {"s_per_token": seconds, **found}, found.get("share_of_sheet", found["share_of_measured"]) >= least
+    return seconds, size * memory.numbers(model.parameters()) + tokens * of_token
 
 
 def floor_few(bench):
-    """`floor` with 16 rows, where torch may split a row's keys over blocks of threads and where not.
+    """A decoding step of 16 rows, where torch may split a row's keys over blocks of threads and where not.
 
     Graphs are captured for rows of the whole context, by which torch plans the splits.
     """
@@ -283,26 +300,32 @@ def floor_few(bench):
     found, context = {}, 512 if bench.tiny else 16384
     for name, limit in (("split", attention.FEW_ROWS), ("not_split", 0)):
         with mock.patch.object(attention, "FEW_ROWS", limit):
-            found[f"{name}_s_per_token"] = floor(bench, min(bench.rows, 16), context)[0]["s_per_token"]
+            found[f"{name}_s_per_token"], _ = decode_step(bench, min(bench.rows, 16), context)
     return found, found["split_s_per_token"] <= 1.05 * found["not_split_s_per_token"]
 
 
 def trainer_gap(bench):
-    """Gap in nats between the sampler's and the trainer's logprobs of sampled tokens, on equal weights. With
-    other weights, and at another temperature, it must be large: two injected faults.
+    """Gap in nats between the sampler's and the trainer's logprobs of sampled tokens, on equal weights.
+
+    Both round to half precision, which alone is the gap between the trainer and the same in fp32. With other
+    weights, and at another temperature, the gap must be large: two injected faults.
     """
-    decoded, found = decode(bench, 16), {}
-    for seed, temperatures in ((None, {"equal": 1.0, "other_temperature": 0.5}), (1, {"other_weights": 1.0})):
-        model = bench.model(torch.float32)
+    decoded, found, logprobs = decode(bench, 16), {}, {}
+    for name, seed, dtype, temperature in (
+            ("equal", None, bench.dtype, 1.0), ("other_temperature", None, bench.dtype, 0.5),
+            ("other_weights", 1, bench.dtype, 1.0), ("fp32", None, torch.float32, 1.0)):
+        model, samples = bench.model(torch.float32), samples_of(bench.prompts, *decoded)
         if seed is not None:
             randomize(model, seed)
-        model = parallel.shard(model, job.Ranks(0, 1, bench.device), bench.dtype)
-        for name, temperature in temperatures.items():
-            nats = gaps(model, samples_of(bench, *decoded), temperature)
-            found |= {f"{name}_mean_nats": statistics.fmean(nats), f"{name}_largest_nats": max(nats)}
-            bench.report(found)
-    faults = found["other_temperature_mean_nats"], found["other_weights_mean_nats"]
-    return found, found["equal_mean_nats"] < 0.02 and min(faults) > 0.1
+        model = parallel.shard(model, job.Ranks(0, 1, bench.device), dtype)
+        nats = gaps(model, samples, temperature)
+        found |= {f"{name}_mean_nats": statistics.fmean(nats), f"{name}_largest_nats": max(nats)}
+        logprobs[name] = [logprob for sample in samples for logprob in sample.logprob_old]
+        bench.report(found)
+    n, faults = len(nats), (found["other_temperature_mean_nats"], found["other_weights_mean_nats"])
+    rounding = sum(abs(a - b) for a, b in zip(logprobs["equal"], logprobs["fp32"])) / n
+    within = found["equal_mean_nats"] < max(2 * rounding, 1e-5)            # on a CPU both are fp32
+    return found | {"rounding_mean_nats": rounding}, within and min(faults) > 0.1
 
 
 # The update
@@ -397,11 +420,11 @@ def decode(bench, n):
     return [r.ids for r in responses], [r.logprob for r in responses]
 
 
-def samples_of(bench, ids, logprobs):
-    """Samples of the prompts and the responses decoded after them."""
+def samples_of(prompts, ids, logprobs):
+    """Samples of prompts and the responses decoded after them."""
     return [batching.Sample(p + r, [False] * len(p) + [True] * len(r), [0.0] * len(p + r),
                             [0.0] * len(p) + old, i)
-            for i, (p, r, old) in enumerate(zip(bench.prompts, ids, logprobs))]
+            for i, (p, r, old) in enumerate(zip(prompts, ids, logprobs))]
 
 
 def gaps(model, samples, temperature=1.0):

@@ -1,18 +1,20 @@
-"""The checks of lab.bench.gpu that train: whole iterations of the product, beside what was computed for them.
+"""The checks of lab.bench.gpu that train: gcd.py itself, beside what was computed for it.
 
 --preset paper whole: KL to a reference, eight minibatches, layers recomputed, a judge. Episodes have the
 lengths of recorded ones (lab/envs/message_lengths.py), responses end at random, with the mean of
-`simulation.Work`; verdicts alternate, since a random model's cannot be read. As in gpu_checks.py a check
-takes a `Bench` and returns its measurements and whether they meet the target. `pretrained` trains a real
-model, where its weights are there.
+`simulation.Work` (one that does not end in time is no command, but does not end its episode); verdicts
+alternate, since a random model's cannot be read. As in gpu_checks.py a check takes a `Bench` and returns its
+measurements and whether they meet the target. `pretrained` trains a real model, where its weights are there.
 """
 
 import itertools
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,41 +26,45 @@ import config
 import gcd
 import judge
 import session
-from infra import files, job
+from infra import files
 from lab.bench import memory
 from lab.bench.study import ROOT
-from lm import smollm2
-from session import prepare
+from lm import engine, smollm2
 
 ENVIRONMENT = "lab/envs/message_lengths.py"
 STAGES = {"rollout": "collect", "judge": "judge_turns", "update": "optimize"}   # gcd.py's functions
+MEASURED = ("time/rollout_device_s", "time/rollout_environments_s", "policy/grad_norm", "policy/steps",
+            "policy/kl_nats", "policy/logprob_gap_nats", "judge/tokens", "rollout/turns",
+            "rollout/response_tokens", "memory/cache_tokens", "memory/cache_used_frac")
 OVER = 1.15                 # times the estimate: at most this much is right
 TINY = "--demonstrations 8 --judge-demonstrations 4 --tasks 2 --group-size 2".split()       # of `pretrained`
 SMOLLM2 = ("--model smollm2 --preset small --prompt plain --demonstrations 96 --judge-demonstrations 48 "
            "--cold-start-lr 1e-4 --lr 1e-5 --dtype bfloat16 --context 4096 --max-response-tokens 24").split()
 
 
-def iteration(bench):
-    """The second of two iterations of GRPO with GCD, with a reference: seconds and peak bytes by stage."""
-    return measured_iteration(bench)
+def iteration(bench, *flags):
+    """Two iterations of GRPO with GCD, with set-up and checkpoint: of the second, which finds its memory
+    allocated, seconds and peak bytes by stage.
+    """
+    out, start = bench.folder / "iteration", time.perf_counter()
+    command = [*arguments(bench, out), *flags]
+    with as_in_a_run(bench) as found:
+        status = gcd.main([*command, "--iterations", "2", "--overwrite"])
+    run_s, lines = time.perf_counter() - start, rl_lines(out)
+    assert len(lines) == 2 and status == 0, f"{len(lines)} iterations, exit status {status}"
+    settings, last = config.parsed(command), lines[-1]
+    compared, right = beside_estimate(bench, settings, last, found)
+    trained = last["policy/grad_norm"] > 0 and (not settings.gcd or last["judge/tokens"] > 0)
+    whole = trained and last["policy/steps"] == settings.minibatches and (
+        out / files.CHECKPOINT / "model.safetensors").exists()
+    shutil.rmtree(out)                                                     # 18 GB
+    return {"run_s": run_s, **compared, **{name: last[name] for name in MEASURED if name in last}}, (
+        whole and right)
 
 
 def no_gcd(bench):
     """The same without GCD."""
-    return measured_iteration(bench, "--no-gcd")
-
-
-def run(bench):
-    """gcd.py itself, with set-up and checkpoint: two iterations, and the seconds of all of it."""
-    out, start = bench.folder / "run", time.perf_counter()
-    with as_in_a_run(bench) as found:
-        status = gcd.main([*arguments(bench, out), "--iterations", "2", "--overwrite"])
-    lines = rl_lines(out)
-    times = {stage: lines[-1][f"time/{stage}_s"] for stage in STAGES} if lines else {}
-    compared, right = beside_estimate(bench, config.parsed(arguments(bench, out)), times, found)
-    saved = (out / files.CHECKPOINT / "model.safetensors").exists()
-    found = {"exit_status": status, "iterations": len(lines), "run_s": time.perf_counter() - start}
-    return found | compared, status == 0 and len(lines) == 2 and saved and right
+    return iteration(bench, "--no-gcd")
 
 
 def pretrained(bench):
@@ -71,28 +77,33 @@ def pretrained(bench):
     command = [sys.executable, "gcd.py", "--out", str(out), "--algo", "grpo", "--iterations", str(iterations),
                "--checkpoint-every", "1", "--evaluate", "none", "--device", bench.device.type,
                *(TINY if bench.tiny else SMOLLM2)]
-    killed = killed_in_rl([*command, "--overwrite"], out, iterations // 2)
+    killed, stderr = killed_in_rl([*command, "--overwrite"], out, iterations // 2)
     resumed = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
     lines = rl_lines(out)
     found = {"killed_after": killed, "exit_status": resumed.returncode, "iterations": len(lines),
              "success": [line["rollout/success"] for line in lines], "run_s": time.perf_counter() - start}
-    if resumed.returncode:
-        found["stderr"] = resumed.stderr[-300:]
+    if resumed.returncode or not killed:
+        found["stderr"] = stderr[-300:] + resumed.stderr[-300:]
     return found, (0 < killed < iterations and resumed.returncode == 0
                    and [line["iteration"] for line in lines] == [*range(iterations)])
 
 
 def killed_in_rl(command, out, iterations):
-    """Start a run and kill it -9 once so many iterations are logged. Returns how many were; 0 if it ended."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None:
-        done = len(rl_lines(out))
-        if done >= iterations and (out / files.CHECKPOINT).is_dir():
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            return done
-        time.sleep(0.02)
-    return 0
+    """Start a run and kill it -9 once so many iterations are logged. Returns how many were, 0 if it ended,
+    and what it wrote to stderr.
+    """
+    with tempfile.TemporaryFile("w+") as stderr:
+        process, done = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr), 0
+        while process.poll() is None:
+            done = len(rl_lines(out))
+            if done >= iterations and (out / files.CHECKPOINT).is_dir():
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                break
+            done = 0
+            time.sleep(0.02)
+        stderr.seek(0)
+        return done, stderr.read()
 
 
 # Parts of the checks
@@ -115,11 +126,11 @@ def arguments(bench, out):
 
 @contextmanager
 def as_in_a_run(bench):
-    """Let a random model's responses end and its verdicts be read; yield {stage: peak bytes} of gcd.py's
-    stages, of the last iteration. Each stage's seconds and gigabytes are reported as it ends.
+    """Let a random model's responses end and its verdicts be read; yield {stage: (peak bytes, decode steps)}
+    of gcd.py's stages, of the last iteration. Each stage's are reported as it ends.
     """
     verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, session.make_chat
-    found, ended = {}, []
+    found, ended, tick, ticks = {}, [], engine.Slots.tick, []
 
     def chat_that_stops(*settings):
         chat = make_chat(*settings)
@@ -134,62 +145,53 @@ def as_in_a_run(bench):
         def call(*given):
             if bench.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            ticks.clear()
             start = time.perf_counter()
             result = function(*given)
-            found[stage] = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0
-            ended.append([stage, time.perf_counter() - start, found[stage] / 1e9])
-            bench.report({"stages_s_gb": ended})
+            seconds, steps = time.perf_counter() - start, engine.TICK * len(ticks)
+            found[stage] = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0, steps
+            ended.append([stage, seconds, found[stage][0] / 1e9, steps])
+            bench.report({"stages_s_gb_steps": ended})
             return result
         return call
+
+    def counted(slots):
+        ticks.append(slots)
+        tick(slots)
 
     with ExitStack() as patches:
         for module, name, function in (
                 (session, "make_chat", chat_that_stops), (judge, "record", alternating),
+                (engine.Slots, "tick", counted),
                 *((gcd, name, measured(stage, getattr(gcd, name))) for stage, name in STAGES.items())):
             patches.enter_context(mock.patch.object(module, name, function))
         yield found
 
 
-def measured_iteration(bench, *flags):
-    """Two iterations, the first a warm-up: see `iteration`."""
-    out = bench.folder / ("iteration" + "".join(flags))
-    settings = config.parsed([*arguments(bench, out), "--overwrite", *flags])
-    with as_in_a_run(bench) as found, ExitStack() as resources:
-        made = prepare(settings, job.Ranks(0, 1, bench.device), False, resources)
-        settings.algorithm.begin(made.model, made.objective, settings.minibatches, made.shard)
-        with mock.patch.object(session, "save_reference", lambda run: bench.model_folder):
-            reference = session.frozen_copy(made, 0)                # that folder has the same weights
-        for i in range(2):
-            start = time.perf_counter()
-            metrics = gcd.iteration(made, i, reference)
-            seconds = time.perf_counter() - start
-    times = {stage: metrics[f"time/{stage}_s"] for stage in STAGES}
-    compared, right = beside_estimate(bench, settings, times, found)
-    names = ("policy/grad_norm", "policy/steps", "policy/kl_nats", "judge/tokens", "rollout/turns",
-             "rollout/response_tokens", "memory/cache_tokens", "memory/cache_used_frac",
-             "policy/logprob_gap_nats")
-    found = {"s": seconds, **compared, **{name: metrics[name] for name in names if name in metrics}}
-    trained = metrics["policy/grad_norm"] > 0 and (bool(flags) or metrics["judge/tokens"] > 0)
-    return found, trained and metrics["policy/steps"] == settings.minibatches and right
-
-
-def beside_estimate(bench, settings, times, peaks):
-    """{"seconds", "gb": {stage: [measured, estimated]}}; whether all are at most OVER times the estimate.
+def beside_estimate(bench, settings, line, measured):
+    """{"seconds", "gb", "steps": {stage: [measured, estimated]}} of an iteration, by its line of
+    metrics.jsonl; whether seconds and bytes are at most OVER times the estimate.
 
     Estimated are the slow end of the seconds and the bytes that torch allocates, without slack. "update" is
     the larger of update and step, and its seconds include the scoring passes. On a CPU nothing is estimated.
     """
+    stages = [stage for stage in STAGES if stage != "judge" or settings.gcd]
+    found = {"seconds": {stage: [line[f"time/{stage}_s"]] for stage in stages},
+             "gb": {stage: [measured[stage][0] / 1e9] for stage in stages},
+             "steps": {stage: [measured[stage][1]] for stage in stages if stage != "update"}}
     if bench.device.type != "cuda":
-        return {"seconds": {stage: [s] for stage, s in times.items()}}, True
+        return found, True
     work = bench.work if settings.gcd else replace(bench.work, judged=0)
     estimate = memory.estimate("1.5B", 1, settings, work, memory.Machine(*bench.sheet or ()))
     size = {stage: (total - memory.OUTSIDE) / memory.SLACK for stage, total in estimate["bytes"].items()}
     size["update"] = max(size["update"], size["step"])
     slow = {stage: ends[0] for stage, ends in estimate["seconds"].items()}
     slow["update"] += slow["score"]
-    seconds = {stage: [s, slow[stage]] for stage, s in times.items()}
-    gb = {stage: [peaks[stage] / 1e9, size[stage] / 1e9] for stage in times if stage in peaks}
-    if not settings.gcd:
-        seconds.pop("judge")
-    right = all(ours <= OVER * theirs for pairs in (seconds, gb) for ours, theirs in pairs.values())
-    return {"seconds": seconds, "gb": gb}, right
+    for stage in stages:
+        found["seconds"][stage].append(slow[stage])
+        found["gb"][stage].append(size[stage] / 1e9)
+    for stage, name in (("rollout", "decode steps"), ("judge", "judge steps")):
+        if stage in found["steps"]:
+            found["steps"][stage].append(estimate["counts"][name])
+    return found, all(ours <= OVER * theirs for kind in ("seconds", "gb")
+                      for ours, theirs in found[kind].values())

@@ -158,7 +158,8 @@ def judge_bytes(model, settings, prompts, answers):
         slots.begin(range(slots.n), [prompt for prompt in prompts for _ in range(answers)], [0] * slots.n)
         before = meter.created
         slots.step(slice(0, slots.n), slots.context)
-    return meter.peak, meter.created - before, slots.n * slots.context
+    read = slots.n * slots.context // (2 if slots.varlen else 1)      # by length, of which half is the mean
+    return meter.peak, meter.created - before, read
 
 
 def largest_microbatch(samples, settings):

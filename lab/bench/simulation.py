@@ -25,7 +25,8 @@ class Work:
     """The load of an iteration."""
 
     response: float = 150.0             # tokens of a response, in the mean; an assumption
-    spread: float = 0.5                 # standard deviation of their logarithm: lognormal lengths
+    spread: float | None = 0.5          # standard deviation of their logarithm: lognormal lengths; None:
+                                        # exponential, as of a model that may stop at any token
     turns: int | None = None            # of every episode; None: as the recorded ones, which an expert played
     recorded: str = "alfworld"          # the episodes that messages are drawn from
     style: str = "think listed"         # of the prompts
@@ -35,8 +36,11 @@ class Work:
 
     def response_tokens(self, rng, longest):
         """The length of one response."""
-        mean = math.log(self.response) - self.spread**2 / 2
-        return min(max(1, round(rng.lognormvariate(mean, self.spread))), longest - 1)
+        if self.spread is None:
+            drawn = rng.expovariate(1 / self.response)
+        else:
+            drawn = rng.lognormvariate(math.log(self.response) - self.spread**2 / 2, self.spread)
+        return min(max(1, round(drawn)), longest - 1)
 
 
 class Messages:

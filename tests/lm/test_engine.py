@@ -203,19 +203,32 @@ def assert_frequencies(got, want, n=200_000):
 LOGITS = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0, 0.0, -3.0, 0.9])
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_frequencies_over_200000_draws_are_the_softmax(temperature):
+@pytest.mark.parametrize(("temperature", "block"), [(1.0, 8), (1.0, 3), (0.5, 2), (2.0, 8)])
+def test_frequencies_over_200000_draws_are_the_softmax(monkeypatch, temperature, block):
+    monkeypatch.setattr(engine, "BLOCK", block)
     frequency, token, logprob = draws(LOGITS, temperature=temperature)
     assert_frequencies(frequency, (LOGITS.double() / temperature).softmax(0))
     assert torch.allclose(logprob, (LOGITS / temperature).log_softmax(0)[token], atol=1e-6)
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 9])
 @pytest.mark.parametrize("u", [1e-300, 2**-54, 0.5, 1 - 2**-53])
-def test_a_token_of_probability_zero_is_never_drawn(u):
+def test_a_token_of_probability_zero_is_never_drawn(monkeypatch, u, block):
+    monkeypatch.setattr(engine, "BLOCK", block)
     logits = torch.full((1, 9), -torch.inf)
     logits[0, [2, 5]] = 0.0
     token, _ = engine.sample_tokens(logits, torch.tensor([u], dtype=torch.double))
     assert token.item() == (2 if u <= 0.5 else 5)
+
+
+@pytest.mark.parametrize("vocabulary", [engine.BLOCK + 1, 4 * engine.BLOCK, 50_000])
+def test_a_search_by_blocks_draws_the_token_that_a_sum_over_the_row_draws(vocabulary):
+    torch.manual_seed(vocabulary)
+    weight_BV, share_B = torch.randn(500, vocabulary).mul(3).softmax(-1), torch.rand(500).double()
+    share_B[:2] = torch.tensor([1e-300, 1 - 2**-53])
+    upto_BV = weight_BV.double().cumsum(-1)
+    reached_B = (upto_BV < share_B[:, None] * upto_BV[:, -1:]).sum(-1)
+    assert engine.first_reaching(weight_BV, share_B).tolist() == reached_B.tolist()
 
 
 def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
