@@ -263,6 +263,8 @@ def prepare(config, ranks, should_stop, resources):
     sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
     sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype),
                                       always=config.lora > 0)
+    if sampler is not model:
+        sampler.fuse()
     slots = Slots(sampler, config.slots, config.context, chat.stop_ids,
                   Sampling(config.temperature, config.max_response_tokens))
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,

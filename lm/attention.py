@@ -128,7 +128,7 @@ class Pool:
     """
 
     def __init__(self, config, rows, attention, dtype, device):
-        self.varlen = attention
+        self.varlen, self.group = attention, config.num_attention_heads // config.num_key_value_heads
         self.first, self.room, self.first_B = [0] * rows, [0] * rows, torch.zeros(rows, device=device).long()
         shape = (2, 1, config.num_key_value_heads, config.head_dim)
         self.kv = [torch.zeros(shape, dtype=dtype, device=device)       # zeros: masked garbage must be finite
@@ -421,8 +421,10 @@ class Forked:
         if prompts.varlen:
             self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
             self.keys_B = torch.where(active_B, start_B + 1, 1).int()
-            self.k_starts, self.own_starts = (F.pad(x.first_B, (0, 1)).int() for x in (prompts, own))
-            self.starts_B = torch.arange(len(start_B) + 1, device=device, dtype=torch.int32)
+            self.k_starts, self.own_k_starts = (F.pad(x.first_B, (0, 1)).int() for x in (prompts, own))
+            self.q_starts, self.own_q_starts = (
+                torch.arange(0, len(start_B) * own.group + 1, step * own.group, device=device).int()
+                for step in (self.A, 1))
         else:
             row_B = torch.arange(len(start_B), device=device)
             self.row_B = torch.where(active_B, row_B, own.n_rows)
@@ -446,10 +448,10 @@ class Forked:
         k, v = self.own.kv[layer]
         k[self.slot_B], v[self.slot_B] = k_BKD, v_BKD
         q_NKD = q_BKGD.transpose(1, 2).reshape(B * G, K, D)                              # N = B * G queries
-        shared, of_row = self.prompts.varlen.shared, self.starts_B * G
-        own_NKD, own_sum_KN = shared(q_NKD, k, v, of_row, self.own_starts, G, M, self.keys_B)
-        out_NKD, sum_KN = shared(q_NKD, *self.prompts.kv[layer], of_row[::self.A], self.k_starts, self.A * G,
-                                 S, self.keys_R)
+        shared = self.prompts.varlen.shared
+        own_NKD, own_sum_KN = shared(q_NKD, k, v, self.own_q_starts, self.own_k_starts, G, M, self.keys_B)
+        out_NKD, sum_KN = shared(q_NKD, *self.prompts.kv[layer], self.q_starts, self.k_starts, self.A * G, S,
+                                 self.keys_R)
         return merged(own_NKD, own_sum_KN.T, out_NKD, sum_KN.T).view(B, G, K, D).transpose(1, 2)
 
     def by_masks(self, layer, q_BKGD, k_BKD, v_BKD):

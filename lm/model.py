@@ -179,11 +179,30 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x):
-        on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
-        if on_cpu and x.numel() >= MANY_ROWS * self.in_features and slow_bf16():
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
-        return super().forward(x)
+        return product(x, self.weight, self.bias)
+
+
+def product(x, weight, bias):
+    """`Linear.forward` with these weights."""
+    on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
+    if on_cpu and x.numel() >= MANY_ROWS * x.shape[-1] and slow_bf16():
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+@torch.no_grad()
+def adjacent(layers):
+    """Lay the weights of linear layers of the same input one after the other in memory, and their biases.
+
+    Returns (weight, bias) of one layer that computes all of them; each layer's own are views of these.
+    """
+    found = []
+    for name in ("weight", "bias"):
+        parts = [part for layer in layers if (part := getattr(layer, name)) is not None]
+        found.append(torch.cat(parts) if parts else None)
+        for part, view in zip(parts, found[-1].split([*map(len, parts)]) if parts else ()):
+            part.data = view
+    return found
 
 
 @cache
@@ -226,17 +245,22 @@ class Attention(nn.Module):
         if self.normed:
             self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.fused = None               # (weight, bias) of q, k and v: see Model.fuse
 
     def forward(self, x_BTC, cos, sin, layout):
         B, T, _ = x_BTC.shape
-        qk = torch.cat([self.q_proj(x_BTC), self.k_proj(x_BTC)], dim=-1).view(B, T, -1, self.head_dim)
+        if self.fused:
+            qkv = product(x_BTC, *self.fused).view(B, T, -1, self.head_dim)
+            qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        else:
+            qk = torch.cat([self.q_proj(x_BTC), self.k_proj(x_BTC)], dim=-1).view(B, T, -1, self.head_dim)
+            v = self.v_proj(x_BTC).view(B, T, self.kv_heads, self.head_dim)
         if self.normed:
             q, k = qk.split([self.heads, self.kv_heads], dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         a, b = qk.chunk(2, dim=-1)    # RoPE rotates pairs (i, i + D / 2), as Hugging Face does
         rotated = torch.addcmul(qk * cos, torch.cat([b, a], dim=-1), sin)
         q, k = rotated.split([self.heads, self.kv_heads], dim=2)
-        v = self.v_proj(x_BTC).view(B, T, self.kv_heads, self.head_dim)
         return self.o_proj(layout.attend(self.layer, q, k, v))
 
 
@@ -248,9 +272,14 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.fused = None               # (weight, bias) of gate and up: see Model.fuse
 
     def forward(self, x_BTC):
-        return self.down_proj(F.silu(self.gate_proj(x_BTC)) * self.up_proj(x_BTC))
+        if self.fused:
+            gate, up = product(x_BTC, *self.fused).chunk(2, dim=-1)
+        else:
+            gate, up = self.gate_proj(x_BTC), self.up_proj(x_BTC)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -300,6 +329,15 @@ class Model(nn.Module):
         """Share the embedding with lm_head if the config ties them; needed again after `to_empty`."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def fuse(self):
+        """Compute q, k and v of a layer as one product, and gate and up, for which their weights are moved in
+        memory: faster for few tokens, and the parameters are the same.
+        """
+        for block in self.model.layers:
+            attention, mlp = block.self_attn, block.mlp
+            attention.fused = adjacent([attention.q_proj, attention.k_proj, attention.v_proj])
+            mlp.fused = adjacent([mlp.gate_proj, mlp.up_proj])
 
     def recompute_layers(self, enabled):
         """Turn activation checkpointing of every layer on or off (arXiv:1604.06174).

@@ -110,8 +110,10 @@ class Bench:
 
     @cached_property
     def sampler(self):
-        """The model that generates, loaded once."""
-        return self.model().requires_grad_(False)
+        """The model that generates, loaded once, as a run has it."""
+        model = self.model().requires_grad_(False)
+        model.fuse()
+        return model
 
     @cached_property
     def prompts(self):

@@ -35,11 +35,17 @@ pytestmark = pytest.mark.fast
 GROUP = 6, 7, 8, 5, 9           # tokens after the prompt, which is 20, of a group's episodes
 
 
+def assert_arguments(*starts_and_keys):
+    """What torch's operator checks on a GPU."""
+    given = [x for x in starts_and_keys if x is not None]
+    assert {x.dtype for x in given} == {torch.int32} and all(x.is_contiguous() for x in given)
+
+
 def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=None):
     """Stands in for `causal` and `cached` of `Varlen`: query i of a sequence's n attends to keys 0 to
     m - n + i of its m.
     """
-    assert {q_starts.dtype, k_starts.dtype} == {torch.int32}
+    assert_arguments(q_starts, k_starts, keys_B)
     out = []
     for i, (a, b) in enumerate(zip(q_starts.tolist(), q_starts.tolist()[1:])):
         first = int(k_starts[i])
@@ -54,6 +60,7 @@ def by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B=
 
 def shared_by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, keys_B):
     """Stands in for `Varlen.shared`: every query of a sequence attends to all of its keys."""
+    assert_arguments(q_starts, k_starts, keys_B)
     out, sums = torch.empty_like(query), query.new_empty(query.shape[1::-1])
     group = query.shape[1] // key.shape[1]
     for i, (a, b) in enumerate(zip(q_starts.tolist(), q_starts.tolist()[1:])):

@@ -105,6 +105,22 @@ def test_full_forward_equals_transformers(tmp_path, kind):
         assert_close(model(ids), reference(ids).logits)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_fused_layers_compute_the_same_with_the_parameters_of_now(tmp_path, kind):
+    reference, model = load_both(tmp_path, **kind)
+    ids, parameters = random_ids(3, 40, vocabulary=97), dict(model.named_parameters())
+    model.fuse()
+    assert dict(model.named_parameters()).items() == parameters.items()
+    with torch.no_grad():
+        for changed in (reference, model):
+            for parameter in changed.parameters():
+                parameter.mul_(1.1)
+        assert_close(model(ids), reference(ids).logits)
+    block = model.model.layers[0]
+    assert block.self_attn.fused[0].data_ptr() == block.self_attn.q_proj.weight.data_ptr()
+    assert block.mlp.fused[0].nbytes == 2 * block.mlp.up_proj.weight.nbytes and block.mlp.fused[1] is None
+
+
 def assert_appends_equal(model, ids, pieces, expected):
     """Append pieces[b] ids to row b in turn, and compare the logits with `expected` each time."""
     cache, start = attention.Rectangle(model.config, 5, 24, torch.float32, "cpu"), [0, 0, 0]
