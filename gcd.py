@@ -145,7 +145,7 @@ def judge_turns(run, i, episodes):
             return judged, judge.value_samples(judged)
         sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
         judge.answer_questions(run.sampler, run.chat, fresh, config.judge_group_size, sampling, seed,
-                               config.slots)
+                               judge.at_once(config.slots))
         differing += [question for question in fresh if len(set(question.rewards)) > 1]
         found = parallel.all_sum(len(differing))
         drawn, wanted = {place[:2] for place in chosen}, (config.judge_turns - found) // 2

@@ -60,7 +60,7 @@ CHECKS = [Check(*row) for row in (
     ("trainer_gap", ENGINE, 10, 120, "at most twice what bf16 rounds; over .1 nats with each injected fault"),
     ("update_16k", ENGINE, 10, 120, "the share of the data sheet's FLOPs that the estimate assumes"),
     ("iteration", RUNS, 10, 400, "gcd.py: seconds and bytes of each stage at most 15 % over the estimate"),
-    ("floor", ENGINE, 10, 90, "the share of the data sheet's bandwidth that the estimate assumes"),
+    ("floor", ENGINE, 10, 90, "a decode step's seconds at most 15 % over the estimate"),
     ("lengths", ENGINE, 10, 120, "under .3 nats"),
     ("offload", ENGINE, 30, 120, "under 15 s, equal outputs, no memory left allocated"),
     ("update_32k", ENGINE, 30, 120, "as update_16k"),
@@ -155,6 +155,8 @@ def run(context, check, tiny, folder):
     with suppress(ProcessLookupError):                     # what it has started, too: `child` leads a group
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
+    if "traceback" in found:
+        found["traceback"] = found["traceback"].replace(f"{ROOT}{os.sep}", "")
     found = {key: float(f"{value:.4g}") if isinstance(value, float) else value
              for key, value in found.items()}
     return {"check": check.name, "target": check.target, **found,
@@ -175,9 +177,10 @@ def child(check, tiny, folder, pipe):
         if not (tiny or torch.cuda.is_available()):
             raise RuntimeError("no CUDA device")
         bench = Bench(tiny, folder, pipe.send)
+        pipe.send({"device": bench.name, "tokenizer": bench.tokenizer, "torch": str(torch.__version__),
+                   "commit": files.commit()})
         measured, ok = getattr(import_module(check.module), check.name)(bench)
-        measured = measured | {"ok": bool(ok), "device": bench.name, "tokenizer": bench.tokenizer,
-                               "torch": str(torch.__version__), "commit": files.commit()}
+        measured = measured | {"ok": bool(ok)}
     except Exception as error:                             # the next check is independent of this one
         message = " ".join(str(error).split())[:300]
         measured = {"ok": False, "error": f"{type(error).__name__}: {message}" if str(error) !=

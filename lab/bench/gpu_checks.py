@@ -38,6 +38,7 @@ from lm.optim import adamw
 SHEETS = {r"\bH100 PCIe": (2.0e12, 756e12), r"\bH100 NVL": (3.9e12, 835e12), r"\bH100": (3.35e12, 989e12),
           r"\bH200 NVL": (4.8e12, 835e12), r"\bH200": (4.8e12, 989e12), r"\bB200": (8.0e12, 2250e12),
           r"\bA100.*40GB": (1.56e12, 312e12), r"\bA100": (2.04e12, 312e12)}
+OVER = 1.15         # times the estimate: at most this much is right
 OFFLOAD_S = 15      # of a round trip: 18.5 GB each way, at 2.5 GB/s from memory that is not pinned
 CONTROL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (          # ChatML, as Qwen2.5's without its tools
@@ -264,15 +265,21 @@ def graphs(bench):
 
 
 def floor(bench):
-    """Seconds of a decoding step of 128 rows of 1,000 tokens, and the share of the bandwidth that reading the
-    weights and the rows' keys and values takes; and seconds of 16 rows.
+    """Seconds of a decoding step of 128 rows of 1,000 tokens, and of 16 rows; the bytes that they must read;
+    and by these two points the time that does not depend on the bytes, and the share of the bandwidth that
+    the rest takes.
     """
     seconds, read = decode_step(bench, bench.rows)
-    found = {"s_per_token": seconds, **bench.shares(read / seconds, 0)}
     few_s, few_read = decode_step(bench, min(bench.rows, 16))
-    found |= {"gb": read / 1e9, "few_s_per_token": few_s, "few_gb": few_read / 1e9}
-    least = memory.Machine().of_bandwidth[0]
-    return found, found.get("share_of_sheet", found["share_of_measured"]) >= least
+    found = {"s_per_token": seconds, "gb": read / 1e9, "few_s_per_token": few_s, "few_gb": few_read / 1e9}
+    if read > few_read:
+        per_s = (read - few_read) / (seconds - few_s)
+        found |= {"s_per_layer": (seconds - read / per_s) / bench.shape.num_hidden_layers,
+                  **bench.shares(per_s, 0)}
+    machine = memory.Machine(*bench.sheet or ())
+    estimate = bench.shape.num_hidden_layers * machine.step_s + read / (
+        machine.bandwidth * machine.of_bandwidth[0])
+    return found | {"estimated_s": estimate}, seconds <= OVER * estimate
 
 
 def decode_step(bench, rows, context=0):

@@ -28,6 +28,7 @@ import judge
 import session
 from infra import files
 from lab.bench import memory
+from lab.bench.gpu_checks import OVER
 from lab.bench.study import ROOT
 from lm import engine, smollm2
 
@@ -36,7 +37,6 @@ STAGES = {"rollout": "collect", "judge": "judge_turns", "update": "optimize"}   
 MEASURED = ("time/rollout_device_s", "time/rollout_environments_s", "policy/grad_norm", "policy/steps",
             "policy/kl_nats", "policy/logprob_gap_nats", "judge/tokens", "rollout/turns",
             "rollout/response_tokens", "memory/cache_tokens", "memory/cache_used_frac")
-OVER = 1.15                 # times the estimate: at most this much is right
 TINY = "--demonstrations 8 --judge-demonstrations 4 --tasks 2 --group-size 2".split()       # of `pretrained`
 SMOLLM2 = ("--model smollm2 --preset small --prompt plain --demonstrations 96 --judge-demonstrations 48 "
            "--cold-start-lr 1e-4 --lr 1e-5 --dtype bfloat16 --context 4096 --max-response-tokens 24").split()

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import batching
 import config
+import judge
 from infra import files
 from infra.memory import state_bytes
 from lab.bench.intervals import range_of
@@ -75,16 +76,21 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU by its data sheet, and the range of the shares of it that are assumed to be reached."""
+    """A GPU by its data sheet, the range of the shares of it that are assumed to be reached, and times per
+    layer that no data sheet has. The slow shares and the times are an H200's (lab/results/gpu.jsonl).
+    """
 
     bandwidth: float = 3.35e12          # bytes per second; an H100 SXM's, as the next
     flops: float = 989e12               # per second, in bf16
-    of_bandwidth: tuple = (0.45, 0.60)  # of decoding: with CUDA graphs alone, and with attention by length
-    of_flops: tuple = (0.20, 0.34)      # prime-rl publishes 11 to 35 % for its updates
+    of_bandwidth: tuple = (0.40, 0.60)  # of a decode step, less step_s; a copy reaches 86 %
+    of_flops: tuple = (0.20, 0.34)      # of an update; 36 % in one large microbatch
+    step_s: float = 50e-6               # a layer of a decode step, whatever it reads: 30 kernels
+    launch_s: float = 550e-6            # a layer of a forward that is launched kernel by kernel
 
 
-# By a GPU's memory; 24 GB is an RTX 4090 (NVIDIA's Ada whitepaper, bf16 with fp32 sums)
-MACHINES = {"80 GB": Machine(), "24 GB": Machine(bandwidth=1.008e12, flops=165.2e12)}
+# By a GPU's memory: an H100 SXM, an H200, an RTX 4090 (NVIDIA's Ada whitepaper, bf16 with fp32 sums)
+MACHINES = {"80 GB": Machine(), "141 GB": Machine(bandwidth=4.8e12),
+            "24 GB": Machine(bandwidth=1.008e12, flops=165.2e12)}
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,8 @@ class Row:
 
 ROWS = (Row("1.5B", 1), Row("1.5B", 1, turns=30), Row("1.5B", 8), Row("7B", 8),
         Row("1.5B", 1, flags=("--lora 16",)), Row("7B", 4, flags=("--lora 16",)),
-        Row("0.5B", 1, "24 GB", ("--slots 64",)), Row("1.5B", 1, "24 GB", ("--lora 16", "--slots 32")))
+        Row("0.5B", 1, "24 GB", ("--slots 64",)), Row("1.5B", 1, "24 GB", ("--lora 16", "--slots 32")),
+        Row("1.5B", 1, "141 GB"))
 # The loads between which a run's lies: responses as long as demonstrated ones, and of an untrained thinker
 LOADS = {"32 tokens a response": Work(response=32.0), "150 tokens a response": Work()}
 SLACK = 1.1                             # torch's allocator keeps more than is allocated
@@ -149,7 +156,7 @@ def judge_bytes(model, settings, prompts, answers):
     """Peak bytes of answering the longest of these prompts, as many as are answered at once; the bytes that a
     step makes, and the answers' own positions that it reads.
     """
-    per_batch = min(max(1, settings.slots // answers), len(prompts))
+    per_batch = min(prompts_at_once(settings, answers), len(prompts))
     prompts = sorted(prompts, key=len)[-per_batch:]
     sampling = Sampling(1.0, settings.judge_response_tokens)
     with Meter() as meter, torch.no_grad():
@@ -160,6 +167,11 @@ def judge_bytes(model, settings, prompts, answers):
         slots.step(slice(0, slots.n), slots.context)
     read = slots.n * slots.context // (2 if slots.varlen else 1)      # by length, of which half is the mean
     return meter.peak, meter.created - before, read
+
+
+def prompts_at_once(settings, answers):
+    """How many prompts, with so many answers each, are answered at once."""
+    return max(1, judge.at_once(settings.slots) // answers)
 
 
 def largest_microbatch(samples, settings):
@@ -227,7 +239,7 @@ def stages(model, ranks, settings, work):
                                  for turn in episode.turns) + settings.max_response_tokens, 1024)
     of_token = slots.cache.bytes_per_token
     more, copies = (equal - slots.cache.slots) * of_token, (work.answers - 1) * of_token * sum(
-        sorted(map(len, questions))[-max(1, settings.slots // work.answers):])
+        sorted(map(len, questions))[-prompts_at_once(settings, work.answers):])
     sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,
              "step": kept + gradients, "rollout, equal rooms": playing + more,
              "judge, a copy each": kept + judging + copies}
@@ -252,8 +264,9 @@ def counts_of(samples, slots, work, settings):
     lengths = [len(sample.ids) for sample in samples if sample.kind == "policy"]
     answers = [sum(sample.sampled) for sample in samples if sample.kind == "judge"]
     questions = [*map(len, questions_of(samples))]
-    batches = -(-len(questions) // max(1, settings.slots // work.answers))
+    batches = -(-len(questions) // prompts_at_once(settings, work.answers))
     return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,
+            "prefills": slots.prefills,
             "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
             "trained tokens": largest_microbatch(samples, settings)[1], "questions": sum(questions),
             "judge steps": batches * max(answers, default=0),
@@ -267,7 +280,8 @@ def quantiles(values):
 
 
 def seconds(model, settings, counts, machine, end):
-    """{stage: seconds} of an iteration: decoding by the bytes it reads, everything else by its FLOPs.
+    """{stage: seconds} of an iteration: decoding by the bytes it reads, everything else by its FLOPs; in
+    addition a decode step and a prefill take a time per layer.
 
     A pass through the model takes 2 FLOPs per parameter and token, and 4 per layer and number of the query
     heads for each pair of a token and one before it. An update has four: forward, its repetition, and the
@@ -276,7 +290,7 @@ def seconds(model, settings, counts, machine, end):
     it makes. end: of the machine's ranges, 0 (slow) or 1.
     """
     P, shape_ = numbers(model.parameters()), model.config
-    bandwidth = machine.bandwidth * machine.of_bandwidth[end]
+    bandwidth, layers = machine.bandwidth * machine.of_bandwidth[end], model.config.num_hidden_layers
     flops = machine.flops * machine.of_flops[end]
     kv_bytes = 4 * shape_.num_hidden_layers * shape_.num_key_value_heads * shape_.head_dim    # per token
     made, own = counts["bytes a judge step"], counts["own keys a judge step"]
@@ -285,9 +299,10 @@ def seconds(model, settings, counts, machine, end):
     once = 2 * P * counts["policy tokens"] + attention * counts["pairs"]
     again = counts["trained tokens"] / counts["policy tokens"]
     return {"rollout": (counts["decode steps"] * step + kv_bytes * counts["keys read"]) / bandwidth
-            + 2 * P * counts["prefilled"] / flops,
+            + 2 * P * counts["prefilled"] / flops
+            + layers * (counts["decode steps"] * machine.step_s + counts["prefills"] * machine.launch_s),
             "judge": counts["judge steps"] * (judge_step + kv_bytes * (counts["questions"] + own)) / bandwidth
-            + 2 * P * counts["questions"] / flops,
+            + 2 * P * counts["questions"] / flops + layers * counts["judge steps"] * machine.step_s,
             "score": once * (again * (1 - 1 / settings.minibatches) + (settings.kl != "none")) / flops,
             "update": (3 if settings.lora else 4) * once * again / flops}
 

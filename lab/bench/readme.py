@@ -2,9 +2,10 @@
 
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
-(bytes by stage), `cpu` (ratios), `share` (the engine's part of a step), `losses` (one seed), `cures` (seeds
-that removed the flaw), `natural` (natural twins, by start), `trained` (costs of a trained token),
-`pretrained` (coupling: columns, too, end in backticks) or a benchmark (`hour`: ALFWorld in an hour;
+(bytes by stage), `gpu` (stages of an iteration), `cpu` (ratios), `share` (the engine's part of a step),
+`losses` (one seed), `cures` (seeds that removed the flaw), `natural` (natural twins, by start), `trained`
+(costs of a trained token), `pretrained` (coupling: columns, too, end in backticks) or a benchmark
+(`hour`: ALFWorld in an hour;
 `ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if
 any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
 column says what it contains:
@@ -42,7 +43,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
          "cures": "studies/cures.json", "natural": "studies/natural_twins.json",
          "origin": "studies/origin.json", "memory": "memory.json",
-         "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
+         "gpu": "gpu.jsonl", "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
          "admissible": "table3_admissible_result.json",
          "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
@@ -51,6 +52,13 @@ FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default
 def result_path(name):
     """The file that fills the tables of this name."""
     return RESULTS / FILES.get(name, f"table1_{name}_result.json")
+
+
+def stored(path):
+    """A file of results: its JSON; of JSON lines, {check: its last line}."""
+    if path.suffix == ".jsonl":
+        return {line["check"]: line for line in files.read_lines(path)[0]}
+    return files.read_json(path)
 
 
 def chaos_row(result, name, _):
@@ -118,6 +126,22 @@ def memory_row(result, name, _):
                         for load in loads for end in (0, 1)])
     return [name, " / ".join(tokens), steps, f"{gb['rollout']} ({gb['rollout, equal rooms']})",
             f"{gb['judge']} ({gb['judge, a copy each']})", gb["update"], gb["step"], seconds]
+
+
+def gpu_row(result, name, _):
+    """A stage of an iteration on one GPU: seconds, gigabytes and decode steps, measured (lab.bench.gpu's check
+    `iteration`) and computed (lab.bench.memory).
+    """
+    *_, (_, seconds, gb, steps) = [one for one in result["iteration"]["stages_s_gb_steps"] if one[0] == name]
+    computed = files.read_json(result_path("memory"))
+    row = next(row for row in computed["rows"] if row["row"] == "1.5B on 1 × 141 GB")
+    load = row["loads"]["150 tokens a response"]
+    stages = [name, "score"] if name == "update" else [name]
+    ends = [sum(load["seconds"][stage][end] for stage in stages) for end in (0, 1)]
+    size = (load["bytes"][name] - computed["outside"]) / computed["slack"] / 1e9
+    predicted = {"rollout": "decode steps", "judge": "judge steps"}
+    counts = [f"{steps:,}", f"{load['counts'][predicted[name]]:,}"] if name in predicted else ["", ""]
+    return [name, f"{seconds:.1f}", range_of(ends), f"{gb:.1f}", f"{size:.1f}", *counts]
 
 
 def cpu_row(result, name, _):
@@ -196,7 +220,7 @@ def pretrained_row(result, name, heads):
 
 
 ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
-        "memory": memory_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row,
+        "memory": memory_row, "gpu": gpu_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row,
         "natural": natural_row, "share": share_row, "trained": trained_row, "pretrained": pretrained_row}
 
 
@@ -229,7 +253,7 @@ def filled(text):
         name, (head, rule, *lines) = found[1], found[2].splitlines()
         if not result_path(name).exists():
             return found[0]
-        result = files.read_json(result_path(name))
+        result = stored(result_path(name))
         labels = [cells_of(line)[0] for line in lines]
         heads, row_of = cells_of(head), ROWS.get(name, result_row)
         done = [[label, *row_of(result, row_name(label), heads)[1:]] for label in labels]

@@ -102,13 +102,14 @@ class Simulated(Slots):
     """Slots that draw how long each response is, and run the model only to count bytes, if at all.
 
     The tokens of a response are all equal, and equal no other's: episodes have only prompts in common.
-    read: tokens whose keys and values the decode steps read, over all steps. prefilled: tokens of prompts.
+    read: tokens whose keys and values the decode steps read, over all steps. prefilled: tokens of prompts, in
+    so many prefills.
     """
 
     def __init__(self, model, n, context, sampling, work, rng, runs):
         self.work, self.rng, self.runs, self.left, self.drawn = work, rng, runs, {}, {}
         self.ids = itertools.count(10**6)                   # tasks are fewer
-        self.read = self.prefilled = self.largest_prefill = self.largest_step = 0
+        self.read = self.prefilled = self.prefills = self.largest_prefill = self.largest_step = 0
         super().__init__(model, n, context, (), sampling)
 
     def begin(self, rows, prompts, streams, share=False, restrictions=None):
@@ -118,6 +119,7 @@ class Simulated(Slots):
                for row, prompt, n in zip(rows, prompts, reused)}             # a group's members: once
         tokens = sum(new.values())
         self.prefilled += tokens
+        self.prefills += 1
         size = tokens if self.varlen else tokens * max(map(len, prompts))
         if self.runs and size > self.largest_prefill:
             self.largest_prefill = size

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import random
 import re
@@ -181,10 +182,10 @@ def test_the_largest_microbatch_is_the_one_with_most_tokens():
 def test_seconds_are_a_roofline():
     """Of counts so chosen that one term is left at a time."""
     model = memory.meta_model(memory.shape("1.5B"), torch.bfloat16)
-    P, machine = memory.numbers(model.parameters()), memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2))
+    P, machine = memory.numbers(model.parameters()), memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2), 0, 0)
     none = dict.fromkeys(("decode steps", "keys read", "prefilled", "bytes a step", "policy tokens",
                           "trained tokens", "pairs", "questions", "judge steps", "bytes a judge step",
-                          "own keys a judge step"), 0) | {"policy tokens": 1}
+                          "own keys a judge step", "prefills"), 0) | {"policy tokens": 1}
     settings = SimpleNamespace(kl="none", lora=0, minibatches=4)
 
     def seconds(end, **counts):
@@ -198,6 +199,11 @@ def test_seconds_are_a_roofline():
     assert seconds(0, policy_tokens=5, trained_tokens=8)["score"] == pytest.approx(6 * 2 * P / 0.1e15)
     judged = seconds(1, judge_steps=3, bytes_a_judge_step=5, own_keys_a_judge_step=7)["judge"]
     assert judged == pytest.approx(3 * (2 * P + 2 * 5 + 7 * 28_672) / 1e12)
+    machine = memory.Machine(math.inf, math.inf, (1, 1), (1, 1), 2e-6, 3e-4)
+    timed = seconds(0, decode_steps=100, prefills=7, judge_steps=50)
+    assert timed["rollout"] == pytest.approx(28 * (100 * 2e-6 + 7 * 3e-4))
+    assert timed["judge"] == pytest.approx(28 * 50 * 2e-6) and timed["update"] == 0
+    machine = memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2))
     pairs = seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"]
     assert pairs == pytest.approx(4 * (5 * 2 * P + 100 * 4 * 28 * 1536) / 0.1e15)
 
@@ -206,13 +212,13 @@ def test_seconds_are_a_roofline():
 def test_a_judges_step_reads_own_keys_by_length_or_makes_all_in_fp32(monkeypatch):
     model, settings = memory.meta_model(memory.shape("0.5B"), torch.bfloat16), SimpleNamespace(
         slots=16, judge_response_tokens=512)
-    keys = 16 * 512 * 24 * 2 * 2 * 64                        # layers, keys and values, heads, size
+    keys = 32 * 512 * 24 * 2 * 2 * 64                        # layers, keys and values, heads, size
     if attention.varlen(torch.device("meta"), torch.bfloat16, 64):
         peak, made, read = memory.judge_bytes(model, settings, [[1] * 300] * 4, 8)
-        assert read == 16 * 512 / 2 and made < 2 * keys and peak > 2 * keys
+        assert read == 32 * 512 / 2 and made < 2 * keys and peak > 2 * keys
     monkeypatch.setattr(attention, "varlen", lambda *_: None)
     peak, made, read = memory.judge_bytes(model, settings, [[1] * 300] * 4, 8)
-    assert read == 16 * 512 and 4 * keys < made < 1.4 * 4 * keys and peak > 2 * keys
+    assert read == 32 * 512 and 4 * keys < made < 1.4 * 4 * keys and peak > 2 * keys
 
 
 @pytest.mark.fast
