@@ -129,8 +129,8 @@ def memory_row(result, name, _):
 
 
 def gpu_row(result, name, _):
-    """A stage of an iteration on one GPU: seconds, gigabytes and decode steps, measured (lab.bench.gpu's check
-    `iteration`) and computed (lab.bench.memory).
+    """A stage of an iteration on one GPU: seconds, gigabytes and decode steps, measured by lab.bench.gpu's
+    check `iteration` and computed by lab.bench.memory.
     """
     *_, (_, seconds, gb, steps) = [one for one in result["iteration"]["stages_s_gb_steps"] if one[0] == name]
     computed = files.read_json(result_path("memory"))
