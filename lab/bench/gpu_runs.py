@@ -55,11 +55,11 @@ def iteration(bench, *flags):
     settings, last = config.parsed(command), lines[-1]
     compared, right = beside_estimate(bench, settings, last, found)
     trained = last["policy/grad_norm"] > 0 and (not settings.gcd or last["judge/tokens"] > 0)
-    whole = trained and last["policy/steps"] == settings.minibatches and (
+    complete = trained and last["policy/steps"] == settings.minibatches and (
         out / files.CHECKPOINT / "model.safetensors").exists()
     shutil.rmtree(out)                                                     # 18 GB
     return {"run_s": run_s, **compared, **{name: last[name] for name in MEASURED if name in last}}, (
-        whole and right)
+        complete and right)
 
 
 def no_gcd(bench):
