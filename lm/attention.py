@@ -159,7 +159,7 @@ class Pool:
         if min(total + total // 16, most) > slots:
             slots = min(total + total // 4, most)
         share = (slots - total) // used
-        room = [need + share * (need > 0) for need in needed]
+        room = [need + share * (need > 0) for need in needed] if slots < most else [limit] * len(needed)
         first = [*accumulate(room, initial=0)][:-1]
         source, target = (torch.cat([torch.arange(start, start + n) for start, n in zip(starts, kept)])
                           .to(self.first_B.device) for starts in (self.first, first))
@@ -447,12 +447,12 @@ class Forked:
         (B, K, G, D), (S, M) = q_BKGD.shape, self.contexts
         k, v = self.own.kv[layer]
         k[self.slot_B], v[self.slot_B] = k_BKD, v_BKD
-        q_NKD = q_BKGD.transpose(1, 2).reshape(B * G, K, D)                              # N = B * G queries
+        q_NKD = q_BKGD.transpose(1, 2).reshape(B * G, K, D)                       # here N is B * G queries
         shared = self.prompts.varlen.shared
         own_NKD, own_sum_KN = shared(q_NKD, k, v, self.own_q_starts, self.own_k_starts, G, M, self.keys_B)
         out_NKD, sum_KN = shared(q_NKD, *self.prompts.kv[layer], self.q_starts, self.k_starts, self.A * G, S,
                                  self.keys_R)
-        return merged(own_NKD, own_sum_KN.T, out_NKD, sum_KN.T).view(B, G, K, D).transpose(1, 2)
+        return merge(own_NKD, own_sum_KN.T, out_NKD, sum_KN.T).view(B, G, K, D).transpose(1, 2)
 
     def by_masks(self, layer, q_BKGD, k_BKD, v_BKD):
         """`attend` with masks: [B, K, G, D]."""
@@ -465,10 +465,10 @@ class Forked:
         out_RKQD, sum_RKQ = weighted_mean(q_RKQD, k_RKSD, v_RKSD, self.hidden_R11S)
         out_BKGD, sum_BKG = (x.unflatten(2, (self.A, -1)).transpose(1, 2).reshape(like.shape)
                              for x, like in ((out_RKQD, own_BKGD), (sum_RKQ, own_sum_BKG)))
-        return merged(own_BKGD, own_sum_BKG, out_BKGD, sum_BKG)
+        return merge(own_BKGD, own_sum_BKG, out_BKGD, sum_BKG)
 
 
-def merged(a, log_a, b, log_b):
+def merge(a, log_a, b, log_b):
     """The mean of two weighted means [..., D], given the logs of their sums of weights [...]."""
     return torch.lerp(a, b, (log_b - log_a).sigmoid()[..., None].to(a.dtype))
 

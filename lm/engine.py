@@ -93,9 +93,10 @@ def first_reaching(weight_BV, share_B):
     block_B1 = (upto_BN < wanted_B1).sum(-1, keepdim=True)
     before_B1 = F.pad(upto_BN, (1, 0)).gather(1, block_B1)
     share_B1 = (wanted_B1 - before_B1) / (upto_BN.gather(1, block_B1) - before_B1)
-    share_B1.clamp_(max=1)                                              # by rounding it may be more
+    share_B1.clamp_(max=1)                            # sums by a GPU's threads may round to more
     weight_BM = weight_BNM.gather(1, block_B1[:, :, None].expand(-1, -1, BLOCK))[:, 0]
-    return block_B1[:, 0] * BLOCK + first_reaching(weight_BM, share_B1[:, 0])
+    index_B = block_B1[:, 0] * BLOCK + first_reaching(weight_BM, share_B1[:, 0])
+    return index_B.clamp_(max=weight_BV.shape[1] - 1)
 
 
 class Slots:

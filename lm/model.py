@@ -179,10 +179,10 @@ class Linear(nn.Linear):
     """
 
     def forward(self, x):
-        return product(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
-def product(x, weight, bias):
+def linear(x, weight, bias):
     """`Linear.forward` with these weights."""
     on_cpu = x.dtype == torch.bfloat16 and x.device.type == "cpu"
     if on_cpu and x.numel() >= MANY_ROWS * x.shape[-1] and slow_bf16():
@@ -250,7 +250,7 @@ class Attention(nn.Module):
     def forward(self, x_BTC, cos, sin, layout):
         B, T, _ = x_BTC.shape
         if self.fused:
-            qkv = product(x_BTC, *self.fused).view(B, T, -1, self.head_dim)
+            qkv = linear(x_BTC, *self.fused).view(B, T, -1, self.head_dim)
             qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
         else:
             qk = torch.cat([self.q_proj(x_BTC), self.k_proj(x_BTC)], dim=-1).view(B, T, -1, self.head_dim)
@@ -276,7 +276,7 @@ class MLP(nn.Module):
 
     def forward(self, x_BTC):
         if self.fused:
-            gate, up = product(x_BTC, *self.fused).chunk(2, dim=-1)
+            gate, up = linear(x_BTC, *self.fused).chunk(2, dim=-1)
         else:
             gate, up = self.gate_proj(x_BTC), self.up_proj(x_BTC)
         return self.down_proj(F.silu(gate) * up)
@@ -332,8 +332,10 @@ class Model(nn.Module):
 
     def fuse(self):
         """Compute q, k and v of a layer as one product, and gate and up, for which their weights are moved in
-        memory: faster for few tokens, and the parameters are the same.
+        memory: faster for few tokens, and the parameters are the same. Not for a model that is trained, or
+        that is moved or copied afterwards.
         """
+        assert not any(parameter.requires_grad for parameter in self.parameters()), "it is trained"
         for block in self.model.layers:
             attention, mlp = block.self_attn, block.mlp
             attention.fused = adjacent([attention.q_proj, attention.k_proj, attention.v_proj])

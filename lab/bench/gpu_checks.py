@@ -152,6 +152,11 @@ class Bench:
             spent.append(time.perf_counter() - start)
         return min(spent)
 
+    @property
+    def machine(self):
+        """What the meter assumes of this GPU; of one without a data sheet, by what it reaches."""
+        return memory.Machine(*(self.sheet or peaks(self)))
+
     def shares(self, per_s, which):
         """{"share_of_sheet", "share_of_measured"} of a rate. which: 0 for bytes, 1 for FLOPs per second."""
         found = {"share_of_measured": per_s / peaks(self)[which]}
@@ -234,9 +239,10 @@ def lengths(bench):
     answers = engine.answer(bench.sampler, bench.prompts[:few], streams, (-1,), engine.Sampling(1.0, n), 32)
     given = [(prompt, one.ids, one.logprob) for prompt, of_prompt in zip(bench.prompts, answers)
              for one in of_prompt]
+    decoded = decode(bench, n)
     with without_varlen():
         gap, of_answers = (max(gaps(bench.sampler, samples_of(*sampled)))
-                           for sampled in ((bench.prompts, *decode(bench, n)), zip(*given)))
+                           for sampled in ((bench.prompts, *decoded), zip(*given)))
     used = bool(attention.varlen(bench.device, bench.dtype, bench.shape.head_dim))
     found = {"largest_gap_nats": gap, "of_answers_nats": of_answers, "varlen": used}
     return found, max(gap, of_answers) < 0.3
@@ -269,16 +275,14 @@ def floor(bench):
     and by these two points the time that does not depend on the bytes, and the share of the bandwidth that
     the rest takes.
     """
+    layers, machine = bench.shape.num_hidden_layers, bench.machine
     seconds, read = decode_step(bench, bench.rows)
     few_s, few_read = decode_step(bench, min(bench.rows, 16))
-    found = {"s_per_token": seconds, "gb": read / 1e9, "few_s_per_token": few_s, "few_gb": few_read / 1e9}
-    if read > few_read:
+    found = {"s": seconds, "read_gb": read / 1e9, "few_s": few_s, "few_read_gb": few_read / 1e9}
+    if read > few_read and seconds > few_s:
         per_s = (read - few_read) / (seconds - few_s)
-        found |= {"s_per_layer": (seconds - read / per_s) / bench.shape.num_hidden_layers,
-                  **bench.shares(per_s, 0)}
-    machine = memory.Machine(*bench.sheet or ())
-    estimate = bench.shape.num_hidden_layers * machine.step_s + read / (
-        machine.bandwidth * machine.of_bandwidth[0])
+        found |= {"s_per_layer": (seconds - read / per_s) / layers, **bench.shares(per_s, 0)}
+    estimate = layers * machine.step_s + read / (machine.bandwidth * machine.of_bandwidth[0])
     return found | {"estimated_s": estimate}, seconds <= OVER * estimate
 
 
@@ -334,7 +338,8 @@ def trainer_gap(bench):
     n, faults = len(nats), (found["other_temperature_mean_nats"], found["other_weights_mean_nats"])
     rounding = sum(abs(a - b) for a, b in zip(logprobs["equal"], logprobs["fp32"])) / n
     within = found["equal_mean_nats"] < max(2 * rounding, 1e-5)            # on a CPU both are fp32
-    return found | {"rounding_mean_nats": rounding}, within and min(faults) > 0.1
+    trained = max(rounding, found["fp32_mean_nats"]) < 0.1 < min(faults)
+    return found | {"rounding_mean_nats": rounding}, within and trained
 
 
 # The update

@@ -130,7 +130,7 @@ def as_in_a_run(bench):
     of gcd.py's stages, of the last iteration. Each stage's are reported as it ends.
     """
     verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, session.make_chat
-    found, ended, tick, ticks = {}, [], engine.Slots.tick, []
+    found, ended, tick, steps = {}, [], engine.Slots.tick, [0]
 
     def chat_that_stops(*settings):
         chat = make_chat(*settings)
@@ -145,19 +145,19 @@ def as_in_a_run(bench):
         def call(*given):
             if bench.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            ticks.clear()
-            start = time.perf_counter()
+            steps[0], start = 0, time.perf_counter()
             result = function(*given)
-            seconds, steps = time.perf_counter() - start, engine.TICK * len(ticks)
-            found[stage] = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0, steps
-            ended.append([stage, seconds, found[stage][0] / 1e9, steps])
+            seconds = time.perf_counter() - start
+            found[stage] = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0, steps[0]
+            ended.append([stage, seconds, found[stage][0] / 1e9, steps[0]])
             bench.report({"stages_s_gb_steps": ended})
             return result
         return call
 
     def counted(slots):
-        ticks.append(slots)
+        before = slots.steps
         tick(slots)
+        steps[0] += slots.steps - before
 
     with ExitStack() as patches:
         for module, name, function in (
@@ -182,7 +182,7 @@ def beside_estimate(bench, settings, line, measured):
     if bench.device.type != "cuda":
         return found, True
     work = bench.work if settings.gcd else replace(bench.work, judged=0)
-    estimate = memory.estimate("1.5B", 1, settings, work, memory.Machine(*bench.sheet or ()))
+    estimate = memory.estimate("1.5B", 1, settings, work, bench.machine)
     size = {stage: (total - memory.OUTSIDE) / memory.SLACK for stage, total in estimate["bytes"].items()}
     size["update"] = max(size["update"], size["step"])
     slow = {stage: ends[0] for stage, ends in estimate["seconds"].items()}

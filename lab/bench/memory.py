@@ -32,7 +32,7 @@ from lab.bench.simulation import Work, play, samples_of
 from lab.bench.study import ROOT, parse_clean
 from lm import logprobs
 from lm import model as qwen
-from lm.engine import Answers, Sampling, bucket
+from lm.engine import TICK, Answers, Sampling, bucket
 from lm.optim import trained
 from session import choose_trained
 
@@ -44,13 +44,11 @@ SHAPES = {"0.5B": (24, 896, 14, 2, 4864, 151936, True), "1.5B": (28, 1536, 12, 2
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of tensors created while it is active: `now` (still alive), `peak` (its maximum)
-    and `created` (all of them).
-    """
+    """Counts the bytes of tensors created while it is active: `now` (still alive) and `peak`, their most."""
 
     def __init__(self):
         super().__init__()
-        self.known, self.now, self.peak, self.created = {}, 0, 0, 0
+        self.known, self.now, self.peak = {}, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         for tensor in tree_leaves((args, kwargs)):
@@ -65,7 +63,6 @@ class Meter(TorchDispatchMode):
         if isinstance(tensor, torch.Tensor) and id(storage := tensor.untyped_storage()) not in self.known:
             self.known[id(storage)] = size = factor * storage.nbytes()
             self.now += size
-            self.created += size
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self.release, id(storage))
 
@@ -77,7 +74,7 @@ class Meter(TorchDispatchMode):
 @dataclass(frozen=True)
 class Machine:
     """A GPU by its data sheet, the range of the shares of it that are assumed to be reached, and times per
-    layer that no data sheet has. The slow shares and the times are an H200's (lab/results/gpu.jsonl).
+    layer that no data sheet has: an H200's (lab/results/gpu.jsonl), as is the slow share of the bandwidth.
     """
 
     bandwidth: float = 3.35e12          # bytes per second; an H100 SXM's, as the next
@@ -148,14 +145,11 @@ def rollout_bytes(model, settings, ranks, work, seed=0):
     with Meter() as graph, torch.no_grad():
         slots.step(slice(0, slots.n), settings.context if slots.varlen else slots.cache.room)
     graphs = graph.peak if slots.varlen else 0           # their memory is not shared with other work
-    slots.step_bytes = graph.created
     return meter.peak + graphs, sum(kv.nbytes for kv in slots.cache.kv) + graphs, episodes, slots
 
 
 def judge_bytes(model, settings, prompts, answers):
-    """Peak bytes of answering the longest of these prompts, as many as are answered at once; the bytes that a
-    step makes, and the answers' own positions that it reads.
-    """
+    """Peak bytes of answering the longest of these prompts, as many as are answered at once."""
     per_batch = min(prompts_at_once(settings, answers), len(prompts))
     prompts = sorted(prompts, key=len)[-per_batch:]
     sampling = Sampling(1.0, settings.judge_response_tokens)
@@ -163,10 +157,8 @@ def judge_bytes(model, settings, prompts, answers):
         slots = Answers(model, per_batch, answers, (), sampling)
         slots.restart(slots.context, sampling)
         slots.begin(range(slots.n), [prompt for prompt in prompts for _ in range(answers)], [0] * slots.n)
-        before = meter.created
         slots.step(slice(0, slots.n), slots.context)
-    read = slots.n * slots.context // (2 if slots.varlen else 1)      # by length, of which half is the mean
-    return meter.peak, meter.created - before, read
+    return meter.peak
 
 
 def prompts_at_once(settings, answers):
@@ -230,7 +222,7 @@ def stages(model, ranks, settings, work):
                 for rank, (episodes, _) in enumerate(played)]
     playing, kept, _, slots = rollout_bytes(model, settings, ranks, work, fullest)
     questions = questions_of(of_ranks[fullest])
-    judging, step, own = judge_bytes(model, settings, questions, work.answers) if questions else (0, 0, 0)
+    judging = judge_bytes(model, settings, questions, work.answers) if questions else 0
     resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0)
     gradients = resident.pop("gradients")
     batch, _ = largest_microbatch(of_ranks[fullest], settings)
@@ -247,8 +239,7 @@ def stages(model, ranks, settings, work):
              for samples, (_, slots_) in zip(of_ranks, played)]
     return {"bytes": {stage: SLACK * (sum(resident.values()) + size) + OUTSIDE
                       for stage, size in sizes.items()},
-            "counts": {name: max(counts[name] for counts in found) for name in found[0]}
-            | {"bytes a step": slots.step_bytes, "bytes a judge step": step, "own keys a judge step": own},
+            "counts": {name: max(counts[name] for counts in found) for name in found[0]},
             "tokens": quantiles([len(sample.ids) for samples in of_ranks for sample in samples
                                  if sample.kind == "policy"])}
 
@@ -264,12 +255,14 @@ def counts_of(samples, slots, work, settings):
     lengths = [len(sample.ids) for sample in samples if sample.kind == "policy"]
     answers = [sum(sample.sampled) for sample in samples if sample.kind == "judge"]
     questions = [*map(len, questions_of(samples))]
-    batches = -(-len(questions) // prompts_at_once(settings, work.answers))
+    batches, longest = -(-len(questions) // prompts_at_once(settings, work.answers)), max(answers, default=0)
+    of_batch = bucket(longest, TICK)                                   # steps
     return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,
             "prefills": slots.prefills,
             "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
             "trained tokens": largest_microbatch(samples, settings)[1], "questions": sum(questions),
-            "judge steps": batches * max(answers, default=0),
+            "judge steps": batches * of_batch,
+            "judge keys read": of_batch * sum(questions) + sum(n * (n + 1) // 2 for n in answers),
             "cache tokens": slots.usage[0], "cache slots": slots.usage[1]}
 
 
@@ -286,23 +279,24 @@ def seconds(model, settings, counts, machine, end):
     A pass through the model takes 2 FLOPs per parameter and token, and 4 per layer and number of the query
     heads for each pair of a token and one before it. An update has four: forward, its repetition, and the
     gradients of activations and of weights; with settings.lora, the last is left out. The score is the old
-    logprobs, which the first minibatch does not need, and the KL's. A step writes and reads each tensor that
-    it makes. end: of the machine's ranges, 0 (slow) or 1.
+    logprobs, which the first minibatch does not need, and the KL's. end: of the machine's ranges, 0 (slow)
+    or 1.
     """
     P, shape_ = numbers(model.parameters()), model.config
     bandwidth, layers = machine.bandwidth * machine.of_bandwidth[end], model.config.num_hidden_layers
     flops = machine.flops * machine.of_flops[end]
     kv_bytes = 4 * shape_.num_hidden_layers * shape_.num_key_value_heads * shape_.head_dim    # per token
-    made, own = counts["bytes a judge step"], counts["own keys a judge step"]
-    step, judge_step = 2 * P + 2 * counts["bytes a step"], 2 * P + 2 * made
     attention = 4 * shape_.num_hidden_layers * shape_.num_attention_heads * shape_.head_dim
     once = 2 * P * counts["policy tokens"] + attention * counts["pairs"]
     again = counts["trained tokens"] / counts["policy tokens"]
-    return {"rollout": (counts["decode steps"] * step + kv_bytes * counts["keys read"]) / bandwidth
-            + 2 * P * counts["prefilled"] / flops
-            + layers * (counts["decode steps"] * machine.step_s + counts["prefills"] * machine.launch_s),
-            "judge": counts["judge steps"] * (judge_step + kv_bytes * (counts["questions"] + own)) / bandwidth
-            + 2 * P * counts["questions"] / flops + layers * counts["judge steps"] * machine.step_s,
+
+    def decoding(steps, keys):
+        return steps * (layers * machine.step_s + 2 * P / bandwidth) + kv_bytes * keys / bandwidth
+
+    return {"rollout": decoding(counts["decode steps"], counts["keys read"])
+            + 2 * P * counts["prefilled"] / flops + layers * counts["prefills"] * machine.launch_s,
+            "judge": decoding(counts["judge steps"], counts["judge keys read"])
+            + 2 * P * counts["questions"] / flops,
             "score": once * (again * (1 - 1 / settings.minibatches) + (settings.kl != "none")) / flops,
             "update": (3 if settings.lora else 4) * once * again / flops}
 

@@ -55,9 +55,9 @@ def result_path(name):
 
 
 def stored(path):
-    """A file of results: its JSON; of JSON lines, {check: its last line}."""
+    """A file of results: its JSON; of JSON lines, {(check, device): its last line}."""
     if path.suffix == ".jsonl":
-        return {line["check"]: line for line in files.read_lines(path)[0]}
+        return {(line["check"], line["device"]): line for line in files.read_lines(path)[0]}
     return files.read_json(path)
 
 
@@ -129,15 +129,19 @@ def memory_row(result, name, _):
 
 
 def gpu_row(result, name, _):
-    """A stage of an iteration on one GPU: seconds, gigabytes and decode steps, measured by lab.bench.gpu's
-    check `iteration` and computed by lab.bench.memory.
+    """A stage of an iteration on an H200: seconds, gigabytes of tensors and decode steps, measured by
+    lab.bench.gpu's check `iteration` and computed by lab.bench.memory; or "total", the seconds alone.
     """
-    *_, (_, seconds, gb, steps) = [one for one in result["iteration"]["stages_s_gb_steps"] if one[0] == name]
+    measured = {stage: rest for stage, *rest in result["iteration", "NVIDIA H200"]["stages_s_gb_steps"]}
     computed = files.read_json(result_path("memory"))
-    row = next(row for row in computed["rows"] if row["row"] == "1.5B on 1 × 141 GB")
-    load = row["loads"]["150 tokens a response"]
-    stages = [name, "score"] if name == "update" else [name]
-    ends = [sum(load["seconds"][stage][end] for stage in stages) for end in (0, 1)]
+    load = next(row for row in computed["rows"] if row["row"] == "1.5B on 1 × 141 GB")["loads"][
+        "150 tokens a response"]
+    if name == "total":
+        ends = [sum(pair[end] for pair in load["seconds"].values()) for end in (0, 1)]
+        return [name, f"{sum(s for s, *_ in measured.values()):.1f}", range_of(ends), "", "", "", ""]
+    seconds, gb, steps = measured[name]
+    ends = [load["seconds"][name][end] + (load["seconds"]["score"][end] if name == "update" else 0)
+            for end in (0, 1)]
     size = (load["bytes"][name] - computed["outside"]) / computed["slack"] / 1e9
     predicted = {"rollout": "decode steps", "judge": "judge steps"}
     counts = [f"{steps:,}", f"{load['counts'][predicted[name]]:,}"] if name in predicted else ["", ""]

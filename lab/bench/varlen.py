@@ -1,9 +1,9 @@
 """Variable-length attention (lm.attention.Varlen) against fp32 masks on the same numbers, by path.
 
-The paths are those of the layouts: decoding with many rows and with few, prefill into a cache, answers that
-share a prompt; to train, packed texts without and with common prefixes, with gradients. Lengths are skewed,
-the rows of a cache lie in any order, and between them are large numbers, which must not be read. A check of
-lab.bench.gpu.
+The paths are those of the layouts: decoding with many rows and with few, prefill into a cache, answers over
+their own keys and over those of a shared prompt (whose query heads are as many queries of a key's head); to
+train, packed texts without and with common prefixes, with gradients. Lengths are skewed, the rows of a cache
+lie in any order, and between them are large numbers, which must not be read. A check of lab.bench.gpu.
 """
 
 import random
@@ -15,12 +15,12 @@ PATHS = {                   # (queries, keys) of each sequence
     "decode": [(1, 1), (1, 2), (1, 9), (1, LONG), (1, 1), (1, 33)] * 12,       # one key: a row not in use
     "decode_few": [(1, 1), (1, LONG), (1, 7)],
     "prefill": [(1, 5), (30, LONG), (7, 7), (1, 1), (17, 40)],
-    "shared": [(8, 1), (8, LONG), (8, 39)],
-    "shared_one": [(1, 1), (1, LONG), (1, 39)],                     # a sum at one query a row: not used yet
+    "answers_own": [(6, 1), (6, LONG), (6, 39)],
+    "answers_prompt": [(48, 1), (48, LONG), (48, 39)],
     "packed": [(1, 1), (LONG, LONG), (1, 1), (39, 39)],
     "prefixes": [(LONG, LONG), (9, 39), (1, LONG), (33, 40)],
 }
-TRAINED, SHARED = ("packed", "prefixes"), ("shared", "shared_one")
+TRAINED, SHARED = ("packed", "prefixes"), ("answers_own", "answers_prompt")
 
 
 def errors(varlen, config, device, dtype, longest):
@@ -37,7 +37,8 @@ def errors_of(varlen, path, lengths, config, device, dtype):
     torch.manual_seed(len(lengths))
     queries, keys = zip(*lengths)
     (q_first, _), (k_first, n_slots) = rows_of(queries, 0), rows_of(keys, 0 if path in TRAINED else 5)
-    q = torch.randn(sum(queries), config.num_attention_heads, config.head_dim)
+    heads = config.num_key_value_heads if path in SHARED else config.num_attention_heads
+    q = torch.randn(sum(queries), heads, config.head_dim)
     k, v = torch.full((2, n_slots, config.num_key_value_heads, config.head_dim), 1e4)
     for first, m in zip(k_first, keys):
         k[first:first + m], v[first:first + m] = torch.randn(2, m, *k.shape[1:])

@@ -88,12 +88,12 @@ def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatc
 
 def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_leaves_the_rest(
         capsys, monkeypatch, tmp_path):
-    """Checks that ended by an error come last; what another GPU did is run here, too."""
+    """Checks that ended by an error come last; what another GPU did, or had another target, is run, too."""
     out = tmp_path / "gpu.jsonl"
     files.append(out, {"check": "broken", "ok": False, "error": "it broke"})
     here = {"device": gpu_checks.device_name(), "torch": torch.__version__}
-    files.append(out, {"check": "short", "ok": True, **here})
-    files.append(out, {"check": "right", "ok": True, **here, "device": "another"})
+    files.append(out, {"check": "short", "ok": True, "target": "a target", **here})
+    files.append(out, {"check": "right", "ok": True, "target": "a target", **here, "device": "another"})
     monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "short", "right"), *checks("dies", limit_s=10**6)])
     monkeypatch.setattr(gpu, "MOST_S", 100)
     assert gpu.main(["--tiny", "--out", str(out)]) == 1
@@ -104,6 +104,9 @@ def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_lea
     monkeypatch.setattr(gpu, "CHECKS", [*checks("short", "right"), *checks("dies", limit_s=10**6)])
     assert gpu.main(["--tiny", "--out", str(out)]) == gpu.MORE_TO_RUN
     assert not lines_of(capsys.readouterr().out)[0]
+    monkeypatch.setattr(gpu, "CHECKS", [replace(check, target="another") for check in checks("right")])
+    assert gpu.main(["--tiny", "--out", str(out)]) == 0
+    assert [*lines_of(capsys.readouterr().out)[0]] == ["right"]          # since what it checks has changed
 
 
 @pytest.mark.fast
@@ -124,8 +127,9 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     options = torch.device("cpu"), torch.float32, 60
     config = replace(memory.shape("1.5B"), num_attention_heads=4, head_dim=8)
     exact = paths.errors(right, config, *options)
-    assert [*exact] == ["decode", "decode_few", "prefill", "shared", "shared_sums", "shared_one",
-                        "shared_one_sums", "packed", "packed_backward", "prefixes", "prefixes_backward"]
+    assert [*exact] == ["decode", "decode_few", "prefill", "answers_own", "answers_own_sums",
+                        "answers_prompt", "answers_prompt_sums", "packed", "packed_backward", "prefixes",
+                        "prefixes_backward"]
     assert max(exact.values()) < 1e-5
     wrong = paths.errors(right._replace(cached=one_key_more), config, *options)
     assert [path for path in exact if wrong[path] > 0.1] == ["decode", "decode_few", "prefill"]
@@ -148,6 +152,29 @@ def test_without_a_gpu_it_ends_with_an_error(capsys, monkeypatch, tmp_path):
         gpu.main(["--out", str(tmp_path / "gpu.jsonl")])
     assert stopped.value.code == 2 and "no CUDA device" in capsys.readouterr().err
     assert not (tmp_path / "gpu.jsonl").exists()
+
+
+@pytest.mark.fast
+def test_an_iteration_stands_beside_its_estimate(monkeypatch):
+    """The slow end, update and scoring together; more than 15 % above it falls short."""
+    estimate = {"bytes": {stage: 1.1 * gb * 1e9 + 2e9 for stage, gb in
+                          (("rollout", 30), ("judge", 35), ("update", 40), ("step", 45))},
+                "seconds": {"rollout": [40, 30], "judge": [10, 5], "update": [30, 20], "score": [10, 5]},
+                "counts": {"decode steps": 5000, "judge steps": 500}}
+    monkeypatch.setattr(memory, "estimate", lambda *_: estimate)
+    bench = SimpleNamespace(device=torch.device("cuda"), work=Work(), machine=memory.Machine())
+    line = {"time/rollout_s": 44.0, "time/judge_s": 5.0, "time/update_s": 45.0}
+    peaks = {"rollout": (31e9, 5100), "judge": (36e9, 512), "update": (46e9, 0)}
+    found, right = gpu_runs.beside_estimate(bench, SimpleNamespace(gcd=True), line, peaks)
+    assert right and found["seconds"] == {"rollout": [44.0, 40], "judge": [5.0, 10], "update": [45.0, 40]}
+    assert found["gb"] == {"rollout": [31, pytest.approx(30)], "judge": [36, pytest.approx(35)],
+                           "update": [46, pytest.approx(45)]}
+    assert found["steps"] == {"rollout": [5100, 5000], "judge": [512, 500]}
+    slow = line | {"time/judge_s": 12.0}
+    assert not gpu_runs.beside_estimate(bench, SimpleNamespace(gcd=True), slow, peaks)[1]
+    del peaks["judge"]
+    found, right = gpu_runs.beside_estimate(bench, SimpleNamespace(gcd=False), line, peaks)
+    assert right and [*found["gb"]] == ["rollout", "update"] and [*found["steps"]] == ["rollout"]
 
 
 @pytest.mark.fast

@@ -8,6 +8,7 @@ documentation, one sequence at a time. tests/lm/test_model.py compares masked ap
 """
 
 import itertools
+import math
 import random
 import sys
 from dataclasses import replace
@@ -298,6 +299,14 @@ def assert_room(cache):
     spans = sorted((first, first + room) for first, room in zip(cache.first, cache.room) if room)
     assert cache.first_B.tolist() == cache.first and spans[-1][1] <= cache.slots
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+
+
+@pytest.mark.parametrize("limit, slots", [(math.inf, 200), (45, 180), (40, 160)])
+def test_a_pool_grows_by_a_quarter_but_no_further_than_the_limit(model, limit, slots):
+    cache = attention.Pool(model.config, 4, None, torch.float32, torch.device("cpu"))
+    assert cache.fit([0] * 4, [40] * 4, limit) and cache.slots == slots
+    assert cache.room == [slots // 4] * 4 and not cache.fit([40] * 4, [40] * 4, limit)
+    assert_room(cache)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -222,13 +222,16 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch, u, block):
 
 
 @pytest.mark.parametrize("vocabulary", [engine.BLOCK + 1, 4 * engine.BLOCK, 50_000])
-def test_a_search_by_blocks_draws_the_token_that_a_sum_over_the_row_draws(vocabulary):
+def test_a_search_by_blocks_finds_the_token_that_a_share_lies_in(vocabulary):
+    """Of 2,000 tokens each, of weights that lie nine powers of ten apart, by the middle of its share."""
     torch.manual_seed(vocabulary)
-    weight_BV, share_B = torch.randn(500, vocabulary).mul(3).softmax(-1), torch.rand(500).double()
-    share_B[:2] = torch.tensor([1e-300, 1 - 2**-53])
-    upto_BV = weight_BV.double().cumsum(-1)
-    reached_B = (upto_BV < share_B[:, None] * upto_BV[:, -1:]).sum(-1)
-    assert engine.first_reaching(weight_BV, share_B).tolist() == reached_B.tolist()
+    weight_BV, token_B = torch.randn(2000, vocabulary).mul(3).softmax(-1), torch.randint(vocabulary, (2000,))
+    upto_B, own_B = (x.double().gather(1, token_B[:, None])[:, 0] for x in (
+        weight_BV.double().cumsum(-1), weight_BV))
+    share_B = (upto_B - own_B / 2) / weight_BV.double().sum(-1)
+    assert engine.first_reaching(weight_BV, share_B).tolist() == token_B.tolist()
+    ends_B = torch.tensor([1e-300, 1.0], dtype=torch.double)
+    assert engine.first_reaching(weight_BV[:2], ends_B).tolist() == [0, vocabulary - 1]
 
 
 def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
