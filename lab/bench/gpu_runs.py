@@ -34,6 +34,7 @@ from lm import engine, smollm2
 
 ENVIRONMENT = "lab/envs/message_lengths.py"
 STAGES = {"rollout": "collect", "judge": "judge_turns", "update": "optimize"}   # gcd.py's functions
+HOST = ("begin", "tick", "pop_finished")        # of engine.Slots; the last waits for the device
 MEASURED = ("time/rollout_device_s", "time/rollout_environments_s", "policy/grad_norm", "policy/steps",
             "policy/kl_nats", "policy/logprob_gap_nats", "judge/tokens", "rollout/turns",
             "rollout/response_tokens", "memory/cache_tokens", "memory/cache_used_frac")
@@ -127,10 +128,11 @@ def arguments(bench, out):
 @contextmanager
 def as_in_a_run(bench):
     """Let a random model's responses end and its verdicts be read; yield {stage: (peak bytes, decode steps)}
-    of gcd.py's stages, of the last iteration. Each stage's are reported as it ends.
+    of gcd.py's stages, of the last iteration. Each stage's are reported as it ends, with the gigabytes that
+    torch's allocator had reserved and the host's seconds in each of HOST.
     """
     verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, session.make_chat
-    found, ended, tick, steps = {}, [], engine.Slots.tick, [0]
+    found, ended, hosts, steps, spent = {}, [], [], [0], {}
 
     def chat_that_stops(*settings):
         chat = make_chat(*settings)
@@ -145,24 +147,32 @@ def as_in_a_run(bench):
         def call(*given):
             if bench.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            spent.clear()
             steps[0], start = 0, time.perf_counter()
             result = function(*given)
             seconds = time.perf_counter() - start
-            found[stage] = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0, steps[0]
-            ended.append([stage, seconds, found[stage][0] / 1e9, steps[0]])
-            bench.report({"stages_s_gb_steps": ended})
+            allocated, reserved = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if (
+                bench.device.type == "cuda") else (0, 0)
+            found[stage] = allocated, steps[0]
+            ended.append([stage, seconds, allocated / 1e9, steps[0]])
+            hosts.append([stage, reserved / 1e9, dict(spent)])
+            bench.report({"stages_s_gb_steps": ended, "stages_reserved_gb_host_s": hosts})
             return result
         return call
 
-    def counted(slots):
-        before = slots.steps
-        tick(slots)
-        steps[0] += slots.steps - before
+    def timed(name, method):
+        def call(slots, *given, **named):
+            before, start = slots.steps, time.perf_counter()
+            result = method(slots, *given, **named)
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+            steps[0] += slots.steps - before
+            return result
+        return call
 
     with ExitStack() as patches:
         for module, name, function in (
                 (session, "make_chat", chat_that_stops), (judge, "record", alternating),
-                (engine.Slots, "tick", counted),
+                *((engine.Slots, name, timed(name, getattr(engine.Slots, name))) for name in HOST),
                 *((gcd, name, measured(stage, getattr(gcd, name))) for stage, name in STAGES.items())):
             patches.enter_context(mock.patch.object(module, name, function))
         yield found

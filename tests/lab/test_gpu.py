@@ -52,6 +52,8 @@ def test_every_check_runs_and_the_faults_are_detected(capsys):
     assert all(line["ok"] for name, line in found.items() if name not in slow)
     assert status == (0 if all(line["ok"] for line in found.values()) else 1)
     assert found["iteration"]["policy/steps"] == 2 and found["iteration"]["judge/tokens"] > 0
+    stage, _, host = found["iteration"]["stages_reserved_gb_host_s"][-3]
+    assert stage == "rollout" and {*host} == {*gpu_runs.HOST} and found["iteration"]["steps"][stage][0] > 0
     assert [*found["iteration"]["steps"]] == ["rollout", "judge"] and [*found["no_gcd"]["gb"]] == ["rollout",
                                                                                                "update"]
     assert found["pretrained"]["killed_after"] >= 1 and found["pretrained"]["iterations"] == 3
