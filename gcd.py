@@ -203,7 +203,7 @@ def lr_factor(config, i):
 def optimize(run, i, samples, reference):
     """Take an iteration's optimizer steps. Returns the mean of their metrics.
 
-    In bf16, where the sampler's logprobs are up to 0.1 nats off, old logprobs are the trainer's; the first
+    In bf16, where the sampler's logprobs are some 0.02 nats off, old logprobs are the trainer's; the first
     step's are those of its own forward. The gap that is logged, sampler less trainer, is the first step's,
     for which both have the same weights. ValueError if a float32 run's gap is larger than rounding.
     """

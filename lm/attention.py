@@ -149,8 +149,8 @@ class Pool:
 
         Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that only one
         layer is in memory twice. Rows in use share what they leave of the pool; it grows by a quarter once
-        they leave less than a sixteenth, but no further than all rows need at `limit` positions. Returns
-        whether the pool has grown, which gives it other addresses.
+        they leave less than a sixteenth, but no further than all rows need at `limit` positions, which then
+        each row has. Returns whether the pool has grown, which gives it other addresses.
         """
         if all(need <= room for need, room in zip(needed, self.room)):
             return False

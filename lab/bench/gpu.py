@@ -7,10 +7,10 @@ about as many tokens; messages have the lengths of envs/lengths.json. Targets ar
 (lab/bench/memory.py), and shares are given of the data sheet's peak and of what this GPU reaches.
 
 A command ends within ten minutes: a check starts if ENOUGH of its time limit is left, and if that was not
-enough it is left to the next one. What --out holds of this GPU and torch is not run again, but for checks
-that ended by an error, which come last: while checks are left, the exit status is 3 (1 if one fell short),
-and the same command goes on. A line of a check that fails, dies or hangs has its traceback, and what it had
-measured before. The checks are in gpu_checks.py (the engine) and gpu_runs.py (training).
+enough it is left to the next one. What --out holds of this GPU, torch and target is not run again, but for
+checks that ended by an error, which come last: while checks are left, the exit status is 3 (1 if one fell
+short), and the same command goes on. A line of a check that fails, dies or hangs has its traceback, and what
+it had measured before. The checks are in gpu_checks.py (the engine) and gpu_runs.py (training).
 
     python -m lab.bench.gpu --minutes 10      # what would change the design; 30: all, in several commands
     python -m lab.bench.gpu --tiny            # the checks on any device in seconds: tests/lab/test_gpu.py
@@ -57,7 +57,7 @@ CHECKS = [Check(*row) for row in (
     ("limits", ENGINE, 10, 180, "80 % of the data sheet's bandwidth, 60 % of its FLOPs"),
     ("varlen", ENGINE, 10, 90, "errors under .03 on each path"),
     ("graphs", ENGINE, 10, 120, "equal, and faster"),
-    ("trainer_gap", ENGINE, 10, 120, "at most twice what bf16 rounds; over .1 nats with each injected fault"),
+    ("trainer_gap", ENGINE, 10, 120, "twice what bf16 rounds (under .1 nats) at most; over .1 with each fault"),
     ("update_16k", ENGINE, 10, 120, "the share of the data sheet's FLOPs that the estimate assumes"),
     ("iteration", RUNS, 10, 400, "gcd.py: seconds and bytes of each stage at most 15 % over the estimate"),
     ("floor", ENGINE, 10, 90, "a decode step's seconds at most 15 % over the estimate"),

@@ -338,8 +338,8 @@ def trainer_gap(bench):
     n, faults = len(nats), (found["other_temperature_mean_nats"], found["other_weights_mean_nats"])
     rounding = sum(abs(a - b) for a, b in zip(logprobs["equal"], logprobs["fp32"])) / n
     within = found["equal_mean_nats"] < max(2 * rounding, 1e-5)            # on a CPU both are fp32
-    trained = max(rounding, found["fp32_mean_nats"]) < 0.1 < min(faults)
-    return found | {"rounding_mean_nats": rounding}, within and trained
+    between = max(rounding, found["fp32_mean_nats"]) < 0.1 < min(faults)
+    return found | {"rounding_mean_nats": rounding}, within and between
 
 
 # The update

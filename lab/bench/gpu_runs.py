@@ -34,7 +34,8 @@ from lm import engine, smollm2
 
 ENVIRONMENT = "lab/envs/message_lengths.py"
 STAGES = {"rollout": "collect", "judge": "judge_turns", "update": "optimize"}   # gcd.py's functions
-HOST = ("begin", "tick", "pop_finished")        # of engine.Slots; the last waits for the device
+# Of engine.Slots; the last waits for the device, the others only to copy rows or to capture a graph
+HOST = ("begin", "tick", "pop_finished")
 MEASURED = ("time/rollout_device_s", "time/rollout_environments_s", "policy/grad_norm", "policy/steps",
             "policy/kl_nats", "policy/logprob_gap_nats", "judge/tokens", "rollout/turns",
             "rollout/response_tokens", "memory/cache_tokens", "memory/cache_used_frac")

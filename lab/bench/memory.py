@@ -255,15 +255,16 @@ def counts_of(samples, slots, work, settings):
     lengths = [len(sample.ids) for sample in samples if sample.kind == "policy"]
     answers = [sum(sample.sampled) for sample in samples if sample.kind == "judge"]
     questions = [*map(len, questions_of(samples))]
-    batches, longest = -(-len(questions) // prompts_at_once(settings, work.answers)), max(answers, default=0)
-    of_batch = bucket(longest, TICK)                                   # steps
+    at_once = prompts_at_once(settings, work.answers)
+    of_batches = [bucket(max(answers[a:a + at_once * work.answers]) - 1, TICK)    # steps; `begin` draws, too
+                  for a in range(0, len(answers), at_once * work.answers)]
+    read = [steps * sum(questions[i * at_once:(i + 1) * at_once]) for i, steps in enumerate(of_batches)]
     return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,
             "prefills": slots.prefills,
             "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
             "trained tokens": largest_microbatch(samples, settings)[1], "questions": sum(questions),
-            "judge steps": batches * of_batch,
-            "judge keys read": of_batch * sum(questions) + sum(n * (n + 1) // 2 for n in answers),
-            "cache tokens": slots.usage[0], "cache slots": slots.usage[1]}
+            "judge steps": sum(of_batches),
+            "judge keys read": sum(read) + sum(n * (n - 1) // 2 for n in answers)}
 
 
 def quantiles(values):

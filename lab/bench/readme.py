@@ -55,9 +55,9 @@ def result_path(name):
 
 
 def stored(path):
-    """A file of results: its JSON; of JSON lines, {(check, device): its last line}."""
+    """A file of results: its JSON; of JSON lines, all lines."""
     if path.suffix == ".jsonl":
-        return {(line["check"], line["device"]): line for line in files.read_lines(path)[0]}
+        return files.read_lines(path)[0]
     return files.read_json(path)
 
 
@@ -130,15 +130,17 @@ def memory_row(result, name, _):
 
 def gpu_row(result, name, _):
     """A stage of an iteration on an H200: seconds, gigabytes of tensors and decode steps, measured by
-    lab.bench.gpu's check `iteration` and computed by lab.bench.memory; or "total", the seconds alone.
+    lab.bench.gpu's check `iteration` in the second of two iterations, and computed by lab.bench.memory; or
+    "total", the measured seconds.
     """
-    measured = {stage: rest for stage, *rest in result["iteration", "NVIDIA H200"]["stages_s_gb_steps"]}
+    *_, last = [line["stages_s_gb_steps"] for line in result if line.get("device") == "NVIDIA H200"
+                and line["check"] == "iteration" and len(line.get("stages_s_gb_steps", ())) == 6]
+    measured = {stage: rest for stage, *rest in last[3:]}
     computed = files.read_json(result_path("memory"))
     load = next(row for row in computed["rows"] if row["row"] == "1.5B on 1 × 141 GB")["loads"][
         "150 tokens a response"]
     if name == "total":
-        ends = [sum(pair[end] for pair in load["seconds"].values()) for end in (0, 1)]
-        return [name, f"{sum(s for s, *_ in measured.values()):.1f}", range_of(ends), "", "", "", ""]
+        return [name, f"{sum(s for s, *_ in measured.values()):.1f}", "", "", "", "", ""]
     seconds, gb, steps = measured[name]
     ends = [load["seconds"][name][end] + (load["seconds"]["score"][end] if name == "update" else 0)
             for end in (0, 1)]

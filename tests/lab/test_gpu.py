@@ -174,6 +174,8 @@ def test_an_iteration_stands_beside_its_estimate(monkeypatch):
     assert found["steps"] == {"rollout": [5100, 5000], "judge": [512, 500]}
     slow = line | {"time/judge_s": 12.0}
     assert not gpu_runs.beside_estimate(bench, SimpleNamespace(gcd=True), slow, peaks)[1]
+    large = peaks | {"judge": (41e9, 512)}
+    assert not gpu_runs.beside_estimate(bench, SimpleNamespace(gcd=True), line, large)[1]
     del peaks["judge"]
     found, right = gpu_runs.beside_estimate(bench, SimpleNamespace(gcd=False), line, peaks)
     assert right and [*found["gb"]] == ["rollout", "update"] and [*found["steps"]] == ["rollout"]

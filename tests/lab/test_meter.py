@@ -217,17 +217,18 @@ def test_what_a_judge_reads_is_counted_by_batch_and_by_length():
             sampled = [False] * length + [True] * n
             samples.append(batching.Sample([length] * len(sampled), sampled, [0.0] * len(sampled), None, 0,
                                            "judge"))
-    slots = SimpleNamespace(steps=0, read=0, prefilled=0, prefills=0, usage=(0, 0))
+    slots = SimpleNamespace(steps=0, read=0, prefilled=0, prefills=0)
     work = simulation.Work(answers=2)
     for of_slots, batches in ((64, 1), (2, 2)):
         settings = SimpleNamespace(**vars(SETTINGS) | {"slots": of_slots})
         counts = memory.counts_of(samples, slots, work, settings)
-        assert counts["judge steps"] == 32 * batches and counts["questions"] == 33
-        assert counts["judge keys read"] == 32 * 33 + (6 + 210 + 1 + 15 + 3 + 3)
+        assert counts["judge steps"] == (32 if batches == 1 else 32 + 16) and counts["questions"] == 33
+        shared = 32 * 33 if batches == 1 else 32 * (10 + 11) + 16 * 12
+        assert counts["judge keys read"] == shared + (3 + 190 + 0 + 10 + 1 + 1)
 
 
 @pytest.mark.fast
-def test_the_judges_peak_holds_its_own_keys_and_with_masks_reads_all_in_fp32(monkeypatch):
+def test_the_judges_peak_holds_its_own_keys(monkeypatch):
     model, settings = memory.meta_model(memory.shape("0.5B"), torch.bfloat16), SimpleNamespace(
         slots=16, judge_response_tokens=512)
     keys = 32 * 512 * 24 * 2 * 2 * 64                        # layers, keys and values, heads, size

@@ -301,11 +301,12 @@ def assert_room(cache):
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
 
 
-@pytest.mark.parametrize("limit, slots", [(math.inf, 200), (45, 180), (40, 160)])
-def test_a_pool_grows_by_a_quarter_but_no_further_than_the_limit(model, limit, slots):
+@pytest.mark.parametrize("limit, rooms", [(math.inf, [49, 49, 49, 39]), (45, [45] * 4), (40, [40] * 4)])
+def test_a_pool_grows_by_a_quarter_but_no_further_than_the_limit(model, limit, rooms):
     cache = attention.Pool(model.config, 4, None, torch.float32, torch.device("cpu"))
-    assert cache.fit([0] * 4, [40] * 4, limit) and cache.slots == slots
-    assert cache.room == [slots // 4] * 4 and not cache.fit([40] * 4, [40] * 4, limit)
+    needed = [40, 40, 40, 30]
+    assert cache.fit([0] * 4, needed, limit) and cache.room == rooms
+    assert not cache.fit(needed, needed, limit)
     assert_room(cache)
 
 
