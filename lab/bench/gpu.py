@@ -57,7 +57,7 @@ CHECKS = [Check(*row) for row in (
     ("limits", ENGINE, 10, 180, "80 % of the data sheet's bandwidth, 60 % of its FLOPs"),
     ("varlen", ENGINE, 10, 90, "errors under .03 on each path"),
     ("graphs", ENGINE, 10, 120, "equal, and faster"),
-    ("trainer_gap", ENGINE, 10, 120, "twice what bf16 rounds (under .1 nats) at most; over .1 with each fault"),
+    ("trainer_gap", ENGINE, 10, 120, "twice bf16's rounding at most, under .1 nats; over .1 with faults"),
     ("update_16k", ENGINE, 10, 120, "the share of the data sheet's FLOPs that the estimate assumes"),
     ("iteration", RUNS, 10, 400, "gcd.py: seconds and bytes of each stage at most 15 % over the estimate"),
     ("floor", ENGINE, 10, 90, "a decode step's seconds at most 15 % over the estimate"),
