@@ -223,9 +223,9 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch, u, block):
 
 @pytest.mark.parametrize("vocabulary", [engine.BLOCK + 1, 4 * engine.BLOCK, 50_000])
 def test_a_search_by_blocks_finds_the_token_that_a_share_lies_in(vocabulary):
-    """Of 2,000 tokens each, of weights that lie nine powers of ten apart, by the middle of its share."""
+    """Of 200 tokens each, of weights that lie nine powers of ten apart, by the middle of its share."""
     torch.manual_seed(vocabulary)
-    weight_BV, token_B = torch.randn(2000, vocabulary).mul(3).softmax(-1), torch.randint(vocabulary, (2000,))
+    weight_BV, token_B = torch.randn(200, vocabulary).mul(3).softmax(-1), torch.randint(vocabulary, (200,))
     upto_B, own_B = (x.double().gather(1, token_B[:, None])[:, 0] for x in (
         weight_BV.double().cumsum(-1), weight_BV))
     share_B = (upto_B - own_B / 2) / weight_BV.double().sum(-1)
