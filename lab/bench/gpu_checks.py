@@ -61,16 +61,15 @@ def sheet_of(name):
 class Bench:
     """A model of random weights, a tokenizer, a device, and the sizes of the checks.
 
-    name: of the device. sheet: its (bytes, FLOPs) per second, or None. tokenizer: whose it is. vocabulary:
-    the number of its tokens. report: called with what a check has measured so far, a dict, lest it be lost.
+    sheet: the device's (bytes, FLOPs) per second, or None. tokenizer: whose it is. vocabulary: the number of
+    its tokens. report: called with what a check has measured so far, a dict, lest it be lost.
     """
 
     def __init__(self, tiny, folder, report):
         self.tiny, self.folder, self.report = tiny, Path(folder), report
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        self.name = device_name()
-        self.sheet = sheet_of(self.name)
+        self.sheet = sheet_of(device_name())
         self.work = Work(response=8.0, spread=None, turns=3, judged=4, answers=2) if tiny else Work(
             spread=None)
         self.rows, self.shape = 4 if tiny else 128, memory.shape("1.5B")
@@ -275,14 +274,14 @@ def floor(bench):
     and by these two points the time that does not depend on the bytes, and the share of the bandwidth that
     the rest takes.
     """
-    layers, machine = bench.shape.num_hidden_layers, bench.machine
+    layers = bench.shape.num_hidden_layers
     seconds, read = decode_step(bench, bench.rows)
     few_s, few_read = decode_step(bench, min(bench.rows, 16))
     found = {"s": seconds, "read_gb": read / 1e9, "few_s": few_s, "few_read_gb": few_read / 1e9}
     if read > few_read and seconds > few_s:
         per_s = (read - few_read) / (seconds - few_s)
         found |= {"s_per_layer": (seconds - read / per_s) / layers, **bench.shares(per_s, 0)}
-    estimate = layers * machine.step_s + read / (machine.bandwidth * machine.of_bandwidth[0])
+    estimate = bench.machine.decoding_s(0, layers, 1, read)
     return found | {"estimated_s": estimate}, seconds <= OVER * estimate
 
 

@@ -84,6 +84,10 @@ class Machine:
     step_s: float = 50e-6               # a layer of a decode step, whatever it reads: 30 kernels
     launch_s: float = 550e-6            # a layer of a forward that is launched kernel by kernel
 
+    def decoding_s(self, end, layers, steps, read):
+        """Seconds of decode steps that read so many bytes in all. end: of the range, 0 (slow) or 1."""
+        return steps * layers * self.step_s + read / (self.bandwidth * self.of_bandwidth[end])
+
 
 # By a GPU's memory: an H100 SXM, an H200, an RTX 4090 (NVIDIA's Ada whitepaper, bf16 with fp32 sums)
 MACHINES = {"80 GB": Machine(), "141 GB": Machine(bandwidth=4.8e12),
@@ -284,15 +288,14 @@ def seconds(model, settings, counts, machine, end):
     or 1.
     """
     P, shape_ = numbers(model.parameters()), model.config
-    bandwidth, layers = machine.bandwidth * machine.of_bandwidth[end], model.config.num_hidden_layers
-    flops = machine.flops * machine.of_flops[end]
-    kv_bytes = 4 * shape_.num_hidden_layers * shape_.num_key_value_heads * shape_.head_dim    # per token
-    attention = 4 * shape_.num_hidden_layers * shape_.num_attention_heads * shape_.head_dim
+    layers, flops = shape_.num_hidden_layers, machine.flops * machine.of_flops[end]
+    kv_bytes = 4 * layers * shape_.num_key_value_heads * shape_.head_dim                      # per token
+    attention = 4 * layers * shape_.num_attention_heads * shape_.head_dim
     once = 2 * P * counts["policy tokens"] + attention * counts["pairs"]
     again = counts["trained tokens"] / counts["policy tokens"]
 
     def decoding(steps, keys):
-        return steps * (layers * machine.step_s + 2 * P / bandwidth) + kv_bytes * keys / bandwidth
+        return machine.decoding_s(end, layers, steps, steps * 2 * P + kv_bytes * keys)
 
     return {"rollout": decoding(counts["decode steps"], counts["keys read"])
             + 2 * P * counts["prefilled"] / flops + layers * counts["prefills"] * machine.launch_s,
