@@ -128,14 +128,15 @@ def load_file(path):
     may import files of its folder.
     """
     path = path.resolve()
-    name = f"plugin_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}_{path.stem}"
+    source = path.read_bytes()
+    name = f"plugin_{hashlib.sha256(str(path).encode() + source).hexdigest()[:8]}_{path.stem}"
     if name not in sys.modules:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
+        try:             # not spec.loader.exec_module, which takes a file edited within a second for the old one
+            exec(spec.loader.source_to_code(source, path), vars(module))
         except BaseException:
             del sys.modules[name]
             raise

@@ -97,8 +97,11 @@ def test_a_file_outside_is_found_and_imported_once(shelf, outside, capsys, monke
     assert capsys.readouterr().out == "imported\n"
 
 
-def test_a_file_that_was_edited_is_imported_again(shelf, outside):
-    """In a notebook, say: else the old code would run under the new file's hash."""
+def test_a_file_that_was_edited_is_imported_again(shelf, outside, monkeypatch):
+    """In a notebook, say: else the old code would run under the new file's hash. Python takes the bytecode it
+    stored for a file of the same second and size.
+    """
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
     text = "import shelf\n\n\nclass Tool(shelf.Tool):\n    size = 3\n"
     (outside / "mine.py").write_text(text)
     assert find(shelf, outside / "mine.py").size == 3
