@@ -135,7 +135,7 @@ def load_file(path):
             sys.path.append(str(path.parent))
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:             # not spec.loader.exec_module, which takes a file edited within a second for the old one
+        try:                 # not exec_module, to which a file edited within a second is the old one
             exec(spec.loader.source_to_code(source, path), vars(module))
         except BaseException:
             del sys.modules[name]
