@@ -19,7 +19,6 @@ from conftest import is_alive
 import config
 from lab.bench.study import cells_of, read_config
 
-pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 90                   # limit on a busy machine; on an idle one nothing takes a second
 STAND_IN = """#!/usr/bin/env bash
@@ -105,6 +104,7 @@ def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     assert last.startswith("grpo ") and "--resume --overwrite" in last and "--no-gcd" in last
 
 
+@pytest.mark.fast
 def test_from_another_folder_paths_are_the_callers(folder, tmp_path_factory):
     """And CDPATH, which a shell may export, leads to no other clone."""
     caller = tmp_path_factory.mktemp("caller")
@@ -117,6 +117,7 @@ def test_from_another_folder_paths_are_the_callers(folder, tmp_path_factory):
     assert list(other.iterdir()) == []
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("arguments", [["alfwrld"], ["alfworld", "--seed"]])
 def test_the_first_unknown_argument_is_named(folder, arguments):
     process = run_sh(folder, *arguments)
@@ -124,6 +125,7 @@ def test_the_first_unknown_argument_is_named(folder, arguments):
     assert not (folder / "calls").exists()
 
 
+@pytest.mark.fast
 def test_if_one_method_fails_the_other_is_stopped(folder):
     (folder / "plan-grpo").write_text("wait")
     (folder / "plan-grpo+gcd").write_text("fail")
@@ -131,6 +133,7 @@ def test_if_one_method_fails_the_other_is_stopped(folder):
     assert (folder / "signals").read_text() == "grpo\n" and not is_running(folder, "grpo")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_to_both_methods_once_and_waits_for_them(folder, signum):
     process = with_both_waiting(folder)
@@ -153,6 +156,7 @@ def test_a_second_signal_is_passed_on_too(folder):
     assert sorted((folder / "signals").read_text().split()) == ["grpo", "grpo", "grpo+gcd", "grpo+gcd"]
 
 
+@pytest.mark.fast
 def test_a_signal_during_the_cold_start_is_passed_to_it(folder):
     (folder / "plan-cold_start").write_text("wait")
     process = run_sh(folder)
@@ -169,6 +173,7 @@ def with_games(folder, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(folder / "data"))
 
 
+@pytest.mark.fast
 def test_on_alfworld_the_runs_are_those_of_the_table(folder, monkeypatch):
     """The same calls as the cells of lab/results/table1_alfworld_hour.json, except for folders."""
     with_games(folder, monkeypatch)
@@ -196,6 +201,7 @@ def settings_of(flags):
             if name not in ("out", "games", "evaluate")}
 
 
+@pytest.mark.fast
 def test_without_the_games_the_error_explains_how_to_get_them(folder, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(folder / "nowhere"))
     process = run_sh(folder, "alfworld")
@@ -204,9 +210,7 @@ def test_without_the_games_the_error_explains_how_to_get_them(folder, monkeypatc
     assert "nowhere/json_2.1.1" in line and "envs.household download" in line
 
 
-
-
-
+@pytest.mark.fast
 def test_smollm_plays_imitates_and_plays_again_each_once(folder):
     for _ in range(2):
         assert run_sh(folder, "smollm").wait(PATIENCE_S) == 0
@@ -223,6 +227,7 @@ def test_smollm_plays_imitates_and_plays_again_each_once(folder):
     assert run_sh(folder, "smollm", "more").wait(PATIENCE_S) == 2
 
 
+@pytest.mark.fast
 def test_smollms_interrupted_stage_runs_again(folder):
     (folder / "plan-cold_start").write_text("wait")
     process = run_sh(folder, "smollm")

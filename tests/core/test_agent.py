@@ -57,7 +57,6 @@ def options(flags):
 
 # Examples
 
-@pytest.mark.fast
 @pytest.mark.parametrize("module, examples", [(agent, 4), (gcd, 1)])
 def test_the_docstrings_examples(module, examples, player, monkeypatch):
     """The names `agent` and `episode` are those of the docstring of agent.py."""
@@ -318,7 +317,6 @@ def test_an_error_found_later_restores_the_signals_too_and_frees_the_folder(star
     gcd.train(**settings, overwrite=True)                # the folder's lock is free
 
 
-@pytest.mark.fast
 def test_ctrl_c_saves_and_raises_keyboard_interrupt(start, tmp_path, monkeypatch):
     """Once to stop and save, as on the command line; then --resume continues."""
     settings = options(TINY) | {"model": start, "demonstrations": 0, "out": tmp_path / "out"}

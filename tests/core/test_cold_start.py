@@ -30,8 +30,6 @@ from lm.chat import TAGS, Chat
 from lm.engine import Response
 from rollout import EpisodeSpec
 
-pytestmark = pytest.mark.fast
-
 NOOP, SEARCHES = household.Environment.noop_message, household.Environment.search_verbs
 START, CABINET, DRAWER = "A room.", "You arrive at cabinet 1.", "You arrive at drawer 1."
 POSSIBLE = ["go to cabinet 1", "go to drawer 1", "look", "open cabinet 1", "take mug 1 from drawer 1"]
@@ -82,6 +80,7 @@ def styled(request, tokenizer):
 
 # Replays
 
+@pytest.mark.fast
 @pytest.mark.parametrize("history", [0, 2])
 def test_a_replay_equals_the_live_episode(styled, demonstrations, history):
     valid = set()
@@ -97,6 +96,7 @@ def test_a_replay_equals_the_live_episode(styled, demonstrations, history):
     assert valid == {True, False}                                 # both were compared
 
 
+@pytest.mark.fast
 def test_a_replay_is_the_demonstration_as_a_transcript(chat, demonstrations):
     for task, demonstration in demonstrations:
         episode = replay(chat, demonstration, EpisodeSpec(task, 3, 0, 7))
@@ -114,6 +114,7 @@ def test_a_replay_is_the_demonstration_as_a_transcript(chat, demonstrations):
         assert episode.final_observation == demonstration.replies[-1].observation
 
 
+@pytest.mark.fast
 def test_valid_is_taken_from_an_engine_that_reports_it(chat):
     """ScienceWorld lists templates, which contain no literal command."""
     replies = [Reply("A room.", ["open OBJ"], False, False, ("door",)),
@@ -126,11 +127,13 @@ def test_valid_is_taken_from_an_engine_that_reports_it(chat):
 
 # Tags by rule
 
+@pytest.mark.fast
 def test_tags_of_the_script(tokenizer):
     episode = replay(Chat(tokenizer, "tags"), scripted())
     assert [turn.tag for turn in episode.turns] == [line[3] for line in SCRIPT]
 
 
+@pytest.mark.fast
 def test_the_environments_search_verbs_decide_the_tag(tokenizer):
     spec, demonstration = make_spec(), scripted()
     for searches, tag in ((("open",), "explore"), ((), "monitor")):
@@ -138,6 +141,7 @@ def test_the_environments_search_verbs_decide_the_tag(tokenizer):
         assert [turn.tag for turn in episode.turns] == ["planning", tag, *(line[3] for line in SCRIPT[2:])]
 
 
+@pytest.mark.fast
 def test_tagged_demonstrations_parse_back_to_their_tags(tokenizer, demonstrations):
     chat, found = Chat(tokenizer, "tags"), set()
     for task, demonstration in demonstrations:
@@ -148,6 +152,7 @@ def test_tagged_demonstrations_parse_back_to_their_tags(tokenizer, demonstration
     assert found == set(TAGS)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("style", ["think", "tags"])
 def test_a_large_models_demonstrations_parse_back(qwen_tokenizer, style):
     chat = Chat(qwen_tokenizer, style)
@@ -167,6 +172,7 @@ def weights_of(episode):
     return [turn.advantage for turn in episode.turns]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("instruction, left_out", [
     ("", []), (KINDS["refused"], [2]), (KINDS["revisited"], [4]), (KINDS["repeated"], []),
     (f"{KINDS['revisited']} {KINDS['refused']}", [2, 4]),
@@ -234,6 +240,7 @@ def starts(episodes):
     return [episode.turns[0].observation for episode in episodes]
 
 
+@pytest.mark.fast
 def test_lost_demonstrations_are_not_kept(chat):
     script = [scripted(won=won, start=f"Room {i}.") for i, won in enumerate([True, False, True, False])]
     episodes = cold_start.demonstrate(make_run(chat, script=script), 0, 4, 0.05)
@@ -246,6 +253,7 @@ def tokens(turn):
     return len(turn.prompt_ids) + len(turn.response_ids)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("spare, kept", [(0, ["short", "long"]), (-1, ["short"])])
 def test_demonstrations_that_do_not_fit_the_context_are_not_kept(chat, spare, kept):
     script = [scripted(SCRIPT[-1:], start="short"), scripted(start="long")]
@@ -254,6 +262,7 @@ def test_demonstrations_that_do_not_fit_the_context_are_not_kept(chat, spare, ke
     assert starts(cold_start.demonstrate(run, 0, 2, 0.05)) == kept
 
 
+@pytest.mark.fast
 def test_with_a_history_window_every_turn_must_fit_not_only_the_last(chat):
     """In a re-rendered conversation the longest prompt may be in the middle."""
     middle = [("look", "a long text " * 20, False, ""), *[("look", "short", False, "")] * 4]
@@ -268,6 +277,7 @@ def test_with_a_history_window_every_turn_must_fit_not_only_the_last(chat):
         cold_start.demonstrate(run, 0, 1, 0.05)
 
 
+@pytest.mark.fast
 def test_without_a_demonstration_for_the_judge_no_question_is_shown(chat):
     """The policy's are needed, these are not: the policy is trained by then."""
     run = make_run(chat, "--judge-demonstrations", 2, script=[scripted(won=False)] * 2)
@@ -276,6 +286,7 @@ def test_without_a_demonstration_for_the_judge_no_question_is_shown(chat):
     assert run.rows[1]["warning"].startswith("--judge-demonstrations=2: none was won in --max-turns=30")
 
 
+@pytest.mark.fast
 def test_the_outcomes_of_the_demonstrations_are_logged(chat):
     """Kept, not won, lost: an engine that dies costs one demonstration and no more."""
     run = make_run(chat, script=[scripted(start="a"), scripted(won=False), EpisodeLost("gone"),
@@ -285,6 +296,7 @@ def test_the_outcomes_of_the_demonstrations_are_logged(chat):
                          "lost": 1, "tries 2": 1, "restarts": 1}]
 
 
+@pytest.mark.fast
 def test_the_experts_demonstrations_are_fixed_by_seed_and_index(chat):
     """A task's demonstration does not depend on which others are made; other indices have other ones."""
     run = make_run(chat)
@@ -297,6 +309,7 @@ def test_the_experts_demonstrations_are_fixed_by_seed_and_index(chat):
     assert all(episode.won for episode in careful)
 
 
+@pytest.mark.fast
 def test_demonstrations_are_of_the_requested_types(chat):
     for kind, allowed in (("part", rooms.TRAINED_TYPES), ("all", rooms.ALL_TYPES)):
         episodes = cold_start.demonstrate(make_run(chat, cold_start_types=kind), 0, 30, 0.0)
@@ -304,6 +317,7 @@ def test_demonstrations_are_of_the_requested_types(chat):
         assert types <= set(allowed) and (types <= set(rooms.TRAINED_TYPES)) == (kind == "part")
 
 
+@pytest.mark.fast
 def test_a_random_half_has_instructions(chat):
     """An instruction precedes the first observation, and decides which mistakes have weight 0."""
     episodes, instructions = cold_start.demonstrate(make_run(chat, "--instructions"), 0, 24, 0.3), []
@@ -325,6 +339,7 @@ def test_a_random_half_has_instructions(chat):
     assert [e.turns[0].response for e in plain] == [e.turns[0].response for e in episodes]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("style", ["think", "tags"])
 def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokenizer, style):
     """A large model may write tags, line breaks or no text at all; every command still parses."""
@@ -349,6 +364,7 @@ def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokeni
 
 # The judge's part
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", ["generative", "value"])
 def test_judge_questions_are_balanced(chat, kind):
     run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "oracle", "--judge-kind", kind)
@@ -368,6 +384,7 @@ def test_judge_questions_are_balanced(chat, kind):
     assert (logged["phase"], logged["asked"], logged["kept"]) == ("judge demonstrations", 20, 20)
 
 
+@pytest.mark.fast
 def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(chat, monkeypatch):
     monkeypatch.setattr(judge, "label_turns", lambda episode, *more: ["good"] * len(episode.turns))
     run = make_run(chat, "--judge-demonstrations", 4)
@@ -377,6 +394,7 @@ def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(c
     assert " and 0 bad" in warning and warning.endswith("try another kind, or 0")
 
 
+@pytest.mark.fast
 def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeypatch):
     """Reasoning and verdict; the endpoint's question is about the turn whose answer it becomes."""
     monkeypatch.setattr(Chat, "writes_prose", True)
@@ -394,6 +412,7 @@ def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeyp
         assert re.findall(r"^> (.*)$", question, re.MULTILINE) == commands
 
 
+@pytest.mark.fast
 def test_no_judge_demonstrations_no_questions(chat):
     assert cold_start.judge_questions(make_run(chat, "--judge-demonstrations", 0), never) == []
 
@@ -409,6 +428,7 @@ def make_samples(episodes, pairs, rng):
     return samples + [sample(p, k, "judge") for p in range(pairs) for k in range(2)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("episodes, pairs, n", [(12, 4, 4), (11, 7, 3), (5, 0, 2), (3, 9, 1)])
 def test_batches_do_not_split_episodes_or_pairs(episodes, pairs, n):
     samples = make_samples(episodes, pairs, random.Random(0))
@@ -421,6 +441,7 @@ def test_batches_do_not_split_episodes_or_pairs(episodes, pairs, n):
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
+@pytest.mark.fast
 def test_batches_are_drawn_from_the_generator():
     samples = make_samples(20, 6, random.Random(0))
     first, same, other = ([[s.ids for s in batch] for batch in cold_start.shuffled_batches(
@@ -429,6 +450,7 @@ def test_batches_are_drawn_from_the_generator():
     assert sum(first, []) != [s.ids for s in samples]
 
 
+@pytest.mark.fast
 def test_imitation_uses_each_sample_once_an_epoch_and_decays_the_learning_rate(chat):
     run, stops = make_run(chat, "--cold-start-lr", 0.01), []
     samples = make_samples(9, 4, random.Random(1))
@@ -446,6 +468,7 @@ def test_imitation_uses_each_sample_once_an_epoch_and_decays_the_learning_rate(c
     assert stops == [*range(101, 113)]
 
 
+@pytest.mark.fast
 def test_ranks_split_a_step():
     samples = make_samples(9, 4, random.Random(2))
     alone, *ranks = runs = [make_run(None), make_run(None, ranks=2, rank=0), make_run(None, ranks=2, rank=1)]
@@ -457,6 +480,7 @@ def test_ranks_split_a_step():
         assert [part_rate for _, part_rate in parts] == [rate, rate]
 
 
+@pytest.mark.fast
 def test_the_first_stage_trains_the_policy_and_the_second_both(chat):
     run = make_run(chat, "--demonstrations", 8, "--judge-demonstrations", 6, "--judge-labels", "oracle",
                    "--cold-start-epochs", 2, "--judge-epochs", 1)
@@ -472,6 +496,7 @@ def test_the_first_stage_trains_the_policy_and_the_second_both(chat):
     assert weights <= {0.0, 1.0} and 1.0 in weights
 
 
+@pytest.mark.fast
 def test_without_a_judge_only_the_policy_is_trained(chat):
     run = make_run(chat, "--demonstrations", 4, "--judge-demonstrations", 0, "--judge-epochs", 0)
     cold_start.cold_start(run)
@@ -479,6 +504,7 @@ def test_without_a_judge_only_the_policy_is_trained(chat):
     assert {row["stage"] for row in run.rows if "stage" in row} == {"cold start: policy"}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("small, saved", [(True, []), (False, [2, 4, 6, 8])])
 def test_the_cold_start_of_a_large_model_is_saved_regularly(chat, monkeypatch, small, saved):
     """Its steps take long; a small one's whole cold start takes a minute."""
@@ -523,6 +549,7 @@ def dagger(run, judged=()):
     return batches, {(s.turns[0].observation, s.episode): s for s in policy}
 
 
+@pytest.mark.fast
 def test_an_episode_that_starts_again_has_a_new_expert(chat):
     made = []
     environment = SimpleNamespace(search_verbs=(), online_expert=lambda task, seed: made.append(seed) or (
@@ -538,6 +565,7 @@ def test_an_episode_that_starts_again_has_a_new_expert(chat):
     assert made == [7, 7] and len(player.expert_labels) == 2
 
 
+@pytest.mark.fast
 def test_dagger_imitates_the_experts_commands_and_no_others(dagger_run):
     run = dagger_run("--dagger", 40)
     batches, samples = dagger(run)
@@ -560,6 +588,7 @@ def test_dagger_imitates_the_experts_commands_and_no_others(dagger_run):
     assert len(batches) == sum(cold_start.steps_of(run, n) for _, n in cold_start.rounds_of(run.config)) == 20
 
 
+@pytest.mark.fast
 def test_the_last_round_may_be_shorter_and_each_question_is_used_once(dagger_run):
     run, judged = dagger_run("--dagger", 10), make_samples(0, 6, random.Random(3))
     batches, samples = dagger(run, judged)
@@ -585,6 +614,7 @@ def test_ranks_split_a_round(dagger_run):
         assert [s for s in batch if s.kind == "judge"] == questions[0] == questions[1] == questions[2]
 
 
+@pytest.mark.fast
 def test_dagger_replaces_the_second_stages_demonstrations(dagger_run):
     run = dagger_run("--dagger", 8, "--judge-demonstrations", 4, "--judge-labels", "oracle")
     cold_start.cold_start(run)

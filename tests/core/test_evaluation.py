@@ -152,7 +152,6 @@ def test_outcomes_and_intervals_of_drawn_games():
     assert evaluation.by_type(twice, "t")["x"]["success"] == 0.75
 
 
-@pytest.mark.fast
 def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypatch):
     monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:40])
     status, result, _ = referee("--player", "first", "--protocol", "rlvmr")
@@ -346,7 +345,6 @@ def test_broken_records_are_played_again_and_no_split_is_played_twice(short, ref
     assert status == 1 and kept == [] and "evaluation.json is no evaluation by the referee" in error
 
 
-@pytest.mark.fast
 def test_what_was_played_before_the_disk_was_full_is_kept(short, referee, tmp_path):
     undisturbed = referee("--player", "expert", out="undisturbed")[1]
     size = (tmp_path / "undisturbed" / "episodes.jsonl").stat().st_size
@@ -451,7 +449,6 @@ def test_a_server_that_plays_the_expert_killed_and_resumed(serve, short, referee
     assert files.read_lines(out / "episodes.jsonl")[0][:len(kept)] == kept
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("text, finish, malformed, refused, cut", [
     ("open the pod bay doors", "stop", 0.0, 1.0, 0.0),              # wrong
     ("я иду к шкафу", "stop", 0.0, 1.0, 0.0),                       # in another language
@@ -491,7 +488,6 @@ def test_admissible_commands_are_shown_unless_they_are_not_to_be(serve, short, r
         assert result["splits"]["L1"]["sampled"]["prompt_tokens"] is None          # the server counts none
 
 
-@pytest.mark.fast
 def test_a_server_that_is_busy_is_asked_again_when_it_says(serve, short, referee, monkeypatch):
     monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:1])
     monkeypatch.setattr(Endpoint, "wait_s", OWN_WAIT_S)
@@ -537,7 +533,6 @@ def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee
     assert status == 0 and result["complete"] and len(digits(result)) == 12, error
 
 
-@pytest.mark.fast
 def test_ctrl_c_stops_it_and_resume_continues(serve, short, referee, tmp_path):
     def interrupting(question, nth):
         if len(server.seen) == 5:

@@ -137,7 +137,6 @@ def test_a_game_with_a_time_limit_that_hangs_loses_its_episode(tokenizer):
         played(tokenizer, Hanging())
 
 
-@pytest.mark.fast
 def test_a_time_limit_is_raised_again_if_it_is_swallowed_and_is_gone_afterwards():
     began, swallowed = time.monotonic(), []
     with pytest.raises(EpisodeLost):

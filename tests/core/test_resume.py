@@ -188,7 +188,6 @@ def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(star
     assert [without_times(row) for row in rows(full)] == [without_times(row) for row in rows(parts)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("module, name", [(cold_start, "demonstrate"), (files, "origin_of")])
 def test_a_signal_stops_demonstrations_and_the_hashing_of_games(tmp_path, monkeypatch, capsys, module, name):
     function = getattr(module, name)
@@ -203,7 +202,6 @@ def test_a_signal_stops_demonstrations_and_the_hashing_of_games(tmp_path, monkey
     assert capsys.readouterr().err.rstrip().endswith("stopped; nothing to save yet")
 
 
-@pytest.mark.fast
 def test_a_second_ctrl_c_ends_at_once_without_a_traceback(start, tmp_path, monkeypatch, capsys):
     def pressed(*arguments):
         for _ in range(2):
@@ -313,7 +311,6 @@ def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monke
     assert same(weights(full), weights(parts))
 
 
-@pytest.mark.fast
 def test_without_decay_a_run_may_end_where_it_was_cut(start, tmp_path, monkeypatch):
     """It is then the run of that many iterations, and says so."""
     full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--iterations", 3]
@@ -444,7 +441,6 @@ def test_a_folder_that_holds_a_run_is_refused(start, finished, capsys):
     assert train(finished, *start_from(start)) == 1
 
 
-@pytest.mark.fast
 def test_overwrite_sets_the_old_run_aside_even_if_stopped_early(start, finished, monkeypatch):
     """A regression test: a Ctrl-C in the new run once replaced a trained checkpoint."""
     before = contents(finished)
@@ -471,7 +467,6 @@ def test_overwrite_of_a_link_renames_the_link(start, finished):
     assert link.with_name("link.old-3").is_dir() and len(rows(link)) == 2
 
 
-@pytest.mark.fast
 def test_a_link_as_checkpoint_is_followed(start, finished, tmp_path):
     """Saved through when resumed; set aside as a link when overwritten."""
     elsewhere, link = tmp_path / "elsewhere", finished / "checkpoint"
@@ -515,7 +510,6 @@ def test_an_out_that_is_no_folder_is_named(start, tmp_path, capsys, kind):
     assert {path.name for path in tmp_path.iterdir()} == {"file", *(["link"] if target else [])}
 
 
-@pytest.mark.fast
 def test_resume_with_overwrite_continues_if_possible_and_starts_over_if_not(start, finished, capsys):
     before, aside = weights(finished), finished.with_name("out.old-1")
     both = [*start_from(start), "--resume", "--overwrite"]
@@ -527,7 +521,6 @@ def test_resume_with_overwrite_continues_if_possible_and_starts_over_if_not(star
     assert train(finished.with_name("new"), *both, "--iterations", 0) == 0
 
 
-@pytest.mark.fast
 def test_resume_refuses_the_metrics_or_weights_of_a_different_run(start, finished, tmp_path, capsys):
     assert train(tmp_path / "other", *start_from(start), "--seed", 1) == 0
     shutil.copy(tmp_path / "other" / "metrics.jsonl", finished)

@@ -87,7 +87,6 @@ def test_the_recorded_task_types_of_the_cold_start_are_those_of_the_weights(tmp_
 
 # The files of a run
 
-@pytest.mark.fast
 def test_every_line_of_the_metrics_is_complete(trained):
     first, *lines = files.read_lines(trained / "metrics.jsonl")[0]
     assert first["config"]["judge_labels"] == "oracle" and first["versions"]["torch"] == torch.__version__
@@ -660,7 +659,6 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_named(start, tmp_path,
     assert_one_error(capsys, "grown/tokenizer.json: has a token ")
 
 
-@pytest.mark.fast
 def test_a_model_whose_logits_are_not_finite_is_not_evaluated_to_zero(start, tmp_path, capsys, monkeypatch):
     """Finite weights, but logits of nan: the sampler raises before anything is reported."""
     rope_tables = qwen.rope_tables

@@ -174,7 +174,6 @@ def test_the_quirks_of_the_engine(game):
     assert not game.reset(kitchen_task()).won
 
 
-@pytest.mark.fast
 @needs_engine
 @pytest.mark.parametrize("desc", ["put {o} in #task#", 'say "so" [\\n]', "x" * 300_000])
 def test_a_tasks_text_is_used_verbatim(game, desc):

@@ -21,7 +21,6 @@ from infra import plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVS = ROOT / "envs"
-pytestmark = pytest.mark.fast
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +45,14 @@ def environment(request, folder):
 
 # Finding environments
 
+@pytest.mark.fast
 def test_the_environments_are_the_files_of_the_folder():
     assert {"household", "alfworld", "scienceworld"} <= set(plugins.names(envs, envs.Environment))
     for name in ("household", "alfworld", "scienceworld"):
         assert issubclass(find_environment(name), envs.Environment)
 
 
+@pytest.mark.fast
 def test_a_file_is_an_environment_by_its_name(write_environment):
     methods = "    make = train_tasks = split_tasks = lambda self, *given: []\n"
     text = f"from envs import Environment as Base\n\n\nclass Environment(Base):\n{methods}"
@@ -69,6 +70,7 @@ def test_a_file_is_an_environment_by_its_name(write_environment):
 
 # What each environment offers
 
+@pytest.mark.fast
 def test_settings_are_flags(environment):
     for flag in fields(environment.Settings):
         assert flag.type in (str, int, float, bool) and flag.default is not MISSING and flag.metadata["help"]
@@ -77,6 +79,7 @@ def test_settings_are_flags(environment):
     assert all(type(verb) is str for verb in environment.search_verbs) and environment.search_verbs
 
 
+@pytest.mark.fast
 def test_tasks_are_reproducible_and_hashed_in_order(environment):
     tasks = environment.train_tasks("all", 5, 6)
     assert tasks == environment.train_tasks("all", 0, 11)[5:] and all(type(task) is Task for task in tasks)
@@ -90,6 +93,7 @@ def test_tasks_are_reproducible_and_hashed_in_order(environment):
         environment.split_tasks("L9")
 
 
+@pytest.mark.fast
 def test_equal_ids_with_different_texts_have_different_hashes(folder):
     household = find_environment("household")
     (task, *_), environment = household(household.Settings(str(folder))).split_tasks("L2"), household()
@@ -98,6 +102,7 @@ def test_equal_ids_with_different_texts_have_different_hashes(folder):
     assert environment.tasks_hash([task]) != environment.tasks_hash([changed])
 
 
+@pytest.mark.fast
 def test_notes_are_a_sentence_or_empty(environment):
     of_all, of_part = (environment.note({"cold_start_types": types}) for types in ("all", "part"))
     assert of_all.startswith("The cold start sees all ") and of_part.endswith(".") and of_all != of_part
@@ -109,6 +114,7 @@ def test_notes_are_a_sentence_or_empty(environment):
 INSTALLED = {alfworld.Environment: alfworld.PACKAGES, scienceworld.Environment: scienceworld.PACKAGES}
 
 
+@pytest.mark.fast
 def test_games_are_made_and_closed(environment):
     if not all(map(find_spec, INSTALLED.get(type(environment), ()))):
         with pytest.raises(ValueError, match="not installed; pip install -r requirements-"):
@@ -120,6 +126,7 @@ def test_games_are_made_and_closed(environment):
     assert len(games) == 2 and type(environment.versions()) is dict
 
 
+@pytest.mark.fast
 def test_household_and_alfworld_have_a_vocabulary_an_expert_and_an_oracle(environment):
     if isinstance(environment, scienceworld.Environment):
         assert environment.oracle is None and environment.expert is not None
@@ -135,6 +142,7 @@ def test_household_and_alfworld_have_a_vocabulary_an_expert_and_an_oracle(enviro
     assert environment.oracle([played.observations[0], environment.noop_message], ["dance"]) == ["bad"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("name", "settings", "message"), [
     ("alfworld", {}, "--env=alfworld: needs --games, a json_2.1.1 folder or games.jsonl.gz"),
     ("alfworld", {"games": "nothere"}, "--games=nothere: no such file or folder"),
@@ -174,6 +182,7 @@ def test_a_copy_of_the_folder_alone_plays_under_any_name(tmp_path):
     assert json.loads(printed)["observation"] + "\n" == python(code, tmp_path)
 
 
+@pytest.mark.fast
 def test_the_package_imports_only_itself_and_numpy():
     standard = set(sys.stdlib_module_names)
     assert set(python(NEW.format("envs"), ROOT).split()) - standard == {"envs"}

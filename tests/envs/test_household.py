@@ -485,7 +485,6 @@ def test_without_json_the_text_and_a_prompt_are_printed(tmp_path):
     assert done.returncode == 0
 
 
-@pytest.mark.fast
 def test_a_generated_room_is_played_by_number():
     first, again, other = (run("--seed", seed, "--split", "L1", "--json").stdout for seed in "334")
     assert first == again != other

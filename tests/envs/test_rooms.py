@@ -37,7 +37,6 @@ def test_a_task_is_the_same_in_every_process():
     assert rooms.task("L1", 5) == rooms.task("L1", 5)
 
 
-@pytest.mark.fast
 def test_equal_ids_are_equal_problems_whatever_types_are_requested():
     seen = {}
     for types in (None, rooms.ALL_TYPES, rooms.ALL_TYPES[4:]):

@@ -31,7 +31,6 @@ from envs.tools import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.fast
 
 
 def module_of(path):
@@ -47,6 +46,7 @@ SHOP, CALCULATOR = module_of("examples/shop.py"), module_of("tests/recipes/calcu
 
 # Schemas
 
+@pytest.mark.fast
 def test_schemas_are_transformers_of_the_public_methods_in_their_order():
     from transformers.utils import get_json_schema
     tools = schemas(SHOP.Shop)
@@ -105,6 +105,7 @@ def undocumented(self, x: int):
     pass
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("game, message", [
     (documented(unhinted), "tool paint, argument x: has no type hint"),
     (documented(custom), "tool paint, argument x: its type hint .*Colour has no JSON schema"),
@@ -122,6 +123,7 @@ def test_a_tool_whose_schema_cannot_be_made_is_refused_by_name(game, message):
         game()
 
 
+@pytest.mark.fast
 def test_helpers_are_no_tools_and_inherited_tools_are():
     class Cheap(SHOP.Shop):
         def _helper(self):
@@ -166,6 +168,7 @@ VALUES = ["", "x", "s", 0, 3, -7, 2.5, 1e18, True, False, None, [], [1], [1, "a"
           {}, {"a": 1}, {"a": "b"}, [None], [True], "\U0001f600", 2**40]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", "xabcdefghijk")
 def test_a_value_is_right_where_jsonschema_says_so(name):
     """By draft 4, in which 3.0 is no integer. "nullable" is OpenAPI's, "prefixItems" a later draft's."""
@@ -180,6 +183,7 @@ def test_a_value_is_right_where_jsonschema_says_so(name):
         assert (wrong_value(value, schema) == "") == right, (value, schema)
 
 
+@pytest.mark.fast
 def test_numbers_and_texts_that_python_cannot_pass_on_are_refused():
     number, text = {"type": "number"}, {"type": "string"}
     for value in (float("inf"), float("nan"), 2**63, -2**63, 10**400):
@@ -224,6 +228,7 @@ WRONG_CALLS = [
     ('{"name": "stock", "arguments": {"article": -1}}', "the shop has no such article")]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("text, answer", WRONG_CALLS)
 def test_a_wrong_call_is_answered_and_changes_nothing(shop, text, answer):
     """Also if it is cut short. The turn is invalid; a right call after it is made."""
@@ -239,6 +244,7 @@ def test_a_wrong_call_is_answered_and_changes_nothing(shop, text, answer):
     assert shop.step(right) == expected
 
 
+@pytest.mark.fast
 def test_calls_of_a_turn_are_made_in_order_until_one_ends_the_game():
     game = CALCULATOR.Calculator()
     game.reset(Task("a", "train", "compute", (2, "+", 3, "*", 4)))
@@ -253,6 +259,7 @@ def test_calls_of_a_turn_are_made_in_order_until_one_ends_the_game():
     assert reply.reward == pytest.approx(-0.02)
 
 
+@pytest.mark.fast
 def test_a_response_is_its_calls_from_the_first_on():
     environment = CALCULATOR.Environment()
     text = call("answer", value=3)
@@ -266,6 +273,7 @@ def test_a_response_is_its_calls_from_the_first_on():
         read_call(calls_in("")[0], {})
 
 
+@pytest.mark.fast
 def test_the_verb_of_a_command_is_the_first_tool_called():
     """Within which the judge is measured; elsewhere it is a command's first word."""
     shop = SHOP.Environment()
@@ -275,6 +283,7 @@ def test_the_verb_of_a_command_is_the_first_tool_called():
     assert envs.Environment().verb("take mug 1 from shelf 2") == "take"
 
 
+@pytest.mark.fast
 def test_an_answer_that_is_no_text_is_the_authors_mistake():
     class Silent(Game):
         def begin(self, task, seed):
@@ -291,6 +300,7 @@ def test_an_answer_that_is_no_text_is_the_authors_mistake():
 
 # Complete environments
 
+@pytest.mark.fast
 @pytest.mark.parametrize("module", [SHOP, CALCULATOR], ids=["shop", "calculator"])
 def test_the_expert_wins_and_the_oracle_finds_its_mistakes(module):
     """And every text consists of the vocabulary, single bytes of a wrong call's answer apart."""
@@ -334,6 +344,7 @@ def test_only_the_right_purchase_fills_an_order():
         game.close()
 
 
+@pytest.mark.fast
 def test_held_out_orders_are_never_trained_on():
     environment = SHOP.Environment()
     pairs = {split: {task.problem for task in environment.split_tasks(split)} for split in ("dev", "test")}
@@ -341,6 +352,7 @@ def test_held_out_orders_are_never_trained_on():
     assert pairs["dev"] <= trained and not pairs["test"] & trained and len(pairs["test"]) == 12
 
 
+@pytest.mark.fast
 def test_phrases_join_to_the_calls():
     parts = phrases(schemas(SHOP.Shop))
     text = call("buy", article=7, count=2)

@@ -427,7 +427,6 @@ def test_the_wait_for_a_frozen_process_ends(tmp_path, lock):
 
 # Failures that are retried
 
-@pytest.mark.fast
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 408, 409])
 def test_a_server_that_fails_twice_is_asked_three_times(serve, connect, status):
     server = serve(lambda q, nth: good(q, nth) if nth == 2 else (status, '{"error": {"message": "busy"}}'))
@@ -437,7 +436,6 @@ def test_a_server_that_fails_twice_is_asked_three_times(serve, connect, status):
     assert Counter(server.seen) == {"a": 3, "b": 3}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("value, waited_s", [
     ("0.4", 0.4), ("3600", 0.5), ("Tue, 01 Jan 2999 00:00:00 GMT", 0.5), ("soon", 0.0), ("-3", 0.0),
     ("nan", 0.0)])

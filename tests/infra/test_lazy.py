@@ -9,7 +9,6 @@ import sys
 import pytest
 from tiny_runs import ENVIRONMENT, ROOT
 
-pytestmark = pytest.mark.fast
 HEAVY = ("torch._C", "transformers", "tokenizers", "safetensors")
 
 
@@ -27,11 +26,13 @@ def loaded_by(*arguments):
     return {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
 
 
+@pytest.mark.fast
 def test_reading_the_flags_loads_no_torch():
     code = f"import config, sys; config.parsed([]); print([m for m in {HEAVY} if m in sys.modules])"
     assert python("-c", code).stdout == "[]\n"
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("flags", [[], ["--algo", "gigpo"], ["--env", "alfworld"]], ids=" ".join)
 def test_help_loads_no_torch(flags):
     modules = loaded_by("gcd.py", "--help", *flags)
@@ -40,6 +41,7 @@ def test_help_loads_no_torch(flags):
     assert not [name for name in modules if name.startswith("torch.")]
 
 
+@pytest.mark.fast
 def test_a_wrong_value_loads_no_torch():
     code = ("import runpy, sys\n"
             "sys.argv = ['gcd.py', '--minibatches', '0']\n"
@@ -90,22 +92,26 @@ def run_in(folder, code):
     return python("-c", DEFERRED.format(root=str(ROOT)) + code, cwd=folder).stdout.splitlines()
 
 
+@pytest.mark.fast
 def test_a_module_is_executed_once_at_its_first_use(modules):
     code = "print('first use'); print(plain.value, plain.value); import plain as p; print(p.value)"
     assert run_in(modules, code) == ["absent: absent", "first use", "run plain", "7 7", "7"]
 
 
+@pytest.mark.fast
 def test_importing_a_submodule_executes_its_package(modules):
     assert run_in(modules, "from pack.inner import value; print(value, pack.inner.value)") == [
         "absent: absent", "run pack", "run inner", "8 8"]
 
 
+@pytest.mark.fast
 def test_a_module_that_fails_raises_its_own_error(modules):
     code = ("try: broken.value\n"
             "except ModuleNotFoundError as error: print(error.name)\n")
     assert run_in(modules, code) == ["absent: absent", "no_such_module"]
 
 
+@pytest.mark.fast
 def test_imports_after_the_block_are_not_deferred(modules):
     (modules / "later.py").write_text("print('run later')\n")
     assert run_in(modules, "import later; print('end')") == ["absent: absent", "run later", "end"]

@@ -356,7 +356,6 @@ def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check(tmp_path):
     assert "NCCL_SOCKET_IFNAME=eth7" in done.stderr and "MASTER_ADDR=localhost" in done.stderr
 
 
-@pytest.mark.fast
 def test_a_folder_that_is_not_shared_is_named(tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "theirs").mkdir()

@@ -364,7 +364,6 @@ def assert_same_checkpoint(a, b, **tolerance):
     torch.testing.assert_close(state_a, state_b, **tolerance)
 
 
-@pytest.mark.fast
 def test_one_rank_is_plain_autograd(one):
     model = new_model()
     nll_sum(model, sequences(1001)).div(88).backward()

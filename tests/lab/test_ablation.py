@@ -11,8 +11,6 @@ from lab.bench.intervals import interval, sign_of
 from lab.bench.study import cells_of, read_config
 from lab.studies import ablation, common
 
-pytestmark = pytest.mark.fast
-
 
 def result_of(rows, differences):
     """A table's result on L1 alone. rows, differences: {name: one value per seed}."""
@@ -23,6 +21,7 @@ def result_of(rows, differences):
                             for name, values in differences.items()}}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("values, sign", [((0.05, 0.06, 0.07), 1), ((-0.05, -0.06, -0.07), -1),
                                           ((-0.1, 0.1, 0.05), 0), ((0.1,), None), ((), None)])
 def test_a_difference_has_a_sign_only_if_its_interval_excludes_0(values, sign):
@@ -30,6 +29,7 @@ def test_a_difference_has_a_sign_only_if_its_interval_excludes_0(values, sign):
     assert sign_of(None) is None
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("first, second, agrees", [
     ((0.05, 0.06, 0.07), (0.05, 0.06, 0.07), "yes"), ((0.05, 0.06, 0.07), (-0.1, 0.1, 0), "partly"),
     ((-0.1, 0.1, 0), (-0.05, -0.06, -0.07), "no"), ((-0.1, 0.1, 0), (-0.1, 0.1, 0), "not measurable"),
@@ -42,6 +42,7 @@ def test_agreement_needs_every_sign(first, second, agrees):
     assert missing["agrees"] == "not measurable" and "d - b: –" in missing["found"]
 
 
+@pytest.mark.fast
 def test_the_full_method_is_compared_with_plain_grpo():
     package, plain = "judge+gcd - plain+grpo", "plain+gcd - plain+grpo"
     result = result_of({}, {package: (-0.05, -0.06, -0.07), plain: (0, 0, 0)})
@@ -53,6 +54,7 @@ def test_the_full_method_is_compared_with_plain_grpo():
     assert ablation.package(result_of({}, {})) == ""
 
 
+@pytest.mark.fast
 def test_every_comparison_and_every_bar_is_in_the_config():
     config = read_config(ablation.CONFIG)
     compared = {f"{a} - {b}" for _, _, pairs in ablation.CLAIMS for a, b, _ in pairs}

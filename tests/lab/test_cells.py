@@ -11,9 +11,6 @@ from stand_in import CONFIG
 from lab.bench import cells, study
 from lm import smollm2
 
-pytestmark = pytest.mark.fast
-
-
 # Stored and current settings
 
 def cell_of(*flags):
@@ -32,6 +29,7 @@ THEN = [
     ({"algo": "rlvmr", "variant": "code"}, ["--algo", "rlvmr"], {"variant": ["code", "paper"]})]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("then, flags, differ", THEN)
 def test_settings_of_an_older_run_are_translated_to_current_flags(then, flags, differ):
     assert cells.differences_of(then, cell_of(*flags)) == differ
@@ -45,6 +43,7 @@ def test_every_committed_cell_matches_its_config(path, monkeypatch, tmp_path):
     cells.check_results(study.cells_of(config))
 
 
+@pytest.mark.fast
 def test_results_of_other_settings_are_refused(bench, capsys):
     bench.main("--rows", "grpo", "--seeds", "0")
     bench.write(CONFIG | {"common": ["--preset", "small", "--lr", "1e-3", "--iterations", "12"]})
@@ -56,6 +55,7 @@ def test_results_of_other_settings_are_refused(bench, capsys):
     assert len(bench.calls()) == 2
 
 
+@pytest.mark.fast
 def test_results_on_other_games_are_refused(bench, capsys):
     """The path of the games may differ, the games may not."""
     bench.main("--rows", "grpo")
@@ -72,6 +72,7 @@ def test_results_on_other_games_are_refused(bench, capsys):
 
 # Stored results
 
+@pytest.mark.fast
 def test_a_result_holds_settings_and_measurements_but_no_path(bench):
     bench.main("--rows", "grpo+gcd", "--seeds", "0")
     saved = (bench.folder / "lab/results/cells/household/grpo+gcd/seed0.json").read_text()
@@ -83,6 +84,7 @@ def test_a_result_holds_settings_and_measurements_but_no_path(bench):
     assert set(cell["evaluation"]["L0"]) == {"sampled", "greedy", "t0.4"}
 
 
+@pytest.mark.fast
 def test_an_iteration_logged_twice_counts_once_with_its_second_record(tmp_path):
     head = {"config": {"out": "/somewhere", "lr": 1.0}, "versions": {}, "commit": "a"}
     rl = {"phase": "rl"}

@@ -16,8 +16,6 @@ from stand_in import CONFIG
 from infra import files
 from lab.bench.jobs import Children
 
-pytestmark = pytest.mark.fast
-
 
 def both(row):
     return [(row, 0), (row, 1)]
@@ -38,6 +36,7 @@ def test_a_cold_start_runs_before_its_rows_and_a_row_is_complete_before_the_next
     assert [start[i + 1] for i, a in enumerate(start) if a == "--iterations"] == ["12", "0"]
 
 
+@pytest.mark.fast
 def test_a_finished_cell_is_not_run_again_even_without_its_run_folder(bench):
     assert bench.main("--rows", "grpo", "--seeds", "1") == 0
     assert bench.calls() == [("cold", 1), ("grpo", 1)]
@@ -46,6 +45,7 @@ def test_a_finished_cell_is_not_run_again_even_without_its_run_folder(bench):
     assert bench.calls() == [("cold", 1), ("grpo", 1)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("lost", ["runs", "runs/household/seed0/cold/checkpoint"])
 def test_a_cold_start_whose_checkpoint_is_gone_is_run_again_for_a_row_that_needs_it(bench, lost):
     bench.main("--rows", "grpo", "--seeds", "0")
@@ -54,6 +54,7 @@ def test_a_cold_start_whose_checkpoint_is_gone_is_run_again_for_a_row_that_needs
     assert bench.calls() == [("cold", 0), ("grpo", 0), ("cold", 0), ("grpo+gcd", 0)]
 
 
+@pytest.mark.fast
 def test_a_run_that_ended_before_its_result_was_saved_is_only_read(bench):
     bench.main("--rows", "grpo", "--seeds", "0")
     saved = bench.folder / "lab/results/cells/household/grpo/seed0.json"
@@ -81,6 +82,7 @@ def test_two_jobs_run_the_same_cells(bench):
     assert all(bench.calls().index(("cold", seed)) < bench.calls().index(("grpo", seed)) for seed in (0, 1))
 
 
+@pytest.mark.fast
 def test_interrupted_cells_are_stopped_once_and_resume(bench):
     """Ctrl-C makes the run save and end; the next start resumes it, and its log is read as one run."""
     (bench.folder / "wait").touch()
@@ -108,6 +110,7 @@ def test_interrupted_cells_are_stopped_once_and_resume(bench):
     assert (cell["resumed"], cell["iterations"]) == (1, 12)
 
 
+@pytest.mark.fast
 def test_a_run_stops_if_the_process_that_started_it_is_killed(tmp_path):
     """It has the variable by which gcd.py knows that this process supervises it (infra/signals.py)."""
     with open(tmp_path / "log", "w+") as log:
@@ -117,6 +120,7 @@ def test_a_run_stops_if_the_process_that_started_it_is_killed(tmp_path):
         assert log.read() == "True\n"
 
 
+@pytest.mark.fast
 def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, capsys):
     plain = {"start": None, "flags": ["--lr", "6e-4"], "paper": None}
     config = CONFIG | {"common": ["--iterations", "0"], "cold_starts": {}, "differences": [],
@@ -136,6 +140,7 @@ def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, ca
     assert "runs/household/seed0/gigpo: ValueError: metrics.jsonl does not begin with settings" in errors
 
 
+@pytest.mark.fast
 def test_a_cell_that_runs_in_a_different_process_is_not_started(bench, capsys):
     """The run itself locks its folder, so this also holds if its lab.bench.table1 was killed."""
     with files.locked(bench.folder / "runs/household/seed0/cold"):
@@ -146,6 +151,7 @@ def test_a_cell_that_runs_in_a_different_process_is_not_started(bench, capsys):
     assert bench.main("--rows", "grpo", "--seeds", "0") == 0
 
 
+@pytest.mark.fast
 def test_a_row_with_rerun_is_read_and_never_run(bench, capsys):
     """gcd.py may reject its flags; its missing cells are reported in one line."""
     bench.main("--rows", "grpo", "--seeds", "0")

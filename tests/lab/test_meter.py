@@ -227,7 +227,6 @@ def test_what_a_judge_reads_is_counted_by_batch_and_by_length():
         assert counts["judge keys read"] == shared + (3 + 190 + 0 + 10 + 1 + 1)
 
 
-@pytest.mark.fast
 def test_the_judges_peak_holds_its_own_keys(monkeypatch):
     model, settings = memory.meta_model(memory.shape("0.5B"), torch.bfloat16), SimpleNamespace(
         slots=16, judge_response_tokens=512)

@@ -14,8 +14,6 @@ from lab.bench.study import cells_of, read_config
 from lab.studies import pretraining
 from lm import smollm2
 
-pytestmark = pytest.mark.fast
-
 
 def of(*values):
     """An interval of one value per seed."""
@@ -34,6 +32,7 @@ def result_of(less):
                             for n, values in less.items()}}
 
 
+@pytest.mark.fast
 def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch):
     monkeypatch.setattr(smollm2, "named", lambda model: model)             # without its package
     cells = cells_of(read_config(pretraining.CONFIG))
@@ -54,6 +53,7 @@ def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch):
             for found in settings.values()} == {("part", 0, 0, 1, 48, 0, "full")}
 
 
+@pytest.mark.fast
 def test_points_are_rows_of_one_pass_with_a_value():
     result = result_of({})
     assert {n: found["mean"] for n, found in pretraining.points(result, "small", "L1", "1").items()} == {
@@ -63,6 +63,7 @@ def test_points_are_rows_of_one_pass_with_a_value():
     assert pretraining.points(result, "smollm2", "L2", "0.4") == {}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("last, agrees", [((0.1, 0.1001), "yes"), ((-0.1, 0.1), "partly"),
                                           ((-0.1, -0.1001), "no"), ((0.1,), "not measurable"),
                                           ((), "not measurable")])

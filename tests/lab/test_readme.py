@@ -10,10 +10,10 @@ import pytest
 
 from lab.bench import readme
 
-pytestmark = pytest.mark.fast
 PAGES = [page for page in readme.PAGES if page.exists()]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_has_current_numbers(page):
     text = page.read_text(encoding="utf-8")
@@ -64,6 +64,7 @@ def page(tmp_path, monkeypatch):
     return PAGE
 
 
+@pytest.mark.fast
 def test_heads_choose_the_columns(page):
     lines = readme.filled(page).splitlines()
     assert lines[5] == "| grpo | 50.0 ± 10.0 | 75.0 ± 5.0 | – | 40.0 (1/2) | 25/– | 86.7 / 63.4† |  |"
@@ -72,6 +73,7 @@ def test_heads_choose_the_columns(page):
     assert readme.filled(readme.filled(page)) == readme.filled(page)
 
 
+@pytest.mark.fast
 def test_an_unknown_head_or_row_is_an_error(page):
     known = "L0, L1, at 0.4, refused, flawed, repeated or paper"
     with pytest.raises(ValueError, match=f"column 'L3': expected {known}"):
@@ -80,6 +82,7 @@ def test_an_unknown_head_or_row_is_an_error(page):
         readme.filled(page.replace("| grpo | ?", "| gigpo | ?"))
 
 
+@pytest.mark.fast
 def test_a_row_may_have_a_label_and_a_column_may_read_a_different_row(page, tmp_path):
     longer = {"rows": RESULT["rows"] | {"grpo_part": {"L1": value(0.01)}}}
     (tmp_path / "table1_toy_result.json").write_text(json.dumps(RESULT | longer))
@@ -88,6 +91,7 @@ def test_a_row_may_have_a_label_and_a_column_may_read_a_different_row(page, tmp_
     assert readme.filled(page).splitlines()[3] == "| RL, 3 minutes `grpo` | 50.0 ± 10.0 | 1.0 | – |"
 
 
+@pytest.mark.fast
 def test_code_is_quoted_verbatim():
     page = ("<!-- lab/bench/readme.py source_of -->\n```python\nold\n```\n\n"
             "<!-- lab/bench/gone.py -->\nno block\n")
@@ -101,6 +105,7 @@ def test_code_is_quoted_verbatim():
     assert (readme.ROOT / "lab" / "bench" / "readme.py").read_text() in entire
 
 
+@pytest.mark.fast
 def test_the_command_fills_the_existing_pages(page, tmp_path, monkeypatch, capsys):
     pages = (tmp_path / "README.md", tmp_path / "gone.md")
     pages[0].write_text(page)

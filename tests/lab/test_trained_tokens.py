@@ -12,13 +12,13 @@ import update
 from lab.bench import trained_tokens
 from lm import model as qwen
 
-pytestmark = pytest.mark.fast
 TINY = replace(trained_tokens.SHAPE, vocab_size=50, hidden_size=36, intermediate_size=48, num_hidden_layers=6,
                head_dim=4)
 MATRICES = 2 * (36 * 36) + 2 * (36 * 12) + 3 * (36 * 48)          # numbers in a layer's matrices
 PLACES = 2 * (36 + 36) + 2 * (36 + 12) + 3 * (36 + 48)            # and the sum of their sides
 
 
+@pytest.mark.fast
 def test_the_shape_is_smollm2s():
     """134.5 million parameters by its model card; Qwen2's biases of q, k and v are 30 x 960 more."""
     assert qwen.count_parameters(trained_tokens.SHAPE) == 134_515_008 + 30 * (576 + 2 * 192)

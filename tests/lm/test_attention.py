@@ -32,7 +32,6 @@ from lm import model as qwen
 from lm.engine import Sampling, Slots
 from losses import clipped_surrogate
 
-pytestmark = pytest.mark.fast
 GROUP = 6, 7, 8, 5, 9           # tokens after the prompt, which is 20, of a group's episodes
 
 
@@ -150,6 +149,7 @@ def n_prefixes(samples):
     return len({tuple(sample.ids[:n + 1]) for sample in samples for n in range(len(sample.ids))})
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
 @pytest.mark.parametrize("packed", [False, True])
 def test_texts_with_common_prefixes_equal_a_padded_row_each(model, samples, with_varlen, packed, max_tokens):
@@ -169,12 +169,14 @@ def test_texts_with_common_prefixes_equal_a_padded_row_each(model, samples, with
         assert one == pytest.approx(other, abs=1e-5)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("a, b, n", [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2),
                                      ([1, 2, 3, 4], [1, 2, 9, 4], 2), ([5, 2], [1, 2], 0)])
 def test_common_prefix_len(a, b, n):
     assert batching.common_prefix_len(a, b) == batching.common_prefix_len(b, a) == n
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(20))
 def test_a_prefix_tree_has_each_prefix_once_and_each_samples_tokens(seed):
     """Of random samples with two token ids, some equal and some a prefix of another."""
@@ -191,6 +193,7 @@ def test_a_prefix_tree_has_each_prefix_once_and_each_samples_tokens(seed):
         assert prefix_of[columns[-1]] == columns
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(4))
 def test_masked_attention_equals_that_of_each_text_alone(seed):
     """Of texts that branch off from each other, with long and short prefixes; heads in groups. It can be laid
@@ -217,6 +220,7 @@ def test_masked_attention_equals_that_of_each_text_alone(seed):
         attention.Masked(tree.parts, torch.device("cpu"))
 
 
+@pytest.mark.fast
 def test_masked_attention_has_groups_of_a_size_and_causal_ones_for_short_prefixes():
     ten, later = [*range(10)], [*range(30, 40)]
     parts = [(10, []), (30, ten), (20, ten), (31, []), (4, [*ten, *range(10, 30)]), (3, ten), (2, later)]
@@ -226,6 +230,7 @@ def test_masked_attention_has_groups_of_a_size_and_causal_ones_for_short_prefixe
     assert groups[1][1].tolist() == [*range(40)]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(20))
 def test_microbatches_cost_as_little_as_any_cut(seed):
     """Of random samples, sorted by their ids; compared with all cuts."""
@@ -249,6 +254,7 @@ def test_microbatches_cost_as_little_as_any_cut(seed):
     assert batching.microbatches([], max_tokens) == []
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("packed", [False, True])
 def test_layers_with_common_prefixes_can_be_recomputed(model, samples, with_varlen, packed):
     want, _ = gradient_of(model, samples)
@@ -260,6 +266,7 @@ def test_layers_with_common_prefixes_can_be_recomputed(model, samples, with_varl
 
 # Answers that share their prompt
 
+@pytest.mark.fast
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("n_slots", [1, 7, 64])
 def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat, n_slots, packed):
@@ -301,6 +308,7 @@ def assert_room(cache):
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("limit, rooms", [(math.inf, [49, 49, 49, 39]), (45, [45] * 4), (40, [40] * 4)])
 def test_a_pool_grows_by_a_quarter_but_no_further_than_the_limit(model, limit, rooms):
     cache = attention.Pool(model.config, 4, None, torch.float32, torch.device("cpu"))
@@ -368,6 +376,7 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
     assert most < size < (2 if packed else 10) * most
 
 
+@pytest.mark.fast
 def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
     with_varlen()
     cache = attention.kv_cache(model.config, 4, torch.double, "cpu")
@@ -386,6 +395,7 @@ def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varl
     assert all(torch.equal(a, b) for a, b in zip(cache.export_row(0, 80), before[2], strict=True))
 
 
+@pytest.mark.fast
 def test_rows_of_equal_room_keep_their_tokens_and_the_memory(model):
     """They grow by an eighth or GROWTH beyond the need, and get less room once nothing is kept."""
     cache = attention.Rectangle(model.config, 3, 0, torch.double, "cpu")
@@ -441,6 +451,7 @@ def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=N
     return {"max_q": max_q, "window_size": window_size, "seqused_k": seqused_k, "num_splits": num_splits}
 
 
+@pytest.mark.fast
 def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
     torch_with(of_2_13)
     assert attention.varlen(torch.device("cpu"), torch.bfloat16, 64) is None
@@ -454,6 +465,7 @@ def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
     assert "a head size of 264" in capsys.readouterr().err
 
 
+@pytest.mark.fast
 def test_a_gpu_older_than_ampere_has_masks(capsys, torch_with, monkeypatch):
     torch_with(of_2_13)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -464,6 +476,7 @@ def test_a_gpu_older_than_ampere_has_masks(capsys, torch_with, monkeypatch):
         assert ("a Tesla T4: falling back" in capsys.readouterr().err) == (not expected)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("function", [None, of_2_10])
 def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
     torch_with(function)
@@ -472,6 +485,7 @@ def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
     assert capsys.readouterr().err.count("variable-length attention is older than 2.11's") == 1
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("rows, longest_q, window, splits", [
     (attention.FEW_ROWS, 1, (-1, -1), 1), (attention.FEW_ROWS - 1, 1, (-1, -1), None),
     (attention.FEW_ROWS - 1, 5, (-1, 0), 1)])
@@ -484,6 +498,7 @@ def test_from_torch_2_12_on_rows_have_lengths_and_splits(torch_with, rows, longe
         "max_q": longest_q, "window_size": window, "seqused_k": keys_B, "num_splits": splits}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("longest_q, window", [(1, (-1, -1)), (5, (-1, 0))])
 def test_torch_2_11_decodes_by_its_operator(torch_with, monkeypatch, longest_q, window):
     called = {}
@@ -505,6 +520,7 @@ CASES = {"decode": [(1, 7), (1, 1), (1, 90)], "prefill": [(5, 9), (1, 30), (12, 
          "packed": [(4, 4), (70, 70), (1, 1)], "prefixes": [(9, 9), (3, 12), (2, 11)]}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("case", CASES)
 def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
     """On tensors without data; `python -m lab.bench.gpu` compares the numbers on a GPU."""
@@ -539,6 +555,7 @@ def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
 
 # CUDA graphs
 
+@pytest.mark.fast
 def test_scores_of_large_keys_are_not_rounded_to_the_models_dtype():
     """In bf16 with a few channels far from 0, as a key's bias makes them: of fp64 on the same numbers."""
     torch.manual_seed(0)
@@ -571,6 +588,7 @@ def on_meta(model):
         return qwen.Model(model.config).to(torch.bfloat16)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("lengths", [False, True])
 def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, chat, lengths):
     """For two steps, including sampling, so that a CUDA graph can capture it."""
@@ -590,6 +608,7 @@ def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, c
             slots.step(slice(0, 3), 192)
 
 
+@pytest.mark.fast
 def test_a_step_without_active_rows_changes_nothing(model, chat):
     """Like the warm-up steps before a graph is captured; running responses continue unchanged."""
     found = []
@@ -611,6 +630,7 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
     assert found[0] == found[1]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("packed", [False, True])
 def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, with_varlen, packed):
     """From a microbatch's tensors to its gradients; metrics are read afterwards."""
@@ -626,6 +646,7 @@ def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, wit
     assert all(p.grad is not None for p in meta.parameters())
 
 
+@pytest.mark.fast
 def test_host_reads_detects_a_host_sync_and_another_device():
     with HostReads(), pytest.raises(AssertionError, match="nonzero"):
         torch.ones(3, device="meta").nonzero()

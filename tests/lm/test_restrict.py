@@ -133,7 +133,6 @@ def test_played_tokens_and_logprobs_equal_the_oracles(model, tokenizer, temperat
     assert len(lengths) > (temperature > 0)                  # short and long commands
 
 
-@pytest.mark.fast
 def test_a_responses_probability_is_the_product_of_the_renormalized_ones(model, chat):
     """By brute force for every command. The probabilities sum to 1 and equal the frequencies of samples."""
     model, responses = model.double(), responses_to_give(chat, NAMES)
@@ -246,7 +245,6 @@ def samples(model, chat):
     return made
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_gradient_is_that_of_the_renormalized_softmax(model, samples, temperature):
     objective = update.Objective(max_grad_norm=0.0, temperature=temperature, kl_coef=0.1)
