@@ -126,7 +126,6 @@ def test_the_learning_rate_rises_and_decays_linearly(warmup, decay, want):
     assert [gcd.lr_factor(settings, i) for i in range(4)] == want
 
 
-@pytest.mark.fast
 def test_stages_and_episodes(trained):
     assert files.read_json(trained / "stages.json")["rl"] > 0
     episodes, _ = files.read_lines(trained / "episodes.jsonl")
@@ -187,7 +186,6 @@ def test_at_weight_0_the_judge_is_logged_and_the_policy_is_plain_grpo(start, tra
     assert not any("judge/turns" in row for row in rows(tmp_path / "off"))
 
 
-@pytest.mark.fast
 def test_a_seed_fixes_the_run(start, trained, tmp_path):
     for name, seed in (("again", 0), ("other", 1)):
         assert train(tmp_path / name, *start_from(start), "--seed", seed) == 0
