@@ -21,8 +21,8 @@ import gcd
 ROOT = Path(gcd.__file__).resolve().parent
 FIRST, LAST, LOSS = "write_rewards", "backward", ("clipped_surrogate", "clipped_policy_loss")
 MODEL = ROOT / "lab" / "results" / "alfworld_model"          # plays well enough for groups of unequal rewards
-TINY = ("--demonstrations 0 --evaluate none --iterations 1 --tasks 4 --group-size 8 --max-turns 8 --no-gcd "
-        f"--model {MODEL}").split()
+TINY = [*("--demonstrations 0 --evaluate none --iterations 1 --tasks 4 --group-size 8 --max-turns 8 --no-gcd "
+          "--model").split(), str(MODEL)]
 
 
 class Trip:

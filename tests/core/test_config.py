@@ -5,6 +5,7 @@
 
 import json
 import re
+import shlex
 from dataclasses import MISSING, fields
 
 import pytest
@@ -271,7 +272,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--tasks 1e9", "--tasks"), ("--clip-low -0.1", "--clip-low=-0.1: expected 0"),
     ("--warmup 80", "--warmup=80: not below --iterations=80"),
     ("--algo gspo --history 2", "--history=2: --algo gspo has one ratio for an episode"),
-    (f"--env {ROOT}/lab/envs/twins.py --dagger 8", "has no online_expert"),
+    (f"--env '{ROOT}/lab/envs/twins.py' --dagger 8", "has no online_expert"),
     ("--demonstrations 0 --dagger 8", "--dagger=8: needs --demonstrations"),
     ("--cold-start-epochs 0 --dagger 8", "--dagger=8: needs --demonstrations"),
     ("--judge-epochs 2 --dagger 8", "--judge-epochs: only without --dagger"),
@@ -309,7 +310,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--model NOWHERE", "--model=NOWHERE")])
 def test_a_wrong_flag_gives_one_line_that_names_it(tmp_path, capsys, monkeypatch, flags, message):
     monkeypatch.chdir(tmp_path)
-    assert message in mistake(capsys, *flags.split())
+    assert message in mistake(capsys, *shlex.split(flags))
 
 
 def test_thoughts_of_a_model_that_writes_need_an_endpoint(capsys, hub_folder):
