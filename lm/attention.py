@@ -256,16 +256,17 @@ class Rectangle:
         stays, since new memory is slow at first. Returns whether the keys have other addresses.
         """
         most, keep = max(needed), max(kept)
+        used = max((row for row, n in enumerate(kept, start=1) if n), default=0)     # rows with tokens to keep
         room = -(-min(most + max(GROWTH, most // 8), limit) // 16) * 16
         if most <= self.room if keep else room == self.room:
             return False
         self.largest = max(room, self.largest)
         for layer, kv in enumerate(self.kv):
-            kept_kv, shape = kv[..., :keep, :].clone(), (*kv.shape[:3], room, kv.shape[4])
+            kept_kv, shape = kv[:, :used, :, :keep].clone(), (*kv.shape[:3], room, kv.shape[4])
             if (size := math.prod(shape)) > self.memory[layer].numel():
                 self.memory[layer] = kv.new_zeros(size)
             self.kv[layer] = self.memory[layer][:size].view(shape)
-            self.kv[layer][..., :keep, :] = kept_kv
+            self.kv[layer][:, :used, :, :keep] = kept_kv
         return True
 
     def move(self, source, target, length):
@@ -319,7 +320,8 @@ class Rectangle:
         assert longest <= self.room, f"{longest} tokens in rows with room for {self.room}"
         row_B = torch.arange(self.n_rows, device=start_B.device)[rows]
         row_B, slot_B = torch.where(active_B, row_B, self.n_rows), torch.where(active_B, start_B, 0)
-        return MaskedAppend(self, row_B, slot_B, start_B, [(rows, None, self.room)])
+        S = self.room if isinstance(rows, slice) else longest      # rows that are copied first have no gaps
+        return MaskedAppend(self, row_B, slot_B, start_B, [(rows, None, S)])
 
 
 @dataclass
