@@ -397,8 +397,8 @@ def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varl
 
 @pytest.mark.fast
 def test_rows_of_equal_room_keep_their_tokens_and_the_memory(model):
-    """They grow by an eighth or GROWTH beyond the need, and get less room once nothing is kept. Tokens of rows
-    after the last one in use are not kept.
+    """They grow by an eighth or GROWTH beyond the need, and get less room once nothing is kept. After
+    the last row in use nothing is kept.
     """
     cache = attention.Rectangle(model.config, 3, 0, torch.double, "cpu")
     assert cache.fit([0] * 3, [0, 9, 40]) and cache.room == 112 and cache.slots == 3 * 112
