@@ -56,7 +56,8 @@ if [ "${1:-}" = test ]; then
     install requirements-textarena.txt
     install requirements-alfworld.txt ||
         echo "alfworld could not be installed (it needs g++ and make): the tests that need it are skipped"
-    OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n 2 --dist loadfile "${@:2}"     # two files at a time
+    # two files at a time, in order: else the files of few tests, which are long ones, come last
+    OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${@:2}"
 fi
 if [ "${1:-}" = chaos ]; then
     install requirements.txt
