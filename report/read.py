@@ -45,8 +45,8 @@ class Seeds:
     """Results of the same methods over several seeds, from one file of results."""
 
     file: str           # its path, such as lab/results/table1_household_result.json
-    count: int
-    scores: dict        # {method: {split: {"mean": success, "half": half its 95 % CI}}}
+    count: str          # of seeds: 5, or 3 to 5 where methods differ
+    scores: dict        # {method: {split: {"mean": success, "half": half its 95 % CI, "seeds": number}}}
 
 
 def is_number(value):
@@ -194,20 +194,29 @@ def read_runs(folder):
     return sorted(runs, key=lambda run: (bool(run.iterations), run.name))
 
 
-def seed_scores(result, place, names):
-    """{method: {split: {"mean", "half"}}} of the named methods that a file of results contains."""
-    found = {}
+def seed_scores(result, place, games):
+    """The scores of a file of results, as in `Seeds`, for methods and splits that played as many games.
+
+    games: {(method, split): number of games that the runs played, each once or several times}.
+    """
+    found, plays = {}, {protocol.plays for protocol in PROTOCOLS.values()}
     for method, splits in expect(result.get("rows", {}), dict, f"{place}, rows").items():
         for split, score in expect(splits, dict, f"{place}, {method}").items():
-            here = f"{place}, {method}, {split}"
-            expect_fields(expect(score, dict, here), float, ("mean", "half"), here)
-            if method in names and is_number(score.get("mean")) and is_number(score.get("half")):
-                found.setdefault(method, {})[split] = {"mean": score["mean"], "half": score["half"]}
+            where = f"{place}, {method}, {split}"
+            expect_fields(expect(score, dict, where), float, ("mean", "half"), where)
+            expect_fields(score, list, ("n",), where)
+            expect_fields(score, dict, ("seeds",), where)
+            known = is_number(score.get("mean")) and is_number(score.get("half"))
+            expected = {games.get((method, split), 0) * times for times in plays}
+            if known and any(expected) and {*score.get("n", [])} <= expected:
+                found.setdefault(method, {})[split] = {
+                    "mean": score["mean"], "half": score["half"], "seeds": len(score.get("seeds", {}))}
     return found
 
 
 def read_seeds(runs, folder=RESULTS):
-    """Results of these methods over several seeds, on the same games and model size: Seeds, or None.
+    """Results of these methods over several seeds, on as many of the same games and with the same model size:
+    Seeds, or None.
 
     Their other settings are the table's. From the first of lab/results/table1_*_result.json that fits. None
     if no run was evaluated.
@@ -217,14 +226,18 @@ def read_seeds(runs, folder=RESULTS):
     if any(protocol is None or protocol.draws for protocol in protocols):
         return None                                          # other games and turns than a table's
     sizes = {run.header["parameters"] for run in runs if run.header.get("parameters")}
+    played = {(run.name, split): score["n"] // (score.get("plays") or 1) for run in runs
+              for split, modes in run.evaluation.get("splits", {}).items()
+              if is_number((score := modes.get("sampled", {})).get("n"))}
     for path in sorted(folder.glob("table1_*_result.json")) if games else ():
         result = expect(files.read_json(path), dict, path)
         ran = expect(result.get("ran", {}), dict, f"{path}, ran")
         expect_fields(ran, list, ("games", "parameters"), f"{path}, ran")
         fits = all(name in ran.get("games", []) for name in games) and all(
             size in ran.get("parameters", sizes) for size in sizes)
-        scores = seed_scores(result, path, {run.name for run in runs})
+        scores = seed_scores(result, path, played)
         if fits and scores:
-            count = len(expect(result.get("seeds", []), list, f"{path}, seeds"))
+            counts = {score["seeds"] for splits in scores.values() for score in splits.values()}
+            count = " to ".join(dict.fromkeys([str(min(counts)), str(max(counts))]))
             return Seeds("/".join(path.parts[-3:]), count, scores)
     return None

@@ -119,13 +119,13 @@ def caption(runs, summary, seeds):
 # The page's tables
 
 def headline_rows(summary, seeds):
-    """The head, and each method's cells: (success with interval, success over several seeds or "")."""
+    """The head, and each method's cells: (success with interval, that over several seeds or "")."""
     heads = split_heads(summary)
     rows = []
     for name, scores in summary["methods"].items():
         by_split = seeds.scores.get(name, {}) if seeds else {}
-        cells = [(interval(scores.get(split)), mean_and_half(by_split[split]) if split in by_split else "")
-                 for split in heads]
+        cells = [(interval(scores.get(split)), f"{over['seeds']} seeds: {mean_and_half(over)}"
+                  if (over := by_split.get(split)) else "") for split in heads]
         rows.append((name, cells))
     return list(heads.values()), rows
 

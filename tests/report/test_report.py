@@ -306,10 +306,10 @@ def test_a_metric_that_is_not_logged_is_not_drawn(tmp_path):
 def write_results(folder, name="table1_x_result.json", games=("generated rooms",), parameters=(184768,),
                   rows=None):
     folder.mkdir(parents=True, exist_ok=True)
-    score = {"mean": 0.593, "half": 0.058}
+    score = {"mean": 0.593, "half": 0.058, "n": [256], "seeds": dict.fromkeys("01234", 0.593)}
     rows = rows or {"grpo": {"L0": score, "L1": score}, "ppo": {"L0": score}}
     ran = {"games": list(games), "parameters": list(parameters)}
-    (folder / name).write_text(json.dumps({"seeds": [0, 1, 2, 3, 4], "ran": ran, "rows": rows}))
+    (folder / name).write_text(json.dumps({"seeds": [*range(9)], "ran": ran, "rows": rows}))
 
 
 def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
@@ -326,7 +326,8 @@ def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
 @pytest.mark.parametrize("results", [
     {"games": ["real games"]}, {"parameters": [7_000_000]}, {"name": "table4_x_result.json"},
     {"rows": {"ppo": {"L0": {"mean": 0.1, "half": 0.1}}}},
-    {"rows": {"grpo": {"L0": {"mean": None, "half": None}}}}])
+    {"rows": {"grpo": {"L0": {"mean": None, "half": None}}}},
+    {"rows": {"grpo": {"L0": {"mean": 0.1, "half": 0.1, "n": [48]}}}}])
 def test_results_of_other_games_or_models_are_not_given(tmp_path, results):
     write_results(tmp_path / "lab" / "results", **results)
     write_method(tmp_path / "run", "grpo", success={"L0": 0.5})
