@@ -220,6 +220,13 @@ def test_no_line_is_wider_than_a_window():
 
 
 @pytest.mark.fast
+def test_no_code_runs_between_fork_and_exec():
+    """Popen's preexec_fn is Python in a forked process, and crashed where the parent had threads."""
+    assert [name(path) for path in CODE for node in ast.walk(tree(path))
+            if isinstance(node, ast.keyword) and node.arg == "preexec_fn"] == []
+
+
+@pytest.mark.fast
 def test_a_file_opens_with_what_it_is():
     assert [name(path) for path in [*CODE, *TESTS.rglob("*.py")] if not ast.get_docstring(tree(path))] == []
 
