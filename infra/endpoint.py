@@ -112,8 +112,11 @@ class Endpoint:
         # max_retries=0: the client's own retries would not count towards the limit, and cannot be interrupted
         # no keep-alive: each request has a connection of its own, which `time_limit` can close
         hooks = {"request": [self.before_request], "response": [self.after_response]}
-        http = openai.DefaultHttpxClient(event_hooks=hooks, timeout=timeout_s,
-                                         limits=httpx2.Limits(max_keepalive_connections=0))
+        try:
+            http = openai.DefaultHttpxClient(event_hooks=hooks, timeout=timeout_s,
+                                             limits=httpx2.Limits(max_keepalive_connections=0))
+        except ImportError as error:                      # for a SOCKS proxy a package more is needed
+            raise ValueError(f"the proxy of the environment variable ALL_PROXY: {error}") from None
         self.client = openai.OpenAI(api_key=secret, base_url=base_url, max_retries=0, timeout=timeout_s,
                                     http_client=http)
         self.origin = httpx2.URL(base_url).origin

@@ -44,6 +44,8 @@ def locked(folder):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--out={folder}: {lock_holder(folder)} is writing there") from None
+        except OSError as error:
+            raise ValueError(f"--out={folder}: cannot be locked: {error.strerror}") from None
         file.truncate(0)
         file.write(f"process {os.getpid()} of {socket.gethostname()}")
         file.flush()
@@ -233,16 +235,19 @@ def iterations_in(records):
 
 
 def commit():
-    """Return the full commit of the code, with "+" if it has local changes; "" outside a git checkout.
+    """Return the full commit of the code, with "+" if it has local changes; "" outside a git checkout, or in
+    one that does not track this file.
 
     Files that git does not track do not count as changes, and neither does what runs write below RESULTS:
     else the first result of several would mark all later ones.
     """
-    git = ["git", "--no-optional-locks", "-C", str(Path(__file__).parent)]
+    file = Path(__file__).resolve()
+    git = ["git", "--no-optional-locks", "-c", f"safe.directory={file.parent.parent}", "-C", str(file.parent)]
     try:
-        head, changes = (subprocess.check_output([*git, *command], text=True, stderr=subprocess.DEVNULL)
-                         for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno", "--", ":/",
-                                                                f":(top,exclude){RESULTS}")))
+        _, head, changes = (
+            subprocess.check_output([*git, *command], text=True, stderr=subprocess.DEVNULL)
+            for command in (("ls-files", "--error-unmatch", file.name), ("rev-parse", "HEAD"),
+                            ("status", "--porcelain", "-uno", "--", ":/", f":(top,exclude){RESULTS}")))
         return head.strip() + "+" * bool(changes)
     except (OSError, subprocess.CalledProcessError):
         return ""

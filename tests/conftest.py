@@ -25,6 +25,14 @@ from lm import model as qwen
 from lm import small
 from lm.chat import Chat
 
+# Tests and their processes meet none of what a shell may set: run.sh's folder and seed, a window's width,
+# proxies for servers of this machine, a hook's git folder, ignored signals
+for variable in "OUT SEED ALL_PROXY all_proxy GIT_DIR GIT_WORK_TREE GIT_INDEX_FILE".split():
+    os.environ.pop(variable, None)
+os.environ |= {"COLUMNS": "80", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+for signum, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(signum) == signal.SIG_IGN:
+        signal.signal(signum, handler)
 torch.set_num_threads(1)          # as in runs of gcd.py: more threads are slower on models of this size
 os.fsync = lambda descriptor: None      # no test cuts the power, and fsync takes a tenth of the test time
 QWEN_TOKENIZER = Path(os.environ.get("QWEN_TOKENIZER") or

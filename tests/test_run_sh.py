@@ -55,13 +55,8 @@ def folder(tmp_path):
 
 
 def run_sh(folder, *arguments):
-    """Start run.sh as a terminal does: without the ignored signals of a background job or of nohup."""
-    def reset_signals():
-        for signum in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_DFL)
-
-    return subprocess.Popen(["bash", "run.sh", *arguments], cwd=folder, stderr=subprocess.PIPE, text=True,
-                            preexec_fn=reset_signals)
+    """Start run.sh."""
+    return subprocess.Popen(["bash", "run.sh", *arguments], cwd=folder, stderr=subprocess.PIPE, text=True)
 
 
 def with_both_waiting(folder):

@@ -224,7 +224,7 @@ def orphans(workdir, size):
     for path in (python, python.with_name("pip")):
         path.chmod(0o755)
     shutil.copy(ROOT / "requirements.txt", checkout / ".venv")
-    environment = os.environ | {"MORE": "--max-turns 12", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"MORE": "--max-turns 12", "OMP_NUM_THREADS": "1", "OUT": "", "SEED": ""}
     out = checkout / "runs" / "main"
     for number in range(1 if size == PART else 3):
         with open(workdir / "shell", "w") as output:

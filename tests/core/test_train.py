@@ -712,6 +712,7 @@ def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.rglob("fresh*")]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a full disk")
 def test_a_run_outlives_its_terminal(start, tmp_path):
     command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start),
                "--evaluate", "L2", "--protocol", "sampled", "--evaluate-tasks", 12]

@@ -3,6 +3,7 @@
     python -m pytest tests/infra/test_files.py
 """
 
+import errno
 import sys
 
 import pytest
@@ -93,6 +94,17 @@ def test_a_lock_names_the_process_alone(tmp_path, monkeypatch):
     with files.locked(tmp_path):
         assert files.lock_holder(tmp_path).startswith("process ")
     assert holders(tmp_path) == []
+
+
+@pytest.mark.fast
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with pytest.raises(ValueError, match=f"--out={tmp_path}: cannot be locked: No locks available"):
+        with files.locked(tmp_path):
+            pytest.fail("locked")
 
 
 @pytest.mark.fast

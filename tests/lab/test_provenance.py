@@ -5,6 +5,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -101,13 +102,16 @@ def test_the_walk_finds_what_names_no_ancestor(history):
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A git checkout in which the code is taken to be, and the real check."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
     (tmp_path / "infra").mkdir()
     (tmp_path / "lab" / "results").mkdir(parents=True)
-    for name in ("code.py", "lab/results/cells.jsonl", "lab/code.py"):
+    for name in ("code.py", "infra/files.py", "lab/results/cells.jsonl", "lab/code.py"):
         (tmp_path / name).write_text("1\n")
     git("init", "-q", folder=tmp_path)
     git("add", ".", folder=tmp_path)
-    git("-c", "user.name=a", "-c", "user.email=b", "commit", "-qm", "c", folder=tmp_path)
+    git("-c", "user.name=a", "-c", "user.email=b", "-c", "commit.gpgsign=false", "-c",
+        "core.hooksPath=/dev/null", "commit", "-qm", "c", folder=tmp_path)
     monkeypatch.setattr(files, "__file__", str(tmp_path / "infra" / "files.py"))
     monkeypatch.setattr(files, "clean_commit", real_clean_commit)
     return tmp_path
@@ -134,6 +138,22 @@ def test_outside_git_a_result_needs_the_flag(tmp_path, monkeypatch):
     assert files.commit() == real_clean_commit(dirty=True) == ""
     with pytest.raises(ValueError, match="no git checkout"):
         real_clean_commit()
+
+
+@pytest.mark.fast
+def test_a_copy_in_a_checkout_of_other_code_is_no_checkout(tree, monkeypatch):
+    (tree / "unpacked" / "infra").mkdir(parents=True)
+    (tree / "unpacked" / "infra" / "files.py").write_text("1\n")
+    monkeypatch.setattr(files, "__file__", str(tree / "unpacked" / "infra" / "files.py"))
+    assert files.commit() == ""
+
+
+@pytest.mark.fast
+def test_a_checkout_of_another_user_is_one(tree, monkeypatch):
+    """As in a container, where root runs what a user has cloned."""
+    head = git("rev-parse", "HEAD", folder=tree)
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert files.commit() == head
 
 
 @pytest.mark.fast
