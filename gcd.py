@@ -315,7 +315,8 @@ def run_stages(run):
     if run.ranks.rank == 0:
         files.write_json(run.out / files.STAGES, run.seconds)
     for split in config.splits:
-        line = "{success:.1%} [{low:.1%}, {high:.1%}], n {n}".format(**result[split]["sampled"])
+        line = "{success:.1%} [{low:.1%}, {high:.1%}], {games} games, {n} plays".format(
+            **result[split]["sampled"])
         parallel.print0(f"{split}: success {line}")
     return 0
 

@@ -35,11 +35,11 @@ PANELS = (
     Panel("Turns per episode", "turns", "A better policy needs fewer turns.", (("rollout/turns", "turns"),)),
     Panel("Invalid and repeated actions", "%", "Refused by the game, or given before in the same state.",
           (("rollout/invalid_frac", "invalid"), ("rollout/repeated_frac", "repeated"))),
-    Panel("Groups without variance", "%", "Equal rewards in the group: no advantage, no gradient.",
+    Panel("Groups without variance", "%", "Equal rewards in the group, which give no gradient.",
           (("rollout/zero_variance_frac", "zero variance"),)),
-    Panel("Truncated", "%", "Should stay near 0: a truncated episode cannot be scored fairly.",
+    Panel("Truncated", "%", "Episodes with a cut response or a full context. Should stay near 0.",
           (("rollout/truncated_frac", "truncated"),)),
-    Panel("Entropy", "nats", "Of the policy, per token. At 0 it no longer explores.",
+    Panel("Entropy", "nats", "Of the policy, per trained token. At 0 it no longer explores.",
           (("policy/entropy_nats", "entropy"),)),
     Panel("Gradient norm", "", "Before clipping. Spikes are an early sign of instability.",
           (("policy/grad_norm", "norm"),)),
@@ -56,7 +56,7 @@ PANELS = (
           (("judge/variance_frac", "with variance"),)),
     Panel("Judge: gradient", "", "Norm relative to the policy's gradient, and the cosine between the two.",
           (("judge/grad_ratio", "ratio"), ("judge/grad_cosine", "cosine")), reference=0),
-    Panel("Cold start: loss", "nats", "Cross-entropy of the demonstrations' tokens.",
+    Panel("Cold start: loss", "nats", "Cross-entropy of the responses' tokens, mistakes included.",
           (("cold_start/loss", "loss"),)),
 )
 

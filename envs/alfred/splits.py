@@ -32,8 +32,9 @@ CAPTIONS = {"dev": "for tuning, training rooms and other rooms", "L0": "training
 
 def captions(source, train_types):
     """{split: what its tasks are} for a run."""
-    real = {"dev": "for tuning, training rooms"} if source else {}
-    return CAPTIONS | real | ({"L2": "other rooms, two of the task types"} if train_types == "all" else {})
+    real = {"dev": "for tuning, training rooms", "L0": "training rooms, objects placed anew"}
+    all_trained = {"L2": "other rooms, two of the task types"} if train_types == "all" else {}
+    return CAPTIONS | (real if source else {}) | all_trained
 
 
 class Tasks:

@@ -165,10 +165,13 @@ def introduction(result):
     """Lines above the table: what ran, and how to read the columns."""
     ran, column = result["ran"], COLUMN[result["benchmark"]]
     parameters = " or ".join(f"{n:,}" for n in ran["parameters"]) or "an unrecorded number of"
+    most = max((len(row[split]["seeds"]) for row in result["rows"].values() for split in result["splits"]
+                if split in row), default=0)
+    seeds = f"{most} of " * (most < len(result["seeds"])) + f"{len(result['seeds'])} seeds"
     return [f"Ran: {ran['model']}, {parameters} parameters; {', '.join(ran['games']) or 'nothing yet'}; "
             f"commit {', '.join(ran['commits']) or '–'}.",
-            f"Success in per cent at temperature 1 and at 0.4, mean over {len(result['seeds'])} seeds ± half "
-            "its 95 % t interval; refused: turns whose command was not admissible, in per cent at "
+            f"Success in per cent at temperature 1 and at 0.4, mean over {seeds} ± half its 95 % t "
+            "interval; refused: turns whose command was not admissible, in per cent at "
             "temperature 1, by split; n: episodes a split and seed. The last column is the paper's, "
             f"{result['paper_model']} on {column}."] + (
         ["Flawed: turns that the game took and the oracle calls bad."] * has_flawed(result))
