@@ -42,8 +42,7 @@ if [ ! -x .venv/bin/pip ]; then
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
         { echo "run.sh: $PYTHON is not Python 3.11 or 3.12; set one: PYTHON=python3.11 bash run.sh" >&2
           exit 2; }
-    rm -rf .venv
-    "$PYTHON" -m venv .venv
+    "$PYTHON" -m venv .venv                     # completes one that has no pip, which may be the user's
 fi
 if [ "${1:-}" = test ]; then
     install requirements.txt
