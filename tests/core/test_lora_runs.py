@@ -181,7 +181,7 @@ def test_a_finished_run_is_evaluated_again_with_the_same_weights(trained, tmp_pa
     """Resumed for its evaluation alone, the sampler has the merged weights of the checkpoint, bit for bit."""
     found = []
     monkeypatch.setattr(gcd, "evaluation", lambda run: run.update_sampler() or found.append(
-        parallel.full_weights(run.sampler)) or {"L0": {"sampled": dict(success=0, low=0, high=0, n=0)}})
+        parallel.full_weights(run.sampler)) or {"L0": {"sampled": dict(success=0, low=0, high=0, games=0, n=0)}})
     assert train(trained, "--model", start, *IMITATE, *LORA, "--kl", "loss", "--keep-checkpoints", 1,
                  "--resume", "--evaluate", "L0") == 0
     expected = weights(trained)
