@@ -179,9 +179,9 @@ def test_dagger_resumes_exactly_between_rounds(start, tmp_path, monkeypatch, cho
 
 def test_a_finished_run_is_evaluated_again_with_the_same_weights(trained, tmp_path, monkeypatch, start):
     """Resumed for its evaluation alone, the sampler has the merged weights of the checkpoint, bit for bit."""
-    found = []
+    found, score = [], dict.fromkeys(("success", "low", "high", "games", "n"), 0)
     monkeypatch.setattr(gcd, "evaluation", lambda run: run.update_sampler() or found.append(
-        parallel.full_weights(run.sampler)) or {"L0": {"sampled": dict(success=0, low=0, high=0, games=0, n=0)}})
+        parallel.full_weights(run.sampler)) or {"L0": {"sampled": score}})
     assert train(trained, "--model", start, *IMITATE, *LORA, "--kl", "loss", "--keep-checkpoints", 1,
                  "--resume", "--evaluate", "L0") == 0
     expected = weights(trained)
