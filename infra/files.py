@@ -244,11 +244,11 @@ def commit():
     file = Path(__file__).resolve()
     git = ["git", "--no-optional-locks", "-c", f"safe.directory={file.parent.parent}", "-C", str(file.parent)]
     try:
-        _, head, changes = (
+        head, changes = (
             subprocess.check_output([*git, *command], text=True, stderr=subprocess.DEVNULL)
-            for command in (("ls-files", "--error-unmatch", file.name), ("rev-parse", "HEAD"),
+            for command in (("rev-parse", "HEAD", f"HEAD:./{file.name}"),        # fails without this file
                             ("status", "--porcelain", "-uno", "--", ":/", f":(top,exclude){RESULTS}")))
-        return head.strip() + "+" * bool(changes)
+        return head.split()[0] + "+" * bool(changes)
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -256,11 +256,11 @@ class Rectangle:
         stays, since new memory is slow at first. Returns whether the keys have other addresses.
         """
         most, keep = max(needed), max(kept)
-        used = max((row for row, n in enumerate(kept, start=1) if n), default=0)    # up to the last in use
         room = -(-min(most + max(GROWTH, most // 8), limit) // 16) * 16
         if most <= self.room if keep else room == self.room:
             return False
         self.largest = max(room, self.largest)
+        used = max((row for row, n in enumerate(kept, start=1) if n), default=0)    # up to the last in use
         for layer, kv in enumerate(self.kv):
             kept_kv, shape = kv[:, :used, :, :keep].clone(), (*kv.shape[:3], room, kv.shape[4])
             if (size := math.prod(shape)) > self.memory[layer].numel():

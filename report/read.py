@@ -45,8 +45,13 @@ class Seeds:
     """Results of the same methods over several seeds, from one file of results."""
 
     file: str           # its path, such as lab/results/table1_household_result.json
-    count: str          # of seeds: 5, or 3 to 5 where methods differ
     scores: dict        # {method: {split: {"mean": success, "half": half its 95 % CI, "seeds": number}}}
+
+    @property
+    def count(self):
+        """The number of seeds as text: "5", or "3 to 5" if scores differ in it."""
+        counts = {score["seeds"] for splits in self.scores.values() for score in splits.values()}
+        return " to ".join(dict.fromkeys([str(min(counts)), str(max(counts))]))
 
 
 def is_number(value):
@@ -202,10 +207,10 @@ def seed_scores(result, place, games):
     found, plays = {}, {protocol.plays for protocol in PROTOCOLS.values()}
     for method, splits in expect(result.get("rows", {}), dict, f"{place}, rows").items():
         for split, score in expect(splits, dict, f"{place}, {method}").items():
-            where = f"{place}, {method}, {split}"
-            expect_fields(expect(score, dict, where), float, ("mean", "half"), where)
-            expect_fields(score, list, ("n",), where)
-            expect_fields(score, dict, ("seeds",), where)
+            here = f"{place}, {method}, {split}"
+            expect_fields(expect(score, dict, here), float, ("mean", "half"), here)
+            expect_fields(score, list, ("n",), here)
+            expect_fields(score, dict, ("seeds",), here)
             known = is_number(score.get("mean")) and is_number(score.get("half"))
             expected = {games.get((method, split), 0) * times for times in plays}
             if known and any(expected) and {*score.get("n", [])} <= expected:
@@ -237,7 +242,5 @@ def read_seeds(runs, folder=RESULTS):
             size in ran.get("parameters", sizes) for size in sizes)
         scores = seed_scores(result, path, played)
         if fits and scores:
-            counts = {score["seeds"] for splits in scores.values() for score in splits.values()}
-            count = " to ".join(dict.fromkeys([str(min(counts)), str(max(counts))]))
-            return Seeds("/".join(path.parts[-3:]), count, scores)
+            return Seeds("/".join(path.parts[-3:]), scores)
     return None

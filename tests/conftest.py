@@ -39,6 +39,7 @@ QWEN_TOKENIZER = Path(os.environ.get("QWEN_TOKENIZER") or
                       Path(__file__).parents[2] / "shared" / "data" / "qwen2.5-tokenizer")
 WITHOUT_QWEN = ("needs Qwen2.5's tokenizer: name the folder of any Qwen2.5 model from the hub in "
                 "$QWEN_TOKENIZER (or ../shared/data/qwen2.5-tokenizer)")
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a full disk")
 needs_qwen = pytest.mark.skipif(not (QWEN_TOKENIZER / "tokenizer.json").is_file(), reason=WITHOUT_QWEN)
 QWEN3_TOKENS = ("<tool_response>", "</tool_response>", "<think>", "</think>")    # 151665 to 151668
 # Qwen3's template without its tools: a system message only if given, thoughts only after the last question

@@ -370,8 +370,7 @@ def serve(monkeypatch):
     """serve(reply): a test_endpoint.Server, whose key is in LARGE_KEY; waits before retries are short."""
     pytest.importorskip("openai", reason="needs the openai package: pip install -r requirements-endpoint.txt")
     from test_endpoint import Server
-    for name, value in (("LARGE_KEY", SECRET), ("NO_PROXY", "127.0.0.1"), ("no_proxy", "127.0.0.1")):
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LARGE_KEY", SECRET)
     monkeypatch.setattr(Endpoint, "wait_s", lambda self, retry, after: 0.001)
     servers = []
 

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
-from conftest import rounding
+from conftest import needs_full, rounding
 from hand_made import GAME
 from safetensors.torch import load_file
 from tiny_runs import (
@@ -712,7 +712,7 @@ def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.rglob("fresh*")]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a full disk")
+@needs_full
 def test_a_run_outlives_its_terminal(start, tmp_path):
     command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start),
                "--evaluate", "L2", "--protocol", "sampled", "--evaluate-tasks", 12]

@@ -12,6 +12,7 @@ import sys
 import unicodedata
 
 import pytest
+from conftest import needs_full
 from test_play import COMMITTED, typed
 from test_report import rl_lines, write_method
 from tiny_runs import ROOT
@@ -31,7 +32,6 @@ SHOWN = (r"\u001b]0;owned\u0007 \u001b[31m red \u000d over \u0008 \u007f \u009b2
 
 
 FULL = "standard output: No space left on device"
-needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a full disk")
 
 
 def is_safe(text):
