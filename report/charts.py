@@ -35,7 +35,7 @@ PANELS = (
     Panel("Turns per episode", "turns", "A better policy needs fewer turns.", (("rollout/turns", "turns"),)),
     Panel("Invalid and repeated actions", "%", "Refused by the game, or given before in the same state.",
           (("rollout/invalid_frac", "invalid"), ("rollout/repeated_frac", "repeated"))),
-    Panel("Groups without variance", "%", "Equal rewards in the group, which give no gradient.",
+    Panel("Groups without variance", "%", "Episodes in groups of equal rewards: GRPO gets no gradient.",
           (("rollout/zero_variance_frac", "zero variance"),)),
     Panel("Truncated", "%", "Episodes with a cut response or a full context. Should stay near 0.",
           (("rollout/truncated_frac", "truncated"),)),

@@ -225,7 +225,7 @@ def sentence(change):
     if change.only:
         return text + (f"; only A won {change.only[0]}, only B {change.only[1]}: p = {change.p:.2g} "
                        "(McNemar, exact)")
-    return text + f" ({change.plays[0]} and {change.plays[1]} plays)"
+    return text + f" ({change.plays[0]} and {change.plays[1]} plays; each game counts as one)"
 
 
 def share(entry):

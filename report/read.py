@@ -199,12 +199,15 @@ def read_runs(folder):
     return sorted(runs, key=lambda run: (bool(run.iterations), run.name))
 
 
-def seed_scores(result, place, games):
-    """The scores of a file of results, as in `Seeds`, for methods and splits that played as many games.
+def seed_scores(result, place, played):
+    """The scores of a file of results, as in `Seeds`, for methods and splits that played as many games with
+    as many parameters.
 
-    games: {(method, split): number of games that the runs played, each once or several times}.
+    played: {(method, split): (number of games, each played once or several times; parameters or None)}.
     """
     found, plays = {}, {protocol.plays for protocol in PROTOCOLS.values()}
+    sizes = expect(result.get("ran", {}).get("parameters", {}), dict, f"{place}, ran, parameters")
+    expect_fields(sizes, list, sizes, f"{place}, ran, parameters")
     for method, splits in expect(result.get("rows", {}), dict, f"{place}, rows").items():
         for split, score in expect(splits, dict, f"{place}, {method}").items():
             here = f"{place}, {method}, {split}"
@@ -212,15 +215,16 @@ def seed_scores(result, place, games):
             expect_fields(score, list, ("n",), here)
             expect_fields(score, dict, ("seeds",), here)
             known = is_number(score.get("mean")) and is_number(score.get("half"))
-            expected = {games.get((method, split), 0) * times for times in plays}
-            if known and any(expected) and {*score.get("n", [])} <= expected:
+            games, size = played.get((method, split), (0, None))
+            fits = {*score.get("n", [])} <= {games * times for times in plays}
+            if known and games and fits and size in (None, *sizes.get(method, [size])):
                 found.setdefault(method, {})[split] = {
                     "mean": score["mean"], "half": score["half"], "seeds": len(score.get("seeds", {}))}
     return found
 
 
 def read_seeds(runs, folder=RESULTS):
-    """Results of these methods over several seeds, on as many of the same games and with the same model size:
+    """Results of these methods over several seeds, on as many of the same games and with as many parameters:
     Seeds, or None.
 
     Their other settings are the table's. From the first of lab/results/table1_*_result.json that fits. None
@@ -230,17 +234,14 @@ def read_seeds(runs, folder=RESULTS):
     protocols = [PROTOCOLS.get(run.evaluation.get("protocol", "full")) for run in runs]
     if any(protocol is None or protocol.draws for protocol in protocols):
         return None                                          # other games and turns than a table's
-    sizes = {run.header["parameters"] for run in runs if run.header.get("parameters")}
-    played = {(run.name, split): score["n"] // (score.get("plays") or 1) for run in runs
-              for split, modes in run.evaluation.get("splits", {}).items()
+    played = {(run.name, split): (score["n"] // (score.get("plays") or 1), run.header.get("parameters"))
+              for run in runs for split, modes in run.evaluation.get("splits", {}).items()
               if is_number((score := modes.get("sampled", {})).get("n"))}
     for path in sorted(folder.glob("table1_*_result.json")) if games else ():
         result = expect(files.read_json(path), dict, path)
         ran = expect(result.get("ran", {}), dict, f"{path}, ran")
-        expect_fields(ran, list, ("games", "parameters"), f"{path}, ran")
-        fits = all(name in ran.get("games", []) for name in games) and all(
-            size in ran.get("parameters", sizes) for size in sizes)
+        expect_fields(ran, list, ("games",), f"{path}, ran")
         scores = seed_scores(result, path, played)
-        if fits and scores:
+        if scores and all(name in ran.get("games", []) for name in games):
             return Seeds("/".join(path.parts[-3:]), scores)
     return None

@@ -7,12 +7,13 @@ valid, invalid, malformed and overlong responses, all of which the engine has to
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer
@@ -147,20 +148,16 @@ def with_value_head(model, bias=0.0):
     return headed
 
 
-def state_in(stat):
-    """A process's or thread's state, a letter, from its stat file in /proc."""
-    return stat.read_text().rpartition(")")[2].split()[0]
-
-
 def is_alive(pid):
     """Whether a process runs. A zombie (ended, its exit status not yet read by its parent) does not."""
-    stat = Path(f"/proc/{pid}/stat")
-    if Path("/proc/self/stat").exists():
-        state = state_in(stat) if stat.exists() else ""
-    else:
-        ps = ["ps", "-o", "stat=", "-p", str(pid)]
-        state = subprocess.run(ps, capture_output=True, text=True).stdout.strip()
-    return state != "" and not state.startswith("Z")
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def state_in(stat):
+    """A thread's state, a letter, from its stat file in /proc."""
+    return stat.read_text().rpartition(")")[2].split()[0]
 
 
 def suspend(pid):

@@ -121,6 +121,22 @@ def test_the_first_unknown_argument_is_named(folder, arguments):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("venv", [True, False])
+def test_another_version_of_python_is_named_before_anything_is_installed(folder, venv, monkeypatch):
+    """In .venv and in $PYTHON; a stand-in of which ends with 1, as an older one does when it is asked."""
+    (folder / ".venv" / "requirements.txt").unlink()
+    (folder / "plan-report").write_text("fail")
+    monkeypatch.setenv("PYTHON", str(folder / ".venv" / "bin" / "python"))
+    if not venv:
+        (folder / ".venv" / "bin" / "pip").unlink()
+    process = run_sh(folder)
+    assert process.wait(PATIENCE_S) == 2
+    (line,) = process.stderr.read().splitlines()
+    assert line.startswith("run.sh: .venv is not" if venv else f"run.sh: {os.environ['PYTHON']} is not")
+    assert stages(folder) == ["report"] and not (folder / ".venv" / "requirements.txt").exists()
+
+
+@pytest.mark.fast
 def test_if_one_method_fails_the_other_is_stopped(folder):
     (folder / "plan-grpo").write_text("wait")
     (folder / "plan-grpo+gcd").write_text("fail")

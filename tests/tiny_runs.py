@@ -29,6 +29,20 @@ COLD = ("--demonstrations 200 --cold-start-batch 4 --cold-start-epochs 3 --cold-
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
+def copy_code(folder):
+    """Copy run.sh, the requirements and the code, without tests and results, to a new folder.
+
+    Nothing of what a user keeps in the checkout.
+    """
+    folder.mkdir()
+    for path in ROOT.iterdir():
+        if path.suffix in (".py", ".sh", ".txt", ".toml"):
+            shutil.copy(path, folder)
+        elif path.name.isidentifier() and path.name != "tests" and any(path.glob("*.py")):
+            without = shutil.ignore_patterns("results", "__pycache__")
+            shutil.copytree(path, folder / path.name, ignore=without)
+
+
 def start_from(checkpoint):
     """Flags that start RL from a checkpoint."""
     return ["--model", checkpoint, "--demonstrations", 0]

@@ -2,9 +2,10 @@
 
 A room is a layout: how many receptacles of each type it has. Every room type has 20 training rooms and 8
 other rooms. A task puts things into one of them and sets a goal. The splits follow RLVMR's: L0 = training
-rooms, L1 = other rooms, L2 = other rooms and the task types that RL never trains on. Things are more likely
-in their usual places (USUAL_PLACES), so knowledge of training rooms makes a search faster. Left out: knives
-and slicing, receptacles that share a location, and the size of real rooms (22 receptacles, 43 objects).
+rooms, L1 = other rooms, L2 = other rooms and the task types that --train-types part leaves out. Things are
+more likely in their usual places (USUAL_PLACES), so knowledge of training rooms makes a search faster. Left
+out: knives and slicing, receptacles that share a location, and the size of real rooms (22 receptacles, 43
+objects).
 """
 
 import random

@@ -27,14 +27,8 @@ FOLDER = {"train": "train", "dev": "valid_train", "L0": "valid_seen", "L1": "val
 TRAIN_TASKS = 10_000_000  # number of training tasks in a Split; real games repeat in it
 REAL_EVERY = 3          # with rearranged games, every third task is still a real one
 CAPTIONS = {"dev": "for tuning, training rooms and other rooms", "L0": "training rooms, new tasks",
-            "L1": "other rooms", "L2": "other rooms and task types that RL never trains on"}
-
-
-def captions(source, train_types):
-    """{split: what its tasks are} for a run."""
-    real = {"dev": "for tuning, training rooms", "L0": "training rooms, objects placed anew"}
-    all_trained = {"L2": "other rooms, two of the task types"} if train_types == "all" else {}
-    return CAPTIONS | (real if source else {}) | all_trained
+            "L1": "other rooms", "L2": "other rooms, the task types that --train-types part leaves out"}
+OF_REAL_GAMES = {"dev": "for tuning, training rooms", "L0": "training rooms, objects placed anew"}
 
 
 class Tasks:

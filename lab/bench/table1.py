@@ -105,13 +105,17 @@ def models(config):
 
 
 def what_ran(config, stored):
-    """The model, its parameters, the games, versions and commits of the stored cells."""
+    """The model, each row's numbers of parameters, the games, versions and commits of the stored cells."""
     def distinct(key):
         texts = sorted({json.dumps(cell[key]) for cell in stored if cell[key] is not None})
         return [json.loads(text) for text in texts]
     adopted = [cell for cell in stored if "adopted" in cell]
+    sizes = {}
+    for cell in stored:
+        if cell["parameters"]:
+            sizes.setdefault(cell["row"], set()).add(cell["parameters"])
     return {"model": models(config), "cells": len(stored),
-            "parameters": distinct("parameters"), "games": distinct("games"),
+            "parameters": {row: sorted(found) for row, found in sizes.items()}, "games": distinct("games"),
             "commits": sorted({commit for cell in stored for commit in cell["commits"]}),
             "versions": distinct("versions"),
             "adopted": sorted({f"{cell['row']} from {cell['adopted']}" for cell in adopted}),
@@ -164,7 +168,8 @@ def text(result):
 def introduction(result):
     """Lines above the table: what ran, and how to read the columns."""
     ran, column = result["ran"], COLUMN[result["benchmark"]]
-    parameters = " or ".join(f"{n:,}" for n in ran["parameters"]) or "an unrecorded number of"
+    sizes = sorted(set().union(*ran["parameters"].values()))
+    parameters = " or ".join(f"{n:,}" for n in sizes) or "an unrecorded number of"
     most = max((len(row[split]["seeds"]) for row in result["rows"].values() for split in result["splits"]
                 if split in row), default=0)
     seeds = f"{most} of " * (most < len(result["seeds"])) + f"{len(result['seeds'])} seeds"

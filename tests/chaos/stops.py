@@ -27,6 +27,7 @@ from forked import (
     sampled,
     undisturbed,
 )
+from tiny_runs import copy_code
 
 import gcd
 from infra import checkpoint, files
@@ -211,8 +212,7 @@ def two_writers(workdir, size):
 def orphans(workdir, size):
     """run.sh killed by SIGKILL while its two methods run: they save and end, and run.sh resumes them."""
     checkout = workdir / "checkout"
-    without = shutil.ignore_patterns(".venv", "runs", ".git", "results", "tests")
-    shutil.copytree(ROOT, checkout, ignore=without)
+    copy_code(checkout)
     (checkout / "lab" / "results").mkdir()
     python = checkout / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)

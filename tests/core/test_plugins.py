@@ -13,7 +13,7 @@ import sys
 
 import pytest
 import torch
-from tiny_runs import ENVIRONMENT, ROOT, rows
+from tiny_runs import ENVIRONMENT, ROOT, copy_code, rows
 
 import config
 import gcd
@@ -23,7 +23,6 @@ from infra.signals import Stop
 from rollout import Episode, Turn
 
 RECIPES = ROOT / "tests" / "recipes"
-NOT_CODE = (".git", ".venv", "runs", "results", "tests", "__pycache__", ".pytest_cache", ".ruff_cache")
 TINY = ("--device cpu --hidden-size 32 --layers 2 --tasks 4 --group-size 4 --iterations 2 --minibatches 2 "
         "--judge-turns 8 --judge-group-size 4 --cold-start-lr 1e-2").split()
 COLD = ("--demonstrations 200 --judge-demonstrations 20 --mistake-rate 0.2").split()
@@ -33,7 +32,7 @@ COLD = ("--demonstrations 200 --judge-demonstrations 20 --mistake-rate 0.2").spl
 def checkout(tmp_path_factory):
     """A copy of the checkout with one more file in envs/ and one in algorithms/."""
     copy = tmp_path_factory.mktemp("copy") / "checkout"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_CODE))
+    copy_code(copy)
     shutil.copy(RECIPES / "guess.py", copy / "envs")
     shutil.copy(RECIPES / "opo.py", copy / "algorithms")
     return copy

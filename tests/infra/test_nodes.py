@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
+import psutil
 import pytest
 import test_parallel as single
 import torch
@@ -69,8 +70,7 @@ def finished(nodes, timeout_s=400):
 
 def workers(node):
     """The process ids of a node's ranks."""
-    listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(node.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in listed.stdout.split()]
+    return [child.pid for child in psutil.Process(node.pid).children()]
 
 
 def signal_node(node, signum):

@@ -304,11 +304,11 @@ def test_a_metric_that_is_not_logged_is_not_drawn(tmp_path):
 
 
 def write_results(folder, name="table1_x_result.json", games=("generated rooms",), parameters=(184768,),
-                  rows=None):
+                  rows=None, sizes=None):
     folder.mkdir(parents=True, exist_ok=True)
     score = {"mean": 0.593, "half": 0.058, "n": [256], "seeds": dict.fromkeys("01234", 0.593)}
     rows = rows or {"grpo": {"L0": score, "L1": score}, "ppo": {"L0": score}}
-    ran = {"games": list(games), "parameters": list(parameters)}
+    ran = {"games": list(games), "parameters": {row: list(parameters) for row in rows} | (sizes or {})}
     (folder / name).write_text(json.dumps({"seeds": [*range(9)], "ran": ran, "rows": rows}))
 
 
@@ -333,6 +333,15 @@ def test_results_of_other_games_or_models_are_not_given(tmp_path, results):
     write_method(tmp_path / "run", "grpo", success={"L0": 0.5})
     assert read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results") is None
     assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
+
+
+def test_results_over_seeds_are_of_rows_of_the_runs_size(tmp_path):
+    """In a table whose rows have two sizes, and a run of each."""
+    write_results(tmp_path / "lab" / "results", sizes={"ppo": [9]})
+    for name in ("grpo", "ppo"):
+        write_method(tmp_path / "run", name, success={"L0": 0.5})
+    seeds = read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results")
+    assert [*seeds.scores] == ["grpo"]
 
 
 @pytest.mark.parametrize("protocol, there", [("eight", True), ("sampled", True), ("rlvmr", False)])
