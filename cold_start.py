@@ -42,8 +42,8 @@ ROUND = 512            # episodes of a DAgger round, which are played with the s
 
 
 def cold_start(run):
-    """Imitate the expert: first the policy, then policy and judge together. Jointly from scratch, the judge's
-    questions take over and the policy learns little.
+    """Imitate the expert: first the policy, then policy and judge together. Trained together from the start,
+    the judge's questions take over and the policy learns little.
 
     A stop saves a checkpoint between steps, from which --resume continues. Within a DAgger round nothing is
     saved, and --resume continues from the last saved round.

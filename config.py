@@ -120,7 +120,7 @@ class Config:
     demonstrations: int = setting(3000, "expert episodes imitated; 0: no cold start", low=0,
                                   section="cold start")
     cold_start_types: str = setting("all", "task types of the demonstrations: all, or part (without L2's); "
-                                    "paper: those of --train-types", ("part", "all"))
+                                    "--preset paper: as --train-types", ("part", "all"))
     thoughts: str = setting("template", "a template's sentence, or a large model's (--endpoint)",
                             ("template", "endpoint"), needs=NEEDS_WRITER, rare=True)
     instructions: bool = setting(False, "instructions in a random half of the demonstrations, for "
@@ -189,7 +189,7 @@ class Config:
                                    needs=NEEDS_CORRECTION)
     correction_every: int = setting(10, "iterations between new instructions", low=1, needs=NEEDS_CORRECTION)
     correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation", rare=True)
-    endpoint: str = setting("", "URL of a large model's OpenAI-compatible server: "
+    endpoint: str = setting("", "URL of a large model's OpenAI-compatible server, such as "
                             "https://api.deepseek.com/v1")
     endpoint_model: str = setting("deepseek-chat", "the model's name there", needs=NEEDS_ENDPOINT)
     endpoint_key_variable: str = setting("OPENAI_API_KEY", "environment variable that holds the key",
@@ -202,7 +202,7 @@ class Config:
                             section="evaluation")
     evaluate_tasks: int = setting(0, "tasks of each split to play, drawn once, the same for every "
                                   "seed; 0: all", low=0, rare=True)
-    protocol: str = setting("full", "every game once at temperatures 1, 0.4 and 0; sampled: at 1 alone; "
+    protocol: str = setting("full", "full: every game once at temperatures 1, 0.4 and 0; sampled: at 1; "
                             "eight: eight times at 1 and at 0.4; verl-agent (and GiGPO), rlvmr: 128 drawn "
                             "with replacement, at 0.4, in 50 or 30 turns",
                             (*PROTOCOLS,))

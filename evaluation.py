@@ -189,11 +189,16 @@ SHARED = ("out", "resume", "overwrite", "seed", "device", "dtype", "env", "max_t
           "show_admissible", "history", "slots", "max_response_tokens", "admissible_only", "endpoint_model",
           "endpoint_key_variable", "endpoint_limit", "evaluate", "evaluate_tasks",
           "protocol")
+HELP = {"evaluate": "splits, such as L0,L1; auto: all but dev",     # where a run's does not fit
+        "seed": "fixes all sampling, and the games that are drawn",
+        "resume": "continue the evaluation in --out",
+        "endpoint_limit": "most requests, retries and redirects included"}
 OF_MODELS = ("device", "dtype", "context", "admissible_only")
 OF_WRITERS = ("prompt", "show_admissible", "history", "max_response_tokens")
 OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit")
 Flags = make_dataclass("Flags", [
-    (f.name, f.type, field(default=f.default, metadata=f.metadata | {"needs": None}))
+    (f.name, f.type, field(default=f.default, metadata=f.metadata | {
+        "needs": None, "help": HELP.get(f.name, f.metadata["help"])}))
     for f in fields(flags.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
 TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
 # What a record in episodes.jsonl has; one that lacks some of it is played again
@@ -237,7 +242,8 @@ def parse(argv):
     if kind == "server":
         of_run["endpoint"] = checked_url(own.player, "--player")
         of_run.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
-    of_run.setdefault("evaluate", ",".join(name for name in environment.splits if name != "dev"))
+    if of_run.get("evaluate", "auto") == "auto":
+        of_run["evaluate"] = ",".join(name for name in environment.splits if name != "dev")
     try:
         config = flags.parsed(flags.arguments(of_run))
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Train a language-model agent in a text environment: cold start, RL with a self-judge (GCD), evaluation.
 
-    python gcd.py                                   # everything: small model, generated rooms, CPU
+    python gcd.py                                   # everything: small model, generated rooms
     python gcd.py --algo gigpo --no-gcd             # another algorithm, without the judge
     torchrun --nproc-per-node 8 gcd.py --model DIR  # a Qwen2, 2.5, 3 or Llama folder on eight GPUs
     python gcd.py --help all                        # every flag, with its meaning and unit
@@ -129,14 +129,14 @@ def judge_turns(run, i, episodes):
     by_endpoint = None
     if config.judge_labels in labels.OF_ENDPOINT:
         n = len(range(ranks.rank, config.judge_turns, ranks.world_size))             # this rank's share
-        by_endpoint = run.endpoint_labels(episodes, n, stream(seed, 2, ranks.rank))
+        by_endpoint = run.endpoint_labels(episodes, n, stream(seed, judge.ENDPOINT, ranks.rank))
     places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint)
     places = sum(parallel.all_gather(places), [])
-    judged, differing, wanted = [], [], config.judge_turns // 2
+    judged, differing, pairs = [], [], config.judge_turns // 2
     for redraw in range(flags.MOST_ROUNDS if config.judge_redraw else 1):
-        chosen = judge.choose(places, config.judge_labels, wanted,
-                              stream(seed, 3, redraw) if redraw else seed)
+        chosen = judge.choose(places, config.judge_labels, pairs,
+                              stream(seed, judge.REDRAW, redraw) if redraw else seed)
         if not (chosen or redraw):
             run.warn_once("no turn was judged", judge.why_none(places, config.judge_labels))
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)
@@ -148,9 +148,9 @@ def judge_turns(run, i, episodes):
                                judge.at_once(config.slots))
         differing += [question for question in fresh if len(set(question.rewards)) > 1]
         found = parallel.all_sum(len(differing))
-        drawn, wanted = {place[:2] for place in chosen}, (config.judge_turns - found) // 2
+        drawn, pairs = {place[:2] for place in chosen}, (config.judge_turns - found) // 2
         places = [place for place in places if place[:2] not in drawn]
-        if not (chosen and wanted):
+        if not (chosen and pairs):
             break
     return judged, judge.samples(differing if config.judge_redraw else judged, config.judge_normalize_std)
 
@@ -214,23 +214,29 @@ def optimize(run, i, samples, reference):
     if config.dtype != "float32":
         update.rescore(run.model, update.with_gradient(itertools.chain(*parts[1:]), objective), objective)
         for sample in parts[0]:
-            sample.logprob_sampler, sample.logprob_old = sample.logprob_old, None
-    rate, steps = config.lr * lr_factor(config, i), []
+            sample.logprob_sampler, sample.logprob_old = sample.logprob_old, None     # the forward's own
+    rate, steps, gap = config.lr * lr_factor(config, i), [], {}
     for part in parts:
         compare = not steps and i % DETAIL_EVERY == 0
         if metrics := update.update(run.model, run.optimizer, part, objective, rate, compare):
+            gap = gap or checked_gap(metrics, config.dtype)
             steps.append(metrics)
-            if len(steps) == 1:
-                gap = {key: value for key, value in metrics.items() if "/logprob_gap" in key}
-                for kind in update.KINDS:                # nan where there is none
-                    largest = metrics[f"{kind}/logprob_gap_max_nats"]
-                    if config.dtype == "float32" and largest > LOGPROB_GAP_LIMIT:
-                        raise ValueError(f"{kind}: sampler and trainer differ by {largest:.2e} nats on equal "
-                                         f"weights; at most {LOGPROB_GAP_LIMIT:g} is rounding")
     if not steps:                                    # no rank had a sample: no group teaches, none was judged
         unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
     return update.mean_of(steps) | gap | {"policy/steps": len(steps), "policy/lr": rate}
+
+
+def checked_gap(metrics, dtype):
+    """The gaps among a step's metrics (nan where there is none). ValueError if a float32 run's is larger than
+    rounding.
+    """
+    for kind in update.KINDS:
+        largest = metrics[f"{kind}/logprob_gap_max_nats"]
+        if dtype == "float32" and largest > LOGPROB_GAP_LIMIT:
+            raise ValueError(f"{kind}: sampler and trainer differ by {largest:.2e} nats on equal weights; at "
+                             f"most {LOGPROB_GAP_LIMIT:g} is rounding")
+    return {key: value for key, value in metrics.items() if "/logprob_gap" in key}
 
 
 def rollout_metrics(run, episodes):

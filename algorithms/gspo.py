@@ -5,7 +5,8 @@
 
 The paper's sequence is the answer to a question. Here it is, by --sequence, all sampled tokens of an episode,
 which have one reward, or those of each turn, weighted by their share of the episode's tokens. A judge's
-answer is a sequence. The bounds, 3e-4 and 4e-4, are the paper's. See losses.sequence_ratio.
+answer is a sequence, and its loss a mean over tokens. The bounds, 3e-4 and 4e-4, are the paper's. See
+losses.sequence_ratio.
 """
 
 from dataclasses import dataclass

@@ -61,8 +61,9 @@ def nthr_scores(hidden_Nd, error_NV, episode_N, won_E, beta=1.0):
 def nthr_weights(hidden_Nd, error_NV, episode_N, won_E, beta=1.0):
     """Factor on each token's advantage: 2 |1/2 - p| for tokens of lost episodes that score above tau, else 1.
 
-    p: share of won episodes; at 1/2 those tokens are dropped, at 0 and 1 all factors are 1. The sign of the
-    advantage does not matter: the paper's rewards are 0 or 1, so a lost answer's is always negative.
+    p: share of won episodes; at 1/2 those tokens are dropped, at 0 and 1 all factors are 1. The paper's
+    rewards are 0 or 1, so a lost answer's advantage is negative; here others' penalties can make it positive,
+    and it is lowered as well.
     Arguments as in nthr_scores. Returns weight_N.
     """
     score_N, threshold = nthr_scores(hidden_Nd, error_NV, episode_N, won_E, beta)

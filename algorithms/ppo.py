@@ -44,19 +44,19 @@ class ValueSample(Sample):
     target: list[float] = None    # one per sampled token; nan: no target
 
 
-def gae(reward_S, value_S, turns_E, gamma=1.0, lam=0.95):
+def gae(reward_S, value_S, turns_E, lam=0.95):
     """Generalized advantage estimation (arXiv:1506.02438) over an episode's turns, and the critic's targets.
 
-        delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = sum_k (gamma lam)^k delta_{t+k}         Eq. 16
+        delta_t = r_t + V_{t+1} - V_t,  A_t = sum_k lam^k delta_{t+k}         Eq. 16 with gamma = 1
         return_t = A_t + V_t
 
     value_S: V before the turn's response; V after the last turn is 0, won or not, because the turn limit is
     part of the task. Returns advantage_S and return_S. Applied to the tokens of one response, with the reward
-    at the last token and gamma = lam = 1, this is verl-agent's A = R - V.
+    at the last token and lam = 1, this is verl-agent's A = R - V.
     """
     next_S = value_S.roll(-1)
     next_S[(turns_E.cumsum(0) - 1)[turns_E > 0]] = 0.0
-    advantage_S = rewards.discounted_returns(reward_S + gamma * next_S - value_S, turns_E, gamma * lam)
+    advantage_S = rewards.discounted_returns(reward_S + next_S - value_S, turns_E, lam)
     return advantage_S, advantage_S + value_S
 
 

@@ -36,8 +36,8 @@ def tag_rewards(tags, actions, valid, won, variant="paper"):
 
                      paper (§3)                                   code
         planning     1 if the episode was won                     the same
-        explore      1 if the action names an object or           1 unless an earlier turn had the same
-                     location that no earlier action named        action
+        explore      1 if the action has a name (a word with      1 unless an earlier turn had the same
+                     its number) that no earlier action had       action
         reflection   1 if the previous turn was malformed or      1 if so was the previous turn, and the
                      not admissible, and this one is              action differs from its; 1 at the first
                      admissible                                   turn

@@ -52,8 +52,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     tie_word_embeddings: bool = False
-    bos_token_id: int | None = None
-    eos_token_id: int | list | None = None       # not used: stop tokens are the chat's (lm/chat.py)
+    bos_token_id: int | None = None              # not used, as the next: only saved again
+    eos_token_id: int | list | None = None       # stop tokens are the chat's (lm/chat.py)
     value_head: bool = False    # not in Hugging Face, which ignores it; True: a second head with one output
     rope: bool = True           # not in Hugging Face; False: no position encoding, saved as rope_type "none"
     rope_scaling: tuple | None = None      # the values of SCALING, for rope_type "llama3"

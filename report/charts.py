@@ -112,9 +112,9 @@ def smooth(values):
     return means
 
 
-def ticks(low, high, count=4):
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) that enclose low..high, in about `count` steps."""
-    raw = ((high - low) or abs(high) or 1.0) / count
+def ticks(low, high):
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) that enclose low..high, in about four steps."""
+    raw = ((high - low) or abs(high) or 1.0) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     lowest, highest = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -203,13 +203,13 @@ def test_on_alfworld_the_runs_are_those_of_the_table(folder, monkeypatch):
 
 
 def settings_of(flags):
-    """The settings that gcd.py derives from flags, without folders and evaluated splits."""
+    """The settings that gcd.py derives from flags, without folders, device and evaluated splits."""
     if "--model" in flags:                                     # the folder does not exist here
         at = flags.index("--model")
         flags = flags[:at] + flags[at + 2:]
     settings = config.parsed(["--preset", "small", *flags]).settings()
     return {name: value for name, value in settings.items()
-            if name not in ("out", "games", "evaluate")}
+            if name not in ("out", "games", "evaluate", "device")}
 
 
 @pytest.mark.fast

@@ -8,7 +8,7 @@ Finally the table (success at temperatures 1 and 0.4) and the paired differences
 CONFIG_result.json and CONFIG.md. Left out: tuning of settings, figures, and run times (lab.bench.table4).
 
     python -m lab.bench.table1 --config lab/results/table1_household.json            # run missing cells
-    python -m lab.bench.table1 --config lab/results/table1_household.json --jobs 0   # print only
+    python -m lab.bench.table1 --config lab/results/table1_household.json --jobs 0   # write the table
     python -m lab.bench.table1 --config lab/results/table1_household.json --rows grpo --seeds 0,1 --jobs 1
     python -m lab.bench.table1 --config lab/results/table1_alfworld_qwen.json --rows grpo --splits L2 --jobs 1
 """
@@ -244,7 +244,8 @@ def parse(argv):
     parser.add_argument("--rows", default="", help="only these rows or cold starts (grpo,gigpo); empty: all")
     parser.add_argument("--seeds", default="", help="only these seeds (0,1); empty: all")
     parser.add_argument("--splits", default="", help="only runs that evaluate these splits (L2); empty: all")
-    parser.add_argument("--jobs", type=int, default=2, help="cells run in parallel; 0: print the table only")
+    parser.add_argument("--jobs", type=int, default=2,
+                        help="cells run in parallel; 0: none, only write the table")
     add_dirty(parser)
     options = parser.parse_args(argv)
     if options.jobs < 0:

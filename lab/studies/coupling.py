@@ -313,8 +313,8 @@ def figure_10b(results):
         if all(found["ceiling"] and found["ceiling"] > found["between"]["half"] for found in halves.values()):
             agrees = verdict([value["mean"] + value["half"] < min(0.0, judge["mean"] - judge["half"])])
     return {"paper": "Figure 10b", "picture": "coupling.conflict.svg",
-            "claim": "The value head's gradient conflicts with the policy's, the generative judge's does "
-            "not.", "found": ("Means over training, between halves of a batch that share no task: " if halves
+            "claim": "The value head's gradient conflicts with the policy's, the generative judge's does so "
+            "less.", "found": ("Means over training, between halves of a batch that share no task: " if halves
                               else "How large a cosine the gradients' noise allows was not measured: ")
             + f"{'; '.join(text) or 'neither was run'}.", "agrees": agrees}
 

@@ -78,8 +78,7 @@ def figures_of(result):
     unseen = "; ".join(f"{name} {percent(row['L2'], len(result['seeds']))}" for name, row in
                        result["rows"].items() if "L2" in row)
     return [{"paper": "What pretraining buys", "picture": "pretraining.svg",
-             "claim": "The paper's models are pretrained: 300 demonstrations make a start for RL, on task "
-                      "types that they do not show as well.",
+             "claim": "The paper's models are pretrained: 300 demonstrations make a start for RL.",
              "found": f"SmolLM2 less the small model, points of success at temperature 1 on "
                       f"{' / '.join(result['splits'])}, by demonstrations: {'; '.join(texts)}. On L2, whose "
                       f"types no demonstration showed, in per cent: {unseen}.",

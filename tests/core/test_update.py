@@ -513,13 +513,6 @@ def test_an_unused_value_head_leaves_the_policys_gradient_bit_for_bit(model, hea
     assert metrics == pytest.approx(same, rel=0, abs=0, nan_ok=True)
 
 
-def test_labelled_turns_have_no_logprobs(model, samples, turns):
-    """gcd.py computes the reference's logprobs of all samples in one call."""
-    scores = update.logprobs(model, samples[:2] + turns + samples[2:], PLAIN)
-    assert scores[:2] + scores[9:] == update.logprobs(model, samples, PLAIN)
-    assert not any(sum(scores[2:9], []))
-
-
 def test_answers_and_labels_do_not_mix(headed, turns, judgements):
     with pytest.raises(AssertionError, match="some samples have a label, some have none"):
         update.update(headed, Recorder(headed), turns + judgements, PLAIN, lr=0.0)
