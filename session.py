@@ -20,6 +20,7 @@ import labels
 import resume
 import rollout
 import update
+from config import PROTOCOLS
 from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
 from infra.memory import check_memory, state_bytes
@@ -207,6 +208,17 @@ def split_tasks(environment, name):
     return tasks
 
 
+def episodes_at_once(config, ranks):
+    """The most episodes that a rank plays at once: --slots, or fewer if no stage has as many."""
+    if config.dagger:
+        return config.slots                              # its rounds have hundreds
+    protocol, stages = PROTOCOLS[config.protocol], [config.tasks * config.group_size]
+    for split in config.splits:
+        n = len(split_tasks(config.environment, split))
+        stages.append((protocol.draws or min(config.evaluate_tasks or n, n)) * protocol.plays)
+    return min(config.slots, -(-max(stages) // ranks.world_size))
+
+
 def make_games(environment, n, resources):
     """Environment.make; `resources` close the games. PluginError if it returns anything but n Games."""
     games = environment.make(n)
@@ -251,7 +263,7 @@ def prepare(config, ranks, should_stop, resources):
         model = load_model(config, folder, ranks, chat.small, state)
     if source and chat.small:
         check_vocabulary(config, source, previous, chat.tokenizer)            # may read hundreds of games
-    games = make_games(environment, config.slots, resources)
+    games = make_games(environment, episodes_at_once(config, ranks), resources)
     for task in tasks:
         first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history).start()
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
@@ -265,7 +277,7 @@ def prepare(config, ranks, should_stop, resources):
                                       always=config.lora > 0)
     if sampler is not model:
         sampler.fuse()
-    slots = Slots(sampler, config.slots, config.context, chat.stop_ids,
+    slots = Slots(sampler, len(games), config.context, chat.stop_ids,
                   Sampling(config.temperature, config.max_response_tokens))
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
                should_stop, identity, state and state["iteration"], endpoint, sink, instruction, slots=slots,

@@ -23,6 +23,7 @@ from lm.attention import Forked, kv_cache, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
+KEPT = 8           # part of the cache's size, at most, for first prompts
 BLOCK = 1024       # weights that are added up one by one to draw a token
 
 
@@ -162,7 +163,8 @@ class Slots:
 
         Returns logits_RV after each prompt, and the number of tokens in each row. rows: in ascending order.
         Equal prompts of which no token is cached, as of a group's members, are run once and copied; with
-        `share` they are kept in `first_prompts` for members that start later.
+        `share` they are kept in `first_prompts` for members that start later: the last ones, of a KEPT-th as
+        many tokens as the cache has room for, and two at least.
         """
         reused = [reusable_prefix(self.cached[row], prompt) for row, prompt in zip(rows, prompts)]
         self.reserve(rows, prompts, reused)
@@ -179,11 +181,14 @@ class Slots:
         for prompt, members in members_of.items():
             copies = [rows[i] for i in members if i not in first]
             if prompt not in known and (share or copies):
-                known[prompt] = self.cache.export_row(rows[members[0]], len(prompt)), logits[members[0]]
+                known[prompt] = (self.cache.export_row(rows[members[0]], len(prompt)),
+                                 logits[members[0]].clone())             # else all rows' logits are kept
             if copies:
                 exported, logits_V = known[prompt]
                 self.cache.import_rows(copies, exported)
                 logits |= dict.fromkeys(members, logits_V)
+        while len(known) > 2 and sum(map(len, known)) > self.cache.slots // KEPT:
+            del known[next(iter(known))]                        # the oldest: an evaluation has hundreds
         return torch.stack([logits[i] for i in range(len(rows))]), [len(prompt) for prompt in prompts]
 
     def reserve(self, rows, prompts, reused):

@@ -50,6 +50,8 @@ def iteration(bench, *flags):
     """
     out, start = bench.folder / "iteration", time.perf_counter()
     command = [*arguments(bench, out), *flags]
+    for left in bench.folder.glob(f"{out.name}*"):             # of tries that ended early, up to 25 GB each
+        shutil.rmtree(left)
     with as_in_a_run(bench) as found:
         status = gcd.main([*command, "--iterations", "2", "--overwrite"])
     run_s, lines = time.perf_counter() - start, rl_lines(out)

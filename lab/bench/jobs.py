@@ -27,9 +27,14 @@ class Failed(Exception):
 
 
 class Children:
-    """The running processes of gcd.py. `stop` makes each save a checkpoint and end."""
+    """The running processes of gcd.py, `jobs` at a time. `stop` makes each save a checkpoint and end.
 
-    def __init__(self):
+    Each computes with its share of the cores: if each has all, their threads wait for each other's, and a run
+    of SmolLM2 takes several times as long.
+    """
+
+    def __init__(self, jobs=1):
+        self.threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // jobs))} if jobs > 1 else {}
         self.running, self.lock, self.stopping = set(), threading.Lock(), False
 
     def run(self, command, log):
@@ -42,7 +47,8 @@ class Children:
             if self.stopping:
                 raise Failed("stopped")
             child = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True,
-                                     env=SHUTDOWN_TIMEOUT | os.environ | {"GCD_PARENT": str(os.getpid())})
+                                     env=SHUTDOWN_TIMEOUT | self.threads | os.environ | {
+                                         "GCD_PARENT": str(os.getpid())})
             self.running.add(child)
         status = child.wait()
         with self.lock:
@@ -108,7 +114,7 @@ def run_all(cells, jobs, report, dirty=False):
     report(failure or None) is called when a cell ends. On an interrupt, all processes are stopped and waited
     for.
     """
-    children, futures = Children(), {}
+    children, futures = Children(jobs), {}
 
     def work(cell):
         if cell.start in futures and futures[cell.start].exception():

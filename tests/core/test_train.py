@@ -63,6 +63,16 @@ def prepared(out, *flags):
     return session.prepare(settings, job.setup("cpu"), False, ExitStack())
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, n", [
+    ("--slots 3", 3), ("", 16), ("--tasks 1 --evaluate L1 --evaluate-tasks 5 --protocol eight", 40),
+    ("--evaluate L0,L1", 128), ("--evaluate L1 --protocol rlvmr --slots 200", 128),
+    ("--dagger 1 --slots 50", 50)])
+def test_there_are_as_many_games_as_are_played_at_once(tmp_path, flags, n):
+    run = prepared(tmp_path / "out", "--demonstrations", 1, *flags.split())
+    assert len(run.games) == run.slots.n == n
+
+
 def test_the_recorded_task_types_of_the_cold_start_are_those_of_the_weights(tmp_path):
     """Through RL and through --resume; None without a cold start."""
     few = ["--demonstrations", 4, "--judge-demonstrations", 0, "--cold-start-types"]

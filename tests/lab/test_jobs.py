@@ -121,6 +121,20 @@ def test_a_run_stops_if_the_process_that_started_it_is_killed(tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.fast
+@pytest.mark.parametrize("jobs, given, got", [
+    (2, None, str(max(1, os.cpu_count() // 2))), (10_000, None, "1"), (2, "5", "5"), (1, None, "None")])
+def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch, jobs, given, got):
+    """By a number of threads, unless one is given."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with open(tmp_path / "log", "w") as log:
+        program = "import os; print(os.environ.get('OMP_NUM_THREADS'))"
+        assert Children(jobs).run([sys.executable, "-c", program], log) == 0
+    assert (tmp_path / "log").read_text().strip() == got
+
+
 def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, capsys):
     plain = {"start": None, "flags": ["--lr", "6e-4"], "paper": None}
     config = CONFIG | {"common": ["--iterations", "0"], "cold_starts": {}, "differences": [],

@@ -94,6 +94,26 @@ def test_long_prefills_are_split_into_blocks_of_rows(model):
 
 
 @pytest.mark.fast
+def test_of_first_prompts_the_last_are_kept_as_far_as_they_are_small(model):
+    """An evaluation that plays each game several times has hundreds; one that is gone is run again."""
+    slots = engine.Slots(model, 4, 64, (), Sampling(max_response_tokens=4))
+    prompts, kept = [[i % 30 + 1] * (5 + i % 3) + [i // 30] for i in range(40)], []
+    for i in [*range(0, 40, 4), 32, 0]:
+        slots.cached = [[] for _ in range(4)]
+        slots.begin(range(4), prompts[i:i + 4], [7] * 4, share=True)
+        while slots.running:
+            slots.tick()
+            finished = slots.pop_finished()
+        assert [response.ids for _, response in finished] == [
+            slow_response(model, prompt, 7, (), 1.0, 4)[0] for prompt in prompts[i:i + 4]]
+        kept.append(sum(map(len, slots.first_prompts)))
+    assert 0 < max(kept) <= slots.cache.slots // engine.KEPT
+    assert [*slots.first_prompts][-1] == tuple(prompts[3])
+    assert all(logits_V.untyped_storage().nbytes() == logits_V.nbytes
+               for _, logits_V in slots.first_prompts.values())
+
+
+@pytest.mark.fast
 def test_a_row_may_need_all_of_its_room(model):
     """Row 0 ends, at its longest, while row 1, which began a tick later, goes on."""
     slots = engine.Slots(model, 2, 128, (), Sampling(max_response_tokens=24))
