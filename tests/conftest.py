@@ -89,6 +89,13 @@ PHRASES = [*COMMANDS, "jump", "good", "bad", "You are at ", "go to ", "open ", "
            " countertop 1"]
 
 
+def pytest_configure():
+    """Drop torchrun's variables, which some clusters set. Ranks of tests, which import this, keep theirs."""
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                     "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(variable, None)
+
+
 class Corridor:
     """A game: five places in a row; a task's problem is (start, goal). A refused command has no effect."""
 

@@ -88,11 +88,11 @@ def test_kept_checkpoints_are_the_models_of_their_iterations(start, tmp_path, mo
     assert same(kept[full]["00002"], weights(full)) and not same(kept[full]["00001"], weights(full))
 
 
-@pytest.mark.parametrize("crash_at", [0, 1])
-def test_a_crashed_run_resumes_from_its_last_checkpoint(start, tmp_path, monkeypatch, crash_at):
-    """At 0 that is the cold start's: its Adam moments must not leak into RL, with or without a crash."""
+@pytest.mark.parametrize("crash_at, method", [(0, ""), (0, "--algo ppo --group-size 1"), (1, "")])
+def test_a_crashed_run_resumes_from_its_last_checkpoint(start, tmp_path, monkeypatch, crash_at, method):
+    """At 0 that is the cold start's, which has no critic yet."""
     flags = ["--model", start, "--demonstrations", 40, "--cold-start-epochs", 1, "--judge-demonstrations", 0,
-             "--judge-epochs", 0, "--checkpoint-every", 1]
+             "--judge-epochs", 0, "--checkpoint-every", 1, *method.split()]
     assert train(tmp_path / "full", *flags) == 0
     iteration = gcd.iteration
 
@@ -106,6 +106,22 @@ def test_a_crashed_run_resumes_from_its_last_checkpoint(start, tmp_path, monkeyp
         assert train(tmp_path / "parts", *flags) == 1
     assert train(tmp_path / "parts", *flags, "--resume") == 0
     assert same(weights(tmp_path / "full"), weights(tmp_path / "parts"))
+
+
+def test_the_moments_of_the_cold_start_do_not_leak_into_rl(start, tmp_path, monkeypatch):
+    """A larger model's, which is trained by RL's own optimizer; here they are made up."""
+    cold_start_of, iteration, left = gcd.cold_start, gcd.iteration, []
+
+    def with_moments(run):
+        cold_start_of(run)
+        run.optimizer.state[next(iter(run.model.parameters()))] = {"step": torch.ones(())}
+
+    monkeypatch.setattr(gcd, "cold_start", with_moments)
+    monkeypatch.setattr(gcd, "iteration", lambda run, *rest: left.append(len(run.optimizer.state)) or
+                        iteration(run, *rest))
+    assert train(tmp_path, "--model", start, "--demonstrations", 4, "--judge-demonstrations", 0,
+                 "--iterations", 1) == 0
+    assert left == [0]
 
 
 def assert_same_run(full, parts):
@@ -166,22 +182,23 @@ def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_f
 
 def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(start, tmp_path, monkeypatch,
                                                                              capsys):
-    """No further turn is played; the saved weights are those before the iteration."""
+    """No turn is played after those of the same tick; the saved weights are those before the iteration."""
     full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--kl", "loss"]
     assert train(full, *flags) == 0
-    submit, turns = rollout.Conversation.submit, []
+    submit, after = rollout.Conversation.submit, []
 
     def pressed_in_the_second_iteration(conversation, *arguments):
-        turns.append(conversation)
         if len(rows(parts)) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-            patch.setattr(rollout.Conversation, "submit", submit)
+            if not after:
+                os.kill(os.getpid(), signal.SIGINT)
+            after.append(conversation)
         return submit(conversation, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(rollout.Conversation, "submit", pressed_in_the_second_iteration)
         assert train(parts, *flags) == 130
     assert len(rows(parts)) == 1
+    assert len({*map(id, after)}) == len(after)         # no conversation goes on after that tick's responses
     assert "checkpoint holds the model after 1 of 2 iterations; --resume continues" in capsys.readouterr().err
     assert train(parts, *flags, "--resume") == 0
     assert same(weights(full), weights(parts))

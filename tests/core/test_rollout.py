@@ -255,6 +255,21 @@ def test_an_environment_may_have_its_own_noop_message(tokenizer):
     assert episode.turns[2].observation == "Pardon?" and episode.turns[2].anchor == "You are at 3."
 
 
+def test_a_refusal_in_the_games_own_words_leaves_the_anchor_unchanged(chat):
+    """As of a tool, which says with `taken` what it refused."""
+    class Strict(Corridor):
+        def step(self, command):
+            reply = super().step(command)
+            return reply._replace(observation=f"No {command}.", taken=False) if command == "jump" else reply
+
+    conversation = corridor_conversation(chat, env=Strict())
+    for text in ("right", "jump"):
+        conversation.act(response_of(chat, text), 9, 400)
+    episode = conversation.episode
+    assert conversation.reply.observation == "No jump." and episode.final_anchor == "You are at 3."
+    assert not episode.turns[1].valid
+
+
 def test_the_turn_limit_ends_an_episode(chat):
     conversation = corridor_conversation(chat)
     assert [conversation.act(response_of(chat, "look"), 3, 400) for _ in range(3)] == [False, False, True]
@@ -300,16 +315,19 @@ class FragileProcess(Fragile, InAnotherProcess):
 def test_a_lost_episode_restarts(model, chat, deaths, kind):
     """Whether the reset or a turn is lost. The restarted episode samples from new streams, the same in every
     run; an episode that was not restarted is not affected."""
-    def played(envs):
-        return rollout.play(model, chat, envs, make_specs(2, 2), Sampling(max_response_tokens=4), 6, 400)
-    Fragile.calls, Fragile.deaths = 0, deaths
-    lost, undisturbed = played([kind() for _ in range(2)]), played([Corridor() for _ in range(2)])
-    Fragile.calls = 0
-    again = played([kind() for _ in range(2)])
+    def played(kind, specs):
+        Fragile.calls = 0
+        games = [kind() for _ in range(2)]
+        return rollout.play(model, chat, games, specs, Sampling(max_response_tokens=4), 6, 400)
+
+    Fragile.deaths, specs = deaths, make_specs(2, 2)
+    lost, again = played(kind, specs), played(kind, specs)
     assert sum(e.restarts for e in lost) == len(deaths) == rollout.summary(lost)["restarts"]
-    for a, b, c in zip(lost, undisturbed, again):
-        ids = [[t.response_ids for t in episode.turns] for episode in (a, b, c)]
-        assert a.turns and ids[0] == ids[2] and (ids[0] == ids[1] or a.restarts)
+    new = [replace(spec, stream=streams.stream(spec.stream, 1 << 40, e.restarts)) if e.restarts else spec
+           for spec, e in zip(specs, lost)]
+    for episodes in zip(lost, again, played(Corridor, new), strict=True):
+        ids, *others = [[t.response_ids for t in episode.turns] for episode in episodes]
+        assert ids and others == [ids, ids]
 
 
 @pytest.mark.parametrize("kind", [Corridor, InAnotherProcess])

@@ -316,10 +316,11 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
 def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch, kind):
     """Of each round's questions only those with unequal rewards are trained; no turn is asked about twice.
     Without the flag there is one round, of the same first questions."""
-    rounds_of_turns, answer = [], gcd.judge.answer_questions
+    rounds_of_turns, numbers_of, answer = [], [], gcd.judge.answer_questions
 
     def answers(model, chat, judged, *arguments):
         answer(model, chat, judged, *arguments)
+        numbers_of.extend(question.index for question in judged)
         for question in judged:
             spread = question.index % 4 == 1
             question.rewards = [float(spread and k == 0) for k in range(len(question.rewards))]
@@ -334,6 +335,8 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
         episodes, _ = gcd.collect(run, 0)
         judged, samples = gcd.judge_turns(run, 0, episodes)
         rounds[flags], rounds_of_turns[:] = list(rounds_of_turns), []
+        assert len({*numbers_of}) == len(numbers_of)               # which name their answers' random streams
+        numbers_of.clear()
     (first,), several = rounds[()], rounds["--judge-redraw",]
     assert several[0] == first and [len(turns) for turns in several] == [8, 6, 4, 2]
     places = sum(several, [])

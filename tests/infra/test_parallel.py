@@ -18,6 +18,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -621,6 +622,14 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, failing)
     assert checkpoint.load_trainer(folder, model, optimizer) == {"step": 1}
     torch.testing.assert_close(weights_of(folder), before, rtol=0, atol=0)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]    # no leftovers
+
+
+@pytest.mark.fast
+def test_an_error_of_torchs_distributed_checkpoint_is_an_os_error_of_the_first_rank(tmp_path):
+    with pytest.raises(OSError, match=r"parts: rank 1: OSError: .*No space left"):
+        with checkpoint.one_error(tmp_path / "parts"):
+            error = OSError(errno.ENOSPC, "No space left on device")
+            raise dcp.CheckpointException("save", {3: (ValueError("other"), None), 1: (error, None)})
 
 
 @pytest.mark.fast

@@ -121,7 +121,6 @@ def test_a_run_stops_if_the_process_that_started_it_is_killed(tmp_path):
 
 
 @pytest.mark.fast
-@pytest.mark.fast
 @pytest.mark.parametrize("jobs, given, got", [
     (2, None, str(max(1, os.cpu_count() // 2))), (10_000, None, "1"), (2, "5", "5"), (1, None, "None")])
 def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch, jobs, given, got):
@@ -135,6 +134,7 @@ def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch, jobs, given, g
     assert (tmp_path / "log").read_text().strip() == got
 
 
+@pytest.mark.fast
 def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, capsys):
     plain = {"start": None, "flags": ["--lr", "6e-4"], "paper": None}
     config = CONFIG | {"common": ["--iterations", "0"], "cold_starts": {}, "differences": [],
