@@ -40,7 +40,8 @@ class Agent:
     """A model with its chat, and the settings under which it plays.
 
     settings: the flags that `load` was given; `play` uses them too, unless it is given others. instruction:
-    what precedes a first observation, if the model was trained with correction.
+    what precedes a first observation in the environment `trained_in`, if the model was trained with
+    correction.
     """
 
     model: qwen.Model
@@ -48,6 +49,7 @@ class Agent:
     config: flags.Config
     settings: dict = field(default_factory=dict)
     instruction: str = ""
+    trained_in: str = ""
 
     def play(self, env, task, seed=0, temperature=TEMPERATURE, **settings):
         """Play one episode. Returns a rollout.Episode; print it for its transcript.
@@ -63,7 +65,8 @@ class Agent:
         -= Welcome to TextWorld, ALFRED! =-
         ...
         """
-        same = plugins.name_of(env).partition(":")[0] == plugins.name_of(self.config.env)
+        name = plugins.name_of(env).partition(":")[0]
+        same = name == plugins.name_of(self.config.env)
         own = {name: value for name, value in self.settings.items()              # not of another environment
                if name in vars(self.config) or same}
         config = playing(self.config.model, own | settings | {"env": env})
@@ -71,7 +74,7 @@ class Agent:
         check_words(config, chat)
         sampling = Sampling(temperature, config.max_response_tokens)
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed),
-                                   instruction=self.instruction if same else "")
+                                   instruction=self.instruction if name == self.trained_in else "")
         (game,) = config.environment.make(1)
         with closing(game):
             (episode,) = rollout.play(self.model, chat, [game], [spec], sampling, config.max_turns,
@@ -137,8 +140,10 @@ class Agent:
         >>> sorted(agent.judge_auc())
         ['labels', 'oracle']
         """
-        folder = Path(self.config.model)
-        last = files.iterations_in(files.read_lines(folder.parent / files.METRICS)[0])[-10:]
+        folder, lines = Path(self.config.model), ()
+        if folder.name == files.CHECKPOINT:                      # OUT's other models are earlier ones
+            lines, _ = files.read_lines(folder.parent / files.METRICS)
+        last = files.iterations_in(lines)[-10:]
         known = {key: [line[f"judge/{name}"] for line in last if line.get(f"judge/{name}") is not None]
                  for key, name in (("labels", "auc"), ("oracle", "auc_oracle"))}
         measured = {key: sum(values) / len(values) for key, values in known.items() if values}
@@ -159,6 +164,7 @@ def load(folder, **settings):
     """
     folder = smollm2.named(folder)
     settings = resume.prompting_of(Path(folder)) | settings
+    settings |= flags.environment_in(settings.get("env", flags.Config.env))[1]
     longest = qwen.ModelConfig.load(folder).max_position_embeddings     # of a wrong folder the clearest error
     config = playing(str(folder), settings)
     if config.context > longest and "context" not in settings:
@@ -172,8 +178,9 @@ def loaded(config, settings=()):
     folder = Path(config.model)
     chat = open_chat(config, folder, job.Ranks(0, 1, torch.device("cpu")), plays=True)
     dtype = getattr(torch, config.dtype) if "dtype" in settings else torch.float32
+    trained_in = resume.dict_in(resume.state_beside(folder), "settings").get("env", "")
     return Agent(qwen.load_pretrained(folder, dtype), chat, config, dict(settings),
-                 resume.played_instruction(folder))
+                 resume.played_instruction(folder), plugins.name_of(trained_in))
 
 
 def check_words(config, chat):

@@ -216,6 +216,7 @@ class Config:
             refuse(split not in self.environment.splits,
                    f"--evaluate={self.evaluate}: no split {split!r} ({', '.join(self.environment.splits)})")
         draws = PROTOCOLS[self.protocol].draws
+        refuse(not self.out, "--out=: expected a folder")
         refuse(self.evaluate_tasks and draws, f"--evaluate-tasks={self.evaluate_tasks}: "
                f"--protocol {self.protocol} draws its own {draws} games")
         refuse(self.hidden_size % 8, f"--hidden-size={self.hidden_size}: expected a multiple of 8")
@@ -409,7 +410,8 @@ def parsed(argv=None):
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = {"algo": Config.algo, "env": Config.env} | parse_known("gcd.py", argv, Config)[0]
-    chosen["env"], argv = environment_in(chosen["env"], argv)
+    chosen["env"], given = environment_in(chosen["env"])
+    argv += arguments(given)
     algorithm, environment = find_algorithm(chosen["algo"]), find_environment(chosen["env"])
     sources = {"run": Config, f"--algo {chosen['algo']}": algorithm.Settings,
                f"--env {chosen['env']}": environment.Settings}
@@ -420,6 +422,8 @@ def parsed(argv=None):
     if unknown:
         flag = unknown[0].partition("=")[0]                  # its value may be a key, too
         raise ValueError(f"{flag}: {why_unknown(flag)}")
+    if flags.get("help") and flags.get("model") == smollm2.NAME:
+        del flags["model"]                                   # which may have to be converted
     if "model" in flags:
         try:
             flags["model"] = smollm2.named(flags["model"])
@@ -444,16 +448,16 @@ def parsed(argv=None):
         return make_settings(Config, values)
 
 
-def environment_in(env, argv):
-    """The environment that --env names, and the command line: for NAME:VALUE it is NAME, with VALUE for the
-    first of the environment's own flags.
+def environment_in(env):
+    """The environment that --env names, and the settings in it: NAME:VALUE is {"env": NAME}, with VALUE for
+    the first of the environment's own settings.
     """
     name, colon, value = env.partition(":")
     if not colon or not name.isidentifier() or env.endswith(".py"):
-        return env, argv
+        return env, {}
     first = next(iter(fields(find_environment(name).Settings)), None)
     refuse(first is None, f"--env={env}: {name} has no settings, so nothing follows its name")
-    return name, [*argv, f"--env={name}", f"{flag_of(first.name)}={value}"]
+    return name, {"env": name, first.name: value}
 
 
 def values_of(flags, sources, algorithm, environment):
@@ -498,11 +502,14 @@ def is_small(folder):
 
 
 def flags_of(settings):
-    """The settings of a run, {name: value}, that are flags and that the run read."""
+    """The settings of a run, {name: value}, that are flags and that the run read; all those of a plug-in's
+    file, which is not read: who looks at a run runs no code that the run names.
+    """
     sources = [Config]
     for find, kind in ((find_algorithm, "algo"), (find_environment, "env")):
-        with contextlib.suppress(ValueError):                # of a run of another version
-            sources.append(find(str(settings.get(kind))).Settings)
+        if not (name := str(settings.get(kind))).endswith(".py"):
+            with contextlib.suppress(ValueError):            # of a run of another version
+                sources.append(find(name).Settings)
     known = {f.name: f for source in sources for f in fields(source)}
     values = {name: f.default for name, f in known.items()} | settings
     return {name: value for name, value in settings.items() if name not in known

@@ -192,6 +192,7 @@ SHARED = ("out", "resume", "overwrite", "seed", "device", "dtype", "env", "max_t
 HELP = {"evaluate": "splits, such as L0,L1; auto: all but dev",     # where a run's does not fit
         "seed": "fixes all sampling, and the games that are drawn",
         "resume": "continue the evaluation in --out",
+        "max_turns": "turns in an episode, if --protocol does not tell",
         "endpoint_limit": "most requests, retries and redirects included"}
 OF_MODELS = ("device", "dtype", "context", "admissible_only")
 OF_WRITERS = ("prompt", "show_admissible", "history", "max_response_tokens")
@@ -215,7 +216,8 @@ def parse(argv):
     program = "evaluation.py"
     argv = list(sys.argv[1:] if argv is None else argv)
     named = parse_known(program, argv, Flags)[0].get("env", flags.Config.env)
-    name, argv = flags.environment_in(named, argv)
+    name, given = flags.environment_in(named)
+    argv += flags.arguments(given)
     environment = flags.find_environment(name)
     given, unknown = parse_known(program, argv, Flags, environment.Settings)
     if given.pop("help", False):
@@ -232,6 +234,9 @@ def parse(argv):
     for name in given:
         if name in unread[kind]:
             raise ValueError(f"{flag_of(name)}: not read if the player is a {kind}")
+    protocol = given.get("protocol", "full")
+    if "max_turns" in given and (turns := flags.PROTOCOLS[protocol].turns):
+        raise ValueError(f"--max-turns={given['max_turns']}: --protocol {protocol} has {turns} turns")
     of_run = {name: value for name, value in given.items() if name not in vars(own)}
     of_run |= {"demonstrations": 0, "iterations": 0, "gcd": False}
     if kind == "model":

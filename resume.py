@@ -6,11 +6,10 @@ its numbers is printed. Left out: reading and writing files (infra/files.py, inf
 
 import secrets
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import correction
-from config import ROUNDING, Config, changed, find_algorithm
+from config import ROUNDING, changed
 from infra import checkpoint, files, parallel, plugins
 from lm import model as qwen
 
@@ -23,6 +22,8 @@ def starting_point(config, out, ranks):
     OUT holds a run and neither flag is given, or if it cannot be set aside.
     """
     found = checkpoint.find_checkpoint(out / files.CHECKPOINT)
+    if config.model and config.overwrite and out.resolve() in Path(config.model).resolve().parents:
+        raise ValueError(f"--model={config.model}: lies in --out={out}, which --overwrite would set aside")
     if config.resume:
         try:
             if found is None:
@@ -58,6 +59,9 @@ def begin(config, out, state, previous, resources):
     tree. previous: the state of the run that trained the model.
     """
     if state:
+        if not trains_on(config, state) and evaluates_otherwise(config, out):
+            aside = files.set_aside(out / files.EVALUATION)
+            print(f"--resume: the evaluation that {out} held is now {aside}", file=sys.stderr)
         files.truncate_logs(out, state["iteration"] or 0, state.get("cold"), trains_on(config, state))
         return {key: state.get(key) for key in ("run", "start", "cold_start_types", "plugins")}
     start = qwen.weights_hash(config.model) if config.model else None
@@ -68,6 +72,14 @@ def begin(config, out, state, previous, resources):
     types = config.cold_start_types if config.demonstrations else previous.get("cold_start_types")
     return {"run": secrets.token_hex(8), "start": start, "cold_start_types": types,
             "plugins": plugin_hashes(config)}
+
+
+def evaluates_otherwise(config, out):
+    """Whether the run will evaluate, and OUT holds an evaluation of other splits or by another protocol."""
+    then = files.read_json(out / files.EVALUATION)
+    asked = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
+    other = sorted(then.get("splits", ())) != sorted(config.splits) or differing(then, asked)
+    return bool(then and config.splits and other)
 
 
 def plugin_hashes(config):
@@ -162,7 +174,7 @@ def place_of(ranks):
 def check_state(path, state):
     """ValueError unless a checkpoint's state has the entries and types that a run writes."""
     kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": dict | None}
-    later = {"plugins": dict | None, "place": dict, "unmerged": dict}       # older checkpoints lack these
+    later = {"plugins": dict | None, "place": dict, "unmerged": dict, "style": str}   # older ones lack these
     for name, kind in (kinds | {name: kind for name, kind in later.items() if name in state}).items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f"{path}: not a run's: its {name} is {state.get(name)!r:.60}")
@@ -203,13 +215,11 @@ def prompting_of(folder):
     """The flags by which a model folder's run prompted it, {name: value}; {} if no run is known."""
     if folder.parent.name == files.KEPT:                          # these have no state of their own
         folder = folder.parent.parent / files.CHECKPOINT
-    then = dict_in(state_beside(folder), "settings")
-    found = {name: then[name] for name in ("prompt", "show_admissible", "history") if name in then}
-    if found.get("prompt") == "auto":
-        with suppress(ValueError):                                # an algorithm's file may be gone
-            if find_algorithm(then.get("algo", Config.algo)).tags:
-                found["prompt"] = "tags"                          # by the algorithm, which does not play here
-    return found
+    state = state_beside(folder)
+    then = dict_in(state, "settings")
+    if "style" in state:
+        then = then | {"prompt": state["style"]}                  # "auto" goes by the algorithm, too
+    return {name: then[name] for name in ("prompt", "show_admissible", "history") if name in then}
 
 
 def played_instruction(folder):

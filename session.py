@@ -95,7 +95,8 @@ class Run:
         """Replace the checkpoint in OUT. state: progress, in addition to the run's identity and settings."""
         instruction = asdict(self.instruction) if self.instruction else None
         state = state | self.identity | {
-            "instruction": instruction, "settings": self.config.settings(), "seconds": self.spent(),
+            "instruction": instruction, "settings": self.config.settings(), "style": self.chat.style,
+            "seconds": self.spent(),
             "place": resume.place_of(self.ranks), "unmerged": unmerged(dict(self.model.named_parameters()))}
         checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
                                    save_merged, self.chat.tokenizer.save_pretrained,

@@ -161,7 +161,7 @@ def replace(folder, write, keep=False):
     All ranks call it, and `write`, which fails on all or on none. keep: the old folder remains, as
     FOLDER.old.
     """
-    new, _ = siblings(folder)
+    new, old = siblings(folder)
 
     def empty():
         shutil.rmtree(new, ignore_errors=True)
@@ -176,8 +176,8 @@ def replace(folder, write, keep=False):
         write(new)
         on_rank0(finish)
     except Exception as error:    # for a full disk a tokenizer raises a bare Exception
-        if parallel.is_rank0() and folder.exists():   # else it failed between the renames: `repair` needs it
-            shutil.rmtree(new, ignore_errors=True)
+        if parallel.is_rank0() and (folder.exists() or not old.exists()):
+            shutil.rmtree(new, ignore_errors=True)    # else it failed between the renames: `repair` needs it
         raise OSError(f"checkpoint {folder} not saved: {error}") from error
 
 

@@ -11,7 +11,6 @@ Apache-2.0). The file's weights have 4 bits (Q4_1), so the model is close to the
 
 import fcntl
 import importlib.util
-import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -93,12 +92,7 @@ def convert(path, folder):
         tokenizer.save_pretrained(new)
         (new / "README.md").write_text(f"{ABOUT}. Made from {path.name} of {PACKAGE} {VERSION}.\n")
 
-    folder = Path(folder).resolve()
-    try:
-        checkpoint.replace(folder, fill)
-    except OSError:
-        shutil.rmtree(checkpoint.siblings(folder)[0], ignore_errors=True)     # of a full disk
-        raise
+    checkpoint.replace(Path(folder).resolve(), fill)
 
 
 def architecture_of(path):

@@ -189,10 +189,10 @@ def read_runs(folder):
         raise ValueError(f"{folder}: no such folder")
     found = []
     alone = folder / files.METRICS
-    for path in [alone] if alone.is_file() else folder.glob(f"*/{files.METRICS}"):
-        if ".old-" not in path.parent.name:
-            with suppress(FileNotFoundError):                    # set aside at this moment
-                found.append(read_run(path.parent))
+    within = [path for path in folder.glob(f"*/{files.METRICS}") if ".old-" not in path.parent.name]
+    for path in [alone] if alone.is_file() else within:
+        with suppress(FileNotFoundError):                        # set aside at this moment
+            found.append(read_run(path.parent))
     runs = [run for run in found if run.header or run.lines or run.notes]
     if not runs:
         raise ValueError(f"{folder}: no metrics in it (expected {files.METRICS}, in it or in folders of it)")

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from config import changed, parse
 from infra import files
+from infra.endpoint import without_path
 from lab.bench.intervals import mean_known
 from lab.bench.study import below_root
+from lm import smollm2
 
 PATH_FLAGS = ("out", "model", "resume", "overwrite", "evaluate", "games")     # paths of a machine: not stored
 # Flags newer than some stored results: the value that describes a run made before the flag existed
@@ -34,9 +36,11 @@ def today(then):
 
 
 def config_of(cell):
-    """The Config that gcd.py makes of a cell's flags; ValueError if gcd.py rejects them."""
+    """The Config that gcd.py makes of a cell's flags, for which SmolLM2 need not have been converted.
+    ValueError if gcd.py rejects them.
+    """
     try:
-        return parse(cell.arguments)
+        return parse([str(smollm2.FOLDER) if value == smollm2.NAME else value for value in cell.arguments])
     except SystemExit:
         raise ValueError(f"{cell.row}: gcd.py rejects these flags: {shlex.join(cell.flags)}") from None
 
@@ -93,8 +97,8 @@ def result_of(cell, folder, dirty=False):
     """
     lines, _ = files.read_lines(folder / files.METRICS)
     evaluation = files.read_json(folder / files.EVALUATION)
-    if not evaluation:
-        raise ValueError(f"{below_root(folder)}: has no {files.EVALUATION}")
+    if missing := [split for split in cell.splits if split not in evaluation.get("splits", {})]:
+        raise ValueError(f"{below_root(folder)}: {files.EVALUATION} has no {', '.join(missing)}")
     settings, rl = files.settings_in(lines), files.iterations_in(lines)
     heads = [line for line in lines if "config" in line]
     commits = sorted({head["commit"] for head in heads})
@@ -105,7 +109,7 @@ def result_of(cell, folder, dirty=False):
     return {
         "study": cell.study, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
         "start": cell.start.row if cell.start else None,
-        "command": shlex.join(["python", "gcd.py", *cell.arguments]),
+        "command": shlex.join(["python", "gcd.py", *map(without_path, cell.arguments)]),
         "config": {key: value for key, value in settings.items() if key not in PATH_FLAGS},
         "commits": commits, "versions": heads[-1]["versions"],
         "parameters": heads[-1].get("parameters"), "started": heads[0].get("started"),

@@ -10,6 +10,7 @@ splits only; training runs that evaluate none of them are skipped. A row with "r
 cells and never run, because no flag selects its method any more; the value of "rerun" is the reason.
 """
 
+import json
 import shlex
 import sys
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ COLUMN = {"household": "ALFWorld", "alfworld": "ALFWorld", "scienceworld": "Scie
 NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold_starts", "rows",
           "differences"}
 OPTIONAL = {"study", "env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start", "processes"}
+# Types of entries, and of what these hold
+KINDS = {"what": (str, object), "benchmark": (str, object), "paper_model": (str, object),
+         "splits": (list, str), "seeds": (list, int), "common": (list, str), "cold_starts": (dict, list),
+         "rows": (dict, dict), "differences": (list, list), "runs": (list, dict)}
 ROW, ROW_OPTIONAL = {"start", "flags", "paper"}, {"note", "rerun", "splits"}
 RUN, RUN_OPTIONAL = {"train_types", "splits"}, {"flags"}
 
@@ -85,6 +90,7 @@ def read_config(path):
     if not Path(path).exists():
         raise ValueError(f"--config={path}: no such file")
     config = files.read_json(path)
+    check_kinds(path, config)
     if wrong := sorted(NEEDED - set(config) | set(config) - NEEDED - OPTIONAL):
         raise ValueError(f"{path}: missing or unknown {', '.join(wrong)}")
     if config["benchmark"] not in COLUMN:
@@ -94,6 +100,24 @@ def read_config(path):
     check_shapes(path, config)
     check_names(path, config)
     return config
+
+
+def check_kinds(path, config):
+    """Check the types of what a config holds, as far as it holds it."""
+    def expect(place, value, kind, of=object):
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if not isinstance(value, kind) or not all(isinstance(item, of) for item in values):
+            expected = kind.__name__ + (f" of {of.__name__}" if of is not object else "")
+            raise ValueError(f"{path}: {place}{json.dumps(value)[:60]}: expected {expected}")
+
+    expect("", config, dict)
+    for key, (kind, of) in KINDS.items():
+        if key in config:
+            expect(f"{key}: ", config[key], kind, of)
+    for name, row in config.get("rows", {}).items():
+        expect(f"row {name}: flags: ", row.get("flags", []), list, str)
+        for key in ("start", "paper"):
+            expect(f"row {name}: {key}: ", row.get(key) or "", str)
 
 
 def check_shapes(path, config):

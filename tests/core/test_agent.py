@@ -40,6 +40,7 @@ import rollout
 import session
 from infra import files, parallel
 from lm import model as qwen
+from report import __main__ as report
 
 COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
 
@@ -161,13 +162,17 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
         played.append(player.play("household", "L0/0", max_turns=1).turns[0].prompt_ids)
     tokenizer = player.chat.tokenizer
     assert len(played[1]) > len(played[0]) and text not in tokenizer.decode(played[0])
+    trainer["state"]["settings"]["env"] = "elsewhere"             # it is of the run's environment
+    torch.save(trainer, folder / "trainer.pt")
+    assert gcd.load(folder).play("household", "L0/0", max_turns=1).turns[0].prompt_ids == played[0]
 
 
 @pytest.mark.fast
 def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_path):
     folder = shutil.copytree(start, tmp_path / "model")
     trainer = torch.load(folder / "trainer.pt", weights_only=True)
-    trainer["state"]["settings"] |= {"history": 2, "show_admissible": False, "algo": "rlvmr"}
+    trainer["state"]["settings"] |= {"history": 2, "show_admissible": False, "prompt": "auto"}
+    trainer["state"]["style"] = "tags"
     torch.save(trainer, folder / "trainer.pt")
     expected = {"prompt": "tags", "history": 2, "show_admissible": False}
     assert resume.prompting_of(folder) == expected and not resume.prompting_of(COMMITTED)
@@ -178,9 +183,31 @@ def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_pa
     assert (player.config.history, player.config.show_admissible) == (0, False)
     _, config, _ = evaluation.parse(["--player", str(folder), "--history", "1"])
     assert (config.prompt, config.history, config.show_admissible) == ("tags", 1, False)
-    trainer["state"]["settings"]["algo"] = "gone.py"
+    del trainer["state"]["style"]                                     # as in older ones
     torch.save(trainer, folder / "trainer.pt")
     assert resume.prompting_of(folder)["prompt"] == "auto"
+
+
+@pytest.mark.fast
+def test_a_folder_runs_no_code_that_its_run_names(start, tmp_path):
+    """As weights_only=True is to make sure."""
+    folder, evil = shutil.copytree(start, tmp_path / "run" / "checkpoint"), tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    trainer = torch.load(folder / "trainer.pt", weights_only=True)
+    trainer["state"]["settings"] |= {"algo": str(evil), "env": str(evil), "prompt": "auto"}
+    torch.save(trainer, folder / "trainer.pt")
+    (folder.parent / "metrics.jsonl").write_text(json.dumps({"config": trainer["state"]["settings"]}) + "\n")
+    gcd.load(folder)
+    report.write(folder.parent)
+    assert (folder.parent / "report.html").exists() and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.fast
+def test_a_value_after_an_environments_name_is_its_first_setting_in_play_too():
+    player = gcd.load(COMMITTED, env="household:nowhere")
+    with pytest.raises(ValueError, match="--games=nowhere"):
+        player.play("household", "L0/0")
+    player.play("household", "L0/0", games="", max_turns=1)
 
 
 @pytest.mark.fast
@@ -294,12 +321,13 @@ def test_train_equals_the_command(start, tmp_path):
 @pytest.mark.parametrize("settings, message", [
     ({"lr": "nan"}, "--lr=nan"), ({"frobnicate": 1}, "--frobnicate: no such flag"),
     ({"iterations": True}, "--iterations"), ({"env": "nowhere"}, "--env=nowhere"),
+    ({"out": ""}, "--out=: expected a folder"),
     ({"gcd": False, "correction": "critiques"}, "--correction=critiques: "),
     ({"demonstrations": 0, "iterations": 0}, "--iterations=0: expected a --model to evaluate")])
 def test_train_refuses_wrong_settings_before_any_work(tmp_path, settings, message):
     before = handlers()
     with pytest.raises(ValueError, match=message):
-        gcd.train(out=tmp_path / "out", **settings)
+        gcd.train(**{"out": tmp_path / "out"} | settings)
     assert not (tmp_path / "out").exists() and handlers() == before and not parallel.is_distributed()
 
 

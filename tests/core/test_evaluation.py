@@ -268,6 +268,12 @@ def test_the_first_setting_of_an_environment_may_follow_its_name(referee, tmp_pa
 
 
 @pytest.mark.fast
+def test_turns_that_the_protocol_tells_are_not_asked_for(referee):
+    status, _, error = referee("--player", "first", "--max-turns", "9", "--protocol", "rlvmr")
+    assert status == 2 and "--max-turns=9: --protocol rlvmr has 30 turns" in error
+
+
+@pytest.mark.fast
 def test_a_script_that_has_to_choose_needs_a_list_of_commands(tmp_path, capsys):
     flags = ["--env", str(ROOT / "examples" / "shop.py"), "--evaluate", "dev", "--protocol", "sampled"]
     for script in ("random", "first"):

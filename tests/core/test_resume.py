@@ -342,14 +342,22 @@ def test_without_decay_a_run_may_end_where_it_was_cut(start, tmp_path, monkeypat
     assert (state["iteration"], state["settings"]["iterations"]) == (1, 1)
 
 
-def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_on(tmp_path):
-    """Its file and its episodes: else the report would show it as the trained model's."""
+def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_on(tmp_path, capsys):
+    """Its file and its episodes: else the report would show it as the trained model's. So is
+    one of other splits or by another protocol."""
     out, flags = tmp_path / "run", ["--demonstrations", 8, "--judge-demonstrations", 0, "--evaluate", "L0",
                                     "--protocol", "sampled", "--evaluate-tasks", 12]
     assert train(out, *flags, "--iterations", 0) == 0
     assert train(out, *flags, "--iterations", 0, "--resume") == 0            # evaluates the same again
     assert not (out / "evaluation.json.old").exists()
     first = (out / "evaluation.json").read_bytes()
+    other = ["--evaluate", "L1", "--evaluate-tasks", 3, "--iterations", 0, "--resume"]
+    assert train(out, *flags, *other) == 0
+    assert (out / "evaluation.json.old-1").read_bytes() == first
+    assert f"is now {out}/evaluation.json.old-1" in capsys.readouterr().err
+    first = (out / "evaluation.json").read_bytes()
+    assert train(out, *flags, *other, "--evaluate", "none") == 0
+    assert (out / "evaluation.json").read_bytes() == first
     assert train(out, *flags, "--iterations", 1, "--resume", "--evaluate", "none") == 0
     assert not (out / "evaluation.json").exists() and (out / "evaluation.json.old").read_bytes() == first
     episodes, _ = files.read_lines(out / "episodes.jsonl")

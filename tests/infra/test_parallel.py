@@ -625,6 +625,13 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, failing)
 
 
 @pytest.mark.fast
+def test_a_failed_first_save_leaves_nothing_on_the_full_disk(tmp_path):
+    with pytest.raises(OSError, match="first not saved.*No space left"):
+        checkpoint.replace(tmp_path / "first", lambda new: full_disk(None, new))
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.fast
 def test_an_error_of_torchs_distributed_checkpoint_is_an_os_error_of_the_first_rank(tmp_path):
     with pytest.raises(OSError, match=r"parts: rank 1: OSError: .*No space left"):
         with checkpoint.one_error(tmp_path / "parts"):

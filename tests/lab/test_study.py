@@ -72,7 +72,10 @@ def test_several_processes_run_under_torchrun():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"benchmark": "chess"}, "'chess'"), ({"extra": 1}, "extra"),
+    ({"seeds": 5}, "seeds: 5: expected list of int"), ({"rows": []}, "rows: []: expected dict of dict"),
+    ({"rows": {"a": CONFIG["rows"]["grpo"] | {"flags": "--no-gcd"}}}, 'row a: flags: "--no-gcd": expected '),
+    ({"differences": ["grpo, gone"]}, "differences: "), ({"benchmark": "chess"}, "'chess'"),
+    ({"extra": 1}, "extra"),
     ({"differences": [["grpo", "gone"]]}, "gone"), ({"rows": {"a": {"start": None}}}, "row a"),
     ({"rows": {"a": {"start": "b", "flags": [], "paper": None}}}, "b, grpo"),
     ({"runs": [{"train_types": "all", "splits": ["L0"]}]}, "splits"),
@@ -99,8 +102,8 @@ def test_unknown_rows_and_seeds_are_errors(bench, capsys):
 
 @pytest.mark.parametrize("path", [path for path in sorted((ROOT / "lab/results").glob("table1_*.json"))
                                   if not path.stem.endswith("_result")], ids=lambda p: p.name)
-def test_committed_configs_have_flags_that_gcd_accepts(path, monkeypatch):
-    monkeypatch.setattr(smollm2, "named", lambda model: model)             # without its package
+def test_committed_configs_have_flags_that_gcd_accepts(path, monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "none")              # not converted
     config = study.read_config(path)
     for cell in study.cells_of(config):
         if cell.seed == config["seeds"][0] and not cell.rerun:

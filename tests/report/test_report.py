@@ -358,6 +358,13 @@ def test_a_run_that_was_not_evaluated_has_no_results_over_seeds(tmp_path):
     assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
 
 
+def test_a_run_that_was_set_aside_is_read_if_it_is_named(tmp_path):
+    for name in ("grpo", "grpo.old-1"):
+        write_method(tmp_path / "runs", name, rl_lines(), {"L0": 0.5})
+    assert [*write(tmp_path / "runs")[0]["methods"]] == ["grpo"]
+    assert [*write(tmp_path / "runs" / "grpo.old-1")[0]["methods"]] == ["grpo.old-1"]
+
+
 def test_a_methods_own_folder_is_read_alone(tmp_path):
     for name in ("grpo", "ppo"):
         write_method(tmp_path / "runs", name, rl_lines(), {"L0": 0.5})
