@@ -202,7 +202,8 @@ def demonstrate(run, first, n, mistake_rate, required=True):
     A turn's advantage is its weight in the imitation: 1, or 0 for an injected mistake. required: ValueError
     if no episode remains.
     """
-    config, expert, search_verbs = run.config, run.environment.expert(run.games), run.environment.search_verbs
+    config, search_verbs = run.config, run.environment.search_verbs
+    expert = run.environment.expert([*map(rollout.limited, run.games)])
     wrong = envs.wrong_expert(expert) or plugins.wrong_calls(expert, envs.EXPERT)
     plugins.refuse(wrong, run.environment, "expert")
     episodes, counts, restarts = [], Counter(), expert.restarts

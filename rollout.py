@@ -96,23 +96,42 @@ class EpisodeSpec:
     instruction: str = ""         # precedes the first observation (prompt-based correction)
 
 
+class Limited:
+    """A game of this process, whose calls raise EpisodeLost if they take longer than it allows itself."""
+
+    def __init__(self, game):
+        self.game = game
+
+    def __getattr__(self, name):
+        attribute = getattr(self.game, name)
+        return partial(self.within_limit, attribute) if name in ("reset", "step") else attribute
+
+    def within_limit(self, method, *arguments):
+        """Call a method of the game."""
+        seconds = self.game.time_limit_s
+        with time_limit(seconds, EpisodeLost(f"no answer within {seconds:g} s")):
+            return method(*arguments)
+
+
+def limited(game):
+    """The game, as Limited if it has a time limit and no process of its own, which has."""
+    own = hasattr(game, "send") or getattr(game, "time_limit_s", None) is None
+    return game if own else Limited(game)
+
+
 class LocalGame:
     """Adapter that gives a game of this process the send/receive interface; `receive` makes the call."""
 
     def __init__(self, game):
-        self.game = game
+        self.game = limited(game)
 
     def send(self, method, *arguments):
         """Note the call of game.method for `receive`."""
         self.call = partial(getattr(self.game, method), *arguments)
 
     def receive(self):
-        """Call the method. EpisodeLost if it takes longer than the game allows itself."""
-        seconds = getattr(self.game, "time_limit_s", None)
-        if seconds is None:
-            return self.call()
-        with time_limit(seconds, EpisodeLost(f"no answer within {seconds:g} s")):
-            return self.call()
+        """Call the method."""
+        return self.call()
 
 
 class Conversation:

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +28,8 @@ def worker_games(n, workers, factory, timeout_s, problem_of, settings=None):
 
     factory: "module:function" of a function(settings) that a worker calls once; it returns a function that
     makes an engine. timeout_s: a worker without an answer for so long hangs. problem_of(task): what the
-    engine's `reset` gets, and settings: what the factory gets; both are pickled.
+    engine's `reset` gets, and settings: what the factory gets; both are pickled, so their classes are of
+    modules that can be imported by name: not of the file that --env names.
     """
     pool = Pool(n, workers, (factory, settings, timeout_s))
     return [WorkerGame(pool, i, problem_of) for i in range(n)]
@@ -209,3 +211,6 @@ def read_requests(pipe, requests):
             requests.put(pipe.recv())
     except (EOFError, OSError):
         os._exit(0)
+    except Exception:                  # such as of a class that cannot be imported here: the worker has died
+        traceback.print_exc()
+        os._exit(1)

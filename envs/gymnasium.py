@@ -80,6 +80,8 @@ def make_env(name):
     import gymnasium
     try:
         return gymnasium.make(name, disable_env_checker=True)
+    except EpisodeLost:                                      # it took too long
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ValueError(f"--env=gymnasium:{name}: {reason}") from error
@@ -101,8 +103,8 @@ class Environment(Base):
             "help": "worker processes; 0: this process, where only one environment works at a time",
             "low": 0, "high": 999})
         time_limit_s: float = field(default=60.0, metadata={
-            "help": "a call of the environment that takes longer loses its episode (in a worker, its start "
-                    "included; not while a small model's vocabulary is gathered)", "low": 0.01})
+            "help": "a call of the environment that takes longer loses its episode, its start included "
+                    "(not while a small model's vocabulary is gathered)", "low": 0.01})
 
     defaults = {"slots": 16, "success_reward": 0.0, "demonstrations": 0, "judge_demonstrations": 0}
     splits = tuple(SPLITS)

@@ -11,10 +11,13 @@ LOG_INTERVAL_S = 30          # between two lines of a bar in a log
 
 
 def progress(*args, **options):
-    """Return tqdm's bar; if stderr is not a terminal, one that prints a line every LOG_INTERVAL_S seconds."""
+    """Return tqdm's bar; if stderr is not a terminal, one that prints a line every LOG_INTERVAL_S seconds.
+
+    The bar is drawn on the terminal itself: a wrapper of stderr may escape the characters that redraw it.
+    """
     with suppress(AttributeError, ValueError):              # stderr is None, or closed
         if sys.stderr.isatty():
-            return tqdm(*args, **options)
+            return tqdm(*args, **options | {"file": getattr(sys.stderr, "stream", sys.stderr)})
     return LogBar(*args, **options | {"file": io.StringIO(), "ascii": True, "ncols": 100})
 
 

@@ -14,6 +14,7 @@ import argparse
 import http.client
 import re
 import shutil
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -221,5 +222,6 @@ def progress(what, total, done, unit):
     if tqdm is None:
         yield advance
         return
-    with tqdm(desc=what, total=total, initial=done, unit=unit, unit_scale=unit == "B") as bar:
+    live = getattr(sys.stderr, "stream", sys.stderr)       # past `printed`, which escapes what redraws a bar
+    with tqdm(desc=what, total=total, initial=done, unit=unit, unit_scale=unit == "B", file=live) as bar:
         yield bar.update

@@ -187,6 +187,12 @@ def _is_placed(belief, name, place):
     return type_of(place) == belief.goal.receptacle and is_treated(belief, name)
 
 
+def _is_tied(belief):
+    """Whether two receptacles hold one object each of two to be placed: either may be moved to the other."""
+    placed = [place for name, place in belief.where.items() if type_of(name) == belief.goal.object]
+    return sum(place in placed for place in target_receptacles(belief)) > 1
+
+
 def holds_wrong_object(belief):
     """Whether the player holds an object that is not of the goal's type."""
     return belief.holding is not None and type_of(belief.holding) != belief.goal.object
@@ -412,7 +418,8 @@ def _undoes(belief, command):
     verb, names = command.split(" ", 1)[0], NAME.findall(command)
     is_goals = bool(names) and type_of(names[0]) == belief.goal.object
     if verb == "take":
-        return _is_placed(belief, *names) if is_goals else bool(unplaced_objects(belief))
+        placed = is_goals and _is_placed(belief, *names) and not _is_tied(belief)
+        return placed if is_goals else bool(unplaced_objects(belief))
     if verb == "move":
         return is_goals
     if verb in ("heat", "cool"):

@@ -137,6 +137,17 @@ def test_a_game_with_a_time_limit_that_hangs_loses_its_episode(tokenizer):
         played(tokenizer, Hanging())
 
 
+@pytest.mark.fast
+def test_an_experts_calls_of_a_game_with_a_time_limit_are_limited_too():
+    game = rollout.limited(Hanging())
+    assert game.reset(Task("train/7", "train", "walk", (2, 4))).observation and game.place == 2
+    game.step("left")
+    with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
+        game.step("left")
+    free = Corridor()
+    assert rollout.limited(free) is free
+
+
 def test_a_time_limit_is_raised_again_if_it_is_swallowed_and_is_gone_afterwards():
     began, swallowed = time.monotonic(), []
     with pytest.raises(EpisodeLost):

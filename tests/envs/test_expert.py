@@ -372,6 +372,24 @@ def test_lamps_are_used_once_and_with_the_object_in_hand():
 
 
 @pytest.mark.fast
+def test_of_two_targets_with_an_object_each_either_may_be_emptied():
+    places = tuple(Receptacle(name, i, False, False, rooms.ACCEPTS[name.split()[0]])
+                   for i, name in enumerate(("desk 1", "shelf 2", "shelf 1"), start=1))
+    things, desc = (Thing("pen 1", "shelf 1", 3), Thing("pen 2", "desk 1", 1)), "put two pen in shelf"
+    task = Task("t", "train", "pick_two", Problem(desc, places, things, parse_goal(desc)))
+    observations, commands, expected = play(task, """
+        go to shelf 1: good
+        go to desk 1: good
+        take pen 2 from desk 1: good
+        go to shelf 2: None
+        move pen 2 to shelf 2: bad
+        take pen 2 from shelf 2: None
+        go to shelf 1: good
+        move pen 2 to shelf 1: good""")
+    assert oracle_labels(observations, commands) == expected
+
+
+@pytest.mark.fast
 def test_labels_do_not_depend_on_later_turns(prior):
     game = Game()
     for task in rooms.tasks("train", rooms.ALL_TYPES)[:60]:

@@ -9,8 +9,11 @@ way.
 import importlib.util
 import os
 import socket
+import sys
 import time
+from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tiny_runs import rows
@@ -23,7 +26,7 @@ import envs  # noqa: E402
 import gcd  # noqa: E402
 import rollout  # noqa: E402
 from envs import EpisodeLost, Task  # noqa: E402
-from envs._workers import set_timeout  # noqa: E402
+from envs._workers import set_timeout, worker_games  # noqa: E402
 from envs.alfred.gym import Household  # noqa: E402
 from infra import files  # noqa: E402
 from infra.signals import Stop  # noqa: E402
@@ -189,6 +192,18 @@ def test_a_worker_that_fails_loses_the_episode_and_is_replaced(workers, kind, re
     with pytest.raises(EpisodeLost, match=reason):
         game.step("more")
     assert game.reset(task()).observation == "Count from 7."
+
+
+def test_a_worker_that_cannot_import_a_class_of_its_settings_has_died(monkeypatch):
+    """As one of a plug-in's file, whose module only this process has."""
+    module = ModuleType("plugin_of_this_process")
+    exec("class Settings: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    (game,) = worker_games(1, 1, "envs.gymnasium:engines", 60.0, lambda task: 0, module.Settings())
+    began = time.monotonic()
+    with closing(game), pytest.raises(EpisodeLost, match="its worker died with exit code 1"):
+        game.reset(task())
+    assert time.monotonic() - began < 50
 
 
 # Runs

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from envs._terminal import printed
 from infra import progress as module
 from infra.progress import progress
 
@@ -84,6 +85,15 @@ def test_a_terminal_gets_a_live_bar(monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal)
     assert list(progress(range(3), desc="RL", mininterval=0)) == [0, 1, 2]
     assert terminal.getvalue().count("\r") > 2
+
+
+def test_a_live_bar_is_drawn_on_the_terminal_itself(monkeypatch):
+    """`printed` escapes what redraws it."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with printed("program"):
+        assert list(progress(range(3), desc="L0", mininterval=0)) == [0, 1, 2]
+    assert terminal.getvalue().count("\r") > 2 and "u000d" not in terminal.getvalue()
 
 
 @pytest.mark.parametrize("stream", ["none", "closed"])
