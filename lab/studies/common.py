@@ -185,11 +185,12 @@ class Actor:
 
 
 def load_actor(folder, flags):
-    """Load the model in a folder, or a named one. flags: of gcd.py, those that it was trained with.
+    """Load the model in a folder, or a named one. flags: of gcd.py, those that it was trained with; the model
+    that these name is what its training began with.
 
     ValueError for wrong flags or an incomplete folder.
     """
-    settings = config.parsed(["--model", str(folder), "--demonstrations", "0", *map(str, flags)])
+    settings = config.parsed([*map(str, flags), "--model", str(folder), "--demonstrations", "0"])
     model, tokenizer = qwen.load_pretrained(settings.model), qwen.load_tokenizer(settings.model)
     return Actor(model, make_chat(settings, tokenizer), settings)
 

@@ -9,7 +9,10 @@ split into halves at random, again and again; the two halves share no episode:
     ceiling  = sqrt(r_policy r_judge)
 
 If the two losses had the same expected gradient, `between` would be about `ceiling`, as in the correction for
-attenuation (Spearman, 1904). Left out: runs, means and figures (lab/studies/coupling.py).
+attenuation (Spearman, 1904). Of a batch's questions half are good turns and half bad, so what one half of the
+tasks has more of one kind, the other has less; what all verdicts share would then enter with opposite signs.
+So the splits are those of many in which good and bad are most nearly equal. Left out: runs, means and figures
+(lab/studies/coupling.py).
 Shapes: U tasks of a batch, X parameters of the model.
 """
 
@@ -27,8 +30,8 @@ from infra import job, parallel
 from infra.streams import generator
 from session import prepare
 
-SPLITS, DRAW = 200, 22                   # random splits into halves; purpose of their random stream
-NUMBERS = ("policy", "judge", "between", "whole", "ratio")           # of `half_cosines`
+SPLITS, OF, DRAW = 200, 20, 22           # random splits into halves, of so many times as many; their stream
+NUMBERS = ("policy", "judge", "between", "whole", "ratio", "imbalance")           # of `half_cosines`
 
 
 def batch_gradients(run, iteration, i):
@@ -37,18 +40,31 @@ def batch_gradients(run, iteration, i):
     run: a lab.studies.runs.Run whose model is kept after `iteration` iterations; i: the batch's number, which
     names its tasks and random draws as in gcd.iteration (from run.iterations on, none was trained on). No
     step is taken. Returns {"policy": gradient_UX, "judge": gradient_UX}: their sums over U are the gradients
-    of the batch's two losses, before the judge's weight. A kind without samples has zeros.
+    of the batch's two losses, before the judge's weight. A kind without samples has zeros. And "balance":
+    good less bad questions, of each task.
     """
     with tempfile.TemporaryDirectory() as out, ExitStack() as resources:
         flags = ["--model", run.models[iteration], "--demonstrations", 0, "--seed", run.seed, "--out", out]
         settings = config.parsed([*run.flags, *map(str, flags)])
         trained = prepare(settings, job.setup(settings.device), False, resources)
         episodes, _ = gcd.collect(trained, i)
-        _, answers = gcd.judge_turns(trained, i, episodes)
+        judged, answers = gcd.judge_turns(trained, i, episodes)
+        name_episodes(judged, answers)
         gcd.assign_credit(trained, i, episodes, None)
         samples = [sample for episode in episodes for sample in batching.samples_of(episode)]
         task_of = {episode.index: episode.group for episode in episodes}
-        return gradients_by_task(trained.model, samples + answers, trained.objective, task_of)
+        gradients = gradients_by_task(trained.model, samples + answers, trained.objective, task_of)
+        balance = dict.fromkeys(sorted({*task_of.values()}), 0.0)
+        for question in judged:
+            balance[question.episode.group] += 1.0 if question.label == "good" else -1.0
+        return gradients | {"balance": torch.tensor([*balance.values()], dtype=torch.double)}
+
+
+def name_episodes(judged, samples):
+    """Write its episode's index to each of a value head's samples, which have the number of their pair."""
+    if samples and samples[0].label is not None:
+        for question, sample in zip(judged, samples, strict=True):
+            sample.episode = question.episode.index
 
 
 def gradients_by_task(model, samples, objective, task_of):
@@ -80,16 +96,19 @@ def gradients_by_task(model, samples, objective, task_of):
 def half_cosines(gradients, seed):
     """The module's cosines of one batch, means over SPLITS random halves of its tasks, and the whole's.
 
-    gradients: of `gradients_by_task`. Returns NUMBERS: "policy", "judge" (r of the halves), "between",
-    "whole" (the cosine of the whole batch's two gradients) and "ratio" (judge's norm over the policy's); None
-    where a gradient is 0 (in all splits).
+    gradients: of `batch_gradients`. Returns NUMBERS: "policy", "judge" (r of the halves), "between", "whole"
+    (the cosine of the whole batch's two gradients), "ratio" (judge's norm over the policy's) and "imbalance"
+    (of good and bad questions in a half); None where a gradient is 0 (in all splits).
     """
     n = len(gradients["policy"])
     stacked_RX = torch.cat([gradients[kind] for kind in update.KINDS]).double()
     product_RR = stacked_RX @ stacked_RX.T                    # R = 2 U rows: all that the cosines need
-    rng, half_SU = generator(seed, DRAW), torch.zeros(SPLITS, n, dtype=torch.double)
+    rng, half_SU = generator(seed, DRAW), torch.zeros(OF * SPLITS, n, dtype=torch.double)
     for half_U in half_SU:
         half_U[torch.randperm(n, generator=rng)[:n // 2]] = 1.0
+    balance_U = gradients.get("balance", torch.zeros(n, dtype=torch.double))
+    imbalance_S, order_S = (half_SU @ balance_U - balance_U.sum() / 2).abs().sort(stable=True)
+    half_SU = half_SU[order_S[:SPLITS]]
     none_SU = torch.zeros_like(half_SU)
     policy_a, policy_b = (torch.cat([of, none_SU], 1) for of in (half_SU, 1 - half_SU))
     judge_a, judge_b = (torch.cat([none_SU, of], 1) for of in (half_SU, 1 - half_SU))
@@ -108,7 +127,7 @@ def half_cosines(gradients, seed):
     found = {name: [x for pair in of_pairs for x in cosines(*pair)] for name, of_pairs in pairs.items()}
     norms = [float(gradients[kind].double().sum(0).norm()) for kind in update.KINDS]
     return {name: sum(values) / len(values) if values else None for name, values in found.items()} | {
-        "ratio": norms[1] / norms[0] if norms[0] else None}
+        "ratio": norms[1] / norms[0] if norms[0] else None, "imbalance": float(imbalance_S[:SPLITS].mean())}
 
 
 def ceiling(policy, judge):

@@ -181,7 +181,10 @@ class Results:
         """{kind of judge: {number of conflict.half_cosines: `estimate`, and "ceiling"}} of the kinds run."""
         found = {}
         for kind, arm in JUDGES.items():
-            of_seed = {seed: self.of(arm, seed)["halves"] for seed in self.seeds} if arm in self.arms else {}
+            of_seed = {seed: [point for point in self.of(arm, seed)["halves"] if "imbalance" in point]
+                       for seed in self.seeds} if arm in self.arms else {}
+            if not all(of_seed.values()):                    # older ones' halves were wrong
+                continue
             known = {key: estimate({seed: [point[key] for point in points]
                                     for seed, points in of_seed.items()}) for key in conflict.NUMBERS}
             if all(known.values()):

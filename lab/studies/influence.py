@@ -169,9 +169,9 @@ def differ(names):
 def similarity(model, candidates, seed):
     """Cosines between turns, one per task: of the output layer's gradients and of mean hidden states.
 
-    For turns sampled by the model itself, the expected mean over pairs is 0 for any coupling, since the score
-    has mean 0 at each prompt; the root mean square is what differs between environments. None with fewer than
-    two turns.
+    For turns sampled by the model itself, the expected product of two scores is 0 for any coupling, since the
+    score has mean 0 at each prompt, and their mean cosine nearly so (a likely answer's score is small); the
+    root mean square is what differs between environments. None with fewer than two turns.
     """
     one = {turn.task: turn for turn in subsample(candidates, len(candidates), seed, DRAW, 3)}
     if len(turns := [*one.values()]) < 2:

@@ -83,14 +83,18 @@ def flawed_rises(q_3, r1, r2):
 
 
 def random_cases(n, rng):
-    """Frequencies over n random cases of one step.
+    """Frequencies over n random cases of one step, of which each can occur: with some probability of failure,
+    that and its sums with r1, r2 and r3 lie between 0 and 1.
 
     "flawed rises": the flawed action's probability rises; "log-odds rise": its log-odds to the good action
     rise; "gap rises": its probability minus the good action's rises; "formula wrong": `flawed_rises` is
     wrong.
     """
     counts = dict.fromkeys(("flawed rises", "log-odds rise", "gap rises", "formula wrong"), 0)
-    for q_3, (r1, r2) in zip(rng.dirichlet(np.ones(3), n), rng.random((n, 2)) * 0.5):
+    for _ in range(n):
+        q_3, (r1, r2) = rng.dirichlet(np.ones(3)), rng.random(2) * 0.5
+        while max(r1, r2) + q_3[1] * r2 / q_3[2] > 1:
+            q_3, (r1, r2) = rng.dirichlet(np.ones(3)), rng.random(2) * 0.5
         change_3, log_odds = step_of_three(q_3, r1, r2)
         counts["flawed rises"] += bool(change_3[0] > 0)
         counts["log-odds rise"] += bool(log_odds > 1e-9)

@@ -10,13 +10,17 @@ import json
 import random
 import shutil
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hand_made import make_sample
+from safetensors.torch import load_file, save_file
+from tiny_runs import ROOT
 
 import batching
 import gcd
+import judge
 import update
 from lab.bench import jobs
 from lab.studies import common, conflict, coupling, influence, runs
@@ -284,6 +288,44 @@ def test_half_cosines_are_those_of_all_splits():
     empty = conflict.half_cosines({"policy": policy_UX, "judge": torch.zeros(4, 6)}, 3)
     assert (empty["judge"], empty["between"], empty["whole"], empty["ratio"]) == (None, None, None, 0)
     assert empty["policy"] == found["policy"]
+
+
+@pytest.mark.fast
+def test_a_value_heads_questions_are_of_their_own_tasks():
+    """`judge.value_samples` numbers them by pair."""
+    episodes = [SimpleNamespace(index=index, turns=[SimpleNamespace(prompt_ids=[1], response_ids=[2])])
+                for index in (7, 3, 5, 0)]
+    judged = [judge.JudgedTurn(number, episode, 0, ("good", "bad")[number % 2], [1])
+              for number, episode in enumerate(episodes)]
+    samples = judge.value_samples(judged)
+    conflict.name_episodes(judged, samples)
+    assert [sample.episode for sample in samples] == [7, 3, 5, 0]
+    answers = [judge.sample(judged[0], [1], [2], 1.0, [0.0])]
+    conflict.name_episodes(judged, answers)
+    assert answers[0].episode == 0
+
+
+@pytest.mark.fast
+def test_halves_have_as_many_good_as_bad_questions_as_can_be():
+    """A gradient of all verdicts, toward "good", is in no half then, and at random in both with two signs."""
+    balance_U = torch.tensor([2.0, -2, 1, -1, 0, 0, 3, -3], dtype=torch.double)
+    shared_UX = balance_U[:, None] * torch.ones(8, 4, dtype=torch.double)
+    noise_UX = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    gradients = {"policy": torch.ones(8, 4), "judge": shared_UX + 0.01 * noise_UX}
+    even = conflict.half_cosines(gradients | {"balance": balance_U}, 1)
+    random = conflict.half_cosines(gradients, 1)
+    assert even["imbalance"] == 0 and random["judge"] < -0.5 and even["judge"] > random["judge"] + 0.3
+
+
+@pytest.mark.fast
+def test_a_kept_model_is_loaded_whatever_its_training_began_with(tmp_path):
+    first = ROOT / "lab" / "results" / "alfworld_model"
+    folder = shutil.copytree(first, tmp_path / "kept")
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    actor = common.load_actor(folder, ["--preset", "small", "--model", first])
+    name = next(name for name in actor.model.state_dict() if name in weights)
+    assert torch.equal(actor.model.state_dict()[name], 2 * weights[name].float())
 
 
 @pytest.mark.fast
