@@ -61,7 +61,8 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+sign, before": ("--judge-labels", "signs")}
 FIRST = 3             # seeds of every arm; further ones of those that they do not settle, and of GCD's own
 NEW = 10              # seeds from here on confirm what the first ten showed; no table has them
-OWN_LUCK = 20         # in seeds from here on outcomes and coins are a seed's own; before, all had the same
+OWN_LUCK = 20         # in stored cells of seeds from here on, and in all new ones, outcomes and coins are a
+                      # seed's own; in those of earlier seeds all had the same
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
 
@@ -686,7 +687,7 @@ def main(argv=None):
         parser.error(str(error))
     if not table:
         parser.error(f"--jobs=0: {options.out / 'cures.jsonl'} has no cell")
-    there = sorted({seed for of_seed in table.values() for seed in of_seed})
+    there = sorted({seed for part in (table, fresh, own) for of_seed in part.values() for seed in of_seed})
     draw(table, options.out / "cures.svg")
     command = ["python", "-m", "lab.studies.cures", "--seeds", str(options.seeds)]
     if options.iterations != ITERATIONS:

@@ -354,7 +354,7 @@ def test_a_conflict_is_a_cosine_below_0_where_the_ceiling_lets_one_be_seen(cosin
     def cell(cosine, reliability):
         return {"judge": [{"iteration": 5, "cosine": 0.1, "ratio": 2.0}], "halves": [
             {"iteration": i, "policy": 0.5, "judge": reliability, "between": cosine + 0.1 * (-1) ** i,
-             "whole": cosine, "ratio": 2.0} for i in range(8)]}
+             "whole": cosine, "ratio": 2.0, "imbalance": 0.0} for i in range(8)]}
 
     cells = {"grpo+gcd, seed 0": cell(0.1, 0.5), "grpo+value, seed 0": cell(cosine, reliability)}
     if reliability == 0.01:                                  # a ceiling of .07, within two standard errors
