@@ -5,7 +5,7 @@ extends the shorter one token for token. The result differs from Qwen3's in one 
 the thoughts of earlier turns, and the empty thought of a turn with thinking off. Here both stay, as sampled,
 so that an episode is one sequence, which is computed once and trained on with the context that the model had.
 Special tokens come from the template alone: "<|im_end|>" in a game's text stays text, so that no game can
-speak for the agent.
+speak for the agent. (Of the tokens that the tokenizer calls special; Qwen3's "<think>" is none of them.)
 An environment may bring its own rules, response format and tools. With tools, the head of a conversation is
 rendered by the tokenizer's own template; of what follows a response, only the difference is, once and without
 that response, and so tokens that were sampled are never rendered again.
@@ -166,7 +166,7 @@ class Chat:
 
     def rendered(self, messages):
         """The text of messages by the tokenizer's own template, with the tools, where a response starts."""
-        return render(self.tokenizer, messages, tools=self.tools, **self.switches)
+        return render(self.tokenizer, messages, tools=self.tools, **self.switches).removesuffix(OPEN_THOUGHT)
 
     def filled(self, rendered, texts):
         """Ids of a rendered template in which each MARK stands for a text.
@@ -234,7 +234,11 @@ class Chat:
             raise ValueError(f"--admissible-only: no response can give the command {command!r}")
         if self.bare or self.style == "plain":
             return responses
-        return [self.encode(f">{command}</action>") + self.end_ids]
+        whole = responses[0]           # its end alone might be encoded otherwise, as by Llama 2's tokenizer
+        start = next((n for n in range(1, len(whole)) if self.command_starts(whole[:n])), None)
+        if start is None:
+            raise ValueError(f"--admissible-only: a token spans the start of the command {command!r}")
+        return [whole[start:]]
 
     def command_starts(self, ids):
         """Whether a response that consists of `ids` continues with its command."""

@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import time
+from contextlib import ExitStack
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -463,6 +464,8 @@ def open_pretrained(folder, value_head=None):
         check_tensors(folder, weight_files(folder), {
             name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
             config.tie_word_embeddings)
+        if config.tie_word_embeddings:
+            check_tied(folder)
         if value_head in (None, config.value_head):
             return model
         return Model(replace(config, value_head=value_head))
@@ -513,6 +516,23 @@ def check_tensors(folder, files, shapes, tied):
             raise ValueError(f"{path}: not a safetensors file: {error}") from None
     if missing:
         raise ValueError(f"{folder}: missing tensor {min(missing)} ({len(missing)} missing in all)")
+
+
+def check_tied(folder):
+    """ValueError if a folder whose lm_head is the embedding stores another lm_head, as merging an adapter on
+    it leaves.
+    """
+    names, paths = ("model.embed_tokens.weight", "lm_head.weight"), {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            paths |= {name: path for name in names if name in file.keys()}
+    if len(paths) < 2:
+        return
+    with torch.device("cpu"), ExitStack() as opened:
+        files = (opened.enter_context(safe_open(paths[name], framework="pt")) for name in names)
+        if not torch.equal(*(file.get_tensor(name) for name, file in zip(names, files))):
+            raise ValueError(f"{paths[names[1]]}: lm_head.weight is not the embedding; set "
+                             "tie_word_embeddings to false in config.json")
 
 
 def weights_hash(folder):

@@ -364,6 +364,17 @@ def test_a_tied_folder_may_contain_lm_head(tmp_path):
     assert torch.equal(m.load_pretrained(tmp_path)(ids), model(ids))
 
 
+def test_a_tied_folder_with_another_lm_head_is_refused(tmp_path):
+    """transformers does not tie it then."""
+    model = make_model(tie_word_embeddings=True)
+    m.save_pretrained(model, tmp_path)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    weights["lm_head.weight"][3, 1] += 1e-3
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight is not the embedding; set tie_word_embeddings to"):
+        m.load_pretrained(tmp_path)
+
+
 def test_rope_theta_is_read_from_either_field(tmp_path):
     small_config(rope_theta=5.0).save(tmp_path)
     path = tmp_path / "config.json"

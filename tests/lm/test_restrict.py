@@ -24,6 +24,8 @@ from conftest import (
 )
 from test_engine import assert_frequencies, splitmix64
 from tiny_runs import assert_one_error, random_qwen, rows, start_from, train
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 import batching
 import rollout
@@ -351,6 +353,27 @@ def test_an_admissible_command_follows_the_thought_in_qwens_tokens(style, qwen_t
     """Of Qwen2.5, and of Qwen3, whose <think> and </think> are single tokens."""
     for tokenizer in (qwen_tokenizer, qwen3_tokenizer):
         assert_restricts(Chat(tokenizer, style), HEADS[style], OTHERS)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("style", HEADS)
+def test_commands_of_a_tokenizer_that_begins_each_text_with_a_space(style):
+    """Llama 2's and others of SentencePiece do: the end of a response alone would begin with one."""
+    bpe = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    alphabet = trainers.BpeTrainer(initial_alphabet=["\n", "▁", *map(chr, range(33, 127))], vocab_size=300)
+    bpe.train_from_iterator(["go to cabinet 1"], alphabet)
+    template = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+                "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="</s>", chat_template=template,
+        additional_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"])
+    chat, rng = Chat(tokenizer, style), random.Random(0)
+    for head in HEADS[style]:
+        responses = [random_response(chat.restriction(("go to cabinet 1", "look")), rng, chat.encode(head))
+                     for _ in range(20)]
+        assert {chat.parse(chat.decode(ids))[0] for ids in responses} == {"go to cabinet 1", "look"}
 
 
 @pytest.mark.fast

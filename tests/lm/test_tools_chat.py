@@ -98,6 +98,18 @@ TURNS = [(HEATS, [("heat", {"degrees": 180, "unit": "C"})], ["It is at 180 C."])
          (f"{HEATS}\n{BAKES}", [("heat", {"degrees": 180, "unit": "C"}), ("bake", {})], ["It is.", "Done."])]
 
 
+def test_a_template_that_begins_a_thought_leaves_it_to_the_model(qwen3):
+    """As without tools: Qwen3-Thinking-2507's does."""
+    opened = copy.copy(qwen3)
+    start = "{{- '<|im_start|>assistant\\n' }}"
+    assert start in qwen3.chat_template
+    opened.chat_template = opened.chat_template.replace(start, start.replace("nt\\n", "nt\\n<think>\\n"))
+    given = Reply("Bake a cake."), reply("It is at 180 C.")
+    plain, thinking = (make_chat(of) for of in (qwen3, opened))
+    for first, of in zip((True, False), given):
+        assert thinking.observe(of, first) == plain.observe(of, first)
+
+
 @pytest.mark.parametrize("rules", ["You bake.", ""])
 def test_every_prompt_is_the_templates_own_token_for_token(tokenizer, rules):
     """Responses as text, and as the structured calls that the template writes itself."""
