@@ -129,14 +129,14 @@ def judge_turns(run, i, episodes):
     by_endpoint = None
     if config.judge_labels in labels.OF_ENDPOINT:
         n = len(range(ranks.rank, config.judge_turns, ranks.world_size))             # this rank's share
-        by_endpoint = run.endpoint_labels(episodes, n, stream(seed, judge.ENDPOINT, ranks.rank))
+        by_endpoint = run.endpoint_labels(episodes, n, stream(seed, 2, ranks.rank))
     places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint)
     places = sum(parallel.all_gather(places), [])
     judged, differing, pairs = [], [], config.judge_turns // 2
     for redraw in range(flags.MOST_ROUNDS if config.judge_redraw else 1):
         chosen = judge.choose(places, config.judge_labels, pairs,
-                              stream(seed, judge.REDRAW, redraw) if redraw else seed)
+                              stream(seed, 3, redraw) if redraw else seed)
         if not (chosen or redraw):
             run.warn_once("no turn was judged", judge.why_none(places, config.judge_labels))
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)

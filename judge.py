@@ -27,7 +27,6 @@ ANSWERS = ("good", "bad")
 VERDICT = {"plain": r"\s*+(good|bad)\s*+",          # possessive: nothing is read twice, however long it is
            "think": r"(?s)(?:[^<]*+<think>.*</think>)?[^<]*+<judge>\s*+(good|bad)\s*+</judge>\s*+"}
 LONGEST_ANSWER = 100_000       # characters; a longer one is unreadable
-CHOICE, ANSWER, ENDPOINT, REDRAW = range(4)        # random streams of an iteration's judging
 
 
 @dataclass(slots=True)
@@ -132,7 +131,7 @@ def choose(places, kind, per_class, seed):
     result, so that any cut between pairs stays balanced. For "shuffled", each label is then replaced by a
     fair coin toss.
     """
-    rng = generator(seed, CHOICE)
+    rng = generator(seed, 0)
     by_class = [[place for place in places if place[2] == label] for label in ANSWERS]
     picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
               for members in by_class]
@@ -171,7 +170,7 @@ def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):
 
     Writes answers and rewards to the questions, and verdicts to their turns.
     """
-    streams = [[stream(seed, ANSWER, question.index, i) for i in range(group_size)] for question in judged]
+    streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
     prompts = [question.prompt_ids for question in judged]
     for question, given in zip(judged, answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)):
         question.answers = given

@@ -77,8 +77,8 @@ def begin(config, out, state, previous, resources):
 def evaluates_otherwise(config, out):
     """Whether the run will evaluate, and OUT holds an evaluation of other splits or by another protocol."""
     then = files.read_json(out / files.EVALUATION)
-    asked = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
-    other = sorted(then.get("splits", ())) != sorted(config.splits) or differing(then, asked)
+    now = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
+    other = sorted(then.get("splits", ())) != sorted(config.splits) or differing(then, now)
     return bool(then and config.splits and other)
 
 

@@ -234,11 +234,11 @@ class Chat:
             raise ValueError(f"--admissible-only: no response can give the command {command!r}")
         if self.bare or self.style == "plain":
             return responses
-        whole = responses[0]           # its end alone might be encoded otherwise, as by Llama 2's tokenizer
-        start = next((n for n in range(1, len(whole)) if self.command_starts(whole[:n])), None)
+        ids = responses[0]             # its end alone might be encoded otherwise, as by Llama 2's tokenizer
+        start = next((n for n in range(1, len(ids)) if self.command_starts(ids[:n])), None)
         if start is None:
             raise ValueError(f"--admissible-only: a token spans the start of the command {command!r}")
-        return [whole[start:]]
+        return [ids[start:]]
 
     def command_starts(self, ids):
         """Whether a response that consists of `ids` continues with its command."""

@@ -91,8 +91,9 @@ def test_the_recorded_task_types_of_the_cold_start_are_those_of_the_weights(tmp_
     assert prepared(tmp_path / "none", "--demonstrations", 0).identity["cold_start_types"] is None
     inside = ["--model", tmp_path / "cold" / "checkpoint", "--demonstrations", 0, "--overwrite"]
     (tmp_path / "cold" / "metrics.jsonl").touch()
-    assert prepared(tmp_path / "cold", *inside).identity["cold_start_types"] == "part"     # then set aside
-    assert not (tmp_path / "cold" / "checkpoint").exists()
+    with pytest.raises(ValueError, match="checkpoint: lies in --out=.*cold, which --overwrite would set"):
+        prepared(tmp_path / "cold", *inside)
+    assert (tmp_path / "cold" / "checkpoint").exists()
 
 
 # The files of a run

@@ -33,8 +33,8 @@ def result_of(less):
 
 
 @pytest.mark.fast
-def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch):
-    monkeypatch.setattr(smollm2, "named", lambda model: model)             # without its package
+def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch, tmp_path):
+    monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "none")              # not converted
     cells = cells_of(read_config(pretraining.CONFIG))
     assert len(cells) == 3 * 8 and all(cell.start is None for cell in cells)
     settings = {}
@@ -42,7 +42,7 @@ def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch):
         match = re.fullmatch(r"(small|smollm2)_(\d+)(_ten_passes)?", cell.row)
         found = config_of(cell)
         assert found.demonstrations == int(match[2]) and found.seed == cell.seed
-        assert found.model == ("smollm2" if match[1] == "smollm2" else "")
+        assert found.model == (str(tmp_path / "none") if match[1] == "smollm2" else "")
         if not match[3] and found.demonstrations in pretraining.COUNTS:
             of_pair = {name: value for name, value in found.settings().items()
                        if name not in ("out", "model", "cold_start_lr", "dtype")}

@@ -458,7 +458,8 @@ def test_tags_before_restricted_commands_are_trained(half_won, tmp_path):
 def test_a_hugging_face_models_commands_are_restricted(short_qwen, tmp_path, monkeypatch):
     """A random model never reaches a command by itself, so here each command starts after one token (and is
     malformed, without a thought). --kl, which the paper's preset sets, gives steps with a logprob gap."""
-    monkeypatch.setattr(Chat, "command_starts", lambda self, ids: len(ids) == 1)
+    monkeypatch.setattr(Chat, "restriction", lambda self, commands: Restriction(
+        trie_of(ids for command in commands for ids in self.encodings(command)), lambda ids: len(ids) == 1))
     submitted, submit = [], rollout.Conversation.submit
     monkeypatch.setattr(rollout.Conversation, "submit", lambda self, response, *more: (
         submitted.append((self.reply.admissible, self.chat.decode(response.ids), response)),
