@@ -22,8 +22,6 @@ def starting_point(config, out, ranks):
     OUT holds a run and neither flag is given, or if it cannot be set aside.
     """
     found = checkpoint.find_checkpoint(out / files.CHECKPOINT)
-    if config.model and config.overwrite and out.resolve() in Path(config.model).resolve().parents:
-        raise ValueError(f"--model={config.model}: lies in --out={out}, which --overwrite would set aside")
     if config.resume:
         try:
             if found is None:
@@ -46,6 +44,9 @@ def starting_point(config, out, ranks):
         if not config.overwrite:
             raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside "
                              "and starts over")
+        if config.model and out.resolve() in Path(config.model).resolve().parents:
+            raise ValueError(f"--model={config.model}: lies in --out={out}, which --overwrite would set "
+                             "aside")
         parallel.on_rank0(lambda: files.check_can_be_set_aside(out))
     return Path(config.model) if config.model else None, None
 

@@ -114,9 +114,9 @@ class Limited:
 
 
 def limited(game):
-    """The game, as Limited if it has a time limit and no process of its own, which has."""
-    own = hasattr(game, "send") or getattr(game, "time_limit_s", None) is None
-    return game if own else Limited(game)
+    """The game, as Limited if it has a time limit and is of this process."""
+    limits = getattr(game, "time_limit_s", None) is not None and not hasattr(game, "send")
+    return Limited(game) if limits else game
 
 
 class LocalGame:

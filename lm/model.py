@@ -529,8 +529,9 @@ def check_tied(folder):
     if len(paths) < 2:
         return
     with torch.device("cpu"), ExitStack() as opened:
-        files = (opened.enter_context(safe_open(paths[name], framework="pt")) for name in names)
-        if not torch.equal(*(file.get_tensor(name) for name, file in zip(names, files))):
+        tensors = [opened.enter_context(safe_open(paths[name], framework="pt")).get_tensor(name)
+                   for name in names]
+        if not torch.equal(*tensors):
             raise ValueError(f"{paths[names[1]]}: lm_head.weight is not the embedding; set "
                              "tie_word_embeddings to false in config.json")
 
