@@ -12,7 +12,6 @@ can be compared game by game (`python -m report compare`). Left out: who plays, 
 """
 
 import os
-import random
 import shlex
 import sys
 import time
@@ -38,7 +37,7 @@ from labels import flaw_labels
 from lm import model as qwen
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
 from rollout import EpisodeSpec, success_rate, summary
-from session import check_vocabulary, context_warning, make_games, open_chat, split_tasks
+from session import check_vocabulary, context_warning, drawn_tasks, make_games, open_chat, split_tasks
 
 # Stage 3 of a run
 
@@ -78,16 +77,6 @@ def evaluation(run):
             "max_turns": config.evaluation_turns, "temperature": modes["sampled"],
             "seconds": time.perf_counter() - started, "outcomes": outcomes})
     return splits
-
-
-def drawn_tasks(config, split):
-    """The tasks to play in a split: all, --evaluate-tasks of them, or those that the protocol draws, with
-    replacement.
-    """
-    tasks, n = split_tasks(config.environment, split), config.evaluate_tasks
-    if draws := flags.PROTOCOLS[config.protocol].draws:
-        return random.Random(config.seed).choices(tasks, k=draws)
-    return random.Random(0).sample(tasks, n) if 0 < n < len(tasks) else tasks
 
 
 def episode_specs(config, tasks, m, plays, instruction=""):

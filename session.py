@@ -4,6 +4,7 @@ The user's mistakes surface in `prepare`, before any work. Left out: what a run 
 evaluation.py), and its flags (config.py).
 """
 
+import random
 import shutil
 import sys
 import time
@@ -209,15 +210,23 @@ def split_tasks(environment, name):
     return tasks
 
 
+def drawn_tasks(config, split):
+    """The tasks to play in a split: all, --evaluate-tasks of them, or those that the protocol draws, with
+    replacement.
+    """
+    tasks, n = split_tasks(config.environment, split), config.evaluate_tasks
+    if draws := PROTOCOLS[config.protocol].draws:
+        return random.Random(config.seed).choices(tasks, k=draws)
+    return random.Random(0).sample(tasks, n) if 0 < n < len(tasks) else tasks
+
+
 def episodes_at_once(config, ranks):
     """The most episodes that a rank plays at once: --slots, or fewer if no stage has as many."""
     if config.dagger:
         return config.slots                              # its rounds have hundreds
-    protocol, stages = PROTOCOLS[config.protocol], [config.tasks * config.group_size]
-    for split in config.splits:
-        n = len(split_tasks(config.environment, split))
-        stages.append((protocol.draws or min(config.evaluate_tasks or n, n)) * protocol.plays)
-    return min(config.slots, -(-max(stages) // ranks.world_size))
+    plays = PROTOCOLS[config.protocol].plays
+    played = [plays * len(drawn_tasks(config, split)) for split in config.splits]
+    return min(config.slots, -(-max([config.tasks * config.group_size, *played]) // ranks.world_size))
 
 
 def make_games(environment, n, resources):
