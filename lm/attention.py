@@ -179,15 +179,15 @@ class Pool:
             values[source], values[target] = values[target], values[source]
         self.first_B.copy_(torch.tensor(self.first))
 
-    def export_row(self, row, length):
-        """A copy of a row's first `length` positions: per layer a [2, length, K, D], for `import_rows`."""
+    def export_row(self, row, start, end):
+        """A copy of a row's positions from start to end: per layer a [2, T, K, D], for `import_rows`."""
         first = self.first[row]
-        return [kv[:, first:first + length].clone() for kv in self.kv]
+        return [kv[:, first + start:first + end].clone() for kv in self.kv]
 
-    def import_rows(self, rows, exported):
-        """Write the result of `export_row` into the first positions of each of `rows`."""
+    def import_rows(self, rows, start, exported):
+        """Write the result of `export_row` into each of `rows`, from position `start` on."""
         length = exported[0].shape[1]
-        first_R = torch.tensor([self.first[row] for row in rows])
+        first_R = torch.tensor([self.first[row] + start for row in rows])
         slot_RT = (first_R[:, None] + torch.arange(length)).to(self.first_B.device)
         for kv, values in zip(self.kv, exported):
             kv[:, slot_RT] = values[:, None]
@@ -274,15 +274,15 @@ class Rectangle:
         for kv in self.kv:
             kv[:, target, :, :length] = kv[:, source, :, :length]
 
-    def export_row(self, row, length):
-        """A copy of a row's first `length` positions: per layer a [2, K, length, D], for `import_rows`."""
-        return [kv[:, row, :, :length].clone() for kv in self.kv]
+    def export_row(self, row, start, end):
+        """A copy of a row's positions from start to end: per layer a [2, K, T, D], for `import_rows`."""
+        return [kv[:, row, :, start:end].clone() for kv in self.kv]
 
-    def import_rows(self, rows, exported):
-        """Write the result of `export_row` into the first positions of each of `rows`."""
+    def import_rows(self, rows, start, exported):
+        """Write the result of `export_row` into each of `rows`, from position `start` on."""
         row_R = torch.tensor(rows, device=self.kv[0].device)
         for kv, values in zip(self.kv, exported):
-            kv[:, row_R, :, :values.shape[2]] = values[:, None]
+            kv[:, row_R, :, start:start + values.shape[2]] = values[:, None]
 
     def append(self, rows, starts, lengths):
         """The layout of chunks of lengths[i] tokens that row rows[i] gets from position starts[i] on. Host

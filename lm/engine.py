@@ -2,8 +2,8 @@
 
 Every token is computed once. An episode keeps its slot, a row of the cache, and only the part of each new
 prompt that the slot does not contain yet is run: in an append-only conversation, the last observation. The
-members of a group share one prefill of their first prompt. Responses stay token ids: training uses the
-sampled ids, and no response is tokenized again.
+members of a group share the prefill of their first prompt, and of later ones as long as these are equal.
+Responses stay token ids: training uses the sampled ids, and no response is tokenized again.
 Left out: paged caches.
 Shapes: B rows of a step, R rows that a call starts or draws for, T tokens of a chunk, V vocabulary, M tokens
 of the longest response. Of answers that share their prompt: R prompts, A answers to each.
@@ -162,31 +162,30 @@ class Slots:
         """Fill row rows[i] with prompts[i], running only the tokens that are not cached.
 
         Returns logits_RV after each prompt, and the number of tokens in each row. rows: in ascending order.
-        Equal prompts of which no token is cached, as of a group's members, are run once and copied; with
-        `share` they are kept in `first_prompts` for members that start later: the last ones, of a KEPT-th as
-        many tokens as the cache has room for, and two at least.
+        Equal prompts, as of a group's members until their commands differ, are run once and copied; with
+        `share` those of which no token is cached are kept in `first_prompts` for members that start later:
+        the last ones, of a KEPT-th as many tokens as the cache has room for, and two at least.
         """
         reused = [reusable_prefix(self.cached[row], prompt) for row, prompt in zip(rows, prompts)]
         self.reserve(rows, prompts, reused)
-        members_of, known = {}, self.first_prompts if share else {}
+        members_of, known, logits = {}, self.first_prompts, {}
         for i, prompt in enumerate(prompts):
-            if not reused[i]:
-                members_of.setdefault(tuple(prompt), []).append(i)
-        first = {members[0] for prompt, members in members_of.items() if prompt not in known}
-        run, logits = [i for i in range(len(rows)) if reused[i] or i in first], {}
+            members_of.setdefault((reused[i], tuple(prompt)), []).append(i)
+        run = [members[0] for (n, prompt), members in members_of.items() if n or prompt not in known]
         if run:
             chunks, starts = [prompts[i][reused[i]:] for i in run], [reused[i] for i in run]
             used = [rows[i] for i in run]
             logits = dict(zip(run, run_chunks(self.model, self.cache, used, chunks, starts)))
-        for prompt, members in members_of.items():
-            copies = [rows[i] for i in members if i not in first]
-            if prompt not in known and (share or copies):
-                known[prompt] = (self.cache.export_row(rows[members[0]], len(prompt)),
-                                 logits[members[0]].clone())             # else all rows' logits are kept
+        for (n, prompt), members in members_of.items():
+            copies, found = [i for i in members if i not in logits], known.get(prompt)
+            if members[0] in logits and (copies or share and not n):
+                found = (self.cache.export_row(rows[members[0]], n, len(prompt)),
+                         logits[members[0]].clone())                     # else all rows' logits are kept
+                if share and not n:
+                    known[prompt] = found
             if copies:
-                exported, logits_V = known[prompt]
-                self.cache.import_rows(copies, exported)
-                logits |= dict.fromkeys(members, logits_V)
+                self.cache.import_rows([rows[i] for i in copies], n, found[0])
+                logits |= dict.fromkeys(copies, found[1])
         while len(known) > 2 and sum(map(len, known)) > self.cache.slots // KEPT:
             del known[next(iter(known))]                        # the oldest: an evaluation has hundreds
         return torch.stack([logits[i] for i in range(len(rows))]), [len(prompt) for prompt in prompts]

@@ -377,6 +377,35 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("packed", [False, True])
+def test_equal_prompts_are_run_once_and_copied_whether_they_are_the_first_or_later_ones(
+        model, with_varlen, packed):
+    """Of five rows two and two have equal second prompts, whose last two ids the fifth one's has, too."""
+    if packed:
+        with_varlen()
+    slots, run = Slots(model, 5, 64, (), Sampling(1.0, 3)), []
+    model.register_forward_pre_hook(lambda module, arguments: run.append(arguments[0].shape[1]))
+
+    def responses(prompts, streams):
+        slots.begin(range(5), prompts, streams)
+        run_by_begin, finished = run[-1], {}
+        while slots.running:
+            slots.tick()
+            finished |= slots.pop_finished()
+        for row, (prompt, stream) in enumerate(zip(prompts, streams)):
+            ids, logprobs = slow_response(model, prompt, stream, (), 1.0, 3, finished[row].ids)
+            assert finished[row].ids == ids and finished[row].logprob == pytest.approx(logprobs, abs=1e-5)
+        return run_by_begin, [prompt + finished[row].ids for row, prompt in enumerate(prompts)]
+
+    first = [[7, 8, 9, 10]] * 4 + [[11, 12, 13]]
+    n, texts = responses(first, [1, 2, 1, 2, 3])
+    assert n == 4 + 3 and texts[0] == texts[2] != texts[1] == texts[3]
+    n, texts = responses([text + [20, 21] for text in texts], [4, 5, 6, 7, 8])
+    assert n == 3 * 3                            # the last token of the first response, and 20, 21
+    assert len({*map(tuple, texts)}) == 5
+
+
+@pytest.mark.fast
 def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
     with_varlen()
     cache = attention.kv_cache(model.config, 4, torch.double, "cpu")
@@ -384,15 +413,15 @@ def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varl
     assert cache.room == [18, 0, 50, 90] and cache.first == [0, 18, 18, 68]
     for kv in cache.kv:
         kv.normal_()
-    before = [cache.export_row(row, n) for row, n in ((0, 8), (2, 40), (3, 80))]
+    before = [cache.export_row(row, 0, n) for row, n in ((0, 8), (2, 40), (3, 80))]
     assert not cache.fit([8, 0, 40, 80], [10, 0, 50, 90])                    # there is room
     assert not cache.fit([8, 0, 40, 80], [19, 0, 50, 80])                    # laid out again, in place
     assert cache.room == [22, 0, 53, 83] and cache.slots == 160
     assert cache.fit([8, 0, 40, 80], [19, 1, 50, 90]) and cache.slots == 200
     for row, n, kept in ((0, 8, before[0]), (2, 40, before[1]), (3, 80, before[2])):
-        assert all(torch.equal(a, b) for a, b in zip(cache.export_row(row, n), kept, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(cache.export_row(row, 0, n), kept, strict=True))
     cache.move(3, 0, 80)                                                     # by exchanging their room
-    assert all(torch.equal(a, b) for a, b in zip(cache.export_row(0, 80), before[2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(cache.export_row(0, 0, 80), before[2], strict=True))
 
 
 @pytest.mark.fast
@@ -404,20 +433,20 @@ def test_rows_of_equal_room_keep_their_tokens_and_the_memory(model):
     assert cache.fit([0] * 3, [0, 9, 40]) and cache.room == 112 and cache.slots == 3 * 112
     for kv in cache.kv:
         kv.normal_()
-    before = {row: cache.export_row(row, n) for row, n in ((1, 9), (2, 40))}
+    before = {row: cache.export_row(row, 0, n) for row, n in ((1, 9), (2, 40))}
     assert not cache.fit([0, 9, 40], [0, 20, 112])                           # there is room
     for kept, needed, room in (([0, 9, 40], 113, 192), ([0, 9, 0], 1000, 1136)):
         assert cache.fit(kept, [0, needed, 50]) and cache.room == room
         for row, n in enumerate(kept):
-            assert not n or all(map(torch.equal, cache.export_row(row, n), before[row]))
+            assert not n or all(map(torch.equal, cache.export_row(row, 0, n), before[row]))
     memory = {kv.data_ptr() for kv in cache.kv}
     for needed, limit, room in ((8, 500, 80), (400, 500, 464), (400, 410, 416)):
         assert cache.fit([0] * 3, [needed, 0, 0], limit) and cache.room == room
         assert all(kv.isfinite().all() for kv in cache.kv) and cache.slots == 3 * 1136
     assert memory == {kv.data_ptr() for kv in cache.kv}
-    cache.import_rows([0, 2], before[2])
+    cache.import_rows([0, 2], 0, before[2])
     cache.move(2, 1, 40)
-    assert all(map(torch.equal, cache.export_row(1, 40), before[2]))
+    assert all(map(torch.equal, cache.export_row(1, 0, 40), before[2]))
 
 
 # torch's versions

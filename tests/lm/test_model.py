@@ -187,7 +187,7 @@ def test_qwen3_without_a_head_size_gets_transformers_default(tmp_path):
 
 def test_an_exported_row_is_a_copy():
     cache = attention.Rectangle(small_config(), 2, 8, torch.float32, "cpu")
-    first, second = cache.export_row(0, 3)
+    first, second = cache.export_row(0, 0, 3)
     cache.kv[0].fill_(1.0)
     assert first.shape == second.shape == (2, 2, 3, 4) and not first.any()
 
