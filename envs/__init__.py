@@ -99,6 +99,20 @@ class Game(Protocol):
         """Free the game's resources."""
 
 
+class SentGame:
+    """A Game whose `reset` and `step` are a `send` and a `receive`, which a subclass has."""
+
+    def reset(self, task: Task, seed: int = 0) -> Reply:
+        """Start a task. Raises what `send` and `receive` raise."""
+        self.send("reset", task, seed)
+        return self.receive()
+
+    def step(self, command: str) -> Reply:
+        """Carry out a command. Raises what `send` and `receive` raise."""
+        self.send("step", command)
+        return self.receive()
+
+
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """An expert's episode. replies[0] is the first observation; replies[i + 1] answers commands[i]."""

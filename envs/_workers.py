@@ -18,7 +18,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from . import EpisodeLost, Reply, Task
+from . import EpisodeLost, Reply, SentGame
 
 
 def worker_games(n, workers, factory, timeout_s, problem_of, settings=None):
@@ -35,31 +35,16 @@ def worker_games(n, workers, factory, timeout_s, problem_of, settings=None):
     return [WorkerGame(pool, i, problem_of) for i in range(n)]
 
 
-class WorkerGame:
-    """A Game whose turns are played by a worker. If the worker died, `reset` uses a new one."""
+class WorkerGame(SentGame):
+    """A Game whose turns are played by a worker, and which has no use for a seed. If the worker died, `reset`
+    uses a new one.
+    """
 
     def __init__(self, pool, number, problem_of):
         self.pool, self.number, self.problem_of = pool, number, problem_of
         self.worker = None
         self.task = None
         self.sent = 0
-
-    def reset(self, task: Task, seed: int = 0) -> Reply:
-        """Start a task. Games are deterministic: `seed` has no effect.
-
-        Raises what the engine raises, and EpisodeLost as `step` does.
-        """
-        self.send("reset", task, seed)
-        return self.receive()
-
-    def step(self, command: str) -> Reply:
-        """Carry out a command.
-
-        Raises what the engine raises, and EpisodeLost if the worker died since the reset, or does not answer
-        in time.
-        """
-        self.send("step", command)
-        return self.receive()
 
     def send(self, method, argument, seed=0):
         """Send "reset" and a task, or "step" and a command; `receive` waits for the reply."""
@@ -70,7 +55,11 @@ class WorkerGame:
         self.worker.ask((self.number, self.sent, method, argument))
 
     def receive(self) -> Reply:
-        """The reply to the last `send`. Raises as `reset` and `step` do."""
+        """The reply to the last `send`.
+
+        Raises what the engine raises, and EpisodeLost if the worker died since the reset, or does not answer
+        in time.
+        """
         try:
             answer = self.worker.answer(self.number, self.sent)
             if isinstance(answer, Exception):

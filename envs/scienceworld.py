@@ -39,7 +39,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import Demonstration, EpisodeLost, MessageLengths, Reply, Task
+from . import Demonstration, EpisodeLost, MessageLengths, Reply, SentGame, Task
 from . import Environment as Base
 from ._terminal import play_in_terminal
 
@@ -326,9 +326,12 @@ def decoded(text):
 
 # The game
 
-class ScienceWorld:
-    """A Game. Threads wait for the JVMs, so that many of them work at once.
+class ScienceWorld(SentGame):
+    """A Game, which has no use for a seed. Threads wait for the JVMs, so that many of them work at once.
 
+    The first observation is the task and, after an empty line, the answer to "look around". Of commands, case
+    and outer spaces do not matter. If one is ambiguous, the game asks for a number: the numbers are then
+    admissible, and anything else cancels the command.
     timeout_s: a JVM without an answer for this long hangs (SLOW_FACTOR times longer at its start and for a
     gold path). restarts: how often a JVM died or hung. turns: commands since the reset. Gold paths come from
     a second JVM, because they need much memory, which a JVM never frees.
@@ -340,26 +343,11 @@ class ScienceWorld:
         self.turns = self.restarts = 0
         self.paths = {}                    # {task id: gold path}
 
-    def reset(self, task: Task, seed: int = 0) -> Reply:
-        """Load the task's variation. Games are deterministic: `seed` has no effect.
-
-        The first observation is the task and, after an empty line, the answer to "look around". Raises
-        ValueError for an unknown task or variation, EpisodeLost if the JVM died or hangs.
-        """
-        self.send("reset", task, seed)
-        return self.receive()
-
-    def step(self, command: str) -> Reply:
-        """Carry out a command. Case does not matter, nor do outer spaces.
-
-        If the command is ambiguous, the game asks for a number: the numbers are then admissible, and anything
-        else cancels the command. Raises EpisodeLost if the JVM died or hangs.
-        """
-        self.send("step", command)
-        return self.receive()
-
     def send(self, method, argument, seed=0):
-        """Send "reset" and a task, or "step" and a command; `receive` waits for the reply."""
+        """Send "reset" and a task, or "step" and a command; `receive` waits for the reply.
+
+        ValueError for an unknown task or variation.
+        """
         if method == "reset":
             check_variation(*argument.problem)
         if self.pending:

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -50,12 +51,9 @@ def blamed(*passing):
 
 def last_frame(error):
     """The last frame of an error's traceback that runs a plug-in's code, and its line; (None, 0) without."""
-    found, trace = (None, 0), error.__traceback__
-    while trace:
-        if trace.tb_frame.f_globals.get("__name__") in ORIGINS:
-            found = trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
-    return found
+    found = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
+             if frame.f_globals.get("__name__") in ORIGINS]
+    return found[-1] if found else (None, 0)
 
 
 def refuse(wrong, source, where):
@@ -147,11 +145,8 @@ def line_in(error, file):
     """Return where in a file an error arose: ", line 12"; "" if its traceback does not pass through it."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).name == Path(file).name:
         return f", line {error.lineno}"
-    lines, trace = [], error.__traceback__
-    while trace:
-        if Path(trace.tb_frame.f_code.co_filename).name == Path(file).name:
-            lines.append(trace.tb_lineno)
-        trace = trace.tb_next
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__)
+             if Path(frame.f_code.co_filename).name == Path(file).name]
     return f", line {lines[-1]}" if lines else ""
 
 

@@ -35,6 +35,6 @@ def stream(seed, *path):
     return state >> 1
 
 
-def generator(seed, *path, device="cpu"):
+def generator(seed, *path):
     """Return a torch.Generator for this stream. On the CPU torch uses only the low 32 bits of its name."""
-    return torch.Generator(device).manual_seed(stream(seed, *path))
+    return torch.Generator("cpu").manual_seed(stream(seed, *path))

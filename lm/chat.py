@@ -222,7 +222,7 @@ class Chat:
         if self.own_parse and not self.bare:
             raise ValueError("--admissible-only: not with this --env, whose response format is its own")
         trie = trie_of(ids for command in commands for ids in self.encodings(command))
-        return Restriction(trie, None if self.bare or self.style == "plain" else self.command_starts)
+        return Restriction(trie, None if self.bare else self.command_starts)
 
     def _encodings(self, command):
         """All token sequences that give a command, from where the restriction starts to the stop token.
@@ -232,7 +232,7 @@ class Chat:
         responses = [self.respond(command, tag) for tag in (TAGS if self.style == "tags" else ("",))]
         if any(self.parse(self.decode(ids))[0] != command for ids in responses):
             raise ValueError(f"--admissible-only: no response can give the command {command!r}")
-        if self.bare or self.style == "plain":
+        if self.bare:
             return responses
         ids = responses[0]             # its end alone might be encoded otherwise, as by Llama 2's tokenizer
         start = next((n for n in range(1, len(ids)) if self.command_starts(ids[:n])), None)

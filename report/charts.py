@@ -23,10 +23,6 @@ class Panel:
     curves: tuple       # (metric key, name in the legend)
     reference: float | None = None   # drawn as a horizontal line, such as the value of a random judge
 
-    @property
-    def x_name(self):
-        return x_name(self.curves[0][0])
-
 
 STAGES = "time/rollout_s", "time/judge_s", "time/update_s"
 PANELS = (
@@ -224,10 +220,9 @@ def panel_chart(panel, runs):
     shapes += [Shape("line", line_path(axes, points, smooth(list(points.values()))), tone, dash)
                for _, tone, dash, points in series]
     keys = [(f"dash-{i % DASHES}", label) for i, (_, label) in enumerate(panel.curves)]
-    hovered = [(name, tone, points) for name, tone, _, points in series]
+    hovered, name = [(name, tone, points) for name, tone, _, points in series], x_name(panel.curves[0][0])
     return Chart(title=panel.title, unit=panel.unit, help=panel.help, keys=keys if len(keys) > 1 else [],
-                 axes=axes, x_name=panel.x_name, shapes=shapes,
-                 hover=hover(axes, panel.x_name, panel.unit, hovered))
+                 axes=axes, x_name=name, shapes=shapes, hover=hover(axes, name, panel.unit, hovered))
 
 
 def panel_charts(panels, runs):

@@ -85,9 +85,8 @@ function turnCard(turn, number) {
 }
 
 function endCard(episode) {
-  const score = typeof episode.return === "number" ? `, return ${episode.return.toFixed(2)}` : "";
   const why = episode.ended && episode.ended !== "won" ? ` (${episode.ended})` : "";
-  const card = copyOf("end", {outcome: (episode.won ? "Won" : "Lost") + why + score,
+  const card = copyOf("end", {outcome: (episode.won ? "Won" : "Lost") + why,
                               observation: episode.final_observation});
   card.querySelector(".outcome").classList.add(episode.won ? "good" : "bad");
   return card;

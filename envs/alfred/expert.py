@@ -13,9 +13,8 @@ from collections import Counter, defaultdict
 
 from .. import Demonstration
 from .game import Game
-from .problem import NOOP_MESSAGE, TREATED, UNTREATED, parse_goal, problem_of, type_of
+from .problem import NOOP_MESSAGE, OPENABLE, TREATED, UNTREATED, parse_goal, problem_of, type_of
 
-DOORS = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types that may be closed
 NAME = re.compile(r"(?<![a-z])[a-z]+ \d+")      # the lookbehind avoids quadratic time on a long word
 CONTENTS = re.compile(r"(?:On|In) (?:the ([a-z]+ \d+)|it), you see (.*)\.$")
 
@@ -277,7 +276,7 @@ class SearchExpert:
         if not belief.holding:
             return next_command(belief, *steps[0])
         seen_open = belief.searched - belief.closed
-        is_open = [step for step in steps if type_of(step[0]) not in DOORS or step[0] in seen_open]
+        is_open = [step for step in steps if type_of(step[0]) not in OPENABLE or step[0] in seen_open]
         return next_command(belief, *(is_open or steps)[0])
 
     def _put_down(self, belief):
@@ -304,7 +303,7 @@ class SearchExpert:
         kind = type_of(receptacle)
         chance = self.prior.get(missing_type(belief), {}).get(kind, self.UNSEEN_CHANCE) / counts[kind]
         is_far = not belief.is_near(receptacle)
-        has_door = type_of(receptacle) in DOORS and receptacle not in belief.opened
+        has_door = type_of(receptacle) in OPENABLE and receptacle not in belief.opened
         return chance / max(1, is_far + has_door)
 
 

@@ -252,13 +252,13 @@ def check_source(source, splits):
         raise ValueError(f"--games={source}: expected a folder of games or a .jsonl.gz: {error}") from error
 
 
-def load_games(source, split, types=None, limit=None) -> list[Task]:
+def load_games(source, split, types=None) -> list[Task]:
     """The solvable games of a split, in the order of their paths; ValueError if there are none.
 
     source: a folder laid out like $ALFWORLD_DATA/json_2.1.1, <split>/<type-...>/<trial>/game.tw-pddl, or a
-    .jsonl.gz file with one game a row. types: the task types to keep (default: all). limit: the maximum
-    number of games. As in ALFWorld, folders of movable receptacles and sliced objects, trials without
-    traj_data.json and games that are not marked solvable are skipped.
+    .jsonl.gz file with one game a row. types: the task types to keep (default: all). As in ALFWorld,
+    folders of movable receptacles and sliced objects, trials without traj_data.json and games that are not
+    marked solvable are skipped.
     """
     source = Path(source)
     for task_type in types or ():
@@ -267,7 +267,7 @@ def load_games(source, split, types=None, limit=None) -> list[Task]:
     if not source.exists():
         raise ValueError(f"{source}: no such file or folder")
     found = games_in_folder(source, split) if source.is_dir() else games_in_rows(source, split)
-    tasks = [task for task in found if types is None or task.task_type in types][:limit]
+    tasks = [task for task in found if types is None or task.task_type in types]
     if not tasks:
         selection = f"split {split}" + (f" and types {', '.join(types)}" if types else "")
         raise ValueError(f"{source}: no solvable games of {selection}")

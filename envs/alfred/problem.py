@@ -27,6 +27,7 @@ TREATED = {"pick_clean_then_place_in_recep": ("clean", "sinkbasin", "cleanable")
            "pick_heat_then_place_in_recep": ("heat", "microwave", "heatable"),
            "pick_cool_then_place_in_recep": ("cool", "fridge", "coolable")}
 UNTREATED = None, None, None
+OPENABLE = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))     # types of receptacles
 
 
 @dataclass(frozen=True, slots=True)

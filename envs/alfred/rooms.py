@@ -14,7 +14,7 @@ import zlib
 from functools import lru_cache
 
 from .. import Task
-from .problem import Goal, Problem, Receptacle, Thing
+from .problem import OPENABLE, Goal, Problem, Receptacle, Thing
 
 TRAINED_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
                  "pick_heat_then_place_in_recep")
@@ -38,7 +38,6 @@ LAYOUT = {
     "bathroom": (("countertop", "sinkbasin", "toilet"),
                  {"cabinet": 3, "drawer": 2, "garbagecan": 1, "shelf": 2, "sidetable": 1}, (3, 5)),
 }
-OPENABLE = frozenset(("cabinet", "drawer", "fridge", "microwave", "safe"))
 
 # {room type: {object type: {receptacle type: weight}}}; the lamp, which cannot be taken, is listed apart
 USUAL_PLACES = {

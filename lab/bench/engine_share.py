@@ -128,7 +128,7 @@ def main(argv=None):
     if missing := [name for name in ("alfworld", "trl") if not envs.installed(name)]:
         parser.error(f"needs {', '.join(missing)}: pip install -r requirements-{missing[0]}.txt")
     try:
-        tasks = load_games(options.games or envs.found_games(), "train", limit=200)
+        tasks = load_games(options.games or envs.found_games(), "train")[:200]
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(1)

@@ -322,7 +322,7 @@ def test_a_folder_gives_its_solvable_games_in_order(tmp_path):
     write_game(tmp_path / "valid_seen" / "pick-Sliced" / "c")
     assert [task.id for task in load_games(tmp_path, "valid_seen")] == [
         "valid_seen/pick/a", "valid_seen/pick/b"]
-    assert len(load_games(tmp_path, "valid_seen", types=["pick_heat_then_place_in_recep"], limit=1)) == 1
+    assert len(load_games(tmp_path, "valid_seen", types=["pick_heat_then_place_in_recep"])) == 2
     with pytest.raises(ValueError,
                        match="no solvable games of split valid_seen and types pick_two_obj_and_place"):
         load_games(tmp_path, "valid_seen", types=["pick_two_obj_and_place"])

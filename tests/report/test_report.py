@@ -26,7 +26,7 @@ def episode(won=True, text="You see a bed 1.", **keys):
     turn = {"observation": text, "response": text, "action": "look", "advantage": 0.5, "label": "good",
             "oracle": None, "verdicts": ["good", "bad"], "judge_reward": 0.5, "valid": True}
     return {"phase": "rl", "iteration": 0, "split": "train", "task_id": "train/0", "task_type": "pick",
-            "group": 0, "won": won, "turns": [turn], "final_observation": text, "return": 1.0} | keys
+            "group": 0, "won": won, "turns": [turn], "final_observation": text} | keys
 
 
 def write_method(run, name, lines=(), success=None, stages=None, episodes=(), config=None, tail="",
@@ -137,12 +137,12 @@ def test_missing_keys_and_numbers_that_are_none(tmp_path):
     lines = [{"phase": "rl", "iteration": 0, "rollout/success": nan, "policy/grad_norm": inf},
              {"phase": "rl", "iteration": 1, "rollout/success": 0.5, "judge/auc": None},
              {"phase": "rl", "iteration": 2}, {"rollout/success": 0.9}]
-    write_method(tmp_path, "grpo", lines, episodes=[episode(**{"return": nan}), {"phase": "rl"}])
+    write_method(tmp_path, "grpo", lines, episodes=[episode(iteration=nan), {"phase": "rl"}])
     summary, _, data = build(tmp_path)
     assert summary["methods"] == {"grpo": {}} and summary["seconds"] == {}
     assert [chart["series"] for chart in data["charts"]] == [
         [{"name": "grpo", "tone": "tone-1", "ys": [None, 50]}]]    # the others have no number
-    assert data["episodes"][0]["return"] is None
+    assert data["episodes"][0]["iteration"] is None
     assert "NaN" not in (tmp_path / "summary.json").read_text()
 
 
