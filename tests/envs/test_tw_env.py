@@ -208,7 +208,7 @@ def test_the_step_limit_is_the_same_and_that_of_dagger_in_evaluation(stock, kitc
 
 @needs_engine
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("train_eval, batch_size", zip(SPLITS, (1, 8, 8)))
+@pytest.mark.parametrize("train_eval, batch_size", [*zip(SPLITS, (1, 8, 8))])
 def test_real_games_are_played_as_the_installed_one_plays_them(stock, real_games, train_eval, batch_size):
     """The first eight games of each split, in the environments' order."""
     config = settings(real_games, most=8)
