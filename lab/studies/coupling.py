@@ -4,7 +4,7 @@ arXiv:2509.23870, sections 3.2 and 4, on models kept during runs of gcd.py (lab/
 measures of lab/studies/influence.py: the similarity of turns in environments of different repetitiveness
 (Figure 3a); the effect of a gradient step on one turn on others (3b); influence within a class of turns minus
 influence across classes, over training (8); the tokens that carry it (9); the gradients of the judge and of
-the value head against the policy's, and the largest cosine that their noise allows (10b). The paper compares
+the value head against the policy's, with and without their noise (10b). The paper compares
 ALFWorld with GSM8K, which is not an environment here: twin states, household and real games are compared with
 problems on strings, which have one turn and hardly an answer twice. Left out: the fate of flawed actions
 (lab/studies/flaws.py), and Figure 10a, which was not readable.
@@ -63,14 +63,13 @@ def snapshot(run, settings):
 
 
 def trajectory(run, settings):
-    """The numbers of Figures 8 and 10b for a run.
+    """The numbers of Figure 8 for a run, and "judge", what it measured in its own steps.
 
     "fixed": on turns played by the cold start, the same for all arms and kept models, so only the model
     changes; "refused": on the good and the refused ones of these turns; "own": on turns that each kept model
-    plays itself. "judge": what the run measured in its own steps; "halves": conflict.half_cosines on a batch
-    of each kept model, if the run has a judge of JUDGES.
+    plays itself.
     """
-    seed, n, path, halves = settings["seed"], settings["turns"], [], []
+    seed, n, path = settings["seed"], settings["turns"], []
     fixed = influence.by_class(influence.measured_turns(run.start.actor(0), seed), n, seed)
     for iteration in run.models:
         actor = run.actor(iteration)
@@ -78,18 +77,23 @@ def trajectory(run, settings):
         path.append({"iteration": iteration, "fixed": influence.influence_gaps(actor.model, fixed),
                      "refused": influence.influence_gaps(actor.model, fixed, ("good", "refused")),
                      "own": influence.influence_gaps(actor.model, own)})
-        if settings["arm"] in JUDGES.values():
-            gradients = conflict.batch_gradients(run, iteration, run.iterations + len(halves))
-            halves.append({"iteration": iteration} | conflict.half_cosines(gradients, seed))
     lines = [line for line in run.metrics if line.get("judge/grad_cosine") is not None]
     return {"path": path, "judge": [{"iteration": line["iteration"], "cosine": line["judge/grad_cosine"],
-                                     "ratio": line["judge/grad_ratio"]} for line in lines], "halves": halves}
+                                     "ratio": line["judge/grad_ratio"]} for line in lines]}
+
+
+def gradients(run, settings):
+    """The numbers of Figure 10b, conflict.products of a run's first, middle and last kept model."""
+    kept, found = [*run.models], []
+    for iteration in dict.fromkeys((kept[0], kept[len(kept) // 2], kept[-1])):
+        batches = conflict.batch_gradients(run, iteration, settings["batches"])
+        found.append({"iteration": iteration} | conflict.products(*batches.values()))
+    return found
 
 
 def requested_cells(options, environments):
     """{cell: settings} of the study: the final models of each environment, and the arms of household."""
-    shared, found = {"turns": options.turns, "iterations": options.iterations, "flags": options.flags,
-                     "splits": conflict.SPLITS}, {}
+    shared, found = {"turns": options.turns, "iterations": options.iterations, "flags": options.flags}, {}
     for seed in options.seeds:
         for name, (environment, arm) in SNAPSHOTS.items():
             if environment in environments and arm in (*options.arms, runs.COLD):
@@ -97,6 +101,9 @@ def requested_cells(options, environments):
         for arm in options.arms if "household" in environments else ():
             found[f"{arm}, seed {seed}"] = {"world": "household", "arm": arm, "along": True,
                                             "seed": seed} | shared
+            if arm in JUDGES.values():
+                found[f"gradients, {arm}, seed {seed}"] = {
+                    "world": "household", "arm": arm, "batches": conflict.BATCHES, "seed": seed} | shared
     return found
 
 
@@ -111,7 +118,8 @@ def work(games, root, name, settings):
     """Measure one cell."""
     torch.set_num_threads(1)
     run = runs_for(settings, games, root)[settings["arm"], settings["seed"]]
-    return (trajectory if settings.get("along") else snapshot)(run, settings)
+    measure = gradients if "batches" in settings else trajectory if settings.get("along") else snapshot
+    return measure(run, settings)
 
 
 def measured(options, environments):
@@ -177,19 +185,25 @@ class Results:
                  for kind, arm in JUDGES.items() if arm in self.arms}
         return {kind: lines for kind, lines in found.items() if lines}
 
-    def halves(self):
-        """{kind of judge: {number of conflict.half_cosines: `estimate`, and "ceiling"}} of the kinds run."""
+    def gradients(self):
+        """{kind of judge: {number of conflict.products: `estimate`, and "cosine"}} of the kinds run.
+
+        "cosine", of the expected gradients, is of a seed's means over its models; None if a seed has none.
+        """
         found = {}
         for kind, arm in JUDGES.items():
-            of_seed = {seed: [point for point in self.of(arm, seed)["halves"] if "imbalance" in point]
-                       for seed in self.seeds} if arm in self.arms else {}
-            if not all(of_seed.values()):                    # older ones' halves were wrong
-                continue
+            of_seed = {seed: self.of(f"gradients, {arm}", seed) for seed in self.seeds
+                       } if arm in self.arms else {}
             known = {key: estimate({seed: [point[key] for point in points]
                                     for seed, points in of_seed.items()}) for key in conflict.NUMBERS}
-            if all(known.values()):
-                most = conflict.ceiling(known["policy"]["mean"], known["judge"]["mean"])
-                found[kind] = known | {"ceiling": most}
+            if not all(known.values()):
+                continue
+            means, cosines = [known[key]["seeds"] for key in ("policy", "judge", "between")], {}
+            for seed in self.seeds:
+                policy, judge, between = (of.get(seed) for of in means)
+                if most := conflict.ceiling(policy, judge):
+                    cosines[seed] = between / most
+            found[kind] = known | {"cosine": interval(cosines) if len(cosines) == len(self.seeds) else None}
         return found
 
     def shares(self, name):
@@ -294,16 +308,15 @@ def figure_9(results):
 
 
 def figure_10b(results):
-    """Agrees if between disjoint halves of a batch the value head's cosine with the policy is below 0 and
-    below the judge's, beyond the intervals. "Not measurable" without both, and if such a cosine could not be
-    seen: if a ceiling is unknown or within half the interval. Norms are reported and decide nothing."""
-    halves, text = results.halves(), []
-    for kind, found in halves.items():
-        most = "unknown" if found["ceiling"] is None else f"{found['ceiling']:.3f}"
-        text.append(f"{kind}: cosine with the policy {with_half(found['between'], '+.3f')}, where equal "
-                    f"gradients would have {most} (halves of the policy's batch "
-                    f"{with_half(found['policy'], '+.3f')}, of the judge's "
-                    f"{with_half(found['judge'], '+.3f')}); norm {found['ratio']['mean']:.1f} times the "
+    """Agrees if the cosine of the value head's expected gradient with the policy's is below 0 and below the
+    judge's, beyond the intervals over seeds. "Not measurable" without both, with one seed, and if a gradient
+    is not more than noise, beyond its interval. Norms are reported and decide nothing."""
+    known, text = results.gradients(), []
+    for kind, found in known.items():
+        cosine = "unknown" if found["cosine"] is None else with_half(found["cosine"], "+.2f")
+        text.append(f"{kind}: cosine {cosine}; between two batches {with_half(found['between'], '+.4f')}, "
+                    f"the policy's own {with_half(found['policy'], '+.3f')}, the judge's "
+                    f"{with_half(found['judge'], '+.3f')}; norm {found['ratio']['mean']:.1f} times the "
                     "policy's")
     for kind, lines in results.judges().items():
         mean, error = spread([line["cosine"] for line in lines])
@@ -311,14 +324,15 @@ def figure_10b(results):
                     f"{error:.3f}), norm {statistics.fmean(line['ratio'] for line in lines):.1f} times the "
                     "policy's")
     agrees = "not measurable"
-    if len(halves) == len(JUDGES):
-        judge, value = (halves[kind]["between"] for kind in JUDGES)
-        if all(found["ceiling"] and found["ceiling"] > found["between"]["half"] for found in halves.values()):
+    signal = [sign_of(found[key]) == 1 for found in known.values() for key in ("policy", "judge")]
+    if len(known) == len(JUDGES) and len(results.seeds) > 1 and all(signal):
+        judge, value = (known[kind]["cosine"] for kind in JUDGES)
+        if judge and value:
             agrees = verdict([value["mean"] + value["half"] < min(0.0, judge["mean"] - judge["half"])])
     return {"paper": "Figure 10b", "picture": "coupling.conflict.svg",
             "claim": "The value head's gradient conflicts with the policy's, the generative judge's does so "
-            "less.", "found": ("Means over training, between halves of a batch that share no task: " if halves
-                              else "How large a cosine the gradients' noise allows was not measured: ")
+            "less.", "found": ("Of the expected gradients, means over three models of a run: " if known
+                              else "What noise leaves of a cosine was not measured: ")
             + f"{'; '.join(text) or 'neither was run'}.", "agrees": agrees}
 
 
@@ -436,16 +450,17 @@ def draw_tokens(plotted, results, path):
 
 def draw_conflict(plotted, results, path):
     """Plot cosine and norm ratio of the judge's gradient and the policy's, a point per iteration and seed,
-    and the cosine between halves of a batch, means over seeds, with its ceilings dashed."""
+    and the cosine between different batches, means over seeds, with its ceilings dashed."""
     figure, panels = plotted.subplots(1, 3, figsize=(13, 3.4), layout="constrained")
     for axes, key, title in zip(panels, ("cosine", "ratio"), ("cosine with the policy's gradient",
                                                               "norm over that of the policy's")):
         for kind, lines in results.judges().items():
             axes.plot([line["iteration"] for line in lines], [line[key] for line in lines], ".", label=kind)
         axes.set(title=title, xlabel="iteration")
-    for kind, color in zip(results.halves(), ("tab:blue", "tab:orange")):
+    for kind, color in zip(results.gradients(), ("tab:blue", "tab:orange")):
         points = {}
-        for point in (point for seed in results.seeds for point in results.of(JUDGES[kind], seed)["halves"]):
+        for point in (point for seed in results.seeds
+                      for point in results.of(f"gradients, {JUDGES[kind]}", seed)):
             points.setdefault(point["iteration"], []).append(point)
         means = {key: [mean_known(point[key] for point in at) for at in points.values()]
                  for key in conflict.NUMBERS}
@@ -453,7 +468,7 @@ def draw_conflict(plotted, results, path):
         for values, line, text in ((means["between"], "o-", kind), (most, "--", f"{kind}: ceiling")):
             panels[2].plot([*points], [math.nan if value is None else value for value in values], line,
                            color=color, markersize=3, label=text)
-    panels[2].set(title="between halves of a batch", xlabel="iteration")
+    panels[2].set(title="between different batches", xlabel="iteration")
     for axes in panels:
         add_legend(axes)
     for axes in (panels[0], panels[2]):
@@ -501,19 +516,18 @@ def page(results, figures, command, without):
               f"Agrees: {figure['agrees']}.\n" for figure in figures]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, results.seeds)), without=without, claims="\n".join(claims),
-        tasks=influence.TASKS, splits=conflict.SPLITS, own=influence.STEP_NATS, similar=similar, heats=heats,
-        gaps="\n".join(gaps), halves=halves_table(results), tokens="\n".join(tokens),
+        tasks=influence.TASKS, batches=conflict.BATCHES, own=influence.STEP_NATS, similar=similar,
+        heats=heats, gaps="\n".join(gaps), gradients=gradients_table(results), tokens="\n".join(tokens),
         counts=counts(results))
 
 
-def halves_table(results):
-    """The table of Figure 10b's cosines and ceilings."""
-    rows = [[kind, text_of(found["between"]), number(found["ceiling"], ".3f"),
-             *(text_of(found[key]) for key in ("policy", "judge", "whole", "ratio"))]
-            for kind, found in results.halves().items()]
-    return "\n".join(markdown(["", "policy and judge", "ceiling", "halves of the policy's",
-                               "halves of the judge's", "whole batch", "norm, times the policy's"],
-                              rows)) if rows else "Not measured.\n"
+def gradients_table(results):
+    """The table of Figure 10b's cosines."""
+    columns = "cosine", "between", "policy", "judge", "same", "ratio"
+    rows = [[kind, *(text_of(found[key]) for key in columns)] for kind, found in results.gradients().items()]
+    return "\n".join(markdown(["", "cosine of the expected gradients", "between two batches",
+                               "of two of the policy's", "of two of the judge's", "in one batch",
+                               "norm, times the policy's"], rows)) if rows else "Not measured.\n"
 
 
 def counts(results):
@@ -575,7 +589,7 @@ def main(argv=None):
     draw(results, out)
     text = page(results, figures, shlex.join(command), without)
     common.publish(out, "coupling", command, options.seeds, {
-        "without": without, "cells": results.cells, "halves": results.halves(),
+        "without": without, "cells": results.cells, "gradients": results.gradients(),
         "late gap, +GCD minus": {key: results.differences(key) for key in GAPS},
         "similarity minus that of strings": {key: results.less_repetitive(key) for key in ("rms", "hidden")},
     }, figures, text)

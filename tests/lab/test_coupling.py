@@ -10,7 +10,6 @@ import json
 import random
 import shutil
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from tiny_runs import ROOT
 
 import batching
 import gcd
-import judge
 import update
 from lab.bench import jobs
 from lab.studies import common, conflict, coupling, influence, runs
@@ -226,7 +224,7 @@ def test_verdicts():
 # Figure 10b: policy and judge
 
 def judged_batch(seed=5):
-    """Samples of a policy and a judge in 4 episodes of each of 3 tasks, {episode: task}, and their number."""
+    """Samples of a policy and a judge in 12 episodes."""
     rng, samples = random.Random(seed), []
     for episode in range(12):
         for kind in ("policy", "judge"):
@@ -234,32 +232,49 @@ def judged_batch(seed=5):
             sample.kind, sample.episode = kind, episode
             sample.advantage = [rng.uniform(-1, 1) * sampled for sampled in sample.sampled]
             samples.append(sample)
-    return samples, {episode: episode // 4 for episode in range(12)}
+    return samples
+
+
+OBJECTIVE = update.Objective(microbatch_tokens=64)
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("value_head", [False, True])
-def test_gradients_by_task_add_up_to_those_of_an_update(model, value_head):
-    """Against update.update's own comparison of the two gradients, and against one task's samples alone."""
-    samples, task_of = judged_batch()
-    if value_head:
-        torch.manual_seed(0)
-        other = qwen.Model(qwen.ModelConfig(**{**vars(model.config), "value_head": True}))
-        qwen.init_weights(other, 0)
-        torch.nn.init.normal_(other.value_head.weight)
-        model = other
-        for i, sample in enumerate(samples):
-            if sample.kind == "judge":
-                sample.label, sample.sampled = float(i % 4 > 1), [False] * len(sample.ids)
-                sample.advantage = sample.logprob_old = [0.0] * len(sample.ids)
-    objective = update.Objective(max_grad_norm=0.0, microbatch_tokens=64)
-    found = conflict.gradients_by_task(model, samples, objective, task_of)
-    assert all(rows.shape[0] == 3 and bool((rows.norm(dim=1) > 0).all()) for rows in found.values())
-    measured = conflict.half_cosines(found, 0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    metrics = update.update(model, optimizer, samples, objective, 0.0, compare=True)
-    assert measured["whole"] == pytest.approx(metrics["judge/grad_cosine"], abs=1e-4)
-    assert measured["ratio"] == pytest.approx(metrics["judge/grad_ratio"], rel=1e-4)
+def test_gradients_are_those_of_an_update_before_weight_and_clipping(model):
+    """Against the comparison of the two gradients in a step of the run. No parameter changes."""
+    samples, before = judged_batch(), [p.clone() for p in model.parameters()]
+    found = conflict.gradients(model, samples, OBJECTIVE)
+    metrics = update.update(model, torch.optim.SGD(model.parameters(), lr=0.0), samples, OBJECTIVE, 0.0, True)
+    policy_X, judge_X = found["policy"], found["judge"]
+    assert slow_cosine(policy_X, judge_X) == pytest.approx(metrics["judge/grad_cosine"], abs=1e-4)
+    assert float(judge_X.norm() / policy_X.norm()) == pytest.approx(metrics["judge/grad_ratio"], rel=1e-4)
+    assert float((policy_X + 0.1 * judge_X).norm()) == pytest.approx(metrics["policy/grad_norm"], rel=1e-4)
+    assert all(p.grad is None and torch.equal(p, old) for p, old in zip(model.parameters(), before))
+    alone = conflict.gradients(model, [s for s in samples if s.kind == "policy"], OBJECTIVE)
+    assert torch.equal(alone["policy"], policy_X) and not alone["judge"].any()
+
+
+@pytest.mark.fast
+def test_a_value_heads_own_parameters_are_left_out(model):
+    """Against autograd on each turn alone."""
+    torch.manual_seed(0)
+    model = qwen.Model(qwen.ModelConfig(**{**vars(model.config), "value_head": True}))
+    qwen.init_weights(model, 0)
+    torch.nn.init.normal_(model.value_head.weight)
+    samples = [sample for sample in judged_batch() if sample.kind == "judge"]
+    for i, sample in enumerate(samples):
+        sample.label, sample.sampled = float(i % 4 > 1), [False] * len(sample.ids)
+        sample.advantage = sample.logprob_old = [0.0] * len(sample.ids)
+    found = conflict.gradients(model, samples, OBJECTIVE)
+    shared = [p for name, p in model.named_parameters() if not name.startswith("value_head")]
+    slow_X = torch.zeros_like(found["judge"])
+    for sample in samples:
+        logit = model(torch.tensor([sample.ids]), select=([0], [len(sample.ids) - 1]), head="value")
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, torch.tensor([sample.label]))
+        grads = torch.autograd.grad(loss, shared, materialize_grads=True)
+        slow_X += torch.cat([g.flatten() for g in grads]) / len(samples)
+    assert len(slow_X) == sum(p.numel() for p in model.parameters()) - model.config.hidden_size - 1
+    torch.testing.assert_close(found["judge"], slow_X, rtol=1e-3, atol=1e-5)
+    assert not found["policy"].any()
 
 
 def slow_cosine(a, b):
@@ -267,54 +282,23 @@ def slow_cosine(a, b):
 
 
 @pytest.mark.fast
-def test_half_cosines_are_those_of_all_splits():
-    """Against a loop over all ways to halve 4 tasks: the mean over random splits is near theirs."""
+def test_products_are_means_over_pairs_of_batches():
+    """Against a loop over the pairs."""
     torch.manual_seed(0)
-    policy_UX, judge_UX = torch.randn(4, 6) + 1, torch.randn(4, 6) - 0.5
-    found = conflict.half_cosines({"policy": policy_UX, "judge": judge_UX}, 3)
-    of = {"policy": [], "judge": [], "between": []}
-    for half in itertools.combinations(range(4), 2):
-        other = [i for i in range(4) if i not in half]
-        (p_a, p_b), (j_a, j_b) = ([rows[list(part)].sum(0) for part in (half, other)]
-                                  for rows in (policy_UX, judge_UX))
-        of["policy"].append(slow_cosine(p_a, p_b))
-        of["judge"].append(slow_cosine(j_a, j_b))
-        of["between"].append((slow_cosine(p_a, j_b) + slow_cosine(p_b, j_a)) / 2)
-    for name, values in of.items():
-        error = torch.tensor(values).std() / conflict.SPLITS ** 0.5
-        assert found[name] == pytest.approx(sum(values) / len(values), abs=5 * float(error))
-    assert found["whole"] == pytest.approx(slow_cosine(policy_UX.sum(0), judge_UX.sum(0)), abs=1e-6)
-    assert found["ratio"] == pytest.approx(float(judge_UX.sum(0).norm() / policy_UX.sum(0).norm()))
-    empty = conflict.half_cosines({"policy": policy_UX, "judge": torch.zeros(4, 6)}, 3)
-    assert (empty["judge"], empty["between"], empty["whole"], empty["ratio"]) == (None, None, None, 0)
+    policy_BX, judge_BX = torch.randn(4, 6) + 1, torch.randn(4, 6) - 0.5
+    found, pairs = conflict.products(policy_BX, judge_BX), [*itertools.permutations(range(4), 2)]
+    squares = [sum(float(row @ row) for row in rows) / 4 for rows in (policy_BX, judge_BX)]
+    for name, left, right, square in (("policy", policy_BX, policy_BX, squares[0]),
+                                      ("judge", judge_BX, judge_BX, squares[1]),
+                                      ("between", policy_BX, judge_BX, (squares[0] * squares[1]) ** 0.5)):
+        slow = sum(float(left[b] @ right[c]) for b, c in pairs) / len(pairs) / square
+        assert found[name] == pytest.approx(slow, rel=1e-5)
+    same = sum(float(p @ j) for p, j in zip(policy_BX, judge_BX)) / 4 / (squares[0] * squares[1]) ** 0.5
+    assert found["same"] == pytest.approx(same, rel=1e-5)
+    assert found["ratio"] == pytest.approx((squares[1] / squares[0]) ** 0.5, rel=1e-5)
+    empty = conflict.products(policy_BX, torch.zeros(4, 6))
+    assert (empty["judge"], empty["between"], empty["same"], empty["ratio"]) == (None, None, None, 0)
     assert empty["policy"] == found["policy"]
-
-
-@pytest.mark.fast
-def test_a_value_heads_questions_are_of_their_own_tasks():
-    """`judge.value_samples` numbers them by pair."""
-    episodes = [SimpleNamespace(index=index, turns=[SimpleNamespace(prompt_ids=[1], response_ids=[2])])
-                for index in (7, 3, 5, 0)]
-    judged = [judge.JudgedTurn(number, episode, 0, ("good", "bad")[number % 2], [1])
-              for number, episode in enumerate(episodes)]
-    samples = judge.value_samples(judged)
-    conflict.name_episodes(judged, samples)
-    assert [sample.episode for sample in samples] == [7, 3, 5, 0]
-    answers = [judge.sample(judged[0], [1], [2], 1.0, [0.0])]
-    conflict.name_episodes(judged, answers)
-    assert answers[0].episode == 0
-
-
-@pytest.mark.fast
-def test_halves_have_as_many_good_as_bad_questions_as_can_be():
-    """A gradient of all verdicts, toward "good", is in no half then, and at random in both with two signs."""
-    balance_U = torch.tensor([2.0, -2, 1, -1, 0, 0, 3, -3], dtype=torch.double)
-    shared_UX = balance_U[:, None] * torch.ones(8, 4, dtype=torch.double)
-    noise_UX = torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.double)
-    gradients = {"policy": torch.ones(8, 4), "judge": shared_UX + 0.01 * noise_UX}
-    even = conflict.half_cosines(gradients | {"balance": balance_U}, 1)
-    random = conflict.half_cosines(gradients, 1)
-    assert even["imbalance"] == 0 and random["judge"] < -0.5 and even["judge"] > random["judge"] + 0.3
 
 
 @pytest.mark.fast
@@ -329,39 +313,40 @@ def test_a_kept_model_is_loaded_whatever_its_training_began_with(tmp_path):
 
 
 @pytest.mark.fast
-def test_the_ceiling_is_what_equal_gradients_in_noise_reach():
-    """Two losses of one expected gradient, and of opposite ones, in noise: between is about +-ceiling."""
+@pytest.mark.parametrize("alignment", [1, 0, -1])
+def test_the_cosine_of_expected_gradients_is_found_in_noise(alignment):
+    """Of gradients of which a batch has nine parts noise: equal ones in expectation, orthogonal, opposite.
+    What a batch's policy and judge have in common by chance does not count.
+    """
     rng = torch.Generator().manual_seed(0)
-    signal_X = torch.randn(400, generator=rng)
-    for sign in (1, -1):
-        sums = dict.fromkeys(("policy", "judge", "between"), 0.0)
-        for k in range(20):
-            noise = [torch.randn(16, 400, generator=rng) * scale for scale in (4, 8)]
-            found = conflict.half_cosines({"policy": signal_X + noise[0],
-                                           "judge": sign * signal_X + noise[1]}, k)
-            for name in sums:
-                sums[name] += found[name] / 20
-        ceiling = conflict.ceiling(sums["policy"], sums["judge"])
-        assert sums["between"] == pytest.approx(sign * ceiling, abs=0.05) and 0.1 < ceiling < 0.6
+    signal_X, other_X = (torch.nn.functional.normalize(torch.randn(400, generator=rng), dim=0) for _ in "ab")
+    other_X = alignment * signal_X if alignment else other_X - (other_X @ signal_X) * signal_X
+    noise_BX, common_BX = (torch.randn(64, 400, generator=rng) * 3 / 400 ** 0.5 for _ in range(2))
+    found = conflict.products(signal_X + noise_BX + common_BX, other_X + common_BX)
+    cosine = found["between"] / conflict.ceiling(found["policy"], found["judge"])
+    assert cosine == pytest.approx(alignment, abs=0.2) and found["policy"] < 0.1 and found["same"] > 0.5
     assert conflict.ceiling(0.1, -0.1) is None and conflict.ceiling(None, 0.1) is None
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("cosine, reliability, agrees", [
-    (-0.3, 0.5, "yes"), (0.2, 0.5, "no"), (-0.01, 0.5, "no"), (-0.3, -0.01, "not measurable"),
-    (-0.01, 0.01, "not measurable")])
-def test_a_conflict_is_a_cosine_below_0_where_the_ceiling_lets_one_be_seen(cosine, reliability, agrees):
-    def cell(cosine, reliability):
-        return {"judge": [{"iteration": 5, "cosine": 0.1, "ratio": 2.0}], "halves": [
-            {"iteration": i, "policy": 0.5, "judge": reliability, "between": cosine + 0.1 * (-1) ** i,
-             "whole": cosine, "ratio": 2.0, "imbalance": 0.0} for i in range(8)]}
+@pytest.mark.parametrize("cosine, signal, agrees", [
+    (-0.3, 0.1, "yes"), (0.2, 0.1, "no"), (-0.01, 0.1, "no"), (-0.3, 0.005, "not measurable")])
+def test_a_conflict_is_a_cosine_below_0_of_gradients_that_are_more_than_noise(cosine, signal, agrees):
+    def cell(cosine, signal, seed):
+        return [{"iteration": i, "policy": 0.1, "judge": signal + 0.01 * (-1) ** seed, "ratio": 2.0,
+                 "between": (cosine + 0.01 * seed) * 0.01 ** 0.5 * signal ** 0.5, "same": cosine}
+                for i in range(3)]
 
-    cells = {"grpo+gcd, seed 0": cell(0.1, 0.5), "grpo+value, seed 0": cell(cosine, reliability)}
-    if reliability == 0.01:                                  # a ceiling of .07, within two standard errors
-        cells["grpo+value, seed 0"]["halves"] = cells["grpo+value, seed 0"]["halves"][:3]
-    assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == agrees
-    del cells["grpo+value, seed 0"]
+    cells = {}
+    for seed in (0, 1, 2):
+        for arm, value in (("grpo+gcd", 0.1), ("grpo+value", cosine)):
+            cells[f"{arm}, seed {seed}"] = {"judge": [{"iteration": 5, "cosine": 0.1, "ratio": 2.0}]}
+            cells[f"gradients, {arm}, seed {seed}"] = cell(value, signal if arm[-1] == "e" else 0.1, seed)
+    assert coupling.figure_10b(coupling.Results(cells, [0, 1, 2]))["agrees"] == agrees
     assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == "not measurable"
+    for seed in (0, 1, 2):
+        del cells[f"grpo+value, seed {seed}"]
+    assert coupling.figure_10b(coupling.Results(cells, [0, 1, 2]))["agrees"] == "not measurable"
 
 
 @pytest.mark.fast
@@ -412,6 +397,7 @@ def make_small(monkeypatch):
     monkeypatch.setattr(runs, "make", in_this_process)
     for name, number in (("TASKS", 16), ("ACTIONS", 3), ("CONTEXTS", 2)):
         monkeypatch.setattr(influence, name, number)
+    monkeypatch.setattr(conflict, "BATCHES", 3)
 
 
 def in_this_process(made, processes=1):
@@ -456,15 +442,16 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     monkeypatch.undo()
     make_small(monkeypatch)
     status, found, _ = study(*flags)
-    assert status == 0 and len(lines.read_text().splitlines()) == 6
+    assert status == 0 and len(lines.read_text().splitlines()) == 8
     assert [figure["paper"].split()[1] for figure in found["figures"]] == ["3a", "3b", "8", "9", "10b"]
     assert found["figures"][2]["agrees"] == "not measurable"                  # one seed has no interval
     path = found["cells"]["grpo+gcd, seed 0"]["path"]
     assert [point["iteration"] for point in path] == [0, 5]
-    for arm, judged in (("grpo", False), ("grpo+gcd", True), ("grpo+value", True)):
-        halves = found["cells"][f"{arm}, seed 0"]["halves"]
-        assert [point["iteration"] for point in halves] == [0, 5] * judged
-        assert all(abs(point["policy"]) <= 1 for point in halves)
+    assert "gradients, grpo, seed 0" not in found["cells"]
+    for arm in ("grpo+gcd", "grpo+value"):
+        points = found["cells"][f"gradients, {arm}, seed 0"]
+        assert [point["iteration"] for point in points] == [0, 5]
+        assert all(point["policy"] is None or abs(point["policy"]) <= 1 for point in points)
     start = found["cells"]["grpo, seed 0"]["path"][0]
     assert start == path[0]                                      # the same start and turns
     out = study.folder / "out"
