@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from infra import parallel
-from lm.attention import Masked, Packed, varlen
+from lm.attention import Masked, Packed, upload, varlen
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ def layout(samples, model):
     device, tree = device_of(model), PrefixTree(samples)
     attention = varlen(device, model.compute_dtype, model.config.head_dim)
     place = Packed(tree.parts, device, attention) if attention else Masked(tree.parts, device)
-    return torch.tensor([tree.ids], device=device), place, lambda i, t: (0, tree.columns[i][t])
+    return upload(device, tree.ids)[0][None], place, lambda i, t: (0, tree.columns[i][t])
 
 
 def collate(samples, model):
@@ -162,18 +162,18 @@ def collate(samples, model):
         assert known in (0, len(samples)) or name == "logprob_ref", (
             f"{name} is known for some samples of a microbatch only")
         columns = [column or [math.nan] * len(sample.ids) for sample, column in zip(samples, columns)]
-        return torch.tensor(at_sampled(columns), device=device) if known else None
+        return upload(device, at_sampled(columns))[0] if known else None
 
     def at_sampled(columns):
         return [column[t] for column, where in zip(columns, sampled) for t in where]
 
     before = [position(i, t - 1) for i, where in enumerate(sampled) for t in where]
-    target_N = torch.tensor(at_sampled([sample.ids for sample in samples]), device=device)
-    weight_N = torch.tensor([s.weight for s, where in zip(samples, sampled) for _ in where], device=device)
+    row_N, column_N, target_N = upload(device, *zip(*before), at_sampled([sample.ids for sample in samples]))
+    weight_N, = upload(device, [s.weight for s, where in zip(samples, sampled) for _ in where])
     restricted = any(sample.allowed for sample in samples)
     allowed = [s.allowed.get(t) for s, where in zip(samples, sampled) for t in where] if restricted else None
-    return (ids_1M, place, torch.tensor(before, device=device).unbind(1), target_N, numbers("advantage"),
-            weight_N, numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
+    return (ids_1M, place, (row_N, column_N), target_N, numbers("advantage"), weight_N,
+            numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
 
 
 def sequences(samples, unit):

@@ -186,9 +186,9 @@ class Pool:
 
     def import_rows(self, rows, start, exported):
         """Write the result of `export_row` into each of `rows`, from position `start` on."""
-        length = exported[0].shape[1]
-        first_R = torch.tensor([self.first[row] + start for row in rows])
-        slot_RT = (first_R[:, None] + torch.arange(length)).to(self.first_B.device)
+        first, length = [self.first[row] + start for row in rows], exported[0].shape[1]
+        first_R, within_T = upload(self.first_B.device, first, range(length))
+        slot_RT = first_R[:, None] + within_T
         for kv, values in zip(self.kv, exported):
             kv[:, slot_RT] = values[:, None]
 
@@ -496,7 +496,9 @@ def additive(hidden, dtype):
 
 
 def upload(device, *lists):
-    """Integer tensors on a device, one for each list, by one copy, for which the host does not wait."""
+    """Tensors on a device, of lists that are all of integers or all of floats: one for each, by one copy, for
+    which the host does not wait.
+    """
     lists = [[*numbers] for numbers in lists]
     numbers = torch.tensor([*chain(*lists)])
     if device.type == "cuda":
@@ -531,10 +533,10 @@ class Packed:
             positions += range(len(prefix), len(prefix) + n)
             q_lengths.append(n)
             k_lengths.append(len(prefix) + n)
-        self.position_BT = torch.tensor([positions], device=device)
-        self.keys = torch.tensor(keys, device=device) if len(keys) > len(positions) else slice(None)
-        self.q_starts, self.k_starts = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device)
-                                        for n in (q_lengths, k_lengths))
+        position_N, keys_S, *starts = upload(device, positions, keys, *([0, *accumulate(n)]
+                                                                        for n in (q_lengths, k_lengths)))
+        self.position_BT, (self.q_starts, self.k_starts) = position_N[None], (x.int() for x in starts)
+        self.keys = keys_S if len(keys) > len(positions) else slice(None)
         self.longest = max(q_lengths), max(k_lengths)
 
     def attend(self, layer, q_1NHD, k_1NKD, v_1NKD):

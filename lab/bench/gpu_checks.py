@@ -231,20 +231,28 @@ def varlen(bench):
 
 def lengths(bench):
     """Rounding in bf16: logprobs from decoding with variable-length attention and from a full forward with
-    masks, on the same tokens; of responses, and of answers that share their prompt.
+    masks, on the same tokens; of responses, of later ones to prompts that continue them, of which two and two
+    are equal, and of answers that share their prompt.
     """
     n, few = (4, 2) if bench.tiny else (24, 16)
     streams = [[stream(1, i, j) for j in range(8)] for i in range(few)]
     answers = engine.answer(bench.sampler, bench.prompts[:few], streams, (-1,), engine.Sampling(1.0, n), 32)
     given = [(prompt, one.ids, one.logprob) for prompt, of_prompt in zip(bench.prompts, answers)
              for one in of_prompt]
-    decoded = decode(bench, n)
+    decoded, prompts = decode(bench, n), [*bench.prompts[::2] * 2][:bench.rows]
+    slots = token_slots(bench, max(map(len, prompts)) + 2 * n + 3, n)
+    streams = [stream(2, i % len(bench.prompts[::2])) for i in range(bench.rows)]
+    first = engine.generate(slots, prompts, streams)
+    prompts = [prompt + one.ids + [7, 8, 9] for prompt, one in zip(prompts, first)]
+    copied = bench.rows - len({*map(tuple, prompts)})
+    later = engine.generate(slots, prompts, streams)
     with without_varlen():
-        gap, of_answers = (max(gaps(bench.sampler, samples_of(*sampled)))
-                           for sampled in ((bench.prompts, *decoded), zip(*given)))
+        found = {name: gaps(bench.sampler, samples_of(*sampled)) for name, sampled in (
+            ("largest_gap_nats", (bench.prompts, *decoded)), ("of_answers_nats", zip(*given)),
+            ("of_later_nats", (prompts, [one.ids for one in later], [one.logprob for one in later])))}
+    ok = copied and all(gap < 0.3 for of_name in found.values() for gap in of_name)       # False for nan
     used = bool(attention.varlen(bench.device, bench.dtype, bench.shape.head_dim))
-    found = {"largest_gap_nats": gap, "of_answers_nats": of_answers, "varlen": used}
-    return found, max(gap, of_answers) < 0.3
+    return {name: max(of_name) for name, of_name in found.items()} | {"copied": copied, "varlen": used}, ok
 
 
 def graphs(bench):
@@ -291,7 +299,7 @@ def decode_step(bench, rows, context=0):
     """
     model, length = bench.sampler, 40 if bench.tiny else 1000
     slots = engine.Slots(model, rows, max(context, length + 80), bench.chat.stop_ids,
-                         engine.Sampling(1.0, 64))
+                         engine.Sampling(1.0, 80))                  # more than the ticks below draw
     slots.begin(range(rows), [[5] * length] * rows, range(rows))
     slots.active_B.fill_(True)
     slots.stop_tensor = torch.tensor([-1], device=bench.device)
@@ -400,12 +408,14 @@ def offload(bench):
     optimizer.step()
     optimizer.zero_grad()
     outputs = [model(ids_BT).detach()]
+    parallel.offload(model, optimizer)
 
     def round_trip():
         with parallel.onloaded(used, model, optimizer):
-            outputs.append(model(ids_BT).detach() if len(outputs) == 1 else None)
+            outputs.append(model(ids_BT).detach())
 
-    seconds, equal = bench.seconds(round_trip, 2), torch.equal(*outputs[:2])
+    seconds = bench.seconds(round_trip, 2)
+    equal = all(torch.equal(outputs[0], output) for output in outputs[1:])
     outputs.clear()
     left = allocated() - before
     return {"s": seconds, "left_gb": left / 1e9, "equal": equal}, (
@@ -423,11 +433,16 @@ def without_varlen():
         yield
 
 
+def token_slots(bench, context, n):
+    """Slots that sample n tokens in each row."""
+    slots = engine.Slots(bench.sampler, bench.rows, context, (), engine.Sampling(1.0, n))
+    slots.stop_tensor = torch.tensor([-1], device=bench.device)                # no token stops a response
+    return slots
+
+
 def decode(bench, n):
     """Sample n tokens after each of the prompts. Returns ids and logprobs, a list per row each."""
-    longest = max(map(len, bench.prompts)) + n
-    slots = engine.Slots(bench.sampler, bench.rows, longest, (), engine.Sampling(1.0, n))
-    slots.stop_tensor = torch.tensor([-1], device=bench.device)                # no token stops a response
+    slots = token_slots(bench, max(map(len, bench.prompts)) + n, n)
     responses = engine.generate(slots, bench.prompts, [stream(0, i) for i in range(bench.rows)])
     bench.sync()
     return [r.ids for r in responses], [r.logprob for r in responses]

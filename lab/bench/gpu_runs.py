@@ -40,6 +40,7 @@ MEASURED = ("time/rollout_device_s", "time/rollout_environments_s", "policy/grad
             "policy/kl_nats", "policy/logprob_gap_nats", "judge/tokens", "rollout/turns",
             "rollout/response_tokens", "memory/cache_tokens", "memory/cache_used_frac")
 TINY = "--demonstrations 8 --judge-demonstrations 4 --tasks 2 --group-size 2".split()       # of `pretrained`
+SMALL = "--demonstrations 96 --judge-demonstrations 48 --dtype bfloat16".split()
 SMOLLM2 = ("--model smollm2 --preset small --prompt plain --demonstrations 96 --judge-demonstrations 48 "
            "--cold-start-lr 1e-4 --lr 1e-5 --dtype bfloat16 --context 4096 --max-response-tokens 24").split()
 
@@ -72,19 +73,21 @@ def no_gcd(bench):
 
 
 def pretrained(bench):
-    """SmolLM2-135M learns household rooms in a short run, which is killed in RL and resumed; where its
-    weights are missing, nothing is run. With --tiny a fresh small model does.
+    """SmolLM2-135M learns household rooms in a short run, which is killed in RL and resumed. With --tiny, or
+    where its weights are missing, a fresh small model does.
     """
-    if not (bench.tiny or (smollm2.FOLDER / "config.json").is_file()):
-        return {"skipped": f"no weights: {smollm2.HOW}"}, True
+    weights = not bench.tiny and (smollm2.FOLDER / "config.json").is_file()
     out, start, iterations = bench.folder / "pretrained", time.perf_counter(), 3 if bench.tiny else 10
+    for folder in bench.folder.glob(f"{out.name}*"):                       # of a try that ended early
+        shutil.rmtree(folder)
     command = [sys.executable, "gcd.py", "--out", str(out), "--algo", "grpo", "--iterations", str(iterations),
                "--checkpoint-every", "1", "--evaluate", "none", "--device", bench.device.type,
-               *(TINY if bench.tiny else SMOLLM2)]
+               *(TINY if bench.tiny else SMOLLM2 if weights else SMALL)]
     killed, stderr = killed_in_rl([*command, "--overwrite"], out, iterations // 2)
     resumed = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
     lines = rl_lines(out)
-    found = {"killed_after": killed, "exit_status": resumed.returncode, "iterations": len(lines),
+    found = {"model": "SmolLM2-135M" if weights else f"fresh, for want of weights: {smollm2.HOW}",
+             "killed_after": killed, "exit_status": resumed.returncode, "iterations": len(lines),
              "success": [line["rollout/success"] for line in lines], "run_s": time.perf_counter() - start}
     if resumed.returncode or not killed:
         found["stderr"] = stderr[-300:] + resumed.stderr[-300:]
