@@ -245,7 +245,7 @@ class Environment:
     captions = {}                        # {split: what its tasks are, a clause}, for tables and the report
     noop_message = "Nothing happens."    # the observation after a refused command, which changed nothing
     rules = ""                           # opens the first prompt of a model that writes; "": a text game's
-    ask = ""                             # ends each of its prompts: how to answer; "": the run's format
+    ask = ""           # how to answer, in each of its prompts (of `plain` in the first); "": the run's format
     search_verbs = ()                    # first words of commands that search for something
     templates = False                    # whether replies list templates, "open OBJ", instead of commands
     known_phrases = ()                   # some of `vocabulary`'s phrases, if listing all of them takes long
