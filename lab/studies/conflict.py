@@ -11,8 +11,9 @@ of policy and judge on batch b, and means over pairs b != c:
     cosine   = between / sqrt(r_policy r_judge)       of the expected gradients
 
 r is the share of a batch's squared norm that is no noise, and sqrt(r_policy r_judge) the cosine that equal
-expected gradients would have between batches (the correction for attenuation: Spearman, 1904). Left out:
-runs, means and figures (lab/studies/coupling.py).
+expected gradients would have between batches (the correction for attenuation: Spearman, 1904). An r is small
+and may come out below 0, so the ratio is taken of means over seeds, whose interval is the jackknife's. Left
+out: runs and figures (lab/studies/coupling.py).
 Shapes: B batches, X parameters that both losses have: all but the value head's own.
 """
 
@@ -28,10 +29,11 @@ import config
 import gcd
 import update
 from infra import job
+from lab.bench.intervals import interval, mean_known
 from lm import model as qwen
 from session import prepare
 
-BATCHES = 16                                                       # for each model
+BATCHES = 64                                                       # for each model
 NUMBERS = ("policy", "judge", "between", "same", "ratio")          # of `products`
 
 
@@ -111,5 +113,28 @@ def products(policy_BX, judge_BX):
 
 
 def ceiling(policy, judge):
-    """sqrt(r_policy r_judge); None unless both are known and above 0: else a cosine tells nothing."""
-    return math.sqrt(policy * judge) if policy and judge and min(policy, judge) > 0 else None
+    """sqrt(r_policy r_judge), 0 where one is below 0."""
+    return math.sqrt(max(policy, 0.0) * max(judge, 0.0))
+
+
+def cosine(points):
+    """The cosine of the expected gradients, an interval over seeds; None if it cannot be told.
+
+    points: {seed: `products` of models at the same stages of their runs}. Of each stage `between` and r are
+    means over seeds; the sum over stages of `between` is divided by that of the ceilings, which makes 1 of
+    equal expected gradients. The interval is that of the jackknife's values, n t - (n - 1) t_without_seed
+    (Tukey, 1958), whose mean also corrects most of the ratio's bias.
+    """
+    def of(seeds):
+        stages = [[mean_known(point[key] for point in stage) or 0.0 for key in ("policy", "judge", "between")]
+                  for stage in zip(*(points[seed] for seed in seeds), strict=True)]
+        most = sum(ceiling(policy, judge) for policy, judge, _ in stages)
+        return sum(between for *_, between in stages) / most if most else None
+
+    seeds = [*points]
+    n, found, without = len(seeds), of(seeds), {}
+    for seed in seeds if n > 1 else ():
+        without[seed] = of([other for other in seeds if other != seed])
+    if found is None or None in without.values():
+        return None
+    return interval({seed: n * found - (n - 1) * less for seed, less in without.items()} or {seeds[0]: found})

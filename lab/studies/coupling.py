@@ -40,6 +40,7 @@ SNAPSHOTS = {"twin states": ("twins", runs.COLD), "household": ("household", run
 STAND_IN, STAND_IN_SPLIT = "strings", "id"         # for mathematics in Figure 3a; not an agent
 JUDGES = {"generative judge": "grpo+gcd", "value head": "grpo+value"}
 GAPS = ("gap", "gap of cosines")
+SMALL = 0.33                                       # a cosine that is no conflict, either way
 STAND_IN_TEXT = (", and strings are not GSM8K: they are problems of one turn, answered with letters by a "
                  "model of their own, and stand for a task without repetition. So the claim can be met in "
                  "part at most.")
@@ -186,24 +187,19 @@ class Results:
         return {kind: lines for kind, lines in found.items() if lines}
 
     def gradients(self):
-        """{kind of judge: {number of conflict.products: `estimate`, and "cosine"}} of the kinds run.
-
-        "cosine", of the expected gradients, is of a seed's means over its models; None if a seed has none.
-        """
+        """{kind of judge: {number of conflict.products: its `estimate`, "cosine": conflict.cosine over the
+        models, "stages": {iteration: that of one}}} of the kinds run."""
         found = {}
         for kind, arm in JUDGES.items():
-            of_seed = {seed: self.of(f"gradients, {arm}", seed) for seed in self.seeds
-                       } if arm in self.arms else {}
-            known = {key: estimate({seed: [point[key] for point in points]
-                                    for seed, points in of_seed.items()}) for key in conflict.NUMBERS}
-            if not all(known.values()):
-                continue
-            means, cosines = [known[key]["seeds"] for key in ("policy", "judge", "between")], {}
-            for seed in self.seeds:
-                policy, judge, between = (of.get(seed) for of in means)
-                if most := conflict.ceiling(policy, judge):
-                    cosines[seed] = between / most
-            found[kind] = known | {"cosine": interval(cosines) if len(cosines) == len(self.seeds) else None}
+            points = {seed: self.of(f"gradients, {arm}", seed) for seed in self.seeds
+                      } if arm in self.arms else {}
+            known = {key: estimate({seed: [point[key] for point in of_seed]
+                                    for seed, of_seed in points.items()}) for key in conflict.NUMBERS}
+            if all(known.values()):
+                stages = [point["iteration"] for point in points[self.seeds[0]]]
+                found[kind] = known | {"cosine": conflict.cosine(points), "stages": {
+                    iteration: conflict.cosine({seed: [of_seed[i]] for seed, of_seed in points.items()})
+                    for i, iteration in enumerate(stages)}}
         return found
 
     def shares(self, name):
@@ -308,27 +304,28 @@ def figure_9(results):
 
 
 def figure_10b(results):
-    """Agrees if the cosine of the value head's expected gradient with the policy's is below 0 and below the
-    judge's, beyond the intervals over seeds. "Not measurable" without both, with one seed, and if a gradient
-    is not more than noise, beyond its interval. Norms are reported and decide nothing."""
+    """Agrees if the cosine of the value head's expected gradient with the policy's is below 0 beyond its
+    interval over seeds, and below the judge's beyond that of the difference; in part without the latter. "No"
+    if it is not below 0 and its interval is above -SMALL; else "not measurable". Norms decide nothing."""
     known, text = results.gradients(), []
     for kind, found in known.items():
         cosine = "unknown" if found["cosine"] is None else with_half(found["cosine"], "+.2f")
         text.append(f"{kind}: cosine {cosine}; between two batches {with_half(found['between'], '+.4f')}, "
                     f"the policy's own {with_half(found['policy'], '+.3f')}, the judge's "
-                    f"{with_half(found['judge'], '+.3f')}; norm {found['ratio']['mean']:.1f} times the "
-                    "policy's")
+                    f"{with_half(found['judge'], '+.3f')}; norm, noise included, "
+                    f"{found['ratio']['mean']:.1f} times the policy's")
     for kind, lines in results.judges().items():
         mean, error = spread([line["cosine"] for line in lines])
         text.append(f"{kind} in the runs' own steps: cosine {mean:+.3f} (standard error over iterations "
                     f"{error:.3f}), norm {statistics.fmean(line['ratio'] for line in lines):.1f} times the "
                     "policy's")
     agrees = "not measurable"
-    signal = [sign_of(found[key]) == 1 for found in known.values() for key in ("policy", "judge")]
-    if len(known) == len(JUDGES) and len(results.seeds) > 1 and all(signal):
-        judge, value = (known[kind]["cosine"] for kind in JUDGES)
-        if judge and value:
-            agrees = verdict([value["mean"] + value["half"] < min(0.0, judge["mean"] - judge["half"])])
+    judge, value = (known[kind]["cosine"] if kind in known else None for kind in JUDGES)
+    if judge and value and len(results.seeds) > 1:
+        if sign_of(value) == -1:
+            agrees = "yes" if sign_of(paired(judge["seeds"], value["seeds"])) == 1 else "partly"
+        elif value["mean"] - value["half"] > -SMALL:
+            agrees = "no"
     return {"paper": "Figure 10b", "picture": "coupling.conflict.svg",
             "claim": "The value head's gradient conflicts with the policy's, the generative judge's does so "
             "less.", "found": ("Of the expected gradients, means over three models of a run: " if known
@@ -464,10 +461,11 @@ def draw_conflict(plotted, results, path):
             points.setdefault(point["iteration"], []).append(point)
         means = {key: [mean_known(point[key] for point in at) for at in points.values()]
                  for key in conflict.NUMBERS}
+        means = {key: [math.nan if value is None else value for value in values]
+                 for key, values in means.items()}
         most = [*map(conflict.ceiling, means["policy"], means["judge"])]
         for values, line, text in ((means["between"], "o-", kind), (most, "--", f"{kind}: ceiling")):
-            panels[2].plot([*points], [math.nan if value is None else value for value in values], line,
-                           color=color, markersize=3, label=text)
+            panels[2].plot([*points], values, line, color=color, markersize=3, label=text)
     panels[2].set(title="between different batches", xlabel="iteration")
     for axes in panels:
         add_legend(axes)
@@ -523,9 +521,11 @@ def page(results, figures, command, without):
 
 def gradients_table(results):
     """The table of Figure 10b's cosines."""
-    columns = "cosine", "between", "policy", "judge", "same", "ratio"
-    rows = [[kind, *(text_of(found[key]) for key in columns)] for kind, found in results.gradients().items()]
-    return "\n".join(markdown(["", "cosine of the expected gradients", "between two batches",
+    columns = "between", "policy", "judge", "same", "ratio"
+    rows = [[kind, text_of(found["cosine"]),
+             "; ".join(f"{iteration}: {text_of(of)}" for iteration, of in found["stages"].items()),
+             *(text_of(found[key]) for key in columns)] for kind, found in results.gradients().items()]
+    return "\n".join(markdown(["", "cosine of the expected gradients", "by iteration", "between two batches",
                                "of two of the policy's", "of two of the judge's", "in one batch",
                                "norm, times the policy's"], rows)) if rows else "Not measured.\n"
 

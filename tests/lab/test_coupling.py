@@ -321,27 +321,54 @@ def test_the_cosine_of_expected_gradients_is_found_in_noise(alignment):
     rng = torch.Generator().manual_seed(0)
     signal_X, other_X = (torch.nn.functional.normalize(torch.randn(400, generator=rng), dim=0) for _ in "ab")
     other_X = alignment * signal_X if alignment else other_X - (other_X @ signal_X) * signal_X
-    noise_BX, common_BX = (torch.randn(64, 400, generator=rng) * 3 / 400 ** 0.5 for _ in range(2))
-    found = conflict.products(signal_X + noise_BX + common_BX, other_X + common_BX)
-    cosine = found["between"] / conflict.ceiling(found["policy"], found["judge"])
-    assert cosine == pytest.approx(alignment, abs=0.2) and found["policy"] < 0.1 and found["same"] > 0.5
-    assert conflict.ceiling(0.1, -0.1) is None and conflict.ceiling(None, 0.1) is None
+    points = {}
+    for seed in range(4):
+        noise_BX, common_BX = (torch.randn(64, 400, generator=rng) * 3 / 400 ** 0.5 for _ in range(2))
+        found = conflict.products(signal_X + noise_BX + common_BX, other_X + common_BX)
+        assert found["policy"] < 0.1 and found["same"] > 0.5
+        points[seed] = [found, {"policy": -0.001, "judge": 0.2, "between": 0.0}]   # a stage that is noise
+    cosine = conflict.cosine(points)
+    assert cosine["mean"] == pytest.approx(alignment, abs=0.15) and 0 < cosine["half"] < 0.4
+    one = conflict.cosine({0: points[0]})
+    assert one["half"] is None and one["mean"] == pytest.approx(alignment, abs=0.3)
+    assert conflict.cosine({0: [{"policy": -0.1, "judge": 0.1, "between": 0.1}]}) is None
+    assert conflict.cosine({0: [{"policy": 0.1, "judge": None, "between": None}]}) is None
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("cosine, signal, agrees", [
-    (-0.3, 0.1, "yes"), (0.2, 0.1, "no"), (-0.01, 0.1, "no"), (-0.3, 0.005, "not measurable")])
-def test_a_conflict_is_a_cosine_below_0_of_gradients_that_are_more_than_noise(cosine, signal, agrees):
-    def cell(cosine, signal, seed):
-        return [{"iteration": i, "policy": 0.1, "judge": signal + 0.01 * (-1) ** seed, "ratio": 2.0,
-                 "between": (cosine + 0.01 * seed) * 0.01 ** 0.5 * signal ** 0.5, "same": cosine}
-                for i in range(3)]
+def test_equal_expected_gradients_have_a_cosine_of_1_however_noise_differs_between_stages():
+    points = {seed: [{"policy": policy, "judge": judge, "between": (policy * judge) ** 0.5}
+                     for policy, judge in ((0.04, 0.6), (0.02, 0.1), (0.015, 0.001))] for seed in range(3)}
+    found = conflict.cosine(points)
+    assert found["mean"] == pytest.approx(1) and found["half"] == pytest.approx(0, abs=1e-9)
+    points[0][0]["between"] = 0.0
+    n, values = 3, []                                # the jackknife by hand, from sums
+    most = sum((p * j) ** 0.5 for p, j in ((0.04, 0.6), (0.02, 0.1), (0.015, 0.001)))
+    first = (0.04 * 0.6) ** 0.5
+    whole = (most - first / 3) / most
+    for without in ((most - 0) / most, (most - first / 2) / most, (most - first / 2) / most):
+        values.append(n * whole - (n - 1) * without)
+    assert conflict.cosine(points)["seeds"] == pytest.approx(dict(enumerate(values)))
+
+
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cosine, other, spread, agrees", [
+    (-0.3, 0.1, 0.02, "yes"), (-0.3, -0.3, 0.02, "partly"), (0.2, 0.1, 0.02, "no"), (-0.01, 0.1, 0.02, "no"),
+    (-0.1, 0.1, 0.3, "not measurable"), (-0.3, 0.1, -1, "not measurable")])
+def test_a_conflict_is_a_cosine_below_0_beyond_its_interval(cosine, other, spread, agrees):
+    """`spread`: of the cosine over seeds; -1: the judge's gradients are noise."""
+    def cell(cosine, seed):
+        between = 0.1 * (cosine + (abs(spread) * (seed - 1) if spread > 0 else 0))
+        return [{"iteration": i, "policy": 0.1, "judge": -0.1 if spread < 0 else 0.1, "ratio": 2.0,
+                 "between": between, "same": cosine} for i in range(3)]
 
     cells = {}
     for seed in (0, 1, 2):
-        for arm, value in (("grpo+gcd", 0.1), ("grpo+value", cosine)):
+        for arm, value in (("grpo+gcd", other), ("grpo+value", cosine)):
             cells[f"{arm}, seed {seed}"] = {"judge": [{"iteration": 5, "cosine": 0.1, "ratio": 2.0}]}
-            cells[f"gradients, {arm}, seed {seed}"] = cell(value, signal if arm[-1] == "e" else 0.1, seed)
+            cells[f"gradients, {arm}, seed {seed}"] = cell(value, seed * (arm == "grpo+value"))
     assert coupling.figure_10b(coupling.Results(cells, [0, 1, 2]))["agrees"] == agrees
     assert coupling.figure_10b(coupling.Results(cells, [0]))["agrees"] == "not measurable"
     for seed in (0, 1, 2):
