@@ -157,17 +157,28 @@ def test_streams_determine_the_episodes(model, chat):
 
 
 @pytest.mark.parametrize("slots, groups, size", [(2, 1, 4), (3, 2, 3), (8, 2, 4)])
-def test_every_token_is_computed_once_and_a_groups_first_prompt_once(model, chat, slots, groups, size):
-    computed = []
+def test_every_token_is_computed_once_and_equal_prompts_once(model, chat, monkeypatch, slots, groups, size):
+    """Those of a group's first turn whenever they start, later ones if they start in the same tick."""
+    computed, later, prefill = [], [], engine.Slots.prefill
+
+    def prefilled(slots, rows, prompts, share):
+        for i, (row, prompt) in enumerate(zip(rows, prompts)):
+            cached = slots.cached[row]
+            if cached and prompt in prompts[:i]:
+                assert prompt[:len(cached)] == cached
+                later.append(len(prompt) - len(cached))
+        return prefill(slots, rows, prompts, share)
 
     def count(module, args):
         computed.append(int((args[1].row_N < args[1].cache.n_rows).sum()))
     model.register_forward_pre_hook(count)
+    monkeypatch.setattr(engine.Slots, "prefill", prefilled)
     episodes = fast_play(model, chat, make_specs(groups, size), slots=slots, on_truncation="invalid")
     first = {e.group: len(e.turns[0].prompt_ids) for e in episodes}
     ends = [e.turns[-1] for e in episodes]
     last = [len(turn.prompt_ids) + len(turn.response_ids) - 1 for turn in ends]   # the last token is not run
-    assert sum(computed) == sum(first.values()) + sum(n - first[e.group] for e, n in zip(episodes, last))
+    each = sum(first.values()) + sum(n - first[e.group] for e, n in zip(episodes, last))
+    assert sum(computed) == each - sum(later)
 
 
 # Prompts

@@ -345,9 +345,9 @@ def test_equal_expected_gradients_have_a_cosine_of_1_however_noise_differs_betwe
     n, values = 3, []                                # the jackknife by hand, from sums
     most = sum((p * j) ** 0.5 for p, j in ((0.04, 0.6), (0.02, 0.1), (0.015, 0.001)))
     first = (0.04 * 0.6) ** 0.5
-    whole = (most - first / 3) / most
+    all_seeds = (most - first / 3) / most
     for without in ((most - 0) / most, (most - first / 2) / most, (most - first / 2) / most):
-        values.append(n * whole - (n - 1) * without)
+        values.append(n * all_seeds - (n - 1) * without)
     assert conflict.cosine(points)["seeds"] == pytest.approx(dict(enumerate(values)))
 
 
