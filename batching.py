@@ -169,7 +169,7 @@ def collate(samples, model):
 
     before = [position(i, t - 1) for i, where in enumerate(sampled) for t in where]
     row_N, column_N, target_N = upload(device, *zip(*before), at_sampled([sample.ids for sample in samples]))
-    weight_N, = upload(device, [s.weight for s, where in zip(samples, sampled) for _ in where])
+    weight_N = upload(device, [s.weight for s, where in zip(samples, sampled) for _ in where])[0]
     restricted = any(sample.allowed for sample in samples)
     allowed = [s.allowed.get(t) for s, where in zip(samples, sampled) for t in where] if restricted else None
     return (ids_1M, place, (row_N, column_N), target_N, numbers("advantage"), weight_N,

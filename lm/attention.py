@@ -533,9 +533,9 @@ class Packed:
             positions += range(len(prefix), len(prefix) + n)
             q_lengths.append(n)
             k_lengths.append(len(prefix) + n)
-        position_N, keys_S, *starts = upload(device, positions, keys, *([0, *accumulate(n)]
-                                                                        for n in (q_lengths, k_lengths)))
-        self.position_BT, (self.q_starts, self.k_starts) = position_N[None], (x.int() for x in starts)
+        starts = ([0, *accumulate(n)] for n in (q_lengths, k_lengths))
+        position_N, keys_S, q_starts, k_starts = upload(device, positions, keys, *starts)
+        self.position_BT, self.q_starts, self.k_starts = position_N[None], q_starts.int(), k_starts.int()
         self.keys = keys_S if len(keys) > len(positions) else slice(None)
         self.longest = max(q_lengths), max(k_lengths)
 

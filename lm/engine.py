@@ -177,8 +177,10 @@ class Slots:
             used = [rows[i] for i in run]
             logits = dict(zip(run, run_chunks(self.model, self.cache, used, chunks, starts)))
         for (n, prompt), members in members_of.items():
-            copies, found = [i for i in members if i not in logits], known.get(prompt)
-            if members[0] in logits and (copies or share and not n):
+            copies = [i for i in members if i not in logits]
+            if members[0] not in logits:
+                found = known[prompt]
+            elif copies or share and not n:
                 found = (self.cache.export_row(rows[members[0]], n, len(prompt)),
                          logits[members[0]].clone())                     # else all rows' logits are kept
                 if share and not n:

@@ -239,9 +239,9 @@ def lengths(bench):
     answers = engine.answer(bench.sampler, bench.prompts[:few], streams, (-1,), engine.Sampling(1.0, n), 32)
     given = [(prompt, one.ids, one.logprob) for prompt, of_prompt in zip(bench.prompts, answers)
              for one in of_prompt]
-    decoded, prompts = decode(bench, n), [*bench.prompts[::2] * 2][:bench.rows]
-    slots = token_slots(bench, max(map(len, prompts)) + 2 * n + 3, n)
-    streams = [stream(2, i % len(bench.prompts[::2])) for i in range(bench.rows)]
+    decoded, half = decode(bench, n), bench.prompts[::2]
+    prompts, streams = (half * 2)[:bench.rows], [stream(2, i % len(half)) for i in range(bench.rows)]
+    slots = token_slots(bench, bench.rows, max(map(len, prompts)) + 2 * n + 3, n)
     first = engine.generate(slots, prompts, streams)
     prompts = [prompt + one.ids + [7, 8, 9] for prompt, one in zip(prompts, first)]
     copied = bench.rows - len({*map(tuple, prompts)})
@@ -298,11 +298,8 @@ def decode_step(bench, rows, context=0):
     the most tokens that a row could have.
     """
     model, length = bench.sampler, 40 if bench.tiny else 1000
-    slots = engine.Slots(model, rows, max(context, length + 80), bench.chat.stop_ids,
-                         engine.Sampling(1.0, 80))                  # more than the ticks below draw
+    slots = token_slots(bench, rows, max(context, length + 80), 80)     # more than the ticks below draw
     slots.begin(range(rows), [[5] * length] * rows, range(rows))
-    slots.active_B.fill_(True)
-    slots.stop_tensor = torch.tensor([-1], device=bench.device)
     seconds = bench.seconds(slots.tick) / engine.TICK
     tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
     size, of_token = next(model.parameters()).element_size(), slots.cache.bytes_per_token
@@ -433,16 +430,16 @@ def without_varlen():
         yield
 
 
-def token_slots(bench, context, n):
+def token_slots(bench, rows, context, n):
     """Slots that sample n tokens in each row."""
-    slots = engine.Slots(bench.sampler, bench.rows, context, (), engine.Sampling(1.0, n))
+    slots = engine.Slots(bench.sampler, rows, context, (), engine.Sampling(1.0, n))
     slots.stop_tensor = torch.tensor([-1], device=bench.device)                # no token stops a response
     return slots
 
 
 def decode(bench, n):
     """Sample n tokens after each of the prompts. Returns ids and logprobs, a list per row each."""
-    slots = token_slots(bench, max(map(len, bench.prompts)) + n, n)
+    slots = token_slots(bench, bench.rows, max(map(len, bench.prompts)) + n, n)
     responses = engine.generate(slots, bench.prompts, [stream(0, i) for i in range(bench.rows)])
     bench.sync()
     return [r.ids for r in responses], [r.logprob for r in responses]

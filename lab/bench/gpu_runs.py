@@ -49,10 +49,8 @@ def iteration(bench, *flags):
     """Two iterations of GRPO with GCD, with set-up and checkpoint: of the second, which finds its memory
     allocated, seconds and peak bytes by stage.
     """
-    out, start = bench.folder / "iteration", time.perf_counter()
+    out, start = unused(bench.folder / "iteration"), time.perf_counter()
     command = [*arguments(bench, out), *flags]
-    for left in bench.folder.glob(f"{out.name}*"):             # of tries that ended early, up to 25 GB each
-        shutil.rmtree(left)
     with as_in_a_run(bench) as found:
         status = gcd.main([*command, "--iterations", "2", "--overwrite"])
     run_s, lines = time.perf_counter() - start, rl_lines(out)
@@ -77,9 +75,8 @@ def pretrained(bench):
     where its weights are missing, a fresh small model does.
     """
     weights = not bench.tiny and (smollm2.FOLDER / "config.json").is_file()
-    out, start, iterations = bench.folder / "pretrained", time.perf_counter(), 3 if bench.tiny else 10
-    for folder in bench.folder.glob(f"{out.name}*"):                       # of a try that ended early
-        shutil.rmtree(folder)
+    out, start = unused(bench.folder / "pretrained"), time.perf_counter()
+    iterations = 3 if bench.tiny else 10
     command = [sys.executable, "gcd.py", "--out", str(out), "--algo", "grpo", "--iterations", str(iterations),
                "--checkpoint-every", "1", "--evaluate", "none", "--device", bench.device.type,
                *(TINY if bench.tiny else SMOLLM2 if weights else SMALL)]
@@ -114,6 +111,13 @@ def killed_in_rl(command, out, iterations):
 
 
 # Parts of the checks
+
+def unused(out):
+    """The folder of a run, without what tries that ended early left there, up to 25 GB each."""
+    for left in out.parent.glob(f"{out.name}*"):
+        shutil.rmtree(left)
+    return out
+
 
 def rl_lines(out):
     """The iterations' lines in a run's metrics.jsonl."""

@@ -351,8 +351,6 @@ def test_equal_expected_gradients_have_a_cosine_of_1_however_noise_differs_betwe
     assert conflict.cosine(points)["seeds"] == pytest.approx(dict(enumerate(values)))
 
 
-
-
 @pytest.mark.fast
 @pytest.mark.parametrize("cosine, other, spread, agrees", [
     (-0.3, 0.1, 0.02, "yes"), (-0.3, -0.3, 0.02, "partly"), (0.2, 0.1, 0.02, "no"), (-0.01, 0.1, 0.02, "no"),
