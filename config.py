@@ -184,8 +184,8 @@ class Config:
     correction: str = setting("off", "put an instruction before later tasks: from mistakes that the judge "
                               "found, or (control) irrelevant text of equal length",
                               ("off", "critiques", "irrelevant"), section="correction and large models")
-    correction_from: str = setting("auto", "from written critiques, from counts by kind, or auto: by the "
-                                   "model (a small one cannot write)", ("auto", "critiques", "counts"),
+    correction_from: str = setting("auto", "auto: from critiques that the model writes; of a small model, "
+                                   "which cannot, and with counts: from counts by kind", ("auto", "counts"),
                                    needs=NEEDS_CORRECTION)
     correction_every: int = setting(10, "iterations between new instructions", low=1, needs=NEEDS_CORRECTION)
     correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation", rare=True)
@@ -289,8 +289,6 @@ class Config:
         refuse(fresh and not (self.instructions and self.demonstrations),
                f"--correction={self.correction}: needs --instructions in --demonstrations, by which a fresh "
                "small model learns to follow one")
-        refuse(fresh and self.correction_from == "critiques",
-               "--correction-from=critiques: a fresh small model writes no sentences; it can be counted")
 
     @property
     def question_room(self):

@@ -443,12 +443,10 @@ def make_chat(config, tokenizer):
     chat = Chat(tokenizer, style, config.show_admissible, environment.noop_message, environment)
     if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
-    if config.correction != "off" and not chat.writes_prose:
-        if len(chat.encode(correction.instruction_phrases()[0])) > 1:
-            raise ValueError(f"--correction={config.correction}: this model's cold start had no "
-                             "--instructions, so it knows none")
-        if config.correction_from == "critiques":
-            raise ValueError("--correction-from=critiques: this model writes no sentences; it can be counted")
+    phrase = correction.instruction_phrases()[0]
+    if config.correction != "off" and not chat.writes_prose and len(chat.encode(phrase)) > 1:
+        raise ValueError(f"--correction={config.correction}: this model's cold start had no --instructions, "
+                         "so it knows none")
     return chat
 
 

@@ -56,8 +56,6 @@ def setup(device="auto", timeout_s=2 * 3600, within="all"):
     copy of the weights, "all" or those of a "node". ValueError for a device that is not there, or for
     inconsistent environment variables.
     """
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device={device}: expected auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device=cuda: torch sees no CUDA device")
     numbers = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}

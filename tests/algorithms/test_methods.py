@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from test_household import GAMES
 from tiny_runs import (
     assert_loads_in_transformers,
-    assert_one_error,
     cold_started,
     find_every_turn_bad,
     random_qwen,
@@ -102,12 +101,6 @@ def test_correction_logs_its_source_and_is_used_at_evaluation_if_the_flag_is_set
     assert train(tmp_path / "later", *start_from(folder), "--iterations", 0, *evaluated) == 0
     later = json.loads((tmp_path / "later" / "evaluation.json").read_text())
     assert later["instruction"] == made[-1]["text"]          # the last instruction belongs to the model
-
-
-def test_a_small_model_is_not_asked_for_critiques(instructed, tmp_path, capsys):
-    flags = ["--correction", "critiques", "--correction-from", "critiques"]
-    assert train(tmp_path, *start_from(instructed), *flags) == 1
-    assert_one_error(capsys, "--correction-from=critiques: this model writes no sentences")
 
 
 # A Hugging Face model on real games

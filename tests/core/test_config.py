@@ -300,7 +300,6 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--kl loss --kl-coef 0", "--kl-coef=0: expected a number above 0; or --kl none"),
     ("--judge-turns 31", "--judge-turns=31: expected an even number"),
     ("--judge-demonstrations 1", "--judge-demonstrations=1: expected 0, or at least 2"),
-    ("--correction critiques --instructions --correction-from critiques", "--correction-from=critiques: "),
     ("--judge-labels rule+endpoint", "--judge-labels=rule+endpoint: needs --endpoint"),
     # of the environment
     ("--env scienceworld --judge-labels oracle", "--judge-labels=oracle: scienceworld has no oracle"),
