@@ -39,17 +39,16 @@ JUDGE_FILE = "judge.json"     # next to a model: its judge's AUC, where the run'
 class Agent:
     """A model with its chat, and the settings under which it plays.
 
-    settings: the flags that `load` was given; `play` uses them too, unless it is given others. instruction:
-    what precedes a first observation in the environment `trained_in`, if the model was trained with
-    correction.
+    settings: the flags that `load` was given; `play` uses them too, unless it is given others. state: that of
+    the run that trained the model, {} if none is known; its last instruction of correction precedes a first
+    observation.
     """
 
     model: qwen.Model
     chat: Chat
     config: flags.Config
     settings: dict = field(default_factory=dict)
-    instruction: str = ""
-    trained_in: str = ""
+    state: dict = field(default_factory=dict)
 
     def play(self, env, task, seed=0, temperature=TEMPERATURE, **settings):
         """Play one episode. Returns a rollout.Episode; print it for its transcript.
@@ -74,13 +73,17 @@ class Agent:
         check_words(config, chat)
         sampling = Sampling(temperature, config.max_response_tokens)
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed),
-                                   instruction=self.instruction if name == self.trained_in else "")
+                                   instruction=self.instruction_in(config.env))
         (game,) = config.environment.make(1)
         with closing(game):
             (episode,) = rollout.play(self.model, chat, [game], [spec], sampling, config.max_turns,
                                       config.context, config.history, config.on_truncation,
                                       admissible_only=config.admissible_only)
         return episode
+
+    def instruction_in(self, env):
+        """What precedes a first observation in an environment, by its name; "" if nothing does."""
+        return resume.played_instruction(Path(self.config.model), self.state, env)
 
     def respond(self, conversation, temperature=TEMPERATURE):
         """Sample the next lm.engine.Response in a rollout.Conversation, without submitting it."""
@@ -165,12 +168,8 @@ def load(folder, **settings):
     folder = smollm2.named(folder)
     settings = resume.prompting_of(Path(folder)) | settings
     settings |= flags.environment_in(settings.get("env", flags.Config.env))[1]
-    longest = qwen.ModelConfig.load(folder).max_position_embeddings     # of a wrong folder the clearest error
-    config = playing(str(folder), settings)
-    if config.context > longest and "context" not in settings:
-        settings["context"] = longest
-        config = playing(str(folder), settings)
-    return loaded(config, settings)
+    qwen.ModelConfig.load(folder)                                       # of a wrong folder the clearest error
+    return loaded(playing(str(folder), settings), settings)
 
 
 def loaded(config, settings=()):
@@ -178,9 +177,8 @@ def loaded(config, settings=()):
     folder = Path(config.model)
     chat = open_chat(config, folder, job.Ranks(0, 1, torch.device("cpu")), plays=True)
     dtype = getattr(torch, config.dtype) if "dtype" in settings else torch.float32
-    trained_in = resume.dict_in(resume.state_beside(folder), "settings").get("env", "")
     return Agent(qwen.load_pretrained(folder, dtype), chat, config, dict(settings),
-                 resume.played_instruction(folder), plugins.name_of(trained_in))
+                 resume.state_beside(folder))
 
 
 def check_words(config, chat):

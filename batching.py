@@ -40,8 +40,8 @@ def samples_of(episode, make=Sample):
     """Convert an episode's turns to samples that carry the turns' (or their tokens') advantages.
 
     A turn whose prompt extends the previous prompt and response joins that sample, by token ids: an
-    append-only conversation becomes one sample, a re-rendered one a sample per turn. make: Sample or a
-    subclass.
+    append-only conversation becomes one sample, one with --history a sample per turn once exchanges are
+    left out. make: Sample or a subclass.
     """
     samples = []
     for turn in episode.turns:

@@ -26,6 +26,7 @@ import judge
 import labels
 import rollout
 import update
+from config import DAGGER_ROUND
 from envs import EpisodeLost
 from infra import checkpoint, files, parallel, plugins
 from infra.progress import progress
@@ -38,7 +39,6 @@ from session import train_tasks
 # Index of the first demonstrated task. RL counts from 0: generated rooms never repeat; real games, which
 # are few, do
 FIRST_DEMONSTRATION = 5_000_000
-ROUND = 512            # episodes of a DAgger round, which are played with the same weights
 
 
 def cold_start(run):
@@ -118,7 +118,7 @@ def imitation_samples(episodes):
 
 def rounds_of(config):
     """[(index of the first episode, number of episodes)] of the DAgger rounds."""
-    return [(k, min(ROUND, config.dagger - k)) for k in range(0, config.dagger, ROUND)]
+    return [(k, min(DAGGER_ROUND, config.dagger - k)) for k in range(0, config.dagger, DAGGER_ROUND)]
 
 
 def dagger(run, questions, learner, done):
@@ -273,7 +273,7 @@ def replay(chat, spec, demonstration, history, search_verbs, thoughts=None):
 
 
 def rule_tag(episode, command, search_verbs):
-    """RLVMR's tag for a demonstrated turn, by rule (its own are GPT-4o's).
+    """RLVMR's tag for a demonstrated turn, by rule (its own are GPT-4's).
 
     planning at the first turn; reflection after a refused turn; explore for a search command (by its first
     word) that was not given before; else monitor.

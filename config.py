@@ -39,6 +39,7 @@ def history_length(text):
     return 0 if text == "full" else int(text)
 
 
+DAGGER_ROUND = 512   # most episodes that the cold start's expert and learner play with the same weights
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
@@ -111,7 +112,8 @@ class Config:
                                 "model", low=0, high=1000)
     save_adapter: bool = setting(False, "also save the adapter, as peft loads it, in OUT/adapter, and RL's "
                                  "first model, to which it belongs, in OUT/reference", needs=NEEDS_LORA)
-    context: int = setting(1024, "tokens an episode may have, prompt and response", low=32, high=10**6)
+    context: int = setting(1024, "tokens an episode may have, prompt and response; by default at most the "
+                           "positions of --model", low=32, high=10**6)
     prompt: str = setting("auto", "prompt style; auto: by model and algorithm",
                           ("auto", "plain", "think", "tags"))
     show_admissible: bool = setting(True, "list the admissible commands in prompts", needs=NEEDS_WRITER)
@@ -357,7 +359,8 @@ def changed(then, config, ignored=()):
 
 
 # The paper's settings. It says: 300 demonstrations, 100 judge examples, 5 epochs, lr 1e-5, 8 x 2 per batch;
-# 16 x 8 episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's.
+# 16 x 8 episodes of at most 30 turns, lr 1e-6, 200 iterations at 1.5B (100 at 7B). The rest is verl-agent's
+# or ours: see docs/equations.md.
 PAPER = dict(
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6,
@@ -481,7 +484,16 @@ def values_of(flags, sources, algorithm, environment):
             raise ValueError(f"{origin}: class {plugin.__name__}: defaults: {unknown[0]!r} is no setting of "
                              "the run")
     changes = {name: value for name, value in changes.items() if name in values}
-    return values | changes | flags | {"preset": preset}
+    values |= changes
+    if model and not planned and type(longest := positions(model)) is int:
+        values["context"] = min(values["context"], longest)
+    return values | flags | {"preset": preset}
+
+
+def positions(folder):
+    """What the config.json of a model folder says of its most positions; None if it is not readable."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):       # ModelConfig.load says what is wrong
+        return files.read_json(Path(folder) / "config.json").get("max_position_embeddings")
 
 
 def is_small(folder):

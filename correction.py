@@ -3,9 +3,9 @@
 A mistake is a turn that most of the model's own verdicts call bad. A model that writes gives its reasons,
 which are merged into an instruction; a small model's mistakes are counted by kind, and the most frequent
 kinds have a sentence each. The instruction precedes the first observation of later episodes; the control is
-an irrelevant text of equal length. arXiv:2509.23870 §4.2, which publishes neither the prompts nor how often a
-new instruction is made, nor whether it is kept at evaluation: those are flags. Left out: instructions for one
-task type. Start reading at `correct`.
+an irrelevant text of equal length. arXiv:2509.23870 §4.2, which has its prompts as pictures, which were not
+read, and says neither how often a new instruction is made nor whether it is kept at evaluation: those are
+flags. Left out: instructions for one task type. Start reading at `correct`.
 """
 
 import itertools

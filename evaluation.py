@@ -96,7 +96,8 @@ def flawed(episodes, environment):
 
 def examples(episodes):
     """Pick up to 12 episodes to store, spread over the split, with a win and a loss if there are both."""
-    picked = episodes[::len(episodes) // 12 or 1][:12]
+    n = min(12, len(episodes))
+    picked = [episodes[i * len(episodes) // n] for i in range(n)]
     for won in (True, False):
         if picked and all(episode.won != won for episode in picked):
             picked[-1:] = [episode for episode in episodes if episode.won == won][:1] or picked[-1:]
@@ -182,6 +183,7 @@ HELP = {"evaluate": "splits, such as L0,L1; auto: all but dev",     # where a ru
         "seed": "fixes all sampling, and the games that are drawn",
         "resume": "continue the evaluation in --out",
         "max_turns": "turns in an episode, if --protocol does not tell",
+        "dtype": "dtype of a model's weights and of computation",
         "endpoint_limit": "most requests, retries and redirects included"}
 OF_MODELS = ("device", "dtype", "context", "admissible_only")
 OF_WRITERS = ("prompt", "show_admissible", "history", "max_response_tokens")
@@ -289,12 +291,14 @@ def head_of(own, config, given, player, facts):
     modes = flags.PROTOCOLS[config.protocol].temperatures
     if facts["kind"] == "script":                             # it knows no temperature
         modes = {"sampled": None}
+    folder = config.model and Path(config.model)
+    instruction = resume.played_instruction(folder, resume.state_beside(folder), config.env) if folder else ""
     return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
             **files.origin_of(config), "evaluate_tasks": config.evaluate_tasks, "protocol": config.protocol,
             "seed": config.seed,
             "max_turns": config.evaluation_turns, "temperature": modes["sampled"], "temperatures": modes,
             "max_response_tokens": config.max_response_tokens, "history": config.history,
-            "instruction": resume.played_instruction(Path(config.model)) if config.model else "",
+            "instruction": instruction,
             "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,
             "on_truncation": config.on_truncation, "command": command_of(given)}
 

@@ -223,11 +223,15 @@ def prompting_of(folder):
     return {name: then[name] for name in ("prompt", "show_admissible", "history") if name in then}
 
 
-def played_instruction(folder):
-    """The text of the instruction under which a model folder's run evaluated it; "" if there is none."""
-    state = state_beside(folder)
-    given = instruction_of(folder, state)
-    return given.text if given and state["settings"].get("correction_at_evaluation", True) else ""
+def played_instruction(folder, state, env):
+    """The text of the instruction under which the run that trained a model evaluated it; "" if there is none,
+    or if that run was not in the environment `env`.
+
+    folder, state: the model's, and that of `state_beside` it.
+    """
+    given, then = instruction_of(folder, state), dict_in(state, "settings")
+    same = plugins.name_of(then.get("env", "")) == plugins.name_of(env)
+    return given.text if given and same and then.get("correction_at_evaluation", True) else ""
 
 
 def instruction_of(source, state):

@@ -21,7 +21,7 @@ import labels
 import resume
 import rollout
 import update
-from config import PROTOCOLS
+from config import DAGGER_ROUND, PROTOCOLS
 from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
 from infra.memory import check_memory, state_bytes
@@ -222,11 +222,10 @@ def drawn_tasks(config, split):
 
 def episodes_at_once(config, ranks):
     """The most episodes that a rank plays at once: --slots, or fewer if no stage has as many."""
-    if config.dagger:
-        return config.slots                              # its rounds have hundreds
     plays = PROTOCOLS[config.protocol].plays
     played = [plays * len(drawn_tasks(config, split)) for split in config.splits]
-    return min(config.slots, -(-max([config.tasks * config.group_size, *played]) // ranks.world_size))
+    trained = config.tasks * config.group_size, min(config.dagger, DAGGER_ROUND)
+    return min(config.slots, -(-max([*trained, *played]) // ranks.world_size))
 
 
 def make_games(environment, n, resources):

@@ -25,6 +25,6 @@ class Loss:
 
 
 class Method(Loss, grpo.Method):
-    """GRPO's advantages with CISPO's loss."""
+    """GRPO's advantages, by default with --normalize-std, with CISPO's loss."""
 
     defaults = dict(normalize_std=True, kl="none")

@@ -1,6 +1,6 @@
 """GiGPO: GRPO plus a comparison of turns that start in the same state (arXiv:2505.10978).
 
-    A_t = A^E + omega * A^S            Eq. 8; equal to GRPO if no state occurs twice
+    A_t = A^E + omega * A^S            Eq. 8; A^E is GRPO's (by default with --normalize-std)
 
 A "step" of the paper is a turn here. The state before a turn is by default the last informative observation
 (`turn.anchor`): the raw "Nothing happens." would merge all turns after a refused command, in any room. The

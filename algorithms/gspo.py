@@ -31,7 +31,7 @@ class Loss:
 
 
 class Method(Loss, grpo.Method):
-    """GRPO's advantages with GSPO's ratio."""
+    """GRPO's advantages, by default with --normalize-std, with GSPO's ratio."""
 
     Settings = Settings
     defaults = dict(normalize_std=True, kl="none")

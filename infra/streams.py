@@ -1,5 +1,5 @@
 """Named random streams: every random draw of training is from a stream whose name is computed here, but the
-first weights, which are drawn from the seed itself (lm/model.py).
+first weights, which are drawn from the seed itself (lm/model.py), and an environment's choice of tasks.
 
 A stream is named by the run's seed, a purpose (all are listed here), and numbers such as the iteration and
 the episode, so a draw does not depend on batch, rank or order.

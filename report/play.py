@@ -43,7 +43,7 @@ def play(player, task, game, commands):
     won.
     """
     settings, chat = player.config, player.chat
-    spec = EpisodeSpec(task, 0, settings.seed, instruction=player.instruction)
+    spec = EpisodeSpec(task, 0, settings.seed, instruction=player.instruction_in(settings.env))
     conversation = Conversation(spec, game, chat, settings.history).start()
     print(conversation.reply.observation)
     if line := reliability(player):

@@ -158,7 +158,8 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
         trainer["state"]["settings"]["correction_at_evaluation"] = given
         torch.save(trainer, folder / "trainer.pt")
         player = gcd.load(folder)
-        assert player.instruction == (text if given else "")
+        assert player.instruction_in("household") == (text if given else "")
+        assert player.instruction_in("alfworld") == ""
         played.append(player.play("household", "L0/0", max_turns=1).turns[0].prompt_ids)
     tokenizer = player.chat.tokenizer
     assert len(played[1]) > len(played[0]) and text not in tokenizer.decode(played[0])

@@ -184,6 +184,18 @@ def test_a_hugging_face_folder_gets_the_papers_settings(hub_folder):
     assert (small.preset, small.lr, small.dtype) == ("small", 6e-4, "float32")
 
 
+@pytest.mark.parametrize("preset, most", [("paper", 16384), ("small", 1024)])
+def test_no_default_context_is_beyond_the_models_positions(hub_folder, preset, most):
+    flags = "--model", hub_folder, "--preset", preset
+    for text, expected in (("", most), ("{", most), ("[]", most), ('{"max_position_embeddings": "8k"}', most),
+                           ('{"max_position_embeddings": 800}', 800),
+                           ('{"max_position_embeddings": 32768}', most)):
+        (hub_folder / "config.json").write_text(text)
+        assert parse(*flags).context == expected
+    (hub_folder / "config.json").write_text('{"max_position_embeddings": 800}')
+    assert parse(*flags, "--context", 900).context == 900                 # which is refused with the model
+
+
 def test_a_small_checkpoint_gets_the_small_models_settings(tokenizer_folder):
     loaded, fresh = parse("--model", tokenizer_folder).settings(), parse().settings()
     assert loaded | {"model": ""} == fresh and fresh["preset"] == "small"

@@ -252,9 +252,14 @@ def test_a_run_of_an_old_version_has_its_command(tmp_path):
 def test_twelve_episodes_of_a_split_are_stored_with_a_win_and_a_loss(lost):
     episodes = [SimpleNamespace(won=k not in lost, k=k) for k in range(140)]
     stored = examples(episodes)
-    assert [episode.k for episode in stored[:-1]] == list(range(0, 121, 11))[:11] and len(stored) == 12
+    assert [episode.k for episode in stored[:-1]] == [k * 140 // 12 for k in range(11)] and len(stored) == 12
     assert {episode.won for episode in stored} == {episode.won for episode in episodes}
     assert examples(episodes[:1]) == episodes[:1] and examples([]) == []
+
+
+def test_stored_episodes_are_spread_over_any_number():
+    episodes = [SimpleNamespace(won=k < 5, k=k) for k in range(23)]
+    assert [episode.k for episode in examples(episodes)] == [0, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21]
 
 
 @pytest.mark.parametrize("low, high, expected", [
