@@ -17,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 
 import torch
@@ -199,7 +199,7 @@ RECORD = {"split", "mode", "index", "counts", "task_id", "task_type", "won", "pr
 # What has to be equal to continue an evaluation
 IDENTITY = ("player", "prompt", "world", "games_hash", "evaluate_tasks", "protocol", "seed", "max_turns",
             "temperatures", "max_response_tokens", "history", "admissible_only", "context", "dtype",
-            "on_truncation", "instruction", "commit")
+            "on_truncation", "instruction", "commit", "settings", "plugins")
 
 
 def parse(argv):
@@ -210,6 +210,8 @@ def parse(argv):
     name, given = flags.environment_in(named)
     argv += flags.arguments(given)
     environment = flags.find_environment(name)
+    if twice := {f.name for f in fields(Flags)} & {f.name for f in fields(environment.Settings)}:
+        raise ValueError(f"--env={name}: has settings that the referee has, too: {', '.join(sorted(twice))}")
     given, unknown = parse_known(program, argv, Flags, environment.Settings)
     if given.pop("help", False):
         parser = Parser(program, description="Evaluate any player; its games and protocol as in gcd.py.")
@@ -226,14 +228,15 @@ def parse(argv):
         if name in unread[kind]:
             raise ValueError(f"{flag_of(name)}: not read if the player is a {kind}")
     protocol = given.get("protocol", "full")
-    if "max_turns" in given and (turns := flags.PROTOCOLS[protocol].turns):
+    known = flags.PROTOCOLS.get(protocol)                     # an unknown one is refused below
+    if "max_turns" in given and known and (turns := known.turns):
         raise ValueError(f"--max-turns={given['max_turns']}: --protocol {protocol} has {turns} turns")
     of_run = {name: value for name, value in given.items() if name not in vars(own)}
-    of_run |= {"demonstrations": 0, "iterations": 0, "gcd": False}
+    of_run |= {"demonstrations": 0, "dagger": 0, "iterations": 0, "minibatches": 1, "gcd": False}
     if kind == "model":
         of_run = resume.prompting_of(Path(own.player)) | of_run | {"model": own.player}
     else:
-        of_run = {"preset": "paper", "slots": TEXT_SLOTS} | of_run
+        of_run = {"preset": "paper", "slots": environment.defaults.get("slots", TEXT_SLOTS)} | of_run
         of_run["context"] = max(flags.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
     if kind == "server":
         of_run["endpoint"] = checked_url(own.player, "--player")
@@ -298,7 +301,9 @@ def head_of(own, config, given, player, facts):
             "seed": config.seed,
             "max_turns": config.evaluation_turns, "temperature": modes["sampled"], "temperatures": modes,
             "max_response_tokens": config.max_response_tokens, "history": config.history,
-            "instruction": instruction,
+            "instruction": instruction, "plugins": resume.plugin_hashes(config),
+            "settings": {name: value for name, value in asdict(config.environment.settings).items()
+                         if name != "games"},                 # these have a hash
             "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,
             "on_truncation": config.on_truncation, "command": command_of(given)}
 

@@ -29,8 +29,8 @@ def starting_point(config, out, ranks):
             checkpoint.check_whole(found)
             state = checkpoint.read_trainer(found)["state"]
             check_state(found / checkpoint.TRAINER_FILE, state)
-            check_resumed(config, state)
             first = parallel.on_rank0(lambda: first_record(out))
+            check_resumed(config, state, first)
             if foreign := parallel.on_rank0(lambda: not_its_own(config, out, state, first)):
                 raise ValueError(f"--resume: {foreign}")                   # on every rank
             parallel.on_rank0(lambda: print_changes(config, out, state, first, ranks))
@@ -44,9 +44,12 @@ def starting_point(config, out, ranks):
         if not config.overwrite:
             raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside "
                              "and starts over")
-        if config.model and out.resolve() in Path(config.model).resolve().parents:
-            raise ValueError(f"--model={config.model}: lies in --out={out}, which --overwrite would set "
-                             "aside")
+        given = config.settings()
+        for name in ("model", "env", "algo", "games"):
+            there = Path(given.get(name) or out)
+            if out.resolve() in there.resolve().parents and there.exists():
+                raise ValueError(f"--{name}={given[name]}: lies in --out={out}, which --overwrite would set "
+                                 "aside")
         parallel.on_rank0(lambda: files.check_can_be_set_aside(out))
     return Path(config.model) if config.model else None, None
 
@@ -126,14 +129,21 @@ def other_games(config, out, state, first):
     """Say whether the games that the run trains on have changed since it began; "" if they have not, or if it
     trains no more.
     """
-    then, iterations = dict_in(first, "games_hash").get("train"), dict_in(first, "config").get("iterations")
-    if not trains_on(config, state) or not then or not isinstance(iterations, int):
+    then = dict_in(first, "games_hash").get("train")
+    if not has_hash(config, state, first):
         return ""
-    if (now := files.train_hash(config, iterations)) == then:
+    if (now := files.train_hash(config, dict_in(first, "config")["iterations"])) == then:
         return ""
     games = config.settings().get("games")
     flag = f"--games={games}" if games else f"--env={config.env}"
     return f"{flag}: other games than {out} has trained on (hash {then}, now {now})"
+
+
+def has_hash(config, state, first):
+    """Whether the games that the run trains on are compared by content: see `other_games`."""
+    known = dict_in(first, "games_hash").get("train")
+    return bool(known and trains_on(config, state) and
+                isinstance(dict_in(first, "config").get("iterations"), int))
 
 
 def trains_on(config, state):
@@ -185,8 +195,9 @@ def check_state(path, state):
         raise ValueError(f"{path}: not a run's: its cold is {cold!r:.60}")
 
 
-def check_resumed(config, state):
-    """ValueError unless the run can be resumed with these settings. How it is evaluated may differ.
+def check_resumed(config, state, first):
+    """ValueError unless the run can be resumed with these settings. How it is evaluated may differ, and where
+    its games lie, if they are compared by content. first: see `first_record`.
 
     The number of iterations may differ if none is done yet, if no learning rate decays over them, or if all
     are done and no more are asked for. A run that was cut would otherwise read as finished.
@@ -201,6 +212,8 @@ def check_resumed(config, state):
     ignored, then = ["protocol", "correction_at_evaluation", "evaluate_tasks"], state.get("settings", {})
     if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
+    if has_hash(config, state, first):
+        ignored.append("games")
     if other := changed(then, config, ignored):
         differences = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
         raise ValueError(f"--resume: {config.out} was made with other settings: {differences}")

@@ -153,9 +153,13 @@ class Conversation:
         self.call("reset", spec.task, 0)
 
     def call(self, method, *arguments):
-        """Call a method of the game, whose reply `checked_reply` receives."""
-        self.game.send(method, *arguments)
-        self.due, self.in_flight = True, self.game is self.source
+        """Call a method of the game, whose reply, or loss, `checked_reply` receives."""
+        self.lost = None
+        try:
+            self.game.send(method, *arguments)
+        except EpisodeLost as lost:
+            self.lost = lost
+        self.due, self.in_flight = True, self.game is self.source and not self.lost
 
     def start(self):
         """Receive the first observation and build the first prompt; returns self."""
@@ -170,6 +174,8 @@ class Conversation:
         place = f"task {self.spec.task.id}, " + (f"turn {n}" if (n := len(self.episode.turns)) else "reset")
         began, self.in_flight = perf_counter(), False
         try:
+            if self.lost:
+                raise self.lost
             reply = self.game.receive()
         except BaseException as error:
             error.add_note(place)

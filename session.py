@@ -7,6 +7,7 @@ evaluation.py), and its flags (config.py).
 import random
 import shutil
 import sys
+import tempfile
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -24,6 +25,7 @@ import update
 from config import DAGGER_ROUND, PROTOCOLS
 from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
+from infra.errors import reported
 from infra.memory import check_memory, state_bytes
 from infra.progress import progress
 from infra.signals import Interrupted
@@ -234,7 +236,7 @@ def make_games(environment, n, resources):
     wrong = envs.wrong_games(games, n) or plugins.wrong_calls(games[0], envs.GAME)
     plugins.refuse(wrong, environment, f"make({n})")
     for game in games:
-        resources.callback(game.close)
+        resources.callback(reported(game.close, "a game's close"))
     return games
 
 
@@ -263,7 +265,7 @@ def prepare(config, ranks, should_stop, resources):
     chat = open_chat(config, source, ranks) if source else None
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
-    tasks = tasks + [split_tasks(environment, split)[0] for split in config.splits]     # one of every kind
+    tasks = [*tasks, *(split_tasks(environment, split)[0] for split in config.splits)]  # one of every kind
     with nullcontext(source) if source else fresh_folder(config, out) as folder:
         chat = chat or open_chat(config, folder, ranks)
         if chat.small:
@@ -383,7 +385,7 @@ def fresh_folder(config, out):
 
     It may take long: ScienceWorld plays games to list its vocabulary.
     """
-    folder = out / "fresh"
+    folder = parallel.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="fresh-", dir=out)))
     try:
         parallel.on_rank0(lambda: save_small_model(
             folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,

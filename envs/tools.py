@@ -23,6 +23,8 @@ from . import Environment, Reply
 START, END = "<tool_call>", "</tool_call>"
 KINDS = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None),
          "array": list, "object": dict}
+# What a run or `Game` itself looks up in a game, so that no tool can be called so
+TAKEN = "won", "done", "ended", "reward", "send", "receive", "time_limit_s"
 CALL = 'a JSON object {"name": TOOL, "arguments": {...}}'
 
 
@@ -196,6 +198,8 @@ def schemas(game):
              if inspect.isfunction(value) and not name.startswith("_") and not hasattr(Game, name)]
     if not names:
         raise ValueError(f"{game.__name__} has no public method, and so no tool")
+    if taken := [name for name in names if name in TAKEN]:
+        raise ValueError(f"tool {taken[0]}: a game's own attribute has this name; call it otherwise")
     return [schema_of(getattr(game, name)) for name in dict.fromkeys(names)]
 
 

@@ -1,5 +1,6 @@
 """An error as the one line that the command prints, with advice where memory ran out."""
 
+import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -51,6 +52,17 @@ def one_line(error, out, known=()):
             files.write_text(Path(out) / "traceback.txt", "".join(traceback.format_exception(error)))
             text = f"{text[:500]} (traceback in {out}/traceback.txt)"
     return f"{type(error).__name__}: {text}" if unknown else text
+
+
+def reported(function, what):
+    """`function`, whose failure at the end of a run is printed in one line, and changes nothing else."""
+    def call():
+        try:
+            function()
+        except Exception as error:                  # a game's or a service's own: what is saved is complete
+            print(f"{what} failed: {type(error).__name__}: {error}".replace("\n", " "), file=sys.stderr)
+
+    return call
 
 
 def is_out_of_memory(error, text):

@@ -84,7 +84,8 @@ def lock_holder(folder):
 
 def holds_run(folder):
     """Whether a folder contains any file of a run, which a new run would overwrite."""
-    return any(path.name.startswith(CHECKPOINT) or path.name in (METRICS, EPISODES, EVALUATION, STAGES)
+    names = METRICS, EPISODES, EVALUATION, STAGES, REFERENCE, ADAPTER, KEPT
+    return any(path.name.startswith(CHECKPOINT) or path.name in names
                for path in (folder.iterdir() if folder.is_dir() else ()))
 
 

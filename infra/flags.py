@@ -47,6 +47,9 @@ class Parser(argparse.ArgumentParser):
         group = self.add_argument_group(section)
         for f in fields(settings):
             meta = f.metadata
+            if f.type is bool and f.name.startswith("no_"):
+                raise ValueError(f"{flag_of(f.name)}: a setting that is True or False and begins with no_; "
+                                 f"{flag_of(f.name[3:])} has {flag_of(f.name)} already")
             if meta.get("section"):
                 group = self.add_argument_group(meta["section"])
             if meta.get("help") and (rare or is_used(meta, values) and not meta.get("rare")):

@@ -36,7 +36,7 @@ class Stop:
         self.by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         supervised = self.by_torchrun or os.environ.get("GCD_PARENT") == str(os.getppid())
         self.signals, self.parent = 0, os.getppid() if supervised else None
-        self.last = -math.inf                                 # when the last signal came
+        self.last, self.pid = -math.inf, os.getpid()          # when the last signal came; whom it stops
         for signum in self.SIGNALS:
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:       # nohup ignores it
                 signal.signal(signum, self.note)
@@ -56,7 +56,11 @@ class Stop:
         return self.signals > 0 or self.parent not in (None, os.getppid())
 
     def note(self, signum, frame):
-        """The signal handler."""
+        """The signal handler. A process that was forked from this one has it, too, and ends at once."""
+        if os.getpid() != self.pid:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
         now, before = time.monotonic(), self.last
         self.last = now
         if self.by_torchrun and now - before < self.REPEAT_S:

@@ -39,6 +39,7 @@ TAG = f"<({'|'.join(TAGS)})>"
 OWN_FORMAT = "Close the tag, then give exactly one command inside <action> </action>."    # of ASK["tags"]
 DATE = "26 Jul 2024"                    # in Llama's system message, which would be the day's: on all days
 MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
+HOLE = MARK.format("")                  # and for the message in what is kept of it
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
 COMMAND = r">([^<>]*)</action>\s*"
 TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*"
@@ -287,8 +288,9 @@ def possible(reply):
 def templates_of(tokenizer, switches):
     """What surrounds user messages, by the tokenizer's own template: (first, later, end of a response).
 
-    The first two are texts with {} for the message: the first message of a conversation, with the template's
-    own system message if it has one, and one after a response's end. Both end where the next response starts.
+    The first two are texts with HOLE for the message: the first message of a conversation, with the
+    template's own system message if it has one, and one after a response's end. Both end where the next
+    response starts.
     switches: the template's own, such as enable_thinking. ValueError for a tokenizer without a chat template,
     or whose template shows no response or no token that ends it.
     """
@@ -304,7 +306,7 @@ def templates_of(tokenizer, switches):
     if user not in first or later not in after or end is None:
         raise ValueError(f"{name}: its chat template has no turn of an assistant that a token ends")
     after = after.partition(end)[2]
-    return (*(text.replace(mark, "{}").removesuffix(OPEN_THOUGHT)
+    return (*(text.replace(mark, HOLE).removesuffix(OPEN_THOUGHT)
               for text, mark in ((first, user), (after, later))), end)
 
 
@@ -331,7 +333,7 @@ def cut_template(template, special):
 
     Around a special token, a tokenizer encodes text in separate pieces, so the ids are those of the whole.
     """
-    before, _, after = template.partition("{}")
+    before, _, after = template.partition(HOLE)
     cut = max((at + len(token) for token in special if (at := before.rfind(token)) >= 0), default=0)
     rest = min((at for token in special if (at := after.find(token)) >= 0), default=len(after))
     return before[:cut], before[cut:], after[:rest], after[rest:]

@@ -343,6 +343,40 @@ def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, 
 
 
 @pytest.mark.fast
+def test_an_environment_with_other_settings_or_another_file_does_not_continue(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    text, field = (ROOT / "tests" / "recipes" / "guess.py").read_text(), "        highest: int = field("
+    more = "        hints: int = field(default=0, metadata={'help': 'x'})\n"
+    path.write_text(text.replace(field, more + field), encoding="utf-8")
+    flags = ["--player", "first", "--env", str(path), "--evaluate", "dev", "--protocol", "sampled",
+             "--max-turns", "2", "--out", str(tmp_path / "out")]
+    assert evaluation.main(flags) == 0
+    assert evaluation.main([*flags, "--resume"]) == 0
+    assert evaluation.main([*flags, "--hints", "1", "--resume"]) == 1
+    assert "settings was {'hints': 0" in capsys.readouterr().err
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("\n# another version\n")
+    assert evaluation.main([*flags, "--resume"]) == 1
+    assert "plugins was {'env': " in capsys.readouterr().err
+
+
+@pytest.mark.fast
+def test_an_environments_defaults_for_training_do_not_matter_to_the_referee(tmp_path, capsys):
+    text = (ROOT / "tests" / "recipes" / "guess.py").read_text(encoding="utf-8")
+    path, defaults, field = tmp_path / "mine.py", '{"max_turns": 8}', "        highest: int = field("
+    assert text.count(defaults) == text.count(field) == 1
+    path.write_text(text.replace(defaults, '{"tasks": 2, "group_size": 2, "dagger": 9, "slots": 3}'))
+    flags = ["--env", str(path), "--evaluate", "dev", "--protocol"]
+    _, settings, _ = evaluation.parse(["--player", "first", *flags, "sampled"])
+    assert settings.slots == 3
+    assert evaluation.main(["--player", "first", *flags, "foo", "--max-turns", "3"]) == 2
+    assert "--protocol=foo: expected one of" in capsys.readouterr().err
+    path.write_text(text.replace(field, f"        name: str = ''\n{field}"))
+    assert evaluation.main(["--player", "first", *flags, "sampled"]) == 2
+    assert "has settings that the referee has, too: name" in capsys.readouterr().err
+
+
+@pytest.mark.fast
 def test_broken_records_are_played_again_and_no_split_is_played_twice(short, referee, tmp_path):
     flags = ["--player", "expert", "--evaluate", "L1,L1"]
     status, result, _ = referee(*flags)

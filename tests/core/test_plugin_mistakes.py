@@ -4,6 +4,7 @@
 """
 
 import math
+import re
 import time
 from pathlib import Path
 
@@ -374,6 +375,45 @@ def test_a_wrong_class_is_refused_before_a_run(tmp_path, before, after, expected
     with pytest.raises(ValueError) as refused:
         config.parsed(["--env", str(path)])
     assert expected in str(refused.value)
+
+
+FLAG = "        highest: int = field("
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("setting, expected", [
+    ("no_hints: bool = False", "--no-hints: a setting that is True or False and begins with no_; --hints has "
+     "--no-hints already"), ("lr: float = 3.0", "have settings of the same name: lr")])
+def test_a_setting_whose_flag_has_two_meanings_is_refused(tmp_path, setting, expected):
+    name, _, default = setting.partition(" = ")
+    path = tmp_path / "twice.py"
+    mine = f"        {name} = field(default={default}, metadata={{'help': 'x'}})\n"
+    path.write_text(changed(GUESS, FLAG, mine + FLAG), encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        config.parsed(["--env", str(path)])
+    assert expected in str(refused.value)
+
+
+def test_a_fresh_model_replaces_no_folder_in_out(tmp_path):
+    mine = tmp_path / "out" / "fresh" / "notes.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine", encoding="utf-8")
+    with Stop.restored():
+        assert gcd.main([*TINY, "--env", str(RECIPES / "guess.py"), "--out", str(tmp_path / "out")]) == 0
+    assert mine.read_text(encoding="utf-8") == "mine"
+    assert [path.name for path in (tmp_path / "out").glob("fresh*")] == ["fresh"]
+
+
+def test_a_tuple_of_tasks_and_a_game_that_cannot_be_closed_end_no_run(tmp_path, capsys):
+    path, closing = tmp_path / "mine.py", "    def close(self):\n        pass\n"
+    text = changed(GUESS, closing, closing.replace("pass", "raise RuntimeError('gone\\nfor good')"))
+    found = re.search(r"( +return )(\[.*for i in range\(start, start \+ n\)\])", text)
+    path.write_text(changed(text, found[0], f"{found[1]}tuple({found[2]})"), encoding="utf-8")
+    flags = [*TINY, "--env", str(path), "--out", str(tmp_path / "out")]
+    with Stop.restored():
+        assert gcd.main(flags) == 0
+    printed = capsys.readouterr().err
+    assert printed.count("a game's close failed: RuntimeError: gone for good\n") == 4
 
 
 @pytest.mark.fast

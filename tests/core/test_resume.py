@@ -135,7 +135,7 @@ def assert_same_run(full, parts):
 @pytest.mark.parametrize("how", ["stopped", "crashed"])
 def test_dagger_resumes_exactly_between_rounds(tmp_path, monkeypatch, capsys, how):
     """Saved every second round, ended in round 3, resumed from 2; Muon's moments are restored."""
-    monkeypatch.setattr(cold_start, "ROUND", 6)
+    monkeypatch.setattr(cold_start, "DAGGER_ROUND", 6)
     full, parts, play = tmp_path / "full", tmp_path / "parts", session.Run.play
     flags = ["--demonstrations", 12, "--dagger", 28, "--judge-demonstrations", 8, "--cold-start-batch", 2,
              "--checkpoint-every", 2]
@@ -367,7 +367,7 @@ def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_o
 
 @pytest.mark.fast
 def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, capsys):
-    """As long as the run trains; under the same path."""
+    """As long as the run trains, wherever they lie then."""
     out, path = tmp_path / "out", tmp_path / "games.jsonl.gz"
 
     def write(**changes):
@@ -385,7 +385,10 @@ def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, caps
     assert_one_error(capsys, f"--resume: --games={path}: other games than {out} has trained on (hash ")
     assert contents(out) == before
     write()
+    monkeypatch.chdir(path.rename(tmp_path / "moved.jsonl.gz").parent)
+    flags[-1] = "moved.jsonl.gz"
     assert train(out, *flags, "--resume") == 0
+    path = tmp_path / "moved.jsonl.gz"
     write(task_desc="put some apple in fridge")
     assert train(out, *flags, "--resume") == 0, "it trains no more"
 
@@ -517,6 +520,27 @@ def test_overwrite_does_not_rename_the_working_directory(start, finished, monkey
         assert_one_error(capsys, f"--out={out}: --overwrite would rename the folder that this command works")
     assert contents(finished) == before and not finished.with_name("out.old-1").exists()
     assert train(out, *start_from(start), "--resume", "--overwrite") == 0
+
+
+@pytest.mark.fast
+def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys):
+    for flag, name in (("--env", "mine.py"), ("--games", "games.jsonl.gz"), ("--model", "checkpoint")):
+        needed = finished / name
+        if name == "mine.py":
+            shutil.copy(ROOT / "tests" / "recipes" / "guess.py", needed)
+        flags = {"--model": start, "--demonstrations": 0, flag: needed}
+        needed.touch()
+        assert train(finished, *(part for pair in flags.items() for part in pair), "--overwrite") == 1
+        assert_one_error(capsys, f"{flag}={needed}: lies in --out={finished}, which --overwrite would set")
+    assert not finished.with_name("out.old-1").exists()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["reference", "adapter", "kept"])
+def test_a_folder_of_a_runs_models_is_refused(start, tmp_path, capsys, name):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    assert train(tmp_path / "out", *start_from(start)) == 1
+    assert_one_error(capsys, f"--out={tmp_path / 'out'}: holds a run; --resume continues it")
 
 
 @pytest.mark.fast

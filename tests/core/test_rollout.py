@@ -321,7 +321,19 @@ class FragileProcess(Fragile, InAnotherProcess):
     """The same as a game in its own process."""
 
 
-@pytest.mark.parametrize("kind", [Fragile, FragileProcess])
+class FragileSend(FragileProcess):
+    """Such a game whose engine dies when it is sent a request."""
+
+    def send(self, verb, *arguments):
+        super().send(verb, *arguments)
+        self.count()
+
+    def receive(self):
+        verb, arguments = self.request
+        return getattr(Corridor, verb)(self, *arguments)
+
+
+@pytest.mark.parametrize("kind", [Fragile, FragileProcess, FragileSend])
 @pytest.mark.parametrize("deaths", [(1,), (5,), (7, 8, 9), (12,)])
 def test_a_lost_episode_restarts(model, chat, deaths, kind):
     """Whether the reset or a turn is lost. The restarted episode samples from new streams, the same in every

@@ -115,6 +115,8 @@ def undocumented(self, x: int):
     (documented(keywords), r"tool paint, argument \*\*x: int: cannot be passed by its name"),
     (game_of(undescribed), "tool paint: .*no description for the argument 'x'"),
     (game_of(undocumented), "tool paint: .*it has no docstring"),
+    (type("Mail", (Game,), {"send": undescribed}), "tool send: a game's own attribute has this name"),
+    (type("Meal", (Game,), {"done": undescribed}), "tool done: a game's own attribute has this name"),
     (type("Empty", (Game,), {}), "Empty has no public method, and so no tool")])
 def test_a_tool_whose_schema_cannot_be_made_is_refused_by_name(game, message):
     with pytest.raises(ValueError, match=f"^{message}"):

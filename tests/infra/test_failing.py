@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -150,6 +151,26 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatc
             stop.last -= stop.REPEAT_S
             with pytest.raises(KeyboardInterrupt):
                 stop.note(signal.SIGTERM, None)
+
+
+@pytest.mark.fast
+def test_a_signal_ends_a_forked_process_at_once():
+    """Else a run whose environment forked waits for it when it ends, for ever."""
+    wait, ready = os.pipe()
+    with signals.Stop.restored():
+        stop = signals.Stop()
+        with warnings.catch_warnings(action="ignore"):           # of a fork while torch has threads
+            child = os.fork()
+        if not child:
+            os.write(ready, b"x")                                # Python drops signals that come before
+            time.sleep(60)
+            os._exit(0)
+        assert os.read(wait, 1) == b"x"
+        os.close(wait)
+        os.close(ready)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not stop
 
 
 @pytest.mark.fast

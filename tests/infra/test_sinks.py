@@ -31,9 +31,13 @@ def init(**options):
 
 class Logged:
     def log(self, metrics, step):
+        if os.environ.get("NO_NETWORK"):
+            raise ConnectionError("no route\\nto the host")
         note("log", metrics, step)
 
     def finish(self):
+        if os.environ.get("NO_NETWORK"):
+            raise ConnectionError("no route")
         note("finish")
 '''
 
@@ -94,6 +98,15 @@ def test_a_log_that_cannot_be_opened_is_one_line(start, tmp_path, capsys, wandb,
     monkeypatch.setenv("NO_KEY", "1")
     assert train(tmp_path / "out", *start, "--log", "wandb") == 1
     assert_one_error(capsys, "--log=wandb: RuntimeError: api_key not configured")
+
+
+def test_a_log_that_fails_later_is_one_line_and_the_run_goes_on(start, tmp_path, capsys, wandb, monkeypatch):
+    monkeypatch.setenv("NO_NETWORK", "1")
+    assert train(tmp_path / "out", *start, "--log", "wandb", "--iterations", 2) == 0
+    printed = capsys.readouterr().err
+    assert printed.count("--log=wandb: ConnectionError: no route to the host; ") == 1
+    assert printed.count("--log=wandb: finish failed: ConnectionError: no route\n") == 1
+    assert len(rows(tmp_path / "out")) == 2
 
 
 def test_tensorboard_gets_each_iterations_metrics(start, tmp_path, monkeypatch):

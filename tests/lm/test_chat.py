@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import judge
 from envs import Reply
-from lm.chat import RULES, TAGS, Chat, is_small, templates_of
+from lm.chat import HOLE, RULES, TAGS, Chat, is_small, templates_of
 from lm.model import load_tokenizer
 
 pytestmark = pytest.mark.fast
@@ -68,6 +68,9 @@ add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }
 GEMMA = """{% for message in messages %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else
 'user') + '\n' + message['content'] + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{
 '<start_of_turn>model\n' }}{% endif %}"""
+JSON_ASKED = """{{ '<|im_start|>system\nAnswer with JSON, {} if you do not know.<|im_end|>\n' }}{%
+for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 USERS_ONLY = """{% for message in messages %}{% if message.role == 'user' %}{{ message.content }}{% endif %}
 {% endfor %}"""
 UNENDED = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
@@ -77,7 +80,8 @@ SINGLE = "{% if messages|length > 1 %}{{ raise_exception('one') }}{% endif %}{{ 
 @pytest.mark.parametrize("template, end, specials", [
     (LLAMA3, "<|eot_id|>", ("<|end_of_text|>", "<|begin_of_text|>", "<|start_header_id|>",
                             "<|end_header_id|>", "<|eot_id|>")),
-    (GEMMA, "<end_of_turn>", ("<eos>", "<start_of_turn>", "<end_of_turn>"))], ids=["Llama 3", "Gemma"])
+    (GEMMA, "<end_of_turn>", ("<eos>", "<start_of_turn>", "<end_of_turn>")),
+    (JSON_ASKED, "<|im_end|>", ("<eos>", "<|im_start|>", "<|im_end|>"))], ids=["Llama 3", "Gemma", "with {}"])
 def test_other_families_templates(template, end, specials):
     """Llama 3's begins with a token that occurs once; its tokenizer is not to be had here, so letters are."""
     tokenizer = letters(template, *specials)
@@ -242,7 +246,7 @@ def test_a_prompts_ids_are_those_of_the_whole_text(any_tokenizer):
     chat = Chat(any_tokenizer, "plain" if is_small(any_tokenizer) else "think")
     for text in ("A room.", "\n\nA room.\n", " x", "", "é\u0301"):
         for first, template in zip((True, False), templates_of(any_tokenizer, chat.switches)):
-            expected = any_tokenizer.encode(template.format(text), add_special_tokens=False)
+            expected = any_tokenizer.encode(template.replace(HOLE, text), add_special_tokens=False)
             assert chat.message(text, first) == expected
 
 
