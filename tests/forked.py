@@ -37,11 +37,12 @@ def context():
     return found
 
 
-def run(arguments, environment, folder, ranks, timeout=300):
+def run(arguments, environment, folder, ranks, nodes=1, timeout=300):
     """Run a Python file on some ranks, as torchrun does, with their output in files in `folder`.
 
-    Returns a namespace: returncode, the first of a rank that is not 0, and text, all they printed. The ranks
-    are killed after `timeout` seconds; returncode is then that of the signal.
+    nodes: how many machines the ranks believe to be on, equally many on each. Returns a namespace:
+    returncode, the first of a rank that is not 0, and text, all they printed. The ranks are killed after
+    `timeout` seconds; returncode is then that of the signal.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -49,8 +50,9 @@ def run(arguments, environment, folder, ranks, timeout=300):
     outputs, started = [folder / f"rank{rank}.txt" for rank in range(ranks)], time.monotonic()
     forks = context()
     processes = [forks.Process(target=program, args=(
-        [*map(str, arguments)], {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                                 "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+        [*map(str, arguments)], {**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks),
+                                 "LOCAL_RANK": str(rank % (ranks // nodes)),
+                                 "LOCAL_WORLD_SIZE": str(ranks // nodes),
                                  "MASTER_ADDR": "localhost", "MASTER_PORT": port}, output))
         for rank, output in enumerate(outputs)]
     for process in processes:

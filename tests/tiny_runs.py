@@ -4,6 +4,7 @@ All start from one small cold start (`cold_started`). Labels come from the oracl
 wins no episode, and the rule needs wins.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -62,9 +63,13 @@ def cold_started(factory, *flags):
 
     It answers mostly with commands, and answers the judge's question. factory: pytest's tmp_path_factory.
     """
-    out = factory.getbasetemp() / "-".join(["cold", *(flag.strip("-") for flag in flags)])
-    if not (out / "stages.json").exists():
-        assert train(out, *COLD, *flags, "--iterations", 0) == 0
+    shared = factory.getbasetemp()
+    shared = shared.parent if "PYTEST_XDIST_WORKER" in os.environ else shared        # all workers' folder
+    out = shared / "-".join(["cold", *(flag.strip("-") for flag in flags)])
+    with open(f"{out}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (out / "stages.json").exists():
+            assert train(out, *COLD, *flags, "--iterations", 0) == 0
     return out / "checkpoint"
 
 

@@ -143,17 +143,18 @@ def run(context, check, tiny, folder):
     process = context.Process(target=child, args=(check, tiny, folder, ours))
     process.start()                                        # of the first check: the server loads torch
     ours.close()
-    found, start = {}, time.monotonic()
+    found, start, late = {}, time.monotonic(), False
     while "ok" not in found:
         try:
-            found |= (theirs.recv() if theirs.poll(max(0, start + check.limit_s - time.monotonic())) else
-                      {"ok": False, "error": f"did not end within {check.limit_s} s"})
+            late = not theirs.poll(max(0, start + check.limit_s - time.monotonic()))
+            found |= ({"ok": False, "error": f"did not end within {check.limit_s} s"} if late
+                      else theirs.recv())
         except EOFError:
             process.join(10)
             found |= {"ok": False, "error": f"died with exit status {process.exitcode}"}
     if "error" in found and "traceback" not in found and (folder / STACK).exists():
         found["traceback"] = (folder / STACK).read_text().partition("\nExtension modules")[0][:3000]
-    process.join(10)
+    process.join(0 if late else 10)
     with suppress(ProcessLookupError):                     # what it has started, too: `child` leads a group
         os.killpg(process.pid, signal.SIGKILL)
     process.join()

@@ -55,10 +55,16 @@ def import_recipe(name):
 
 # An environment in the tree
 
-def test_one_file_is_an_environment(checkout):
-    """Cold start, two iterations of GCD, and an evaluation of the split that the environment holds out."""
+@pytest.fixture(scope="module")
+def guessed(checkout):
+    """A complete run in the copy with its own environment: the finished process."""
     done = run_in(checkout, "--env", "guess", *TINY, *COLD, "--judge-labels", "oracle", "--out", "runs/guess")
     assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def test_one_file_is_an_environment(checkout, guessed):
+    """Cold start, two iterations of GCD, and an evaluation of the split that the environment holds out."""
     out = checkout / "runs" / "guess"
     first, *lines = files.read_lines(out / "metrics.jsonl")[0]
     assert (first["world"], first["games"], first["config"]["max_turns"]) == ("guess", "guess", 8)
@@ -72,7 +78,7 @@ def test_one_file_is_an_environment(checkout):
         assert row["rollout/invalid_frac"] < 0.5                # the model has the environment's vocabulary
     evaluated = files.read_json(out / "evaluation.json")["splits"]
     assert {split: modes["sampled"]["n"] for split, modes in evaluated.items()} == {"test": 6}
-    assert done.stdout.startswith("test: success ")
+    assert guessed.stdout.startswith("test: success ")
 
 
 def test_an_environment_has_its_own_flags_and_labels(checkout):
@@ -185,11 +191,10 @@ def remainders(texts, vocabulary):
 
 # An algorithm in the tree
 
-def test_one_file_is_an_algorithm(checkout):
+def test_one_file_is_an_algorithm(checkout, guessed):
     """Complete runs with both values of its flag."""
-    flags = ["--env", "guess", *TINY, *COLD, "--no-gcd", "--evaluate", "none"]
-    assert run_in(checkout, *flags, "--iterations", 0, "--out", "runs/cold").returncode == 0
-    flags += ["--model", "runs/cold/checkpoint", "--demonstrations", 0, "--algo", "opo"]
+    flags = ["--env", "guess", *TINY, "--no-gcd", "--evaluate", "none", "--algo", "opo"]
+    flags += ["--model", "runs/guess/checkpoint", "--demonstrations", 0]
     for length in ("tokens", "turns"):
         done = run_in(checkout, *flags, "--length-in", length, "--out", f"runs/{length}")
         assert done.returncode == 0, done.stderr[-4000:]

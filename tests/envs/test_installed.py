@@ -102,7 +102,8 @@ def python(built, tmp_path_factory):
     folder = tmp_path_factory.mktemp("empty")
     run([sys.executable, "-m", "venv", folder])
     (wheel,) = built.glob("*.whl")
-    run([folder / "bin" / "pip", "install", "-q", f"household[gym] @ {wheel.as_uri()}"], cwd=folder)
+    run([folder / "bin" / "pip", "install", "-q", "--no-compile",
+         f"household[gym] @ {wheel.as_uri()}"], cwd=folder)
     return folder / "bin" / "python"
 
 
@@ -151,7 +152,7 @@ def test_the_installed_command_plays_and_downloads(python, tmp_path):
 
 def test_the_openenv_face_serves_from_the_same_environment(python, data, tmp_path):
     """The page's client, and two sessions at once; the extra's hundred packages take a minute."""
-    done = subprocess.run([python, "-m", "pip", "install", "-q", "openenv>=0.10"], text=True,
+    done = subprocess.run([python, "-m", "pip", "install", "-q", "--no-compile", "openenv>=0.10"], text=True,
                           capture_output=True, timeout=500)
     if done.returncode:
         pytest.skip(f"openenv cannot be installed: {done.stderr.strip().splitlines()[-1]}")

