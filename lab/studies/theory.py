@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lab.bench.study import parse_clean
 from lab.studies import common
 
 PAGE = common.ROOT / "lab" / "studies" / "theory.page.md"
@@ -365,14 +366,14 @@ def main(argv=None):
     parser.add_argument("--n", type=int, default=200_000, help="number of sampled groups and of random cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=str(common.OUT), help="output folder")
-    options = parser.parse_args(argv)
+    options = parse_clean(parser, argv)
     if not 100 <= options.n <= 10**7:
         parser.error(f"--n={options.n}: expected 100 to 10000000")
     found, out = measure(options.n, options.seed), Path(options.out)
     command = f"python -m lab.studies.theory --n {options.n} --seed {options.seed}"
     figures = figures_of(found, draw(found, out))
-    common.publish(out, "theory", command.split(), [options.seed], found | {"numpy": np.__version__}, figures,
-                   page(found, command, options.seed))
+    common.publish(out, "theory", command.split(), [options.seed], found | {
+        "commit": options.commit, "numpy": np.__version__}, figures, page(found, command, options.seed))
     print(page(found, command, options.seed))
     return 0
 
