@@ -18,6 +18,7 @@
 set -euo pipefail
 SEED=${SEED:-0} PYTHON=${PYTHON:-python3}
 [[ -z ${OUT:-} || $OUT = /* ]] || OUT=$PWD/$OUT                                # of the caller's folder
+[[ -z ${ALFWORLD_DATA:-} ]] || ALFWORLD_DATA=${ALFWORLD_DATA/#\~\//$HOME/}             # where no shell did it
 [[ -z ${ALFWORLD_DATA:-} || $ALFWORLD_DATA = /* ]] || export ALFWORLD_DATA=$PWD/$ALFWORLD_DATA
 [[ $PYTHON != */* || $PYTHON = /* ]] || PYTHON=$PWD/$PYTHON
 CDPATH= cd -- "$(dirname -- "$0")"
@@ -100,7 +101,7 @@ method() {                              # one RL method, from the cold start or 
 }
 
 both() {                                # with and without GCD, in parallel; $1: suffix of their names
-    method "grpo$1" --no-gcd "${@:2}" > "$OUT/grpo$1.log" 2>&1 &       # only the other one prints here
+    method "grpo$1" --no-gcd "${@:2}" >> "$OUT/grpo$1.log" 2>&1 &      # only the other one prints here
     local grpo=$!
     method "grpo+gcd$1" --gcd "${@:2}" &
     wait $!

@@ -109,7 +109,8 @@ class Worker:
         self.timeout_s = timeout_s
         set_timeout(ours, timeout_s)
         root = str(Path(__file__).resolve().parents[__name__.count(".")])
-        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        here = [path or os.getcwd() for path in sys.path]            # what this process finds, a worker does
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"), *here)))
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],

@@ -13,7 +13,7 @@ worker processes (--processes). Left out: an expert and an oracle, which Gymnasi
 import random
 import re
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -145,12 +145,18 @@ class Environment(Base):
 
     def vocabulary(self):
         """The words of some tasks' first observations and admissible commands, most frequent first."""
-        (game,), counts = self.make(1), Counter()
-        for task in self.train_tasks("all", 0, SAMPLE):
-            reply = game.reset(task)
-            texts = " ".join((reply.observation, *reply.admissible))
-            counts.update(re.findall(r" ?[A-Za-z]{2,}", texts))
-        game.close()
+        (game,), counts, lost = self.make(1), Counter(), []
+        with closing(game):
+            for task in self.train_tasks("all", 0, SAMPLE):
+                try:
+                    reply = game.reset(task)
+                except EpisodeLost as error:
+                    lost.append(error)
+                    continue
+                texts = " ".join((reply.observation, *reply.admissible))
+                counts.update(re.findall(r" ?[A-Za-z]{2,}", texts))
+        if len(lost) == SAMPLE:
+            raise lost[0]
         return [word for word, _ in counts.most_common(1000)]
 
     def description(self):

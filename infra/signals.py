@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager, suppress
 
@@ -77,8 +78,13 @@ class Stop:
 def time_limit(seconds, error):
     """Raise `error` in this block after `seconds`, and each second from then on, should it be swallowed.
 
-    It interrupts Python code and waits, not a library's long computation. For the main thread alone.
+    It interrupts Python code and waits, not a library's long computation. Only in the main thread: no other
+    one can be interrupted, so there is no limit in it.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
     def expired(signum, frame):
         raise error
 

@@ -6,6 +6,7 @@ out: repair of broken files, except lines that are cut short: of a killed run, o
 """
 
 import json
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +176,7 @@ def read_run(folder):
     header = headers[0] | {"config": files.settings_in(headers),
                            "commit": ", ".join(commits)} if headers else {}
     lines = [record for record in records if "config" not in record]
-    return Run(folder.name, header, lines, evaluation, stages, episodes, notes + more_notes)
+    return Run(folder.resolve().name, header, lines, evaluation, stages, episodes, notes + more_notes)
 
 
 def read_runs(folder):
@@ -189,7 +190,8 @@ def read_runs(folder):
         raise ValueError(f"{folder}: no such folder")
     found = []
     alone = folder / files.METRICS
-    within = [path for path in folder.glob(f"*/{files.METRICS}") if ".old-" not in path.parent.name]
+    within = [path for path in folder.glob(f"*/{files.METRICS}")
+              if not re.search(r"\.old-\d+$", path.parent.name)]
     for path in [alone] if alone.is_file() else within:
         with suppress(FileNotFoundError):                        # set aside at this moment
             found.append(read_run(path.parent))

@@ -85,11 +85,16 @@ def distinct(runs, key):
 
 
 def captions(runs, summary):
-    """{evaluated split: what its tasks are}, as the runs' environment describes them, if it does."""
-    found = {}
+    """{evaluated split: what its tasks are}, as the runs' environments describe them; with the runs' names
+    where they differ.
+    """
+    names = {split: {} for split in split_names(summary)}
     for run in runs:
-        found |= run.fact("captions") or {}
-    return {split: found[split] for split in split_names(summary) if found.get(split)}
+        for split, text in (run.fact("captions") or {}).items():
+            if text and split in names:
+                names[split].setdefault(text, []).append(run.name)
+    return {split: "; ".join(text if len(found) == 1 else f"{text} ({', '.join(of_runs)})"
+                             for text, of_runs in found.items()) for split, found in names.items() if found}
 
 
 def seeds_caption(seeds, summary):

@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 import zipfile
 import zlib
@@ -55,11 +56,11 @@ def main(argv=None, program="household download"):
     options = parser.parse_args(argv)
     if not options.to:
         parser.error("--to: no folder, and $ALFWORLD_DATA is empty")
-    if options.mirror is not None and not re.match("https?://.", options.mirror):
+    if options.mirror is not None and not is_address(options.mirror):
         parser.error(f"--mirror={options.mirror}: expected an address, http://... or https://...")
     with printed(program):
         try:
-            download(Path(options.to), options.mirror, options.force)
+            download(Path(options.to).expanduser(), options.mirror, options.force)
         except KeyboardInterrupt:
             parser.exit(130, "\nstopped; the same command continues\n")
         except DownloadError as error:
@@ -67,6 +68,16 @@ def main(argv=None, program="household download"):
         except OSError as error:
             parser.error(f"{error.filename or options.to}: {error.strerror}; what has arrived is kept, and "
                          "the same command continues")
+
+
+def is_address(text):
+    """Whether a text is an address from which urllib can read."""
+    try:
+        parts = urllib.parse.urlsplit(text)
+        parts.port                                                           # ValueError if it is no number
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and bool(re.fullmatch("[!-~]+", text))
 
 
 def download(folder, mirror=None, force=False):

@@ -6,8 +6,9 @@
     observation, reward, terminated, truncated, info = env.step(info["admissible_commands"][0])
 
 `reset` draws a task of the split with the environment's random numbers. The reward is 1 for the command that
-wins and 0 for any other. `import envs.alfred.gym` registers the name "gcd/Household-v0", too. Left out:
-rendering, and an action space of the admissible commands, which are in `info`.
+wins and 0 for any other. `import envs.alfred.gym` registers the name "gcd/Household-v0", too. An asynchronous
+vector of environments needs `vector_kwargs={"shared_memory": False}`: else Gymnasium (1.4) gives each text as
+zeros. Left out: rendering, and an action space of the admissible commands, which are in `info`.
 
     pip install gymnasium
 """

@@ -36,8 +36,11 @@ class Household:
         """Start task `index` of the split: the first observation, which TRL appends to the prompt.
 
         split, games, types: see splits.find_split. show_admissible: whether the admissible commands follow
-        each observation. row: the row's other columns, which are not used.
+        each observation. None, which datasets give to rows without a column, is the default. row: the row's
+        other columns, which are not used.
         """
+        split, games, types = split or "train", games or "", types or "part"
+        max_turns, show_admissible = 50 if max_turns is None else max_turns, show_admissible in (None, True)
         check_positive("max_turns", max_turns)
         task = find_split(split, games, types)[index]
         self._reply, self._left, self._show = self._game.reset(task), max_turns, show_admissible

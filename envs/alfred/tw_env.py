@@ -228,8 +228,8 @@ def is_playable(trial, types):
 
 
 def expand_variables(path):
-    """A path with its environment variables expanded; $ALFWORLD_DATA has alfworld's default."""
+    """A path with its environment variables and "~" expanded; $ALFWORLD_DATA has alfworld's default."""
     if "ALFWORLD_DATA" not in os.environ:
         default = os.path.expanduser("~/.cache/alfworld")
         path = path.replace("$ALFWORLD_DATA", default).replace("${ALFWORLD_DATA}", default)
-    return os.path.expandvars(path)
+    return os.path.expanduser(os.path.expandvars(path))

@@ -36,7 +36,8 @@ class Games:
     def reset(self, tasks=None):
         """Start the next tasks of the split, or these, one for each group: the observations.
 
-        After the last task of the split comes the first one again. ValueError for another number of tasks.
+        After the last task of the split comes the first one again. ValueError, and no game changes, for
+        another number of tasks, and for one that cannot be played.
         """
         groups = len(self.games) // self.group_size
         if tasks is None:
@@ -44,7 +45,9 @@ class Games:
             self.next += groups
         elif not isinstance(tasks, (list, tuple)) or len(tasks) != groups:
             raise ValueError(f"reset: expected a list of {groups} tasks, got {repr(tasks):.60}")
-        replies = [game.reset(tasks[i // self.group_size]) for i, game in enumerate(self.games)]
+        games = [Game() for _ in self.games]                  # a task that cannot be played changes nothing
+        replies = [game.reset(tasks[i // self.group_size]) for i, game in enumerate(games)]
+        self.games = games
         self.tasks, self.turns = [tasks[i // self.group_size] for i in range(len(replies))], 0
         self.observations = [reply.observation for reply in replies]
         self.admissible = [reply.admissible for reply in replies]

@@ -30,7 +30,8 @@ OPTIONAL = {"study", "env", "model", "games", "runs", "paper_of_cold_starts", "o
 # Types of entries, and of what these hold
 KINDS = {"what": (str, object), "benchmark": (str, object), "paper_model": (str, object),
          "splits": (list, str), "seeds": (list, int), "common": (list, str), "cold_starts": (dict, list),
-         "rows": (dict, dict), "differences": (list, list), "runs": (list, dict)}
+         "rows": (dict, dict), "differences": (list, list), "runs": (list, dict),
+         "paper_of_cold_starts": (dict, str)}
 ROW, ROW_OPTIONAL = {"start", "flags", "paper"}, {"note", "rerun", "splits"}
 RUN, RUN_OPTIONAL = {"train_types", "splits"}, {"flags"}
 
@@ -116,8 +117,12 @@ def check_kinds(path, config):
             expect(f"{key}: ", config[key], kind, of)
     for name, row in config.get("rows", {}).items():
         expect(f"row {name}: flags: ", row.get("flags", []), list, str)
-        for key in ("start", "paper"):
+        for key in ("start", "paper", "note", "rerun"):
             expect(f"row {name}: {key}: ", row.get(key) or "", str)
+    for pair in config.get("differences", ()):
+        if len(pair) != 2:
+            raise ValueError(f"{path}: differences: {json.dumps(pair)[:60]}: expected two names")
+        expect("differences: ", pair, list, str)
 
 
 def check_shapes(path, config):
@@ -144,6 +149,8 @@ def check_names(path, config):
     """Check that every name used is defined, and that no row and cold start share a name."""
     names = [*config["cold_starts"], *config["rows"]]
     starts = {row["start"] for row in config["rows"].values()} - {None}
+    if len({*config["seeds"]}) < len(config["seeds"]):
+        raise ValueError(f"{path}: seeds: {config['seeds']}: expected each once")
     compared = {name for pair in config["differences"] for name in pair}
     if undefined := starts - set(config["cold_starts"]) | compared - set(names):
         raise ValueError(f"{path}: {', '.join(sorted(undefined))}: used but not defined")

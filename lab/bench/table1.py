@@ -280,15 +280,15 @@ def main(argv=None):
         config = read_config(options.config)
         cells = cells_of(config)
         failures = work(options, config, cells)
+        result, config_file = collect(config, cells), Path(options.config)
+        files.write_json(config_file.with_name(config_file.stem + "_result.json"), result)
+        files.write_text(config_file.with_suffix(".md"), text(result) + "\n")
     except (ValueError, OSError) as error:
         print(f"lab.bench.table1: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; run the same command again to continue", file=sys.stderr)
         return 130
-    result, config_file = collect(config, cells), Path(options.config)
-    files.write_json(config_file.with_name(config_file.stem + "_result.json"), result)
-    files.write_text(config_file.with_suffix(".md"), text(result) + "\n")
     print(text(result))
     for failure in failures:
         print(failure, file=sys.stderr)

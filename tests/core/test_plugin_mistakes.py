@@ -6,6 +6,7 @@
 import math
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,14 @@ def test_an_experts_calls_of_a_game_with_a_time_limit_are_limited_too():
         game.step("left")
     free = Corridor()
     assert rollout.limited(free) is free
+
+
+def test_in_another_thread_there_is_no_time_limit(tokenizer):
+    game = Hanging()
+    game.steps = 2                                          # it no longer hangs
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(played, tokenizer, game).result()
+    assert game.steps == 5
 
 
 def test_a_time_limit_is_raised_again_if_it_is_swallowed_and_is_gone_afterwards():

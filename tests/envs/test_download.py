@@ -328,6 +328,9 @@ def test_a_full_disk_keeps_what_has_arrived(mirror, archives, tmp_path, limit):
 @pytest.mark.fast
 @pytest.mark.parametrize(("flags", "message"), [
     (["--mirror", "ftp://x"], "--mirror=ftp://x: expected an address, http://... or https://..."),
+    (["--mirror", "http://h/\u00e4"], "--mirror=http://h/\u00e4: expected an address"),
+    (["--mirror", "http://[::1"], "--mirror=http://[::1: "), (["--mirror", "http://h:x/"], "=http://h:x/: "),
+    (["--mirror", "http://h h/"], "=http://h h/: expected"), (["--mirror", "http:///x"], "=http:///x: "),
     (["--mirror", ""], "--mirror=: expected an address"), (["--to", ""], "--to: no folder"),
     (["--to", "/dev/null/x"], "/dev/null/x: Not a directory"), (["--mirro", "x"], "unrecognized arguments")])
 def test_invalid_flags_are_refused(get, mirror, flags, message):

@@ -67,6 +67,16 @@ def test_winning_terminates_in_the_last_turn_too_and_the_limit_truncates(real):
         assert steps[-1][1:4] == ended and steps[-1][4]["won"] == ended[1]
 
 
+def test_an_asynchronous_vector_gives_the_texts_of_a_synchronous_one():
+    texts = []
+    for mode, options in (("sync", {}), ("async", {"shared_memory": False})):
+        games = gymnasium.make_vec("envs.alfred.gym:gcd/Household-v0", num_envs=2, vectorization_mode=mode,
+                                   vector_kwargs=options, split="L0")
+        texts.append([games.reset(seed=1)[0], games.step(["look", "inventory"])[0]])
+        games.close()
+    assert texts[0] == texts[1] and texts[0][0][0].startswith("-= Welcome to TextWorld, ALFRED! =-")
+
+
 def test_an_invalid_command_has_no_effect():
     env = gymnasium.make("gcd/Household-v0", split="L1")
     _, info = env.reset(seed=2)

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import ModuleType
 
@@ -116,6 +116,21 @@ def test_an_unknown_environment_is_refused_in_a_line(name, reason):
     with pytest.raises(ValueError, match=f"^--env=gymnasium:{name}: {reason}") as refused:
         game.reset(task())
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("fails", [range(1, 16), range(16)])
+def test_a_lost_reset_is_left_out_of_the_vocabulary(monkeypatch, fails):
+    given, reset, calls = environment("tests/Counter-v0"), Counter.reset, iter(range(16))
+
+    def fragile(self, **options):
+        if next(calls) in fails:
+            raise OSError("busy")
+        return reset(self, **options)
+
+    monkeypatch.setattr(Counter, "reset", fragile)
+    with pytest.raises(EpisodeLost, match="busy") if 0 in fails else nullcontext():
+        assert given.vocabulary()
 
 
 # Bad environments

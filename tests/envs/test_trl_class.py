@@ -88,6 +88,14 @@ def test_a_bad_row_is_named(row, message):
 
 
 @pytest.mark.fast
+def test_a_column_that_a_row_lacks_has_its_default():
+    """Datasets fill it with None where other rows have it."""
+    names = "split", "games", "types", "max_turns", "show_admissible"
+    first = Household().reset(index=3)
+    assert Household().reset(index=3, **dict.fromkeys(names)) == first and "Admissible commands: " in first
+
+
+@pytest.mark.fast
 def test_what_a_model_may_pass_for_a_command_is_refused_and_changes_nothing():
     env, game = Household(), Game()
     with pytest.raises(ValueError, match="call reset first"):

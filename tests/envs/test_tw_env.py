@@ -294,6 +294,8 @@ def test_alfworld_data_has_the_default_that_alfworld_gives_it(kitchens, tmp_path
     monkeypatch.delenv("ALFWORLD_DATA", raising=False)
     (file, *_) = AlfredTWEnv(settings(written_as), "eval_in_distribution").game_files
     assert file.startswith(str(tmp_path / ".cache/alfworld/valid_seen"))
+    monkeypatch.setenv("ALFWORLD_DATA", "~/.cache/alfworld")                    # by no shell
+    assert AlfredTWEnv(settings(written_as), "eval_in_distribution").game_files[0] == file
     monkeypatch.setenv("ALFWORLD_DATA", str(kitchens))
     (file, *_) = AlfredTWEnv(settings(written_as), "eval_in_distribution").game_files
     assert file.startswith(str(kitchens / "valid_seen"))

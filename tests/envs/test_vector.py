@@ -5,11 +5,13 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from test_household import goal_of, kitchen, write_game
 
 from envs.alfred.game import Game
+from envs.alfred.games import PddlText
 from envs.alfred.splits import TRAIN_TASKS, find_split
 from envs.alfred.vector import Games
 
@@ -113,6 +115,9 @@ def test_invalid_calls_are_refused_and_change_nothing(real):
     for tasks in ([], "ab", 3, [None] * 3):
         with pytest.raises(ValueError, match="reset: expected a list of 2 tasks"):
             games.reset(tasks)
+    broken = replace(games.split[0], problem=PddlText("broken", "broken", "broken"))
+    with pytest.raises(ValueError):
+        games.reset([games.split[0], broken])
     assert games.turns == 1
     assert games.step([WIN[1], "look"])[0][0] == "You pick up the apple 1 from the countertop 2."
 

@@ -74,7 +74,12 @@ def test_several_processes_run_under_torchrun():
 @pytest.mark.parametrize("change, message", [
     ({"seeds": 5}, "seeds: 5: expected list of int"), ({"rows": []}, "rows: []: expected dict of dict"),
     ({"rows": {"a": CONFIG["rows"]["grpo"] | {"flags": "--no-gcd"}}}, 'row a: flags: "--no-gcd": expected '),
-    ({"differences": ["grpo, gone"]}, "differences: "), ({"benchmark": "chess"}, "'chess'"),
+    ({"differences": ["grpo, gone"]}, "differences: "), ({"seeds": [0, 1, 0]}, "expected each once"),
+    ({"differences": [["grpo"]]}, 'differences: ["grpo"]: expected two names'),
+    ({"differences": [["grpo", 3]]}, 'differences: ["grpo", 3]: expected list of str'),
+    ({"paper_of_cold_starts": "x"}, 'paper_of_cold_starts: "x": expected dict of str'),
+    ({"rows": {"a": CONFIG["rows"]["grpo"] | {"note": ["a"]}}}, 'row a: note: ["a"]: expected str'),
+    ({"benchmark": "chess"}, "'chess'"),
     ({"extra": 1}, "extra"),
     ({"differences": [["grpo", "gone"]]}, "gone"), ({"rows": {"a": {"start": None}}}, "row a"),
     ({"rows": {"a": {"start": "b", "flags": [], "paper": None}}}, "b, grpo"),

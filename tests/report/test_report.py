@@ -8,6 +8,7 @@ import re
 import shlex
 import webbrowser
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -293,6 +294,13 @@ def test_captions_are_those_of_the_run(tmp_path):
     assert "not evaluated" not in text
 
 
+def test_captions_that_differ_have_the_names_of_their_runs(tmp_path):
+    for name, text in (("grpo", "rooms"), ("ppo", "games"), ("rloo", "rooms"), ("cispo", "")):
+        about = {"captions": {"L0": text, "L1": "unseen"}}
+        write_method(tmp_path, name, rl_lines(), success={"L0": 0.5}, about=about)
+    assert write(tmp_path, results=tmp_path)[1] == ["L0: rooms (grpo, rloo); games (ppo)."]
+
+
 def test_captions_at_the_head_of_the_metrics_are_used_too(tmp_path):
     write_method(tmp_path, "grpo", success={"L0": 0.5})
     path = tmp_path / "grpo" / "metrics.jsonl"
@@ -366,15 +374,18 @@ def test_a_run_that_was_not_evaluated_has_no_results_over_seeds(tmp_path):
 def test_a_run_that_was_set_aside_is_read_if_it_is_named(tmp_path):
     for name in ("grpo", "grpo.old-1"):
         write_method(tmp_path / "runs", name, rl_lines(), {"L0": 0.5})
-    assert [*write(tmp_path / "runs")[0]["methods"]] == ["grpo"]
+    write_method(tmp_path / "runs", "grpo.old-prompt", rl_lines(), {"L0": 0.5})
+    assert [*write(tmp_path / "runs")[0]["methods"]] == ["grpo", "grpo.old-prompt"]
     assert [*write(tmp_path / "runs" / "grpo.old-1")[0]["methods"]] == ["grpo.old-1"]
 
 
-def test_a_methods_own_folder_is_read_alone(tmp_path):
+def test_a_methods_own_folder_is_read_alone(tmp_path, monkeypatch):
     for name in ("grpo", "ppo"):
         write_method(tmp_path / "runs", name, rl_lines(), {"L0": 0.5})
     assert [*write(tmp_path / "runs" / "ppo")[0]["methods"]] == ["ppo"]
     assert (tmp_path / "runs" / "ppo" / "report.html").is_file()
+    monkeypatch.chdir(tmp_path / "runs" / "ppo")
+    assert [*write(Path("."))[0]["methods"]] == ["ppo"]
 
 
 def test_a_resumed_run_has_its_last_settings(tmp_path):
