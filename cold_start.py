@@ -212,6 +212,7 @@ def demonstrate(run, first, n, mistake_rate, required=True):
         if run.should_stop:
             return episodes
         seed = stream(config.seed, DEMONSTRATIONS, first + i)
+        rng = random.Random(stream(seed, 1))                   # the expert may have a Random(seed)
         try:
             demonstration = expert.show(task, seed, mistake_rate, config.max_turns)
         except EpisodeLost:
@@ -225,7 +226,7 @@ def demonstrate(run, first, n, mistake_rate, required=True):
         if not demonstration.won:
             counts["not won"] += 1
             continue
-        instruction = correction.random_instruction(random.Random(seed)) if config.instructions else None
+        instruction = correction.random_instruction(rng) if config.instructions else None
         spec = rollout.EpisodeSpec(task, i, 0, len(episodes), instruction or "")
         episode = replay(run.chat, spec, demonstration, config.history, search_verbs)
         if config.thoughts == "endpoint":

@@ -50,6 +50,7 @@ __all__ = ["load", "train", "main"]
 # Rounding reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
+REFILL_TASKS = 1_000_000      # number of the first task of refill's second round, and half that of its third
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
@@ -107,10 +108,13 @@ def collect(run, i):
 
 
 def episode_specs(run, i, refill_round=0):
-    """This rank's episodes of an iteration: whole groups, each member with a random stream of its own."""
+    """This rank's episodes of an iteration: whole groups, each member with a random stream of its own.
+
+    Refill's further rounds have tasks of their own, so that the first ones go on through all tasks.
+    """
     config, per_rank = run.config, run.config.tasks // run.ranks.world_size
     first = run.ranks.rank * per_rank
-    start = (i * config.play_rounds + refill_round) * config.tasks
+    start = i * config.tasks + refill_round * REFILL_TASKS
     instruction = run.instruction.text if run.instruction else ""
     tasks = train_tasks(run.environment, config.train_types, start + first, per_rank)
     return [EpisodeSpec(task, refill_round * config.tasks + first + g,

@@ -5,9 +5,9 @@ evaluation.py), and its flags (config.py).
 """
 
 import random
+import secrets
 import shutil
 import sys
-import tempfile
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -385,7 +385,7 @@ def fresh_folder(config, out):
 
     It may take long: ScienceWorld plays games to list its vocabulary.
     """
-    folder = parallel.on_rank0(lambda: Path(tempfile.mkdtemp(prefix="fresh-", dir=out)))
+    folder = out / parallel.on_rank0(lambda: f"fresh-{secrets.token_hex(4)}")              # OUT may hold "fresh"
     try:
         parallel.on_rank0(lambda: save_small_model(
             folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,

@@ -123,21 +123,23 @@ def policy_loss(model, batch, objective, scale, sums):
     if sampler_N is not None and objective.sampler_cap:
         correction_N, cut_N = losses.sampler_weight(old_N, sampler_N, objective.sampler_cap)
         loss_N, corrected = correction_N * loss_N, {"correction": correction_N, "cut": cut_N}
+    count_N = torch.tensor([sample.count for sample in batch for _ in range(sum(sample.sampled))],
+                           device=device)
     kl_N = torch.zeros_like(now_N)
     if objective.kl_coef and "policy" in kinds:
         judge_N = torch.tensor([kind == "judge" for kind in kinds], device=device)
         kl_N = losses.kl_k3(logprob_N, ref_N.where(~judge_N, now_N))   # the judge's is 0, without a gradient
         loss_N = loss_N + objective.kl_coef * kl_N
     loss_N, gap_N = weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
-    measured = {"loss": loss_N, "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N, "kl": kl_N,
-                **corrected, "gap": gap_N}
+    measured = {"scored": torch.ones_like(now_N), "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N,
+                "kl": kl_N, **corrected, "gap": gap_N}
+    counted = {"loss": loss_N} | {name: count_N * of_token_N for name, of_token_N in measured.items()}
     for kind in {*kinds}:
         here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=device)
-        found = [of_token_N.detach()[here].double() for of_token_N in measured.values()]
-        *totals, largest = torch.stack([*(of_kind.sum() for of_kind in found), found[-1].max()]).tolist()
-        for name, total in zip(measured, totals):
+        totals = [of_token_N.detach()[here].double().sum() for of_token_N in counted.values()]
+        *totals, largest = torch.stack([*totals, gap_N[here].double().max()]).tolist()
+        for name, total in zip(counted, totals):
             sums[kind][name] += total
-        sums[kind]["scored"] += len(here)
         sums[kind]["gap_max"] = max(sums[kind]["gap_max"], largest)
     return (torch.tensor([scale[kind] for kind in kinds], device=device) * loss_N).sum()
 
@@ -165,11 +167,12 @@ def value_head_loss(model, batch, judged, sums):
     label_B, count_B = torch.tensor(numbers, device=logit_B.device).unbind(1)
     loss_B = F.binary_cross_entropy_with_logits(logit_B, label_B, reduction="none")
     now_B = logit_B.detach()
-    sums["nll"] += float(loss_B.detach().sum())
-    sums["entropy"] += float(F.binary_cross_entropy_with_logits(now_B, now_B.sigmoid(), reduction="sum"))
+    entropy_B = F.binary_cross_entropy_with_logits(now_B, now_B.sigmoid(), reduction="none")
+    sums["nll"] += float((count_B * loss_B.detach()).sum())
+    sums["entropy"] += float((count_B * entropy_B).sum())
     sums["gap"] = sums["clipped"] = math.nan                             # nothing is sampled, and no ratio
-    sums["scored"] += len(batch)
-    sums["tokens"] += float(sum(sample.count for sample in batch))
+    for name in ("scored", "tokens"):
+        sums[name] += float(sum(sample.count for sample in batch))
     loss = (count_B * loss_B).sum() / judged
     sums["loss"] += float(loss.detach())
     return loss

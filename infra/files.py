@@ -279,7 +279,7 @@ def train_hash(config, iterations):
 
     Without RL it is of as many training tasks as there are demonstrations.
     """
-    played = iterations * config.tasks * config.play_rounds
+    played = iterations * config.tasks
     types, n = (config.train_types, played) if played else (config.cold_start_types, config.demonstrations)
     tasks = config.environment.train_tasks(types, 0, min(n, MAX_HASHED)) if n else []
     return config.environment.tasks_hash(tasks) if tasks else None

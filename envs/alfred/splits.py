@@ -38,8 +38,8 @@ class Tasks:
     split is read once, at its first use; a source that cannot have games raises ValueError before that.
     train_types: task types that RL trains on: "all" six, or "part", which leaves L2's two out.
     rearrange: where two in three real training games are rearranged: "always" (everywhere), "never", or
-    "later" (after one pass over the games: in RL's later passes, and in the cold start, whose indices are far
-    beyond one pass).
+    "later" (after one pass over the games: in RL's later passes, and in the cold start and refill's further
+    rounds, whose indices are far beyond one pass).
     """
 
     def __init__(self, source, train_types, seed, rearrange="never"):

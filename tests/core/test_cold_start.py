@@ -24,7 +24,7 @@ from correction import IRRELEVANT, KINDS
 from envs import Demonstration, EpisodeLost, Reply, Task, household
 from envs.alfred import expert, rooms
 from envs.alfred.game import Game
-from infra.streams import stream
+from infra.streams import DEMONSTRATIONS, stream
 from lm import model as qwen
 from lm.chat import TAGS, Chat
 from lm.engine import Response
@@ -328,6 +328,16 @@ def test_demonstrations_are_of_the_requested_types(chat):
 
 
 @pytest.mark.fast
+def test_instructions_do_not_depend_on_what_an_expert_draws_from_its_seed(chat, monkeypatch):
+    """Else those with an instruction would have no first mistake."""
+    drawn, run = [], make_run(chat, "--instructions")
+    monkeypatch.setattr(correction, "random_instruction", lambda rng: drawn.append(rng.random()) or "")
+    cold_start.demonstrate(run, 0, 8, 0.3)
+    seeds = [stream(run.config.seed, DEMONSTRATIONS, i) for i in range(8)]
+    assert len(drawn) == 8 and not {*drawn} & {random.Random(seed).random() for seed in seeds}
+
+
+@pytest.mark.fast
 def test_a_random_half_has_instructions(chat):
     """An instruction precedes the first observation, and decides which mistakes have weight 0."""
     episodes, instructions = cold_start.demonstrate(make_run(chat, "--instructions"), 0, 24, 0.3), []
@@ -532,7 +542,7 @@ def test_the_cold_start_of_a_large_model_is_saved_regularly(chat, monkeypatch, s
 def dagger_run(chat, monkeypatch):
     """make(*flags): a run in generated rooms with rounds of 4 episodes; its learner always gives "look"."""
     copied = []
-    monkeypatch.setattr(cold_start, "ROUND", 4)
+    monkeypatch.setattr(cold_start, "DAGGER_ROUND", 4)
 
     def play(specs, sampling, name, overrides):
         episodes = []

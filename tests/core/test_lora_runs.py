@@ -160,7 +160,7 @@ def test_a_crash_after_the_merge_merges_once(start, trained, tmp_path, monkeypat
 @pytest.mark.parametrize("chosen", [LORA, ["--train-layers", 1]])
 def test_dagger_resumes_exactly_between_rounds(start, tmp_path, monkeypatch, chosen):
     """With Muon, which has no state of what is frozen."""
-    monkeypatch.setattr(cold_start, "ROUND", 6)
+    monkeypatch.setattr(cold_start, "DAGGER_ROUND", 6)
     full, parts, play = tmp_path / "full", tmp_path / "parts", session.Run.play
     flags = ["--model", start, *IMITATE, "--dagger", 18, "--checkpoint-every", 1, "--iterations", 1, *chosen]
     assert train(full, *flags) == 0

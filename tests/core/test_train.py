@@ -67,7 +67,7 @@ def prepared(out, *flags):
 @pytest.mark.parametrize("flags, n", [
     ("--slots 3", 3), ("", 16), ("--tasks 1 --evaluate L1 --evaluate-tasks 5 --protocol eight", 40),
     ("--evaluate L0,L1", 128), ("--evaluate L1 --protocol rlvmr --slots 200", 128),
-    ("--dagger 1 --slots 50", 50)])
+    ("--dagger 30 --slots 50", 30), ("--dagger 999 --slots 50", 50)])
 def test_there_are_as_many_games_as_are_played_at_once(tmp_path, flags, n):
     run = prepared(tmp_path / "out", "--demonstrations", 1, *flags.split())
     assert len(run.games) == run.slots.n == n
@@ -397,6 +397,8 @@ def test_refilling_keeps_complete_groups_of_unequal_rewards(start, tmp_path, mon
     assert len(rounds_played) == rounds and len(played) == 16 * rounds
     tasks = {spec.task.id for specs in rounds_played for spec in specs}
     assert len(tasks) == 4 * rounds                            # new tasks in each round
+    later = {spec.task.id for spec in gcd.episode_specs(run, 1)}                 # the first round's go on
+    assert {name.split("/")[1] for name in later} == set("4567") and not later & tasks
 
 
 @pytest.mark.fast

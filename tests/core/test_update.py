@@ -243,6 +243,19 @@ def test_each_kinds_metrics_do_not_depend_on_the_other_kind_or_on_compare(model,
         assert own == pytest.approx({key: both[key] for key in own}, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
+def test_equal_answers_are_counted_as_often_as_they_were_given(model, judgements):
+    """Stored once with their number, or each by itself."""
+    first = replace(judgements[0], count=3)
+    once = update_metrics(model, [first, *judgements[1:]])
+    each = update_metrics(model, [*[replace(first, count=1)] * 3, *judgements[1:]])
+    assert once == pytest.approx(each, rel=1e-5, nan_ok=True) and once["judge/nll_nats"] > 0
+
+
+def update_metrics(model, samples):
+    """The metrics of a step on copies of these samples."""
+    return gradient(model, [replace(sample) for sample in samples])[1]
+
+
 def test_the_judge_has_no_kl(model, samples, judgements):
     """Reference logprobs of the policy's samples only, in one backward with the judge's."""
     rng, objective = random.Random(4), replace(PLAIN, kl_coef=0.3, judge_weight=1.0)
@@ -364,8 +377,8 @@ def test_a_steps_own_logprobs_serve_as_the_old_ones(model, samples):
 
 def expectation(model, noise, cap):
     """The gradient's expectation if a sampler draws the next token of a prompt, by `update`, with its
-    metrics; and, by autograd, the expectation under the old policy, the one without weights and that of cut
-    weights.
+    metrics; by autograd, the expectation under the old policy, the one without weights and that of cut
+    weights; and of each token its weight, and its probability to be drawn.
 
     The vocabulary is gone through token by token: a sample for each, as often as the sampler draws it. Its
     logits are off by Gaussian noise.
@@ -385,28 +398,30 @@ def expectation(model, noise, cap):
         return gradient_of(model, -(probability_V * torch.tensor(advantage) * logprob_V).sum())
 
     share_V = torch.minimum(old_V.exp(), cap * sampler_V.exp())
-    return got, metrics, under(old_V.exp()), under(sampler_V.exp()), under(share_V), (old_V - sampler_V).exp()
+    return (got, metrics, under(old_V.exp()), under(sampler_V.exp()), under(share_V),
+            (old_V - sampler_V).exp(), sampler_V.exp())
 
 
 def test_below_the_cap_the_weighted_gradients_expectation_is_that_under_the_old_policy(model):
-    got, metrics, true, unweighted, _, weight_V = expectation(model, 0.2, 2.0)
+    got, metrics, true, unweighted, _, weight_V, _ = expectation(model, 0.2, 2.0)
     assert weight_V.max() < 2
     assert_same(got, true)
     assert (got - unweighted).norm() > 0.02 * got.norm()
     assert metrics["policy/sampler_cut_frac"] == 0
-    assert metrics["policy/sampler_weight"] == pytest.approx(weight_V.mean().item(), rel=1e-5)
+    assert metrics["policy/sampler_weight"] == pytest.approx(1, rel=1e-5)
 
 
 def test_above_the_cap_the_expectation_has_the_stated_bias(model):
-    got, metrics, true, unweighted, cut, weight_V = expectation(model, 0.8, 2.0)
+    got, metrics, true, unweighted, cut, weight_V, drawn_V = expectation(model, 0.8, 2.0)
     assert_same(got, cut)
     assert min((got - other).norm() for other in (true, unweighted)) > 0.02 * got.norm()
-    assert metrics["policy/sampler_cut_frac"] == pytest.approx((weight_V > 2).float().mean().item()) != 0
-    assert metrics["policy/sampler_weight"] == pytest.approx(weight_V.clamp(max=2).mean().item(), rel=1e-5)
+    cut_frac, weight = (drawn_V * (weight_V > 2)).sum(), (drawn_V * weight_V.clamp(max=2)).sum()
+    assert metrics["policy/sampler_cut_frac"] == pytest.approx(cut_frac.item(), rel=1e-5) != 0
+    assert metrics["policy/sampler_weight"] == pytest.approx(weight.item(), rel=1e-5)
 
 
 def test_without_weights_the_expectation_is_neither(model):
-    got, metrics, true, unweighted, cut, _ = expectation(model, 0.8, 0.0)
+    got, metrics, true, unweighted, cut, *_ = expectation(model, 0.8, 0.0)
     assert_same(got, unweighted)
     assert min((got - other).norm() for other in (true, cut)) > 0.02 * got.norm()
     assert "policy/sampler_weight" not in metrics
@@ -481,9 +496,9 @@ def test_labels_train_the_value_head_by_cross_entropy(headed, turns, max_tokens)
     assert metrics["judge/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["judge/tokens"] == 8 and metrics["policy/tokens"] == 0
     good = torch.tensor(update.value_head_probabilities(headed, turns, PLAIN), dtype=torch.double)
-    label = torch.tensor([turn.label for turn in turns], dtype=torch.double)
-    assert metrics["judge/nll_nats"] == pytest.approx(F.binary_cross_entropy(good, label).item(), rel=1e-5)
-    entropy = -(good * good.log() + (1 - good) * (1 - good).log()).mean()
+    count = torch.tensor([turn.count for turn in turns], dtype=torch.double)
+    assert metrics["judge/nll_nats"] == pytest.approx(loss.item(), rel=1e-5)
+    entropy = -(count * (good * good.log() + (1 - good) * (1 - good).log())).sum() / count.sum()
     assert metrics["judge/entropy_nats"] == pytest.approx(entropy.item(), rel=1e-5)
 
 

@@ -78,7 +78,7 @@ def test_a_secret_in_the_endpoints_path_is_used_and_not_stored(start, tmp_path, 
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, iterations, types, n", [
     ("--iterations 3", 3, "part", 12), ("--iterations 3", 1, "part", 4),
-    ("--iterations 3 --dynamic-sampling refill", 1, "part", 16), ("--iterations 90000", 90000, "part", 4000),
+    ("--iterations 3 --dynamic-sampling refill", 1, "part", 4), ("--iterations 90000", 90000, "part", 4000),
     ("--iterations 0 --demonstrations 7", 0, "all", 7), ("--iterations 0 --demonstrations 0", 0, "all", 0)])
 def test_the_hash_of_training_is_of_the_tasks_that_it_plays(monkeypatch, flags, iterations, types, n):
     """Without RL, of as many as there are demonstrations."""
