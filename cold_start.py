@@ -169,7 +169,7 @@ class DaggerPlayer:
     def __init__(self, spec, run):
         self.spec, self.chat, self.search_verbs = spec, run.chat, run.environment.search_verbs
         self.new_expert = partial(run.environment.online_expert, spec.task, spec.stream)
-        self.rng, self.expert_labels = random.Random(spec.stream), []
+        self.rng, self.expert_labels = random.Random(stream(spec.stream, DAGGER)), []   # not the expert's
         self.share = self.rng.random()
 
     def override(self, conversation):

@@ -385,7 +385,7 @@ def fresh_folder(config, out):
 
     It may take long: ScienceWorld plays games to list its vocabulary.
     """
-    folder = out / parallel.on_rank0(lambda: f"fresh-{secrets.token_hex(4)}")              # OUT may hold "fresh"
+    folder = out / parallel.on_rank0(lambda: f"fresh-{secrets.token_hex(4)}")      # OUT may hold "fresh"
     try:
         parallel.on_rank0(lambda: save_small_model(
             folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
