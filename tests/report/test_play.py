@@ -6,7 +6,7 @@
 import io
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +18,7 @@ from tiny_runs import ROOT
 import agent
 import judge
 from agent import Agent
+from correction import Instruction
 from envs import Task
 from infra.streams import stream
 from lm.chat import Chat
@@ -42,8 +43,9 @@ class Recording(Corridor):
 
 @pytest.fixture
 def settings(tmp_path):
-    return SimpleNamespace(max_response_tokens=4, judge_response_tokens=2, history=0, max_turns=5, seed=0,
-                           context=400, on_truncation="fail", admissible_only=False, model=tmp_path / "model")
+    return SimpleNamespace(env="corridor", max_response_tokens=4, judge_response_tokens=2, history=0, max_turns=5,
+                           seed=0, context=400, on_truncation="fail", admissible_only=False,
+                           model=tmp_path / "model")
 
 
 @pytest.fixture
@@ -109,8 +111,9 @@ def test_a_corrected_models_instruction_precedes_the_game(player, capsys, monkey
         return Response(player.chat.respond("left"), [], False)
 
     monkeypatch.setattr(Agent, "respond", respond)
-    for instruction in ("", "go right"):
-        played(replace(player, instruction=instruction), capsys)
+    for env in ("elsewhere", "lab/envs/corridor.py"):                        # of the run that trained it
+        state = {"instruction": asdict(Instruction("go right", {}, 3, False)), "settings": {"env": env}}
+        played(replace(player, state=state), capsys)
     first = Corridor().reset(TASK)
     assert prompts == [player.chat.observe(first, True, text) for text in ("", "go right")]
 
