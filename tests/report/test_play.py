@@ -43,8 +43,8 @@ class Recording(Corridor):
 
 @pytest.fixture
 def settings(tmp_path):
-    return SimpleNamespace(env="corridor", max_response_tokens=4, judge_response_tokens=2, history=0, max_turns=5,
-                           seed=0, context=400, on_truncation="fail", admissible_only=False,
+    return SimpleNamespace(env="corridor", max_response_tokens=4, judge_response_tokens=2, history=0,
+                           max_turns=5, seed=0, context=400, on_truncation="fail", admissible_only=False,
                            model=tmp_path / "model")
 
 
