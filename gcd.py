@@ -50,7 +50,7 @@ __all__ = ["load", "train", "main"]
 # Rounding reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
-REFILL_TASKS = 1_000_000      # number of the first task of refill's second round, and half that of its third
+REFILL_TASKS = 1_000_000      # refill round r of an iteration has tasks from number r times this on
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
