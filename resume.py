@@ -129,21 +129,23 @@ def other_games(config, out, state, first):
     """Say whether the games that the run trains on have changed since it began; "" if they have not, or if it
     trains no more.
     """
-    then = dict_in(first, "games_hash").get("train")
-    if not has_hash(config, state, first):
+    if not (began := hashed_games(config, state, first)):
         return ""
-    if (now := files.train_hash(config, dict_in(first, "config")["iterations"])) == then:
+    then, iterations = began
+    if (now := files.train_hash(config, iterations)) == then:
         return ""
     games = config.settings().get("games")
     flag = f"--games={games}" if games else f"--env={config.env}"
     return f"{flag}: other games than {out} has trained on (hash {then}, now {now})"
 
 
-def has_hash(config, state, first):
-    """Whether the games that the run trains on are compared by content: see `other_games`."""
-    known = dict_in(first, "games_hash").get("train")
-    return bool(known and trains_on(config, state) and
-                isinstance(dict_in(first, "config").get("iterations"), int))
+def hashed_games(config, state, first):
+    """(hash of the games that the run began to train on, iterations that it covers), by which `other_games`
+    compares; None if they are unknown, or if the run trains no more.
+    """
+    then, iterations = dict_in(first, "games_hash").get("train"), dict_in(first, "config").get("iterations")
+    known = then and isinstance(iterations, int) and trains_on(config, state)
+    return (then, iterations) if known else None
 
 
 def trains_on(config, state):
@@ -212,7 +214,7 @@ def check_resumed(config, state, first):
     ignored, then = ["protocol", "correction_at_evaluation", "evaluate_tasks"], state.get("settings", {})
     if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
-    if has_hash(config, state, first):
+    if hashed_games(config, state, first):
         ignored.append("games")
     if other := changed(then, config, ignored):
         differences = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
