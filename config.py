@@ -186,9 +186,9 @@ class Config:
     correction: str = setting("off", "put an instruction before later tasks: from mistakes that the judge "
                               "found, or (control) irrelevant text of equal length",
                               ("off", "critiques", "irrelevant"), section="correction and large models")
-    correction_from: str = setting("auto", "auto: from critiques that the model writes; of a small model, "
-                                   "which cannot, and with counts: from counts by kind", ("auto", "counts"),
-                                   needs=NEEDS_CORRECTION)
+    correction_from: str = setting("auto", "auto: from critiques that the model writes; where verdicts have "
+                                   "none (small model, --prompt plain), and with counts: from counts by kind",
+                                   ("auto", "counts"), needs=NEEDS_CORRECTION)
     correction_every: int = setting(10, "iterations between new instructions", low=1, needs=NEEDS_CORRECTION)
     correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation", rare=True)
     endpoint: str = setting("", "URL of a large model's OpenAI-compatible server, such as "

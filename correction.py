@@ -140,7 +140,9 @@ def merged(run, critiques, seed):
 def correct(run, i, judged):
     """Every --correction-every iterations, make a new instruction from the turns that the actor calls bad.
 
-    From critiques or, if the model cannot write, from counts by kind. All ranks call this and get the same.
+    From critiques or, if the judge's answers hold no reasons (a small model's, or --prompt plain), from
+    counts by kind. Only this iteration's judged turns count (ours; the paper gives no interval). All ranks
+    call this and get the same.
     """
     config = run.config
     if config.correction == "off" or (i + 1) % config.correction_every:
@@ -148,7 +150,7 @@ def correct(run, i, judged):
     bad = [(question.index, kind_of(question.episode, question.t), critique(run.chat, question))
            for question in found_bad(judged)]
     bad, seed = sorted(sum(parallel.all_gather(bad), [])), stream(config.seed, CORRECTION, i)
-    if config.correction_from == "counts" or not run.chat.writes_prose:
+    if config.correction_from == "counts" or run.chat.bare:
         made_from = dict(Counter(kind for _, kind, _ in bad).most_common())
         text = counted_instruction(made_from)
     else:
@@ -159,6 +161,11 @@ def correct(run, i, judged):
         run.instruction = Instruction(irrelevant(text, run.chat) if control else text, made_from, i, control)
         run.log({"phase": "correction"} | asdict(run.instruction))
         run.log_endpoint()
+    else:
+        reasons = sum(bool(why) for *_, why in bad)
+        run.warn_once("no instruction", f"--correction={config.correction}: iteration {i} made no "
+                      f"instruction: {len(bad)} judged turns were found bad, {reasons} with a reason "
+                      "(--correction-from counts needs none)")
 
 
 def instruction_phrases():

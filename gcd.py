@@ -15,6 +15,7 @@ import itertools
 import math
 import sys
 import time
+import traceback
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
 
@@ -66,13 +67,17 @@ def iteration(run, i, reference):
     metrics |= assign_credit(run, i, episodes, reference)
     samples = [sample for episode in informative(run, episodes) for sample in batching.samples_of(episode)]
     samples += answers if config.judge_weight else []        # at lambda 0 the update never sees the judge
-    metrics |= optimize(run, i, samples, reference)
+    metrics |= optimize(run, i, samples, reference) | rollout_metrics(run, played)
     times.append(time.perf_counter())
+    if not metrics["rollout/success"] and metrics.get("rollout/zero_variance_frac") == 1:
+        run.warn_once("no unequal rewards", f"RL: nothing was won in iteration {i}, and in every group all "
+                      "rewards are equal, so the policy learns nothing: more --demonstrations, or "
+                      "--admissible-only, may help")
     store(run, i, episodes)
     names = ("time/rollout_s", "time/judge_s", "time/update_s")
     seconds = {name: end - start for name, start, end in zip(names, times, times[1:])}
     seconds |= {f"time/rollout_{name}_s": spent for name, spent in run.waits.items()}
-    return metrics | rollout_metrics(run, played) | seconds
+    return metrics | seconds
 
 
 def collect(run, i):
@@ -371,6 +376,11 @@ def attempt(config, resources):
         why = f"{first}, so this one ends" if first else one_line(error, config.out, known=EpisodeLost)
         print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
         status = 1
+    except Exception:
+        if parallel.is_distributed():                 # the others wait; closing games may take long
+            traceback.print_exc()
+            job.abort(1)
+        raise
     return job.abort(status)
 
 

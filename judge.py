@@ -195,11 +195,8 @@ def advantages(rewards, normalize_std=False):
 
         A = reward - mean, or (reward - mean) / (std + eps): GRPO's, std over the population
     """
-    if normalize_std:
-        return group_relative_advantage(torch.tensor(rewards), torch.zeros(len(rewards)), True).tolist()
-    # of equal rewards not the mean, whose rounding would leave more or less than exactly 0
-    mean = sum(rewards) / len(rewards) if len(set(rewards)) > 1 else rewards[0]
-    return [reward - mean for reward in rewards]
+    reward_A = torch.tensor(rewards, dtype=torch.double)
+    return group_relative_advantage(reward_A, torch.zeros(len(rewards)), normalize_std).tolist()
 
 
 def samples(judged, normalize_std=False):

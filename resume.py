@@ -27,7 +27,7 @@ def starting_point(config, out, ranks):
             if found is None:
                 raise ValueError(f"--resume: {out / files.CHECKPOINT} holds no checkpoint")
             checkpoint.check_whole(found)
-            state = checkpoint.read_trainer(found)["state"]
+            state = parallel.collective(lambda: checkpoint.read_trainer(found)["state"])
             check_state(found / checkpoint.TRAINER_FILE, state)
             first = parallel.on_rank0(lambda: first_record(out))
             check_resumed(config, state, first)

@@ -7,6 +7,7 @@ evaluation.py), and its flags (config.py).
 import random
 import secrets
 import shutil
+import socket
 import sys
 import time
 from contextlib import contextmanager, nullcontext
@@ -266,6 +267,7 @@ def prepare(config, ranks, should_stop, resources):
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
     tasks = [*tasks, *(split_tasks(environment, split)[0] for split in config.splits)]  # one of every kind
+    check_copies(config, source, tasks)
     with nullcontext(source) if source else fresh_folder(config, out) as folder:
         chat = chat or open_chat(config, folder, ranks)
         if chat.small:
@@ -276,7 +278,12 @@ def prepare(config, ranks, should_stop, resources):
         check_vocabulary(config, source, previous, chat.tokenizer)            # may read hundreds of games
     games = make_games(environment, episodes_at_once(config, ranks), resources)
     for task in tasks:
-        first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history).start()
+        first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history)
+        while not first.started:
+            try:
+                first.start()
+            except envs.EpisodeLost as loss:
+                first = rollout.restarted(first, loss)
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
@@ -295,6 +302,24 @@ def prepare(config, ranks, should_stop, resources):
                seconds=dict(state.get("seconds", {}) if state else {}),
                cold_progress=dict(state.get("cold") or {} if state else {}),
                base=config.model and Path(config.model).resolve())
+
+
+def check_copies(config, source, tasks):
+    """ValueError, naming the machines, unless all ranks see the same --model, plug-ins and games: each reads
+    its own rows of the weights, so that of differing copies it would train a mixture.
+
+    source: the model's folder, or None. tasks: some tasks, whose games are compared by content.
+    """
+    names = ("*.safetensors", "*.json") if source and parallel.is_distributed() else ()
+    paths = sorted(path for name in names for path in source.glob(name))
+    mine = {f"--model={config.model}": [(path.name, checkpoint.fingerprint(path)) for path in paths],
+            f"--env={config.env}: its games": config.environment.tasks_hash(tasks)} | {
+        f"--{flag}={getattr(config, flag)}": digest for flag, digest in resume.plugin_hashes(config).items()}
+    first, *others = parallel.all_gather((socket.gethostname(), mine))
+    for host, theirs in others:
+        if wrong := [what for what, found in theirs.items() if first[1].get(what) != found]:
+            raise ValueError(f"{wrong[0]}: not the same on {host} as on {first[0]}; every rank needs equal "
+                             "files")
 
 
 def open_chat(config, folder, ranks, plays=False):
@@ -444,6 +469,10 @@ def make_chat(config, tokenizer):
     chat = Chat(tokenizer, style, config.show_admissible, environment.noop_message, environment)
     if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
+    judges = config.iterations and config.gcd and config.judge_kind == "generative"
+    if judges and (needed := len(judge.verdict_ids(chat, "good"))) > config.judge_response_tokens:
+        raise ValueError(f"--judge-response-tokens={config.judge_response_tokens}: with --prompt {style} a "
+                         f"verdict has {needed}")
     phrase = correction.instruction_phrases()[0]
     if config.correction != "off" and not chat.writes_prose and len(chat.encode(phrase)) > 1:
         raise ValueError(f"--correction={config.correction}: this model's cold start had no --instructions, "

@@ -31,7 +31,8 @@ class Settings(rewards.Settings):
 
     variant: str = setting("paper", "GAE over turns, or verl-agent's code: each token against its episode's "
                            "success", ("paper", "code"))
-    gae_lambda: float = setting(0.95, "lambda of GAE over turns", low=0, high=1)
+    gae_lambda: float = setting(0.95, "lambda of GAE over turns", low=0, high=1, needs=(
+        lambda values: values["variant"] == "paper", "only with --variant paper"))
     critic_lr: float = setting(3e-3, "learning rate of the critic", low=0)
     value_clip: float = setting(0.5, "largest change of a value in an iteration; 0: no clip", low=0)
 
@@ -71,7 +72,9 @@ def clipped_value_loss(value_N, value_old_N, return_N, clip):
     if clip == 0:
         return 0.5 * free_N, torch.zeros_like(free_N, dtype=torch.bool)
     bound_N = (value_old_N + (value_N - value_old_N).clamp(-clip, clip) - return_N).square()
-    return 0.5 * torch.maximum(free_N, bound_N), bound_N > free_N
+    # within the range the clipped value is V itself, but for rounding
+    clipped_N = (bound_N > free_N) & ((value_N - value_old_N).abs() > clip)
+    return 0.5 * torch.maximum(free_N, bound_N), clipped_N
 
 
 def explained_variance(value_N, return_N):

@@ -2,8 +2,9 @@
 
     A_i = R_i - 1/(G-1) sum_{j != i} R_j   =   G/(G-1) * (R_i - mean R)
 
-The baseline is independent of the episode, so the gradient is unbiased. The advantage is G/(G-1) times that
-of GRPO without the std. The paper's response is the full answer; here it is all sampled tokens of an episode.
+The baseline is independent of the episode: the paper's gradient, REINFORCE's, is unbiased. The loss here is
+the run's, clipped and averaged over tokens, which is not. The advantage is G/(G-1) times that of GRPO without
+the std. The paper's response is the full answer; here it is all sampled tokens of an episode.
 """
 
 import algorithms

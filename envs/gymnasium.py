@@ -32,12 +32,20 @@ class Game:
 
     def __init__(self, settings):
         self.settings, self.name, self.env = settings, f"--env=gymnasium:{settings.id}", None
-        self.time_limit_s = settings.time_limit_s
+        self.time_limit_s, self.made = settings.time_limit_s, False
 
     def reset(self, task, seed=0):
-        """Start a task. Every reset has the task's seed: `seed` has no effect."""
+        """Start a task. Every reset has the task's seed: `seed` has no effect.
+
+        ValueError if the environment cannot be made, EpisodeLost if it could be made before.
+        """
         if self.env is None:
-            self.env = make_env(self.settings.id)
+            try:
+                self.env, self.made = make_env(self.settings.id), True
+            except ValueError as error:
+                if self.made:
+                    raise EpisodeLost(str(error)) from error
+                raise
         return self._reply("reset", lambda: self.env.reset(seed=task.problem))
 
     def step(self, command):

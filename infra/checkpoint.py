@@ -201,7 +201,7 @@ def optimizer_state(model, optimizer):
 def read_trainer(folder):
     """Return the content of trainer.pt: {"optimizer", "state", "critic" (or None), "files" (of ranks)}.
 
-    ValueError if broken.
+    ValueError if broken; of a file that cannot be read today the system's OSError, or MemoryError, is left.
     """
     path = Path(folder) / TRAINER_FILE
     if not path.is_file():
@@ -219,6 +219,8 @@ def read_trainer(folder):
                 raise TypeError("the critic's weights are not tensors")
         return found
     except Exception as error:    # for a broken file torch raises errors of many types
+        if isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno:
+            raise
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: not a trainer state: {type(error).__name__}: {reason}") from error
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from infra import parallel
 
 CONNECT_S = 110                  # seconds until all ranks are connected
+LEFT = b"left"                   # the last count of a rank whose work is done
 BEAT_S, LOST_BEATS = 2, 12       # a rank is lost that gives no sign of life for so many beats
 PATIENCE_S = 20                  # seconds for the other ranks to end by themselves
 # Environment variables that connections depend on
@@ -156,8 +157,9 @@ class Watch:
         self.store.set(f"host/{self.rank}", socket.gethostname())
         self.store.set(f"beat/{self.rank}", "0")
         parallel.all_gather(None)                                               # all of these keys are there
-        for thread in (self.beat, self.guard):
-            threading.Thread(target=thread, daemon=True).start()
+        self.threads = [threading.Thread(target=thread, daemon=True) for thread in (self.beat, self.guard)]
+        for thread in self.threads:
+            thread.start()
 
     def name(self, rank):
         """"rank 3 on HOST"."""
@@ -178,7 +180,7 @@ class Watch:
 
         before = counts()
         time.sleep(5 * BEAT_S)
-        return [rank for rank, count in counts().items() if count == before[rank]]
+        return [rank for rank, count in counts().items() if count == before[rank] != LEFT]
 
     def beat(self):
         """Thread: count, watch the next rank, and end this process PATIENCE_S after another one failed."""
@@ -189,12 +191,13 @@ class Watch:
                 beats += 1
                 self.store.set(f"beat/{self.rank}", str(beats))
                 count = self.store.get(f"beat/{following}")
-                seen, still = count, still + 1 if count == seen else 0
+                seen, still = count, still + 1 if count == seen != LEFT else 0
                 if still >= LOST_BEATS:
                     self.fail(f"{self.name(following)} is lost")
                 if why := self.failure():
                     return self.end(why)
                 self.unanswered_s = 0
+            self.store.set(f"beat/{self.rank}", LEFT.decode())
         except RuntimeError:                                       # the connection is closed
             self.unanswered_s = -math.inf
             if os.getppid() == self.parent:                # else torchrun is gone: see infra/signals.py
@@ -243,6 +246,7 @@ def shutdown():
     """Leave the process group, if any."""
     if Watch.current:
         Watch.current.ended.set()
+        Watch.current.threads[0].join(BEAT_S)          # it tells the others that this rank has left
         Watch.current = None
     if dist.is_initialized():
         time.sleep(0.2)    # a gloo thread that frees its last tensor while Python exits aborts the process
@@ -257,9 +261,9 @@ def abort(status):
     """
     if not parallel.is_distributed():
         return status
-    with suppress(RuntimeError):                                # the store may have ended with torchrun
-        watch = Watch.current
-        watch.fail(f"{watch.name(watch.rank)} failed")
+    if watch := Watch.current:                                  # not yet, if the ranks are just connecting
+        with suppress(RuntimeError):                            # the store may have ended with torchrun
+            watch.fail(f"{watch.name(watch.rank)} failed")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

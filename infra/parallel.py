@@ -240,15 +240,18 @@ def any_rank(flag):
 
 
 def collective(action):
-    """Call `action()` on every rank and return its value; if it fails on any rank, raise on all of them."""
+    """Call `action()` on every rank and return its value; if it fails on any rank, raise on all of them: a
+    ValueError for a ValueError, so that callers go the same way, else OSError.
+    """
     failure = value = None
     try:
         value = action()
     except Exception as error:
         failure = error
-    for rank, text in enumerate(all_gather(failure and f"{type(failure).__name__}: {failure}")):
-        if text:
-            raise failure or OSError(f"rank {rank} failed: {text}")
+    kind = ValueError if isinstance(failure, ValueError) else OSError
+    for rank, found in enumerate(all_gather(failure and (kind, f"{type(failure).__name__}: {failure}"))):
+        if found:
+            raise failure or found[0](f"rank {rank} failed: {found[1]}")
     return value
 
 

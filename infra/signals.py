@@ -27,7 +27,8 @@ class Stop:
     The first SIGINT (Ctrl-C), SIGTERM or SIGHUP sets it, the second raises KeyboardInterrupt, the third ends
     the process. The parent counts if it supervises the run: torchrun, or run.sh, which sets $GCD_PARENT.
     torchrun passes its signals on, so that one that a scheduler sends to all processes comes twice: under it,
-    two within REPEAT_S count once.
+    the first two count once (however late the copy is handled: not before a long call in C++ has ended), and
+    so do two within REPEAT_S.
     """
 
     SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -36,7 +37,8 @@ class Stop:
     def __init__(self):
         self.by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         supervised = self.by_torchrun or os.environ.get("GCD_PARENT") == str(os.getppid())
-        self.signals, self.parent = 0, os.getppid() if supervised else None
+        self.came = self.signals = 0                          # how many came, and how many of them count
+        self.parent = os.getppid() if supervised else None
         self.last, self.pid = -math.inf, os.getpid()          # when the last signal came; whom it stops
         for signum in self.SIGNALS:
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:       # nohup ignores it
@@ -63,8 +65,8 @@ class Stop:
             os.kill(os.getpid(), signum)
             return
         now, before = time.monotonic(), self.last
-        self.last = now
-        if self.by_torchrun and now - before < self.REPEAT_S:
+        self.last, self.came = now, self.came + 1
+        if self.by_torchrun and (self.came == 2 or now - before < self.REPEAT_S):
             return
         self.signals += 1
         if self.signals > 2:

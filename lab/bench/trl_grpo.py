@@ -45,8 +45,8 @@ class Episode:
     def submit(self, response_ids, logprobs, max_turns, room):
         """Play a sampled response and append the next observation unless the episode ends.
 
-        As in gcd.py, a truncated response ends the episode as failed, and so does a next prompt of more than
-        `room` tokens. A completion never ends with an observation.
+        As in gcd.py with a small model, a truncated response ends the episode as failed, and so does a next
+        prompt of more than `room` tokens. A completion never ends with an observation.
         """
         self.add(response_ids, True, logprobs)
         self.turns += 1

@@ -26,7 +26,7 @@ from algorithms import cispo, gigpo, gspo, rlvmr
 from infra.plugins import PluginError
 from infra.signals import Stop
 
-COMBINED = ROOT / "tests" / "recipes" / "gigpo_cispo.py"
+COMBINED = ROOT / "examples" / "gigpo_cispo.py"
 WIDE = ["--clip-low", 0.06, "--clip-high", 0.09]          # GSPO's own would cut every sequence of these tests
 
 

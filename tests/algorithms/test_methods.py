@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from test_household import GAMES
 from tiny_runs import (
     assert_loads_in_transformers,
+    assert_one_error,
     cold_started,
     find_every_turn_bad,
     random_qwen,
@@ -117,6 +118,13 @@ def games():
         pytest.skip("needs ALFWorld's games: alfworld-download puts them into $ALFWORLD_DATA "
                     "(or ../shared/data/alfworld/games.jsonl.gz)")
     return GAMES
+
+
+def test_an_answer_must_have_room_for_a_verdict(qwen_folder, tmp_path, capsys):
+    """The small preset's 4 tokens are for one that is a word."""
+    flags = ["--model", qwen_folder, "--preset", "small", "--demonstrations", 0]
+    assert train(tmp_path, *flags, "--max-response-tokens", 64) == 1
+    assert_one_error(capsys, "--judge-response-tokens=4: with --prompt think a verdict has ")
 
 
 @needs_qwen

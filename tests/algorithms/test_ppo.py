@@ -88,6 +88,14 @@ def test_value_loss_by_hand(value, old, target, clip, loss, gradient):
     assert clipped.item() == (gradient == 0.0)
 
 
+def test_a_value_within_the_clip_is_never_clipped():
+    """However V_old + (V - V_old) rounds: V and its old value on both sides of 0, far from the target."""
+    torch.manual_seed(0)
+    value, old, target = torch.rand(2000) / 5, -torch.rand(2000) / 5, torch.randn(2000)
+    assert not ppo.clipped_value_loss(value, old, target, 0.5)[1].any()
+    assert ppo.clipped_value_loss(value + 1, old, target + 5, 0.5)[1].all()
+
+
 def test_explained_variance_by_hand():
     target = torch.tensor([0.0, 2.0, 4.0])
     assert ppo.explained_variance(target, target) == 1.0

@@ -31,7 +31,7 @@ from report import __main__ as report
 from report import read
 
 LIMIT_S = 10
-GUESS, OPO = ((ROOT / "tests" / "recipes" / f"{name}.py").read_text() for name in ("guess", "opo"))
+GUESS, OPO = ((ROOT / "examples" / f"{name}.py").read_text() for name in ("guess", "opo"))
 PLAYS = ["--demonstrations", 0, "--admissible-only"]     # a model without training gives no command otherwise
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
@@ -89,7 +89,7 @@ def plug_ins(workdir, size):
         flag, text = item
         path, output = folder / "stranger.py", folder / "output"
         path.write_text(text)
-        guess = ["--env", ROOT / "tests" / "recipes" / "guess.py"] if flag == "--algo" else []
+        guess = ["--env", ROOT / "examples" / "guess.py"] if flag == "--algo" else []
         flags = [flag, path, *guess, *PLAYS]
         return one_line(child(run(folder / "out", *flags), output, LIMIT_S), output, f"{flag}={path}: ")
 
@@ -378,7 +378,7 @@ def pages(workdir, size):
 def slow_refusals(workdir, size):
     """Mistakes that files tell, in each environment: refused within ten seconds."""
     other = ROOT / "lab" / "results" / "alfworld_model"
-    names = ["household", ROOT / "tests" / "recipes" / "guess.py"] + [
+    names = ["household", ROOT / "examples" / "guess.py"] + [
         other for other in ("scienceworld", "alfworld") if not missing(other)]
     wrong = [["--model", other, "--context", 100_000], ["--model", other, "--evaluate", "L9"],
              ["--model", other, "--judge-labels", "dense", "--context", 40], ["--model", workdir / "nowhere"]]

@@ -285,7 +285,7 @@ def test_load_refuses_wrong_settings(settings, message):
     ("household", "L0/3", {"max_turns": 0}, "--max-turns=0"), ("household", "L0/3", {"turns": 3}, "--turns"),
     ("household", "L0/3", {"games": "nowhere"}, "nowhere"),
     ("household", "L0/3", {"temperature": -1}, "temperature=-1: expected 0"),
-    ("tests/recipes/guess.py", "test/0", {}, "has the vocabulary of another environment: 'I think of")])
+    ("examples/guess.py", "test/0", {}, "has the vocabulary of another environment: 'I think of")])
 def test_play_refuses_what_does_not_exist(player, env, task, settings, message):
     with pytest.raises(ValueError, match=message):
         player.play(env, task, **settings)

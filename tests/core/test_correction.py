@@ -177,10 +177,13 @@ def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(),
     """The Instruction that `correct` gives a run, or None. Asserts that it is logged."""
     settings = SimpleNamespace(**{"correction": "critiques", "correction_every": 1, "correction_from": "auto",
                                   "seed": seed, "slots": slots} | changes)
-    rows = []
+    rows, warned = [], []
     run = SimpleNamespace(config=settings, chat=chat, sampler=model, endpoint=endpoint, instruction=None,
-                          sampling=lambda: sampling, log=rows.append, log_endpoint=lambda: None)
+                          sampling=lambda: sampling, log=rows.append, log_endpoint=lambda: None,
+                          warn_once=lambda kind, text: warned.append(text))
     correction.correct(run, i, judged)
+    due = settings.correction != "off" and (i + 1) % settings.correction_every == 0
+    assert bool(warned) == (due and not run.instruction)
     assert rows == ([{"phase": "correction"} | asdict(run.instruction)] if run.instruction else [])
     return run.instruction
 
@@ -204,6 +207,13 @@ def test_a_writing_models_mistakes_are_counted_if_the_flag_asks_for_it(tokenizer
     chat = Writer(tokenizer, "plain")
     made = corrected(chat, bad_turns(chat), correction_from="counts")
     assert made.made_from == {"refused": 3, "other": 2, "repeated": 1}
+
+
+@pytest.mark.fast
+def test_a_writing_models_mistakes_are_counted_where_its_verdicts_have_no_reasons(tokenizer):
+    """With --prompt plain a verdict is the word alone."""
+    chat = Writer(tokenizer, "plain")
+    assert corrected(chat, bad_turns(chat)).made_from == {"refused": 3, "other": 2, "repeated": 1}
 
 
 @pytest.mark.fast

@@ -3,6 +3,7 @@
     python -m pytest tests/core/test_evaluation.py      # about a minute; servers need the openai package
 """
 
+import itertools
 import json
 import os
 import resource
@@ -24,8 +25,10 @@ import envs.household
 import evaluation
 import players
 from envs.alfred import rooms
+from envs.alfred.game import Game
 from infra import files
 from infra.endpoint import Endpoint
+from infra.signals import Stop
 from infra.streams import EVALUATION, stream
 from lm import model as qwen
 from lm.chat import ASK, RULES
@@ -36,7 +39,7 @@ CELL = ROOT / "lab" / "results" / "cells" / "alfworld_hour" / "grpo+gcd" / "seed
 GAMES = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.gz"
 needs_games = pytest.mark.skipif(not GAMES.is_file(), reason=f"needs ALFWorld's games: {GAMES}")
 SECRET = "sk-THISisTHEkey0123456789"
-PATIENCE_S, OWN_WAIT_S = 120, Endpoint.wait_s
+PATIENCE_S, HANG_S, OWN_WAIT_S = 120, 60, Endpoint.wait_s
 # The referee in another process, on the first 12 games of each split
 SHORT = """
 import sys
@@ -345,7 +348,7 @@ def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, 
 @pytest.mark.fast
 def test_an_environment_with_other_settings_or_another_file_does_not_continue(tmp_path, capsys):
     path = tmp_path / "mine.py"
-    text, field = (ROOT / "tests" / "recipes" / "guess.py").read_text(), "        highest: int = field("
+    text, field = (ROOT / "examples" / "guess.py").read_text(), "        highest: int = field("
     more = "        hints: int = field(default=0, metadata={'help': 'x'})\n"
     path.write_text(text.replace(field, more + field), encoding="utf-8")
     flags = ["--player", "first", "--env", str(path), "--evaluate", "dev", "--protocol", "sampled",
@@ -362,7 +365,7 @@ def test_an_environment_with_other_settings_or_another_file_does_not_continue(tm
 
 @pytest.mark.fast
 def test_an_environments_defaults_for_training_do_not_matter_to_the_referee(tmp_path, capsys):
-    text = (ROOT / "tests" / "recipes" / "guess.py").read_text(encoding="utf-8")
+    text = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
     path, defaults, field = tmp_path / "mine.py", '{"max_turns": 8}', "        highest: int = field("
     assert text.count(defaults) == text.count(field) == 1
     path.write_text(text.replace(defaults, '{"tasks": 2, "group_size": 2, "dagger": 9, "slots": 3}'))
@@ -516,6 +519,8 @@ def test_a_bad_answer_counts_as_what_it_is(serve, short, referee, text, finish, 
     ("<think>Where?</think><action>look</action>", "look"), ("<action> look </action>", "look"),
     ("<think>not <action>open</action></think>\n<action>look</action>", "look"), ("Action: look", None),
     ("<action>look</action> or <action>inventory</action>", None), ("<action></action>", None), ("", None),
+    ("<think>a</think><action>look</action><think>b</think><action>inventory</action>", None),
+    ("<think>maybe <action>look</action>", None),
 ])
 def test_a_thought_may_be_missing_but_not_the_command(text, command):
     assert players.MessageChat("think").parse(text) == (command, None)
@@ -596,9 +601,89 @@ def test_ctrl_c_stops_it_and_resume_continues(serve, short, referee, tmp_path):
 
 
 @pytest.mark.fast
+def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(serve, short, referee, monkeypatch):
+    """Neither does Python at its exit, which waits for the threads that wait for answers."""
+    noted, note = threading.Event(), Stop.note
+
+    def noting(self, *arguments):
+        noted.set()
+        note(self, *arguments)
+
+    def interrupting(question, nth):
+        if question == server.seen[0] and nth == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            noted.wait(HANG_S)                                     # two at the same time would be one
+            os.kill(os.getpid(), signal.SIGINT)
+        server.released.wait(HANG_S)
+        return 200, completion("look")
+
+    monkeypatch.setattr(Stop, "note", noting)
+    server, started = serve(interrupting), time.monotonic()
+    status, _, error = referee(*flags_of(server), "--max-turns", "1")
+    assert status == 130 and "stopped at once" in error
+    for thread in threading.enumerate():
+        if thread.name.startswith("player"):
+            thread.join()
+    assert time.monotonic() - started < HANG_S
+
+
+@pytest.mark.fast
+def test_ctrl_c_during_a_game_does_not_wait_for_a_server_that_hangs(serve, short, referee, monkeypatch):
+    def hang(question, nth):
+        server.released.wait(HANG_S)
+        return 200, completion("look")
+
+    def interrupted(player):
+        if server.seen:
+            raise KeyboardInterrupt
+        return finished(player)
+
+    server, finished, started = serve(hang), players.ServerPlayer.finished, time.monotonic()
+    monkeypatch.setattr(players.ServerPlayer, "finished", interrupted)
+    status, _, error = referee(*flags_of(server))
+    assert status == 130 and "stopped at once" in error and time.monotonic() - started < HANG_S
+
+
+@pytest.mark.fast
+def test_an_empty_answer_is_a_turn_also_where_empty_messages_are_refused(serve, short, referee, tmp_path):
+    def strict(question, nth):
+        return lambda handler: handler.send(
+            (200, completion("" if len(handler.messages) < 3 else "look"))
+            if all(message["content"].strip() for message in handler.messages)
+            else (400, '{"error": {"message": "content must not be empty"}}'))
+
+    status, result, error = referee(*flags_of(serve(strict), "--max-turns", "2"))
+    assert status == 0, error
+    records, _ = files.read_lines(tmp_path / "out" / "episodes.jsonl")
+    assert {record["ended"] for record in records} == {"turn limit"}
+    assert [turn["action"] for turn in records[0]["turns"]] == [None, "look"]
+    assert records[0]["turns"][0]["response"] == ""
+
+
+@pytest.mark.fast
+def test_a_lost_try_adds_no_tokens_to_its_episode(serve, short, referee, monkeypatch):
+    """As with a model of this process."""
+    step, calls = Game.step, itertools.count()
+
+    def fragile(self, command):
+        if next(calls) == 1:
+            raise envs.EpisodeLost("gone")
+        return step(self, command)
+
+    monkeypatch.setattr(Game, "step", fragile)
+    server = serve(lambda question, nth: (200, completion("look")))
+    status, result, error = referee(*flags_of(server, "--max-turns", "2"))
+    assert status == 0, error
+    rate = result["splits"]["L1"]["sampled"]
+    assert rate["restarts"] == 1 and len(server.seen) > 24
+    assert (rate["prompt_tokens"], rate["response_tokens"]) == (7 * 24, 2 * 24)
+
+
+@pytest.mark.fast
 def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, tmp_path):
     def short_context(question, nth):
-        return lambda handler: handler.send((400, "{}") if len(handler.messages) > 3
+        too_long = 400, '{"error": {"message": "at most 99 tokens"}}'
+        return lambda handler: handler.send(too_long if len(handler.messages) > 3
                                             else (200, completion("look")))
 
     status, result, error = referee(*flags_of(serve(short_context)))
@@ -607,6 +692,7 @@ def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, t
     assert (rate["n"], rate["turns"], rate["truncated_frac"], rate["success"]) == (12, 2, 1.0, 0.0)
     records, _ = files.read_lines(tmp_path / "out" / "episodes.jsonl")
     assert {record["ended"] for record in records} == {"context full"}
+    assert all("at most 99 tokens" in record["lost"] for record in records)
 
 
 @pytest.mark.fast

@@ -26,8 +26,8 @@ from infra.plugins import PluginError
 from infra.signals import Stop, time_limit
 from lm.chat import Chat
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-GUESS, OPO = ((RECIPES / f"{name}.py").read_text(encoding="utf-8") for name in ("guess", "opo"))
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GUESS, OPO = ((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in ("guess", "opo"))
 TINY = ("--device cpu --hidden-size 16 --layers 1 --max-turns 3 --tasks 2 --group-size 2 --iterations 1 "
         "--minibatches 1 --context 256 --demonstrations 0 --no-gcd --evaluate none "
         "--admissible-only").split()         # a model without training gives no command otherwise
@@ -270,7 +270,7 @@ def fails(folder, capsys, flag, text, *more):
     """Run gcd.py with a plug-in of this text; return its one line. The trace is in OUT/traceback.txt."""
     path = folder / f"{'mine' if flag == '--env' else 'own'}.py"
     path.write_text(text, encoding="utf-8")
-    given = {"--env": RECIPES / "guess.py", "--algo": "grpo", flag: path}
+    given = {"--env": EXAMPLES / "guess.py", "--algo": "grpo", flag: path}
     flags = [part for pair in given.items() for part in pair]
     with Stop.restored():
         status = gcd.main([*TINY, "--out", str(folder / "out"), *map(str, flags), *map(str, more)])
@@ -408,7 +408,7 @@ def test_a_fresh_model_replaces_no_folder_in_out(tmp_path):
     mine.parent.mkdir(parents=True)
     mine.write_text("mine", encoding="utf-8")
     with Stop.restored():
-        assert gcd.main([*TINY, "--env", str(RECIPES / "guess.py"), "--out", str(tmp_path / "out")]) == 0
+        assert gcd.main([*TINY, "--env", str(EXAMPLES / "guess.py"), "--out", str(tmp_path / "out")]) == 0
     assert mine.read_text(encoding="utf-8") == "mine"
     assert [path.name for path in (tmp_path / "out").glob("fresh*")] == ["fresh"]
 

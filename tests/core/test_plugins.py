@@ -2,7 +2,7 @@
 
     python -m pytest tests/core/test_plugins.py     # minutes: complete runs, some in a copy of the checkout
 
-The files are those of tests/recipes, which the documentation shows as examples.
+The files are those of examples, which the documentation shows as examples.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from infra import files
 from infra.signals import Stop
 from rollout import Episode, Turn
 
-RECIPES = ROOT / "tests" / "recipes"
+EXAMPLES = ROOT / "examples"
 TINY = ("--device cpu --hidden-size 32 --layers 2 --tasks 4 --group-size 4 --iterations 2 --minibatches 2 "
         "--judge-turns 8 --judge-group-size 4 --cold-start-lr 1e-2").split()
 COLD = ("--demonstrations 200 --judge-demonstrations 20 --mistake-rate 0.2").split()
@@ -33,8 +33,8 @@ def checkout(tmp_path_factory):
     """A copy of the checkout with one more file in envs/ and one in algorithms/."""
     copy = tmp_path_factory.mktemp("copy") / "checkout"
     copy_code(copy)
-    shutil.copy(RECIPES / "guess.py", copy / "envs")
-    shutil.copy(RECIPES / "opo.py", copy / "algorithms")
+    shutil.copy(EXAMPLES / "guess.py", copy / "envs")
+    shutil.copy(EXAMPLES / "opo.py", copy / "algorithms")
     return copy
 
 
@@ -45,9 +45,9 @@ def run_in(folder, *flags, program="gcd.py"):
                           check=False, capture_output=True, text=True)
 
 
-def import_recipe(name):
-    """The module of a recipe."""
-    specification = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+def import_example(name):
+    """The module of an example."""
+    specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
@@ -105,7 +105,7 @@ def refused(capsys, *flags):
     return error.removeprefix("gcd.py: error: ").removesuffix("; see --help\n")
 
 
-GUESS, OPO = ((RECIPES / f"{name}.py").read_text(encoding="utf-8") for name in ("guess", "opo"))
+GUESS, OPO = ((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in ("guess", "opo"))
 
 
 @pytest.mark.fast
@@ -156,7 +156,7 @@ def test_an_environment_cannot_have_a_flag_of_the_runs_names(write_environment, 
 
 
 @pytest.mark.fast
-def test_the_environment_of_the_recipe_is_sound(write_environment):
+def test_the_environment_of_the_example_is_sound(write_environment):
     """The expert wins by binary search, its mistakes are those that the oracle labels bad, and every text
     consists of the vocabulary."""
     write_environment("guess", GUESS)
@@ -189,6 +189,23 @@ def remainders(texts, vocabulary):
     return texts
 
 
+def test_the_shortest_environment_is_learned_without_an_expert(tmp_path):
+    """README's command: from guessing among three commands to winning nearly always."""
+    done = run_in(ROOT, "--env", EXAMPLES / "lamps.py", "--iterations", 10, "--evaluate", "dev",
+                  "--out", tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("dev: success "), done.stderr[-4000:]
+    first, *_, last = [row["rollout/success"] for row in rows(tmp_path)]
+    assert first < 0.6 and last > 0.8
+
+
+@pytest.mark.fast
+def test_a_run_that_can_learn_nothing_says_so_once(tmp_path, capsys):
+    """A fresh model that may write anything never writes a command."""
+    assert gcd.main(["--env", str(EXAMPLES / "lamps.py"), "--no-admissible-only", "--iterations", "2",
+                     "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("the policy learns nothing: more --demonstrations") == 1
+
+
 # An algorithm in the tree
 
 def test_one_file_is_an_algorithm(checkout, guessed):
@@ -215,9 +232,9 @@ def test_its_flag_is_in_its_help_and_with_no_other(checkout):
 
 
 @pytest.mark.fast
-def test_the_algorithm_of_the_recipe_by_hand():
+def test_the_algorithm_of_the_example_by_hand():
     """Rewards 1 and 0 of lengths 3 and 1 have the baseline 3/4; equal rewards give 0 for any lengths."""
-    opo = import_recipe("opo")
+    opo = import_example("opo")
     reward_E, group_E = torch.tensor([1.0, 0.7, 0.0, 0.7, 0.7]), torch.tensor([0, 1, 0, 1, 1])
     advantage_E = opo.length_weighted_advantage(reward_E, torch.tensor([3, 7, 1, 5, 3]), group_E)
     assert advantage_E.tolist() == [0.25, 0.0, -0.75, 0.0, 0.0]
@@ -227,9 +244,9 @@ def test_the_algorithm_of_the_recipe_by_hand():
 
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory):
-    """A folder outside the checkout with all recipes."""
+    """A folder outside the checkout with all examples."""
     folder = tmp_path_factory.mktemp("outside") / "plugins"
-    shutil.copytree(RECIPES, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(EXAMPLES, folder, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
@@ -328,8 +345,8 @@ def test_json_actions_and_token_advantages_train_together(outside, monkeypatch):
 
 @pytest.mark.fast
 def test_the_json_environment_accepts_any_spelling_of_an_action_and_refuses_the_rest():
-    recipe = import_recipe("json_guess")
-    environment = recipe.Environment()
+    example = import_example("json_guess")
+    environment = example.Environment()
     (game,), (task, *_) = environment.make(1), environment.split_tasks("dev")
     game.reset(task)
     for command in ('{"guess": 9}', '{"guess":9}', ' {\n"guess" : 9}'):
@@ -346,7 +363,7 @@ def test_the_json_environment_accepts_any_spelling_of_an_action_and_refuses_the_
 @pytest.mark.fast
 def test_the_json_environment_brings_its_own_words():
     """For a model that writes: rules, how to answer, and a parser that reads each command back."""
-    environment = import_recipe("json_guess").Environment()
+    environment = import_example("json_guess").Environment()
     assert environment.rules.startswith("You guess a number.") and environment.ask.endswith('{"guess": 8}.')
     for command in environment.make(1)[0].reset(environment.split_tasks("dev")[0]).admissible:
         assert environment.parse(f"\n{command} ") == command
@@ -354,9 +371,9 @@ def test_the_json_environment_brings_its_own_words():
 
 
 @pytest.mark.fast
-def test_the_json_environment_of_the_recipe_is_sound():
-    """As `test_the_environment_of_the_recipe_is_sound`; all its admissible commands are accepted."""
-    environment, texts = import_recipe("json_guess").Environment(), set()
+def test_the_json_environment_of_the_example_is_sound():
+    """As `test_the_environment_of_the_example_is_sound`; all its admissible commands are accepted."""
+    environment, texts = import_example("json_guess").Environment(), set()
     (game,) = environment.make(1)
     for task in environment.split_tasks("dev"):
         demonstration = environment.expert([game]).show(task, 0, 0.0, 8)
@@ -373,6 +390,6 @@ def test_the_json_environment_of_the_recipe_is_sound():
 @pytest.mark.fast
 def test_token_weights_by_hand():
     """Powers 1, 1/2 and 1/4 of 1/2 sum to 7/4; their mean is made 1."""
-    weights = import_recipe("token_weight").token_weights
+    weights = import_example("token_weight").token_weights
     assert weights(3, 0.5) == pytest.approx([12 / 7, 6 / 7, 3 / 7])
     assert weights(4, 1.0) == [1.0] * 4 and weights(0, 0.5) == []

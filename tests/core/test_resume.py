@@ -5,6 +5,7 @@
 The oracle is an undisturbed run, bit for bit.
 """
 
+import errno
 import gzip
 import itertools
 import json
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -527,7 +529,7 @@ def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys
     for flag, name in (("--env", "mine.py"), ("--games", "games.jsonl.gz"), ("--model", "checkpoint")):
         needed = finished / name
         if name == "mine.py":
-            shutil.copy(ROOT / "tests" / "recipes" / "guess.py", needed)
+            shutil.copy(ROOT / "examples" / "guess.py", needed)
         flags = {"--model": start, "--demonstrations": 0, flag: needed}
         needed.touch()
         assert train(finished, *(part for pair in flags.items() for part in pair), "--overwrite") == 1
@@ -568,6 +570,17 @@ def test_resume_with_overwrite_continues_if_possible_and_starts_over_if_not(star
     assert "seed was 0, is 1; so it starts over" in capsys.readouterr().err
     assert same(before, weights(aside)) and not same(before, weights(finished)) and len(rows(finished)) == 2
     assert train(finished.with_name("new"), *both, "--iterations", 0) == 0
+
+
+def test_a_checkpoint_that_cannot_be_read_today_is_neither_broken_nor_started_over(start, finished, capsys,
+                                                                                  monkeypatch):
+    """As by a stale handle of a network file system; the next --resume continues."""
+    before = contents(finished)
+    for error in (OSError(errno.ESTALE, "Stale file handle"), MemoryError()):
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "load", Mock(side_effect=error))
+            assert train(finished, *start_from(start), "--resume", "--overwrite") == 1
+        assert contents(finished) == before and "starts over" not in capsys.readouterr().err
 
 
 def test_resume_refuses_the_metrics_or_weights_of_a_different_run(start, finished, tmp_path, capsys):

@@ -23,7 +23,7 @@ from lm import small
 from lm.chat import OWN_THOUGHT
 from lm.model import load_tokenizer
 
-SHOP, CALCULATOR = str(ROOT / "examples" / "shop.py"), str(ROOT / "tests" / "recipes" / "calculator.py")
+SHOP, CALCULATOR = str(ROOT / "examples" / "shop.py"), str(ROOT / "examples" / "calculator.py")
 TRL = find_spec("trl")
 TINY = dict(device="cpu", tasks=8, group_size=4, iterations=2, minibatches=2, judge_group_size=4,
             judge_turns=16, max_turns=6, slots=32, evaluate="none", demonstrations=600,

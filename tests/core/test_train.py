@@ -608,7 +608,7 @@ def test_a_model_for_scienceworld_is_checked_without_playing(start, tmp_path, mo
 @pytest.mark.fast
 def test_another_file_of_the_same_name_is_another_environment(start, tmp_path):
     """By its hash, if the state of the run that trained the model has one; then its vocabulary decides."""
-    (tmp_path / "guess.py").write_text((ROOT / "tests" / "recipes" / "guess.py").read_text() + "# changed")
+    (tmp_path / "guess.py").write_text((ROOT / "examples" / "guess.py").read_text() + "# changed")
     settings = config.parsed(["--env", str(tmp_path / "guess.py"), "--model", str(start)])
     tokenizer, previous = qwen.load_tokenizer(start), {"settings": {"env": "elsewhere/guess.py"}}
     for own in ({}, {"plugins": {"env": plugins.content_hash(settings.env)}}):

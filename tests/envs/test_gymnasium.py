@@ -7,6 +7,7 @@ way.
 """
 
 import importlib.util
+import itertools
 import os
 import socket
 import sys
@@ -156,6 +157,20 @@ def test_what_goes_wrong_loses_the_episode_and_is_named(kind):
 
 
 @pytest.mark.fast
+def test_an_environment_that_cannot_be_made_again_loses_the_episode(monkeypatch):
+    (game,) = environment("tests/raises-v0").make(1)
+    game.reset(task())
+    game.step("more")
+    with pytest.raises(EpisodeLost):
+        game.step("more")
+    with monkeypatch.context() as broken:
+        broken.setattr(Counter, "__init__", lambda self, bad: 1 / 0)
+        with pytest.raises(EpisodeLost, match="^--env=gymnasium:tests/raises-v0: ZeroDivisionError"):
+            game.reset(task())
+    assert game.reset(task()).observation == "Count from 7."
+
+
+@pytest.mark.fast
 def test_a_step_that_hangs_is_interrupted():
     (game,) = environment("tests/hangs-v0", time_limit_s=0.2).make(1)
     local = rollout.LocalGame(game)
@@ -265,9 +280,22 @@ def test_a_lost_episode_is_counted_and_one_that_is_always_lost_is_named(tmp_path
     assert "lost 6 times: --env=gymnasium:tests/Counter-v0: step" in error
 
 
+def test_a_lost_reset_of_the_check_before_a_run_is_repeated(tmp_path, monkeypatch):
+    reset, calls = Counter.reset, itertools.count()
+
+    def fragile(self, **options):
+        if next(calls) == envs.gymnasium.SAMPLE:                  # the first after the vocabulary's
+            raise OSError("busy")
+        return reset(self, **options)
+
+    monkeypatch.setattr(Counter, "reset", fragile)
+    assert train(tmp_path, "tests/Counter-v0", iterations=1) == 0
+    assert rows(tmp_path)[0]["rollout/restarts"] == 0
+
+
 @pytest.mark.skipif(importlib.util.find_spec("textarena") is None, reason="needs: pip install textarena")
 def test_a_game_of_textarena_trains_for_two_iterations(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(HERE.parent / "recipes")
+    monkeypatch.syspath_prepend(HERE.parents[1] / "examples")
     name = "textarena_gym:TextArena/GuessTheNumber-v0"
     (game,) = environment(name).make(1)
     first = game.reset(task(3))

@@ -154,6 +154,20 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatc
 
 
 @pytest.mark.fast
+def test_torchruns_copy_of_a_signal_may_be_handled_late(monkeypatch):
+    """No handler runs before a call in C++ has ended."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with signals.Stop.restored():
+        stop = signals.Stop()
+        stop.note(signal.SIGTERM, None)
+        stop.last -= 10
+        stop.note(signal.SIGTERM, None)
+        stop.last -= 10
+        with pytest.raises(KeyboardInterrupt):
+            stop.note(signal.SIGTERM, None)
+
+
+@pytest.mark.fast
 def test_a_signal_ends_a_forked_process_at_once():
     """Else a run whose environment forked waits for it when it ends, for ever."""
     wait, ready = os.pipe()

@@ -106,6 +106,9 @@ def main(kind, out, *arguments):
         job.BEAT_S, job.PATIENCE_S = 0.5, 5        # a quarter of the product's
         (out / f"rank{ranks.rank}").touch()
         time.sleep(600)
+    if kind == "leave":                        # rank 1 is done long before rank 0, which closes its games
+        job.BEAT_S, job.PATIENCE_S = 0.1, 0.2
+        time.sleep(0 if ranks.rank else 20 * job.BEAT_S)
     return job.shutdown()
 
 
@@ -324,6 +327,11 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
             done.result()
 
 
+def test_a_rank_that_has_left_is_not_lost(tmp_path):
+    done = forked.run([__file__, "leave", tmp_path], VARIABLES, tmp_path, ranks=2)
+    assert (done.returncode, done.text) == (0, "")
+
+
 @pytest.mark.parametrize("lost", ["rank", "node"])
 def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path, lost):
     """Of two nodes that meet as docs/gpus.md has it, one loses its rank, or is lost for good."""
@@ -372,6 +380,21 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path):
         files.check_shared(tmp_path / "ours", text)
         with pytest.raises(ValueError, match=f"/theirs: on {HOST} not the folder that rank 0 writes to"):
             files.check_shared(tmp_path / "theirs", text, patience_s=1)
+
+
+@pytest.mark.fast
+def test_copies_that_differ_between_machines_are_refused(start, tmp_path, monkeypatch):
+    """Each rank reads its own rows of the weights: of different copies it would train a mixture."""
+    shutil.copytree(start, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    given, seen = config.parsed(["--model", str(start)]), []
+    monkeypatch.setattr(parallel, "is_distributed", lambda: True)
+    monkeypatch.setattr(parallel, "all_gather", lambda mine: seen.append(("abc"[len(seen)], mine[1])) or seen)
+    for _ in range(2):
+        session.check_copies(given, start, [])
+    with pytest.raises(ValueError, match=f"--model={start}: not the same on c as on a; every rank needs"):
+        session.check_copies(given, tmp_path / "copy", [])
 
 
 @pytest.mark.fast

@@ -190,10 +190,16 @@ def reductions_and_failure(ranks, out):
         if ranks.rank == 1:
             raise OSError(errno.ENOSPC, "the cache is full")
 
-    try:
-        parallel.collective(fails_on_rank1)
-    except (ValueError, OSError) as error:
-        saw["collective"] = str(error)
+    def refused_by_rank1():
+        if ranks.rank == 1:
+            raise UnicodeError("not a name")                      # a ValueError
+
+    for name, action, kind in (("collective", fails_on_rank1, OSError),
+                               ("refused", refused_by_rank1, ValueError)):
+        try:
+            parallel.collective(action)
+        except kind as error:
+            saw[name] = str(error)
     model = parallel.shard(new_model(), ranks)
     try:
         checkpoint.save_checkpoint(out / "two", model, new_optimizer(model), {}, full_disk)
@@ -440,7 +446,7 @@ def test_reductions_and_errors_over_two_ranks(two):
     assert [s.pop("stream") for s in saw] == [streams.stream(7, 0), streams.stream(7, 1)]
     for s in saw:
         assert "two" in s["error"] and "No space left on device" in s.pop("error")
-        assert "the cache is full" in s.pop("collective")
+        assert "the cache is full" in s.pop("collective") and "not a name" in s.pop("refused")
     assert saw[0] == saw[1] == {"sum": 2 * 10**17 + 1, "dict": {"both": 4.0, "only0": 1, "only1": 1},
                                 "tensor": [2.0, 1.0], "max": -4, "any": True, "none": False, "path": "rank 0"}
 

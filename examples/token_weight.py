@@ -5,7 +5,7 @@
 A is GRPO's group-relative advantage of the episode and d is --token-decay. The first tokens of a response get
 more of the advantage, and its mean over the response stays A; at d = 1 this is GRPO.
 
-    python gcd.py --algo tests/recipes/token_weight.py --token-decay 0.5
+    python gcd.py --algo examples/token_weight.py --token-decay 0.5
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,7 @@
 This baseline has the least variance if the squared gradient of an episode grows with its length l. In the
 paper l is the tokens of one response; here it is all sampled tokens, or all turns, of an episode.
 
-    python gcd.py --algo tests/recipes/opo.py --length-in turns
+    python gcd.py --algo examples/opo.py --length-in turns
 
 The file may be anywhere; copied to algorithms/opo.py it is `--algo opo`.
 """

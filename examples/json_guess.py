@@ -1,6 +1,6 @@
 """Guess the number with JSON actions: an environment whose commands are JSON objects, in one file.
 
-    python gcd.py --env tests/recipes/json_guess.py --iterations 20
+    python gcd.py --env examples/json_guess.py --iterations 20
 
 The game parses commands with `json`: {"guess": 7} and {"guess":7} are the same action. Anything else is
 refused with `noop_message`. `Reply.taken` reports it, because `admissible` lists only one spelling. A model

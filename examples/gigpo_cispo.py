@@ -1,6 +1,6 @@
 """GiGPO's advantages with CISPO's loss: an algorithm made of two.
 
-    python gcd.py --algo tests/recipes/gigpo_cispo.py --step-weight 0.5
+    python gcd.py --algo examples/gigpo_cispo.py --step-weight 0.5
 
 The loss comes first, so that it overrides; flags and `assign` are GiGPO's, and the defaults of both add up.
 """

@@ -1,6 +1,6 @@
 """A calculator as a tool: a complete environment with function calls in one file.
 
-    python gcd.py --env tests/recipes/calculator.py --iterations 20
+    python gcd.py --env examples/calculator.py --iterations 20
 
 The model computes (7 + 5) * 3 in two calls and gives the result with a third. Each calculation costs a
 little, as a reward of the turn. Type hints and docstrings of the game's public methods are all that a model

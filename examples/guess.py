@@ -1,7 +1,7 @@
 """Guess the number: a complete environment in one file.
 
-    python gcd.py --env tests/recipes/guess.py --demonstrations 400 --judge-demonstrations 200 --iterations 20
-    python gcd.py --env tests/recipes/guess.py --highest 50 --judge-labels halves    # its own flag and labels
+    python gcd.py --env examples/guess.py --demonstrations 400 --judge-demonstrations 200 --iterations 20
+    python gcd.py --env examples/guess.py --highest 50 --judge-labels halves    # its own flag and labels
 
 The file may be anywhere; copied to envs/guess.py it is `--env guess`. The first command takes half a minute
 on a CPU, and evaluates on numbers that no training task has.
