@@ -77,7 +77,8 @@ class Agent:
         (game,) = config.environment.make(1)
         with closing(game):
             (episode,) = rollout.play(self.model, chat, [game], [spec], sampling, config.max_turns,
-                                      config.context, config.history, config.on_truncation,
+                                      config.context, history=config.history,
+                                      on_truncation=config.on_truncation,
                                       admissible_only=config.admissible_only)
         return episode
 

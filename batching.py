@@ -9,6 +9,7 @@ Shapes: M tokens of a microbatch, N sampled ones.
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -136,21 +137,41 @@ def layout(samples, model):
     sample i.
     """
     device, tree = device_of(model), PrefixTree(samples)
-    attention = varlen(device, model.compute_dtype, model.config.head_dim)
-    place = Packed(tree.parts, device, attention) if attention else Masked(tree.parts, device)
-    return upload(device, tree.ids)[0][None], place, lambda i, t: (0, tree.columns[i][t])
+    kernels = varlen(device, model.compute_dtype, model.config.head_dim)
+    attention = Packed(tree.parts, device, kernels) if kernels else Masked(tree.parts, device)
+    return upload(device, tree.ids)[0][None], attention, lambda i, t: (0, tree.columns[i][t])
+
+
+class Microbatch(NamedTuple):
+    """A microbatch as tensors; those that end in _N have a number for each sampled token.
+
+    ids_1M, attention: a sequence, and its layout (of lm.attention). select: (row_N, column_N), the positions
+    that predict the sampled tokens target_N. old_N, reference_N, sampler_N: logprobs; None if unknown.
+    allowed: for each sampled token the ids it was sampled from (None: all); None if none is restricted.
+    """
+
+    ids_1M: torch.Tensor
+    attention: object
+    select: tuple
+    target_N: torch.Tensor
+    advantage_N: torch.Tensor
+    weight_N: torch.Tensor
+    old_N: torch.Tensor | None
+    reference_N: torch.Tensor | None
+    sampler_N: torch.Tensor | None
+    allowed: list | None
+
+    @property
+    def inputs(self):
+        """What lm.logprobs.token_logprobs computes from."""
+        return self.ids_1M, self.attention, self.select, self.target_N
 
 
 def collate(samples, model):
-    """A microbatch as tensors.
-
-    Returns ids_1M, its attention layout, (row_N, column_N) of the positions that predict the sampled tokens,
-    target_N, advantage_N, weight_N, logprob_old_N, logprob_ref_N and logprob_sampler_N (each or None), and
-    allowed: per sampled token the ids it was sampled from (None: all), or None if none is restricted.
-
-    Masks come from what was recorded, never from token ids. Position t - 1 predicts token t.
+    """The Microbatch of these samples. Masks come from what was recorded, never from token ids; position
+    t - 1 predicts token t.
     """
-    ids_1M, place, position = layout(samples, model)
+    ids_1M, attention, position = layout(samples, model)
     device = ids_1M.device
     sampled = [[*itertools.compress(range(len(s.ids)), s.sampled)] for s in samples]
     assert all(where[0] > 0 for where in sampled if where), (
@@ -172,8 +193,8 @@ def collate(samples, model):
     weight_N = upload(device, [s.weight for s, where in zip(samples, sampled) for _ in where])[0]
     restricted = any(sample.allowed for sample in samples)
     allowed = [s.allowed.get(t) for s, where in zip(samples, sampled) for t in where] if restricted else None
-    return (ids_1M, place, (row_N, column_N), target_N, numbers("advantage"), weight_N,
-            numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
+    return Microbatch(ids_1M, attention, (row_N, column_N), target_N, numbers("advantage"), weight_N,
+                      numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
 
 
 def sequences(samples, unit):

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 gcd.py --model DIR  # a Qwen2, 2.5, 3 or Llama folder on eight GPUs
     python gcd.py --help all                        # every flag, with its meaning and unit
 
-Start reading at `iteration`, one training step, and continue with the functions that it calls, in the order
+Start reading at `iteration`, one iteration of RL, and continue with the functions that it calls, in the order
 below. Each stage writes to --out as it goes: `checkpoint/` (a Hugging Face folder), `metrics.jsonl`,
 `episodes.jsonl`, `evaluation.json` and, at the end, `stages.json`; `python -m report` draws them. As a
 library: `load` and `train`. Left out: learning-rate schedules other than linear warm-up and decay.
@@ -56,7 +56,7 @@ DETAIL_EVERY = 5      # iterations between storing a group's episodes, and betwe
 
 
 def iteration(run, i, reference):
-    """One training step: play, judge, assign credit, update. Returns its metrics."""
+    """One iteration of RL: play, judge, assign credit, update. Returns its metrics."""
     config, times = run.config, [time.perf_counter()]
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
@@ -81,11 +81,12 @@ def iteration(run, i, reference):
 
 
 def collect(run, i):
-    """Play this rank's episodes of iteration i, by the sampler with the model's weights of now. Returns those
-    to learn from, and all that were played.
+    """Play this rank's episodes of iteration i, by the sampler with the model's weights of now. Returns the
+    episodes to learn from, and all that were played.
 
-    They differ with --dynamic-sampling refill: groups with unequal rewards, of up to `play_rounds` rounds of
-    play, until there are enough (each rank fills its own share); if there are none, groups with equal ones.
+    These are the same, but for --dynamic-sampling refill. It plays up to `play_rounds` rounds, until this
+    rank has its share of groups with unequal rewards, and learns from those alone; if it finds none, from the
+    first groups that were played.
     """
     run.update_sampler()
     run.waits.clear()
@@ -137,8 +138,8 @@ def judge_turns(run, i, episodes):
     config, ranks, seed = run.config, run.ranks, stream(run.config.seed, JUDGE, i)
     by_endpoint = None
     if config.judge_labels in labels.OF_ENDPOINT:
-        n = len(range(ranks.rank, config.judge_turns, ranks.world_size))             # this rank's share
-        by_endpoint = run.endpoint_labels(episodes, n, stream(seed, 2, ranks.rank))
+        share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
+        by_endpoint = run.endpoint_labels(episodes, share, stream(seed, 2, ranks.rank))
     places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint)
     places = sum(parallel.all_gather(places), [])
@@ -298,7 +299,7 @@ def reinforcement(run):
                           total=config.iterations, disable=run.ranks.rank > 0)):
         run.iteration = i
         metrics = iteration(run, i, reference)
-        run.log({"phase": "rl", "iteration": i} | metrics)
+        run.log({"phase": "rl"} | metrics)
         bar.set_postfix(success=f"{metrics['rollout/success']:.2f}", turns=f"{metrics['rollout/turns']:.1f}")
         if config.keep_checkpoints and (i + 1) % config.keep_checkpoints == 0:
             run.keep(i + 1)

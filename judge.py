@@ -25,7 +25,8 @@ QUESTION = {"plain": "Was that a good action? good or bad",
             "command a good step? Think briefly, then answer <judge>good</judge> or <judge>bad</judge>."}
 ANSWERS = ("good", "bad")
 VERDICT = {"plain": r"\s*+(good|bad)\s*+",          # possessive: nothing is read twice, however long it is
-           "think": r"(?s)(?:[^<]*+<think>.*</think>)?[^<]*+<judge>\s*+(good|bad)\s*+</judge>\s*+"}
+           "think": r"(?s)(?:[^<]*+<think>(?:(?!</think>).)*+</think>)*+"
+                    r"[^<]*+<judge>\s*+(good|bad)\s*+</judge>\s*+"}
 LONGEST_ANSWER = 100_000       # characters; a longer one is unreadable
 
 

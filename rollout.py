@@ -287,10 +287,18 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
          slots=None):
     """Play every spec once. Returns the Episodes, in the order of the specs.
 
-    One slot per game. A slot whose episode has ended takes the next spec; when none is left, the last live
-    slot moves into its place. No slot waits for another: games of other processes answer finished responses
-    while the device samples the others, and games of this process answer before it goes on. ValueError if a
-    first prompt leaves no room for a response within `context` tokens.
+    One slot (a row of the model's cache) per game. Until no episode is left,
+
+        tick      the device samples up to engine.TICK tokens of each running response
+        received  meanwhile, games of other processes answer the commands of the tick before (`pending`)
+        submit    finished responses go to their games, which owe a reply then (`called`)
+        received  games of this process answer (`heard`)
+        follow    a reply becomes the next prompt (`ready`), or its episode has ended and the slot takes the
+                  next spec; if none is left, the last live slot moves into its place
+        begin     the ready prompts are prefilled
+
+    So all slots go on tick by tick, and the slowest game of a tick is waited for. ValueError if a first
+    prompt leaves no room for a response within `context` tokens.
 
     history, on_truncation: see `Conversation` and its `submit`. on_end(episode) is called as each one ends.
     should_stop: may turn true between ticks; `play` then returns the episodes that have ended, which the
@@ -351,8 +359,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
 
     live, pairs = [], enumerate(zip(specs, games))
     called, pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs], []
-    # called: a reply is due. pending: of these, where another process is at work. heard: whose reply came.
-    # ready: whose turn it is. What follows a reply may call a game at once (a reset, an override).
+    # What follows a reply may call a game at once: a reset, an override
     while live and not should_stop:
         clock, ready = [perf_counter()], []
         slots.tick()                                             # the device starts to sample,

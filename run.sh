@@ -165,4 +165,4 @@ else
 fi
 .venv/bin/python -m report "$OUT"
 echo "next: open the report, .venv/bin/python -m report $OUT --open; play a game,"
-echo "      .venv/bin/python -m envs.household; read one training step: gcd.py, function iteration"
+echo "      .venv/bin/python -m envs.household; read one iteration of RL: gcd.py, function iteration"

@@ -141,9 +141,10 @@ class Run:
         with progress(total=len(specs), desc=name, unit="episode", leave=False,
                       disable=self.ranks.rank > 0) as bar:
             return rollout.play(self.sampler, self.chat, self.games, specs, sampling,
-                                max_turns or config.max_turns, config.context, config.history,
-                                config.on_truncation, lambda episode: bar.update(), self.should_stop,
-                                config.admissible_only, self.waits, overrides, self.slots)
+                                max_turns or config.max_turns, config.context, history=config.history,
+                                on_truncation=config.on_truncation, on_end=lambda episode: bar.update(),
+                                should_stop=self.should_stop, admissible_only=config.admissible_only,
+                                waits=self.waits, overrides=overrides, slots=self.slots)
 
     def save_batch(self, samples):
         """Store samples whose loss or gradient was not finite, for inspection."""
@@ -274,6 +275,9 @@ def prepare(config, ranks, should_stop, resources):
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)                          # more are slower with such small matrices
         model = load_model(config, folder, ranks, chat.small, state)
+    if config.device == "auto" and ranks.device.type == "cpu" and not chat.small:
+        parallel.print0(f"--device=auto: torch {torch.__version__} sees no CUDA device; this runs on the CPU",
+                        file=sys.stderr)
     if source and chat.small:
         check_vocabulary(config, source, previous, chat.tokenizer)            # may read hundreds of games
     games = make_games(environment, episodes_at_once(config, ranks), resources)

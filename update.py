@@ -5,7 +5,7 @@ loss that it is given.
 
 Both counts are taken over all ranks, so that microbatches and ranks change only the time it takes. A
 cold-start demonstration is a sample with advantage 1 and no old logprob: its gradient is that of
-cross-entropy. Read `update`, then `policy_loss`. Left out: gradient accumulation over steps. Shapes: B
+cross-entropy. Read `update`, then `token_loss`. Left out: gradient accumulation over steps. Shapes: B
 samples and M tokens of a microbatch, N sampled tokens, V vocabulary, S samples.
 """
 
@@ -79,7 +79,7 @@ def update(model, optimizer, samples, objective, lr, compare=False):
         if in_tokens := [kind for kind in kinds if kind not in judged]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
             for batch in equal_microbatches(trained, objective.microbatch_tokens):
-                loss = policy_loss(model, batch, objective, scale, sums) if batch else empty_loss(model)
+                loss = token_loss(model, batch, objective, scale, sums) if batch else empty_loss(model)
                 loss.backward()
         for kind in [kind for kind in kinds if kind in judged]:
             for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
@@ -95,7 +95,7 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     return metrics
 
 
-def policy_loss(model, batch, objective, scale, sums):
+def token_loss(model, batch, objective, scale, sums):
     """The loss of a microbatch of sampled tokens: the algorithm's, and k3 on policy samples if asked for.
 
         L = sum_n scale[kind_n] * weight_n * (sampler_weight_n * loss_n + kl_coef * k3_n)
@@ -103,12 +103,13 @@ def policy_loss(model, batch, objective, scale, sums):
     batch: Samples, policy's and judge's mixed. Adds what `loss_metrics` reports to sums[kind]. PluginError
     if the algorithm's loss returns something else.
     """
-    *where, target_N, advantage_N, weight_N, old_N, ref_N, sampler_N, allowed = collate(batch, model)
-    kinds, device = [sample.kind for sample in batch for _ in range(sum(sample.sampled))], target_N.device
-    logprob_N, entropy_N = token_logprobs(model, *where, target_N, objective.temperature, allowed,
+    given = collate(batch, model)
+    advantage_N, sampler_N, device = given.advantage_N, given.sampler_N, given.target_N.device
+    kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
+    logprob_N, entropy_N = token_logprobs(model, *given.inputs, objective.temperature, given.allowed,
                                           entropies=True)
     now_N = logprob_N.detach()
-    old_N = now_N if old_N is None else old_N
+    old_N = now_N if given.old_N is None else given.old_N
     ratio_N = (logprob_N - old_N).exp()
     if objective.ratio != "token":
         ratio_N = losses.sequence_ratio(logprob_N, old_N, sequences(batch, objective.ratio).to(device))
@@ -128,9 +129,10 @@ def policy_loss(model, batch, objective, scale, sums):
     kl_N = torch.zeros_like(now_N)
     if objective.kl_coef and "policy" in kinds:
         judge_N = torch.tensor([kind == "judge" for kind in kinds], device=device)
-        kl_N = losses.kl_k3(logprob_N, ref_N.where(~judge_N, now_N))   # the judge's is 0, without a gradient
+        reference_N = given.reference_N.where(~judge_N, now_N)            # the judge's KL is 0
+        kl_N = losses.kl_k3(logprob_N, reference_N)
         loss_N = loss_N + objective.kl_coef * kl_N
-    loss_N, gap_N = weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
+    loss_N, gap_N = given.weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
     measured = {"scored": torch.ones_like(now_N), "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N,
                 "kl": kl_N, **corrected, "gap": gap_N}
     counted = {"loss": loss_N} | {name: count_N * of_token_N for name, of_token_N in measured.items()}
@@ -306,8 +308,8 @@ def per_sample(model, samples, objective, of_batch):
 def logprobs(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids (0 where not sampled); no value head's."""
     def of_batch(batch):
-        *where, target_N, _, _, _, _, _, allowed = collate(batch, model)
-        logprob_N, _ = token_logprobs(model, *where, target_N, objective.temperature, allowed)
+        given = collate(batch, model)
+        logprob_N, _ = token_logprobs(model, *given.inputs, objective.temperature, given.allowed)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
     flat = itertools.chain.from_iterable(per_sample(model, samples, objective, of_batch))
@@ -357,7 +359,7 @@ def last_values(model, batch):
 
 def values_at(model, batch, positions):
     """value_N in fp32 at the listed positions of each sample of a microbatch."""
-    ids_1M, place, position = layout(batch, model)
+    ids_1M, attention, position = layout(batch, model)
     select = torch.tensor([position(i, t) for i, of_sample in enumerate(positions) for t in of_sample],
                           device=ids_1M.device)
-    return model(ids_1M, place, select.unbind(1), "value")
+    return model(ids_1M, attention, select.unbind(1), "value")

@@ -29,7 +29,7 @@ class Method:
 
     loss(ratio_N, advantage_N) returns loss_N, with a gradient through ratio_N, and clipped_N (bool: a bound
     is active) of the N sampled tokens of a microbatch, the policy's and the judge's. `self.objective` has the
-    run's bounds. Weights, the mean, KL and the sampler's correction are applied to it in update.policy_loss.
+    run's bounds. Weights, the mean, KL and the sampler's correction are applied to it in update.token_loss.
     """
 
     _required = ("assign",)

@@ -81,8 +81,9 @@ def hidden_and_error(model, samples, columns, objective):
         return hidden_Nd.float(), prediction_error(logits_NV, target_N, column_V)
 
     def of_batch(batch):
-        ids_1M, layout, select, target_N, *_, allowed = batching.collate(batch, model)
-        outputs = model(ids_1M, layout, select, logprobs.in_chunks(head, target_N, allowed))
+        given = batching.collate(batch, model)
+        read = logprobs.in_chunks(head, given.target_N, given.allowed)
+        outputs = model(given.ids_1M, given.attention, given.select, read)
         counts = [sum(sample.sampled) for sample in batch]
         return zip(*(output.split(counts) for output in outputs))
 

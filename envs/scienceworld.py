@@ -250,13 +250,15 @@ class Jvm:
         self.socket = self.lines = None
         try:
             self._connect(timeout_s)
-        except (OSError, JavaError):
+        except BaseException:              # also Ctrl-C: nobody else knows of the process
             self.kill()
             raise
 
     def _connect(self, timeout_s):
         """Read the port and the password that the JVM prints, connect, and create a simulator."""
-        if not select.select([self.process.stdout], [], [], timeout_s * SLOW_FACTOR)[0]:
+        output = select.poll()             # not select.select, which fails from file descriptor 1024 on
+        output.register(self.process.stdout, select.POLLIN)
+        if not output.poll(1000 * timeout_s * SLOW_FACTOR):
             raise TimeoutError(f"no port from Java within {timeout_s * SLOW_FACTOR} s")
         port, password = (self.process.stdout.readline().decode().strip() for _ in range(2))
         if not port.isdigit():

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 SCRIPT = "__file__" in globals()                          # else a notebook, in this folder or the root
+if SCRIPT and (len(sys.argv) > 2 or sys.argv[-1].startswith("-")):
+    sys.exit("usage: python examples/tour.py [FOLDER TO WRITE TO]")
 HERE = Path(__file__).resolve() if SCRIPT else Path.cwd() / "tour"
 ROOT = next(folder for folder in HERE.parents if (folder / "gcd.py").is_file())
 sys.path.insert(0, str(ROOT))

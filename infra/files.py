@@ -118,8 +118,12 @@ def nan_to_null(value):
 
 
 def not_found(path):
-    """Say that a model's file is missing and, of the folder of a run, where its model is."""
+    """Say that a model's file is missing and, of the folder of a run, where its model is; or how to get the
+    folder.
+    """
     path = Path(path)
+    if not (folder := path.parent).exists():
+        return f"{folder}: no such folder (from the hub: hf download {folder} --local-dir {folder.name})"
     there = path.parent / CHECKPOINT
     return f"{path}: not found" + f"; the run's model is in {there}" * (there / path.name).is_file()
 

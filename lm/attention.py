@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from infra.parallel import print0
 
 GROWTH = 64        # positions that rows of equal room get beyond what they need, at least
-FEW_ROWS = 64      # with fewer, one block of threads per row and key/value head leaves a GPU half idle
+SPLIT_KEYS = 640   # of a row, which one block of threads reads in decoding
 
 
 class Varlen(NamedTuple):
@@ -86,10 +86,12 @@ def window(longest_q):
 def cached_by_varlen_attn(varlen_attn, q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
     """`Varlen.cached` of torch 2.12 and later.
 
-    One block of threads reads all keys of a row, so that no row's result depends on the lengths of others;
-    with few rows of one query each, torch chooses how many blocks share the keys.
+    Of single queries several blocks of threads share a row's keys: one alone would leave a GPU idle, and
+    torch's own choice is made for rows of longest_k keys, which most are far from. How many depends on
+    longest_k alone, so that no row's result depends on how many others there are, or how long. The kernel
+    splits for single queries only.
     """
-    splits = None if longest_q == 1 and len(keys_B) < FEW_ROWS else 1
+    splits = min(128, -(-longest_k // SPLIT_KEYS)) if longest_q == 1 else 1
     return varlen_attn(q, k, v, q_starts, k_starts, longest_q, longest_k, window_size=window(longest_q),
                        enable_gqa=True, seqused_k=keys_B, num_splits=splits)
 

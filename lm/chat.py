@@ -4,13 +4,15 @@ Of the template only what surrounds a user message is rendered, once, so that a 
 extends the shorter one token for token. The result differs from Qwen3's in one point: Qwen3's template drops
 the thoughts of earlier turns, and the empty thought of a turn with thinking off. Here both stay, as sampled,
 so that an episode is one sequence, which is computed once and trained on with the context that the model had.
+It differs from Llama 3's in one, too: that template trims messages, which here keep the space around them.
 Special tokens come from the template alone: "<|im_end|>" in a game's text stays text, so that no game can
 speak for the agent. (Of the tokens that the tokenizer calls special; Qwen3's "<think>" is none of them.)
 An environment may bring its own rules, response format and tools. With tools, the head of a conversation is
 rendered by the tokenizer's own template; of what follows a response, only the difference is, once and without
 that response, and so tokens that were sampled are never rendered again.
 Left out: tool calls in another form than Qwen2.5's and Qwen3's, JSON in <tool_call>. A template without this
-tag (Llama 3's) is refused; calls with something else in it (Qwen3.5's XML) are malformed.
+tag (Llama 3's) is refused; calls with something else in it (Qwen3.5's XML) are malformed. Tokenizers that
+put a space before the first word of a text, but not after a special token (Llama 2's), are refused.
 """
 
 import re
@@ -43,7 +45,8 @@ HOLE = MARK.format("")                  # and for the message in what is kept of
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
 COMMAND = r">([^<>]*)</action>\s*"
 TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*"
-PREFIX = {"think": r"(?s)\s*<think>.*</think>\s*" + ACTION_START, "tags": TAGGED + ACTION_START}
+ONE_THOUGHT = r"(?s)\s*<think>(?:(?!</think>).)*</think>\s*"
+PREFIX = {"think": ONE_THOUGHT + ACTION_START, "tags": TAGGED + ACTION_START}
 THOUGHT_ACTION, TAG_ACTION = (re.compile(start + COMMAND) for start in PREFIX.values())
 SMALL_TAG_ACTION = re.compile(TAG + r"([^<>]*)", re.DOTALL)
 THOUGHT = "The next thing to do for the task is: {command}."
@@ -69,7 +72,8 @@ class Chat:
     admissible: whether prompts list the admissible commands (bare ones never do).
     noop_message: the environment's reply to a command that changes nothing; also to a malformed response.
     environment: an envs.Environment, for its rules, ask, parse and tools. ValueError for a tokenizer without
-    a chat template, for a template without turns of an assistant, or without the environment's tools.
+    a chat template or whose tokens of a text depend on what precedes it, for a template without turns of an
+    assistant, or without the environment's tools, its rules or the tools' answers.
     Attributes: small, whether the tokenizer is the small model's; bare, whether prompts after the first are
     the observation alone; end_ids, the ids that end a demonstrated response; stop_ids, each of which ends a
     sampled one.
@@ -86,18 +90,25 @@ class Chat:
         self.templates = [(control(before), start, end, control(after)) for before, start, end, after in
                           (cut_template(template, special_tokens(tokenizer)) for template in templates)]
         self.end_ids = control(end)
+        if control(end + "a") != self.end_ids + control("a"):
+            raise ValueError(f"{tokenizer.name_or_path}: its tokenizer gives a text other tokens alone than "
+                             "after a special token, as SentencePiece's may, which is not implemented")
         ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)   # Qwen2.5: two of
-        self.stop_ids = tuple(sorted({*self.end_ids, *ends} - {None}))                    # them are trained
+        declared = {*getattr(tokenizer, "declared_ends", ())}                             # them are trained
+        declared &= {*special_tokens(tokenizer).values()}     # 2, LlamaConfig's default, may be a word's
+        self.stop_ids = tuple(sorted({*self.end_ids, *ends, *declared} - {None}))
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
         self.set_formats(environment)
         self.tools = environment.tools() if environment and not self.small else []
         self.answer_templates = {}
+        # cached, since the same observations occur thousands of times; a long one takes 10 kB and more
+        self.encode = lru_cache(100_000 if self.small else 4_000)(self._encode)
+        self.encodings = lru_cache(100_000)(self._encodings)
         if self.tools and not self.shows_tools():
             raise ValueError(f"--model={tokenizer.name_or_path}: its chat template shows no tools, or "
                              "none in <tool_call>, which this --env has")
-        # cached, since the same observations occur thousands of times
-        self.encode = lru_cache(100_000)(self._encode)
-        self.encodings = lru_cache(100_000)(self._encodings)
+        if self.tools:                                          # ValueError now rather than in a game
+            self.head("."), self.answers([".", "."])
 
     def set_formats(self, environment):
         """Set an environment's own rules, ask and parse; None: there is none."""
@@ -173,8 +184,11 @@ class Chat:
         """Ids of a rendered template in which each MARK stands for a text.
 
         Tokenizers encode what is between special tokens separately: so the ids are those of the whole, but
-        special tokens in the texts are text.
+        special tokens in the texts are text. ValueError if a text's MARK is missing.
         """
+        if not all(MARK.format(k) in rendered for k, text in enumerate(texts) if text):
+            raise ValueError(f"--model={self.tokenizer.name_or_path}: its chat template leaves out the "
+                             "rules, the first message or the tools' answers, which this --env has")
         special, ids = special_tokens(self.tokenizer), []
         for piece in re.split(f"({'|'.join(map(re.escape, special))})", rendered):
             if piece in special:
@@ -235,7 +249,7 @@ class Chat:
             raise ValueError(f"--admissible-only: no response can give the command {command!r}")
         if self.bare:
             return responses
-        ids = responses[0]             # its end alone might be encoded otherwise, as by Llama 2's tokenizer
+        ids = responses[0]             # its end alone might be encoded otherwise, as by SentencePiece's
         start = next((n for n in range(1, len(ids)) if self.command_starts(ids[:n])), None)
         if start is None:
             raise ValueError(f"--admissible-only: a token spans the start of the command {command!r}")
@@ -249,8 +263,8 @@ class Chat:
     def parse(self, text):
         """(command, tag) of a response's text; (None, None) if malformed. Only style "tags" has tags.
 
-        An environment's own `parse` gets the text after the thought or the tag. PluginError if it returns
-        anything but a text or None.
+        An environment's own `parse` gets the text after the thought or the tag; a thought that does not end,
+        or a second one, is malformed. PluginError if it returns anything but a text or None.
         """
         if self.own_parse:
             return self.parse_own(text)
@@ -272,7 +286,9 @@ class Chat:
                 return None, None
             tag, text = match[1], text[match.end():]
         elif self.style == "think":
-            text = text.rpartition("</think>")[2]
+            text = text.split("</think>", 1)[-1]
+            if "<think>" in text:                                # which did not end, or is another one
+                return None, None
         command = self.own_parse(text)
         refuse("" if command is None or isinstance(command, str) else
                f"it returned {command!r:.60}; expected text or None", self.environment, "parse")

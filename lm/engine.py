@@ -31,7 +31,7 @@ BLOCK = 1024       # weights that are added up one by one to draw a token
 class Sampling:
     """Sampling settings. Without top-k and top-p, as training scores the distribution sampled from.
 
-    ValueError for a temperature below 0.
+    ValueError for a temperature below 0, or for responses without a token.
     """
 
     temperature: float = 1.0      # 0 = greedy
@@ -40,6 +40,8 @@ class Sampling:
     def __post_init__(self):
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature}: expected 0 (greedy) or more")
+        if self.max_response_tokens < 1:
+            raise ValueError(f"max_response_tokens={self.max_response_tokens}: expected 1 or more")
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ class Slots:
     running response, `pop_finished` returns the responses that have ended: rows do not wait for each other.
     Between `begin` and `pop_finished` all state stays on the device, without a host sync (on a GPU, if no
     response is restricted). `restart` forgets all rows, but keeps the cache's memory and the CUDA graphs.
+    After a FloatingPointError, make new Slots: a NaN in that memory reaches later responses.
     n: number of rows. context: maximum number of tokens of a row; the cache grows as needed. stop_ids: token
     ids that end a response. Rows in use are best kept at the front: a step runs all rows up to the last one
     in use.
@@ -150,6 +153,7 @@ class Slots:
         share: keep the prefill of prompts that start an episode, for members of the same group that start
         later. restrictions: a Restriction (or None) per prompt.
         """
+        assert all(prompts), "an empty prompt"
         logits_RV, lengths = self.prefill(rows, prompts, share)
         row_R, stream_R, length_R = upload(self.device, rows, streams, lengths)
         self.stream_B[row_R], self.length_B[row_R] = stream_R, length_R
@@ -379,7 +383,8 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
 def generate(slots, prompts, streams, restrictions=None):
     """Sample one Response per prompt: prompts[i] in slot i, with random stream streams[i]."""
     responses = {}
-    slots.begin(range(len(prompts)), prompts, streams, restrictions=restrictions)
+    if prompts:
+        slots.begin(range(len(prompts)), prompts, streams, restrictions=restrictions)
     while slots.running:
         slots.tick()
         responses |= slots.pop_finished()

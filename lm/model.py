@@ -33,6 +33,7 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 VALUE_HEAD = "value_head.weight", "value_head.bias"
 INDEX = "model.safetensors.index.json"                       # which file holds which tensor, if several do
 LARGEST = 1e9                                                # the largest number that config.json may contain
+LARGEST_THETA = 1e12                                         # but for rope_theta: of long contexts over 1e10
 MANY_ROWS = 256         # of a matrix product: fewer do not pay for the conversion of the weights, see Linear
 MARGIN = 1.2            # how much slower bf16 has to be: what is nearly as fast is not decided by chance
 TYPE_NAMES = {int: "an integer", float: "a number"}          # in error messages
@@ -54,7 +55,7 @@ class ModelConfig:
     max_position_embeddings: int = 32768
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None              # not used, as the next: only saved again
-    eos_token_id: int | list | None = None       # stop tokens are the chat's (lm/chat.py)
+    eos_token_id: int | list | None = None       # with generation_config.json's; see lm/chat.py's stop_ids
     value_head: bool = False    # not in Hugging Face, which ignores it; True: a second head with one output
     rope: bool = True           # not in Hugging Face; False: no position encoding, saved as rope_type "none"
     rope_scaling: tuple | None = None      # the values of SCALING, for rope_type "llama3"
@@ -68,12 +69,7 @@ class ModelConfig:
             raise ValueError(f"{folder}: no such folder")
         if not path.is_file():
             raise ValueError(files.not_found(path))
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}: not JSON: {error}") from None
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        raw, ends = json_object(path), declared_ends(folder)
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}    # in transformers 4 and 5
         if not isinstance(rope, dict) or not isinstance(raw.get("layer_types") or [], list):
             raise ValueError(f"{path}: rope_parameters={rope!r}, layer_types={raw.get('layer_types')!r}: "
@@ -85,14 +81,16 @@ class ModelConfig:
             "hidden_act": raw.get("hidden_act", "silu") == "silu",
             "use_sliding_window": not raw.get("use_sliding_window"),
             "layer_types": all(kind == "full_attention" for kind in raw.get("layer_types") or ()),
-            "eos_token_id": isinstance(raw.get("eos_token_id"), int | list | None),
             "RoPE scaling": (kind := rope.get("rope_type", rope.get("type", "default"))) in
-                            ("default", "none", "llama3"),
+                            ("default", "none", "llama3") and            # and the same one in all layers
+                            not any(isinstance(value, dict) for value in rope.values()),
         }
         if unsupported := [name for name, supported in implemented.items() if not supported]:
             found = (raw | {"RoPE scaling": rope}).get(unsupported[0])
-            raise ValueError(f"{path}: {unsupported[0]}={found!r} is not implemented")
+            known = f"; implemented: {', '.join(sorted(ARCHITECTURES))}" * (unsupported[0] == "model_type")
+            raise ValueError(f"{path}: {unsupported[0]}={found!r} is not implemented{known}")
         values = {field.name: raw[field.name] for field in fields(cls) if raw.get(field.name) is not None}
+        values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
         values["rope"], values["rope_scaling"] = kind != "none", None
         if kind == "llama3":
             values["rope_scaling"] = tuple(rope.get(name) for name in SCALING)
@@ -116,8 +114,9 @@ class ModelConfig:
         """The first invalid field, as a message with its name and value; "" if all are valid."""
         for field in fields(self):
             value, is_number = getattr(self, field.name), field.type in (int, float)
-            if is_number and not (type(value) in (int, field.type) and 0 < value <= LARGEST):
-                expected = f"{TYPE_NAMES[field.type]} above 0 and up to {LARGEST:g}"
+            largest = LARGEST_THETA if field.name == "rope_theta" else LARGEST
+            if is_number and not (type(value) in (int, field.type) and 0 < value <= largest):
+                expected = f"{TYPE_NAMES[field.type]} above 0 and up to {largest:g}"
                 return f"{field.name}={value!r}: expected {expected}"
             if field.type is bool and type(value) is not bool:
                 return f"{field.name}={value!r}: expected true or false"
@@ -148,6 +147,32 @@ class ModelConfig:
         if not raw.pop("rope"):
             raw["rope_scaling"] = {"rope_type": "none"}       # so that transformers 4 refuses the folder, too
         (Path(folder) / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def json_object(path):
+    """The JSON object in a file. ValueError names the file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def declared_ends(folder):
+    """The ids of eos_token_id in a folder's config.json and generation_config.json, where these files exist.
+
+    ValueError names the file with something else in its place.
+    """
+    found = []
+    for path in (Path(folder) / "config.json", Path(folder) / "generation_config.json"):
+        value = json_object(path).get("eos_token_id") if path.is_file() else None
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int for i in ids):
+            raise ValueError(f"{path}: eos_token_id={value!r}: expected an id or a list of ids")
+        found += ids
+    return [*dict.fromkeys(found)]
 
 
 def rope_tables(position_BT, head_dim, theta, dtype, scaling=None):
@@ -563,7 +588,10 @@ def weight_files(folder):
 
 
 def load_tokenizer(folder):
-    """Load a folder's tokenizer with AutoTokenizer. ValueError if it has none, or one that loses text."""
+    """Load a folder's tokenizer with AutoTokenizer, with the folder's `declared_ends` as an attribute.
+
+    ValueError if it has none, or one that loses text.
+    """
     from transformers import AutoTokenizer  # takes seconds to import; only this function needs it
 
     if not (path := Path(folder) / "tokenizer.json").is_file():
@@ -578,4 +606,5 @@ def load_tokenizer(folder):
         raise ValueError(f"{folder}: tokenizer.json or tokenizer_config.json: {reason}") from None
     if back != sample:
         raise ValueError(f"{folder}: the tokenizer loses text: {sample!r} comes back as {back!r}")
+    tokenizer.declared_ends = declared_ends(folder)           # for the chat, which has no other of its files
     return tokenizer

@@ -188,11 +188,12 @@ def chunks(answer):
 def unpack(path, folder, force):
     """Unpack an archive, each file under another name until it is complete; files that are there stay.
 
-    DownloadError, and the archive is removed, if it is damaged or has a file that would leave the folder.
+    DownloadError, and the archive is removed, if it is damaged or `check_names` refuses a name in it.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            members = [member for member in archive.infolist() if not member.is_dir()]
+            members = [member for member in archive.infolist() if not member.filename.endswith("/")]
+            check_names([member.filename for member in members])
             with progress(f"unpacking {path.name}", len(members), 0, "files") as advance:
                 for member in members:
                     unpack_file(archive, member, folder, force)
@@ -203,12 +204,20 @@ def unpack(path, folder, force):
                             "command again, or --mirror takes another address") from error
 
 
+def check_names(names):
+    """ValueError for a file's name that is outside the folder, or is the name of a folder as well."""
+    folders = {folder for name in names for folder in PurePosixPath(name).parents}
+    for name in names:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name:
+            raise ValueError(f"it has a file {name!r:.60}, outside its folder")
+        if path in folders:
+            raise ValueError(f"it has a file {name!r:.60} that is a folder as well")
+
+
 def unpack_file(archive, member, folder, force):
     """Unpack one file of an archive; one that is there in its full size stays, unless `force`."""
-    name = PurePosixPath(member.filename)
-    if name.is_absolute() or ".." in name.parts or "\\" in member.filename or ":" in member.filename:
-        raise ValueError(f"it has a file {member.filename!r:.60}, outside its folder")
-    target = folder.joinpath(*name.parts)
+    target = folder / member.filename
     if not force and target.is_file() and target.stat().st_size == member.file_size:
         return
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ class Belief:
         self.where = {}                    # {object: the receptacle where it was last seen}
         self.holding = None                # the object in the player's hand
         self.origin = None                 # the receptacle from which it was taken
+        self.refused = set()               # (object type, receptacle) of refused moves, see _move_refused
         self.clean, self.hot, self.cool, self.lit = set(), set(), set(), set()
         self.looked = set()                # commands that only look, since the last change of state
 
@@ -65,9 +66,24 @@ class Belief:
         return self.at is not None and receptacle in self.colocated[self.at]
 
     def _refused(self, command, names):
+        if not self.at or not names or names[-1] not in self.colocated:
+            return
         # "go to" is refused only for receptacles at the present location
-        if self.at and names and names[0] in self.colocated and command == f"go to {names[0]}":
-            self._join(names[0])
+        if command == f"go to {names[-1]}":
+            self._join(names[-1])
+        elif self.holding and command == f"move {self.holding} to {names[-1]}":
+            self._move_refused(names[-1])
+
+    def _move_refused(self, receptacle):
+        """Remember that no receptacle of this type accepts objects of the type in hand.
+
+        If its door may have been closed, another one of its type may accept them: remember this one only.
+        """
+        if not self.is_near(receptacle) or receptacle in self.closed:
+            return
+        is_open = receptacle in self.searched or receptacle == self.origin
+        self.refused.update((type_of(self.holding), name) for name in self.receptacles
+                            if name == receptacle or (is_open and type_of(name) == type_of(receptacle)))
 
     def _join(self, receptacle):
         if receptacle in self.colocated and self.at:
@@ -197,6 +213,19 @@ def holds_wrong_object(belief):
     return belief.holding is not None and type_of(belief.holding) != belief.goal.object
 
 
+def places_to_put_down(belief):
+    """Where the object in hand may be put: here, or where it was taken from.
+
+    Once that has refused it: every receptacle that has not, those within reach first.
+    """
+    places = [name for name in belief.receptacles if (type_of(belief.holding), name) not in belief.refused]
+    near = [name for name in places if belief.is_near(name)]
+    if belief.origin in places:
+        return [name for name in places
+                if name == belief.origin or (name in near and name not in belief.closed)]
+    return near or places
+
+
 def plan(belief):
     """(receptacle, command) pairs: go to the receptacle, open it if necessary, and give the command.
 
@@ -207,9 +236,8 @@ def plan(belief):
         return [(belief.where[name], f"take {name} from {belief.where[name]}")
                 for name in unplaced_objects(belief)]
     if holds_wrong_object(belief):
-        places = {name for name in belief.colocated[belief.at] if name not in belief.closed} | {belief.origin}
-        found = unplaced_objects(belief)
-        return [(place, f"move {holding} to {place}") for place in sorted(places)] if found else []
+        places = places_to_put_down(belief) if unplaced_objects(belief) else []
+        return [(place, f"move {holding} to {place}") for place in places]
     if goal.toggle:
         return [(place, f"use {lamp}") for lamp, place in belief.where.items()
                 if type_of(lamp) == goal.toggle]
@@ -223,7 +251,7 @@ def plan(belief):
 def next_steps(belief):
     """The plan's pairs within reach, or all of them if none is: leaving a usable target is no progress."""
     steps = plan(belief)
-    if holds_wrong_object(belief):   # receptacles within reach may refuse the object, its origin does not
+    if holds_wrong_object(belief):   # what is within reach may refuse it: to go to its origin is progress too
         return steps
     return [step for step in steps if belief.is_near(step[0])] or steps
 
@@ -232,6 +260,11 @@ def next_command(belief, receptacle, command):
     """The next command on the way to giving `command` at `receptacle`."""
     if not belief.is_near(receptacle):
         return f"go to {receptacle}"
+    return command_here(belief, receptacle, command)
+
+
+def command_here(belief, receptacle, command):
+    """The next command at the receptacle: `command`, or to open it first."""
     # appliances and lamps work behind a closed door, but taking and moving need it open
     if receptacle in belief.closed and command.startswith(("take", "move")):
         return f"open {receptacle}"
@@ -280,11 +313,15 @@ class SearchExpert:
         return next_command(belief, *(is_open or steps)[0])
 
     def _put_down(self, belief):
-        """Put the object down: here if the prior has its type here, else where it was taken from."""
+        """Put the object down: here if the prior has its type here, else where it was taken from.
+
+        If that has refused it, where the prior has its type most often.
+        """
         usual = self.prior.get(type_of(belief.holding), {})
-        stay = type_of(belief.at) in usual and belief.at not in belief.closed
-        place = belief.at if stay else belief.origin
-        return next_command(belief, place, f"move {belief.holding} to {place}")
+        place, command = max(plan(belief), key=lambda step: (
+            step[0] == belief.at and type_of(belief.at) in usual, step[0] == belief.origin,
+            usual.get(type_of(step[0]), 0)))
+        return next_command(belief, place, command)
 
     def _search(self, belief):
         unsearched = [name for name in belief.receptacles if name not in belief.searched]
@@ -397,6 +434,8 @@ def _label(belief, command, refused):
         return "bad"
     command = command.strip()
     needed = {next_command(belief, *step) for step in next_steps(belief)}
+    # an accepted command was within reach, even if the location that two receptacles share is not known yet
+    needed |= {command_here(belief, *step) for step in plan(belief)}
     if command in needed or _is_search(belief, command):
         return "good"
     return "bad" if _undoes(belief, command) or _brings_no_news(belief, command) else None
@@ -431,8 +470,10 @@ def _undoes(belief, command):
 def _brings_no_news(belief, command):
     """Visits, looks, opens, treats or uses again with an answer that is known already."""
     verb, names = command.split(" ", 1)[0], NAME.findall(command)
-    if verb in ("go", "open") or (verb == "examine" and names[0] in belief.colocated):
+    if verb in ("go", "open"):
         return names[0] in belief.searched
+    if verb == "examine" and names[0] in belief.colocated:
+        return names[0] in belief.searched | belief.closed
     if verb in ("clean", "heat", "cool"):
         return names[0] in {"clean": belief.clean, "heat": belief.hot, "cool": belief.cool}[verb]
     return command in belief.looked or (verb == "use" and names[0] in belief.lit)

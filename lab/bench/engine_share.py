@@ -1,4 +1,4 @@
-"""What a fast engine is worth: the engine's share of a training step's seconds, with ALFWorld's own and ours.
+"""What a fast engine is worth: the engine's share of an iteration's seconds, with ALFWorld's own and ours.
 
 The step is TRL's GRPOTrainer (lab/bench/trl_grpo.py) with the small model trained here, on real games behind
 ALFWorld's interface, `AlfredTWEnv`: the installed one and our drop-in. Both start with the same seeds and

@@ -278,7 +278,7 @@ def graphs(bench):
 
 
 def floor(bench):
-    """Seconds of a decoding step of 128 rows of 1,000 tokens, and of 16 rows; the bytes that they must read;
+    """Seconds of a decoding step of 128 rows of 3,000 tokens, and of 16 rows; the bytes that they must read;
     and by these two points the time that does not depend on the bytes, and the share of the bandwidth that
     the rest takes.
     """
@@ -293,12 +293,13 @@ def floor(bench):
     return found | {"estimated_s": estimate}, seconds <= OVER * estimate
 
 
-def decode_step(bench, rows, context=0):
-    """Seconds of a decoding step of so many rows of 1,000 tokens, and the bytes that it must read. context:
-    the most tokens that a row could have.
+def decode_step(bench, rows):
+    """Seconds of a decoding step of so many rows of 3,000 tokens, and the bytes that it must read.
+
+    As in a run, graphs are captured for rows of the whole context, by which attention's splits are planned.
     """
-    model, length = bench.sampler, 40 if bench.tiny else 1000
-    slots = token_slots(bench, rows, max(context, length + 80), 80)     # more than the ticks below draw
+    model, (length, context) = bench.sampler, (40, 512) if bench.tiny else (3000, 16384)
+    slots = token_slots(bench, rows, context, 80)                       # more than the ticks below draw
     slots.begin(range(rows), [[5] * length] * rows, range(rows))
     seconds = bench.seconds(slots.tick) / engine.TICK
     tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
@@ -307,17 +308,16 @@ def decode_step(bench, rows, context=0):
 
 
 def floor_few(bench):
-    """A decoding step of 16 rows, where torch may split a row's keys over blocks of threads and where not.
-
-    Graphs are captured for rows of the whole context, by which torch plans the splits.
+    """A decoding step of 16 rows, where several blocks of threads share a row's keys, and where one reads
+    all.
     """
     used = attention.varlen(bench.device, bench.dtype, bench.shape.head_dim)
     if used and used.cached is attention.cached_by_operator:
         return {"skipped": f"torch {torch.__version__} decides alone when to split"}, True
-    found, context = {}, 512 if bench.tiny else 16384
-    for name, limit in (("split", attention.FEW_ROWS), ("not_split", 0)):
-        with mock.patch.object(attention, "FEW_ROWS", limit):
-            found[f"{name}_s_per_token"], _ = decode_step(bench, min(bench.rows, 16), context)
+    found = {}
+    for name, keys in (("split", attention.SPLIT_KEYS), ("not_split", 10**6)):
+        with mock.patch.object(attention, "SPLIT_KEYS", keys):
+            found[f"{name}_s_per_token"], _ = decode_step(bench, min(bench.rows, 16))
     return found, found["split_s_per_token"] <= 1.05 * found["not_split_s_per_token"]
 
 
@@ -386,7 +386,7 @@ def update_of(model, samples):
     sums = {"policy": dict.fromkeys(update.COUNTED, 0.0)}
     parts, _ = update.weighted_kinds(samples, objective, sums)
     for batch in batching.equal_microbatches(parts["policy"], objective.microbatch_tokens):
-        update.policy_loss(model, batch, objective, {"policy": 1.0}, sums).backward()
+        update.token_loss(model, batch, objective, {"policy": 1.0}, sums).backward()
 
 
 def offload(bench):

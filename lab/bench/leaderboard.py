@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 
+from config import PROTOCOLS
 from infra import files
 from lab.bench.intervals import markdown
 from lab.bench.study import PAPER, ROOT
@@ -35,12 +36,34 @@ def evaluations(folder=REFEREE):
             raise ValueError(f"{name}.json: not a complete evaluation by the referee")
         if result["commit"].endswith("+"):
             raise ValueError(f"{name}.json: its commit {result['commit']} had local changes")
+        if result.get("evaluate_tasks"):
+            raise ValueError(f"{name}.json: --evaluate-tasks={result['evaluate_tasks']} left games out")
         for split, value in result["games_hash"].items():
             known = hashes.setdefault(split, value)
             if known != value:
                 raise ValueError(f"{name}.json: its games of {split} ({value}) are not those of the other "
                                  f"rows ({known})")
+    numbers = numbers_of_games(found)
+    for name, result in found.items():
+        for split, games in result["outcomes"].items():
+            if plays_all_games(result) and len(games) < numbers[split]:
+                raise ValueError(f"{name}.json: {len(games)} games of {split}, another row has "
+                                 f"{numbers[split]}")
     return found
+
+
+def plays_all_games(result):
+    """Whether a row's protocol plays every game of a split, rather than some that it draws."""
+    return not PROTOCOLS[result["protocol"]].draws
+
+
+def numbers_of_games(found):
+    """{split: how many games it has}, of those that a row plays all of."""
+    numbers = {}
+    for result in filter(plays_all_games, found.values()):
+        for split, games in result["outcomes"].items():
+            numbers[split] = max(len(games), numbers.get(split, 0))
+    return numbers
 
 
 def success(rate):
@@ -98,10 +121,11 @@ def commands(found):
 
 
 def hashes(found):
-    """The games of all rows: how many, and their hash."""
-    result = next(iter(found.values()))
-    return [", ".join(f"{split} `{value}` ({len(result['outcomes'][split])} games)"
-                      for split, value in result["games_hash"].items()) + ".", ""]
+    """The games of all rows: their hash and, if a row plays all of them, how many."""
+    values = {split: value for result in found.values() for split, value in result["games_hash"].items()}
+    numbers = {split: f" ({n} games)" for split, n in numbers_of_games(found).items()}
+    return [", ".join(f"{split} `{values[split]}`{numbers.get(split, '')}" for split in sorted(values)) + ".",
+            ""]
 
 
 def published(stored, paper):

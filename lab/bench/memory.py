@@ -183,9 +183,9 @@ def update_bytes(model, batch):
     for parameter in trained(model):                     # FSDP reduces a layer's gradients at once
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with Meter() as meter:
-        *where, target_N, advantage_N, weight_N, old_N, _, _, allowed = batching.collate(batch, model)
-        logprob_N, _ = logprobs.token_logprobs(model, *where, target_N, 1.0, allowed, entropies=True)
-        (weight_N * advantage_N * (logprob_N - old_N).exp()).sum().backward()
+        given = batching.collate(batch, model)
+        logprob_N, _ = logprobs.token_logprobs(model, *given.inputs, 1.0, given.allowed, entropies=True)
+        (given.weight_N * given.advantage_N * (logprob_N - given.old_N).exp()).sum().backward()
     return meter.peak
 
 

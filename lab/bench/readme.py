@@ -206,7 +206,7 @@ def losses_row(result, name, _):
 
 
 def share_row(result, name, _):
-    """An engine: seconds of a training step, the engine's part of them, and that as a share."""
+    """An engine: seconds of an iteration, the engine's part of them, and that as a share."""
     row = next(row for row in result["rows"] if row["row"] == name)
     return [name, f"{row['step_s']:.1f} s", f"{row['engine_s']:.2f} s",
             f"{100 * row['engine_s'] / row['step_s']:.1f} %"]

@@ -194,8 +194,9 @@ def similarity(model, candidates, seed):
 
 def response_logprobs(model, samples):
     """Log-probability of each response in nats, in the model's own precision, with gradient."""
-    ids_1M, layout, select, target_N, *_ = batching.collate(samples, model)
-    token_N = model(ids_1M, layout, select).log_softmax(-1).gather(1, target_N[:, None])[:, 0]
+    given = batching.collate(samples, model)
+    logprob_NV = model(given.ids_1M, given.attention, given.select).log_softmax(-1)
+    token_N = logprob_NV.gather(1, given.target_N[:, None])[:, 0]
     return torch.stack([part.sum() for part in token_N.split([sum(sample.sampled) for sample in samples])])
 
 

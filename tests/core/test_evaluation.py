@@ -237,7 +237,7 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
     (["--player", "http://a/v1", "--dtype", "float32"], "--dtype: not read if the player is a server"),
     (["--player", "expert", "--lr", "1"], "--lr: no flag of the referee"),
     (["--player", "http://a:b@c/v1"], "--player: expected a base URL"),
-    (["--player", "nowhere"], "--player=nowhere: nowhere/tokenizer.json: not found"),
+    (["--player", "nowhere"], "--player=nowhere: nowhere: no such folder"),
     (["--player", "expert", "--protocol", "gigpo"], "--protocol=gigpo: expected one of full"),
 ])
 def test_a_wrong_flag_is_one_line_before_any_work(flags, expected, tmp_path, capsys):

@@ -378,6 +378,7 @@ def test_no_judge_prompt_changes_when_the_future_does(chat):
     ("think", "<think>a < b\n</think>\n<judge>good</judge>", "good"), ("think", "good", None),
     ("think", "<judge>good", None), ("think", "<judge></judge>", None), ("think", "", None),
     ("think", "<judge>good</judge><judge>bad</judge>", None), ("think", "<judge>good or bad</judge>", None),
+    ("think", "<think>a</think> <judge>good</judge><think>b</think><judge>bad</judge>", None),
     ("think", "<judge>good</judge> it was", None), ("think", "<think>so <judge>bad</judge>", None)])
 def test_answers_to_verdicts(style, text, verdict):
     assert judge.parse_verdict(text, style) == verdict

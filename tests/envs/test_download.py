@@ -262,15 +262,39 @@ def test_a_damaged_file_in_an_archive_never_appears(get, mirror, archives, tmp_p
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out", "a\\..\\out"])
+@pytest.mark.parametrize("name", ["../out", "/out", "a/../../out", "a\\..\\out", ".", "NUL"])
 def test_an_archive_cannot_write_outside_its_folder(get, mirror, tmp_path, name):
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr(name, "x")
-    mirror.files[LABELS] = packed.getvalue()
+    mirror.files[LABELS] = packed.getvalue().replace(b"NUL", b"\0UL")       # zipfile reads an empty name
     status, _, err = get("--to", str(tmp_path / "a" / "b"))
     assert status == 2 and "outside its folder" in err
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("a", "a/b/c")])
+def test_a_file_that_is_a_folder_as_well_is_no_error_of_the_disk(get, mirror, archives, tmp_path, names):
+    """What could not be unpacked was kept, and failed again in each run."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name in names:
+            archive.writestr(name, "x")
+    mirror.files[LABELS] = packed.getvalue()
+    status, _, err = get()
+    assert status == 2 and "not the archive it should be: it has a file 'a' that is a folder as well" in err
+    assert [*tmp_path.iterdir()] == []
+    mirror.files[LABELS] = archives[LABELS]
+    assert get()[0] == 0
+
+
+@pytest.mark.fast
+def test_a_file_in_the_way_of_a_folder_costs_no_archive(get, tmp_path):
+    (tmp_path / "json_2.1.1").write_text("mine")
+    status, _, err = get()
+    assert status == 2 and f"{tmp_path / 'json_2.1.1'}" in err and "what has arrived is kept" in err
+    assert left(tmp_path) == [LABELS] and (tmp_path / "json_2.1.1").read_text() == "mine"
 
 
 @pytest.mark.fast

@@ -5,9 +5,11 @@ Tests that play need requirements-scienceworld.txt, and are skipped without it.
     python -m pytest tests/envs/test_scienceworld.py    # 3 minutes, 1 of them for the gold paths of 30 tasks
 """
 
+import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -424,6 +426,40 @@ def test_java_that_does_not_start_loses_the_episode(game, monkeypatch):
         game.reset(task_of("boil", 0))
     monkeypatch.undo()
     assert game.reset(task_of("boil", 0)).admissible
+
+
+@PLAYS
+def test_java_starts_in_a_process_with_a_thousand_open_files():
+    """select.select refuses a file descriptor from 1024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 1200 > hard != resource.RLIM_INFINITY:
+        pytest.skip("needs a limit of 1,200 open files: ulimit -Hn")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    crowded = new_game()
+    try:
+        with contextlib.ExitStack() as files:
+            while files.enter_context(open(os.devnull)).fileno() < 1024:
+                pass
+            assert crowded.reset(task_of("boil", 0)).admissible
+            assert crowded.jvm.process.stdout.fileno() > 1023
+    finally:
+        crowded.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@PLAYS
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_no_java_is_left_whatever_stops_its_start(monkeypatch, error):
+    started = []
+
+    def fail(jvm, _):
+        started.append(jvm.process)
+        raise error
+
+    monkeypatch.setattr(scienceworld.Jvm, "_connect", fail)
+    with pytest.raises(error):
+        scienceworld.Jvm(scienceworld.HEAP, 60.0)
+    assert started[0].poll() == -signal.SIGKILL
 
 
 @PLAYS

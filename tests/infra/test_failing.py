@@ -49,7 +49,7 @@ def main(kind, out, *flags):
         engine.sample_tokens = failing(out, FULL)
     if kind == "training":
         job.PATIENCE_S = 5               # the other rank is waited for so long
-        update.policy_loss = failing(out, FULL) if rank == 1 else stuck
+        update.token_loss = failing(out, FULL) if rank == 1 else stuck
     if kind == "bug" and rank == 1:
         gcd.assign_credit = failing(out, AssertionError("a turn without a reward"))
     return gcd.main([*TINY, "--out", str(out / "run"), *flags])

@@ -50,13 +50,39 @@ def test_the_scripts_rows_hold_each_game_of_each_split():
 
 @pytest.mark.parametrize("changes, named", [
     ({"complete": False}, "mine.json: not a complete evaluation"), ({"player": None}, "not a complete"),
-    ({"games_hash": {"L1": "other"}}, "its games of L1 (other) are not those of the other rows")])
+    ({"games_hash": {"L1": "other"}}, "its games of L1 (other) are not those of the other rows"),
+    ({"evaluate_tasks": 5}, "mine.json: --evaluate-tasks=5 left games out"),
+    ({"outcomes": EVALUATIONS["expert"]["outcomes"] | {"L1": EVALUATIONS["expert"]["outcomes"]["L1"][:9]}},
+     "mine.json: 9 games of L1, another row has 134")])
 def test_a_row_of_other_games_or_an_unfinished_one_is_refused(tmp_path, changes, named):
     stored = EVALUATIONS["expert"]
     files.write_json(tmp_path / "expert.json", stored)
     files.write_json(tmp_path / "mine.json", stored | changes)
     with pytest.raises(ValueError, match=re.escape(named)):
         leaderboard.evaluations(tmp_path)
+
+
+def test_the_row_with_games_missing_is_named_though_it_comes_first(tmp_path):
+    stored = EVALUATIONS["expert"]
+    files.write_json(tmp_path / "a.json", stored | {"outcomes": {"L1": stored["outcomes"]["L1"][:9]}})
+    files.write_json(tmp_path / "b.json", stored)
+    with pytest.raises(ValueError, match="a.json: 9 games of L1, another row has 134"):
+        leaderboard.evaluations(tmp_path)
+
+
+def test_the_games_are_those_of_all_rows_and_drawn_ones_are_not_counted(tmp_path):
+    """A row of one split, whose name came first, hid the other splits."""
+    stored = EVALUATIONS["expert"]
+    of = {split: {key: {split: stored[key][split]} for key in ("games_hash", "outcomes", "splits")}
+          for split in leaderboard.SPLITS}
+    drawn = {"protocol": "rlvmr", "outcomes": {"L0": stored["outcomes"]["L0"][:88]}}
+    files.write_json(tmp_path / "a.json", stored | of["L0"] | drawn)
+    files.write_json(tmp_path / "b.json", stored | of["L2"] | {"protocol": "eight"})
+    found = leaderboard.evaluations(tmp_path)
+    assert leaderboard.hashes(found)[0] == "L0 `74d433dde27dbad5`, L2 `b34382daf0744198` (38 games)."
+    files.write_json(tmp_path / "c.json", stored)
+    found = leaderboard.evaluations(tmp_path)
+    assert leaderboard.hashes(found) == leaderboard.hashes(EVALUATIONS)
 
 
 def test_a_strangers_text_stays_text():

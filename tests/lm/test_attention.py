@@ -517,15 +517,14 @@ def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("rows, longest_q, window, splits", [
-    (attention.FEW_ROWS, 1, (-1, -1), 1), (attention.FEW_ROWS - 1, 1, (-1, -1), None),
-    (attention.FEW_ROWS - 1, 5, (-1, 0), 1)])
-def test_from_torch_2_12_on_rows_have_lengths_and_splits(torch_with, rows, longest_q, window, splits):
+@pytest.mark.parametrize("longest_k, longest_q, window, splits", [
+    (16384, 1, (-1, -1), 26), (640, 1, (-1, -1), 1), (10**6, 1, (-1, -1), 128), (16384, 5, (-1, 0), 1)])
+def test_from_torch_2_12_on_rows_have_lengths_and_splits(torch_with, longest_k, longest_q, window, splits):
     torch_with(of_2_13)
     used = attention.varlen(META, torch.bfloat16, 64)
     assert used.causal(*[None] * 5, longest_q, 9)["window_size"] == (-1, 0)
-    keys_B = torch.ones(rows)
-    assert used.cached(*[None] * 5, longest_q, 9, keys_B) == {
+    keys_B = torch.ones(3)
+    assert used.cached(*[None] * 5, longest_q, longest_k, keys_B) == {
         "max_q": longest_q, "window_size": window, "seqused_k": keys_B, "num_splits": splits}
 
 
@@ -668,12 +667,12 @@ def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, wit
     meta = on_meta(model).float()
     if packed:
         with_varlen(lambda query, key, value, *_: query + key.mean() + value.mean())
-    *where, target_N, advantage_N, weight_N, old_N, _, _, allowed = batching.collate(samples, meta)
-    assert isinstance(where[1], attention.Packed if packed else attention.Masked)
+    given = batching.collate(samples, meta)
+    assert isinstance(given.attention, attention.Packed if packed else attention.Masked)
     with HostReads():
-        logprob_N, entropy_N = logprobs.token_logprobs(meta, *where, target_N, 1.0, allowed, entropies=True)
-        loss_N, _ = clipped_surrogate((logprob_N - old_N).exp(), advantage_N, 0.2, 0.28, 0.0)
-        (weight_N * loss_N).sum().backward()
+        logprob_N, _ = logprobs.token_logprobs(meta, *given.inputs, 1.0, given.allowed, entropies=True)
+        loss_N, _ = clipped_surrogate((logprob_N - given.old_N).exp(), given.advantage_N, 0.2, 0.28, 0.0)
+        (given.weight_N * loss_N).sum().backward()
     assert all(p.grad is not None for p in meta.parameters())
 
 

@@ -181,6 +181,17 @@ def test_greedy_answers_equal_transformers_generate(either, chat, tmp_path):
     assert len({tuple(answer.ids) for answer, in ours}) > 1
 
 
+@pytest.mark.fast
+def test_without_prompts_nothing_is_sampled_and_an_empty_prompt_is_refused(model):
+    """It was answered from the logits of another row."""
+    slots = engine.Slots(model, 2, 32, (1,), Sampling())
+    assert engine.generate(slots, [], []) == []
+    with pytest.raises(AssertionError, match="an empty prompt"):
+        engine.generate(slots, [[], [3]], [1, 2])
+    with pytest.raises(ValueError, match="^max_response_tokens=0: expected 1 or more$"):
+        Sampling(max_response_tokens=0)
+
+
 # Drawing one token
 
 @pytest.mark.fast

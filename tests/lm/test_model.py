@@ -375,6 +375,25 @@ def test_a_tied_folder_with_another_lm_head_is_refused(tmp_path):
         m.load_pretrained(tmp_path)
 
 
+def test_rope_theta_may_be_that_of_a_million_positions(tmp_path):
+    small_config(rope_theta=3580165449.0, model_type="llama").save(tmp_path)      # Llama-3-8B-1048k's
+    assert m.ModelConfig.load(tmp_path).rope_theta == 3580165449.0
+
+
+def test_stop_tokens_are_those_of_both_files(tmp_path):
+    """config.json's and generation_config.json's, which a saved folder lacks."""
+    small_config(eos_token_id=5).save(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 3]}')
+    config = m.ModelConfig.load(tmp_path)
+    assert config.eos_token_id == [5, 3]
+    (tmp_path / "saved").mkdir()
+    config.save(tmp_path / "saved")
+    assert m.ModelConfig.load(tmp_path / "saved") == config
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "two"}')
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id='two': expected an id"):
+        m.ModelConfig.load(tmp_path)
+
+
 def test_rope_theta_is_read_from_either_field(tmp_path):
     small_config(rope_theta=5.0).save(tmp_path)
     path = tmp_path / "config.json"
@@ -385,7 +404,8 @@ def test_rope_theta_is_read_from_either_field(tmp_path):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"model_type": "gemma"}, "model_type='gemma'"), ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
+    ({"model_type": "gemma"}, "model_type='gemma' is not implemented; implemented: llama, qwen2, qwen3$"),
+    ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
     ({"model_type": ["qwen3"]}, r"model_type=\['qwen3'\]"), ({"model_type": None}, "model_type=None"),
     ({"model_type": "qwen3", "attention_bias": True}, "attention_bias=True is not implemented"),
     ({"model_type": "llama", "attention_bias": True}, "attention_bias=True is not implemented"),
@@ -393,11 +413,12 @@ def test_rope_theta_is_read_from_either_field(tmp_path):
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
     ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ({"eos_token_id": "two"}, "eos_token_id='two'"),
+    ({"eos_token_id": "two"}, "eos_token_id='two'"), ({"eos_token_id": [1, "two"]}, "eos_token_id=.1, 'two'"),
     ({"rope_scaling": LLAMA3 | {"factor": None}}, "RoPE scaling's factor=None: expected a number above 0"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0: not below high_freq_factor"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling.*yarn"),
     ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling.*linear"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}}, "RoPE scaling.*yarn"),
     ({"hidden_size": None}, "hidden_size"),
     ({"vocab_size": None}, "vocab_size"),
     ({"hidden_size": "16"}, "hidden_size='16': expected an integer above 0"),
@@ -410,6 +431,7 @@ def test_rope_theta_is_read_from_either_field(tmp_path):
     ({"rope_theta": 0, "rope_parameters": None}, "rope_theta=0: expected a number"),
     ({"rope_parameters": {"rope_theta": 0}}, "rope_theta=0: expected a number"),
     ({"rope_theta": float("nan"), "rope_parameters": None}, "rope_theta=nan"),
+    ({"rope_parameters": {"rope_theta": 1e16}}, "rope_theta=1e.16: expected .* up to 1e.12"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no': expected true or false"),
     ({"rope_scaling": "yarn"}, "rope_parameters='yarn'"), ({"layer_types": 3}, "layer_types=3"),

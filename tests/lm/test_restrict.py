@@ -358,9 +358,9 @@ def test_an_admissible_command_follows_the_thought_in_qwens_tokens(style, qwen_t
 @pytest.mark.fast
 @pytest.mark.parametrize("style", HEADS)
 def test_commands_of_a_tokenizer_that_begins_each_text_with_a_space(style):
-    """Llama 2's and others of SentencePiece do: the end of a response alone would begin with one."""
+    """Some of SentencePiece's do: the end of a response alone would begin with one."""
     bpe = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
-    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     alphabet = trainers.BpeTrainer(initial_alphabet=["\n", "▁", *map(chr, range(33, 127))], vocab_size=300)
     bpe.train_from_iterator(["go to cabinet 1"], alphabet)

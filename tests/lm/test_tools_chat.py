@@ -202,6 +202,26 @@ def test_a_template_whose_calls_have_another_form_is_refused(tokenizer):
         make_chat(tokenizer)
 
 
+ROLES = """{% if tools %}{{ '<|im_start|>system\n<tool_call> ' + tools | tojson + '<|im_end|>\n' }}{% endif %}
+{%- for m in messages %}{% if m.role in roles %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{{
+'<|im_end|>\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%
+endif %}"""
+
+
+@pytest.mark.parametrize("lost", ["system", "tool"])
+def test_a_template_without_the_rules_or_the_tools_answers_is_refused(qwen_tokenizer, lost):
+    """A game was played without them, and nothing said so."""
+    tokenizer, roles = copy.copy(qwen_tokenizer), ["system", "user", "assistant", "tool"]
+    tokenizer.chat_template = ROLES.replace("roles", str(roles))
+    chat = make_chat(tokenizer)
+    assert chat.environment.rules in tokenizer.decode(chat.observe(Reply("Bake a cake."), True))
+    assert "It is." in tokenizer.decode(chat.observe(reply("It is.")))
+    roles.remove(lost)
+    tokenizer.chat_template = ROLES.replace("roles", str(roles))
+    with pytest.raises(ValueError, match="^--model=.*: its chat template leaves out the rules, the"):
+        make_chat(tokenizer)
+
+
 def test_a_demonstration_is_read_back_as_its_calls(tokenizer):
     for style in ("think", "tags"):
         chat = make_chat(tokenizer, style)
@@ -232,6 +252,9 @@ def test_an_environments_words_replace_the_runs(qwen3):
     assert "user\nHigher.\n\nAnswer in brackets, such as [7].<|im_end|>" in later
     assert chat.parse("<think>[3]?</think> I say [4] < 5.") == ("[4]", None) == chat.parse("[4]")
     assert chat.parse("<think>[3]</think> none") == (None, None)
+    for unclosed in ("<think>maybe [3], no, rather", "<think>[3]</think><think>or [4]",
+                     "<think>a</think>[3]<think>b</think>[4]"):
+        assert chat.parse(unclosed) == (None, None)
     with pytest.raises(PluginError, match="parse: it returned 7; expected text or None"):
         chat.parse("seven")
     tags = make_chat(qwen3, "tags", Own())
