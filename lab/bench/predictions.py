@@ -17,8 +17,8 @@ interval the mean is compared, of a list every value. A query is a path or a cal
     ["over", QUERY, QUERY]                                                      # a function of CALLS
 
 A step of a path is a key, an index, [start, end] (a slice), "*" (each element), or {field: value} (the one
-element of a list that has these fields). Numbers and texts among a call's arguments are constants. Functions
-of numbers apply to each element of a list.
+element of a list that has these fields). Numbers and texts among a call's arguments are constants; those of
+"cells" are a path. Functions of numbers apply to each element of a list.
 
 A claim that no number decides has {"undecided": reason} in place of query and bound. A claim whose runs are
 to come has a query, a bound and {"pending": reason}; "pending" is an error as soon as the query has a value.
@@ -34,7 +34,7 @@ import re
 import sys
 
 from infra import files
-from lab.bench.intervals import markdown, sign_of
+from lab.bench.intervals import interval, markdown, sign_of
 from lab.bench.study import RESULTS, ROOT, below_root
 
 SOURCE, PAGE = ROOT / "lab" / "predictions.json", ROOT / "lab" / "predictions.md"
@@ -66,7 +66,8 @@ def value_of(query):
         return read(query[0], query[1:])
     if query[0] not in CALLS:
         raise ValueError(f"query {query[0]!r}: expected a file or one of {', '.join(CALLS)}")
-    return CALLS[query[0]](*map(value_of, query[1:]))
+    steps = query[0] == "cells"                              # its arguments are a path, not queries
+    return CALLS[query[0]](*(query[1:] if steps else map(value_of, query[1:])))
 
 
 def read(name, steps):
@@ -185,9 +186,14 @@ def side_of_zero(mean, half):
     return {0: "includes 0", 1: "above 0", -1: "below 0"}[sign_of({"mean": mean, "half": half})]
 
 
-def by_seed(interval):
+def by_seed(found):
     """The values of an interval's seeds, in the order of seeds."""
-    return [interval["seeds"][seed] for seed in sorted(interval["seeds"], key=int)]
+    return [found["seeds"][seed] for seed in sorted(found["seeds"], key=int)]
+
+
+def average(values):
+    """The mean of a list of numbers; of a list of lists, that of each."""
+    return [*map(average, values)] if isinstance(values[0], list) else sum(values) / len(values)
 
 
 CALLS = {
@@ -197,7 +203,8 @@ CALLS = {
     "low": of_interval(lambda mean, half: mean - half), "high": of_interval(lambda mean, half: mean + half),
     "half": of_interval(lambda mean, half: half), "zero": of_interval(side_of_zero),
     "seeds": by_seed, "n": len, "given": lambda condition, value: value,
-    "average": lambda values: sum(values) / len(values), "largest": max, "smallest": min,
+    "average": average, "interval": lambda of_seeds: interval(dict(enumerate(of_seeds))),
+    "largest": max, "smallest": min,
     "above": lambda values, limit: sum(value > limit for value in values),
     "below": lambda values, limit: sum(value < limit for value in values),
     "equal": lambda a, b: sum(x == y for x, y in zip(a, b, strict=True)),
@@ -303,7 +310,8 @@ def page(groups):
              "says which runs were known), in the wording of that time; only paths follow the files. What "
              "came out is read from the stored results below lab/results, claim by claim; numbers are means "
              "over seeds with half their 95 % intervals, and success is in per cent or points. A claim about "
-             "several numbers holds if each of them does. This page is made from lab/predictions.json by "
+             "several numbers holds if each of them does. Where the rule of a verdict was mended afterwards, "
+             "the claim or its section says so. This page is made from lab/predictions.json by "
              "`python -m lab.bench.predictions`, which fails on a claim without an outcome.", "",
              *markdown(["study", "claims", "held", "**failed**", "not decided", "not run yet"],
                        [counts(group["study"], found, [group]) for group in groups]

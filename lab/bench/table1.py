@@ -47,6 +47,9 @@ def collect(config, cells):
     rows = {name: {split: summary([cell for cell in stored if cell["row"] == name], split)
                           | paper_number(paper, config, name, split) for split in config["splits"]}
             for name in names}
+    for part in (part for row in rows.values() for part in row.values()):
+        if len(part["seeds"]) < len(config["seeds"]):
+            part["of"] = len(config["seeds"])
     return {key: config[key] for key in ("what", "benchmark", "seeds", "splits", "paper_model")} | {
         "ran": what_ran(config, stored), "rows": rows,
         "differences": {f"{a} - {b}": difference(rows[a], rows[b]) for a, b in config["differences"]},
@@ -124,7 +127,8 @@ def what_ran(config, stored):
 
 def judges(config, names, stored):
     """Mean over seeds of each row's judge metrics in the last ten iterations of its training run, the first
-    in the config's order if there are several; omits rows without a judge.
+    in the config's order if there are several; omits rows without a judge. "of": {metric: [number of seeds
+    that have it, the config's]} where these are fewer.
     """
     result = {}
     for name in names:
@@ -134,6 +138,10 @@ def judges(config, names, stored):
             found = [judge for judge in found if judge.get("auc") is not None]
             if found and name not in result:
                 result[name] = {key: mean_known(judge.get(key) for judge in found) for key in JUDGE}
+                known = {key: sum(judge.get(key) is not None for judge in found) for key in JUDGE}
+                n = len(config["seeds"])
+                if of := {key: [k, n] for key, k in known.items() if 0 < k < n}:
+                    result[name]["of"] = of
     return result
 
 
@@ -194,9 +202,18 @@ def successes(row, seeds, sign=""):
 
 
 def shares_text(row, head):
-    """The share of turns in a column of OF_TURNS on each split, in per cent."""
+    """The share of turns in a column of OF_TURNS on each split, in per cent; with the number of seeds if a
+    split with a share has fewer than the config (the fewest).
+    """
     shares = [split.get(OF_TURNS[head]) for split in row.values()]
-    return "/".join(number(share and 100 * share, ".0f") for share in shares)
+    few = min(((len(split["seeds"]), split["of"]) for split, share in zip(row.values(), shares)
+               if share is not None and "of" in split), default=None)
+    return "/".join(number(share and 100 * share, ".0f") for share in shares) + few_text(few)
+
+
+def few_text(few):
+    """(k, n), k of n seeds, as " (k/n)"; of None ""."""
+    return " ({}/{})".format(*few) if few else ""
 
 
 def paper_text(row):
@@ -230,7 +247,8 @@ def score_text(result, splits):
 
 def judge_text(result):
     """Table of judge metrics; no lines if no row has a judge."""
-    rows = [[name, *(number(judge[key], ".2f") for key in JUDGE)] for name, judge in result["judge"].items()]
+    rows = [[name, *(number(judge[key], ".2f") + few_text(judge.get("of", {}).get(key)) for key in JUDGE)]
+            for name, judge in result["judge"].items()]
     head = "The judge, mean over the last ten iterations of each row's first training run, over seeds:"
     return [head, "", *markdown(["judge", *JUDGE], rows)] if rows else []
 

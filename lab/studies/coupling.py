@@ -170,14 +170,21 @@ class Results:
         part = path[-max(1, len(path) // 3):] if late else path[:1]
         return mean_known(point[turns] and point[turns][key] for point in part)
 
+    def late_gaps(self, arm, key):
+        """An arm's late gap by seed, {seed: value}, where it is known."""
+        found = {seed: self.gap(arm, seed, key) for seed in self.seeds}
+        return {seed: value for seed, value in found.items() if value is not None}
+
     def differences(self, key):
         """{arm: late gap of +GCD minus that arm's, an interval over seeds}, without the value head."""
-        def known(arm):
-            found = {seed: self.gap(arm, seed, key) for seed in self.seeds}
-            return {seed: value for seed, value in found.items() if value is not None}
-
         others = [arm for arm in self.arms if arm not in JUDGES.values()] if "grpo+gcd" in self.arms else []
-        found = {arm: paired(known("grpo+gcd"), known(arm)) for arm in others}
+        found = {arm: paired(self.late_gaps("grpo+gcd", key), self.late_gaps(arm, key)) for arm in others}
+        return {arm: difference for arm, difference in found.items() if difference["mean"] is not None}
+
+    def less_grpo(self, key):
+        """{arm: its late gap minus GRPO's, an interval over seeds}."""
+        others = [arm for arm in self.arms if arm != "grpo"] if "grpo" in self.arms else []
+        found = {arm: paired(self.late_gaps(arm, key), self.late_gaps("grpo", key)) for arm in others}
         return {arm: difference for arm, difference in found.items() if difference["mean"] is not None}
 
     def judges(self):
@@ -309,11 +316,13 @@ def figure_10b(results):
     if it is not below 0 and its interval is above -SMALL; else "not measurable". Norms decide nothing."""
     known, text = results.gradients(), []
     for kind, found in known.items():
-        cosine = "unknown" if found["cosine"] is None else with_half(found["cosine"], "+.2f")
-        text.append(f"{kind}: cosine {cosine}; between two batches {with_half(found['between'], '+.4f')}, "
-                    f"the policy's own {with_half(found['policy'], '+.3f')}, the judge's "
-                    f"{with_half(found['judge'], '+.3f')}; norm, noise included, "
-                    f"{found['ratio']['mean']:.1f} times the policy's")
+        cosine, *stages = ("unknown" if of is None else with_half(of, "+.2f")
+                           for of in (found["cosine"], *found["stages"].values()))
+        along = ", ".join(f"{one} at iteration {k}" for k, one in zip(found["stages"], stages))
+        text.append(f"{kind}: cosine {cosine} ({along}); between two batches "
+                    f"{with_half(found['between'], '+.4f')}, the policy's own "
+                    f"{with_half(found['policy'], '+.3f')}, the judge's {with_half(found['judge'], '+.3f')}; "
+                    f"norm, noise included, {found['ratio']['mean']:.1f} times the policy's")
     for kind, lines in results.judges().items():
         mean, error = spread([line["cosine"] for line in lines])
         text.append(f"{kind} in the runs' own steps: cosine {mean:+.3f} (standard error over iterations "
@@ -591,6 +600,7 @@ def main(argv=None):
     common.publish(out, "coupling", command, options.seeds, {
         "without": without, "cells": results.cells, "gradients": results.gradients(),
         "late gap, +GCD minus": {key: results.differences(key) for key in GAPS},
+        "late gap minus GRPO's": {key: results.less_grpo(key) for key in GAPS},
         "similarity minus that of strings": {key: results.less_repetitive(key) for key in ("rms", "hidden")},
     }, figures, text)
     print(text)

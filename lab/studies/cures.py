@@ -63,6 +63,7 @@ FIRST = 3             # seeds of every arm; further ones of those that they do n
 NEW = 10              # seeds from here on confirm what the first ten showed; no table has them
 OWN_LUCK = 20         # in stored cells of seeds from here on, and in all new ones, outcomes and coins are a
                       # seed's own; in those of earlier seeds all had the same
+AS_ONE = "first, as one, + own"       # the first seeds, which share their outcomes, as one, and the last
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
 
@@ -374,13 +375,30 @@ def merged(*tables):
 
 def again(*tables):
     """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones, of those with
-    outcomes of their own, of all, and of all but the new ones, in which GCD's lead was seen.
+    outcomes of their own, of all, and of all but the new ones, in which GCD's lead was seen; of these two
+    also `as_one`.
     """
     first, new, own = tables
     sides = {"first": first, "new": new, "own": own, "first + own": merged(first, own),
-             "all": merged(*tables)}
-    return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
-            for other in ("GRPO", "+GCD, coins")}
+             "all": merged(*tables), "first + new": merged(first, new)}
+    found = {}
+    for other in ("GRPO", "+GCD, coins"):
+        of = {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
+        shared = of.pop("first + new")
+        found[other] = of | {AS_ONE: as_one(of["first"], of["own"]),
+                             "first + new, as one, + own": as_one(shared, of["own"])}
+    return found
+
+
+def as_one(shared, own):
+    """A `pooled` difference whose interval takes the seeds of `shared`, which have the same outcomes, as a
+    single one, their mean; None if one of the two is missing.
+    """
+    if shared is None or own is None:
+        return None
+    both = interval(own["seeds"] | {"shared": statistics.fmean(shared["seeds"].values())})
+    return both | {"removed": [*map(sum, zip(shared["removed"], own["removed"]))],
+                   "n": shared["n"] + own["n"]}
 
 
 def elsewhere(table, own):
@@ -576,6 +594,8 @@ def figures_of(table, fresh, own, found):
 
     below, above = found["removed by leak"].values()
     others = {other: pooled_text(of["first + own"]) for other, of in found["again"].items()}
+    single = " and ".join("not measurable" if of[AS_ONE] is None else with_half(of[AS_ONE], "+.2f")
+                          for of in found["again"].values())
     early, confirmed = (of[ALIVE[0]] for of in found["foretold"].values())
 
     def of_both(measure):
@@ -603,8 +623,9 @@ def figures_of(table, fresh, own, found):
                       f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
                       f"{both('coins', '+GCD', timing='constant rate')}. Over all seeds but the ten in which "
                       "a lead was seen, with a KL and both kinds of embeddings, GCD's q_N less GRPO's "
-                      f"{others['GRPO']}, less that with coin tosses {others['+GCD, coins']}.",
-             "agrees": verdict(merged(table, fresh, own))},
+                      f"{others['GRPO']}, less that with coin tosses {others['+GCD, coins']}; with the first "
+                      f"ten, which share their outcomes, as a single one {single}.",
+             "agrees": verdict(merged(table, own))},
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
              "found": "Of runs that end with less than half of a push on the action in P arriving in N "

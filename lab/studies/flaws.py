@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from lab.bench import jobs
-from lab.bench.intervals import interval, markdown, mean_known
+from lab.bench.intervals import interval, markdown, mean_known, paired
 from lab.studies import common, runs
 from lab.studies.flaw_measures import (
     CLASSES,
@@ -35,6 +35,10 @@ from lab.studies.flaw_measures import (
 PAGE = Path(__file__).with_name("flaws.page.md")
 CONVERGED = 200                          # iterations after which the paper's runs gain no more (Figure 11)
 ENVIRONMENT, SPLIT, ARMS = "household", "dev", ("grpo", "grpo+gcd")
+# Numbers of a final model at temperature 1 in which the arms are compared
+COMPARED = {"probability to repeat": ("repeats", "confidence"), "success": ("own", "success"),
+            "probability of flawed actions": ("confidence", "flawed", "mean"),
+            "flawed share of turns": ("own", "shares", "flawed")}
 
 
 # The runs, and one cell: all models of a run
@@ -86,6 +90,32 @@ def value_and_half(values):
     return {"value": found["mean"], "half": found["half"]}
 
 
+def pooled_ways(results):
+    """`flaw_measures.rise_and_fall` of the turns of all seeds together, and "n": their number, that of risen
+    ones, and of those that have fallen.
+
+    No mean of the seeds' shares: where one turn rises, its fall would count as much as those of ten. Cells
+    store shares, and from them the numbers are computed.
+    """
+    def pooled(temperature, kind):
+        n = [0, 0, 0]
+        for result in results:
+            way = result["ways"][temperature][kind]
+            turns = result["models"][0][temperature]["confidence"][kind]["turns"]
+            risen = round(turns * (way["risen"] or 0))
+            n = [a + b for a, b in zip(n, (turns, risen, round(risen * (way["fallen"] or 0))))]
+        return {"n": n, "risen": n[1] / n[0] if n[0] else None, "fallen": n[2] / n[1] if n[1] else None}
+
+    return {temperature: {kind: pooled(temperature, kind) for kind in ways}
+            for temperature, ways in results[0]["ways"].items()}
+
+
+def known_in(results, *path):
+    """" (k/n)" if a number is known in k of n seeds' results only; "" if in all, or in none."""
+    k = sum(read(result, *path) is not None for result in results)
+    return "" if k in (0, len(results)) else f" ({k}/{len(results)})"
+
+
 def more(short, long, temperature):
     """Final success of the runs twice as long minus that of the others, paired by seed.
 
@@ -99,8 +129,22 @@ def more(short, long, temperature):
     return value_and_half(gains) | {"seeds": gains}
 
 
+def less_first(results, seeds):
+    """{arm: {text of COMPARED: the arm's number minus the first arm's, `paired` over seeds}}.
+
+    results: {arm: cells' results in the order of seeds}.
+    """
+    def known(of_seeds, path):
+        numbers = {seed: read(result, "models", -1, "1.0", *path) for seed, result in zip(seeds, of_seeds)}
+        return {seed: number for seed, number in numbers.items() if number is not None}
+
+    (_, first), *others = results.items()
+    return {arm: {text: paired(known(ours, path), known(first, path)) for text, path in COMPARED.items()}
+            for arm, ours in others}
+
+
 def read(model, *path):
-    """The number at a path of keys of a model's result; None if it or a parent is None."""
+    """The number at a path of keys and indices of a result; None if it or a parent is None."""
     for key in path:
         model = None if model is None else model[key]
     return model
@@ -117,6 +161,12 @@ def with_half(part, form="+.3f"):
     """A value with half its interval as text."""
     half = "" if part is None or part["half"] is None else f" ± {part['half']:{form.strip('+')}}"
     return "not measurable" if part is None else f"{part['value']:{form}}{half}"
+
+
+def way_text(way, what):
+    """The share "risen" or "fallen" of `pooled_ways`, with its numbers."""
+    total, part = way["n"][:2] if what == "risen" else way["n"][1:]
+    return as_text(way[what]) + f" ({part}/{total})" * (way[what] is not None)
 
 
 def repeats_survive(result):
@@ -166,21 +216,30 @@ def no_gain(gain, iterations):
     return "no" if low > 0 else "yes" if high <= 0.05 else "partly"
 
 
-def entries(found, gains, iterations):
-    """The study's results on the paper's four figures, for `common.publish`. iterations: of a usual run."""
+def entries(found, results, gains, iterations):
+    """The study's results on the paper's four figures, for `common.publish`.
+
+    found: {(arm, whether twice as long): its result over seeds}; results: those of its cells. iterations: of
+    a usual run.
+    """
     short = {arm: result for (arm, twice), result in found.items() if not twice}
-    first = next(iter(short.values()))
+    first, of_first = (of[next(iter(found))] for of in (found, results))
 
     def ends(*path):
         """A number at the start and the end of training, for each arm."""
-        texts = [(arm, [as_text(read(result["models"][i], *path), ".2f") for i in (0, -1)])
+        texts = [(arm, [as_text(read(result, "models", i, *path), ".2f")
+                        + known_in(results[arm, False], "models", i, *path) for i in (0, -1)])
                 for arm, result in short.items()]
         return ", ".join(f"{before} to {after} ({title(arm)})" for arm, (before, after) in texts)
 
-    own, fixed = ("chosen", "own"), ("chosen", "initial")
-    way, differences = first["ways"]["1.0"]["flawed"], first["models"][-1]["1.0"]["own"]["won or lost"]
-    raised = first["models"][0]["1.0"]["own"]["raised"]
-    lost = ", ".join(f"{kind} {with_half(differences[kind]['difference'])}" for kind in KINDS)
+    def of_seeds(*path):
+        """A number of the first arm with its interval."""
+        return with_half(read(first, *path)) + known_in(of_first, *path)
+
+    own, fixed, way = ("chosen", "own"), ("chosen", "initial"), first["ways"]["1.0"]["flawed"]
+    raised = of_seeds("models", 0, "1.0", "own", "raised")
+    lost = ", ".join(f"{kind} " + of_seeds("models", -1, "1.0", "own", "won or lost", kind, "difference")
+                     for kind in KINDS)
     gained = "; ".join(f"{title(arm)} {with_half(of_arm['1.0'])}, at temperature 0.4 "
                        f"{with_half(of_arm['0.4'])}" for arm, of_arm in gains.items())
     figures = [
@@ -201,13 +260,14 @@ def entries(found, gains, iterations):
          "assumes.",
          f"Shares of turns in lost episodes minus those in won ones, {title(next(iter(short)))} at its "
          f"end: {lost}. Within a task, an early flaw of the initial model goes with a probability to lose "
-         f"that is higher by r = {with_half(raised)}.", flaws_lose(first)),
+         f"that is higher by r = {raised}.", flaws_lose(first)),
         ("5", "Good actions become consistent; some flawed ones rise with them, and fall only once the "
          "probability of the good ones is high.",
          f"Probability of good actions: {ends('1.0', 'confidence', 'good', 'mean')}; of flawed ones: "
          f"{ends('1.0', 'confidence', 'flawed', 'mean')}; of refused ones: "
-         f"{ends('1.0', 'confidence', 'refused', 'mean')}. Of the flawed {as_text(way['risen'])} rise by "
-         f"{MOVED} or more during training, and {as_text(way['fallen'])} of these have fallen again.",
+         f"{ends('1.0', 'confidence', 'refused', 'mean')}. Of the flawed turns of all seeds "
+         f"{way_text(way, 'risen')} rise by {MOVED} or more during training, and of these "
+         f"{way_text(way, 'fallen')} have fallen again.",
          some_rise(first)),
         ("11", "200 iterations have converged: training on does not improve the model.",
          (f"The claim was not tested: the runs here have {iterations} iterations. "
@@ -308,16 +368,20 @@ def length_of(arm, twice):
 
 # The page
 
-def tables(found):
-    """{placeholder of the page: table}: numbers at start and end of every run, at both temperatures."""
+def tables(found, results):
+    """{placeholder of the page: table}: numbers at start and end of every run, at both temperatures.
+
+    found, results: as of `entries`.
+    """
     def table(columns):
         """columns: {head: (path, function that formats the number)}."""
         rows = []
         for (arm, twice), result in found.items():
-            for model in (result["models"][0], result["models"][-1]):
-                rows += [[length_of(arm, twice), f"{model['done']:g}", temperature,
-                          *(form(read(model, temperature, *path)) for path, form in columns.values())]
-                         for temperature in DASHES]
+            for i in (0, -1):
+                rows += [[length_of(arm, twice), f"{result['models'][i]['done']:g}", temperature,
+                          *(form(read(result, "models", i, temperature, *path))
+                            + known_in(results[arm, twice], "models", i, temperature, *path)
+                            for path, form in columns.values())] for temperature in DASHES]
         return "\n".join(markdown(["arm", "iterations", "temperature", *columns], rows))
 
     def three(value):
@@ -329,7 +393,7 @@ def tables(found):
     def share_of(kind, which):
         return "own", "won or lost", kind, which
 
-    ways = [[length_of(*name), temperature, *(as_text(result["ways"][temperature][kind][what])
+    ways = [[length_of(*name), temperature, *(way_text(result["ways"][temperature][kind], what)
                                               for kind in CLASSES for what in ("risen", "fallen"))]
             for name, result in found.items() for temperature in DASHES]
 
@@ -353,23 +417,15 @@ def tables(found):
                          | {kind: (("own", "shares", kind), three) for kind in KINDS})}
 
 
-def by_seed(results):
-    """Final numbers at temperature 1 of each arm minus the first arm's, by seed, as lines of text.
-
-    results: {arm: cells' results}.
-    """
-    numbers = {"probability to repeat": ("repeats", "confidence"), "success": ("own", "success"),
-               "probability of flawed actions": ("confidence", "flawed", "mean"),
-               "flawed share of turns": ("own", "shares", "flawed")}
-    (base, theirs), *others = results.items()
-    lines = []
-    for arm, ours in others:
-        for text, path in numbers.items():
-            pairs = [[read(result["models"][-1], "1.0", *path) for result in pair]
-                     for pair in zip(theirs, ours, strict=True)]
-            texts = [as_text(None if None in pair else pair[1] - pair[0], "+.3f") for pair in pairs]
-            lines.append(f"* {title(arm)} minus {title(base)}, {text}, by seed: {', '.join(texts)}")
-    return "\n".join(lines) or "One arm: nothing to compare."
+def by_seed(differences, base):
+    """What `less_first` returns, less the first arm `base`, as lines of text."""
+    return "\n".join(
+        f"* {title(arm)} minus {title(base)}, {text}: "
+        + ("not measurable" if of["mean"] is None else
+           f"{with_half({'value': of['mean'], 'half': of['half']})}; by seed "
+           + ", ".join(f"{value:+.3f}" for value in of["seeds"].values()))
+        for arm, of_arm in differences.items() for text, of in of_arm.items()
+    ) or "One arm: nothing to compare."
 
 
 # The study
@@ -392,21 +448,22 @@ def study(options, command):
     results = {}
     for name, run in made.items():
         results.setdefault((run.row, run.iterations > options.iterations), []).append(done[name])
-    found = {name: over_seeds(of_seeds) for name, of_seeds in results.items()}
+    found = {name: over_seeds(of_seeds) | {"ways": pooled_ways(of_seeds)}
+             for name, of_seeds in results.items()}
     gains = {arm: {str(t): more(results[arm, False], results[arm, True], str(t)) for t in TEMPERATURES}
              for arm in twice}
     draw(found, out)
-    figures = entries(found, gains, options.iterations)
+    against = less_first({arm: of_arm for (arm, longer), of_arm in results.items() if not longer}, seeds)
+    figures = entries(found, results, gains, options.iterations)
     texts = {figure["picture"].split(".")[1]: f"{figure['found']} Agrees with the paper: {figure['agrees']}."
             for figure in figures}
     page = PAGE.read_text(encoding="utf-8").format(
         command=" ".join(command), seeds=options.seeds, tasks=options.tasks, members=MEMBERS,
         arms=" and ".join(map(title, arms)), iterations=options.iterations,
-        against=by_seed({arm: of_arm for (arm, longer), of_arm in results.items() if not longer}),
-        **texts, **tables(found))
+        against=by_seed(against, arms[0]), **texts, **tables(found, results))
     common.publish(out, "flaws", command, seeds, {
         "arms": [{"arm": arm, "twice": longer} | found[arm, longer] for arm, longer in found],
-        "twice less once": gains}, figures, page)
+        "twice less once": gains, "less the first arm": against}, figures, page)
     return page
 
 

@@ -376,6 +376,35 @@ def against(table, one, other, part):
     return common.paired_arms(table, one, other, partial(final, part=part))
 
 
+def start_of(name):
+    """The start in an arm's name."""
+    return name.split(" after ")[1].split(",")[0]
+
+
+def unlike(table):
+    """{(start, seed): groups of arms} of the seeds in which the arms of a start did not begin with the same
+    model, by their measures at iteration 0: a cold start that was made again came out otherwise.
+    """
+    found = {}
+    for name, results in table.items():
+        for seed, result in results.items():
+            groups = found.setdefault((start_of(name), seed), {})
+            groups.setdefault(str(result["path"][0]), []).append(name)
+    return {key: [*groups.values()] for key, groups in found.items() if len(groups) > 1}
+
+
+def same_start(table, one, other):
+    """`against` on the templates of RL, of the seeds in which both arms began with the same model; None for
+    arms of two starts.
+    """
+    if start_of(one) != start_of(other) or one not in table or other not in table:
+        return None
+    seeds = [seed for seed, result in table[one].items() if seed in table[other]
+             and result["path"][0] == table[other][seed]["path"][0]]
+    return against({name: {seed: table[name][seed] for seed in seeds} for name in (one, other)}, one, other,
+                   "trained")
+
+
 def verdict(table):
     """Whether GCD removes what GRPO keeps, by final q_N on the templates of RL with the KL.
 
@@ -424,8 +453,23 @@ def comparisons(table):
     for one, other in pairs():
         differences = [against(table, one, other, part) for part in MEASURED]
         if all(d is not None and d["half"] is not None for d in differences):
-            rows.append([one, other, *(with_half(d, "+.2f") for d in differences)])
-    return "\n".join(markdown(["arm", "minus", *MEASURED], rows)) if rows else "Not measurable."
+            same = same_start(table, one, other)
+            rows.append([one, other, *(with_half(d, "+.2f") for d in differences),
+                         "–" if same is None or same["mean"] is None else with_half(same, "+.2f")])
+    head = ["arm", "minus", *MEASURED, "trained, same cold start"]
+    return "\n".join(markdown(head, rows)) if rows else "Not measurable."
+
+
+def unlike_text(table):
+    """Where the arms of a start did not begin with the same model, as sentences; "" if nowhere."""
+    def group(names):
+        return ", ".join(name.replace(f" after {start_of(name)},", "") for name in names)
+
+    text = "; ".join(f"after {start}, seed {seed}: {' / '.join(map(group, groups))}"
+                     for (start, seed), groups in unlike(table).items())
+    return text and ("In some seeds a later session made a cold start again, and it came out otherwise, so "
+                     "the arms before the slash began with one model and those behind it with another: "
+                     f"{text}. The last column is of the seeds in which both arms began with one model.\n\n")
 
 
 def draw(table, path, name):
@@ -468,7 +512,7 @@ def page(table, command, seeds, model, name):
         model={"smollm2": "SmolLM2-135M-Instruct, of which the last four layers are trained",
                "small": "The small model from scratch"}[model],
         lessons=LESSONS[model][0] * LESSON, figure=f"{name}.svg", policy=policy, shared=shared,
-        comparisons=comparisons(table))
+        unlike=unlike_text(table), comparisons=comparisons(table))
 
 
 def figures_of(table, model, name):
@@ -550,10 +594,14 @@ def main(argv=None):
         command += [flag, value] if value != usual else []
     text = page(table, " ".join(command), there, model, name)
     compared = {f"{one} against {other}": {part: against(table, one, other, part) for part in MEASURED}
+                | {"same cold start": same_start(table, one, other)}
                 for one, other in pairs() if one in table and other in table}
+    unlike_starts = [{"start": start, "seed": seed, "arms": groups}
+                     for (start, seed), groups in unlike(table).items()]
     common.publish(options.out, name, command, there,
                    {"rows": [{"name": arm} | arm_row(of_seed) for arm, of_seed in table.items()],
-                    "differences": compared}, figures_of(table, model, name), text)
+                    "differences": compared, "unlike cold starts": unlike_starts},
+                   figures_of(table, model, name), text)
     print(text)
     return 0
 

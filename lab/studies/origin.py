@@ -21,7 +21,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from lab.bench.intervals import interval, markdown, mean_known, paired, percent, with_half
+from lab.bench.intervals import interval, markdown, mean_known, paired, percent, sign_of, with_half
 from lab.envs.strings import AXES
 from lab.studies import common, origin_cells, tilting
 from lab.studies.origin_cells import (
@@ -123,7 +123,7 @@ def findings(everything, results):
         if settings["what"] in INSTEAD:
             instead.setdefault((settings["axis"], settings["what"]), {})[key[2]] = bases[key], result
     axes = [axis_row(*key, of_seed) for key, of_seed in trained.items()]
-    return {"axes": axes, "gain": gains([*trained.values()]),
+    return {"axes": axes, "gain": gains(trained),
             "saturation": saturation(cells),
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
             "methods": [row for axis, rho in METHODS_AT
@@ -147,11 +147,12 @@ def axis_row(axis, rho, positions, of_seed):
     pairs = [pair for base, result in of_seed.values()
              for pair in zip(base["right"][axis], result["right"][axis])]
     crossing = next((k for k in KS if curve[k]["gain"]["mean"] <= 0 < curve[k]["base"]["mean"]), None)
+    passed = next((k for k in KS if sign_of(curve[k]["gain"]) == -1), None)          # beyond the interval
     return {"axis": axis, "rho": rho, "positions": positions, "curve": curve, "id": both("id", 1),
             "unsolved": sum(not b for b, _ in pairs), "newly_solved": sum(not b and a > 0 for b, a in pairs),
             "lost": sum(b > 0 and not a for b, a in pairs),
             "by_second_half": by_second_half(b for b, _ in pairs),
-            "problems": len(pairs), "crossing": crossing,
+            "problems": len(pairs), "crossing": crossing, "passed": passed,
             "rare": share([result["rare"] for _, result in of_seed.values()]),
             "rare_before": share([base["rare"][axis] for base, _ in of_seed.values()])}
 
@@ -165,15 +166,22 @@ def share(rare):
 BINS = (0, 1e-9, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0000001)
 
 
-def gains(runs):
+def gains(trained):
     """Gain by the base's Q over all problems of the runs, and the shift of log-odds that fits it best.
 
-    runs: of each axis, {seed: (base, result)}. gain: all problems have the same weight. half: of the interval
-    over the seeds' means, None for one seed, because the problems of a seed share a base.
+    trained: {(axis, rho, positions): {seed: (base, result)}}. gain: all problems have the same weight. half:
+    of the interval over the seeds' means, None for one seed, because the problems of a seed share a base.
+    "fitted": the problems that have a shift, those with 0 < Q < 1. "unsolved": of problems with a Q of 0 the
+    number and the gain on each axis at each rho, of which the first bin is a mixture.
     """
-    tried = [(seed, b / EACH, a / EACH) for of_seed in runs for seed, (base, result) in of_seed.items()
-             for axis in result["right"] if axis != "id"
-             for b, a in zip(base["right"][axis], result["right"][axis])]
+    tried, unsolved = [], []
+    for (axis, rho, positions), of_seed in trained.items():
+        of_axis = [(seed, b / EACH, a / EACH) for seed, (base, result) in of_seed.items()
+                   for b, a in zip(base["right"][axis], result["right"][axis])]
+        gain = [p for _, q, p in of_axis if not q]
+        unsolved.append({"axis": axis, "rho": rho, "positions": positions, "n": len(gain),
+                         "gain": mean_known(gain)})
+        tried += of_axis
     bins = []
     for low, high in itertools.pairwise(BINS):
         inside = [(seed, q, p) for seed, q, p in tried if low <= q < high]
@@ -184,7 +192,8 @@ def gains(runs):
                          "gain": statistics.fmean(p - q for _, q, p in inside),
                          "q": statistics.fmean(q for _, q, _ in inside),
                          "shift": tilting.shift_of([(q, p) for _, q, p in inside])})
-    return {"bins": bins, "shift": tilting.shift_of([(q, p) for _, q, p in tried]), "problems": len(tried)}
+    return {"bins": bins, "shift": tilting.shift_of([(q, p) for _, q, p in tried]), "problems": len(tried),
+            "fitted": sum(0 < q < 1 for _, q, _ in tried), "unsolved": unsolved}
 
 
 def by_second_half(right):
@@ -395,15 +404,26 @@ def points_of(value):
 def axes_table(rows):
     """The table of axes and rhos."""
     head = ["axis", "rho", "positions", "pass@1 base", "GRPO", "gain", "pass@256 base", "GRPO",
-            "base reaches GRPO at k", "newly solved", "rare", "id, gain"]
+            "base reaches GRPO at k", "passes it at k", "newly solved", "rare", "id, gain"]
     return markdown(head, [[
         row["axis"], f"{row['rho']:g}", row["positions"],
         *(points_of(row["curve"][1][which]) for which in ("base", "GRPO", "gain")),
         *(points_of(row["curve"][EACH][which]) for which in ("base", "GRPO")),
-        str(row["crossing"] or "never"),
+        *(str(row[which] or "never") for which in ("crossing", "passed")),
         f"{row['newly_solved']} of {row['unsolved']} ({row['by_second_half']:.0f}, −{row['lost']})",
         " → ".join("–" if value is None else f"{value:.1%}" for value in (row["rare_before"], row["rare"])),
         points_of(row["id"]["gain"])] for row in rows])
+
+
+def unsolved_table(rows):
+    """The table of `gains`' "unsolved": an axis a row, a rho a column."""
+    cells, rhos = {}, sorted({row["rho"] for row in rows})
+    for row in rows:
+        name = row["axis"] + (", no positions" if row["positions"] == "none" else "")
+        cells[name, row["rho"]] = f"{100 * row['gain']:+.1f} ({row['n']})" if row["n"] else "– (0)"
+    return markdown(["gain, points (problems)", *(f"rho {rho:g}" for rho in rhos)],
+                    [[name, *(cells.get((name, rho), "–") for rho in rhos)]
+                     for name in dict.fromkeys(name for name, _ in cells)])
 
 
 def toy_table(toy):
@@ -481,6 +501,7 @@ def page(found, command, seeds, there, requested):
             for row in found["groups"]])), decided=group_text(found), responses=response_text(found["toy"]),
         steps=STEPS,
         shift="none" if shift is None else f"{shift:+.2f}", problems=found["gain"]["problems"],
+        fitted=found["gain"]["fitted"], unsolved="\n".join(unsolved_table(found["gain"]["unsolved"])),
         bins="\n".join(markdown(["Q", "problems", "gain, points", "shift of log-odds"], bins)),
         saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
         instead="\n".join(markdown(["axis", "alternative", "gain at pass@1", "minus GRPO's",
@@ -497,7 +518,7 @@ def page(found, command, seeds, there, requested):
 def figures_of(found):
     """What was found on each claim of the paper's abstract: dicts of claim, finding and verdict.
 
-    Each verdict's rule was fixed before the runs.
+    Each verdict's rule was fixed before the runs, but that of sharpening was changed after them.
     """
     claims = (("GRPO's origin: theorem", "origin.toy.svg", "GRPO reweights its base: the optimum is the "
              "base's distribution, tilted by the reward; the gain is a function of the base's probability Q.",
@@ -579,11 +600,13 @@ def saturation_verdict(rows):
 def sharpening_verdict(rows):
     """Yes if on each axis on which GRPO gains, beyond the interval, a lower temperature brings the base to
     its pass@1: if GRPO is not above the best of them, beyond the interval; no if on none; partly if on some.
-    Not measurable with one seed, or if GRPO gains nowhere.
+    An axis on which half the interval of this difference exceeds half of GRPO's gain cannot tell, unless
+    GRPO is above, and does not count. (Until 2026-11-27 it did, so that a wide interval was a yes.)
+    Not measurable with one seed, if GRPO gains nowhere, or if no axis can tell.
 
     The best temperature is chosen on the problems that are reported, in favor of sharpening.
     """
-    best, text = [], []
+    reached, text = [], []
     for axis, rho in METHODS_AT:
         of = {row["how"]: row for row in rows if (row["axis"], row["rho"]) == (axis, rho)}
         if not of or of["GRPO"]["gain"][1]["half"] is None:
@@ -591,14 +614,16 @@ def sharpening_verdict(rows):
         if of["GRPO"]["gain"][1]["mean"] <= of["GRPO"]["gain"][1]["half"]:
             text.append(f"{axis}, rho {rho:g}: GRPO gains {points_of(of['GRPO']['gain'][1])} points only")
             continue
-        best.append(max((of[base_at(t)] for t in TEMPERATURES if t < 1),
-                        key=lambda row: row["curve"][1]["mean"]))
-        less = best[-1]["less_GRPO"]
-        text.append(f"{axis}, rho {rho:g}: {best[-1]['how']} has {points_of(best[-1]['curve'][1])} % at "
-                    f"pass@1; minus GRPO's {points_of(less[1])} points, and {points_of(less[KS[-1]])} at "
-                    f"pass@{KS[-1]}")
-    reached = [row["less_GRPO"][1]["mean"] + row["less_GRPO"][1]["half"] >= 0 for row in best]
-    return ("not measurable" if not best else "yes" if all(reached) else "partly" if any(reached) else "no",
+        best = max((of[base_at(t)] for t in TEMPERATURES if t < 1), key=lambda row: row["curve"][1]["mean"])
+        less = best["less_GRPO"]
+        above, wide = sign_of(less[1]) == -1, less[1]["half"] > of["GRPO"]["gain"][1]["mean"] / 2
+        reached += [not above] if above or not wide else []
+        text.append(f"{axis}, rho {rho:g}: {best['how']} has {points_of(best['curve'][1])} % at pass@1; "
+                    f"minus GRPO's, which gains {points_of(of['GRPO']['gain'][1])}, {points_of(less[1])} "
+                    "points" + ("" if above or not wide else ", which is too wide to tell")
+                    + f", and {points_of(less[KS[-1]])} at pass@{KS[-1]}")
+    return ("not measurable" if not reached else
+            "yes" if all(reached) else "partly" if any(reached) else "no",
             "The base at its best temperature: " + "; ".join(text) + ".")
 
 

@@ -408,6 +408,7 @@ def test_figure_8_needs_an_interval_over_seeds():
              for arm, base in (("grpo", 1.0), ("grpo+gcd", 2.0))}
     assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "yes"
     assert "minus grpo: +1" in coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["found"]
+    assert coupling.Results(cells, [0, 1, 2]).less_grpo("gap")["grpo+gcd"]["mean"] == pytest.approx(1)
     assert coupling.figure_8(coupling.Results(cells, [0]))["agrees"] == "not measurable"
     cells["grpo+gcd, seed 2"] = cell(0.0)
     assert coupling.figure_8(coupling.Results(cells, [0, 1, 2]))["agrees"] == "not measurable"

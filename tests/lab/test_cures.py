@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import gcd
 import judge
 from infra import files
+from lab.bench.intervals import interval
 from lab.envs import twins as states
 from lab.studies import common, cures, twin_measures
 from rollout import Episode, Turn
@@ -161,6 +162,10 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     found = cures.again(table, *further)
     assert found["GRPO"]["new"] is found["GRPO"]["own"] is None
     assert [*found["GRPO"]["all"]["seeds"]] == [0, 1, 2, 3]
+    assert found["GRPO"][cures.AS_ONE] is None
+    sides = [{"seeds": {0: 0.1, 1: 0.5}, "removed": [2, 1], "n": 4},
+             {"seeds": {20: -0.3, 21: 0.0}, "removed": [1, 0], "n": 4}]
+    assert cures.as_one(*sides) == interval({20: -0.3, 21: 0.0, "shared": 0.3}) | {"removed": [3, 1], "n": 8}
     own = {name: {seed: result(0.3, 0.1 * seed + 0.2 * name.startswith("GRPO")) for seed in (2, 3)}
            for name in cures.LAST_ARMS}
     judged, _, constant = cures.elsewhere({}, own).values()

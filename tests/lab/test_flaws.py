@@ -234,6 +234,44 @@ def test_results_are_averaged_over_seeds():
     assert flaws.over_seeds(parts[:1])["b"] == {"value": 1.0, "half": 0.3}
 
 
+@fast
+def test_shares_of_risen_and_fallen_turns_are_of_all_seeds_turns():
+    """Of 4 and 20 turns 1 and 10 rise; the one falls again, of the ten two do: 3 of 11, not (1 + .2) / 2."""
+    def ran_with(turns, risen, fallen):
+        return {"ways": {"1.0": {"flawed": {"risen": risen, "fallen": fallen}}},
+                "models": [{"1.0": {"confidence": {"flawed": {"turns": turns}}}}]}
+
+    parts = [ran_with(4, 0.25, 1.0), ran_with(20, 0.5, 0.2), ran_with(0, None, None), ran_with(6, 0.0, None)]
+    found = flaws.pooled_ways(parts)["1.0"]["flawed"]
+    assert found == {"n": [30, 11, 3], "risen": 11 / 30, "fallen": 3 / 11}
+    assert [flaws.way_text(found, what) for what in ("risen", "fallen")] == ["36.7% (11/30)", "27.3% (3/11)"]
+    none = flaws.pooled_ways(parts[2:3])["1.0"]["flawed"]
+    assert none == {"n": [0, 0, 0], "risen": None, "fallen": None}
+    assert flaws.way_text(none, "fallen") == "not measurable"
+
+
+@fast
+def test_a_number_of_some_seeds_has_their_count():
+    results = [{"a": {"b": 1}}, {"a": {"b": None}}, {"a": None}]
+    assert flaws.known_in(results, "a", "b") == " (1/3)" and flaws.known_in(results[:1], "a", "b") == ""
+    assert flaws.known_in(results[1:], "a", "b") == ""                  # "not measurable" says it
+
+
+@fast
+def test_final_models_are_compared_by_seed():
+    def final(success, repeats):
+        return {"models": [{}, {"1.0": {"own": {"success": success, "shares": {"flawed": 0.5}}, "repeats": {
+            "confidence": repeats}, "confidence": {"flawed": {"mean": 0.25}}}}]}
+
+    found = flaws.less_first({"grpo": [final(0.5, None), final(0.75, 0.5)],
+                              "grpo+gcd": [final(0.75, 0.5), final(0.75, 0.25)]}, [3, 4])["grpo+gcd"]
+    assert found["success"]["seeds"] == {3: 0.25, 4: 0}
+    assert found["probability to repeat"]["seeds"] == {4: -0.25}
+    text = flaws.by_seed({"grpo+gcd": found}, "grpo")
+    assert "* GRPO+GCD minus GRPO, success: +0.125 ± 1.588; by seed +0.250, +0.000\n" in text + "\n"
+    assert flaws.by_seed(flaws.less_first({"grpo": []}, []), "grpo") == "One arm: nothing to compare."
+
+
 def ended(wins):
     return {"models": [{"1.0": {"own": {"wins": wins}}}]}
 

@@ -237,6 +237,22 @@ def test_the_numbers_of_an_arm_by_hand():
 
 
 @pytest.mark.fast
+def test_arms_of_one_start_that_began_with_different_models_are_named_and_left_out():
+    """In seed 0 the arm with GCD began at .3, the two others at .2."""
+    grpo, gcd_arm, without = (study.name_of(study.settings_of("judge", arm, kl)) for arm, kl in (
+        ("GRPO", 0.01), ("+GCD", 0.01), ("GRPO", 0.0)))
+    table = {grpo: {0: result(0.2, 0.9), 1: result(0.2, 0.7), 2: result(0.25, 0.8)},
+             gcd_arm: {0: result(0.3, 0.1), 1: result(0.2, 0.6), 2: result(0.25, 0.8)},
+             without: {0: result(0.2, 0.5)}}
+    assert study.unlike(table) == {("judge", 0): [[grpo, without], [gcd_arm]]}
+    assert "after judge, seed 0: GRPO KL 0.01, GRPO no KL / +GCD KL 0.01." in study.unlike_text(table)
+    assert study.same_start(table, gcd_arm, grpo)["seeds"] == {1: pytest.approx(-0.1), 2: 0}
+    assert study.same_start(table, grpo, study.name_of(study.settings_of("none", "GRPO", 0.01))) is None
+    del table[gcd_arm][0]
+    assert study.unlike(table) == {} and study.unlike_text(table) == ""
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("gcd_ends, shuffled_ends, expected", [
     ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), "yes"), ((0.9, 0.92, 0.9), (0.9, 0.91, 0.9), "no"),
     ((0.1, 0.12, 0.1), (0.1, 0.11, 0.1), "no"), ((0.1,), (0.9,), "not measurable")])

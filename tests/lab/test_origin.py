@@ -194,6 +194,34 @@ def test_the_rule_for_novel_solutions(rows, agrees):
 
 
 @pytest.mark.fast
+def test_problems_that_the_base_never_solves_are_listed_by_axis():
+    """Two axes of two problems each: by the base's right responses of 256, 0 and 128, and 0 and 256."""
+    def run(axis, before, after):
+        return {0: ({"right": {axis: before, "id": [0]}}, {"right": {axis: after, "id": [256]}})}
+
+    found = origin.gains({("depth", 0, "rotary"): run("depth", [0, 128], [64, 192]),
+                          ("length", 0.1, "none"): run("length", [0, 256], [0, 256])})
+    assert found["problems"] == 4 and found["fitted"] == 1 and found["bins"][0]["gain"] == 0.125
+    assert [(row["n"], row["gain"]) for row in found["unsolved"]] == [(1, 0.25), (1, 0)]
+    assert origin.unsolved_table(found["unsolved"])[2:4] == ["| depth | +25.0 (1) | – |",
+                                                             "| length, no positions | – | +0.0 (1) |"]
+
+
+@pytest.mark.fast
+def test_a_base_passes_grpo_where_the_interval_of_the_gain_is_below_0():
+    """pass@k at k of 1 and 256; only in the second case do the seeds agree."""
+    def row(*after):
+        return origin.axis_row("depth", 0, "rotary", {
+            seed: ({"right": {"depth": [64, 64], "id": [8]}, "rare": {"depth": {"right": 0, "below": 0}}},
+                   {"right": {"depth": right, "id": [8]}, "rare": {"right": 0, "below": 0}})
+            for seed, right in enumerate(after)})
+
+    one = row([0, 0], [64, 64])
+    assert one["crossing"] == 1 and one["passed"] is None
+    assert row([48, 48], [47, 47])["passed"] == 1
+
+
+@pytest.mark.fast
 def test_methods_are_compared_with_their_own_base_and_grpo():
     """Two problems, pass@1 and pass@256 by hand: a base with 64 and 0 of 256 right, and so on."""
     def result(base, cold, trained):
@@ -242,7 +270,10 @@ def sampled(less, half=0.02, gains=(0.2, 0.2)):
 @pytest.mark.parametrize("rows, agrees", [
     (sampled((-0.01, 0.1)), "yes"), (sampled((-0.01, -0.1)), "partly"), (sampled((-0.1, -0.1)), "no"),
     (sampled((-0.1, 0.1), gains=(0.2, 0.01)), "no"), (sampled((0.1, 0.1), gains=(0, 0)), "not measurable"),
-    (sampled((0.1, 0.1), None), "not measurable"), (sampled((0.1,)), "not measurable")])
+    (sampled((0.1, 0.1), None), "not measurable"), (sampled((0.1,)), "not measurable"),
+    # half an interval above half of a gain: it tells only if GRPO is above
+    (sampled((0.0, 0.0), 0.15), "not measurable"), (sampled((-0.2, 0.0), 0.15), "no"),
+    (sampled((0.0, 0.0), 0.15, (0.2, 0.4)), "yes")])
 def test_the_rule_for_sharpening(rows, agrees):
     assert origin.sharpening_verdict(rows)[0] == agrees
 

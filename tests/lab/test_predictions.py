@@ -22,8 +22,9 @@ TABLE = {"rows": {"x": {"L0": {"mean": 0.5, "half": 0.1, "seeds": SEEDS, "t0.4":
                                                                               "seeds": SEEDS}}}},
          "differences": {"x - y": {"L0": {"mean": -0.1, "half": 0.05, "seeds": SEEDS, "t0.4": None},
                                    "L1": {"mean": 0.01, "half": 0.05, "seeds": SEEDS, "t0.4": None}}}}
-CELLS = [{"cell": "a, seed 1", "result": {"q": 2}}, {"cell": "a, seed 0", "result": {"q": 0}},
-         {"cell": "a, lr 2, seed 0", "result": {"q": 9}}, {"cell": "a, seed 0", "result": {"q": 1}}]
+CELLS = [{"cell": name, "result": {"q": q, "path": path}} for name, q, path in (
+    ("a, seed 1", 2, [1, 2, 6]), ("a, seed 0", 0, []), ("a, lr 2, seed 0", 9, []),
+    ("a, seed 0", 1, [9, 0, 1]))]
 
 
 @pytest.fixture
@@ -164,9 +165,20 @@ def test_a_table_decides_from_three_seeds_on(results):
     (["above", ["r.json", "curve"], 2], 2), (["below", ["r.json", "curve"], 2], 1),
     (["average", ["r.json", "curve"]], 2.5), (["largest", ["r.json", "curve"]], 4),
     (["smallest", ["r.json", "curve"]], 1), (["cells", "c.jsonl", "a, seed ", "result", "q"], [1, 2]),
-    (["equal", ["list", 1, 2], ["cells", "c.jsonl", "a, seed ", "result", "q"]], 2)])
+    (["equal", ["list", 1, 2], ["cells", "c.jsonl", "a, seed ", "result", "q"]], 2),
+    (["average", ["cells", "c.jsonl", "a, seed ", "result", "path", [1, None]]], [0.5, 4])])
 def test_queries_by_hand(results, query, value):
     assert predictions.value_of(query) == (pytest.approx(value) if isinstance(value, float) else value)
+
+
+def test_an_interval_over_the_seeds_of_cells(results):
+    """1 and 2 in two seeds: half is t of one degree of freedom times a standard error of .5."""
+    query = ["interval", ["cells", "c.jsonl", "a, seed ", "result", "q"]]
+    assert predictions.value_of(query) == {"mean": 1.5, "half": pytest.approx(12.7062 / 2, rel=1e-4),
+                                           "seeds": {0: 1, 1: 2}}
+    assert predictions.outcome(claim(query, **{"in": [1, 2]})) == ("1 to 2", "1.5 ± 6.35 (2 seeds)",
+                                                                  predictions.HELD)
+    assert predictions.value_of(["zero", ["list", query, ["list", query]]]) == ["includes 0", ["includes 0"]]
 
 
 def test_times_keeps_an_interval(results):

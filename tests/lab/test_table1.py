@@ -60,7 +60,7 @@ def test_missing_cells_are_a_dash_with_the_number_of_seeds(bench, capsys):
     capsys.readouterr()
     assert bench.main("--jobs", "0") == 0
     printed = capsys.readouterr().out
-    assert "| grpo | 60.0 (1/2) | 62.0 (1/2) | 60.0 (1/2) | 62.0 (1/2) | 10/10 | 20/20 |" in printed
+    assert "| grpo | 60.0 (1/2) | 62.0 (1/2) | 60.0 (1/2) | 62.0 (1/2) | 10/10 (1/2) | 20/20 |" in printed
     assert "| vanilla | – (0/2) | – | – (0/2) | – | –/– | –/– | 11.3 / 10.2 |" in printed
     assert "| grpo - grpo+gcd | – (0/2) | – | – (0/2) | – |" in printed
     assert len(bench.calls()) == 2
@@ -88,6 +88,18 @@ def test_a_temperature_that_was_not_evaluated_is_a_dash():
     assert (found["mean"], found["t0.4"], found["greedy"]) == (0.5, None, None)
     assert table1.successes({"L0": found}, 2) == ["50.0 ± 0.0", "–"]
     assert table1.shares_text({"L0": found}, "refused") == "25"
+    assert table1.shares_text({"L0": found, "L1": found | {"of": 5}}, "refused") == "25/25 (2/5)"
+    assert table1.shares_text({"L0": found, "L1": {"of": 5, "seeds": {}}}, "refused") == "25/–"
+
+
+@pytest.mark.fast
+def test_a_judges_metric_of_fewer_seeds_has_their_number():
+    config = {"splits": ["L0"], "seeds": [0, 1, 2], "runs": [{"train_types": "all", "splits": ["L0"]}]}
+    stored = [{"row": "a", "splits": ["L0"], "judge": {"auc": 0.5, "grad_ratio": ratio}}
+              for ratio in (None, 2.0, 4.0)]
+    found = table1.judges(config, ["a"], stored)
+    assert found["a"]["of"] == {"grad_ratio": [2, 3]} and found["a"]["grad_ratio"] == 3
+    assert "| a | – | 0.50 | – | – | – | – | 3.00 (2/3) | – |" in table1.judge_text({"judge": found})
 
 
 @pytest.mark.fast
