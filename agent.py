@@ -22,7 +22,7 @@ import rollout
 from batching import Sample
 from infra import files, job, plugins
 from infra.streams import stream
-from lm import model as qwen
+from lm import model as decoder
 from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
@@ -44,7 +44,7 @@ class Agent:
     observation.
     """
 
-    model: qwen.Model
+    model: decoder.Model
     chat: Chat
     config: flags.Config
     settings: dict = field(default_factory=dict)
@@ -169,7 +169,7 @@ def load(folder, **settings):
     folder = smollm2.named(folder)
     settings = resume.prompting_of(Path(folder)) | settings
     settings |= flags.environment_in(settings.get("env", flags.Config.env))[1]
-    qwen.ModelConfig.load(folder)                                       # of a wrong folder the clearest error
+    decoder.ModelConfig.load(folder)                                    # of a wrong folder the clearest error
     return loaded(playing(str(folder), settings), settings)
 
 
@@ -178,7 +178,7 @@ def loaded(config, settings=()):
     folder = Path(config.model)
     chat = open_chat(config, folder, job.Ranks(0, 1, torch.device("cpu")), plays=True)
     dtype = getattr(torch, config.dtype) if "dtype" in settings else torch.float32
-    return Agent(qwen.load_pretrained(folder, dtype), chat, config, dict(settings),
+    return Agent(decoder.load_pretrained(folder, dtype), chat, config, dict(settings),
                  resume.state_beside(folder))
 
 

@@ -34,7 +34,7 @@ from infra.progress import progress
 from infra.signals import Stop
 from infra.streams import EVALUATION, stream
 from labels import flaw_labels
-from lm import model as qwen
+from lm import model as decoder
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
 from rollout import EpisodeSpec, success_rate, summary
 from session import check_vocabulary, context_warning, drawn_tasks, make_games, open_chat, split_tasks
@@ -283,10 +283,10 @@ def open_player(own, config, given, resources):
         torch.set_num_threads(1)                              # more are slower with such small matrices
     if warning := context_warning(config, chat):
         print(warning, file=sys.stderr)
-    model = qwen.load_pretrained(folder, getattr(torch, config.dtype), ranks.device)
+    model = decoder.load_pretrained(folder, getattr(torch, config.dtype), ranks.device)
     return ModelPlayer(model, chat, config), facts | {
-        "name": own.name or folder.resolve().name, "parameters": qwen.count_parameters(model.config),
-        "weights": qwen.weights_hash(folder)}
+        "name": own.name or folder.resolve().name, "parameters": decoder.count_parameters(model.config),
+        "weights": decoder.weights_hash(folder)}
 
 
 def head_of(own, config, given, player, facts):

@@ -7,7 +7,8 @@ games are played, and what is counted (evaluation.py).
 
 import random
 import re
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import contextmanager
 
 import rollout
 from envs import EpisodeLost, Reply
@@ -19,7 +20,8 @@ from rollout import Conversation
 SCRIPTS = ("expert", "random", "first")
 ANSWER_S = 300.0          # for a server's complete answer; models that reason take minutes
 POLL_S = 0.2              # between two looks at whether the run was asked to stop
-THOUGHT = re.compile(r"(?s).*</think>")
+EMPTY = "(no answer)"     # for an empty answer in later prompts: servers refuse a message without text
+THOUGHT = re.compile(r"(?s)\A.*?</think>|<think>.*")         # the first, or one that did not end
 ACTION = re.compile(r"<action>([^<>]*)</action>")
 
 
@@ -61,6 +63,10 @@ class MessageChat(Chat):
         """A user message, as a list of one."""
         return [{"role": "user", "content": content}]
 
+    def closed(self, ids):
+        """A response as later prompts hold it."""
+        return [message if message["content"].strip() else message | {"content": EMPTY} for message in ids]
+
     def decode(self, ids):
         """Text of a response, or of any messages."""
         return "".join(message["content"] for message in ids)
@@ -69,7 +75,7 @@ class MessageChat(Chat):
         """(command, None) of a response's text; (None, None) if malformed: without a command, or with two."""
         answer = THOUGHT.sub("", text, count=1)
         if self.own_parse:
-            return self.parse_own(answer.lstrip())
+            return self.parse_own(text if self.style == "think" else answer.lstrip())
         commands = [answer] if self.style == "plain" else ACTION.findall(answer)
         command = commands[0].strip() if len(commands) == 1 else ""
         return command or None, None
@@ -93,9 +99,8 @@ class TextPlayer:
         """
         if self.is_dead():
             return
-        self.start(temperature)
         specs = iter(specs)
-        try:
+        with self.ready(temperature):
             pending = [Conversation(spec, game, self.chat, self.history) for game, spec in zip(games, specs)]
             while (pending or self.waiting) and not should_stop:
                 conversations, pending, free = pending, [], []
@@ -113,6 +118,7 @@ class TextPlayer:
                 for conversation, response in self.finished():
                     if isinstance(response, Failure) and self.is_refusal(conversation, response):
                         conversation.episode.overflowed, conversation.episode.ended = True, "context full"
+                        conversation.episode.lost = response.reason
                         on_end(conversation.episode, *self.tokens(conversation))
                     if isinstance(response, Failure):
                         free.append(conversation)
@@ -122,8 +128,6 @@ class TextPlayer:
                 if not self.is_dead():
                     pending += [Conversation(spec, ended.source, self.chat, self.history)
                                 for ended, spec in zip(free, specs)]
-        finally:
-            self.stop()
 
     def receive(self, conversation, max_turns):
         """Receive the game's reply; True if the episode has ended."""
@@ -132,11 +136,10 @@ class TextPlayer:
         conversation.start()
         return False
 
-    def start(self, temperature):
-        """Called before play."""
-
-    def stop(self):
-        """Called after play, however it ends."""
+    @contextmanager
+    def ready(self, temperature):
+        """A block in which it plays."""
+        yield
 
     def tokens(self, conversation):
         """(prompt tokens, response tokens) of a conversation so far; (None, None) if unknown."""
@@ -157,7 +160,7 @@ class ServerPlayer(TextPlayer):
     A request whose failure may pass is retried, then its episode is left out; after FAILURES_IN_A_ROW of
     these, or at the limit of requests, no further episode begins. A request that is refused for good although
     the server accepted an earlier one of the same episode has become too long for it: the episode ends there,
-    not won, as one that overflows its context.
+    not won, as one that overflows its context, and `lost` has the server's reason.
     """
 
     def __init__(self, endpoint, chat, history):
@@ -168,20 +171,17 @@ class ServerPlayer(TextPlayer):
         """The prompt's style and templates; the chat template is the server's."""
         return prompt_of(self.chat, self.chat.decode)
 
-    def start(self, temperature):
-        """Open the pool of requests."""
-        self.endpoint.temperature = temperature
-        self.endpoint.stop.clear()
-        self.pool = ThreadPoolExecutor(self.endpoint.concurrency, thread_name_prefix="player")
-        self.waiting, self.used = {}, {}
-
-    def stop(self):
-        """Drop the requests that wait, and wait for those that were sent."""
-        self.endpoint.stop.set()
-        self.pool.shutdown(cancel_futures=True)
+    @contextmanager
+    def ready(self, temperature):
+        """A block with the pool of requests, see Endpoint.pool."""
+        self.endpoint.temperature, self.waiting, self.used = temperature, {}, {}
+        with self.endpoint.pool("player") as self.pool:
+            yield
 
     def begin(self, conversation):
         """Send the conversation, as soon as one of `concurrency` requests is free."""
+        if not conversation.episode.turns:                     # what a lost try used is not the episode's
+            self.used.pop(conversation.spec.index, None)
         messages = self.endpoint.messages(conversation.prompt)
         self.waiting[self.pool.submit(self.endpoint.answer, messages, self.endpoint.retries)] = conversation
 
@@ -242,9 +242,11 @@ class ScriptPlayer(TextPlayer):
         """No prompt."""
         return {}
 
-    def start(self, temperature):
-        """No expert follows an episode yet."""
+    @contextmanager
+    def ready(self, temperature):
+        """A block in which no expert follows an episode yet."""
         self.experts, self.waiting = {}, []
+        yield
 
     def begin(self, conversation):
         """Choose the next command."""

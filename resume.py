@@ -11,7 +11,7 @@ from pathlib import Path
 import correction
 from config import ROUNDING, changed
 from infra import checkpoint, files, parallel, plugins
-from lm import model as qwen
+from lm import model as decoder
 
 
 def starting_point(config, out, ranks):
@@ -68,7 +68,7 @@ def begin(config, out, state, previous, resources):
             print(f"--resume: the evaluation that {out} held is now {aside}", file=sys.stderr)
         files.truncate_logs(out, state["iteration"] or 0, state.get("cold"), trains_on(config, state))
         return {key: state.get(key) for key in ("run", "start", "cold_start_types", "plugins")}
-    start = qwen.weights_hash(config.model) if config.model else None
+    start = decoder.weights_hash(config.model) if config.model else None
     if files.holds_run(out):
         aside = files.set_aside(out)
         print(f"the run that {out} held is now {aside}", file=sys.stderr)
@@ -115,7 +115,7 @@ def not_its_own(config, out, state, first):
     if config.model and not state.get("start", True):
         return f"{out} began with a fresh model, not with --model={config.model}"
     there = state.get("start") and config.model and Path(config.model).is_dir()
-    if there and state["start"] != qwen.weights_hash(config.model):
+    if there and state["start"] != decoder.weights_hash(config.model):
         return f"{out} began with other weights than --model={config.model} holds"
     for flag, now in plugin_hashes(config).items():
         if (then := (state.get("plugins") or {}).get(flag)) not in (None, now):
@@ -180,7 +180,7 @@ def place_of(ranks):
     """What of a run's place its rounding depends on, apart from its settings."""
     place = {"ranks": ranks.world_size, "device": ranks.device.type}
     if ranks.device.type == "cpu":                           # measured, so it may change on one machine
-        place["arithmetic of bf16"] = "fp32" if qwen.slow_bf16() else "bf16"
+        place["arithmetic of bf16"] = "fp32" if decoder.slow_bf16() else "bf16"
     return place
 
 

@@ -65,7 +65,7 @@ class Episode:
     final_anchor: str = ""        # the last informative observation so far
     score_100: float | None = None       # the game's own score at the end, if it has one
     restarts: int = 0             # how often its engine died, and it started again
-    lost: str = ""                # why, the last time
+    lost: str = ""                # why, the last time; or why a server refused the next prompt
     ended: str = ""               # why it ended: the game's reason, or see Conversation.receive
     game_s: float = field(default=0.0, compare=False)            # seconds that it waited for its game
 

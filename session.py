@@ -32,7 +32,7 @@ from infra.progress import progress
 from infra.signals import Interrupted
 from infra.streams import LORA, generator
 from lm import lora
-from lm import model as qwen
+from lm import model as decoder
 from lm.chat import TAGS, Chat, is_small
 from lm.engine import Sampling, Slots
 from lm.optim import adamw, train_last, trained
@@ -295,8 +295,8 @@ def prepare(config, ranks, should_stop, resources):
         parallel.print0(warning, file=sys.stderr)
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
     sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
-    sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), getattr(torch, config.dtype),
-                                      always=config.lora > 0)
+    dtype = getattr(torch, config.dtype)
+    sampler = parallel.unsharded_copy(model, lambda: decoder.Model(model.config), dtype, config.lora > 0)
     if sampler is not model:
         sampler.fuse()
     slots = Slots(sampler, len(games), config.context, chat.stop_ids,
@@ -332,17 +332,17 @@ def open_chat(config, folder, ranks, plays=False):
     plays: whether the model only plays, loaded in --dtype, with no copy to train. ValueError if the files
     fit neither each other nor the flags, or if the model does not fit into memory.
     """
-    shape, dtype = qwen.ModelConfig.load(folder), getattr(torch, config.dtype)
+    shape, dtype = decoder.ModelConfig.load(folder), getattr(torch, config.dtype)
     with torch.device("meta"):
-        model = choose_trained(qwen.Model(shape), config)
-    parameters, trains = qwen.count_parameters(shape), config.demonstrations or config.iterations
+        model = choose_trained(decoder.Model(shape), config)
+    parameters, trains = decoder.count_parameters(shape), config.demonstrations or config.iterations
     numbers = sum(parameter.numel() for parameter in trained(model)) if trains else 0
     state = ({"weights": dtype.itemsize * parameters} if plays
              else state_bytes(parameters, ranks.shards, dtype, numbers, config.lora > 0, ranks.copies))
     check_memory(state, parameters, ranks.world_size, dtype, ranks.device)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
-    tokenizer = qwen.load_tokenizer(folder)
+    tokenizer = decoder.load_tokenizer(folder)
     if (largest := max(tokenizer.get_vocab().values())) >= shape.vocab_size:
         raise ValueError(f"{folder}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
                          f"{shape.vocab_size}")
@@ -364,9 +364,9 @@ def load_model(config, folder, ranks, small, state=None):
     reads its own part of the weights. state: of the checkpoint that the folder is, if it continues.
     ValueError for wrong weights.
     """
-    model = qwen.open_pretrained(folder, config.judge_kind == "value")
+    model = decoder.open_pretrained(folder, config.judge_kind == "value")
     model = sharded(choose_trained(model, config), config, ranks, small)
-    parallel.collective(lambda: qwen.load_weights(model, folder))
+    parallel.collective(lambda: decoder.load_weights(model, folder))
     if config.lora and state:
         restore_adapters(model, state, folder)
     elif config.lora:
@@ -396,8 +396,8 @@ def unmerged(weights):
 
 
 def save_merged(model, folder):
-    """qwen.save_pretrained, with adapters merged."""
-    qwen.save_pretrained(model, folder, lora.merged(dict(model.named_parameters())))
+    """decoder.save_pretrained, with adapters merged."""
+    decoder.save_pretrained(model, folder, lora.merged(dict(model.named_parameters())))
 
 
 def restore_adapters(model, state, source):
@@ -515,7 +515,7 @@ def save_reference(run):
     """Save the model without its adapters in OUT/reference, and return the folder."""
     folder = run.out / files.REFERENCE
     frozen = [pair for pair in run.model.named_parameters() if "lora_" not in pair[0]]
-    checkpoint.replace(folder.resolve(), lambda new: qwen.save_pretrained(run.model, new, frozen))
+    checkpoint.replace(folder.resolve(), lambda new: decoder.save_pretrained(run.model, new, frozen))
     return folder
 
 
@@ -526,7 +526,7 @@ def frozen_copy(run, first):
     if run.config.lora:
         return run.model
     folder = save_reference(run) if first == 0 else run.out / files.REFERENCE
-    model = run.shard(qwen.open_pretrained(folder), frozen=True)
-    parallel.collective(lambda: qwen.load_weights(model, folder))
+    model = run.shard(decoder.open_pretrained(folder), frozen=True)
+    parallel.collective(lambda: decoder.load_weights(model, folder))
     parallel.offload(model)
     return model

@@ -21,7 +21,7 @@ from algorithms import rewards
 from batching import Sample, equal_microbatches
 from infra import parallel
 from infra.flags import setting
-from lm import model as qwen
+from lm import model as decoder
 from lm.optim import adamw
 
 
@@ -87,11 +87,11 @@ def explained_variance(value_N, return_N):
 def new_critic(policy, shard):
     """Return a copy of the policy with a value head of zeros (its first values are 0), and its optimizer."""
     with torch.device("meta"):
-        model = qwen.Model(replace(policy.config, value_head=True))
+        model = decoder.Model(replace(policy.config, value_head=True))
     model, weights = shard(model), dict(policy.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():     # the policy may have a judge's value head
-            if name in qwen.VALUE_HEAD:
+            if name in decoder.VALUE_HEAD:
                 parameter.zero_()
             else:
                 parallel.copy_part(parameter, weights[name])

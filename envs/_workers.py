@@ -1,24 +1,29 @@
 """Games in worker processes: for engines that are slow, take much memory, or may die.
 
 The main process holds a `WorkerGame` per game, a worker one engine per game: an object whose `reset` and
-`step` take one argument and return a Reply. All games can work before any is waited for. A worker that dies
-or hangs loses its episodes (EpisodeLost) and is replaced at the next reset.
+`step` take one argument and return a Reply; at the end it is closed, if it has `close`. All games can work
+before any is waited for. A worker that dies or hangs loses its episodes (EpisodeLost) and is replaced at the
+next reset.
 """
 
 import importlib
 import os
 import queue
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from . import EpisodeLost, Reply, SentGame
+
+CLOSE_S = 3              # for a worker's engines to close, and what they may still be doing then
 
 
 def worker_games(n, workers, factory, timeout_s, problem_of, settings=None):
@@ -57,13 +62,13 @@ class WorkerGame(SentGame):
     def receive(self) -> Reply:
         """The reply to the last `send`.
 
-        Raises what the engine raises, and EpisodeLost if the worker died since the reset, or does not answer
-        in time.
+        Raises ValueError if the engine does, and EpisodeLost if it raises anything else, or if the worker
+        died since the reset, or does not answer in time.
         """
         try:
-            answer = self.worker.answer(self.number, self.sent)
-            if isinstance(answer, Exception):
-                raise answer
+            error, answer = self.worker.answer(self.number, self.sent)
+            if error:
+                raise error(answer)
         except EpisodeLost as loss:
             raise EpisodeLost(f"task {self.task.id}: {loss}") from loss
         return answer
@@ -92,6 +97,8 @@ class Pool:
         """Close a game; with the last one, the workers end."""
         self.open.discard(number)
         if not self.open:
+            for worker in self.workers:                # so that all of them close at the same time
+                worker.pipe.close()
             for worker in self.workers:
                 worker.stop(timeout_s=10)
 
@@ -101,7 +108,7 @@ class Worker:
 
     It is a new process and not a fork, because this process may use a GPU and has imported more than a worker
     needs. It ends when the pipe closes, so also when this process is killed. It has its own session, so that
-    a Ctrl-C does not reach it.
+    a Ctrl-C does not reach it, and so its own process group, of what its engines start.
     """
 
     def __init__(self, factory, settings, timeout_s):
@@ -150,13 +157,19 @@ class Worker:
             f"its worker died with exit code {self.process.returncode}")
 
     def stop(self, timeout_s):
-        """Close the pipe, which ends the worker; kill it if that takes longer than `timeout_s`."""
+        """Close the pipe, which ends the worker.
+
+        If that takes longer than `timeout_s`, or if it died, its process group is killed.
+        """
+        if self.lost:                                  # it was stopped before; others may have its number now
+            return
         self.lost = "its worker was closed"
         self.pipe.close()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        if self.process.returncode != 0:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
@@ -172,27 +185,42 @@ def set_timeout(end, timeout_s):
 def serve(descriptor):
     """The main loop of a worker: answer requests, with one engine per game, until the pipe closes.
 
-    What an engine raises is its answer, and raised again in the main process.
+    An answer is (None, Reply) or, of an engine that raises, (class of the error in the main process, text):
+    ValueError and EpisodeLost stay what they are, any other is EpisodeLost, with a new engine for the game.
     """
     pipe, requests = Connection(descriptor), queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(pipe, requests), daemon=True).start()
     factory, settings = requests.get()
     module, _, function = factory.partition(":")
     make, engines = getattr(importlib.import_module(module), function)(settings), {}
-    while True:
-        game, number, method, argument = requests.get()
+    for game, number, method, argument in iter(requests.get, None):
         try:
             if game not in engines:
                 engines[game] = make()
-            answer = getattr(engines[game], method)(argument)
+            pipe.send((game, number, (None, getattr(engines[game], method)(argument))))
+            continue
         except (ValueError, EpisodeLost) as error:
-            answer = error
-        with suppress(BrokenPipeError):
+            answer = ValueError if isinstance(error, ValueError) else EpisodeLost, str(error)
+        except Exception as error:         # also if a reply cannot be pickled: nothing of it was sent
+            traceback.print_exc()
+            close(engines.pop(game, None))
+            answer = EpisodeLost, f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        with suppress(OSError):                                # the pipe may be closed
             pipe.send((game, number, answer))
+    for engine in engines.values():
+        close(engine)
+    os._exit(0)
+
+
+def close(engine):
+    """Close an engine that can be closed; it may be broken."""
+    with suppress(Exception):
+        engine.close()
 
 
 def read_requests(pipe, requests):
-    """Move requests from the pipe to a queue; end the process when the pipe closes, even if the engine runs.
+    """Move requests from the pipe to a queue, and None when it closes. After CLOSE_S more the process is
+    killed with all that it started, even if an engine runs.
 
     Without the queue, the main process could block on a send while the worker blocks on an answer.
     """
@@ -200,7 +228,9 @@ def read_requests(pipe, requests):
         while True:
             requests.put(pipe.recv())
     except (EOFError, OSError):
-        os._exit(0)
+        requests.put(None)
+        time.sleep(CLOSE_S)
+        os.killpg(0, signal.SIGKILL)
     except Exception:                  # such as of a class that cannot be imported here: the worker has died
         traceback.print_exc()
         os._exit(1)

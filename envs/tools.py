@@ -107,8 +107,11 @@ class ToolEnvironment(Environment):
 
 
 def call(name, /, **arguments):
-    """The text of a call, as an expert makes it and as Qwen's chat templates write it."""
-    return f"{START}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{END}"
+    """The text of a call, as an expert makes it and as Qwen's chat templates write it; an argument's "<" is
+    escaped, so that it ends or begins no call.
+    """
+    text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return "\n".join([START, text.replace("<", "\\u003c"), END])
 
 
 def calls_in(command):
@@ -146,7 +149,11 @@ def read_call(text, parameters):
         if argument not in schema["properties"]:
             raise ToolError(f"{name}: no argument {argument!r:.60}; "
                             f"expected {', '.join(schema['properties']) or 'none'}")
-        if wrong := wrong_value(value, schema["properties"][argument]):
+        try:
+            wrong = wrong_value(value, schema["properties"][argument])
+        except RecursionError:                                 # hundreds of brackets
+            wrong = "is nested too deeply"
+        if wrong:
             raise ToolError(f"{name}: argument {argument} {wrong}")
     return name, arguments
 
@@ -194,13 +201,18 @@ def schemas(game):
 
     ValueError, which names tool and argument, where one cannot be made.
     """
-    names = [name for cls in reversed(game.__mro__) for name, value in vars(cls).items()
-             if inspect.isfunction(value) and not name.startswith("_") and not hasattr(Game, name)]
+    members = {name: value for cls in reversed(game.__mro__) for name, value in vars(cls).items()
+               if not name.startswith("_") and not hasattr(Game, name)}
+    names = [name for name in members if callable(tool := getattr(game, name)) and not inspect.isclass(tool)]
     if not names:
         raise ValueError(f"{game.__name__} has no public method, and so no tool")
+    if wrong := [name for name in names if not inspect.isfunction(members[name])
+                 or inspect.iscoroutinefunction(members[name])]:
+        raise ValueError(f"tool {wrong[0]}: expected a plain method, def {wrong[0]}(self, ...); if it is no "
+                         f"tool, call it _{wrong[0]}")
     if taken := [name for name in names if name in TAKEN]:
         raise ValueError(f"tool {taken[0]}: a game's own attribute has this name; call it otherwise")
-    return [schema_of(getattr(game, name)) for name in dict.fromkeys(names)]
+    return [schema_of(getattr(game, name)) for name in names]
 
 
 def schema_of(tool):

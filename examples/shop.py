@@ -13,7 +13,7 @@ import re
 import sqlite3
 
 from envs import Demonstration, Task
-from envs.tools import Game, ToolEnvironment, ToolError, call, schemas
+from envs.tools import Game, ToolEnvironment, ToolError, call, calls_in, schemas
 
 NAMES = ("bowl", "candle", "chair", "cup", "hat", "jug", "kettle", "lamp", "mirror", "pan", "shelf", "vase")
 COUNTS = range(1, 6)
@@ -187,11 +187,16 @@ class Environment(ToolEnvironment):
         return Expert(games[0])
 
     def oracle(self, observations, commands):
-        """"good" for a command that is the one right call by what was known, "bad" for any other."""
+        """"good" for a command that is the one right call by what was known, "bad" for any other.
+
+        None after a command of several calls: the text does not tell whose answer a line is.
+        """
         known, labels = Known(observations[0]), []
         for command, answer in zip(commands, observations[1:]):
             calls = self._calls(command)
             labels.append("good" if calls == [known.best()] else "bad")
-            for name, arguments in calls if len(calls) == 1 else ():
+            if len(calls_in(command)) > 1:
+                break
+            for name, arguments in calls:
                 known.learn(name, arguments, answer)
-        return labels
+        return labels + [None] * (len(commands) - len(labels))

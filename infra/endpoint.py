@@ -123,14 +123,26 @@ class Endpoint:
         # of this thread's request: .kind, "asked" or "retried"; .statuses of the redirects so far;
         # .connection, its socket; .expired, whether its time is over
         self.local = threading.local()
+        self.running, self.aborted = set(), False              # what shuts down each request that is sent
         self.errors = (openai.OpenAIError, httpx2.HTTPError, TimeoutError, *MALFORMED)
         self.cache = Cache(cache) if cache else None
         self.counts = dict.fromkeys(("cached", "failed", "limited", *REQUESTS), 0)
         self.failures_in_a_row, self.last_reason = 0, ""
         self.lock, self.stop = threading.Lock(), threading.Event()
 
+    def abort(self):
+        """Shut down every request at once, and let no other be sent: the client cannot wake one that waits.
+
+        A request that is still looking up a name or connecting ends as soon as it is connected.
+        """
+        self.stop.set()
+        self.aborted = True                # before the copy: a later request is not in it, and sees this
+        for shut_down in [*self.running]:
+            shut_down()
+
     def close(self):
-        """Close the client's connections and the cache's lock file."""
+        """End all requests, and close the client's connections and the cache's lock file."""
+        self.abort()
         self.client.close()
         if self.cache:
             self.cache.close()
@@ -175,11 +187,26 @@ class Endpoint:
         """Whether the last FAILURES_IN_A_ROW questions failed."""
         return self.failures_in_a_row >= FAILURES_IN_A_ROW
 
+    @contextmanager
+    def pool(self, name):
+        """A block with a pool of `concurrency` threads, whose end waits for requests that were sent.
+
+        After Ctrl-C it does not: they are shut down.
+        """
+        self.stop.clear()
+        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix=name)
+        try:
+            yield pool
+        except KeyboardInterrupt:
+            self.abort()
+            raise
+        finally:
+            self.stop.set()
+            pool.shutdown(cancel_futures=True)
+
     def ask_concurrently(self, todo, retries):
         """Ask the (key, messages) of `todo`, `concurrency` at a time, and count the outcomes."""
-        self.stop.clear()
-        pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="endpoint")
-        try:
+        with self.pool("endpoint") as pool:
             futures = [pool.submit(self.ask_one, key, messages, retries) for key, messages in todo]
             for future in progress(as_completed(futures), desc="endpoint", total=len(todo), leave=False,
                                    delay=2):
@@ -190,9 +217,6 @@ class Endpoint:
                 self.failures_in_a_row += outcome == "failed"
                 if self.is_dead():
                     self.stop.set()
-        finally:
-            self.stop.set()            # an exception, also Ctrl-C, waits only for requests already sent
-            pool.shutdown(cancel_futures=True)
 
     def ask_one(self, key, messages, retries):
         """Ask one question, in a worker thread. Returns "answered", "cached", "limited" or "failed"."""
@@ -246,6 +270,8 @@ class Endpoint:
         NotSent if the request must not be sent. The socket is noted once it is connected, also under TLS.
         """
         local = self.local.__dict__
+        if self.aborted:
+            raise NotSent(STOPPED)
         if local["statuses"]:
             self.check_redirect(request, local["statuses"])
         with self.lock:
@@ -254,7 +280,7 @@ class Endpoint:
             self.counts["redirected" if local["statuses"] else local["kind"]] += 1
 
         def trace(event, info):
-            if event == "connection.connect_tcp.complete":
+            if event.endswith(".connect_tcp.complete"):    # "connection" or, through such a proxy, "socks"
                 if local["connection"]:                    # of the request that was redirected
                     local["connection"].close()
                 local["connection"] = info["return_value"].get_extra_info("socket").dup()
@@ -309,16 +335,19 @@ class Endpoint:
         timer = threading.Timer(self.timeout_s, shut_down)
         timer.daemon = True
         timer.start()
+        self.running.add(shut_down)
         try:
             yield
         except self.errors:
-            if expired.is_set():
-                raise TimeoutError(f"no complete answer in {self.timeout_s} s") from None
-            raise
+            if not expired.is_set():
+                raise
         finally:
+            self.running.remove(shut_down)
             timer.cancel()
             if local["connection"]:
                 local["connection"].close()
+        if expired.is_set():               # also without an error: a body of unknown length just ends early
+            raise TimeoutError(f"no complete answer in {self.timeout_s} s")
 
     def request(self, messages, kind):
         """Send one request, counted as `kind`, and follow its redirects.
@@ -337,8 +366,11 @@ class Endpoint:
                     if len(body) > MAX_BYTES:
                         raise ValueError(f"an answer of more than {MAX_BYTES} bytes")
             data = json.loads(body)
-            choice, usage = data["choices"][0], data.get("usage")
-            text = choice["message"]["content"]
+            try:
+                choice, usage = data["choices"][0], data.get("usage")
+                text = choice["message"]["content"]
+            except MALFORMED:          # an error of the server, for instance, with status 200
+                raise ValueError(f"no answer in {json.dumps(data)}") from None
             if not isinstance(text, str | None):
                 raise TypeError("content is not a string")
             items = usage.items() if isinstance(usage, dict) else ()

@@ -22,7 +22,7 @@ import envs
 import rollout
 from envs import Reply, Task
 from infra import files
-from lm import model as qwen
+from lm import model as decoder
 from lm import small
 from lm.chat import Chat
 
@@ -146,7 +146,7 @@ class Recorder:
 
 def with_value_head(model, bias=0.0):
     """A copy of the tiny model with a random value head."""
-    headed = qwen.Model(replace(model.config, value_head=True))
+    headed = decoder.Model(replace(model.config, value_head=True))
     headed.load_state_dict(model.state_dict(), strict=False)
     torch.nn.init.normal_(headed.value_head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -215,7 +215,7 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder):
-    return qwen.load_tokenizer(tokenizer_folder)
+    return decoder.load_tokenizer(tokenizer_folder)
 
 
 @pytest.fixture(scope="session")
@@ -234,7 +234,7 @@ def qwen_tokenizer_folder():
 @pytest.fixture(scope="session")
 def qwen_tokenizer(qwen_tokenizer_folder):
     """Qwen2.5's, which takes a second to load; no test changes it."""
-    return qwen.load_tokenizer(qwen_tokenizer_folder)
+    return decoder.load_tokenizer(qwen_tokenizer_folder)
 
 
 @pytest.fixture(scope="session")
@@ -289,13 +289,13 @@ def short_qwen3(qwen3_tokenizer_folder, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen3_tokenizer(qwen3_tokenizer_folder):
-    return qwen.load_tokenizer(qwen3_tokenizer_folder)
+    return decoder.load_tokenizer(qwen3_tokenizer_folder)
 
 
 def config(vocabulary, **changes):
     sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=8, max_position_embeddings=1024)
-    return qwen.ModelConfig(vocabulary, **sizes | changes)
+    return decoder.ModelConfig(vocabulary, **sizes | changes)
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def model(tokenizer):
 
 def tiny_model(tokenizer, **changes):
     """A fresh tiny model, always with the same weights. changes: settings of its ModelConfig."""
-    model = qwen.Model(config(len(tokenizer), **changes))
+    model = decoder.Model(config(len(tokenizer), **changes))
     generator = torch.Generator().manual_seed(0)
     phrases = tokenizer.convert_tokens_to_ids([*COMMANDS, "jump", "good", "bad"])
     stops = tokenizer.convert_tokens_to_ids(list(STOPS))

@@ -20,7 +20,7 @@ import config
 import correction
 import gcd
 from infra.signals import Stop
-from lm import model as qwen
+from lm import model as decoder
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--device cpu --hidden-size 32 --layers 2 --max-turns 8 --tasks 4 --group-size 4 --iterations 2 "
@@ -88,7 +88,7 @@ def rows(out, phase="rl"):
 
 def weights(out):
     """The tensors of the checkpoint."""
-    return dict(ChainMap(*map(load_file, qwen.weight_files(out / "checkpoint"))))
+    return dict(ChainMap(*map(load_file, decoder.weight_files(out / "checkpoint"))))
 
 
 def same(a, b):
@@ -136,5 +136,5 @@ def assert_loads_in_transformers(folder, text):
     ids_BT = torch.tensor([tokenizer.encode(text)])
     assert tokenizer.decode(ids_BT[0]) == text
     with torch.no_grad():
-        torch.testing.assert_close(qwen.load_pretrained(folder)(ids_BT), theirs(ids_BT).logits,
+        torch.testing.assert_close(decoder.load_pretrained(folder)(ids_BT), theirs(ids_BT).logits,
                                    rtol=1e-4, atol=1e-5)

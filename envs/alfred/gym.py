@@ -48,6 +48,7 @@ class Household(gymnasium.Env):
         super().reset(seed=seed)
         self.task, self.turns = self.split[self.np_random.integers(len(self.split))], 0
         reply = self.game.reset(self.task)
+        self.won = reply.won
         return reply.observation, self._info(reply)
 
     def step(self, action):
@@ -59,9 +60,10 @@ class Household(gymnasium.Env):
         if self.turns is None:
             raise gymnasium.error.ResetNeeded("step: call reset first")
         reply = self.game.step(action)
-        self.turns += 1
+        wins = reply.won and not self.won                     # a game that goes on may be won again
+        self.won, self.turns = self.won or wins, self.turns + 1
         truncated = not reply.won and self.turns >= self.max_turns
-        return reply.observation, float(reply.won), reply.won, truncated, self._info(reply)
+        return reply.observation, float(wins), reply.won, truncated, self._info(reply)
 
     def _info(self, reply):
         return {"admissible_commands": reply.admissible, "won": reply.won, "task": self.task.id}

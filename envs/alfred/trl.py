@@ -39,7 +39,7 @@ class Household:
         each observation. None, which datasets give to rows without a column, is the default. row: the row's
         other columns, which are not used.
         """
-        split, games, types = split or "train", games or "", types or "part"
+        split, index, games, types = split or "train", index or 0, games or "", types or "part"
         max_turns, show_admissible = 50 if max_turns is None else max_turns, show_admissible in (None, True)
         check_positive("max_turns", max_turns)
         task = find_split(split, games, types)[index]

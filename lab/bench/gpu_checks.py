@@ -30,7 +30,7 @@ from lab.bench import varlen as paths
 from lab.bench.simulation import Messages, Work
 from lab.envs.message_lengths import WORDS, text_of
 from lm import attention, engine
-from lm import model as qwen
+from lm import model as decoder
 from lm.chat import ASK, RULES, Chat
 from lm.optim import adamw
 
@@ -84,7 +84,7 @@ class Bench:
                                  num_key_value_heads=2)
         if not self.model_folder.is_dir():
             checkpoint.replace(self.model_folder, partial(self.fill, theirs=None if own else theirs))
-        self.chat = Chat(qwen.load_tokenizer(self.model_folder), "think")
+        self.chat = Chat(decoder.load_tokenizer(self.model_folder), "think")
 
     def fill(self, folder, theirs):
         """Write config.json, random weights and a tokenizer: theirs, a folder's, or (None) the stand-in."""
@@ -93,14 +93,14 @@ class Bench:
         else:
             save_stand_in(folder, self.vocabulary)
         with torch.device("meta"):
-            model = qwen.Model(self.shape).to(torch.bfloat16)
+            model = decoder.Model(self.shape).to(torch.bfloat16)
         model = parallel.with_memory(model, self.device)
         randomize(model, 0)
-        qwen.save_pretrained(model, folder)
+        decoder.save_pretrained(model, folder)
 
     def model(self, dtype=None):
         """Load the weights to the device."""
-        return qwen.load_pretrained(self.model_folder, dtype or self.dtype, self.device)
+        return decoder.load_pretrained(self.model_folder, dtype or self.dtype, self.device)
 
     def trainer(self):
         """The weights in fp32 as a run trains them: sharded, with the layers recomputed."""

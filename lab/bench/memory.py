@@ -31,7 +31,7 @@ from lab.bench.intervals import range_of
 from lab.bench.simulation import Work, play, samples_of
 from lab.bench.study import ROOT, parse_clean
 from lm import logprobs
-from lm import model as qwen
+from lm import model as decoder
 from lm.engine import TICK, Answers, Sampling, bucket
 from lm.optim import trained
 from session import choose_trained
@@ -129,14 +129,14 @@ OUTSIDE = 2e9                           # bytes of the CUDA context and of NCCL'
 def shape(name):
     """The ModelConfig of the Qwen2.5 model of this size, a key of SHAPES."""
     layers, width, heads, kv_heads, inner, vocabulary, tied = SHAPES[name]
-    return qwen.ModelConfig(vocabulary, width, inner, layers, heads, kv_heads, width // heads, 1e6,
+    return decoder.ModelConfig(vocabulary, width, inner, layers, heads, kv_heads, width // heads, 1e6,
                             tie_word_embeddings=tied)
 
 
 def meta_model(model_config, dtype):
     """A model on the "meta" device: parameters without data."""
     with torch.device("meta"):
-        return qwen.Model(model_config).to(dtype)
+        return decoder.Model(model_config).to(dtype)
 
 
 def rollout_bytes(model, settings, ranks, work, seed=0):
@@ -197,7 +197,7 @@ def gathered_bytes(model):
         layer = numbers(parameters(model.model.layers[0]))
         return numbers(parameters(model)) - layer * len(model.model.layers), layer
 
-    root, layer = of_root_and_layer(qwen.Model.parameters)
+    root, layer = of_root_and_layer(decoder.Model.parameters)
     return 2 * root + 2 * 2 * layer + 6 * max(of_root_and_layer(trained))
 
 

@@ -28,13 +28,13 @@ from infra import files
 from infra.streams import stream
 from lab.bench import lengths, memory, simulation
 from lab.bench.study import ROOT, parse_clean
-from lm import model as qwen
+from lm import model as decoder
 from lm.chat import Chat
 from lm.engine import Sampling, Slots
 
 OUT = ROOT / "lab" / "results" / "memory_check.json"
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}          # glibc's
-SHAPE = qwen.ModelConfig(2048, 64, 192, 5, 4, 4, 32, tie_word_embeddings=True)
+SHAPE = decoder.ModelConfig(2048, 64, 192, 5, 4, 4, 32, tie_word_embeddings=True)
 SETTINGS = SimpleNamespace(tasks=20, group_size=1, slots=6, context=8192, max_response_tokens=64,
                            max_turns=7, minibatches=1, microbatch_tokens=6000)
 # A geometric length's coefficient of variation is 1, as that of a lognormal with this spread
@@ -83,7 +83,8 @@ class Unread(Chat):
 def games_and_chat(games, tokenizer):
     """The replies of each game's episode, and the chat."""
     environment = lengths.environment_of("household", games)
-    chat = Unread(qwen.load_tokenizer(Path(tokenizer)), "think", True, environment.noop_message, environment)
+    tokenizer = decoder.load_tokenizer(Path(tokenizer))
+    chat = Unread(tokenizer, "think", True, environment.noop_message, environment)
     return lengths.episodes(environment, environment.train_tasks("all", FIRST_TASK, SETTINGS.tasks)), chat
 
 
@@ -94,7 +95,7 @@ def predicted(recorded, chat):
     with mock.patch.object(simulation, "Messages", lambda work: OfGames(of_games)):
         for seed in range(SEEDS):
             with FakeTensorMode():
-                model = qwen.Model(SHAPE)
+                model = decoder.Model(SHAPE)
                 playing, _, episodes, slots = memory.rollout_bytes(model, SETTINGS, 1, WORK, seed)
                 samples = simulation.samples_of(episodes, WORK, random.Random(seed), 0)
                 batch, _ = memory.largest_microbatch(samples, SETTINGS)
@@ -110,8 +111,8 @@ def measured(recorded, chat):
     """The same of this process."""
     specs = [rollout.EpisodeSpec(rollout.Task(str(i), "train", "", replies), i, stream(0, i), i)
              for i, replies in enumerate(recorded)]
-    model = qwen.Model(SHAPE).requires_grad_(False)
-    qwen.init_weights(model, 0)
+    model = decoder.Model(SHAPE).requires_grad_(False)
+    decoder.init_weights(model, 0)
     chat.stop_ids = tuple(random.Random(0).sample(range(SHAPE.vocab_size),
                                                   round(SHAPE.vocab_size / WORK.response)))
     chat.end_ids = [*chat.stop_ids[:1]]

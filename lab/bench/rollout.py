@@ -18,7 +18,7 @@ from envs import Reply
 from envs.alfred import expert, rooms
 from envs.alfred.game import Game
 from infra.streams import stream
-from lm import model as qwen
+from lm import model as decoder
 from lm import small
 from lm.chat import Chat
 from lm.engine import Sampling
@@ -105,10 +105,10 @@ def both_models(hidden_size):
     """The same random weights as our model and as transformers' model, and their Chat."""
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = len(small.save_small_tokenizer(rooms.phrases(), folder))
-        shape = qwen.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 4, hidden_size // 2,
+        shape = decoder.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 4, hidden_size // 2,
                                  max_position_embeddings=CONTEXT, tie_word_embeddings=True)
-        model = qwen.Model(shape)
-        qwen.init_weights(model, 0)
-        qwen.save_pretrained(model, folder)
+        model = decoder.Model(shape)
+        decoder.init_weights(model, 0)
+        decoder.save_pretrained(model, folder)
         peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return model, peer, Chat(qwen.load_tokenizer(folder), "plain")
+        return model, peer, Chat(decoder.load_tokenizer(folder), "plain")

@@ -24,14 +24,14 @@ from lab.bench.intervals import interval, markdown, with_half
 from lab.bench.machine import this_cpu
 from lab.bench.study import ROOT, parse_clean
 from lm import lora
-from lm import model as qwen
+from lm import model as decoder
 from lm.optim import adamw, trained
 from session import choose_trained
 
 OUT = ROOT / "lab" / "results" / "trained_tokens.json"
 WAYS = tuple(" ".join(filter(None, pair)) for pair in itertools.product(        # "": the whole model
     ("", "--lora 16", "--train-layers 4"), ("", "--dtype bfloat16")))
-SHAPE = qwen.ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+SHAPE = decoder.ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
                          num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True)
 SEQUENCES, TOKENS, REPEATS = 4, 400, 3               # in a step, as in the cold start; in a sequence; steps
 
@@ -47,8 +47,8 @@ class Way:
     """One way of training: a model, its optimizer, and the CPU seconds of its steps so far."""
 
     def __init__(self, flags, shape):
-        self.flags, self.seconds, model = flags, [], qwen.Model(shape)
-        qwen.init_weights(model, 0)
+        self.flags, self.seconds, model = flags, [], decoder.Model(shape)
+        decoder.init_weights(model, 0)
         settings = config.parsed([*flags.split(), "--evaluate", "none"])
         self.model = parallel.shard(choose_trained(model, settings), job.Ranks(0, 1, torch.device("cpu")),
                                     getattr(torch, settings.dtype))
@@ -64,7 +64,7 @@ class Way:
         """CPU seconds of giving a sampler the merged weights, once an iteration; None without adapters."""
         if "--lora" not in self.flags:
             return None
-        sampler = parallel.unsharded_copy(self.model, lambda: qwen.Model(self.model.config),
+        sampler = parallel.unsharded_copy(self.model, lambda: decoder.Model(self.model.config),
                                           self.model.compute_dtype, always=True)
         parallel.copy_weights(self.model, sampler, lora.merged)
         began = time.process_time()
@@ -89,7 +89,7 @@ def measure(commit, shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REP
     return {"what": "optimizer steps on this CPU, one thread; CPU seconds",
             "command": "python -m lab.bench.trained_tokens", "commit": commit,
             "torch": torch.__version__, "repeats": repeats, "sequences": sequences, "tokens": tokens,
-            "parameters": qwen.count_parameters(shape),
+            "parameters": decoder.count_parameters(shape),
             "cpu": this_cpu(),
             "rows": rows}
 

@@ -19,7 +19,7 @@ import torch
 
 import config
 from lm import chat as chats
-from lm import model as qwen
+from lm import model as decoder
 from lm import smollm2
 
 
@@ -120,7 +120,7 @@ def make_trainer(options, make_rollout=household_rollout):
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
-    tokenizer = qwen.load_tokenizer(options.model)
+    tokenizer = decoder.load_tokenizer(options.model)
     chat = chats.Chat(tokenizer, "plain" if chats.is_small(tokenizer) else "think")
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32, local_files_only=True)
     model.generation_config.eos_token_id = list(chat.stop_ids)  # TRL ends a response at these

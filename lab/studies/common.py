@@ -25,7 +25,7 @@ import rollout
 from infra import files
 from lab.bench.intervals import paired
 from lab.bench.study import add_dirty, below_root
-from lm import model as qwen
+from lm import model as decoder
 from lm.chat import Chat
 from lm.engine import Sampling
 from session import make_chat
@@ -191,7 +191,7 @@ def load_actor(folder, flags):
     ValueError for wrong flags or an incomplete folder.
     """
     settings = config.parsed([*map(str, flags), "--model", str(folder), "--demonstrations", "0"])
-    model, tokenizer = qwen.load_pretrained(settings.model), qwen.load_tokenizer(settings.model)
+    model, tokenizer = decoder.load_pretrained(settings.model), decoder.load_tokenizer(settings.model)
     return Actor(model, make_chat(settings, tokenizer), settings)
 
 

@@ -30,7 +30,7 @@ import gcd
 import update
 from infra import job
 from lab.bench.intervals import interval, mean_known
-from lm import model as qwen
+from lm import model as decoder
 from session import prepare
 
 BATCHES = 64                                                       # for each model
@@ -67,7 +67,7 @@ class Recorder:
     param_groups = ()
 
     def __init__(self, model):
-        self.parameters = [p for name, p in model.named_parameters() if name not in qwen.VALUE_HEAD]
+        self.parameters = [p for name, p in model.named_parameters() if name not in decoder.VALUE_HEAD]
         self.gradient_X = torch.zeros(sum(p.numel() for p in self.parameters))
 
     def step(self):

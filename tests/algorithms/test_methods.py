@@ -36,7 +36,7 @@ import judge
 import rollout
 from envs import _workers, alfworld, household, scienceworld
 from lm import engine
-from lm import model as qwen
+from lm import model as decoder
 from lm.chat import TAGS, Chat
 
 # The small model
@@ -267,7 +267,7 @@ def engines():
 def train_scripted(monkeypatch, qwen_folder, short_games, engines, tmp_path):
     """train_in(benchmark, *flags): train a random Qwen2 on two tasks of at most four turns with a Script."""
     games, commands = short_games
-    script = Script(qwen.load_tokenizer(qwen_folder), commands)
+    script = Script(decoder.load_tokenizer(qwen_folder), commands)
     begin, draw, next_stream = engine.Slots.begin, engine.Slots.draw, rollout.Conversation.next_stream
     texts = {}                                      # (Slots, row): the ids of the response being sampled
 
@@ -348,7 +348,7 @@ def test_a_family_trains_with_thoughts_and_without(train_scripted, short_qwen3, 
     assert [row["rollout/success"] for row in found] == [0.5, 0.5]
     assert all(row["rollout/invalid_frac"] < 0.5 and row["judge/unreadable_frac"] == 0 for row in found)
     assert all(row["policy/grad_norm"] > 0 and row["policy/logprob_gap_max_nats"] < 1e-4 for row in found)
-    tokenizer = qwen.load_tokenizer(tmp_path / "checkpoint")
+    tokenizer = decoder.load_tokenizer(tmp_path / "checkpoint")
     ends = {tokenizer.decode(prompt).rpartition("<|im_start|>")[2] for prompt in started}
     assert ends == {"assistant\n" + EMPTY_THOUGHT * (style != "think")}
     saved = json.loads((tmp_path / "checkpoint" / "config.json").read_text())

@@ -31,7 +31,7 @@ from tiny_runs import copy_code
 
 import gcd
 from infra import checkpoint, files
-from lm import model as qwen
+from lm import model as decoder
 
 SLOW_S = 40                    # of an update, longer than the 30 s that torchrun waits by default
 
@@ -50,10 +50,10 @@ class DieAt:
     def __init__(self, folder, at):
         self.folder, self.at, self.count = str(folder), at, 0
         sys.addaudithook(self.audit)
-        fsync, save, save_tensors = os.fsync, torch.save, qwen.save_file
+        fsync, save, save_tensors = os.fsync, torch.save, decoder.save_file
         os.fsync = lambda descriptor: (self.count_event(), fsync(descriptor))[1]
         torch.save = lambda value, path: self.wrap_write(lambda: save(value, path), path)
-        qwen.save_file = lambda state, path, **more: self.wrap_write(
+        decoder.save_file = lambda state, path, **more: self.wrap_write(
             lambda: save_tensors(state, path, **more), path)
 
     def audit(self, event, arguments):

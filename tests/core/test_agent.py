@@ -39,7 +39,7 @@ import resume
 import rollout
 import session
 from infra import files, parallel
-from lm import model as qwen
+from lm import model as decoder
 from report import __main__ as report
 
 COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
@@ -141,7 +141,7 @@ def test_a_value_heads_p_good_is_its_sigmoid(start, tmp_path):
 def test_a_value_head_that_is_trained_no_more_is_dropped(start, tmp_path):
     """Else `judge` would read it, and not the verdicts that were trained meanwhile."""
     headed = shutil.copytree(start, tmp_path / "headed")
-    qwen.save_pretrained(qwen.load_pretrained(start, value_head=True), headed)
+    decoder.save_pretrained(decoder.load_pretrained(start, value_head=True), headed)
     assert gcd.load(headed).model.config.value_head
     assert train(tmp_path / "run", *start_from(headed), "--iterations", 1) == 0
     assert not gcd.load(tmp_path / "run" / "checkpoint").model.config.value_head

@@ -25,7 +25,7 @@ from envs import Demonstration, EpisodeLost, Reply, Task, household
 from envs.alfred import expert, rooms
 from envs.alfred.game import Game
 from infra.streams import DEMONSTRATIONS, stream
-from lm import model as qwen
+from lm import model as decoder
 from lm.chat import TAGS, Chat
 from lm.engine import Response
 from rollout import EpisodeSpec
@@ -205,7 +205,7 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
     """
     flags = ("--max-turns", 30, "--context", 4096, "--cold-start-batch", 2, *flags)
     settings = replace(config.parse([str(flag) for flag in flags]), **changes)
-    model, rows = qwen.Model(qwen.ModelConfig(9, 8, 8, 1, 1, 1, 8)), []
+    model, rows = decoder.Model(decoder.ModelConfig(9, 8, 8, 1, 1, 1, 8)), []
     model.steps = []
     if script:
         settings.environment.expert = lambda games: Scripted(script)

@@ -22,7 +22,7 @@ from envs.alfred import rooms
 from envs.alfred.problem import NOOP_MESSAGE
 from infra import parallel
 from judge import JudgedTurn
-from lm import model as qwen
+from lm import model as decoder
 from lm import small
 from lm.chat import Chat
 from lm.engine import Response, Sampling
@@ -84,10 +84,10 @@ def test_the_most_frequent_kinds_are_named(counts, kinds):
 def small_chat(folder):
     phrases = [*rooms.phrases(), *correction.instruction_phrases()]
     vocabulary = len(small.save_small_tokenizer(phrases, folder))
-    qwen.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    decoder.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                      num_attention_heads=4, num_key_value_heads=2, head_dim=8,
                      max_position_embeddings=64).save(folder)
-    return Chat(qwen.load_tokenizer(folder), "plain")
+    return Chat(decoder.load_tokenizer(folder), "plain")
 
 
 @pytest.mark.fast

@@ -30,7 +30,7 @@ from infra import files
 from infra.endpoint import Endpoint
 from infra.signals import Stop
 from infra.streams import EVALUATION, stream
-from lm import model as qwen
+from lm import model as decoder
 from lm.chat import ASK, RULES
 
 COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
@@ -195,8 +195,8 @@ def test_any_folder_that_loads_is_evaluated(tmp_path, referee, monkeypatch):
     (folder := tmp_path / "model").mkdir()
     for file in QWEN_TOKENIZER.iterdir():                      # without their modes: they may be read-only
         shutil.copyfile(file, folder / file.name)
-    tokenizer = qwen.load_tokenizer(folder)
-    qwen.save_pretrained(tiny_model(tokenizer), folder)
+    tokenizer = decoder.load_tokenizer(folder)
+    decoder.save_pretrained(tiny_model(tokenizer), folder)
     status, result, error = referee("--player", folder, "--prompt", "plain", "--max-turns", 2, "--device",
                                     "cpu", "--max-response-tokens", 8, "--context", 1000,
                                     "--evaluate-tasks", 2)
@@ -621,9 +621,8 @@ def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(serve, short, ref
     server, started = serve(interrupting), time.monotonic()
     status, _, error = referee(*flags_of(server), "--max-turns", "1")
     assert status == 130 and "stopped at once" in error
-    for thread in threading.enumerate():
-        if thread.name.startswith("player"):
-            thread.join()
+    while any(thread.name.startswith("player") for thread in threading.enumerate()):
+        time.sleep(0.01)
     assert time.monotonic() - started < HANG_S
 
 

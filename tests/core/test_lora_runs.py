@@ -21,7 +21,7 @@ import session
 import update
 from infra import parallel
 from lm import lora
-from lm import model as qwen
+from lm import model as decoder
 
 IMITATE = ["--demonstrations", 12, "--cold-start-batch", 2, "--judge-demonstrations", 8, "--lr", 3e-3]
 LORA = ["--lora", 4]
@@ -65,9 +65,9 @@ def test_the_adapter_belongs_to_the_reference_and_peft_loads_it(trained):
     assert config.base_model_name_or_path == str((trained / "reference").resolve())
     peer = peft.AutoPeftModelForCausalLM.from_pretrained(trained / "adapter")
     with torch.no_grad():
-        expected = qwen.load_pretrained(trained / "checkpoint")(ids_BT)
+        expected = decoder.load_pretrained(trained / "checkpoint")(ids_BT)
         torch.testing.assert_close(peer(ids_BT).logits, expected, rtol=0, atol=rounding(expected))
-        without = qwen.load_pretrained(trained / "reference")(ids_BT)
+        without = decoder.load_pretrained(trained / "reference")(ids_BT)
     assert (without - expected).abs().max() > 100 * rounding(expected)
 
 
@@ -86,7 +86,7 @@ def test_the_kls_reference_is_rls_first_model(trained, start, tmp_path, monkeypa
         assert reference is model
         write(model, reference, samples, objective)
         policy = [sample for sample in samples if sample.kind == "policy"]
-        copy = qwen.load_pretrained(tmp_path / "reference")
+        copy = decoder.load_pretrained(tmp_path / "reference")
         for sample, expected in zip(policy, update.logprobs(copy, policy, objective), strict=True):
             assert sample.logprob_ref == pytest.approx(expected, abs=1e-5)
         seen.append(any(sample.logprob_ref != sample.logprob_old for sample in policy))
@@ -211,9 +211,9 @@ def test_adapters_of_another_rank_or_file_are_refused(trained, start, capsys):
 def test_what_does_not_fit_the_model_is_refused_before_any_work(start, tmp_path, capsys, flags, message):
     model = start
     if "lora" in flags:                                                  # a model with a value head
-        headed = qwen.load_pretrained(start, value_head=True)
+        headed = decoder.load_pretrained(start, value_head=True)
         (model := tmp_path / "headed").mkdir()
-        qwen.save_pretrained(headed, model)
+        decoder.save_pretrained(headed, model)
         for path in start.glob("*token*"):
             (model / path.name).write_bytes(path.read_bytes())
     assert train(tmp_path / "out", *start_from(model), *flags.split()) == 1

@@ -31,7 +31,7 @@ import update
 from algorithms import nthr
 from infra import checkpoint, job, parallel
 from lm import logprobs
-from lm import model as qwen
+from lm import model as decoder
 from lm.optim import adamw
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +41,8 @@ UNCHUNKED, SEVEN = 2**26, 7 * V + 5      # values of CHUNK_LOGITS: all positions
 
 
 def new_model(tied=False, head=False):
-    model = qwen.Model(replace(config(V), tie_word_embeddings=tied))
-    qwen.init_weights(model, 0)
+    model = decoder.Model(replace(config(V), tie_word_embeddings=tied))
+    decoder.init_weights(model, 0)
     return with_value_head(model) if head else model
 
 
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_a_fused_optimizer_loads_into_an_unfused_one(tmp_path):
     fused = torch.optim.AdamW(saved.parameters(), lr=0.0, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     samples = some_samples(saved)
     update.update(saved, fused, samples, OBJECTIVE, lr=1e-3)
-    checkpoint.save_checkpoint(tmp_path / "saved", saved, fused, {}, qwen.save_pretrained)
+    checkpoint.save_checkpoint(tmp_path / "saved", saved, fused, {}, decoder.save_pretrained)
     plain = adamw(loaded)
     checkpoint.load_trainer(tmp_path / "saved", loaded, plain)
     assert [group["fused"] for group in plain.param_groups] == [None]

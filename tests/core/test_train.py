@@ -53,7 +53,7 @@ from envs.alfred import rooms
 from envs.household import Environment
 from infra import files, job, parallel, plugins
 from lm import engine
-from lm import model as qwen
+from lm import model as decoder
 from lm.small import save_small_tokenizer
 
 
@@ -225,8 +225,8 @@ def test_the_kl_penalty_is_the_reverse_kl_centered_in_its_group(start, tmp_path)
     """coef * sum over sampled tokens of log pi_old - log pi_ref, by an uncached forward per turn."""
     run = prepared(tmp_path, *start_from(start), "--kl", "reward", "--kl-coef", 0.5)
     episodes, _ = gcd.collect(run, 0)
-    other = qwen.Model(run.model.config)
-    qwen.init_weights(other, 5)
+    other = decoder.Model(run.model.config)
+    decoder.init_weights(other, 5)
     slow = torch.tensor([sum(turn_kl(other, turn) for turn in episode.turns) for episode in episodes])
     groups = torch.tensor([episode.group for episode in episodes])
     centered = torch.tensor([value - slow[groups == group].mean() for value, group in zip(slow, groups)])
@@ -262,11 +262,11 @@ def test_reference_and_critic_are_offloaded_except_during_their_forwards(start, 
         assert self not in offloaded
         return plain(self, *args, **kwargs)
 
-    plain = qwen.Model.forward
+    plain = decoder.Model.forward
     monkeypatch.setattr(parallel, "offload", offload)
     monkeypatch.setattr(parallel, "onloaded", recorded)
     monkeypatch.setattr(gcd, "collect", checked)
-    monkeypatch.setattr(qwen.Model, "forward", forward)
+    monkeypatch.setattr(decoder.Model, "forward", forward)
     assert train(tmp_path, *start_from(start), *flags.split()) == 0
     assert len(used) >= 2 and {*used} == offloaded
 
@@ -567,7 +567,7 @@ def test_flags_and_small_files_are_checked_before_games_and_weights_are_read(
         pytest.importorskip("openai", reason="needs the openai package")
     for name in ("train_tasks", "split_tasks", "vocabulary", "make"):
         monkeypatch.setattr(Environment, name, untouched)
-    monkeypatch.setattr(qwen, "load_weights", untouched)
+    monkeypatch.setattr(decoder, "load_weights", untouched)
     model = copied(start, tmp_path / "model", change) if change else start
     assert train(tmp_path / "out", *start_from(model), *flags.split()) == 1
     assert_one_error(capsys, message)
@@ -599,10 +599,10 @@ def test_a_model_for_scienceworld_is_checked_without_playing(start, tmp_path, mo
     monkeypatch.setattr(scienceworld, "gold_phrases", untouched)
     settings = config.parsed(["--env", "scienceworld", "--judge-labels", "dense"])
     with pytest.raises(ValueError, match="' art studio', of --env scienceworld, is none of its tokens"):
-        session.check_vocabulary(settings, start, {}, qwen.load_tokenizer(start))
+        session.check_vocabulary(settings, start, {}, decoder.load_tokenizer(start))
     save_small_tokenizer(scienceworld.Environment.known_phrases, tmp_path)
-    qwen.ModelConfig.load(start).save(tmp_path)
-    session.check_vocabulary(settings, tmp_path, {}, qwen.load_tokenizer(tmp_path))
+    decoder.ModelConfig.load(start).save(tmp_path)
+    session.check_vocabulary(settings, tmp_path, {}, decoder.load_tokenizer(tmp_path))
 
 
 @pytest.mark.fast
@@ -610,7 +610,7 @@ def test_another_file_of_the_same_name_is_another_environment(start, tmp_path):
     """By its hash, if the state of the run that trained the model has one; then its vocabulary decides."""
     (tmp_path / "guess.py").write_text((ROOT / "examples" / "guess.py").read_text() + "# changed")
     settings = config.parsed(["--env", str(tmp_path / "guess.py"), "--model", str(start)])
-    tokenizer, previous = qwen.load_tokenizer(start), {"settings": {"env": "elsewhere/guess.py"}}
+    tokenizer, previous = decoder.load_tokenizer(start), {"settings": {"env": "elsewhere/guess.py"}}
     for own in ({}, {"plugins": {"env": plugins.content_hash(settings.env)}}):
         session.check_vocabulary(settings, start, previous | own, tokenizer)
     with pytest.raises(ValueError, match="has the vocabulary of another environment: 'I think of a number"):
@@ -620,7 +620,7 @@ def test_another_file_of_the_same_name_is_another_environment(start, tmp_path):
 @pytest.mark.fast
 def test_a_missing_package_is_named_before_the_model_is_read(start, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(alfworld, "find_spec", lambda name: None)
-    monkeypatch.setattr(qwen, "load_tokenizer", untouched)
+    monkeypatch.setattr(decoder, "load_tokenizer", untouched)
     (tmp_path / "games.jsonl.gz").write_bytes(gzip.compress(b""))
     flags = ["--env", "alfworld", "--games", tmp_path / "games.jsonl.gz"]
     assert train(tmp_path / "out", *start_from(start), *flags) == 1
@@ -675,8 +675,8 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_named(start, tmp_path,
 
 def test_a_model_whose_logits_are_not_finite_is_not_evaluated_to_zero(start, tmp_path, capsys, monkeypatch):
     """Finite weights, but logits of nan: the sampler raises before anything is reported."""
-    rope_tables = qwen.rope_tables
-    monkeypatch.setattr(qwen, "rope_tables", lambda *arguments: [
+    rope_tables = decoder.rope_tables
+    monkeypatch.setattr(decoder, "rope_tables", lambda *arguments: [
         torch.full_like(table, math.nan) for table in rope_tables(*arguments)])
     assert train(tmp_path, *start_from(start), "--iterations", 0, "--evaluate", "L2") == 1
     assert_one_error(capsys, "the model's logprobs are not finite")
@@ -755,11 +755,11 @@ def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypa
     def full(model, folder, weights):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(qwen, "save_pretrained", full)
+    monkeypatch.setattr(decoder, "save_pretrained", full)
     assert train(tmp_path, *start_from(start), "--iterations", 1, "--resume") == 1
     assert_one_error(capsys, "No space left on device")
     assert same(before, weights(tmp_path))
-    qwen.load_pretrained(tmp_path / "checkpoint")
+    decoder.load_pretrained(tmp_path / "checkpoint")
 
 
 @pytest.mark.fast

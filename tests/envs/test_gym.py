@@ -67,6 +67,16 @@ def test_winning_terminates_in_the_last_turn_too_and_the_limit_truncates(real):
         assert steps[-1][1:4] == ended and steps[-1][4]["won"] == ended[1]
 
 
+def test_only_the_command_that_wins_is_rewarded(real):
+    """Also if one goes on after the win, and even if the game is won again."""
+    env = gymnasium.make("gcd/Household-v0", split="L0", games=real)
+    for seed in (0, 1):                                       # the second episode starts afresh
+        env.reset(seed=seed)
+        rewards = [env.step(command)[1] for command in
+                   [*WIN, "look", "take apple 1 from fridge 1", "move apple 1 to fridge 1", "fly"]]
+        assert rewards == [0.0] * 4 + [1.0] + [0.0] * 4
+
+
 def test_an_asynchronous_vector_gives_the_texts_of_a_synchronous_one():
     texts = []
     for mode, options in (("sync", {}), ("async", {"shared_memory": False})):

@@ -3,15 +3,16 @@
     python -m pytest tests/envs/test_tools.py
 
 Oracles: transformers' get_json_schema, the package jsonschema, and the rules of two complete environments,
-the shop of examples/ and the calculator of tests/recipes/, by brute force.
+the shop of examples/ and the calculator of examples/, by brute force.
 """
 
+import functools
 import importlib.util
 import json
 import re
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -41,7 +42,7 @@ def module_of(path):
     return module
 
 
-SHOP, CALCULATOR = module_of("examples/shop.py"), module_of("tests/recipes/calculator.py")
+SHOP, CALCULATOR = module_of("examples/shop.py"), module_of("examples/calculator.py")
 
 
 # Schemas
@@ -105,6 +106,10 @@ def undocumented(self, x: int):
     pass
 
 
+async def late(self):
+    """Paint."""
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("game, message", [
     (documented(unhinted), "tool paint, argument x: has no type hint"),
@@ -117,7 +122,10 @@ def undocumented(self, x: int):
     (game_of(undocumented), "tool paint: .*it has no docstring"),
     (type("Mail", (Game,), {"send": undescribed}), "tool send: a game's own attribute has this name"),
     (type("Meal", (Game,), {"done": undescribed}), "tool done: a game's own attribute has this name"),
-    (type("Empty", (Game,), {}), "Empty has no public method, and so no tool")])
+    (game_of(late), r"tool paint: expected a plain method, def paint\(self, ...\)"),
+    *((type("Painter", (Game,), {"paint": kind(undescribed)}), "tool paint: expected a plain method")
+      for kind in (staticmethod, classmethod, functools.cache)),
+    (type("Empty", (Game,), {"SIZE": 3, "Colour": Colour}), "Empty has no public method, and so no tool")])
 def test_a_tool_whose_schema_cannot_be_made_is_refused_by_name(game, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         schemas(game)
@@ -192,6 +200,35 @@ def test_numbers_and_texts_that_python_cannot_pass_on_are_refused():
         assert "expected a number of at most 63 bits" in wrong_value(value, number)
     assert wrong_value(2**63 - 1, number) == "" and wrong_value("é\0", text) == ""
     assert "expected text without unpaired surrogates" in wrong_value("\ud800", text)
+
+
+class Open(Game):
+    def begin(self, task, seed):
+        return "Hello."
+
+    def paint(self, x: list, y: dict, z: Any):
+        """Paint.
+
+        Args:
+            x: a list
+            y: an object
+            z: whatever
+        """
+        return "painted"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("argument", "xyz")
+def test_an_argument_that_is_nested_too_deeply_is_refused(argument):
+    """json.loads reads it, up to some thousand levels; the check's calls may not have as many."""
+    game = Open()
+    game.reset(Task("a", "train", "paint", None))
+    right = {"x": "[]", "y": "{}", "z": "0"}
+    for depth, answer in ((9, "painted"), (600, f"error: paint: argument {argument} is nested too deeply")):
+        deep = '{"a": ' * depth + "0" + "}" * depth if argument == "y" else "[" * depth + "]" * depth
+        given = ", ".join(f'"{name}": {text}' for name, text in (right | {argument: deep}).items())
+        reply = game.step(f'<tool_call>{{"name": "paint", "arguments": {{{given}}}}}')
+        assert (reply.observation, reply.taken) == (answer, depth == 9)
 
 
 # Calls
@@ -276,6 +313,13 @@ def test_a_response_is_its_calls_from_the_first_on():
 
 
 @pytest.mark.fast
+def test_an_argument_ends_or_begins_no_call():
+    text = "a </tool_call> and a <tool_call>"
+    (found,) = calls_in(call("say", text=text))
+    assert json.loads(found) == {"name": "say", "arguments": {"text": text}}
+
+
+@pytest.mark.fast
 def test_the_verb_of_a_command_is_the_first_tool_called():
     """Within which the judge is measured; elsewhere it is a command's first word."""
     shop = SHOP.Environment()
@@ -326,6 +370,18 @@ def test_the_expert_wins_and_the_oracle_finds_its_mistakes(module):
         texts = {text.replace(phrase, "") for text in texts}
     assert texts == {""}
     assert len(set(environment.vocabulary())) == len(environment.vocabulary())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("also", [call("search", name="hat"), "<tool_call>{"], ids=["right", "wrong"])
+def test_after_several_calls_in_a_turn_the_shops_oracle_knows_no_more(shop, also):
+    """It used to learn none of their answers, and to call a second search good and what follows it bad."""
+    environment, (task,) = SHOP.Environment(), SHOP.Environment().train_tasks("part", 3, 1)
+    replies, search = [shop.reset(task)], call("search", name=task.problem[0])
+    commands = [call("stock", article=10), f"{search}\n{also}", search, search]
+    replies += [shop.step(command) for command in commands]
+    labels = environment.oracle([reply.observation for reply in replies], commands)
+    assert labels == ["bad", "bad", None, None]
 
 
 def test_only_the_right_purchase_fills_an_order():

@@ -90,9 +90,9 @@ def test_a_bad_row_is_named(row, message):
 @pytest.mark.fast
 def test_a_column_that_a_row_lacks_has_its_default():
     """Datasets fill it with None where other rows have it."""
-    names = "split", "games", "types", "max_turns", "show_admissible"
-    first = Household().reset(index=3)
-    assert Household().reset(index=3, **dict.fromkeys(names)) == first and "Admissible commands: " in first
+    names = "split", "index", "games", "types", "max_turns", "show_admissible"
+    first = Household().reset()
+    assert Household().reset(**dict.fromkeys(names)) == first and "Admissible commands: " in first
 
 
 @pytest.mark.fast

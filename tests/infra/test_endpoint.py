@@ -6,6 +6,7 @@
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -18,6 +19,7 @@ import warnings
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -492,10 +494,17 @@ def promise_more(handler):
         time.sleep(0.05)
 
 
+def drip_a_body_of_unknown_length(handler):
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+    for _ in range(200):
+        handler.wfile.write(b"\n")
+        time.sleep(0.05)
+
+
 @pytest.mark.fast
 @quiet
-@pytest.mark.parametrize("drips", [drip_headers, promise_more])
-def test_the_time_limit_includes_the_headers(serve, connect, drips):
+@pytest.mark.parametrize("drips", [drip_headers, promise_more, drip_a_body_of_unknown_length])
+def test_the_time_limit_includes_headers_and_body(serve, connect, drips):
     endpoint = connect(serve(lambda question, nth: drips), timeout_s=0.3, retries=0)
     started = time.monotonic()
     assert endpoint.ask(["a"]) == [None]
@@ -519,6 +528,21 @@ def test_the_time_limit_includes_the_look_up_of_the_name(serve, connect, monkeyp
     assert endpoint.ask(["a"]) == [None]
     assert endpoint.last_reason == "TimeoutError: no complete answer in 0.2 s"
     assert time.monotonic() - started < 5                        # the server sends for ten seconds
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("proxy", ["connection", "socks"])
+def test_the_socket_is_known_also_behind_a_proxy(connect, proxy):
+    """By the client's events: a SOCKS proxy has its own, and would need the package socksio here."""
+    endpoint, (ours, theirs) = connect("http://127.0.0.1:9/v1"), socket.socketpair()
+    endpoint.local.kind, endpoint.local.statuses = "asked", []
+    request = SimpleNamespace(extensions={})
+    with ours, theirs, pytest.raises(TimeoutError), endpoint.time_limit():
+        endpoint.before_request(request)
+        stream = SimpleNamespace(get_extra_info=lambda name: ours)
+        request.extensions["trace"](f"{proxy}.connect_tcp.complete", {"return_value": stream})
+        endpoint.abort()
+        assert theirs.recv(1) == b""                           # else it would wait
 
 
 @pytest.mark.fast
@@ -566,6 +590,20 @@ def test_a_malformed_answer_is_retried_then_failed(serve, connect, tmp_path, bod
 
 
 @pytest.mark.fast
+@quiet
+@pytest.mark.parametrize("body, reason", [
+    ('{"error": {"message": "model is loading"}}', '{"error": {"message": "model is loading"}}'),
+    ('{"choices": null}', '{"choices": null}'), ("[]", r"\[\]"), ('{"choices": [{}]}', '{"choices": '),
+    (json.dumps({"error": SECRET + "x" * 9999}), r'{"error": "\[key\]x*')])
+def test_an_answer_without_a_choice_is_shown_in_the_reason(serve, connect, body, reason):
+    """As an error that a server sends with status 200."""
+    endpoint = connect(serve(lambda question, nth: (200, body)), retries=0)
+    assert endpoint.ask(["a"]) == [None]
+    assert re.match(f"ValueError: no answer in {reason}", endpoint.last_reason)
+    assert len(endpoint.last_reason) < 400
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("headers", [{"Content-Length": 9999}, {"Content-Encoding": "gzip"},
                                      {"Content-Length": "x"}], ids=["cut", "not gzip", "bad header"])
 def test_a_broken_transfer_is_retried(serve, connect, headers):
@@ -581,6 +619,57 @@ def test_usage_of_any_form_is_accepted(serve, connect, tmp_path, usage):
     assert connect(serve(lambda question, nth: (200, completion("yes", usage=usage)))).ask(["a"]) == ["yes"]
     kept = {"prompt_tokens": 3} if isinstance(usage, dict) else {}
     assert rows(tmp_path / "cache.jsonl")[0]["usage"] == kept
+
+
+# The end of a run
+
+@pytest.fixture
+def hanging(serve):
+    """A server that does not answer while the test runs, and `arrived`, set by the first question."""
+    def hang(question, nth):
+        arrived.set()
+        server.released.wait(PATIENCE_S)
+        return good(question, nth)
+
+    server, arrived = serve(hang), threading.Event()
+    return server, arrived
+
+
+@pytest.mark.fast
+def test_ctrl_c_does_not_wait_for_an_answer(hanging, connect):
+    server, arrived = hanging
+
+    def interrupt():
+        arrived.wait(PATIENCE_S)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    endpoint, started = connect(server, timeout_s=PATIENCE_S), time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            endpoint.ask(["a", "b"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - started < PATIENCE_S
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("endpoint")]
+
+
+@pytest.mark.fast
+def test_close_ends_a_request_and_none_is_sent_later(hanging, connect):
+    """At exit Python waits for the threads that wait for an answer."""
+    server, arrived = hanging
+    endpoint, outcomes = connect(server, timeout_s=PATIENCE_S, cache=""), []
+    messages, started = endpoint.messages("a"), time.monotonic()
+    thread = threading.Thread(target=lambda: outcomes.append(endpoint.answer(messages, retries=3)))
+    thread.start()
+    assert arrived.wait(PATIENCE_S)
+    endpoint.close()
+    thread.join(PATIENCE_S)
+    assert time.monotonic() - started < PATIENCE_S and isinstance(outcomes[0], module.Failure)
+    ended = connect(server)
+    ended.abort()
+    assert ended.request(messages, "asked") is module.STOPPED and server.seen == ["a"]
 
 
 # Redirects

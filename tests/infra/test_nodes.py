@@ -33,7 +33,7 @@ import config
 import gcd
 import session
 from infra import checkpoint, files, job, parallel
-from lm import model as qwen
+from lm import model as decoder
 from lm.optim import adamw
 
 HOST = socket.gethostname()
@@ -128,8 +128,8 @@ def read_parts(ranks, out):
     """Load a model and note the bytes that this rank reads, and has."""
     read, copy_part = [], parallel.copy_part
     parallel.copy_part = lambda target, source: copy_part(target, Watched(source, read))
-    model = parallel.shard(qwen.open_pretrained(out / "three"), ranks)
-    qwen.load_weights(model, out / "three")
+    model = parallel.shard(decoder.open_pretrained(out / "three"), ranks)
+    decoder.load_weights(model, out / "three")
     parallel.copy_part = copy_part
     kept = sum(parallel.own_rows(parameter)[0].nbytes for parameter in model.parameters())
     (out / f"read{ranks.rank}.json").write_text(json.dumps([sum(read), kept]))

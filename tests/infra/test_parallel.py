@@ -29,13 +29,13 @@ from batching import Sample
 from envs import Task
 from infra import checkpoint, job, parallel, streams
 from lm import lora
-from lm import model as qwen
+from lm import model as decoder
 from lm.optim import Muon, adamw
 from rollout import Episode, Turn
 from update import Objective
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPE = qwen.ModelConfig(vocab_size=67, hidden_size=32, intermediate_size=96, num_hidden_layers=2,
+SHAPE = decoder.ModelConfig(vocab_size=67, hidden_size=32, intermediate_size=96, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
 SINGLE = job.Ranks(0, 1, torch.device("cpu"))
 JUDGE_SCALE = 0.25
@@ -44,8 +44,8 @@ ADAPTER = MATRIX.replace("weight", "lora_A")
 
 
 def new_model(seed=0, shape=SHAPE):
-    model = qwen.Model(shape)
-    qwen.init_weights(model, seed)
+    model = decoder.Model(shape)
+    decoder.init_weights(model, seed)
     return model
 
 
@@ -88,11 +88,11 @@ def new_optimizer(model):
 
 
 def save(folder, model, optimizer, state):
-    checkpoint.save_checkpoint(folder, model, optimizer, state, qwen.save_pretrained)
+    checkpoint.save_checkpoint(folder, model, optimizer, state, decoder.save_pretrained)
 
 
 def sampler_of(model, dtype=torch.float32):
-    return parallel.unsharded_copy(model, lambda: qwen.Model(model.config), dtype)
+    return parallel.unsharded_copy(model, lambda: decoder.Model(model.config), dtype)
 
 
 def train_and_save(ranks, out):
@@ -115,8 +115,8 @@ def train_and_save(ranks, out):
 def resume(ranks, source, out):
     """Load a checkpoint of any number of ranks, save it again unchanged, then take the third step."""
     folder = checkpoint.find_checkpoint(source / "two")
-    model = parallel.shard(qwen.open_pretrained(folder), ranks)
-    qwen.load_weights(model, folder)
+    model = parallel.shard(decoder.open_pretrained(folder), ranks)
+    decoder.load_weights(model, folder)
     optimizer = new_optimizer(model)
     state = checkpoint.load_trainer(source / "two", model, optimizer)
     assert state["step"] == 2 and state["rng"].tolist() == [0, 1, 2], state
@@ -145,7 +145,8 @@ def train_adapters(ranks, out):
     model = new_model()
     lora.add(model, 4, torch.Generator().manual_seed(ranks.rank))          # all ranks must get rank 0's
     model = parallel.shard(model, ranks)
-    sampler, found = parallel.unsharded_copy(model, lambda: qwen.Model(SHAPE), torch.float32, always=True), []
+    sampler = parallel.unsharded_copy(model, lambda: decoder.Model(SHAPE), torch.float32, always=True)
+    found = []
 
     def record():
         parallel.copy_weights(model, sampler, lora.merged)
@@ -280,7 +281,7 @@ def critics_step(critic, episodes, ranks):
 
 
 def save_headed(folder, actor, critic):
-    checkpoint.save_checkpoint(folder, *actor, {"step": 1}, qwen.save_pretrained, critic=critic)
+    checkpoint.save_checkpoint(folder, *actor, {"step": 1}, decoder.save_pretrained, critic=critic)
 
 
 def train_with_value_heads(ranks, out):
@@ -291,7 +292,7 @@ def train_with_value_heads(ranks, out):
     save_headed(out / "headed_one", actor, critic)
     logged += [headed_step(actor, critic, ranks, name) for name in (2, 3)]
     save_headed(out / "headed_three", actor, critic)
-    actor = with_optimizer(qwen.load_pretrained(out / "headed_one"), ranks)
+    actor = with_optimizer(decoder.load_pretrained(out / "headed_one"), ranks)
     critic = with_optimizer(new_model(3, HEADED), ranks)    # must get the saved weights
     assert checkpoint.load_trainer(out / "headed_one", *actor, critic=critic) == {"step": 1}
     logged += [headed_step(actor, critic, ranks, name) for name in (2, 3)]
@@ -359,7 +360,7 @@ def trainer_of(folder):
 
 
 def weights_of(folder):
-    return {name: tensor.detach() for name, tensor in qwen.load_pretrained(folder).named_parameters()}
+    return {name: tensor.detach() for name, tensor in decoder.load_pretrained(folder).named_parameters()}
 
 
 def assert_same_checkpoint(a, b, **tolerance):
@@ -622,7 +623,7 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, failing)
         monkeypatch.setattr(checkpoint, "swap", fail)
     with pytest.raises(OSError, match="checkpoint .* not saved.*No space left"):
         checkpoint.save_checkpoint(folder, model, optimizer, {"step": 2},
-                                   full_disk if failing == "save_model" else qwen.save_pretrained,
+                                   full_disk if failing == "save_model" else decoder.save_pretrained,
                                    fail if failing == "extra_files" else None)
     assert checkpoint.find_checkpoint(folder) == folder
     assert checkpoint.load_trainer(folder, model, optimizer) == {"step": 1}

@@ -22,7 +22,7 @@ import gcd
 import update
 from lab.bench import jobs
 from lab.studies import common, conflict, coupling, influence, runs
-from lm import model as qwen
+from lm import model as decoder
 
 TINY = ("--hidden-size 32 --layers 2 --demonstrations 100 --judge-demonstrations 60 --cold-start-epochs 2 "
         "--cold-start-lr 8e-3 --tasks 4 --group-size 4 --minibatches 2 --judge-turns 8 "
@@ -43,9 +43,9 @@ def make_turns(n, seed=3):
 
 def tied(model):
     """The tiny model with tied embeddings."""
-    config = qwen.ModelConfig(**{**vars(model.config), "tie_word_embeddings": True})
-    other = qwen.Model(config)
-    qwen.init_weights(other, 0)
+    config = decoder.ModelConfig(**{**vars(model.config), "tie_word_embeddings": True})
+    other = decoder.Model(config)
+    decoder.init_weights(other, 0)
     return other
 
 
@@ -257,8 +257,8 @@ def test_gradients_are_those_of_an_update_before_weight_and_clipping(model):
 def test_a_value_heads_own_parameters_are_left_out(model):
     """Against autograd on each turn alone."""
     torch.manual_seed(0)
-    model = qwen.Model(qwen.ModelConfig(**{**vars(model.config), "value_head": True}))
-    qwen.init_weights(model, 0)
+    model = decoder.Model(decoder.ModelConfig(**{**vars(model.config), "value_head": True}))
+    decoder.init_weights(model, 0)
     torch.nn.init.normal_(model.value_head.weight)
     samples = [sample for sample in judged_batch() if sample.kind == "judge"]
     for i, sample in enumerate(samples):

@@ -25,7 +25,7 @@ from infra import job
 from infra.memory import check_memory, state_bytes
 from lab.bench import lengths, memory, memory_check, simulation
 from lm import attention, lora
-from lm import model as qwen
+from lm import model as decoder
 from lm.optim import adamw, trained
 from session import open_chat
 
@@ -110,7 +110,7 @@ SETTINGS = SimpleNamespace(tasks=3, group_size=2, slots=4, context=4096, max_res
 
 @pytest.fixture
 def small_model(monkeypatch):
-    return memory.meta_model(qwen.ModelConfig(100, 16, 32, 2, 2, 1, 8), torch.float32)
+    return memory.meta_model(decoder.ModelConfig(100, 16, 32, 2, 2, 1, 8), torch.float32)
 
 
 @pytest.mark.fast
@@ -260,7 +260,7 @@ def test_state_bytes_are_those_of_a_model_and_its_optimizer():
 @pytest.mark.fast
 def test_adapters_are_counted_as_an_update_with_them_allocates_them():
     """Moments and gradients of the adapters alone; nothing is allocated for the frozen weights."""
-    model = qwen.Model(qwen.ModelConfig(50, 64, 128, 2, 4, 2, 16))
+    model = decoder.Model(decoder.ModelConfig(50, 64, 128, 2, 4, 2, 16))
     before = memory.numbers(model.parameters())
     lora.add(model, 4, torch.Generator())
     adapters = memory.numbers(model.parameters()) - before
@@ -304,7 +304,7 @@ def test_what_is_not_trained_needs_no_memory_to_train(monkeypatch, flags, plays,
     """Bytes per parameter; the referee's model only plays. The others have fp32 weights, too."""
     folder = ROOT / "lab" / "results" / "alfworld_model"
     settings = config.parsed(["--model", str(folder), "--max-turns", "30", *flags.split()])
-    size = times * qwen.count_parameters(qwen.ModelConfig.load(folder))
+    size = times * decoder.count_parameters(decoder.ModelConfig.load(folder))
     ranks = job.Ranks(0, 1, torch.device("cuda"))
     for memory_size, fits in ((size, True), (size - 1, False)):
         card = SimpleNamespace(total_memory=memory_size)

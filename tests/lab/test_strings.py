@@ -16,7 +16,7 @@ import config
 import session
 from envs import Reply, Task
 from lab.envs import strings
-from lm import model as qwen
+from lm import model as decoder
 from lm.small import save_small_model
 
 SPLITS = ("dev", "id", *strings.AXES)
@@ -300,10 +300,11 @@ def test_a_base_model_with_a_foreign_vocabulary_is_refused(tmp_path):
         save_small_model(tmp_path / name, session.vocabulary_of(settings), settings.hidden_size,
                          settings.layers, settings.context, settings.positions == "rotary",
                          not settings.untied, settings.seed)
-    weights = qwen.load_pretrained(tmp_path / "ours").model.layers[0].self_attn
+    weights = decoder.load_pretrained(tmp_path / "ours").model.layers[0].self_attn
     assert torch.equal(weights.o_proj.weight, weights.v_proj.weight.T)       # initialized to copy
-    session.check_vocabulary(ours, tmp_path / "ours", {}, qwen.load_tokenizer(tmp_path / "ours"))
+    own, other = (decoder.load_tokenizer(tmp_path / name) for name in ("ours", "theirs"))
+    session.check_vocabulary(ours, tmp_path / "ours", {}, own)
     with pytest.raises(ValueError, match="theirs: has the vocabulary of another environment: ' rotate'"):
-        session.check_vocabulary(ours, tmp_path / "theirs", {}, qwen.load_tokenizer(tmp_path / "theirs"))
+        session.check_vocabulary(ours, tmp_path / "theirs", {}, other)
     of_strings = {"settings": {"env": "strings"}}
-    session.check_vocabulary(ours, tmp_path / "theirs", of_strings, qwen.load_tokenizer(tmp_path / "theirs"))
+    session.check_vocabulary(ours, tmp_path / "theirs", of_strings, other)

@@ -10,7 +10,7 @@ import torch
 
 import update
 from lab.bench import trained_tokens
-from lm import model as qwen
+from lm import model as decoder
 
 TINY = replace(trained_tokens.SHAPE, vocab_size=50, hidden_size=36, intermediate_size=48, num_hidden_layers=6,
                head_dim=4)
@@ -21,7 +21,7 @@ PLACES = 2 * (36 + 36) + 2 * (36 + 12) + 3 * (36 + 48)            # and the sum 
 @pytest.mark.fast
 def test_the_shape_is_smollm2s():
     """134.5 million parameters by its model card; Qwen2's biases of q, k and v are 30 x 960 more."""
-    assert qwen.count_parameters(trained_tokens.SHAPE) == 134_515_008 + 30 * (576 + 2 * 192)
+    assert decoder.count_parameters(trained_tokens.SHAPE) == 134_515_008 + 30 * (576 + 2 * 192)
 
 
 def test_each_way_takes_its_steps_on_all_tokens_but_the_first(monkeypatch):
@@ -33,7 +33,7 @@ def test_each_way_takes_its_steps_on_all_tokens_but_the_first(monkeypatch):
     full, full_bf16, adapters, _, last, _ = found["rows"]
     assert [row["way"] for row in found["rows"]] == [*trained_tokens.WAYS]
     assert full_bf16["way"] == "--dtype bfloat16" and not torch.distributed.is_initialized()
-    assert full["trained_parameters"] == found["parameters"] == qwen.count_parameters(TINY)
+    assert full["trained_parameters"] == found["parameters"] == decoder.count_parameters(TINY)
     assert full_bf16["trained_parameters"] == found["parameters"]
     assert adapters["trained_parameters"] == 16 * 6 * PLACES
     assert last["trained_parameters"] == 4 * (MATRICES + 36 + 2 * 12 + 2 * 36) + 36

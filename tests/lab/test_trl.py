@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("trl", reason="needs the trl package: pip install -r requirements-trl.txt")
 from config import find_environment  # noqa: E402
 from lab.bench import trl_grpo  # noqa: E402
-from lm import model as qwen  # noqa: E402
+from lm import model as decoder  # noqa: E402
 
 
 class Script:
@@ -98,7 +98,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_ends_the_episode(game, chat
     (["--group-size", "1"], "at least 2 generations")])
 def test_a_mistake_is_an_error_of_one_line(tokenizer_folder, model, tmp_path, capsys, wrong, message):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "start")
-    qwen.save_pretrained(model, folder)
+    decoder.save_pretrained(model, folder)
     with pytest.raises(SystemExit):
         trl_grpo.main(["--model", str(folder), "--out", str(tmp_path / "end"), *wrong])
     assert message in capsys.readouterr().err.splitlines()[-1]
@@ -109,7 +109,7 @@ def test_a_step_trains_on_sampled_tokens_alone(tokenizer_folder, model, chat, tm
     from trl import GRPOTrainer
     start, end = tmp_path / "start", tmp_path / "end"
     shutil.copytree(tokenizer_folder, start)
-    qwen.save_pretrained(model, start)
+    decoder.save_pretrained(model, start)
     played, batches, reward, compute_loss = [], [], trl_grpo.reward, GRPOTrainer._compute_loss
 
     def alternating(**columns):
@@ -144,6 +144,6 @@ def test_a_step_trains_on_sampled_tokens_alone(tokenizer_folder, model, chat, tm
                zip(batch["completion_ids"], batch["completion_mask"] * batch["tool_mask"])]
     assert len(batches) == 2 and sorted(trained) == sorted(sampled)
     assert all(int(batch["num_items_in_batch"]) == sum(map(len, sampled)) for batch in batches)
-    after = qwen.load_pretrained(end)                              # gcd.py reads what TRL wrote
-    assert qwen.load_tokenizer(end).get_vocab() == qwen.load_tokenizer(start).get_vocab()
+    after = decoder.load_pretrained(end)                              # gcd.py reads what TRL wrote
+    assert decoder.load_tokenizer(end).get_vocab() == decoder.load_tokenizer(start).get_vocab()
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), after.parameters(), strict=True))

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 import batching
 import update
 from lm import attention, engine, logprobs
-from lm import model as qwen
+from lm import model as decoder
 from lm.engine import Sampling, Slots
 from losses import clipped_surrogate
 
@@ -284,7 +284,7 @@ def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat
             prefilled.append(int((layout.row_N < layout.cache.n_rows).sum()))
 
     hook = model.register_forward_pre_hook(count)
-    qwen.init_weights(model, 3)
+    decoder.init_weights(model, 3)
     stops = tuple(range(0, 272, 12))
     answers = engine.answer(model, prompts, streams, stops, Sampling(1.0, 20), n_slots)
     hook.remove()
@@ -336,7 +336,7 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
         return [rng.randrange(90) for _ in range(rng.randint(1, longest))]
 
     for settings in (Sampling(1.0, 5), Sampling(0.7, 9)):
-        qwen.init_weights(model, settings.max_response_tokens)
+        decoder.init_weights(model, settings.max_response_tokens)
         slots.restart(300, settings)
         live, waiting, streams_of = [chunk(40) for _ in range(6)], {*range(6)}, {}
         responses = 0
@@ -615,7 +615,7 @@ class HostReads(TorchDispatchMode):
 
 def on_meta(model):
     with torch.device("meta"):
-        return qwen.Model(model.config).to(torch.bfloat16)
+        return decoder.Model(model.config).to(torch.bfloat16)
 
 
 @pytest.mark.fast

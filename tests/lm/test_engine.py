@@ -14,7 +14,7 @@ import torch
 from conftest import tiny_model
 
 from lm import engine
-from lm import model as qwen
+from lm import model as decoder
 from lm.attention import Rectangle
 from lm.engine import Sampling
 
@@ -170,7 +170,7 @@ def test_greedy_answers_equal_transformers_generate(either, chat, tmp_path):
     from transformers import AutoModelForCausalLM
     with torch.no_grad():
         either.model.embed_tokens.weight[:, :2] = 0.0       # otherwise the biases choose every token
-    qwen.save_pretrained(either, tmp_path)
+    decoder.save_pretrained(either, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     prompts = [chat.message(f"You are at {i}.", first=True) for i in range(6)]
     ours = engine.answer(either, prompts, [[0]] * 6, chat.stop_ids, Sampling(0.0, 24), 6)

@@ -19,7 +19,7 @@ from hand_made import PLAIN, make_sample
 import update
 from infra import parallel
 from lm import lora
-from lm import model as qwen
+from lm import model as decoder
 from lm.optim import Muon, adamw, train_last, trained
 
 pytestmark = pytest.mark.fast
@@ -33,8 +33,8 @@ def generator(seed=0):
 
 def new_model(family="qwen2"):
     """A random model of two layers, with biases that are not 0."""
-    model = qwen.Model(config(VOCABULARY, model_type=family, tie_word_embeddings=True))
-    qwen.init_weights(model, 0)
+    model = decoder.Model(config(VOCABULARY, model_type=family, tie_word_embeddings=True))
+    decoder.init_weights(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -95,7 +95,7 @@ def their_names(names):
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_logits_and_gradients_are_pefts(peft, ids_BT, tmp_path, family):
     model = new_model(family)
-    qwen.save_pretrained(model, tmp_path)
+    decoder.save_pretrained(model, tmp_path)
     adapted(model)
     peer = theirs(peft, tmp_path)
     own, other = dict(model.named_parameters()), dict(peer.named_parameters())
@@ -120,7 +120,7 @@ def test_peft_loads_what_is_saved_and_computes_the_same(peft, ids_BT, tmp_path):
     base.mkdir()
     adapter.mkdir()
     model = new_model()
-    qwen.save_pretrained(model, base)
+    decoder.save_pretrained(model, base)
     adapted(model)
     lora.save(parallel.full_weights(model), adapter, base)
     found = peft.PeftConfig.from_pretrained(adapter)
@@ -139,7 +139,7 @@ def test_peft_loads_what_is_saved_and_computes_the_same(peft, ids_BT, tmp_path):
 def test_new_adapters_have_pefts_distribution(peft, tmp_path):
     """A is uniform with the same bound, and B is 0."""
     model = new_model()
-    qwen.save_pretrained(model, tmp_path)
+    decoder.save_pretrained(model, tmp_path)
     lora.add(model, RANK, generator())
     own, other = dict(model.named_parameters()), dict(theirs(peft, tmp_path).named_parameters())
     for ours, named in their_names(own).items():
@@ -186,7 +186,7 @@ def test_merging_starts_new_adapters_and_moves_the_old_ones_into_the_weights(ids
 def test_giving_the_sampler_merged_weights_leaves_the_models_as_they_are(ids_BT):
     """Three times: the frozen weights do not drift, and the sampler's are the same each time."""
     model = adapted(new_model())
-    sampler = parallel.unsharded_copy(model, lambda: qwen.Model(model.config), torch.float32, always=True)
+    sampler = parallel.unsharded_copy(model, lambda: decoder.Model(model.config), torch.float32, always=True)
     before, seen = weights_of(model), []
     for _ in range(3):
         parallel.copy_weights(model, sampler, lora.merged)

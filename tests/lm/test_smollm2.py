@@ -22,7 +22,7 @@ from conftest import rounding
 from safetensors.torch import load_file
 
 from infra import checkpoint
-from lm import model as qwen
+from lm import model as decoder
 from lm import smollm2
 from lm.chat import RULES, Chat
 from lm.engine import Sampling, answer
@@ -110,8 +110,8 @@ def test_the_converted_tensors_are_those_of_the_file(folder, theirs):
 def test_logits_and_greedy_text_equal_transformers(folder, theirs):
     """Also those of transformers' model of the saved folder."""
     from transformers import AutoModelForCausalLM
-    model, tokenizer = qwen.load_pretrained(folder), qwen.load_tokenizer(folder)
-    assert qwen.count_parameters(model.config) == 134_515_008
+    model, tokenizer = decoder.load_pretrained(folder), decoder.load_tokenizer(folder)
+    assert decoder.count_parameters(model.config) == 134_515_008
     chat = Chat(tokenizer, "plain")
     text = "What is the capital of France?"
     prompt = chat.message(text, first=True)
@@ -131,7 +131,7 @@ def test_logits_and_greedy_text_equal_transformers(folder, theirs):
 
 @needs_weights
 def test_the_chat_is_its_templates_token_for_token(folder, theirs):
-    chat, messages = Chat(qwen.load_tokenizer(folder), "plain"), []
+    chat, messages = Chat(decoder.load_tokenizer(folder), "plain"), []
     ids = []
     for i, text in enumerate([RULES, "go to drawer 1", "The drawer 1 is closed.", "open drawer 1", "It is."]):
         messages.append({"role": ("user", "assistant")[i % 2], "content": text})
@@ -234,7 +234,8 @@ def test_a_full_disk_leaves_no_folder(folder, theirs, tmp_path, monkeypatch, fil
     read.config.quantization_config = None
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **given: read)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **given: tokenizer)
-    monkeypatch.setattr(*((qwen, "save_file") if "model" in file else (tokenizer, "save_pretrained")), full)
+    failing = (decoder, "save_file") if "model" in file else (tokenizer, "save_pretrained")
+    monkeypatch.setattr(*failing, full)
     named = "model.safetensors: .*" if "model" in file else ""
     with pytest.raises(OSError, match=f"out not saved: .*{named}No space left on device"):
         smollm2.convert(smollm2.weights(), tmp_path / "out")
