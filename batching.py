@@ -161,11 +161,6 @@ class Microbatch(NamedTuple):
     sampler_N: torch.Tensor | None
     allowed: list | None
 
-    @property
-    def inputs(self):
-        """What lm.logprobs.token_logprobs computes from."""
-        return self.ids_1M, self.attention, self.select, self.target_N
-
 
 def collate(samples, model):
     """The Microbatch of these samples. Masks come from what was recorded, never from token ids; position

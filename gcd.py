@@ -157,8 +157,8 @@ def judge_turns(run, i, episodes):
         judge.answer_questions(run.sampler, run.chat, fresh, config.judge_group_size, sampling, seed,
                                judge.at_once(config.slots))
         differing += [question for question in fresh if len(set(question.rewards)) > 1]
-        found = parallel.all_sum(len(differing))
-        drawn, pairs = {place[:2] for place in chosen}, (config.judge_turns - found) // 2
+        found = parallel.all_sum(len(differing))                           # those that have a gradient
+        drawn, pairs = {place[:2] for place in chosen}, (config.judge_turns - found) // 2       # still wanted
         places = [place for place in places if place[:2] not in drawn]
         if not (chosen and pairs):
             break

@@ -73,7 +73,7 @@ def update(model, optimizer, samples, objective, lr, compare=False):
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
     grads = {}
-    # Without `compare` all kinds are in grads["policy"], weighted
+    # With `compare` a gradient of each kind, not weighted yet; without, one of all, in grads["policy"]
     for name, kinds in ({kind: [kind] for kind in parts} if compare else {"policy": [*parts]}).items():
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
         if in_tokens := [kind for kind in kinds if kind not in judged]:
@@ -106,8 +106,8 @@ def token_loss(model, batch, objective, scale, sums):
     given = collate(batch, model)
     advantage_N, sampler_N, device = given.advantage_N, given.sampler_N, given.target_N.device
     kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
-    logprob_N, entropy_N = token_logprobs(model, *given.inputs, objective.temperature, given.allowed,
-                                          entropies=True)
+    logprob_N, entropy_N = token_logprobs(model, given.ids_1M, given.attention, given.select, given.target_N,
+                                          objective.temperature, given.allowed, entropies=True)
     now_N = logprob_N.detach()
     old_N = now_N if given.old_N is None else given.old_N
     ratio_N = (logprob_N - old_N).exp()
@@ -187,7 +187,8 @@ def empty_loss(model, head="lm"):
 
 
 def weighted_kinds(samples, objective, sums):
-    """Group samples by kind and write each sample's per-token weight, normalized over all ranks.
+    """Group samples by kind, write each sample's per-token weight, normalized over all ranks, and count the
+    tokens in sums.
 
     The policy's tokens are weighted by objective.reduction, the judge's all by 1: see losses.token_weight.
     Returns {kind: this rank's samples} of the kinds that any rank has, and {kind: judged turns on all ranks}
@@ -309,7 +310,8 @@ def logprobs(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids (0 where not sampled); no value head's."""
     def of_batch(batch):
         given = collate(batch, model)
-        logprob_N, _ = token_logprobs(model, *given.inputs, objective.temperature, given.allowed)
+        logprob_N, _ = token_logprobs(model, given.ids_1M, given.attention, given.select, given.target_N,
+                                      objective.temperature, given.allowed)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
     flat = itertools.chain.from_iterable(per_sample(model, samples, objective, of_batch))

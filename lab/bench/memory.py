@@ -184,7 +184,8 @@ def update_bytes(model, batch):
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with Meter() as meter:
         given = batching.collate(batch, model)
-        logprob_N, _ = logprobs.token_logprobs(model, *given.inputs, 1.0, given.allowed, entropies=True)
+        logprob_N, _ = logprobs.token_logprobs(model, given.ids_1M, given.attention, given.select,
+                                               given.target_N, 1.0, given.allowed, entropies=True)
         (given.weight_N * given.advantage_N * (logprob_N - given.old_N).exp()).sum().backward()
     return meter.peak
 
