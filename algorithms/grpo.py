@@ -3,7 +3,9 @@
 Every turn of an episode has the episode's advantage. The default does not divide by the group's std (Dr.
 GRPO, arXiv:2503.20783); --normalize-std does. The paper compares episodes. verl-agent's code compares turns:
 a turn's reward is its episode's success reward minus its own penalty, and the std is unbiased (--variant
-code).
+code). The run's defaults are DAPO's clip and mean over tokens, without a KL; as first published:
+
+    --normalize-std --reduction episode --clip-high .2 --kl loss --dynamic-sampling keep
 """
 
 from dataclasses import dataclass
