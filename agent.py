@@ -9,7 +9,7 @@
 Left out: training (gcd.train), and many episodes at once (rollout.play).
 """
 
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,18 @@ TEMPERATURE = 0.4             # of play, by default
 JUDGE_SAMPLES = 8             # answers to a question whose P(good) has to be estimated
 LEAST_READABLE = 0.05         # a model with less probability on "good" and "bad" was never taught to judge
 JUDGE_FILE = "judge.json"     # next to a model: its judge's AUC, where the run's metrics are not at hand
+
+
+@contextmanager
+def threads_for(chat):
+    """A block on one thread if the model is small: more are slower with such small matrices."""
+    before = torch.get_num_threads()
+    if chat.small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,7 @@ class Agent:
         -= Welcome to TextWorld, ALFRED! =-
         ...
         """
+        env = str(env)
         name = plugins.name_of(env).partition(":")[0]
         same = name == plugins.name_of(self.config.env)
         own = {name: value for name, value in self.settings.items()              # not of another environment
@@ -75,7 +88,7 @@ class Agent:
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed),
                                    instruction=self.instruction_in(config.env))
         (game,) = config.environment.make(1)
-        with closing(game):
+        with closing(game), threads_for(chat):
             (episode,) = rollout.play(self.model, chat, [game], [spec], sampling, config.max_turns,
                                       config.context, history=config.history,
                                       on_truncation=config.on_truncation,
@@ -91,8 +104,10 @@ class Agent:
         sampling = Sampling(temperature, self.config.max_response_tokens)
         length = len(conversation.prompt) + sampling.max_response_tokens
         restrictions = [conversation.restriction()] if self.config.admissible_only else None
-        (response,) = generate(Slots(self.model, 1, length, self.chat.stop_ids, sampling),
-                               [conversation.prompt], [conversation.next_stream()], restrictions=restrictions)
+        with threads_for(self.chat):
+            (response,) = generate(Slots(self.model, 1, length, self.chat.stop_ids, sampling),
+                                   [conversation.prompt], [conversation.next_stream()],
+                                   restrictions=restrictions)
         return response
 
     def judge(self, episode, turn):
@@ -108,7 +123,6 @@ class Agent:
             raise ValueError(f"turn {turn}: the episode has turns 0 to {len(episode.turns) - 1}")
         return self.probability_good(episode.turns[turn].prompt_ids, episode.turns[turn].response_ids)
 
-    @torch.no_grad()
     def probability_good(self, prompt_ids, response_ids):
         """P(good) of a response to a prompt, both token ids.
 
@@ -116,6 +130,10 @@ class Agent:
         "good" among the readable ones of 8 sampled answers. ValueError if the answers are unreadable: then
         the model was never taught to judge.
         """
+        with threads_for(self.chat), torch.no_grad():
+            return self._probability_good(prompt_ids, response_ids)
+
+    def _probability_good(self, prompt_ids, response_ids):
         if self.model.config.value_head:
             sample = Sample(prompt_ids + response_ids, [], [], None, 0)
             return float(last_values(self.model, [sample]).sigmoid())
@@ -170,7 +188,7 @@ def load(folder, **settings):
     settings = resume.prompting_of(Path(folder)) | settings
     settings |= flags.environment_in(settings.get("env", flags.Config.env))[1]
     decoder.ModelConfig.load(folder)                                    # of a wrong folder the clearest error
-    return loaded(playing(str(folder), settings), settings)
+    return loaded(playing(str(Path(folder).resolve()), settings), settings)        # the caller may move
 
 
 def loaded(config, settings=()):
@@ -197,7 +215,7 @@ def playing(folder, settings):
 
 def task_named(environment, name):
     """The task "SPLIT/NUMBER" of an environment. ValueError if there is none."""
-    split, _, number = name.rpartition("/")
+    split, _, number = str(name).rpartition("/")
     if split not in environment.splits or not number.isdecimal():
         raise ValueError(f"task {name!r}: expected SPLIT/NUMBER, the split one of "
                          f"{', '.join(environment.splits)}")

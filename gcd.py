@@ -15,7 +15,6 @@ import itertools
 import math
 import sys
 import time
-import traceback
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
 
@@ -69,10 +68,9 @@ def iteration(run, i, reference):
     samples += answers if config.judge_weight else []        # at lambda 0 the update never sees the judge
     metrics |= optimize(run, i, samples, reference) | rollout_metrics(run, played)
     times.append(time.perf_counter())
-    if not metrics["rollout/success"] and metrics.get("rollout/zero_variance_frac") == 1:
-        run.warn_once("no unequal rewards", f"RL: nothing was won in iteration {i}, and in every group all "
-                      "rewards are equal, so the policy learns nothing: more --demonstrations, or "
-                      "--admissible-only, may help")
+    if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
+        run.warn_once("no advantage", f"RL: in iteration {i} nothing was won and no turn has an advantage, "
+                      "so the policy learns nothing: more --demonstrations, or --admissible-only, may help")
     store(run, i, episodes)
     names = ("time/rollout_s", "time/judge_s", "time/update_s")
     seconds = {name: end - start for name, start, end in zip(names, times, times[1:])}
@@ -197,9 +195,13 @@ def informative(run, episodes):
     """
     if run.config.dynamic_sampling == "keep" or run.config.kl != "none":
         return episodes
-    groups = {episode.group for episode in episodes for turn in episode.turns
-              if turn.advantage or any(turn.token_advantage or ())}
+    groups = {group for group, members in rewards.groups_of(episodes).items() if teaches(members)}
     return [episode for episode in episodes if episode.group in groups]
+
+
+def teaches(episodes):
+    """Whether any turn has an advantage."""
+    return any(turn.advantage or any(turn.token_advantage or ()) for e in episodes for turn in e.turns)
 
 
 def lr_factor(config, i):
@@ -377,10 +379,8 @@ def attempt(config, resources):
         why = f"{first}, so this one ends" if first else one_line(error, config.out, known=EpisodeLost)
         print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
         status = 1
-    except Exception:
-        if parallel.is_distributed():                 # the others wait; closing games may take long
-            traceback.print_exc()
-            job.abort(1)
+    except Exception as error:
+        job.on_exit(type(error), error, None)         # before games are closed: the other ranks wait
         raise
     return job.abort(status)
 

@@ -76,6 +76,8 @@ class MessageChat(Chat):
         answer = THOUGHT.sub("", text, count=1)
         if self.own_parse:
             return self.parse_own(text if self.style == "think" else answer.lstrip())
+        if self.style == "plain" and "<think>" in answer:
+            return None, None
         commands = [answer] if self.style == "plain" else ACTION.findall(answer)
         command = commands[0].strip() if len(commands) == 1 else ""
         return command or None, None

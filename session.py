@@ -274,6 +274,7 @@ def prepare(config, ranks, should_stop, resources):
         if chat.small:
             resources.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)                          # more are slower with such small matrices
+        check_verdict(config, chat)
         model = load_model(config, folder, ranks, chat.small, state)
     if config.device == "auto" and ranks.device.type == "cpu" and not chat.small:
         parallel.print0(f"--device=auto: torch {torch.__version__} sees no CUDA device; this runs on the CPU",
@@ -473,15 +474,19 @@ def make_chat(config, tokenizer):
     chat = Chat(tokenizer, style, config.show_admissible, environment.noop_message, environment)
     if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
-    judges = config.iterations and config.gcd and config.judge_kind == "generative"
-    if judges and (needed := len(judge.verdict_ids(chat, "good"))) > config.judge_response_tokens:
-        raise ValueError(f"--judge-response-tokens={config.judge_response_tokens}: with --prompt {style} a "
-                         f"verdict has {needed}")
     phrase = correction.instruction_phrases()[0]
     if config.correction != "off" and not chat.writes_prose and len(chat.encode(phrase)) > 1:
         raise ValueError(f"--correction={config.correction}: this model's cold start had no --instructions, "
                          "so it knows none")
     return chat
+
+
+def check_verdict(config, chat):
+    """ValueError if the judge's answers have no room for a verdict: GCD would never see a readable one."""
+    judges = config.iterations and config.gcd and config.judge_kind == "generative"
+    if judges and (needed := len(judge.verdict_ids(chat, "good"))) > config.judge_response_tokens:
+        raise ValueError(f"--judge-response-tokens={config.judge_response_tokens}: with --prompt "
+                         f"{chat.style} a verdict has {needed}")
 
 
 def check_vocabulary(config, source, previous, tokenizer):

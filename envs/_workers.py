@@ -159,7 +159,7 @@ class Worker:
     def stop(self, timeout_s):
         """Close the pipe, which ends the worker.
 
-        If that takes longer than `timeout_s`, or if it died, its process group is killed.
+        After `timeout_s` at most, its process group is killed.
         """
         if self.lost:                                  # it was stopped before; others may have its number now
             return
@@ -167,10 +167,9 @@ class Worker:
         self.pipe.close()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
-        if self.process.returncode != 0:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        with suppress(ProcessLookupError):                     # it may have died, and left what it started
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def set_timeout(end, timeout_s):
@@ -209,7 +208,7 @@ def serve(descriptor):
             pipe.send((game, number, answer))
     for engine in engines.values():
         close(engine)
-    os._exit(0)
+    os.killpg(0, signal.SIGKILL)                               # also what an engine has started
 
 
 def close(engine):

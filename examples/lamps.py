@@ -1,4 +1,4 @@
-"""Which switch: an environment in thirty lines, learned in ten seconds on a CPU without an expert.
+"""Which switch: an environment in thirty lines, learned in eight seconds on a CPU without an expert.
 
     python gcd.py --env examples/lamps.py --iterations 10 --evaluate dev
 """

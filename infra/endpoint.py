@@ -102,7 +102,9 @@ class Endpoint:
 
         def clean(text):
             """Return a text that can be sent and stored: the key masked, unpaired surrogates replaced."""
-            text = text.replace(secret, "[key]") if len(secret) >= MIN_SECRET_LENGTH else text
+            if len(secret) >= MIN_SECRET_LENGTH:
+                for written in (secret, json.dumps(secret, ensure_ascii=False)[1:-1]):       # as in JSON
+                    text = text.replace(written, "[key]")
             return text.encode("utf-8", "replace").decode("utf-8")
 
         path = urlsplit(base_url).path
@@ -370,7 +372,7 @@ class Endpoint:
                 choice, usage = data["choices"][0], data.get("usage")
                 text = choice["message"]["content"]
             except MALFORMED:          # an error of the server, for instance, with status 200
-                raise ValueError(f"no answer in {json.dumps(data)}") from None
+                raise ValueError(f"no answer in {json.dumps(data, ensure_ascii=False)}") from None
             if not isinstance(text, str | None):
                 raise TypeError("content is not a string")
             items = usage.items() if isinstance(usage, dict) else ()

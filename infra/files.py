@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import subprocess
 import time
@@ -123,7 +124,10 @@ def not_found(path):
     """
     path = Path(path)
     if not (folder := path.parent).exists():
-        return f"{folder}: no such folder (from the hub: hf download {folder} --local-dir {folder.name})"
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists()
+        return f"{folder}: no such folder" + (
+            f"; if it is the hub's: hf download {folder} --local-dir {folder.name}, then give {folder.name}"
+            if of_hub else "")
     there = path.parent / CHECKPOINT
     return f"{path}: not found" + f"; the run's model is in {there}" * (there / path.name).is_file()
 

@@ -240,8 +240,8 @@ def any_rank(flag):
 
 
 def collective(action):
-    """Call `action()` on every rank and return its value; if it fails on any rank, raise on all of them: a
-    ValueError for a ValueError, so that callers go the same way, else OSError.
+    """Call `action()` on every rank and return its value; if it fails on any rank, raise on all of them, so
+    that callers go the same way: ValueError if the first failure is one, else OSError or a rank's own error.
     """
     failure = value = None
     try:
@@ -251,7 +251,7 @@ def collective(action):
     kind = ValueError if isinstance(failure, ValueError) else OSError
     for rank, found in enumerate(all_gather(failure and (kind, f"{type(failure).__name__}: {failure}"))):
         if found:
-            raise failure or found[0](f"rank {rank} failed: {found[1]}")
+            raise failure if failure and kind is found[0] else found[0](f"rank {rank} failed: {found[1]}")
     return value
 
 

@@ -21,26 +21,31 @@ class Interrupted(Exception):
         return self.args[0]
 
 
+def signals_here():
+    """The signals that stop a run; none outside the main thread, which alone may handle them."""
+    main = threading.current_thread() is threading.main_thread()
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+
+
 class Stop:
     """True once this process was asked to stop, by a signal or because its parent process is gone.
 
     The first SIGINT (Ctrl-C), SIGTERM or SIGHUP sets it, the second raises KeyboardInterrupt, the third ends
     the process. The parent counts if it supervises the run: torchrun, or run.sh, which sets $GCD_PARENT.
-    torchrun passes its signals on, so that one that a scheduler sends to all processes comes twice: under it,
-    the first two count once (however late the copy is handled: not before a long call in C++ has ended), and
-    so do two within REPEAT_S.
+    torchrun passes its signals on, so that one that a scheduler sends to all processes comes twice. Under it,
+    the first two count once if they are the same, however late the copy is handled (not before a long call in
+    C++ has ended), and so do two within REPEAT_S. Of a second Ctrl-C in a terminal it makes a SIGTERM.
     """
 
-    SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
     REPEAT_S = 2
 
     def __init__(self):
         self.by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         supervised = self.by_torchrun or os.environ.get("GCD_PARENT") == str(os.getppid())
-        self.came = self.signals = 0                          # how many came, and how many of them count
+        self.came, self.signals = [], 0                       # those that came, and how many of them count
         self.parent = os.getppid() if supervised else None
         self.last, self.pid = -math.inf, os.getpid()          # when the last signal came; whom it stops
-        for signum in self.SIGNALS:
+        for signum in signals_here():
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:       # nohup ignores it
                 signal.signal(signum, self.note)
 
@@ -48,7 +53,7 @@ class Stop:
     @contextmanager
     def restored(cls):
         """A block after which the signals have their previous handlers."""
-        handlers = {signum: signal.getsignal(signum) for signum in cls.SIGNALS}
+        handlers = {signum: signal.getsignal(signum) for signum in signals_here()}
         try:
             yield
         finally:
@@ -65,8 +70,8 @@ class Stop:
             os.kill(os.getpid(), signum)
             return
         now, before = time.monotonic(), self.last
-        self.last, self.came = now, self.came + 1
-        if self.by_torchrun and (self.came == 2 or now - before < self.REPEAT_S):
+        self.last, self.came = now, [*self.came, signum]
+        if self.by_torchrun and (self.came == [signum, signum] or now - before < self.REPEAT_S):
             return
         self.signals += 1
         if self.signals > 2:

@@ -286,7 +286,7 @@ class Chat:
                 return None, None
             tag, text = match[1], text[match.end():]
         elif self.style == "think":
-            text = text.split("</think>", 1)[-1]
+            text = text.split("</think>", 1)[-1].lstrip()
             if "<think>" in text:                                # which did not end, or is another one
                 return None, None
         command = self.own_parse(text)

@@ -275,7 +275,8 @@ class Slots:
             if use_graphs:
                 self.replay(min(bucket(n, 16), self.n))
             else:
-                self.step(rows, bucket(max(self.length_bound(row, 1) for row in self.running), 16))
+                bound = max(self.length_bound(row, 1) for row in self.running)
+                self.step(rows, self.context if self.varlen else bucket(bound, 16))
             self.steps += 1
 
     def length_bound(self, row, more=0):

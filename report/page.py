@@ -86,7 +86,7 @@ def page(runs, summary, seeds):
     return templates().get_template("page.html").render(
         facts=facts(runs, summary),
         warnings=tables.distinct(runs, "warning") + [note for run in runs for note in run.notes],
-        notes=tables.distinct(runs, "note"), seeds=seeds,
+        notes=[*filter(None, [tables.protocol_caption(runs)]), *tables.distinct(runs, "note")], seeds=seeds,
         temperatures=" or ".join(sorted({f"{run.evaluation.get('temperature') or 1:g}" for run in runs
                                          if run.evaluation})),
         split_charts=charts.split_charts(runs, summary, seeds), headline_heads=heads, headline_rows=rows,

@@ -37,8 +37,11 @@ class Run:
 
     @property
     def iterations(self):
-        """Indices of the RL iterations that it logged; empty for a cold start."""
-        return {line["iteration"] for line in self.lines if is_number(line.get("iteration"))}
+        """Indices of the RL iterations that it completed; empty for a cold start. Other lines of an
+        iteration, such as of the endpoint's labels, come before its own.
+        """
+        return {line["iteration"] for line in self.lines if is_number(line.get("iteration"))
+                and line.get("phase", "rl") == "rl"}
 
 
 @dataclass(frozen=True, slots=True)

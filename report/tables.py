@@ -2,7 +2,7 @@
 
 import shlex
 
-from config import flags_of
+from config import PROTOCOLS, flags_of
 from envs._terminal import printable
 from infra.files import nan_to_null
 from report.read import is_number
@@ -97,6 +97,18 @@ def captions(runs, summary):
                              for text, of_runs in found.items()) for split, found in names.items() if found}
 
 
+def protocol_caption(runs):
+    """How each run was evaluated, in a sentence, if they differ in it; else ""."""
+    found = {run.name: (run.evaluation.get("protocol"), run.evaluation.get("max_turns")) for run in runs
+             if run.evaluation.get("splits")}
+    if len({*found.values()}) < 2:
+        return ""
+    of_runs = [f"{name} by {protocol or 'an unknown protocol'}" + (
+        f" at temperature {PROTOCOLS[protocol].temperatures['sampled']}" if protocol in PROTOCOLS else "")
+        + f" in {turns or 'unknown'} turns" for name, (protocol, turns) in found.items()]
+    return f"Evaluation differs: {', '.join(of_runs)}."
+
+
 def seeds_caption(seeds, summary):
     """The results over several seeds, as a sentence; "" if unknown."""
     if seeds is None:
@@ -116,7 +128,7 @@ def mean_and_half(score):
 def caption(runs, summary, seeds):
     """The lines below the table on the terminal."""
     clauses = [f"{split}: {text}" for split, text in captions(runs, summary).items()]
-    lines = [". ".join(clauses) + "." if clauses else "", *distinct(runs, "note"),
+    lines = [". ".join(clauses) + "." if clauses else "", protocol_caption(runs), *distinct(runs, "note"),
              seeds_caption(seeds, summary), *distinct(runs, "warning")]
     return [line for line in lines if line]
 

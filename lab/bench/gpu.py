@@ -81,14 +81,14 @@ def main(argv=None):
     out = options.out or (None if options.tiny else OUT)
     wanted = ([replace(check, limit_s=min(check.limit_s, TINY_S)) for check in CHECKS] if options.tiny else
               [check for check in CHECKS if check.minutes <= options.minutes])
-    start, known = time.monotonic(), stored_in(out)
+    start, stored = time.monotonic(), files.read_lines(out)[0] if out and out.exists() else []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if options.tiny else FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")        # forks of a process that has loaded torch
         context.set_forkserver_preload([ENGINE, RUNS])
-        here = device_and_torch(context) if known else None
-        known = {name: line for name, line in known.items()           # without a device: a process that died
+        here = device_and_torch(context) if stored else None
+        known = {line["check"]: line for line in stored               # without a device: a process that died
                  if (line.get("device"), line.get("torch")) in (here, (None, None))}
         done = {name: line for name, line in known.items() if "error" not in line
                 and line.get("target") in [check.target for check in wanted if check.name == name]}
@@ -110,11 +110,6 @@ def main(argv=None):
     if left := len(wanted) - len(lines):
         print(f"{left} left: the same command goes on")
     return 1 if not all(line["ok"] for line in lines) else MORE_TO_RUN if left else 0
-
-
-def stored_in(out):
-    """{check: its last line} of a file."""
-    return {line["check"]: line for line in (files.read_lines(out)[0] if out and out.exists() else [])}
 
 
 def device_and_torch(context):

@@ -130,7 +130,7 @@ def shape(name):
     """The ModelConfig of the Qwen2.5 model of this size, a key of SHAPES."""
     layers, width, heads, kv_heads, inner, vocabulary, tied = SHAPES[name]
     return decoder.ModelConfig(vocabulary, width, inner, layers, heads, kv_heads, width // heads, 1e6,
-                            tie_word_embeddings=tied)
+                               tie_word_embeddings=tied)
 
 
 def meta_model(model_config, dtype):

@@ -2,13 +2,15 @@
 
 `generate` gets the full conversation as its prompt in each turn. Both use the same untrained weights,
 episodes, number of turns and response limit, in one run. The observations are those of expert episodes in
-generated rooms, whatever the model answers, so that prompts grow as in training. Left out: GPUs, and serving
-engines. `lab.bench.iteration` runs both.
+generated rooms, whatever the model answers, so that prompts grow as in training, on both sides alike. Left
+out: GPUs, and serving engines. `lab.bench.iteration` runs both.
 """
 
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
 
 import torch
 import transformers
@@ -52,6 +54,24 @@ def recorded(n):
     return tasks, [demonstration.observations for demonstration in demonstrations]
 
 
+class Taking(Chat):
+    """A chat in which every response is a command, as every response of `generate`'s side is followed by the
+    recorded observation: an untrained model writes none.
+    """
+
+    def parse(self, text):
+        """Any command: the game ignores it."""
+        return "look", None
+
+
+class Conversation(rollout.Conversation):
+    """One in which a response that was cut at its limit is a command, too."""
+
+    def submit(self, response, on_truncation="fail"):
+        """Submit it as one that ended by itself."""
+        super().submit(replace(response, truncated=False), on_truncation)
+
+
 @contextmanager
 def counted(model):
     """Yield a list to which every forward pass appends its number of positions, padding included."""
@@ -64,14 +84,18 @@ def counted(model):
 
 
 def ours(model, chat, tasks, observations, turns):
-    """(seconds, new tokens, positions computed) of playing all episodes with rollout.play."""
+    """(seconds, new tokens, positions computed, tokens of the last prompts) of playing all episodes with
+    rollout.play.
+    """
     specs = [rollout.EpisodeSpec(task, i, stream(0, i)) for i, task in enumerate(tasks)]
     sampling = Sampling(max_response_tokens=RESPONSE_TOKENS)
     games = [Recorded(o) for o in observations]
-    with counted(model) as positions:
+    with counted(model) as positions, mock.patch.object(rollout, "Conversation", Conversation):
         started = time.perf_counter()
-        episodes = rollout.play(model, chat, games, specs, sampling, turns, CONTEXT, on_truncation="invalid")
-        return time.perf_counter() - started, rollout.summary(episodes)["response_tokens"], sum(positions)
+        episodes = rollout.play(model, chat, games, specs, sampling, turns, CONTEXT)
+        seconds = time.perf_counter() - started
+    return (seconds, rollout.summary(episodes)["response_tokens"], sum(positions),
+            sum(len(episode.turns[-1].prompt_ids) for episode in episodes))
 
 
 @torch.no_grad()
@@ -82,9 +106,10 @@ def theirs(model, chat, observations, turns):
     with counted(model) as positions:
         started = time.perf_counter()
         for turn in range(1, turns + 1):
+            last = sum(map(len, prompts))
             new += extend(model, chat, prompts, pad)
             prompts = [p + chat.message(seen[turn % len(seen)]) for p, seen in zip(prompts, observations)]
-        return time.perf_counter() - started, new, sum(positions)
+        return time.perf_counter() - started, new, sum(positions), last
 
 
 def extend(model, chat, prompts, pad):
@@ -106,9 +131,9 @@ def both_models(hidden_size):
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = len(small.save_small_tokenizer(rooms.phrases(), folder))
         shape = decoder.ModelConfig(vocabulary, hidden_size, 3 * hidden_size, 3, 4, 4, hidden_size // 2,
-                                 max_position_embeddings=CONTEXT, tie_word_embeddings=True)
+                                    max_position_embeddings=CONTEXT, tie_word_embeddings=True)
         model = decoder.Model(shape)
         decoder.init_weights(model, 0)
         decoder.save_pretrained(model, folder)
         peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        return model, peer, Chat(decoder.load_tokenizer(folder), "plain")
+        return model, peer, Taking(decoder.load_tokenizer(folder), "plain")

@@ -32,7 +32,8 @@ OUT = ROOT / "lab" / "results" / "trained_tokens.json"
 WAYS = tuple(" ".join(filter(None, pair)) for pair in itertools.product(        # "": the whole model
     ("", "--lora 16", "--train-layers 4"), ("", "--dtype bfloat16")))
 SHAPE = decoder.ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-                         num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True)
+                            num_attention_heads=9, num_key_value_heads=3, head_dim=64,
+                            tie_word_embeddings=True)
 SEQUENCES, TOKENS, REPEATS = 4, 400, 3               # in a step, as in the cold start; in a sequence; steps
 
 

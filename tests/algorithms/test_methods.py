@@ -115,7 +115,7 @@ def qwen_folder(short_qwen, tmp_path_factory):
 @pytest.fixture(scope="module")
 def games():
     if not GAMES.exists():
-        pytest.skip("needs ALFWorld's games: alfworld-download puts them into $ALFWORLD_DATA "
+        pytest.skip("needs ALFWorld's games, `python -m envs.household download`, in $ALFWORLD_DATA "
                     "(or ../shared/data/alfworld/games.jsonl.gz)")
     return GAMES
 

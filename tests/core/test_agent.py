@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -39,6 +40,7 @@ import resume
 import rollout
 import session
 from infra import files, parallel
+from infra.signals import Stop
 from lm import model as decoder
 from report import __main__ as report
 
@@ -101,6 +103,40 @@ def test_play_uses_the_settings_of_load_unless_it_is_given_others():
     briefly = gcd.load(COMMITTED, max_turns=2)
     assert len(briefly.play("household", "L0/3").turns) == 2
     assert len(briefly.play("household", "L0/3", max_turns=3).turns) == 3
+
+
+@pytest.mark.fast
+def test_an_agent_needs_not_the_folder_that_the_program_was_in(monkeypatch, tmp_path):
+    """As in a notebook, after os.chdir."""
+    monkeypatch.chdir(COMMITTED.parent)
+    moved = gcd.load(COMMITTED.name)
+    monkeypatch.chdir(tmp_path)
+    assert moved.judge_auc() and moved.play("household", "L0/3", max_turns=1).turns
+
+
+@pytest.mark.fast
+def test_a_small_model_plays_and_judges_on_one_thread_and_leaves_the_number_as_it_was(player, monkeypatch):
+    used, forward = [], decoder.Model.forward
+    monkeypatch.setattr(decoder.Model, "forward", lambda model, *given, **more: used.append(
+        torch.get_num_threads()) or forward(model, *given, **more))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        episode = player.play("household", "L0/3", max_turns=2)
+        player.judge(episode, 0)
+        assert {*used} == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.fast
+def test_a_thread_trains_without_signals():
+    """Only the main thread may handle them."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(bool(Stop())))
+    thread.start()
+    thread.join()
+    assert found == [False]
 
 
 @pytest.mark.fast

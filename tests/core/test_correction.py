@@ -85,8 +85,8 @@ def small_chat(folder):
     phrases = [*rooms.phrases(), *correction.instruction_phrases()]
     vocabulary = len(small.save_small_tokenizer(phrases, folder))
     decoder.ModelConfig(vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                     num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                     max_position_embeddings=64).save(folder)
+                        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                        max_position_embeddings=64).save(folder)
     return Chat(decoder.load_tokenizer(folder), "plain")
 
 

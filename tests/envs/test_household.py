@@ -27,7 +27,7 @@ DOWNLOADED = Path(os.environ.get("ALFWORLD_DATA") or "~/.cache/alfworld").expand
 GAMES = DATA / "games.jsonl.gz" if (DATA / "games.jsonl.gz").exists() else DOWNLOADED
 TRANSCRIPTS = DATA / "transcripts.jsonl.gz"
 needs_games = pytest.mark.skipif(
-    not GAMES.exists(), reason="needs ALFWorld's games: alfworld-download puts them into $ALFWORLD_DATA "
+    not GAMES.exists(), reason="needs ALFWorld's games (python -m envs.household download) in $ALFWORLD_DATA "
                                "(or ../shared/data/alfworld/games.jsonl.gz)")
 needs_transcripts = pytest.mark.skipif(
     not TRANSCRIPTS.exists(), reason="needs transcripts, ../shared/data/alfworld/transcripts.jsonl.gz; other "

@@ -226,7 +226,7 @@ def real_games(tmp_path_factory):
     if (installed / "valid_unseen").is_dir():
         return installed
     if not GAMES.exists():
-        pytest.skip("needs ALFWorld's games: alfworld-download puts them into $ALFWORLD_DATA "
+        pytest.skip("needs ALFWorld's games, `python -m envs.household download`, in $ALFWORLD_DATA "
                     "(or ../shared/data/alfworld/games.jsonl.gz)")
     found = {split: [] for split in SPLITS.values()}
     with gzip.open(GAMES, "rt", encoding="utf-8") as lines:

@@ -21,6 +21,7 @@ import torch
 from tiny_runs import ENVIRONMENT, ROOT, TINY, start_from
 
 import gcd
+import session
 import update
 from infra import errors, job, parallel, signals
 from lm import engine
@@ -52,6 +53,7 @@ def main(kind, out, *flags):
         update.token_loss = failing(out, FULL) if rank == 1 else stuck
     if kind == "bug" and rank == 1:
         gcd.assign_credit = failing(out, AssertionError("a turn without a reward"))
+        session.reported = lambda close, what: lambda: time.sleep(90)              # games that close slowly
     return gcd.main([*TINY, "--out", str(out / "run"), *flags])
 
 
@@ -162,6 +164,18 @@ def test_torchruns_copy_of_a_signal_may_be_handled_late(monkeypatch):
         stop.note(signal.SIGTERM, None)
         stop.last -= 10
         stop.note(signal.SIGTERM, None)
+        stop.last -= 10
+        with pytest.raises(KeyboardInterrupt):
+            stop.note(signal.SIGTERM, None)
+
+
+@pytest.mark.fast
+def test_a_second_ctrl_c_under_torchrun_comes_as_another_signal_and_counts(monkeypatch):
+    """In a terminal only torchrun gets it: ranks have sessions of their own."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    with signals.Stop.restored():
+        stop = signals.Stop()
+        stop.note(signal.SIGINT, None)
         stop.last -= 10
         with pytest.raises(KeyboardInterrupt):
             stop.note(signal.SIGTERM, None)

@@ -27,7 +27,7 @@ import torch
 from conftest import is_alive
 from test_parallel import SINGLE, assert_same_checkpoint
 from test_train import nearest_draws, numbers
-from tiny_runs import ENVIRONMENT, ROOT, TINY, rows, start_from, train
+from tiny_runs import ENVIRONMENT, ROOT, TINY, assert_one_error, rows, start_from, train
 
 import config
 import gcd
@@ -108,7 +108,7 @@ def main(kind, out, *arguments):
         time.sleep(600)
     if kind == "leave":                        # rank 1 is done long before rank 0, which closes its games
         job.BEAT_S, job.PATIENCE_S = 0.1, 0.2
-        time.sleep(0 if ranks.rank else 20 * job.BEAT_S)
+        time.sleep(0 if ranks.rank else 60 * job.BEAT_S)
     return job.shutdown()
 
 
@@ -395,6 +395,23 @@ def test_copies_that_differ_between_machines_are_refused(start, tmp_path, monkey
         session.check_copies(given, start, [])
     with pytest.raises(ValueError, match=f"--model={start}: not the same on c as on a; every rank needs"):
         session.check_copies(given, tmp_path / "copy", [])
+    seen.clear()
+    session.check_copies(given, start, given.environment.split_tasks("dev")[:1])
+    with pytest.raises(ValueError, match="--env=household: its games: not the same on b as on a"):
+        session.check_copies(given, start, given.environment.split_tasks("dev")[1:2])
+
+
+@pytest.mark.fast
+def test_a_run_compares_copies_before_it_loads_anything(start, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(session, "check_copies", lambda config, source, tasks: refuse(source, tasks))
+    monkeypatch.setattr(session, "load_model", None)
+
+    def refuse(source, tasks):
+        assert source == start and [task.split for task in tasks] == ["train", "L0", "L1"]
+        raise ValueError("copies")
+
+    assert train(tmp_path, *start_from(start), "--evaluate", "L0,L1") == 1
+    assert_one_error(capsys, "copies")
 
 
 @pytest.mark.fast

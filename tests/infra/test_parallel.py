@@ -36,7 +36,8 @@ from update import Objective
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = decoder.ModelConfig(vocab_size=67, hidden_size=32, intermediate_size=96, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+                            num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+                            tie_word_embeddings=True)
 SINGLE = job.Ranks(0, 1, torch.device("cpu"))
 JUDGE_SCALE = 0.25
 MATRIX = "model.layers.1.mlp.down_proj.weight"

@@ -243,7 +243,7 @@ def test_the_committed_model_plays_at_once(capsys, monkeypatch):
 
 def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
     """A model of random weights gives no command otherwise."""
-    load = agent.qwen.load_pretrained
+    load = agent.decoder.load_pretrained
 
     def random_weights(*arguments):
         model = load(*arguments)
@@ -252,7 +252,7 @@ def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
                 parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(k))
         return model
 
-    monkeypatch.setattr(agent.qwen, "load_pretrained", random_weights)
+    monkeypatch.setattr(agent.decoder, "load_pretrained", random_weights)
     without_opinions(monkeypatch)
     turns = []
     for flags in ([], ["--admissible-only"]):
