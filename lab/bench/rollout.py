@@ -23,7 +23,7 @@ from infra.streams import stream
 from lm import model as decoder
 from lm import small
 from lm.chat import Chat
-from lm.engine import Sampling
+from lm.engine import Sampling, Slots
 
 RESPONSE_TOKENS = 6      # about what a command and its stop token take
 CONTEXT = 4096
@@ -83,7 +83,12 @@ def counted(model):
     hook.remove()
 
 
-def ours(model, chat, tasks, observations, turns):
+def new_slots(model, chat, n):
+    """Slots that `ours` may keep from one call to the next, as a run does."""
+    return Slots(model, n, CONTEXT, chat.stop_ids, Sampling(max_response_tokens=RESPONSE_TOKENS))
+
+
+def ours(model, chat, tasks, observations, turns, slots):
     """(seconds, new tokens, positions computed, tokens of the last prompts) of playing all episodes with
     rollout.play.
     """
@@ -92,7 +97,7 @@ def ours(model, chat, tasks, observations, turns):
     games = [Recorded(o) for o in observations]
     with counted(model) as positions, mock.patch.object(rollout, "Conversation", Conversation):
         started = time.perf_counter()
-        episodes = rollout.play(model, chat, games, specs, sampling, turns, CONTEXT)
+        episodes = rollout.play(model, chat, games, specs, sampling, turns, CONTEXT, slots=slots)
         seconds = time.perf_counter() - started
     return (seconds, rollout.summary(episodes)["response_tokens"], sum(positions),
             sum(len(episode.turns[-1].prompt_ids) for episode in episodes))

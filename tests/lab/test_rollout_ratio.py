@@ -18,7 +18,8 @@ def test_both_sides_see_the_recorded_observations_and_prompts_of_about_equal_len
     monkeypatch.setattr(played, "play", lambda *given, **more: kept.extend(play(*given, **more)) or kept)
     model, peer, chat = rollout.both_models(16)
     tasks, seen = rollout.recorded(EPISODES)
-    _, new, _, ours = rollout.ours(model, chat, tasks, seen, TURNS)
+    slots = rollout.new_slots(model, chat, EPISODES)
+    _, new, _, ours = rollout.ours(model, chat, tasks, seen, TURNS, slots)
     _, theirs_new, _, theirs = rollout.theirs(peer, chat, seen, TURNS)
     for episode, observations in zip(kept, seen, strict=True):
         wanted = [observations[t % len(observations)] for t in range(TURNS)]
