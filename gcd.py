@@ -66,8 +66,9 @@ def iteration(run, i, reference):
     metrics |= assign_credit(run, i, episodes, reference)
     samples = [sample for episode in informative(run, episodes) for sample in batching.samples_of(episode)]
     samples += answers if config.judge_weight else []        # at lambda 0 the update never sees the judge
-    metrics |= optimize(run, i, samples, reference) | rollout_metrics(run, played)
+    metrics |= optimize(run, i, samples, reference)
     times.append(time.perf_counter())
+    metrics |= rollout_metrics(run, played)
     if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
         run.warn_once("no advantage", f"RL: in iteration {i} nothing was won and no turn has an advantage, "
                       "so the policy learns nothing: more --demonstrations, or --admissible-only, may help")
