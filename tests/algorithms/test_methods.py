@@ -134,7 +134,7 @@ def test_a_hugging_face_model_trains_on_real_games(games, tmp_path):
     """
     qwen_folder = random_qwen(tmp_path / "qwen", QWEN_TOKENIZER)
     flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 8 "
-             "--judge-response-tokens 8 --context 4096 --dtype float32 --lr 6e-4").split()
+             "--judge-response-tokens 16 --context 4096 --dtype float32 --lr 6e-4").split()
     assert train(tmp_path, "--model", qwen_folder, "--games", games, *flags) == 0
     settings = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["config"]
     assert (settings["preset"], settings["kl"], settings["on_truncation"]) == ("paper", "loss", "invalid")
@@ -404,7 +404,8 @@ def test_a_large_model_writes_thoughts_and_labels(qwen_folder, tmp_path, monkeyp
     request.addfinalizer(server.close)
     flags = ("--preset small --demonstrations 2 --judge-demonstrations 4 --cold-start-batch 1 "
              "--judge-epochs 1 --thoughts endpoint --judge-labels rule+endpoint --tasks 2 --group-size 2 "
-             "--iterations 1 --max-response-tokens 8 --max-turns 30 --context 4096 --train-types all "
+             "--iterations 1 --max-response-tokens 8 --judge-response-tokens 16 --max-turns 30 "
+             "--context 4096 --train-types all "
              "--dynamic-sampling keep --endpoint-key-variable LARGE_KEY").split()
     flags += ["--model", qwen_folder, "--endpoint", server.url, "--endpoint-cache", tmp_path / "cache.jsonl"]
     assert train(tmp_path / "a", *flags, on_truncation="invalid") == 0

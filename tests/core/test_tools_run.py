@@ -80,7 +80,7 @@ def test_a_model_with_a_chat_template_trains_with_its_tools(tmp_path, monkeypatc
     environment = config.parsed(["--env", SHOP]).environment
     model = chat_model(tmp_path / "qwen", environment, monkeypatch)
     assert train(tmp_path / "run", env=SHOP, model=str(model), preset="small", max_response_tokens=32,
-                 judge_response_tokens=8) == 0
+                 judge_response_tokens=16) == 0
     turns, _ = assert_trained(tmp_path / "run")
     called = [turn for turn in turns if turn["valid"]]
     assert called and all("<tool_call>" in turn["response"] for turn in called)

@@ -173,7 +173,8 @@ def test_the_evaluation_counts_every_task_of_a_split_in_three_modes(start, tmp_p
 
 def test_protocol_eight_plays_every_task_eight_times_with_different_streams(start, tmp_path, monkeypatch):
     specs, play = [], rollout.play
-    monkeypatch.setattr(rollout, "play", lambda *given: specs.append(given[3]) or play(*given))
+    monkeypatch.setattr(rollout, "play", lambda *given, **more: (
+        specs.append(given[3]) or play(*given, **more)))
     monkeypatch.setattr(Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:5])
     flags = ["--iterations", 0, "--evaluate", "dev", "--max-turns", 2, "--protocol", "eight"]
     assert train(tmp_path, *start_from(start), *flags) == 0

@@ -466,7 +466,7 @@ def test_a_hugging_face_models_commands_are_restricted(short_qwen, tmp_path, mon
         submit(self, response, *more))[1])
     model = random_qwen(tmp_path / "qwen", short_qwen)
     flags = ("--demonstrations 0 --tasks 2 --group-size 2 --max-turns 2 --max-response-tokens 24 "
-             "--judge-response-tokens 8 --context 4096 --dtype float32 --lr 6e-4 --admissible-only").split()
+             "--judge-response-tokens 16 --context 4096 --dtype float32 --lr 6e-4 --admissible-only").split()
     assert train(tmp_path / "run", "--model", model, *flags) == 0
     assert all(0 <= row["policy/logprob_gap_max_nats"] < 1e-4 for row in rows(tmp_path / "run"))
     assert len(submitted) == 16

@@ -305,10 +305,10 @@ def test_runs_that_were_evaluated_differently_say_how(tmp_path):
     for name, protocol, turns in (("grpo", "eight", 30), ("ppo", "verl-agent", 50), ("old", None, None)):
         write_method(tmp_path, name, rl_lines(), success={"L0": 0.5},
                      about={"protocol": protocol, "max_turns": turns})
-    said = ("Evaluation differs: grpo by eight at temperature 1.0 in 30 turns, old by an unknown protocol in "
+    sentence = ("Evaluation differs: grpo by eight at temperature 1.0 in 30 turns, old by an unknown protocol in "
             "unknown turns, ppo by verl-agent at temperature 0.4 in 50 turns.")
-    assert write(tmp_path, results=tmp_path)[1] == [said]
-    assert said in " ".join(Page((tmp_path / "report.html").read_text()).texts)
+    assert write(tmp_path, results=tmp_path)[1] == [sentence]
+    assert sentence in " ".join(Page((tmp_path / "report.html").read_text()).texts)
 
 
 def test_an_iteration_that_was_not_completed_does_not_count(tmp_path):

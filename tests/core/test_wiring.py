@@ -1,0 +1,216 @@
+"""Tests of what the stages hand to their parts: seeds, factors, task numbers, weights; with stand-ins.
+
+    python -m pytest tests/core/test_wiring.py
+
+Each found a line of gcd.py or cold_start.py that could be changed with no test failing.
+"""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hand_made import GAME
+
+import cold_start
+import gcd
+import judge
+import update
+from infra import parallel
+from lm.engine import Response
+from rollout import Conversation, Episode, Turn
+
+RANKS = SimpleNamespace(rank=0, world_size=1)
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The seeds of `judge.choose` in the order of its calls, in runs of `judge_turns` on two candidates."""
+    seeds, places = [], [(0, 0, "good"), (0, 1, "bad")]
+    monkeypatch.setattr(judge, "candidates", lambda *_: places)
+    monkeypatch.setattr(judge, "choose", lambda found, kind, pairs, seed: seeds.append(seed) or places)
+    monkeypatch.setattr(judge, "questions", lambda *_: [])
+    monkeypatch.setattr(judge, "answer_questions", lambda *_: None)
+    return seeds
+
+
+def judging_run(**settings):
+    """A run as far as `judge_turns` reads it."""
+    config = dict(seed=7, judge_labels="dense", judge_turns=4, judge_redraw=False, judge_kind="generative",
+                  judge_response_tokens=4, judge_group_size=2, judge_normalize_std=False, question_room=99,
+                  slots=4) | settings
+    return SimpleNamespace(config=SimpleNamespace(**config), ranks=RANKS, environment=None, chat=None,
+                           sampler=None, sampling=lambda **_: None)
+
+
+@pytest.mark.fast
+def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(chosen):
+    for i in (0, 1, 0):
+        gcd.judge_turns(judging_run(), i, [])
+    assert chosen[0] == chosen[2] != chosen[1]
+    chosen.clear()
+    gcd.judge_turns(judging_run(judge_redraw=True), 0, [])
+    assert len(chosen) == len({*chosen}) == gcd.flags.MOST_ROUNDS
+
+
+@pytest.mark.fast
+def test_the_algorithm_gets_the_iterations_factor_on_learning_rates(monkeypatch):
+    seen = []
+    algorithm = SimpleNamespace(settings=None, credit=lambda episodes, decay: seen.append(decay) or {})
+    monkeypatch.setattr(gcd.rewards, "write_rewards", lambda *_: None)
+    config = SimpleNamespace(algorithm=algorithm, kl="none", iterations=4, warmup=0, lr_decay=True)
+    for i in range(4):
+        gcd.assign_credit(SimpleNamespace(config=config), i, [], None)
+    assert seen == [1, 0.75, 0.5, 0.25]
+
+
+def episode_with(group, advantage, of_token=None):
+    """An episode of one turn with these advantages."""
+    turn = Turn("o", [1], [2], [0.0], "t", "a", True, "o", advantage=advantage, token_advantage=of_token)
+    return Episode(SimpleNamespace(id="a"), group, turns=[turn])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("sampling, kl, kept", [
+    ("drop", "none", [1, 1, 2]), ("drop", "loss", [0, 1, 1, 2]), ("drop", "reward", [0, 1, 1, 2]),
+    ("keep", "none", [0, 1, 1, 2])])
+def test_groups_without_any_advantage_are_dropped_unless_something_needs_them(sampling, kl, kept):
+    episodes = [episode_with(0, 0.0), episode_with(1, 0.0), episode_with(1, 0.5), episode_with(2, 0.0, [0.1])]
+    run = SimpleNamespace(config=SimpleNamespace(dynamic_sampling=sampling, kl=kl))
+    assert [episode.group for episode in gcd.informative(run, episodes)] == kept
+    assert [gcd.teaches([episode]) for episode in episodes] == [False, False, True, True]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("done, moments, critic", [
+    (None, {}, "none loaded"), (0, {}, None), (3, {"p": 1}, "its critic")])
+def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monkeypatch, done, moments,
+                                                                            critic):
+    loaded = []
+    monkeypatch.setattr(gcd.checkpoint, "load_trainer",
+                        lambda folder, model, optimizer, critic: loaded.append(critic))
+    algorithm = SimpleNamespace(begin=lambda *_: None, critic="its critic")
+    config = SimpleNamespace(algorithm=algorithm, minibatches=1, lora=0, kl="none", keep_checkpoints=0,
+                             iterations=0)
+    run = SimpleNamespace(config=config, model=None, objective=None, shard=None, done=done, out=Path("out"),
+                          optimizer=SimpleNamespace(state={"p": 1}), ranks=RANKS)
+    gcd.reinforcement(run)
+    assert run.optimizer.state == moments and (loaded or ["none loaded"]) == [critic]
+
+
+@pytest.mark.fast
+def test_judge_demonstrations_are_of_tasks_that_the_policys_are_not(monkeypatch):
+    asked_for = []
+    monkeypatch.setattr(cold_start, "demonstrate_on_rank0",
+                        lambda run, first, n, *more, **options: asked_for.append((first, n)) or [])
+    config = SimpleNamespace(demonstrations=300, judge_demonstrations=100, max_turns=3, context=9)
+    run = SimpleNamespace(config=config, warn_once=lambda *_: None)
+    assert cold_start.judge_questions(run, None) == []
+    assert asked_for == [(cold_start.FIRST_DEMONSTRATION + 300, 100)]
+
+
+@pytest.mark.fast
+def test_imitation_weighs_the_judge_by_the_cold_starts_weight(monkeypatch):
+    weights = []
+    monkeypatch.setattr(update, "update", lambda model, optimizer, samples, objective, rate: (
+        weights.append((objective.judge_weight, rate)) or {"policy/nll_nats": 0.0, "judge/nll_nats": 0.0,
+                                                           "policy/grad_norm": 0.0}))
+    config = SimpleNamespace(judge_cold_start_weight=0.7, judge_weight=0.1, max_grad_norm=1.0,
+                             microbatch_tokens=64, cold_start_lr=1.0)
+    run = SimpleNamespace(config=config, ranks=RANKS, model=None, optimizer=None, log=lambda row: None)
+    cold_start.imitate(run, [[], []], 2, "stage", 0, 0, lambda step: None)
+    assert weights == [(0.7, 1.0), (0.7, 0.5)]
+
+
+@pytest.mark.fast
+def test_dagger_episodes_of_different_rounds_have_different_draws(monkeypatch):
+    """Of the learner and of the expert's turns, and of the order in which they are imitated."""
+    specs, orders = [], []
+    monkeypatch.setattr(cold_start, "train_tasks", lambda environment, types, start, n: [GAME] * n)
+    monkeypatch.setattr(cold_start, "DaggerPlayer", lambda spec, run: specs.append(spec) or SimpleNamespace(
+        spec=spec, override=None, expert_labels=[]))
+    monkeypatch.setattr(cold_start, "shuffled_batches", lambda samples, n, rng: (
+        orders.append(torch.randperm(9, generator=rng).tolist()) or [[] for _ in range(n)]))
+    monkeypatch.setattr(cold_start, "rounds_of", lambda config: [(0, 2), (2, 2)])
+    monkeypatch.setattr(cold_start, "save", lambda *_: None)
+    config = SimpleNamespace(seed=3, demonstrations=1, judge_demonstrations=1, cold_start_types="all",
+                             checkpoint_every=9, cold_start_batch=2)
+    run = SimpleNamespace(
+        config=config, ranks=RANKS, cold_progress={}, environment=None, log=lambda row: None,
+        update_sampler=lambda: None, sampling=lambda: None, stop_if_asked=lambda state: None,
+        play=lambda given, *_, **options: [Episode(GAME, 0, index=k) for k in range(len(given))])
+    monkeypatch.setattr(cold_start.rollout, "summary", lambda episodes: {})
+    monkeypatch.setattr(cold_start.rollout, "success_rate", lambda counts: {"success": 0, "invalid_frac": 0})
+    list(cold_start.dagger(run, [], run, 0))
+    assert len({spec.stream for spec in specs}) == len(specs) == 4 and orders[0] != orders[1]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("probability, verdict", [(0.49, "bad"), (0.5, "good"), (0.51, "good")])
+def test_a_value_head_says_good_from_one_half_on(probability, verdict):
+    episode = episode_with(0, 0.0)
+    question = judge.JudgedTurn(0, episode, 0, "good", [1], "go")
+    judge.value_verdicts([question], [probability])
+    assert question.turn.verdicts == [verdict] and parallel.is_rank0()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("i, compared", [
+    (0, [True, False, False]), (1, [False] * 3), (5, [True, False, False])])
+def test_an_iterations_steps_by_their_flags(monkeypatch, i, compared):
+    """In bf16 the trainer's logprobs replace the sampler's of all minibatches but the first, whose forward
+    has them; the two gradients are compared in the first step of every fifth iteration.
+    """
+    parts = [[SimpleNamespace(logprob_old=k, logprob_sampler=None)] for k in range(3)]
+    rescored, steps, gaps = [], [], {f"{kind}/logprob_gap_max_nats": 0.1 for kind in update.KINDS}
+    monkeypatch.setattr(gcd.batching, "minibatches", lambda samples, n: parts)
+    monkeypatch.setattr(update, "with_gradient", lambda samples, objective: list(samples))
+    monkeypatch.setattr(update, "rescore", lambda model, samples, objective: rescored.extend(samples))
+    monkeypatch.setattr(update, "update", lambda model, optimizer, part, objective, rate, compare: (
+        steps.append((part, rate, compare)) or dict(gaps)))
+    config = SimpleNamespace(minibatches=3, kl="none", dtype="bfloat16", lr=2.0, iterations=10, warmup=0,
+                             lr_decay=True)
+    gcd.optimize(SimpleNamespace(config=config, objective=None, model=None, optimizer=None), i, [], None)
+    assert rescored == [*parts[1], *parts[2]]
+    assert (parts[0][0].logprob_old, parts[0][0].logprob_sampler) == (None, 0)
+    assert steps == [(part, 2.0 * (1 - i / 10), compare) for part, compare in zip(parts, compared)]
+
+
+@pytest.mark.fast
+def test_a_gap_that_rounding_cannot_explain_ends_a_float32_run():
+    def gaps(policy, judges=float("nan")):
+        return {"policy/logprob_gap_max_nats": policy, "judge/logprob_gap_max_nats": judges}
+
+    small = gaps(1.9e-3)
+    assert gcd.checked_gap(small | {"policy/loss": 1.0}, "float32") == pytest.approx(small, nan_ok=True)
+    gcd.checked_gap(gaps(0.5, 0.5), "bfloat16")
+    for wrong, kind in ((gaps(2.1e-3), "policy"), (gaps(0.0, 2.1e-3), "judge")):
+        with pytest.raises(ValueError, match=f"^{kind}: sampler and trainer differ by 2.10e-03 nats"):
+            gcd.checked_gap(wrong, "float32")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype, rescored", [("float32", False), ("bfloat16", True)])
+def test_a_kl_in_the_reward_is_of_the_trainers_logprobs_in_bf16(monkeypatch, dtype, rescored):
+    seen = []
+    monkeypatch.setattr(gcd.rewards, "write_rewards", lambda *_: None)
+    monkeypatch.setattr(update, "write_kl", lambda *given: seen.append(given[-1]))
+    algorithm = SimpleNamespace(settings=None, credit=lambda *_: {},
+                                subtract_kl=lambda episodes: seen.append("subtracted"))
+    config = SimpleNamespace(algorithm=algorithm, kl="reward", kl_coef=0.1, dtype=dtype, iterations=1,
+                             warmup=0, lr_decay=False)
+    gcd.assign_credit(SimpleNamespace(config=config, model=None, objective=None), 0, [], None)
+    assert seen == [rescored, "subtracted"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("admissible, command, valid", [
+    ([], "go", True), ([], None, False), (["go"], "go", True), (["look"], "go", False)])
+def test_any_command_is_valid_where_a_game_lists_none(admissible, command, valid):
+    episode = Episode(GAME, 0)
+    conversation = SimpleNamespace(
+        episode=episode, reply=SimpleNamespace(admissible=admissible, observation="o"), prompt=[1],
+        chat=SimpleNamespace(decode=lambda ids: "text", parse=lambda text: (command, None)),
+        call=lambda *given: None)
+    Conversation.submit(conversation, Response([2], [0.0], False))
+    assert [turn.valid for turn in episode.turns] == [valid]
