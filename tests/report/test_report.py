@@ -305,8 +305,8 @@ def test_runs_that_were_evaluated_differently_say_how(tmp_path):
     for name, protocol, turns in (("grpo", "eight", 30), ("ppo", "verl-agent", 50), ("old", None, None)):
         write_method(tmp_path, name, rl_lines(), success={"L0": 0.5},
                      about={"protocol": protocol, "max_turns": turns})
-    sentence = ("Evaluation differs: grpo by eight at temperature 1.0 in 30 turns, old by an unknown protocol "
-                "in unknown turns, ppo by verl-agent at temperature 0.4 in 50 turns.")
+    sentence = ("Evaluation differs: grpo by eight at temperature 1.0 in 30 turns, old by an unknown "
+                "protocol in unknown turns, ppo by verl-agent at temperature 0.4 in 50 turns.")
     assert write(tmp_path, results=tmp_path)[1] == [sentence]
     assert sentence in " ".join(Page((tmp_path / "report.html").read_text()).texts)
 
