@@ -196,7 +196,7 @@ def informative(run, episodes):
     """
     if run.config.dynamic_sampling == "keep" or run.config.kl != "none":
         return episodes
-    groups = {group for group, members in rewards.groups_of(episodes).items() if teaches(members)}
+    groups = {episode.group for episode in episodes if teaches([episode])}
     return [episode for episode in episodes if episode.group in groups]
 
 

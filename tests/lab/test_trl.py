@@ -94,7 +94,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_ends_the_episode(game, chat
 
 
 @pytest.mark.parametrize("wrong, message", [
-    (["--model", "none"], "none: no such folder"),
+    (["--model", "none"], "none/tokenizer.json: not found"),
     (["--group-size", "1"], "at least 2 generations")])
 def test_a_mistake_is_an_error_of_one_line(tokenizer_folder, model, tmp_path, capsys, wrong, message):
     folder = shutil.copytree(tokenizer_folder, tmp_path / "start")
