@@ -156,29 +156,19 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatc
 
 
 @pytest.mark.fast
-def test_torchruns_copy_of_a_signal_may_be_handled_late(monkeypatch):
-    """No handler runs before a call in C++ has ended."""
+@pytest.mark.parametrize("came", [(signal.SIGTERM,) * 3, (signal.SIGINT, signal.SIGTERM)],
+                         ids=["a copy that is handled late", "a second Ctrl-C, of which it makes SIGTERM"])
+def test_of_two_signals_under_torchrun_only_an_equal_one_is_a_copy(monkeypatch, came):
+    """No handler runs before a call in C++ has ended; in a terminal only torchrun gets a Ctrl-C."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    *before, last = came
     with signals.Stop.restored():
         stop = signals.Stop()
-        stop.note(signal.SIGTERM, None)
-        stop.last -= 10
-        stop.note(signal.SIGTERM, None)
-        stop.last -= 10
+        for signum in before:
+            stop.note(signum, None)
+            stop.last -= 10
         with pytest.raises(KeyboardInterrupt):
-            stop.note(signal.SIGTERM, None)
-
-
-@pytest.mark.fast
-def test_a_second_ctrl_c_under_torchrun_comes_as_another_signal_and_counts(monkeypatch):
-    """In a terminal only torchrun gets it: ranks have sessions of their own."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    with signals.Stop.restored():
-        stop = signals.Stop()
-        stop.note(signal.SIGINT, None)
-        stop.last -= 10
-        with pytest.raises(KeyboardInterrupt):
-            stop.note(signal.SIGTERM, None)
+            stop.note(last, None)
 
 
 @pytest.mark.fast
