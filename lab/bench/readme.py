@@ -2,13 +2,12 @@
 
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
-(bytes by stage), `gpu` (stages of an iteration), `cpu` (ratios), `share` (the engine's part of a step),
-`losses` (one seed), `cures` (seeds that removed the flaw), `natural` (natural twins, by start), `trained`
-(costs of a trained token), `pretrained` (coupling: columns, too, end in backticks) or a benchmark
-(`hour`: ALFWorld in an hour;
-`ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if
-any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a
-column says what it contains:
+(bytes by stage), `room` (by layout of the cache), `gpu` (stages of an iteration), `cpu` (ratios), `share`
+(the engine's part of a step), `losses` (one seed), `cures` (seeds that removed the flaw), `natural` (natural
+twins, by start), `trained` (costs of a trained token), `pretrained` (coupling: columns, too, end in
+backticks) or a benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by
+its first cell: the text in backticks at its end, if any, else all of it. The rows of a benchmark are rows or
+differences of lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -42,8 +41,8 @@ RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
          "cures": "studies/cures.json", "natural": "studies/natural_twins.json",
-         "origin": "studies/origin.json", "memory": "memory.json",
-         "gpu": "gpu.jsonl", "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
+         "origin": "studies/origin.json", "memory": "memory.json", "room": "memory.json", "gpu": "gpu.jsonl",
+         "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
          "admissible": "table3_admissible_result.json",
          "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
@@ -114,18 +113,25 @@ def result_row(result, name, heads):
 
 def memory_row(result, name, _):
     """A model size and number of GPUs, ranges over the loads: an episode's tokens, decode steps, gigabytes by
-    stage (of rollout and judge also with rows of equal room and a copy of the prompt for each answer), and
-    seconds of an iteration.
+    stage, and seconds of an iteration.
     """
     loads = next(row for row in result["rows"] if row["row"] == name)["loads"].values()
     tokens = [range_of([load["tokens"][q] / 1000 for load in loads], "{:.1f}") for q in ("p50", "p90", "max")]
-    gb = {stage: range_of([load["bytes"][stage] / 1e9 for load in loads])
-          for stage in next(iter(loads))["bytes"]}
+    gb = [range_of([load["bytes"][stage] / 1e9 for load in loads])
+          for stage in ("rollout", "judge", "update", "step")]
     steps = range_of([load["counts"]["decode steps"] for load in loads], "{:,.0f}")
     seconds = range_of([sum(ends[end] for ends in load["seconds"].values())
                         for load in loads for end in (0, 1)])
-    return [name, " / ".join(tokens), steps, f"{gb['rollout']} ({gb['rollout, equal rooms']})",
-            f"{gb['judge']} ({gb['judge, a copy each']})", gb["update"], gb["step"], seconds]
+    return [name, " / ".join(tokens), steps, *gb, seconds]
+
+
+def room_row(result, name, _):
+    """The same model's gigabytes in the rollout, with rows of their own length and with rows of equal room;
+    and in judging, with one copy of a prompt for all answers and with one for each.
+    """
+    loads = next(row for row in result["rows"] if row["row"] == name)["loads"].values()
+    return [name, *(range_of([load["bytes"][stage] / 1e9 for load in loads])
+                    for stage in ("rollout", "rollout, equal rooms", "judge", "judge, a copy each"))]
 
 
 def gpu_row(result, name, _):
@@ -226,7 +232,8 @@ def pretrained_row(result, name, heads):
 
 
 ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
-        "memory": memory_row, "gpu": gpu_row, "cpu": cpu_row, "losses": losses_row, "cures": cures_row,
+        "memory": memory_row, "room": room_row, "gpu": gpu_row, "cpu": cpu_row, "losses": losses_row,
+        "cures": cures_row,
         "natural": natural_row, "share": share_row, "trained": trained_row, "pretrained": pretrained_row}
 
 
