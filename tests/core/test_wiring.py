@@ -2,9 +2,10 @@
 
     python -m pytest tests/core/test_wiring.py
 
-Each found a line of gcd.py or cold_start.py that could be changed with no test failing.
+Each found a line that could be changed with no test failing.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,13 @@ import torch
 from hand_made import GAME
 
 import cold_start
+import evaluation
 import gcd
 import judge
+import session
 import update
-from infra import parallel
+from envs import Task
+from infra import files, parallel
 from lm.engine import Response
 from rollout import Conversation, Episode, Turn
 
@@ -214,3 +218,77 @@ def test_any_command_is_valid_where_a_game_lists_none(admissible, command, valid
         call=lambda *given: None)
     Conversation.submit(conversation, Response([2], [0.0], False))
     assert [turn.valid for turn in episode.turns] == [valid]
+
+
+def evaluation_run(tmp_path, rank, world_size, corrected, plays):
+    """A run as far as `evaluation` reads it. Appends to `plays` what it is asked to play."""
+    def play(specs, sampling, name, max_turns):
+        plays.append((specs, sampling, max_turns))
+        turn = Turn("o", [1], [2], [0.0], "t", "a", True, "o")
+        return [Episode(spec.task, spec.group, index=spec.index, turns=[turn]) for spec in specs]
+
+    config = SimpleNamespace(protocol="eight", correction_at_evaluation=corrected, splits=["L0"], seed=0,
+                             evaluation_turns=7, evaluate_tasks=0)
+    return SimpleNamespace(config=config, ranks=SimpleNamespace(rank=rank, world_size=world_size), play=play,
+                           instruction=SimpleNamespace(text="Look first."), update_sampler=lambda: None,
+                           sampling=lambda temperature: temperature, stop_if_asked=lambda state: None,
+                           environment=SimpleNamespace(oracle=None), out=tmp_path,
+                           store=lambda episodes, head: plays.append([e.index for e in episodes]))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("corrected", [True, False])
+def test_ranks_share_an_evaluation_and_play_it_by_its_flags(monkeypatch, tmp_path, corrected):
+    tasks, plays = [Task(f"L0/{g}", "L0", "look", None) for g in range(3)], []
+    monkeypatch.setattr(evaluation, "drawn_tasks", lambda config, split: tasks)
+    for rank in (1, 2):
+        evaluation.evaluation(evaluation_run(tmp_path, rank, 3, corrected, plays))
+    (first, hot, turns), stored, (_, cold, _) = plays[:3]
+    assert (hot, cold, turns) == (1.0, 0.4, 7)
+    assert [spec.index for spec in first] == [*range(1, 24, 3)]       # of 3 games, each eight times
+    assert {spec.instruction for spec in first} == {"Look first." if corrected else ""}
+    assert stored == [1] and len(plays) == 6                                     # of the first play of a game
+
+
+@pytest.mark.fast
+def test_a_second_evaluation_replaces_the_stored_episodes_of_the_first_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluation, "drawn_tasks", lambda config, split: [Task("L0/0", "L0", "look", None)])
+    lines = [{"phase": "rl"}, {"phase": "evaluation"}]
+    for line in lines:
+        files.append(tmp_path / files.EPISODES, line)
+    run = evaluation_run(tmp_path, 0, 1, True, [])
+    run.origin = {"games_hash": {"L0": "h", "train": "t"}}
+    evaluation.evaluation(run)
+    assert files.read_lines(tmp_path / files.EPISODES)[0] == lines[:1]
+    assert files.read_json(tmp_path / files.EVALUATION)["games_hash"] == {"L0": "h"}
+
+
+@pytest.mark.fast
+def test_stored_examples_are_spread_and_have_a_win_and_a_loss():
+    episodes = [SimpleNamespace(index=i, won=i == 7) for i in range(36)]
+    assert [e.index for e in evaluation.examples(episodes)] == [*range(0, 33, 3), 7]
+
+
+@pytest.mark.fast
+def test_an_evaluation_goes_on_only_if_all_that_it_says_of_itself_is_equal(tmp_path):
+    """But its command, what is for readers, and the versions of what it runs on."""
+    own, config, given = evaluation.parse(["--player", "expert", "--out", str(tmp_path)])
+    with ExitStack() as resources:
+        player, facts = evaluation.open_player(own, config, given, resources)
+    head = evaluation.head_of(own, config, given, player, facts)
+    assert head.keys() - {*evaluation.IDENTITY} == {
+        "complete", "seen", "temperature", "command", "versions", "games", "captions", "note", "warning"}
+
+
+@pytest.mark.fast
+def test_tasks_of_a_part_of_a_split_are_drawn(monkeypatch):
+    monkeypatch.setattr(session, "split_tasks", lambda environment, split: [*range(100)])
+
+    def drawn(**settings):
+        config = dict(environment=None, evaluate_tasks=0, protocol="full", seed=0) | settings
+        return session.drawn_tasks(SimpleNamespace(**config), "L0")
+    assert drawn() == drawn(evaluate_tasks=100) == [*range(100)]
+    few = drawn(evaluate_tasks=10)
+    assert len({*few}) == 10 and few != [*range(10)]
+    assert few == drawn(evaluate_tasks=10, seed=1)                 # seeds are compared on the same tasks
+    assert len(drawn(protocol="rlvmr")) == 128 and drawn(protocol="rlvmr") != drawn(protocol="rlvmr", seed=1)
