@@ -192,6 +192,18 @@ def test_hidden_states_and_errors_are_those_of_separate_forwards(model, temperat
         torch.testing.assert_close(error.double(), torch.stack([e for _, e in want]), atol=1e-5, rtol=1e-4)
 
 
+def test_errors_of_tokens_that_were_not_possible_are_zero(model):
+    """They are of the distribution that the token was drawn from, as the loss is."""
+    sample = make_sample(random.Random(3), n=8)
+    sampled = [t for t, drawn in enumerate(sample.sampled) if drawn]
+    possible = sorted({sample.ids[sampled[0]], 5, 9})
+    restricted = replace(sample, allowed={sampled[0]: possible})
+    ((_, error_NV),), ((_, free_NV),) = (nthr.hidden_and_error(model, [one], list(range(272)), PLAIN)
+                                         for one in (restricted, sample))
+    assert set(error_NV[0].nonzero()[:, 0].tolist()) == {*possible}
+    assert abs(error_NV[0].sum()) < 1e-6 and torch.equal(error_NV[1:], free_NV[1:])
+
+
 @pytest.mark.parametrize("beta, temperature", [(1.0, 1.0), (0.3, 0.7), (0.6, 1.0)])
 @pytest.mark.parametrize("max_tokens", [1, 16384])
 def test_nthr_is_the_double_loop_over_tokens(model, episodes, beta, temperature, max_tokens):

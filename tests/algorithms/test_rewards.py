@@ -22,6 +22,7 @@ import algorithms
 import losses
 from algorithms import rewards
 from algorithms.rewards import Settings
+from infra import parallel
 
 pytestmark = pytest.mark.fast
 
@@ -201,6 +202,20 @@ def test_without_groups_the_kl_penalty_is_centered_over_the_batch():
     Alone(Settings()).subtract_kl(episodes)
     assert [e.turns[0].advantage for e in episodes] == pytest.approx([2.5, 1.5, -2.5])
     Alone(Settings()).subtract_kl([])
+
+
+def test_without_groups_the_kl_penalty_is_centered_over_all_ranks(monkeypatch):
+    """Here the other rank has two episodes, of penalties 3 and 5; tokens with an advantage lose it, too."""
+    class Alone(algorithms.Method):
+        groups = False
+
+    episode = make_episode([("a", "hall", None, 2)], 0)
+    (turn,) = episode.turns
+    turn.advantage, turn.token_advantage, turn.kl = 0.5, [0.5, 0.7], [0.5, 0.5]
+    monkeypatch.setattr(parallel, "all_sum", lambda sums: {"penalty": sums["penalty"] + 8,
+                                                          "episodes": sums["episodes"] + 2})
+    Alone(Settings()).subtract_kl([episode])
+    assert (turn.advantage, turn.token_advantage) == (2.5, pytest.approx([2.5, 2.7]))
 
 
 def test_no_episodes_give_empty_tensors_of_the_right_dtypes():

@@ -6,17 +6,18 @@ Each found a line that could be changed with no test failing.
 """
 
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hand_made import GAME
 
 import cold_start
 import evaluation
 import gcd
 import judge
+import rollout
 import session
 import update
 from envs import Task
@@ -25,6 +26,7 @@ from lm.engine import Response
 from rollout import Conversation, Episode, Turn
 
 RANKS = SimpleNamespace(rank=0, world_size=1)
+GAME_TASK = Task("t", "train", "look", None)
 
 
 @pytest.fixture
@@ -126,27 +128,160 @@ def test_imitation_weighs_the_judge_by_the_cold_starts_weight(monkeypatch):
     assert weights == [(0.7, 1.0), (0.7, 0.5)]
 
 
-@pytest.mark.fast
-def test_dagger_episodes_of_different_rounds_have_different_draws(monkeypatch):
-    """Of the learner and of the expert's turns, and of the order in which they are imitated."""
-    specs, orders = [], []
+def dagger_batches(monkeypatch, play, rounds, labels=()):
+    """(batches, specs, random numbers of each round's order) of cold_start.dagger; `play` makes the episodes
+    of a round's specs, and each player's expert gives these labels.
+    """
+    specs, orders, shuffled = [], [], cold_start.shuffled_batches
+
+    def shuffle(samples, n, rng):
+        orders.append(rng.get_state().tolist())
+        return shuffled(samples, n, rng)
+
     monkeypatch.setattr(cold_start, "train_tasks", lambda environment, types, start, n: [GAME] * n)
     monkeypatch.setattr(cold_start, "DaggerPlayer", lambda spec, run: specs.append(spec) or SimpleNamespace(
-        spec=spec, override=None, expert_labels=[]))
-    monkeypatch.setattr(cold_start, "shuffled_batches", lambda samples, n, rng: (
-        orders.append(torch.randperm(9, generator=rng).tolist()) or [[] for _ in range(n)]))
-    monkeypatch.setattr(cold_start, "rounds_of", lambda config: [(0, 2), (2, 2)])
+        spec=spec, override=None, expert_labels=[*labels]))
+    monkeypatch.setattr(cold_start, "shuffled_batches", shuffle)
+    monkeypatch.setattr(cold_start, "rounds_of", lambda config: rounds)
     monkeypatch.setattr(cold_start, "save", lambda *_: None)
     config = SimpleNamespace(seed=3, demonstrations=1, judge_demonstrations=1, cold_start_types="all",
                              checkpoint_every=9, cold_start_batch=2)
     run = SimpleNamespace(
         config=config, ranks=RANKS, cold_progress={}, environment=None, log=lambda row: None,
         update_sampler=lambda: None, sampling=lambda: None, stop_if_asked=lambda state: None,
-        play=lambda given, *_, **options: [Episode(GAME, 0, index=k) for k in range(len(given))])
+        play=lambda given, *_, **options: [play(spec) for spec in given])
     monkeypatch.setattr(cold_start.rollout, "summary", lambda episodes: {})
     monkeypatch.setattr(cold_start.rollout, "success_rate", lambda counts: {"success": 0, "invalid_frac": 0})
-    list(cold_start.dagger(run, [], run, 0))
+    return list(cold_start.dagger(run, [], run, 0)), specs, orders
+
+
+@pytest.mark.fast
+def test_dagger_episodes_of_different_rounds_have_different_draws(monkeypatch):
+    """Of the learner and of the expert's turns, and of the order in which they are imitated."""
+    batches, specs, orders = dagger_batches(
+        monkeypatch, lambda spec: Episode(GAME, 0, index=spec.index), [(0, 2), (2, 2)])
     assert len({spec.stream for spec in specs}) == len(specs) == 4 and orders[0] != orders[1]
+    assert batches == [[], []]
+
+
+@pytest.mark.fast
+def test_dagger_imitates_the_turns_that_agree_with_the_expert_in_a_drawn_order(monkeypatch):
+    """In command and tag; the episodes of a round are not imitated in the order of their tasks."""
+    def play(spec):
+        turns = [Turn("o", [1], [2], [0.0], "t", "look", True, "o", tag="planning") for _ in range(3)]
+        return Episode(GAME, 0, index=spec.index, turns=turns)
+
+    labels = [("look", "planning"), ("look", "explore"), ("go", "planning")]
+    batches, _, _ = dagger_batches(monkeypatch, play, [(0, 8)], labels)
+    assert [turn.advantage for batch in batches for sample in batch for turn in sample.turns] == [1, 0, 0] * 8
+    imitated = [{sample.episode for sample in batch} for batch in batches]
+    assert sum(map(sorted, imitated), []) != [*range(8)] and imitated != [{k, k + 4} for k in range(4)]
+    assert {*chain(*imitated)} == {*range(8)} and [*map(len, imitated)] == [2] * 4
+
+
+@pytest.mark.fast
+def test_what_is_imitated_competes_with_all_tokens():
+    episode = episode_with(0, 1.0)
+    episode.turns[0].allowed = [(2, 3)]
+    (sample,) = cold_start.imitation_samples([episode])
+    assert (sample.allowed, sample.logprob_old) == ({}, None)
+    assert gcd.batching.samples_of(episode)[0].allowed != {}
+
+
+@pytest.mark.fast
+def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypatch):
+    """Good ones and bad ones are then half of them each, if they are equally frequent."""
+    requests, room = [], []
+    monkeypatch.setattr(cold_start, "demonstrate_on_rank0", lambda *_, **options: ["an episode"])
+    monkeypatch.setattr(judge, "candidates", lambda *given: room.append(given[2]) or [])
+    monkeypatch.setattr(judge, "choose", lambda *_: [])
+    monkeypatch.setattr(judge, "questions", lambda *_: [])
+    monkeypatch.setattr(judge, "why_none", lambda *_: "")
+    monkeypatch.setattr(judge, "question_message", lambda chat: [1] * 5)
+    monkeypatch.setattr(judge, "verdict_ids", lambda chat, label: [1] * 2)
+    for labels, context in (("rule+endpoint", 100), ("rule", 100), ("rule", 60)):
+        config = SimpleNamespace(judge_demonstrations=40, demonstrations=3, seed=0, judge_labels=labels,
+                                 judge_kind="generative", judge_response_tokens=10, question_room=50,
+                                 context=context)
+        run = SimpleNamespace(config=config, warn_once=lambda *_: None, log=lambda row: None,
+                              environment=None, chat=SimpleNamespace(bare=True),
+                              endpoint_labels=lambda episodes, n, seed: requests.append((episodes, n)) or {})
+        cold_start.judge_questions(run, None)
+    assert requests == [(["an episode"], 80)]
+    assert room == [60, 60, 53]             # a bare verdict leaves the question more room, within the context
+
+
+@pytest.mark.fast
+def test_ranks_ask_a_large_model_about_their_shares(chosen):
+    requests = []
+    for rank in range(3):
+        run = judging_run(judge_labels="rule+endpoint", judge_turns=32)
+        run.ranks = SimpleNamespace(rank=rank, world_size=3)
+        run.endpoint_labels = lambda episodes, n, seed: requests.append((n, seed)) or {}
+        gcd.judge_turns(run, 0, [])
+    assert [n for n, _ in requests] == [11, 11, 10] and len({seed for _, seed in requests}) == 3
+
+
+@pytest.mark.fast
+def test_a_ranks_episodes_are_numbered_behind_those_of_the_ranks_before(monkeypatch):
+    monkeypatch.setattr(gcd, "episode_specs", lambda run, i, refill_round: ["a spec"] * 4)
+    config = SimpleNamespace(dynamic_sampling="drop", tasks=6, group_size=2, play_rounds=1)
+    run = SimpleNamespace(
+        config=config, ranks=SimpleNamespace(rank=2, world_size=3), update_sampler=lambda: None,
+        waits={"games": 1.0}, slots=SimpleNamespace(most_tokens=9), should_stop=False, sampling=lambda: None,
+        stop_if_asked=lambda state: None, play=lambda specs, *_: [Episode(GAME, 0) for _ in specs])
+    episodes, played = gcd.collect(run, 0)
+    assert [episode.index for episode in episodes] == [8, 9, 10, 11] and played == episodes
+    assert (run.slots.most_tokens, run.waits) == (0, {})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("weight, seen", [(0.1, ["of a turn", "an answer"]), (0.0, ["of a turn"])])
+def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen):
+    """Without one they would change how episodes are spread over the optimizer's steps."""
+    given, episode = [], episode_with(0, 1.0)
+    for name, value in (("collect", ([episode], [episode])), ("judge_turns", ([], ["an answer"])),
+                        ("judge_metrics", {}), ("assign_credit", {}), ("informative", [episode]),
+                        ("rollout_metrics", {"rollout/success": 1.0}), ("store", None)):
+        monkeypatch.setattr(gcd, name, lambda *_, value=value: value)
+    monkeypatch.setattr(gcd.correction, "correct", lambda *_: None)
+    monkeypatch.setattr(gcd.batching, "samples_of", lambda episode: ["of a turn"])
+    monkeypatch.setattr(gcd, "optimize", lambda run, i, samples, reference: given.extend(samples) or {})
+    config = SimpleNamespace(gcd=True, judge_weight=weight, kl="none")
+    gcd.iteration(SimpleNamespace(config=config, waits={}), 0, None)
+    assert given == seen
+
+
+@pytest.mark.fast
+def test_rl_saves_regularly_and_leaves_the_last_save_to_the_stage(monkeypatch):
+    saved, kept = [], []
+    monkeypatch.setattr(gcd, "iteration", lambda *_: {"rollout/success": 0.0, "rollout/turns": 1.0})
+    config = SimpleNamespace(algorithm=SimpleNamespace(begin=lambda *_: None), minibatches=1, lora=0,
+                             kl="none", keep_checkpoints=3, iterations=6, checkpoint_every=2)
+    run = SimpleNamespace(config=config, model=None, objective=None, shard=None, done=None, ranks=RANKS,
+                          optimizer=SimpleNamespace(state={}), iteration=None, log=lambda row: None,
+                          keep=kept.append, stop_if_asked=lambda state: None,
+                          save=lambda state: saved.append(state["iteration"]))
+    gcd.reinforcement(run)
+    assert (saved, kept) == ([2, 4], [0, 3, 6])
+
+
+@pytest.mark.fast
+def test_a_first_prompt_and_a_response_may_fill_the_context():
+    rollout.check_first_prompt(GAME_TASK, [1] * 90, 10, 100)
+    with pytest.raises(ValueError, match="^--context=99: the first prompt of task t has 90 tokens"):
+        rollout.check_first_prompt(GAME_TASK, [1] * 90, 10, 99)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("longest, n_written", [(4, 1), (3, 0)])
+def test_a_large_models_answer_is_imitated_up_to_the_longest_length(monkeypatch, longest, n_written):
+    monkeypatch.setattr(judge, "parse_verdict", lambda text, style: "good")
+    chat = SimpleNamespace(encode=lambda text: [7, 8, 9], end_ids=[0], style="think")
+    monkeypatch.setattr(judge, "verdict_ids", lambda chat, label: [5])
+    question = judge.JudgedTurn(0, episode_with(0, 0.0), 0, "good", [1], "go")
+    (sample,), n = judge.demonstrations(chat, [question], ["It is good."], longest)
+    assert n == n_written and sample.ids == [1, *([7, 8, 9, 0] if n_written else [5])]
 
 
 @pytest.mark.fast

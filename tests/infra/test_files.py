@@ -4,7 +4,9 @@
 """
 
 import errno
+import math
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tiny_runs import start_from, train
@@ -14,6 +16,7 @@ import gcd
 from envs import household
 from infra import files
 from report import __main__ as report
+from rollout import Episode, Turn
 
 SECRET = "hunter2hunter2"
 
@@ -112,3 +115,39 @@ def test_a_run_that_was_resumed_with_no_iterations_keeps_those_it_had():
     headers = [{"config": {"iterations": n, "lr": n}} for n in (80, 40, 0)]
     assert files.settings_in([*headers, {"phase": "rl"}]) == {"iterations": 40, "lr": 0}
     assert files.settings_in(headers[2:]) == {"iterations": 0, "lr": 0}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cold, trains, kept", [
+    (None, True, ["head", "round 0", "first", "rl 0", "rl 1"]),
+    (None, False, ["head", "round 0", "first", "rl 0", "rl 1", "evaluation"]),
+    ({"steps": 3, "rounds": 0}, True, ["head", "first", "rl 0", "rl 1"]),
+    ({"steps": 3, "rounds": 1}, True, ["head", "round 0", "first", "rl 0", "rl 1"])])
+def test_logs_are_cut_where_a_run_goes_on(tmp_path, cold, trains, kept):
+    """After two iterations, or three steps of a cold start; demonstrations stay only after a round."""
+    lines = [{"name": "head", "run": "r"}, {"name": "round 0", "phase": "demonstrations"},
+             {"name": "first", "step": 2}, *([{"name": "fourth", "step": 3}] if cold else []),
+             *({"name": f"rl {i}", "phase": "rl", "iteration": i} for i in range(3)),
+             {"name": "evaluation", "phase": "evaluation"}]
+    if cold:
+        lines.append({"name": "again", "phase": "demonstrations"})
+    for line in lines:
+        files.append(tmp_path / files.METRICS, line)
+    files.truncate_logs(tmp_path, 2, cold, trains)
+    assert [line["name"] for line in files.read_lines(tmp_path / files.METRICS)[0]] == kept
+
+
+@pytest.mark.fast
+def test_of_an_iteration_that_was_run_twice_the_later_record_counts():
+    records = [{"phase": "rl", "iteration": i, "n": n} for n, i in enumerate((1, 0, 1))]
+    assert files.iterations_in([*records, {"phase": "evaluation", "iteration": 5}]) == records[1:]
+
+
+@pytest.mark.fast
+def test_numbers_that_json_has_not_are_null_and_only_training_has_advantages(tmp_path):
+    files.append(tmp_path / "x", {"a": [math.nan, math.inf, -math.inf, 1.5, "nan"]})
+    assert files.read_lines(tmp_path / "x")[0] == [{"a": [None, None, None, 1.5, "nan"]}]
+    turn = Turn("o", [1], [2], [0.0], "t", "a", True, "o", advantage=2.0)
+    episode = Episode(SimpleNamespace(id="a", task_type="look"), 0, turns=[turn])
+    assert [files.episode_record(episode, credited)["turns"][0]["advantage"]
+            for credited in (True, False)] == [2.0, None]

@@ -100,3 +100,11 @@ def test_a_loaded_muon_keeps_adamws_step_count_on_the_device_that_adamw_reads(mo
     for parameter, state in loaded.parts[1].state.items():
         assert state["exp_avg"].device == parameter.device
         assert state["step"].device.type == ("meta" if fused else "cpu")
+
+
+def test_adamw_has_the_moments_decay_that_results_were_made_with(model):
+    """0.9 and 0.999, without weight decay, over the parameters that are not frozen."""
+    model.requires_grad_(False).model.norm.weight.requires_grad_(True)
+    (group,) = optim.adamw(model).param_groups
+    assert (group["betas"], group["weight_decay"], group["eps"]) == ((0.9, 0.999), 0.0, 1e-8)
+    assert group["params"] == [model.model.norm.weight]
