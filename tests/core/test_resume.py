@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from unittest.mock import Mock
 
 import pytest
@@ -365,6 +366,28 @@ def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_o
     episodes, _ = files.read_lines(out / "episodes.jsonl")
     assert episodes and not [line for line in episodes if line["phase"] == "evaluation"]
     assert files.settings_in(files.read_lines(out / "metrics.jsonl")[0])["iterations"] == 1
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, other", [
+    ([], False), (["--evaluate", "L1,L0"], False), (["--evaluate", "L0"], True),
+    (["--evaluate", "none"], False), (["--protocol", "eight"], True), (["--evaluate-tasks", "5"], True)])
+def test_an_evaluation_by_another_protocol_is_another(tmp_path, flags, other):
+    settings = config.parsed(["--evaluate", "L0,L1", "--protocol", "sampled", *flags])
+    assert resume.evaluates_otherwise(settings, tmp_path) is False                         # it holds none yet
+    files.write_json(tmp_path / files.EVALUATION,
+                     {"splits": {"L0": {}, "L1": {}}, "protocol": "sampled", "evaluate_tasks": 0})
+    assert resume.evaluates_otherwise(settings, tmp_path) is other
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("began", [{"games_hash": {"train": "h"}, "config": {"iterations": 9}}, {}])
+def test_games_elsewhere_are_refused_where_their_content_is_unknown(tmp_path, began):
+    settings = config.parsed(["--iterations", "9", "--games", "here"])
+    state = {"iteration": 1, "settings": settings.settings() | {"games": "there"}}
+    refused = pytest.raises(ValueError, match="made with other settings: games was there, is here")
+    with nullcontext() if began else refused:
+        resume.check_resumed(settings, state, began)
 
 
 @pytest.mark.fast
