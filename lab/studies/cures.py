@@ -89,8 +89,12 @@ def arms():
 
 
 def controls():
-    """Arms of the last seeds alone: coin tosses for labels after judge questions."""
-    return [settings_of("judge", "+GCD, coins", COEFFICIENTS[0], embeddings) for embeddings in EMBEDDINGS]
+    """Arms of the last seeds alone: coin tosses for labels after judge questions; and all three arms after
+    them at a constant learning rate, where no run ends for lack of time.
+    """
+    return [settings_of("judge", arm, COEFFICIENTS[0], embeddings, timing)
+            for timing, arms in (("", ["+GCD, coins"]), ("constant rate", ["GRPO", "+GCD", "+GCD, coins"]))
+            for arm in arms for embeddings in EMBEDDINGS]
 
 
 def name_of(arm):
@@ -402,11 +406,17 @@ def as_one(shared, own):
 
 
 def elsewhere(table, own):
-    """{where the first seeds showed no lead of GCD: {seeds: `pooled` of an arm and GRPO with a KL}}."""
-    constant = {"embeddings": ("tied",), "timing": "constant rate"}
+    """{where the first seeds showed no lead of GCD, and what coin tosses do: {seeds: `pooled` of an arm and
+    GRPO with a KL}}.
+    """
+    constant = {"timing": "constant rate"}
     where = {"after judge questions": ("+GCD", {"questions": "judge"}),
              "after judge questions, coin tosses for labels": ("+GCD, coins", {"questions": "judge"}),
-             "after random answers, constant rate, tied": ("+GCD", constant)}
+             "after judge questions, constant rate": ("+GCD", {"questions": "judge"} | constant),
+             "after judge questions, constant rate, coin tosses for labels": (
+                 "+GCD, coins", {"questions": "judge"} | constant),
+             "after random answers, constant rate, tied": ("+GCD", {"embeddings": ("tied",)} | constant),
+             "after random answers, coin tosses for labels": ("+GCD, coins", {})}
     sides = {"first": table, "own": own, "all": merged(table, own)}
     return {name: {seeds: pooled(side, arm, "GRPO", COEFFICIENTS[:1], **settings)
                    for seeds, side in sides.items()} for name, (arm, settings) in where.items()}
