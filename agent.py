@@ -9,7 +9,7 @@
 Left out: training (gcd.train), and many episodes at once (rollout.play).
 """
 
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,9 +65,9 @@ class Agent:
     def play(self, env, task, seed=0, temperature=TEMPERATURE, **settings):
         """Play one episode. Returns a rollout.Episode; print it for its transcript.
 
-        env: an environment's name or file. task: "SPLIT/NUMBER", such as "L0/3". settings: flags of the
-        environment and the run, such as max_turns=30 or games=DIR. ValueError for an unknown environment,
-        task or setting, and for an environment whose words a small model does not know.
+        env: an environment's name or file. task: "SPLIT/NUMBER", such as "L0/3", or a task's id. settings:
+        flags of the environment and the run, such as max_turns=30 or games=DIR. ValueError for an unknown
+        environment, task or setting, and for an environment whose words a small model does not know.
 
         >>> episode = agent.play("household", "L0/3")
         >>> print(episode)                                          # doctest: +ELLIPSIS
@@ -214,11 +214,19 @@ def playing(folder, settings):
 
 
 def task_named(environment, name):
-    """The task "SPLIT/NUMBER" of an environment. ValueError if there is none."""
-    split, _, number = str(name).rpartition("/")
-    if split not in environment.splits or not number.isdecimal():
+    """The task of an environment's splits whose id is `name`, or else "SPLIT/NUMBER". ValueError if there is
+    none.
+    """
+    split, _, number = (name := str(name)).rpartition("/")
+    numbered = split in environment.splits and number.isdecimal()
+    for known in [split] if numbered else environment.splits:
+        with nullcontext() if numbered else suppress(ValueError):            # a split may be missing
+            tasks = environment.split_tasks(known)
+            if found := [task for task in tasks if task.id == name]:
+                return found[0]
+    if not numbered:
         raise ValueError(f"task {name!r}: expected SPLIT/NUMBER, the split one of "
-                         f"{', '.join(environment.splits)}")
-    if int(number) >= len(tasks := environment.split_tasks(split)):
+                         f"{', '.join(environment.splits)}, or a task's id")
+    if int(number) >= len(tasks):
         raise ValueError(f"task {name!r}: {split} has tasks 0 to {len(tasks) - 1}")
     return tasks[int(number)]

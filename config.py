@@ -116,7 +116,8 @@ class Config:
                            "positions of --model", low=32, high=10**6)
     prompt: str = setting("auto", "prompt style; auto: by model and algorithm",
                           ("auto", "plain", "think", "tags"))
-    show_admissible: bool = setting(True, "list the admissible commands in prompts", needs=NEEDS_WRITER)
+    show_admissible: bool = setting(True, "list the admissible commands in prompts; not of --prompt plain",
+                                    needs=NEEDS_WRITER)
     history: int = setting(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0,
                            read=history_length)
     demonstrations: int = setting(3000, "expert episodes imitated; 0: no cold start", low=0,
@@ -149,9 +150,10 @@ class Config:
     algo: str = setting("grpo", "algorithm: a file of algorithms/, or a path to one", section="RL")
     iterations: int = setting(80, "RL iterations; 0: none", low=0)
     minibatches: int = setting(4, "optimizer steps per iteration, cut by episodes", low=1)
-    lr: float = setting(6e-4, "learning rate", low=0)
+    lr: float = setting(6e-4, "learning rate, of the first iterations where it decays (--lr-decay)", low=0)
     warmup: int = setting(0, "iterations in which a factor on the learning rate rises to 1, linearly", low=0)
-    lr_decay: bool = setting(True)              # linear, to 0 over the iterations
+    lr_decay: bool = setting(True, "let it fall linearly to 0 over the iterations; --preset paper: it stays",
+                             rare=True)
     clip_low: float = setting(0.2, "pi / pi_old is clipped below at 1 - this", low=0)
     clip_high: float = setting(0.28, "pi / pi_old is clipped above at 1 + this", low=0)
     dual_clip: float = setting(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: none
@@ -237,7 +239,7 @@ class Config:
         refuse(not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable),
                "--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
-        refuse(wrong := algorithms.wrong_loss(algorithm), f"{algo}: {wrong}")
+        refuse(wrong := algorithms.wrong_loss(algorithm), f"--algo={self.algo}: {wrong}")
         refuse(self.lora and self.train_layers,
                f"--lora={self.lora}: not with --train-layers={self.train_layers}; each says what is trained")
         refuse(self.lora and self.judge_kind == "value",
@@ -422,7 +424,7 @@ def parsed(argv=None):
     flags, unknown = parse_known("gcd.py", argv, *sources.values())
     if unknown:
         flag = unknown[0].partition("=")[0]                  # its value may be a key, too
-        raise ValueError(f"{flag}: {why_unknown(flag)}")
+        raise ValueError(f"{flag}: {why_unknown(flag, [*sources.values()])}")
     if flags.get("help") and flags.get("model") == smollm2.NAME:
         del flags["model"]                                   # which may have to be converted
     if "model" in flags:
@@ -442,11 +444,41 @@ def parsed(argv=None):
     for f in (f for settings in sources.values() for f in fields(settings)):
         if f.name in flags and not is_used(f.metadata, values):
             raise ValueError(f"{flag_of(f.name)}: {f.metadata['needs'][1]}")     # its value may be a key
-    with plugins.blamed():
+    if wrong := other_shape(flags):
+        raise ValueError(wrong)
+    with plugins.blamed(), defaults_blamed(flags, algorithm, environment):
         values["algorithm"] = algorithm(make_settings(algorithm.Settings, values))
         settings = make_settings(environment.Settings, values)
         values["environment"] = environment(settings, values["train_types"], values["seed"])
         return make_settings(Config, values)
+
+
+@contextlib.contextmanager
+def defaults_blamed(flags, algorithm, environment):
+    """A block in which a wrong value that one of these gives as a default, and no flag, is its mistake."""
+    try:
+        yield
+    except plugins.PluginError:
+        raise
+    except ValueError as error:
+        name = str(error).partition("=")[0].removeprefix("--").replace("-", "_")
+        for plugin in (environment, algorithm):
+            if name in defaults_of(plugin) and name not in flags:
+                origin = plugins.ORIGINS.get(plugin.__module__, plugin.__module__)
+                raise ValueError(f"{origin}: class {plugin.__name__}: defaults: {error}") from None
+        raise
+
+
+def other_shape(flags):
+    """Which flag of a fresh small model contradicts --model's config.json; "" if none does."""
+    shape = {}
+    if flags.get("model"):
+        with contextlib.suppress(ValueError, OSError):           # ModelConfig.load says what is wrong
+            shape = files.read_json(Path(flags["model"]) / "config.json")
+    for name, key in (("hidden_size", "hidden_size"), ("layers", "num_hidden_layers")):
+        if name in flags and isinstance(shape, dict) and shape.get(key, flags[name]) != flags[name]:
+            return f"{flag_of(name)}={flags[name]}: --model={flags['model']} has {shape[key]}"
+    return ""
 
 
 def environment_in(env):
@@ -461,6 +493,11 @@ def environment_in(env):
     return name, {"env": name, first.name: value}
 
 
+def defaults_of(plugin):
+    """What a plug-in's class and its base classes change of the run's other defaults."""
+    return ChainMap(*(vars(base).get("defaults", {}) for base in plugin.__mro__))
+
+
 def values_of(flags, sources, algorithm, environment):
     """The value of every setting: the flag's if it is given, else the last applicable default."""
     values = {f.name: f.default for settings in sources for f in fields(settings)}
@@ -469,7 +506,7 @@ def values_of(flags, sources, algorithm, environment):
     writes = model and not planned and not is_small(model)
     if preset == "auto":
         preset = "paper" if writes else "small"
-    inherited = ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))
+    inherited = defaults_of(algorithm)
     changes = {"on_truncation": "invalid"} if writes else {}         # at first such a model talks
     changes |= inherited
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
@@ -526,11 +563,11 @@ def flags_of(settings):
             or known[name].metadata.get("help") and is_used(known[name].metadata, values)}
 
 
-def why_unknown(flag):
+def why_unknown(flag, settings):
     """Explain an unknown flag: another algorithm's, another environment's, a setting without a flag, or
-    nobody's.
+    nobody's. settings: the dataclasses whose flags are known.
     """
-    name, owners, settings = flag.replace("--no-", "--"), [], [Config]
+    name, owners, settings = flag.replace("--no-", "--"), [], [*settings]
     for kind, package, base, find in (("algo", algorithms, algorithms.Method, find_algorithm),
                                       ("env", envs, envs.Environment, find_environment)):
         for owner in plugins.names(package, base):

@@ -27,7 +27,7 @@ import resume
 from envs import EpisodeLost
 from envs._terminal import printable, printed
 from infra import files, job, parallel, plugins
-from infra.endpoint import Endpoint, checked_url, without_path
+from infra.endpoint import Endpoint, checked_extra, checked_url, without_path
 from infra.errors import EXPECTED, one_line
 from infra.flags import Parser, flag_of, make_settings, parse_known, setting
 from infra.progress import progress
@@ -172,6 +172,8 @@ class Settings:
                           "random, or first (admissible command)", section="player")
     name: str = setting("", "its name in tables; empty: as --player or --endpoint-model says")
     seen: str = setting("", "what it was trained on, for tables: demonstrations, an expert, task types")
+    endpoint_extra: str = setting("", "JSON object merged into the body of each request to a server; null "
+                                  "removes a key", rare=True)
 
 
 # Flags of a run that the referee reads, and those of them that are only for one kind of player
@@ -187,7 +189,7 @@ HELP = {"evaluate": "splits, such as L0,L1; auto: all but dev",     # where a ru
         "endpoint_limit": "most requests, retries and redirects included"}
 OF_MODELS = ("device", "dtype", "context", "admissible_only")
 OF_WRITERS = ("prompt", "show_admissible", "history", "max_response_tokens")
-OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit")
+OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit", "endpoint_extra")
 Flags = make_dataclass("Flags", [
     (f.name, f.type, field(default=f.default, metadata=f.metadata | {
         "needs": None, "help": HELP.get(f.name, f.metadata["help"])}))
@@ -240,6 +242,7 @@ def parse(argv):
         of_run["context"] = max(flags.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
     if kind == "server":
         of_run["endpoint"] = checked_url(own.player, "--player")
+        checked_extra(own.endpoint_extra)
         of_run.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
     if of_run.get("evaluate", "auto") == "auto":
         of_run["evaluate"] = ",".join(name for name in environment.splits if name != "dev")
@@ -269,13 +272,14 @@ def open_player(own, config, given, resources):
             raise ValueError(f"--env={config.env}: has tools, which a server's player is not given")
         endpoint = Endpoint(own.player, config.endpoint_model, config.endpoint_key_variable, "",
                             config.endpoint_limit, config.slots, ANSWER_S,
-                            max_tokens=config.max_response_tokens)
+                            max_tokens=config.max_response_tokens, extra=own.endpoint_extra)
         resources.callback(endpoint.close)
         style = "think" if config.prompt == "auto" else config.prompt
         chat = MessageChat(style, given.get("show_admissible", True), config.environment.noop_message,
                            config.environment)
         return ServerPlayer(endpoint, chat, config.history), facts | {
-            "name": own.name or config.endpoint_model, "model": config.endpoint_model}
+            "name": own.name or config.endpoint_model, "model": config.endpoint_model,
+            "extra": endpoint.extra}
     folder, ranks = Path(config.model), job.setup(config.device)
     chat = open_chat(config, folder, ranks, plays=True)
     if chat.small:
@@ -324,7 +328,8 @@ def referee(own, config, given, resources):
     """
     out, should_stop = Path(config.out), Stop()
     resources.enter_context(files.locked(out))
-    if not config.resume and files.holds_run(out):
+    unplayed = is_unplayed(out)
+    if not config.resume and files.holds_run(out) and not unplayed:
         if not config.overwrite:
             raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside")
         files.check_can_be_set_aside(out)
@@ -333,9 +338,9 @@ def referee(own, config, given, resources):
         split_tasks(config.environment, split)
     player, facts = open_player(own, config, given, resources)
     head = head_of(own, config, given, player, facts)
-    if continues(config, head, out):
+    if not unplayed and continues(config, head, out):
         files.filter_lines(out / files.EPISODES, lambda record: RECORD <= record.keys())
-    elif files.holds_run(out):
+    elif not unplayed and files.holds_run(out):
         files.check_can_be_set_aside(out)
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))
@@ -345,6 +350,8 @@ def referee(own, config, given, resources):
     result = head | result_of(config, head, out)
     files.write_json(out / files.EVALUATION, result)
     print_result(result)
+    if warning := getattr(player, "warning", ""):
+        print(warning, file=sys.stderr)
     kept = f"{out / files.EPISODES} keeps what was played; --resume continues"
     if should_stop:
         print(f"stopped; {kept}", file=sys.stderr)
@@ -353,6 +360,23 @@ def referee(own, config, given, resources):
         print(f"evaluation.py: error: {due} plays without an answer, the last one because of "
               f"{getattr(player, 'reason', '')}; {kept}", file=sys.stderr)
     return 1 if due else 0
+
+
+def is_unplayed(out):
+    """Whether all that OUT holds of a run is an evaluation by the referee without any episode, as a wrong key
+    leaves it.
+    """
+    try:
+        stored = files.read_json(out / files.EVALUATION)
+    except ValueError:
+        return False
+    if not (isinstance(stored, dict) and stored.get("player")):          # a run of gcd.py, or none
+        return False
+    others = files.METRICS, files.STAGES, files.CHECKPOINT, files.KEPT, files.REFERENCE, files.ADAPTER
+    return (not any(path.name.startswith(others) for path in out.iterdir())
+            and files.read_lines(out / files.EPISODES) == ([], [])
+            and all(isinstance(table := stored.get(key), dict) and not any(table.values())
+                    for key in ("splits", "outcomes")))
 
 
 def continues(config, head, out):
@@ -440,8 +464,10 @@ def result_of(config, head, out):
             seconds += spent
             for key, table in (("by_type", by_type), ("by_seed", by_seed)):
                 details[key].setdefault(split, {})[mode] = table(outcomes[split], mode)
+    refused = [str(record.get("lost")) for record in records
+               if head["player"]["kind"] == "server" and record.get("ended") == "context full"]
     return {"complete": len(records) == expected, "splits": splits, **details, "seconds": seconds,
-            "outcomes": outcomes}
+            "refusals": {"plays": len(refused), "last": (refused or [""])[-1]}, "outcomes": outcomes}
 
 
 def known_sum(values):
@@ -451,7 +477,7 @@ def known_sum(values):
 
 
 def print_result(result):
-    """Print a line for each split and mode, then one for each type."""
+    """Print a line for each split and mode, then one for each type; last, what the server refused."""
     for split, modes in result["splits"].items():
         for mode, rate in modes.items():
             flaws = f", flawed {rate['flawed_frac']:.1%}" if "flawed_frac" in rate else ""
@@ -461,6 +487,9 @@ def print_result(result):
             for name, part in result["by_type"][split][mode].items():
                 print(f"    {name}: {part['success']:.1%} [{part['low']:.1%}, {part['high']:.1%}], "
                       f"{part['games']} games")
+    if (refusals := result["refusals"])["plays"]:
+        print(f"{refusals['plays']} plays ended by the server's refusal, so not won, the last one because of "
+              f"{' '.join(refusals['last'].split())}")
 
 
 def main(argv=None):

@@ -14,6 +14,7 @@ library: `load` and `train`. Left out: learning-rate schedules other than linear
 import itertools
 import math
 import sys
+import threading
 import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
@@ -51,6 +52,7 @@ __all__ = ["load", "train", "main"]
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
 REFILL_TASKS = 1_000_000      # refill round r of an iteration has tasks from number r times this on
+FAR = 0.1             # nats that an iteration moves the policy, per token, from which success may collapse
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
@@ -69,9 +71,7 @@ def iteration(run, i, reference):
     metrics |= optimize(run, i, samples, reference)
     times.append(time.perf_counter())
     metrics |= rollout_metrics(run, played)
-    if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
-        run.warn_once("no advantage", f"RL: in iteration {i} nothing was won and no turn has an advantage, "
-                      "so the policy learns nothing: more --demonstrations, or --admissible-only, may help")
+    advise(run, i, episodes, metrics)
     store(run, i, episodes)
     names = ("time/rollout_s", "time/judge_s", "time/update_s")
     seconds = {name: end - start for name, start, end in zip(names, times, times[1:])}
@@ -235,7 +235,8 @@ def optimize(run, i, samples, reference):
             gap = gap or checked_gap(metrics, config.dtype)
             steps.append(metrics)
     if not steps:                                    # no rank had a sample: no group teaches, none was judged
-        unknown = ("entropy_nats", "clip_frac", "grad_norm", "logprob_gap_nats", "logprob_gap_max_nats")
+        unknown = ("entropy_nats", "clip_frac", "approx_kl_nats", "grad_norm", "logprob_gap_nats",
+                   "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
     return update.mean_of(steps) | gap | {"policy/steps": len(steps), "policy/lr": rate}
 
@@ -270,6 +271,22 @@ def rollout_metrics(run, episodes):
                 "memory/cache_used_frac": counts["cached"] / counts["of_slots"]}
     return metrics | {"rollout/reward": counts["reward"] / counts["episodes"],
                       "time/game_ms": 1000 * counts["game_s"] / max(counts["turns"], 1)}
+
+
+def advise(run, i, episodes, metrics):
+    """Warn, once of each kind, where a run learns nothing, or may forget what its cold start learned."""
+    config = run.config
+    if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
+        ways = {"more --max-response-tokens, as most were cut": metrics["rollout/truncated_frac"] > 0.5,
+                "more --demonstrations": run.environment.expert,
+                "--admissible-only": not (config.admissible_only or run.environment.templates)}
+        hints = ", or ".join(way for way, applies in ways.items() if applies)
+        run.warn_once("no advantage", f"RL: in iteration {i} nothing was won and no turn has an advantage, "
+                      "so the policy learns nothing" + f": {hints}, may help" * bool(hints))
+    if (moved := metrics["policy/approx_kl_nats"]) > FAR:
+        run.warn_once("moved far", f"RL: iteration {i} moved the policy by {moved:.2f} nats a token. If "
+                      "success falls: --warmup 5, or a lower --lr, as AdamW's first steps are large whatever "
+                      "the gradient")
 
 
 def store(run, i, episodes):
@@ -352,7 +369,8 @@ def finish(run):
         raise
     if state is not None:
         run.save(state)
-    saved = "nothing to save yet" if not folder.is_dir() else f"{folder} holds the model"
+    name = f"{run.config.out}/{files.CHECKPOINT}"
+    saved = "nothing to save yet" if not folder.is_dir() else f"{name} holds the model"
     if run.stage == "rl" and state:
         saved += f" after {state['iteration']} of {run.config.iterations} iterations; --resume continues"
     if run.stage == "cold_start" and run.cold_progress:
@@ -418,7 +436,12 @@ def main(argv=None):
     with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
         with ExitStack() as resources:
             resources.push(job.on_exit)
-            return attempt(config, resources)
+            status = attempt(config, resources)
+        if left := [thread.name for thread in threading.enumerate()
+                    if not thread.daemon and thread is not threading.main_thread()]:
+            print(f"gcd.py: waits for threads that are no daemons, as a game's may be: {', '.join(left)}",
+                  file=sys.stderr)
+        return status
 
 
 if __name__ == "__main__":

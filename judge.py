@@ -185,7 +185,9 @@ def read_verdicts(chat, answers):
 
 
 def record(question, verdicts):
-    """Write the verdicts on a turn and their rewards: 1 right, 0 wrong, -0.1 unreadable (ours)."""
+    """Write the rewards of the verdicts to the question: 1 right, 0 wrong, -0.1 unreadable (ours); and to its
+    turn the verdicts, the label they were compared with, and the mean reward.
+    """
     question.rewards = [-0.1 if verdict is None else float(verdict == question.label) for verdict in verdicts]
     question.turn.label, question.turn.verdicts = question.label, verdicts
     question.turn.judge_reward = sum(question.rewards) / len(verdicts)
@@ -197,7 +199,8 @@ def advantages(rewards, normalize_std=False):
         A = reward - mean, or (reward - mean) / (std + eps): GRPO's, std over the population
     """
     reward_A = torch.tensor(rewards, dtype=torch.double)
-    return group_relative_advantage(reward_A, torch.zeros(len(rewards)), normalize_std).tolist()
+    return group_relative_advantage(reward_A, torch.zeros(len(rewards), dtype=torch.long),
+                                    normalize_std).tolist()
 
 
 def samples(judged, normalize_std=False):
@@ -220,7 +223,9 @@ def samples(judged, normalize_std=False):
 
 
 def sample(question, prompt, answer, advantage, logprob_old=None, label=None):
-    """A Sample of one answer to one prompt; logprob_old None: to be imitated."""
+    """A Sample of one answer to one prompt; logprob_old None: to be imitated. Its `episode` is the number of
+    the question's pair, by which a cold start spreads questions over its steps.
+    """
     n, m = len(prompt), len(answer)
     old = None if logprob_old is None else [0.0] * n + logprob_old
     return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old,
@@ -289,7 +294,8 @@ def verdict_records(judged):
 
 
 def agreement(records, truth):
-    """Accuracy per class (an unreadable answer is wrong), their mean, and the AUC of share_good.
+    """{"accuracy_good", "accuracy_bad": share of right answers by class, an unreadable one is wrong;
+    "balanced_accuracy": their mean; "auc": of share_good}.
 
     truth: "good", "bad" or None for each VerdictRecord. nan where a class is missing.
     """

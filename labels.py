@@ -21,8 +21,8 @@ def anchors(episode):
 def rule_labels(episode):
     """The paper's rule (§4.1), one label per turn.
 
-    "good": the last turn of a won episode. "bad": a turn whose anchor occurs again later in the episode, so
-    that it led nowhere. Otherwise None.
+    "good": the last turn of a won episode. Of the others, "bad": one whose anchor occurs again later in the
+    episode, so that it led nowhere. Otherwise None.
     """
     seen = anchors(episode)
     labels = ["bad" if seen[t] in seen[t + 1:] else None for t in range(len(episode.turns))]

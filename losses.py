@@ -35,9 +35,10 @@ def sequence_ratio(logprob_N, logprob_old_N, sequence_N):
 
         s = exp(mean over the sequence of log pi - log pi_old)                GSPO, arXiv:2507.18071 Eq. 7
 
-    sequence_N: int, from 0 to N - 1. Each token's s has the gradient of its own log pi (Eq. 14). Of sequences
-    whose tokens have equal advantages and weights the gradient is that of Eq. 5; where turns of a sequence
-    have different ones, each keeps its own. With the gradient of Eq. 7 they would share their mean.
+    sequence_N: the number of each token's sequence, below N. Each token's s has the gradient of its own log
+    pi (Eq. 14). Of sequences whose tokens have equal advantages and weights the gradient is that of Eq. 5;
+    where turns of a sequence have different ones, each keeps its own. With the gradient of Eq. 7 they would
+    share their mean.
     """
     numbers_2N = torch.stack([(logprob_N - logprob_old_N).detach(), torch.ones_like(logprob_N)])
     total_N, count_N = torch.zeros_like(numbers_2N).index_add_(1, sequence_N, numbers_2N)[:, sequence_N]

@@ -7,6 +7,7 @@ games are played, and what is counted (evaluation.py).
 
 import random
 import re
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 
@@ -167,7 +168,7 @@ class ServerPlayer(TextPlayer):
 
     def __init__(self, endpoint, chat, history):
         self.endpoint, self.chat, self.history = endpoint, chat, history
-        self.failures_in_a_row, self.reason = 0, ""
+        self.failures_in_a_row, self.reason, self.counts = 0, "", Counter()
 
     def describe(self):
         """The prompt's style and templates; the chat template is the server's."""
@@ -207,6 +208,8 @@ class ServerPlayer(TextPlayer):
         if not self.is_dead():                             # else this answer was already on its way
             self.failures_in_a_row = 0
         self.used.setdefault(conversation.spec.index, []).append(answer["usage"])
+        empty = not answer["answer"].strip()
+        self.counts.update(answers=1, empty=empty, reasoned=empty and answer["reasoned"])
         return Response([{"role": "assistant", "content": answer["answer"]}], [], answer["cut"])
 
     def tokens(self, conversation):
@@ -214,6 +217,15 @@ class ServerPlayer(TextPlayer):
         used = self.used.pop(conversation.spec.index, [])
         counts = [[usage.get(name) for usage in used] for name in ("prompt_tokens", "completion_tokens")]
         return tuple(None if None in values or not values else sum(values) for values in counts)
+
+    @property
+    def warning(self):
+        """What may be wrong if at least half of its answers so far had no content; else ""."""
+        answers, empty, reasoned = (self.counts[name] for name in ("answers", "empty", "reasoned"))
+        if not empty or 2 * empty < answers:
+            return ""
+        return (f"{empty} of {answers} answers had no content, {reasoned} of them reasoning alone: raise "
+                "--max-response-tokens, or let the server return reasoning in the content")
 
     def is_refusal(self, conversation, failure):
         """Whether a request was refused for good, although one of the same episode was answered."""

@@ -228,14 +228,17 @@ def state_beside(source):
 
 
 def prompting_of(folder):
-    """The flags by which a model folder's run prompted it, {name: value}; {} if no run is known."""
+    """The flags by which a model folder's run prompted it and limited its commands, {name: value}; {} if no
+    run is known.
+    """
     if folder.parent.name == files.KEPT:                          # these have no state of their own
         folder = folder.parent.parent / files.CHECKPOINT
     state = state_beside(folder)
     then = dict_in(state, "settings")
     if "style" in state:
         then = then | {"prompt": state["style"]}                  # "auto" goes by the algorithm, too
-    return {name: then[name] for name in ("prompt", "show_admissible", "history") if name in then}
+    return {name: then[name] for name in ("prompt", "show_admissible", "history", "admissible_only")
+            if name in then}
 
 
 def played_instruction(folder, state, env):

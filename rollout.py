@@ -169,9 +169,14 @@ class Conversation:
         self.episode.final_anchor = self.reply.observation
         return self
 
+    @property
+    def place(self):
+        """Which call of its game is the last, for errors."""
+        return f"task {self.spec.task.id}, " + (f"turn {n}" if (n := len(self.episode.turns)) else "reset")
+
     def checked_reply(self):
         """The game's Reply. PluginError if it is none; any other error gets a note of the task and turn."""
-        place = f"task {self.spec.task.id}, " + (f"turn {n}" if (n := len(self.episode.turns)) else "reset")
+        place = self.place
         began, self.in_flight = perf_counter(), False
         try:
             if self.lost:
@@ -190,11 +195,16 @@ class Conversation:
         return stream(self.stream, len(self.episode.turns))
 
     def restriction(self):
-        """The restriction of the next response to admissible commands. ValueError if the game lists none."""
+        """The restriction of the next response to admissible commands. ValueError if the game lists none, or
+        one that no response can give.
+        """
+        n = len(self.episode.turns) + 1
         if not self.reply.admissible:
-            raise ValueError(f"--admissible-only: task {self.spec.task.id} lists no command before turn "
-                             f"{len(self.episode.turns) + 1}")
-        return self.chat.restriction(self.reply.admissible)
+            raise ValueError(f"--admissible-only: task {self.spec.task.id} lists no command before turn {n}")
+        try:
+            return self.chat.restriction(self.reply.admissible)
+        except ValueError as error:
+            raise ValueError(f"{error} (task {self.spec.task.id}, before turn {n})") from None
 
     def act(self, response, max_turns, max_prompt, on_truncation="fail"):
         """`submit` the response and `receive` the reply; True if the episode has ended."""
@@ -238,7 +248,8 @@ class Conversation:
             turn.reward = float(self.reply.reward)
         episode.won, episode.score_100 = self.reply.won, self.reply.score_100
         episode.final_observation = self.reply.observation
-        if self.reply.observation != self.chat.noop_message and self.reply.taken is not False:
+        informs = self.reply.observation.strip() not in ("", self.chat.noop_message)
+        if informs and self.reply.taken is not False:
             episode.final_anchor = self.reply.observation
         self.exchanges.append(self.chat.closed(turn.response_ids) + self.chat.observe(self.reply))
         self.prompt = list(chain(self.head, *self.exchanges[-self.history:]))      # -0 is 0: all of them
@@ -399,7 +410,7 @@ def restarted(conversation, loss):
     """
     spec, restarts = conversation.spec, conversation.episode.restarts + 1
     if restarts > RESTARTS:
-        raise EpisodeLost(f"task {spec.task.id}: lost {restarts} times: {loss}") from loss
+        raise EpisodeLost(f"{conversation.place}: lost {restarts} times: {loss}") from loss
     new = Conversation(spec, conversation.source, conversation.chat, conversation.history,
                        conversation.number)
     new.episode.restarts, new.episode.lost = restarts, str(loss)

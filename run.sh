@@ -117,6 +117,7 @@ stop() {                                # end with no run left
     trap signal_runs INT TERM HUP
     signal_runs
     until wait; do :; done
+    [ $status != 130 ] || echo "run.sh: the same command continues" >&2 || true     # stderr may be closed
     exit $status
 }
 

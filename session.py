@@ -51,7 +51,7 @@ class Run:
     objective: update.Objective   # the loss by the flags
     chat: Chat
     games: list                   # one per slot: what `rollout.play` plays in
-    out: Path
+    out: Path                     # absolute: a game may change the working directory
     should_stop: object           # true once the run was asked to stop: see signals.Stop
     identity: dict                # what its checkpoint and metrics share: see resume.begin
     # RL iterations in the resumed checkpoint. 0: its cold start is over; None: it is not, or there is none
@@ -302,7 +302,7 @@ def prepare(config, ranks, should_stop, resources):
         sampler.fuse()
     slots = Slots(sampler, len(games), config.context, chat.stop_ids,
                   Sampling(config.temperature, config.max_response_tokens))
-    return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out,
+    return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out.absolute(),
                should_stop, identity, state and state["iteration"], endpoint, sink, instruction, slots=slots,
                seconds=dict(state.get("seconds", {}) if state else {}),
                cold_progress=dict(state.get("cold") or {} if state else {}),
@@ -462,7 +462,7 @@ def make_chat(config, tokenizer):
     A small model has tags if its cold start had. ValueError for flags that need tokens that it lacks.
     """
     small, style = is_small(tokenizer), config.prompt
-    knows_tags = small and len(tokenizer.encode(f"<{TAGS[0]}>")) == 1
+    knows_tags = small and all(len(tokenizer.encode(f"<{tag}>")) == 1 for tag in TAGS)
     if style == "auto":
         style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
     if style == "think" and small:

@@ -134,7 +134,7 @@ def token_loss(model, batch, objective, scale, sums):
         loss_N = loss_N + objective.kl_coef * kl_N
     loss_N, gap_N = given.weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
     measured = {"scored": torch.ones_like(now_N), "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N,
-                "kl": kl_N, **corrected, "gap": gap_N}
+                "moved": losses.kl_k3(old_N, now_N), "kl": kl_N, **corrected, "gap": gap_N}
     counted = {"loss": loss_N} | {name: count_N * of_token_N for name, of_token_N in measured.items()}
     for kind in {*kinds}:
         here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=device)
@@ -172,7 +172,7 @@ def value_head_loss(model, batch, judged, sums):
     entropy_B = F.binary_cross_entropy_with_logits(now_B, now_B.sigmoid(), reduction="none")
     sums["nll"] += float((count_B * loss_B.detach()).sum())
     sums["entropy"] += float((count_B * entropy_B).sum())
-    sums["gap"] = sums["clipped"] = math.nan                             # nothing is sampled, and no ratio
+    sums["gap"] = sums["clipped"] = sums["moved"] = math.nan             # nothing is sampled, and no ratio
     for name in ("scored", "tokens"):
         sums[name] += float(sum(sample.count for sample in batch))
     loss = (count_B * loss_B).sum() / judged
@@ -194,7 +194,7 @@ def weighted_kinds(samples, objective, sums):
     Returns {kind: this rank's samples} of the kinds that any rank has, and {kind: judged turns on all ranks}
     of those that a value head judges, whose samples have a label.
     """
-    parts, weights, units = {}, {}, {}
+    parts, weights, units = {}, {}, {}          # units: by (kind, whether its samples have a label)
     for kind in KINDS:
         parts[kind] = part = [sample for sample in samples if sample.kind == kind]
         labelled = any(sample.label is not None for sample in part)
@@ -244,8 +244,8 @@ def step(model, optimizer, weighted, norm, max_norm, lr):
 
 # Metrics
 
-COUNTED = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "kl", "gap", "gap_max", "correction",
-           "cut")
+COUNTED = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "moved", "kl", "gap", "gap_max",
+           "correction", "cut")
 
 
 def gradient_metrics(grads, weight):
@@ -267,7 +267,7 @@ def loss_metrics(sums, objective):
     head judges counts as one), and means over the tokens in the backward pass; nan if there were none."""
     metrics = {}
     means = (("nll_nats", "nll"), ("entropy_nats", "entropy"), ("clip_frac", "clipped"),
-             ("logprob_gap_nats", "gap"))
+             ("approx_kl_nats", "moved"), ("logprob_gap_nats", "gap"))
     weights = ("sampler_weight", "correction"), ("sampler_cut_frac", "cut")
     for kind, counted in sums.items():
         total, largest = parallel.all_sum(counted), parallel.all_max(counted["gap_max"])

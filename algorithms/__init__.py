@@ -106,11 +106,13 @@ def wrong_loss(method):
     """What is wrong with an algorithm's `ratio` or `loss` before it is called; "" if nothing is."""
     if method.ratio not in RATIOS:
         return f"ratio is {method.ratio!r:.60}; expected one of {', '.join(RATIOS)}"
+    came = f"loss is {method.loss!r:.60}"
     try:
         if method.loss is not None:
-            inspect.signature(method.loss).bind("ratio_N", "advantage_N")
+            came = f"loss{(signature := inspect.signature(method.loss))}"
+            signature.bind("ratio_N", "advantage_N")
     except (TypeError, ValueError):
-        return f"loss is {method.loss!r:.60}; expected a function of ratio_N and advantage_N"
+        return f"{came}; expected a function of ratio_N and advantage_N"
     return ""
 
 

@@ -32,7 +32,8 @@ def episode_reward(won_E, invalid_E, turns_E, settings):
         turn:   R = success_reward * won - invalid_penalty * invalid     (10 and 0.1 are verl-agent's numbers;
                                                                           its formula is `code_turn_rewards`)
 
-    won_E is bool, invalid_E and turns_E are counts. An episode without turns has an invalid share of 0.
+    won_E is bool, invalid_E and turns_E are counts. An episode without turns has an invalid share of 0. What
+    is added here belongs into `turn_rewards` and `code_turn_rewards`, too.
     """
     if settings.invalid_unit == "share":
         invalid_E = invalid_E / turns_E.clamp(min=1)
@@ -68,7 +69,7 @@ def discounted_returns(reward_S, turns_E, gamma):
 
         R_t = sum_{k >= t} gamma^(k-t) r_k                                GiGPO, arXiv:2505.10978 Eq. 5
 
-    Summed in double precision.
+    Summed in double precision. AssertionError unless turns_E adds up to the number of rewards.
     """
     assert int(turns_E.sum()) == len(reward_S), f"{int(turns_E.sum())} turns, {len(reward_S)} rewards"
     reward, returns = reward_S.tolist(), [0.0] * len(reward_S)

@@ -11,9 +11,9 @@ be copied alone. Left out: observations that are not text.
 import hashlib
 import inspect
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -44,6 +44,9 @@ class Reply(NamedTuple):
     answers: tuple[str, ...] = ()        # of the functions that the command called, in order: role "tool"
 
 
+MOST_REWARD = 1e9      # advantages are computed in fp32, which still holds sums of its square
+
+
 def wrong_in(reply, first=False):
     """What is wrong with a Reply: what came, and what was expected; "" if nothing is. first: to a reset."""
     if not isinstance(reply, Reply):
@@ -52,13 +55,14 @@ def wrong_in(reply, first=False):
     expected = {
         "observation": (isinstance(reply.observation, str), "text"),
         "admissible": (is_texts(reply.admissible), "a list of texts"),
-        "won": (isinstance(reply.won, bool), "True or False"),
-        "done": (isinstance(reply.done, bool), "True or False"),
+        "won": (isinstance(reply.won, bool), "True or False, Python's own"),
+        "done": (isinstance(reply.done, bool), "True or False, Python's own"),
         "objects": (is_texts(reply.objects), "a tuple of texts"),
         "score_100": (score is None or isinstance(score, (int, float)) and -100 <= score <= 100,
                       "a number up to 100, or None"),
         "taken": (reply.taken is None or isinstance(reply.taken, bool), "True, False or None"),
-        "reward": (isinstance(reply.reward, (int, float)) and math.isfinite(reply.reward), "a finite number"),
+        "reward": (isinstance(reply.reward, (int, float)) and abs(reply.reward) <= MOST_REWARD,
+                   f"a Python number, of at most {MOST_REWARD:g} either way"),
         "ended": (isinstance(reply.ended, str), "text"),
         "answers": (is_texts(reply.answers), "a tuple of texts")}
     at_once = "done is True; expected False before the first command" if first and reply.done else ""
@@ -161,10 +165,11 @@ def repeated_id(tasks):
 
 def wrong_games(games, n):
     """What is wrong with a list of n games; "" if nothing is."""
-    methods = ("reset", "step", "close")
-    if not (isinstance(games, (list, tuple)) and len(games) == n and all(
-            callable(getattr(game, name, None)) for game in games for name in methods)):
-        return f"it returned {games!r:.60}; expected a list of {n} games, with {', '.join(methods)}"
+    if not (isinstance(games, (list, tuple)) and len(games) == n):
+        return f"it returned {games!r:.60}; expected a list of {n} games"
+    for game, name in product(games, ("reset", "step", "close")):
+        if not callable(getattr(game, name, None)):
+            return f"it returned games of class {type(game).__name__}, which has no method {name}"
     if len({id(game) for game in games}) < n:
         return f"it returned a game more than once; expected {n} games, which are played at the same time"
     return ""
@@ -172,10 +177,10 @@ def wrong_games(games, n):
 
 def wrong_expert(expert):
     """What is wrong with what `Environment.expert` returned; "" if nothing is."""
-    show, restarts = getattr(expert, "show", None), getattr(expert, "restarts", None)
-    if callable(show) and isinstance(restarts, int):
-        return ""
-    return f"it returned {expert!r:.60}; expected an object with show, a method, and restarts, a number"
+    of_class = f"it returned an expert of class {type(expert).__name__}, which has no"
+    if not callable(getattr(expert, "show", None)):
+        return f"{of_class} method show"
+    return "" if isinstance(getattr(expert, "restarts", None), int) else f"{of_class} number `restarts`"
 
 
 def wrong_vocabulary(phrases):

@@ -92,15 +92,18 @@ def printed(program):
             sys.exit(2)
 
 
-def play_in_terminal(parser, argv, task_of, make):
-    """Parse `argv` and play the task task_of(options) in a game of make(1), see `terminal_session`."""
+def play_in_terminal(parser, argv, task_of, make, hint=""):
+    """Parse `argv` and play the task task_of(options) in a game of make(1), see `terminal_session`.
+
+    hint: printed first if a person types.
+    """
     parser.add_argument("--json", action="store_true", help="answer with one JSON object a line")
     with terminal_session(parser):
         options = parser.parse_args(argv)
         task = task_of(options)
         (game,) = make(1)
         with closing(game):
-            play(game, task, sys.stdin, as_json=options.json)
+            play(game, task, sys.stdin, options.json, hint)
 
 
 @contextmanager
@@ -121,18 +124,27 @@ def terminal_session(parser, undecodable="surrogateescape"):
             parser.error(str(error))
 
 
-def play(game, task, commands, as_json):
-    """Play the task with these commands, one a line, until they end."""
+def play(game, task, commands, as_json, hint=""):
+    """Play the task with these commands, one a line, until they end; if a person types them, the game's end
+    ends them. A program's are all answered.
+    """
+    typed = commands.isatty() and not as_json
+    if typed and hint:
+        print(hint)
     show(game.reset(task), as_json)
     for command in commands:
-        show(game.step(command.rstrip("\n")), as_json)
+        reply = game.step(command.rstrip("\n"))
+        over = typed and reply.done
+        show(reply, as_json, "\n" if over else "\n> ")
+        if over:
+            return
     if not as_json:
         print()
 
 
-def show(reply, as_json):
-    """Print a reply: as JSON, or the observation and a prompt."""
+def show(reply, as_json, end="\n> "):
+    """Print a reply: as JSON, or the observation and `end`, a prompt."""
     if as_json:
         print(json.dumps(reply._asdict()), flush=True)
     else:
-        print(reply.observation + ("\nYou have won." if reply.won else ""), end="\n> ", flush=True)
+        print(reply.observation + ("\nYou have won." if reply.won else ""), end=end, flush=True)

@@ -48,14 +48,13 @@ class WorkerGame(SentGame):
     def __init__(self, pool, number, problem_of):
         self.pool, self.number, self.problem_of = pool, number, problem_of
         self.worker = None
-        self.task = None
         self.sent = 0
 
     def send(self, method, argument, seed=0):
         """Send "reset" and a task, or "step" and a command; `receive` waits for the reply."""
         if method == "reset":
             problem = self.problem_of(argument)
-            self.worker, self.task, argument = self.pool.worker_of(self.number), argument, problem
+            self.worker, argument = self.pool.worker_of(self.number), problem
         self.sent += 1
         self.worker.ask((self.number, self.sent, method, argument))
 
@@ -65,12 +64,9 @@ class WorkerGame(SentGame):
         Raises ValueError if the engine does, and EpisodeLost if it raises anything else, or if the worker
         died since the reset, or does not answer in time.
         """
-        try:
-            error, answer = self.worker.answer(self.number, self.sent)
-            if error:
-                raise error(answer)
-        except EpisodeLost as loss:
-            raise EpisodeLost(f"task {self.task.id}: {loss}") from loss
+        error, answer = self.worker.answer(self.number, self.sent)
+        if error:
+            raise error(answer)
         return answer
 
     def close(self) -> None:

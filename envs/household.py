@@ -21,7 +21,7 @@ from ._terminal import play_in_terminal
 from .alfred import expert, games, rooms, splits
 from .alfred.game import Game
 from .alfred.problem import NOOP_MESSAGE
-from .alfred.tw_env import AlfredTWEnv
+from .alfred.tw_env import PROGRAM, AlfredTWEnv
 
 __all__ = ["AlfredTWEnv", "Environment"]
 
@@ -128,16 +128,17 @@ class Environment(Base):
 
 def main(argv=None):
     """Play one task on the terminal, or download ALFWorld's games."""
-    argv, program = sys.argv[1:] if argv is None else argv, f"python -m {__package__}.household"
+    argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["download"]:
         from .alfred import download
-        return download.main(argv[1:], f"{program} download")
-    parser = argparse.ArgumentParser(program, description="Play the household text game.", allow_abbrev=False,
-                                     epilog=f"{program} download --help: get ALFWorld's games")
+        return download.main(argv[1:], f"{PROGRAM} download")
+    parser = argparse.ArgumentParser(PROGRAM, description="Play the household text game.", allow_abbrev=False,
+                                     epilog=f"{PROGRAM} download --help: get ALFWorld's games")
     parser.add_argument("--split", default="L0", help="split of the generated room")
     parser.add_argument("--seed", type=int, default=0, help="number of the generated room in its split")
     parser.add_argument("--game", help="play this game.tw-pddl file instead of a generated room")
-    play_in_terminal(parser, argv, chosen_task, lambda n: [Game() for _ in range(n)])
+    play_in_terminal(parser, argv, chosen_task, lambda n: [Game() for _ in range(n)],
+                     hint="(help: the commands; Ctrl-D: end)")
 
 
 def chosen_task(options):

@@ -252,7 +252,9 @@ def function_of(parameter, tool):
 
 
 def phrases(tools):
-    """The texts between the values of a call, and the values that are listed: tokens for the small model."""
+    """The texts between the values of a call, and the values that are listed: tokens for the small model,
+    which spells texts that are not ASCII in bytes.
+    """
     found = []
     for tool in (schema["function"] for schema in tools):
         properties = tool["parameters"]["properties"]
@@ -261,4 +263,4 @@ def phrases(tools):
         text = f'{START}\n{{"name": "{tool["name"]}", "arguments": {{{", ".join(slots)}}}}}\n{END}'
         found += text.split("\0")
         found += [str(value) for schema in properties.values() for value in schema.get("enum", ())]
-    return [*dict.fromkeys(found)]
+    return [text for text in dict.fromkeys(found) if text.isascii()]

@@ -3,7 +3,8 @@
 A checkpoint is a Hugging Face folder with an additional file, trainer.pt: the optimizer's state, the run's
 state and, for PPO, the critic. Several ranks each write a part of all that: a file of weights and, by
 torch.distributed.checkpoint, one in the folder `trainer`. trainer.pt then holds the shapes of the tensors
-that are there, and a fingerprint of each rank's files; the checkpoint before is kept, as `checkpoint.old`.
+that are there; the checkpoint before is kept, as `checkpoint.old`. It always holds a fingerprint of each file
+of weights, and of the parts.
 Left out: the other files of a run (infra/files.py).
 """
 
@@ -48,8 +49,8 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     def finish(new):
         if extra_files is not None:
             extra_files(new)
-        files = {name: fingerprint(new / name) for name in files_of_ranks(new)} if shared else {}
-        save_trainer(trainer | ({"files": files} if files else {}), new / TRAINER_FILE)
+        files = {name: fingerprint(new / name) for name in files_of_ranks(new)}
+        save_trainer(trainer | {"files": files}, new / TRAINER_FILE)
 
     def write(new):
         save_model(model, new)
@@ -91,7 +92,7 @@ def without_parts(tree, parts, path=""):
 
 
 def files_of_ranks(folder):
-    """The names of the files that ranks have written into a checkpoint's folder, each its own part.
+    """The names of the files of weights, and of the parts that ranks have written, in a checkpoint's folder.
 
     ValueError for one that is not there: its rank wrote it into a folder of another machine.
     """
@@ -119,7 +120,7 @@ def fingerprint(path):
 
 
 def check_whole(folder):
-    """Check on rank 0 that a checkpoint holds each rank's files as they were saved.
+    """Check on rank 0 that a checkpoint holds its files as they were saved.
 
     Where one is missing or is another's, the checkpoint before takes the place of this one, which becomes
     `checkpoint.broken`; ValueError, on all ranks, if there is none.

@@ -1,7 +1,7 @@
 """A client of an OpenAI-compatible server: asks each question once and caches the answers on disk.
 
 Failed requests are retried; a question without an answer yields None and is counted. Left out: streaming,
-tools, several answers to a question, and the newest OpenAI models, which refuse `max_tokens`.
+tools, and several answers to a question.
 
     DEEPSEEK_KEY=... python gcd.py --judge-labels rule+endpoint --endpoint https://api.deepseek.com/v1 \\
         --endpoint-model deepseek-chat --endpoint-key-variable DEEPSEEK_KEY
@@ -69,9 +69,10 @@ class Endpoint:
 
     cache: its file; "" for none, where only `answer` may be called: each call is a new sample of the model.
     limit: maximum number of requests in this process, including retries and redirects. timeout_s: for a
-    complete answer. first_wait_s: before the first retry; doubled for each further retry. counts: each
-    distinct question of a call is `cached` (also if cached by another process meanwhile), `limited`, `failed`
-    or answered; `asked` + `retried` + `redirected` is the number of requests sent.
+    complete answer. first_wait_s: before the first retry; doubled for each further retry. extra: what is
+    merged into each request's body, see `checked_extra`. counts: each distinct question of a call is `cached`
+    (also if cached by another process meanwhile), `limited`, `failed` or answered; `asked` + `retried` +
+    `redirected` is the number of requests sent.
 
     Redirects are followed only within the server (the address's scheme, host and port) and only if they keep
     the question (status 307 or 308), at most MAX_REDIRECTS per request. Nothing is sent to another server.
@@ -83,7 +84,7 @@ class Endpoint:
 
     def __init__(self, base_url, model, key_variable="OPENAI_API_KEY", cache="runs/endpoint.jsonl",
                  limit=10000, concurrency=8, timeout_s=60.0, retries=5, max_tokens=1024, temperature=0.0,
-                 first_wait_s=1.0):
+                 first_wait_s=1.0, extra=""):
         try:                           # optional packages, so not imported at the top
             import httpx2
             import openai
@@ -93,6 +94,7 @@ class Endpoint:
         self.model, self.key_variable = model, key_variable
         self.limit, self.concurrency, self.timeout_s, self.retries = limit, concurrency, timeout_s, retries
         self.max_tokens, self.temperature, self.first_wait_s = max_tokens, float(temperature), first_wait_s
+        self.extra = checked_extra(extra)
         secret, flag = os.environ.get(key_variable, "").strip(), f"--endpoint-key-variable={key_variable}"
         if not secret:
             raise ValueError(f"{flag}: this environment variable is not set "
@@ -182,7 +184,8 @@ class Endpoint:
 
     def cache_key(self, messages):
         """Return a question's key in the cache. The address is not part of it: the same model may move."""
-        identity = json.dumps([self.model, messages, self.temperature, self.max_tokens], sort_keys=True)
+        identity = [self.model, messages, self.temperature, self.max_tokens]
+        identity = json.dumps(identity + [self.extra] * bool(self.extra), sort_keys=True)
         return hashlib.sha256(identity.encode()).hexdigest()
 
     def is_dead(self):
@@ -355,13 +358,14 @@ class Endpoint:
         """Send one request, counted as `kind`, and follow its redirects.
 
         Returns {"answer": text, maybe empty, "cut": whether at max_tokens, "usage": the server's token
-        counts}, or a Failure; LIMITED at the limit.
+        counts, "reasoned": whether reasoning came beside the text}, or a Failure; LIMITED at the limit.
         """
         self.local.kind, self.local.statuses = kind, []
+        more = {"temperature": self.temperature, "max_tokens": self.max_tokens} | self.extra
+        more = {name: value for name, value in more.items() if value is not None}
         try:
             with self.time_limit(), self.client.chat.completions.with_streaming_response.create(
-                    model=self.model, messages=messages, temperature=self.temperature,
-                    max_tokens=self.max_tokens) as response:
+                    model=self.model, messages=messages, extra_body=more) as response:
                 body = bytearray()
                 for part in response.iter_bytes():
                     body += part
@@ -378,7 +382,8 @@ class Endpoint:
             items = usage.items() if isinstance(usage, dict) else ()
             counts = {self.clean(name): count for name, count in items if type(count) is int}
             cut = choice.get("finish_reason") == "length"
-            return {"answer": self.clean(text or ""), "cut": cut, "usage": counts}
+            reasoned = any(choice["message"].get(name) for name in ("reasoning_content", "reasoning"))
+            return {"answer": self.clean(text or ""), "cut": cut, "usage": counts, "reasoned": reasoned}
         except NotSent as stopped:
             return stopped.args[0]
         except self.errors as error:
@@ -414,6 +419,25 @@ def checked_url(url, flag="--endpoint"):
     raise ValueError(f"{flag}: expected a base URL like https://api.deepseek.com/v1, without password, "
                      "query or fragment; what was given is not repeated: it may hold the key, which goes in "
                      "the variable that --endpoint-key-variable names")
+
+
+def checked_extra(text):
+    """Return the object in --endpoint-extra, merged into each request's body, where null removes a key; {} if
+    none is given.
+
+    ValueError if it is no JSON object, or has a key that cannot be replaced.
+    """
+    try:
+        extra = json.loads(text or "{}")
+        json.dumps(extra, ensure_ascii=False, allow_nan=False).encode()              # as it will be sent
+    except MALFORMED:
+        extra = None
+    if not isinstance(extra, dict):
+        raise ValueError(f"--endpoint-extra={text}: expected a JSON object, such as "
+                         '{"max_tokens": null, "max_completion_tokens": 512}')
+    if fixed := sorted({"messages", "model", "stream"} & extra.keys()):
+        raise ValueError(f"--endpoint-extra={text}: cannot replace {', '.join(fixed)}")
+    return extra
 
 
 def without_path(url):

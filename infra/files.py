@@ -310,11 +310,14 @@ def origin_of(config, cold_start_types=None):
 
 
 def episode_record(episode, credited):
-    """Return an episode as a record of episodes.jsonl. credited: with its turns' advantages (training)."""
+    """Return an episode as a record of episodes.jsonl. credited: with its reward and its turns' advantages,
+    which only training writes.
+    """
     of_turn = ("observation", "response", "action", "valid", "reward", "label", "tag", "advantage", "oracle",
                "verdicts", "judge_reward")
     of_episode = ("group", "won", "ended", "score_100", "restarts", "lost", "final_observation")
     hidden = {} if credited else {"advantage": None}
     turns = [{name: getattr(turn, name) for name in of_turn} | hidden for turn in episode.turns]
-    return {"task_id": episode.task.id, "task_type": episode.task.task_type, "turns": turns} | {
+    return {"task_id": episode.task.id, "task_type": episode.task.task_type, "turns": turns,
+            "reward": episode.reward if credited else None} | {
         name: getattr(episode, name) for name in of_episode}

@@ -36,7 +36,8 @@ ASK = {
             "far the plan has come, otherwise. Close the tag, then give exactly one command inside <action> "
             "</action>.",
 }
-TAGS = ("planning", "explore", "reflection", "monitor")      # RLVMR, arXiv:2507.22844
+# RLVMR, arXiv:2507.22844. Also in ASK above, rlvmr.TAG_GROUPS, and cold_start.rule_tag, which shows them
+TAGS = ("planning", "explore", "reflection", "monitor")
 TAG = f"<({'|'.join(TAGS)})>"
 OWN_FORMAT = "Close the tag, then give exactly one command inside <action> </action>."    # of ASK["tags"]
 DATE = "26 Jul 2024"                    # in Llama's system message, which would be the day's: on all days

@@ -12,7 +12,7 @@ of the longest response. Of answers that share their prompt: R prompts, A answer
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, chain
 
@@ -288,7 +288,7 @@ class Slots:
 
     def replay(self, n):
         """`step` as a CUDA graph, captured at the first call: its ~760 kernels are launched at once."""
-        key = n, self.context, self.sampling.temperature             # what a graph holds as constants
+        key = n, self.context, replace(self.sampling, max_response_tokens=1)  # what a graph has as constants
         if key not in self.graphs:
             active_B, side = self.active_B.clone(), side_stream(self.device)
             self.active_B.zero_()                   # so that warm-up and capture change nothing

@@ -103,13 +103,13 @@ def check_metrics(record, place):
 
 
 def check_episode(record, place):
-    """Check a line of episodes.jsonl: phase, split, iteration, and a list of turns."""
+    """Check a line of episodes.jsonl: phase, split, iteration, reward, and a list of turns."""
     expect(record, dict, place)
-    expect_fields(record, float, ("iteration",), place)
+    expect_fields(record, float, ("iteration", "reward"), place)
     expect_fields(record, str, ("phase", "split"), place)
     for number, turn in enumerate(expect(record.get("turns", []), list, f"{place}, turns"), start=1):
         expect(turn, dict, f"{place}, turn {number}")
-        expect_fields(turn, float, ("advantage", "judge_reward"), f"{place}, turn {number}")
+        expect_fields(turn, float, ("advantage", "reward", "judge_reward"), f"{place}, turn {number}")
         expect_fields(turn, list, ("verdicts",), f"{place}, turn {number}")
 
 

@@ -60,6 +60,7 @@ function shade(advantage) {
 }
 
 const signed = x => (x > 0 ? "+" : "") + x.toFixed(2);
+const short = x => `${+x.toFixed(3)}`;           // a turn's penalty may be 0.002
 const pill = (name, value) => element("span", `pill ${value || "none"}`, `${name}: ${value || "none"}`);
 
 function fillHead(head, turn, number) {
@@ -67,6 +68,7 @@ function fillHead(head, turn, number) {
   head.append(element("b", "", `Turn ${number}`));
   const addText = text => head.append(element("span", "", text));
   if (typeof turn.advantage === "number") addText(`advantage ${signed(turn.advantage)}`);
+  if (turn.reward) addText(`reward ${short(turn.reward)}`);
   if (turn.valid === false) head.append(element("span", "pill bad", "invalid"));
   if (turn.label) head.append(pill("label", turn.label));
   if (turn.oracle) head.append(pill("oracle", turn.oracle));
@@ -86,7 +88,8 @@ function turnCard(turn, number) {
 
 function endCard(episode) {
   const why = episode.ended && episode.ended !== "won" ? ` (${episode.ended})` : "";
-  const card = copyOf("end", {outcome: (episode.won ? "Won" : "Lost") + why,
+  const reward = typeof episode.reward === "number" ? `, reward ${short(episode.reward)}` : "";
+  const card = copyOf("end", {outcome: (episode.won ? "Won" : "Lost") + why + reward,
                               observation: episode.final_observation});
   card.querySelector(".outcome").classList.add(episode.won ? "good" : "bad");
   return card;

@@ -21,6 +21,7 @@ from lab.bench.study import cells_of, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 90                   # limit on a busy machine; on an idle one nothing takes a second
+CONTINUES = "run.sh: the same command continues\n"
 STAND_IN = """#!/usr/bin/env bash
 out=$(printf '%s\\n' "$@" | grep -A1 -x -e --out | tail -1)
 name=$(basename "${out:-report}")
@@ -88,7 +89,8 @@ def wait_for(path, lines=1):
 
 
 def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
-    assert run_sh(folder).wait(PATIENCE_S) == 0
+    process = run_sh(folder)
+    assert process.wait(PATIENCE_S) == 0 and CONTINUES not in process.stderr.read()
     assert stages(folder)[0] == "cold_start" and sorted(stages(folder)[1:3]) == ["grpo", "grpo+gcd"]
     assert stages(folder)[3:] == ["report"]
     assert run_sh(folder).wait(PATIENCE_S) == 0
@@ -140,7 +142,8 @@ def test_another_version_of_python_is_named_before_anything_is_installed(folder,
 def test_if_one_method_fails_the_other_is_stopped(folder):
     (folder / "plan-grpo").write_text("wait")
     (folder / "plan-grpo+gcd").write_text("fail")
-    assert run_sh(folder).wait(PATIENCE_S) == 1
+    process = run_sh(folder)
+    assert process.wait(PATIENCE_S) == 1 and CONTINUES not in process.stderr.read()
     assert (folder / "signals").read_text() == "grpo\n" and not is_running(folder, "grpo")
 
 
@@ -149,7 +152,7 @@ def test_if_one_method_fails_the_other_is_stopped(folder):
 def test_a_signal_is_passed_to_both_methods_once_and_waits_for_them(folder, signum):
     process = with_both_waiting(folder)
     process.send_signal(signum)
-    assert process.wait(PATIENCE_S) == 130
+    assert process.wait(PATIENCE_S) == 130 and process.stderr.read().endswith(CONTINUES)
     assert sorted((folder / "signals").read_text().split()) == ["grpo", "grpo+gcd"]
     assert not is_running(folder, "grpo") and not is_running(folder, "grpo+gcd")
 

@@ -18,11 +18,16 @@ import random
 import sys
 from uuid import uuid4
 
-from openenv.core.client_types import StepResult
-from openenv.core.env_client import EnvClient
-from openenv.core.env_server.http_server import create_fastapi_app
-from openenv.core.env_server.interfaces import Environment
-from openenv.core.env_server.types import Action, Observation, State
+try:
+    from openenv.core.client_types import StepResult
+    from openenv.core.env_client import EnvClient
+    from openenv.core.env_server.http_server import create_fastapi_app
+    from openenv.core.env_server.interfaces import Environment
+    from openenv.core.env_server.types import Action, Observation, State
+except ModuleNotFoundError as error:
+    what = '"household[openenv]"' if __package__ == "household.alfred" else "openenv"
+    why = f"{__package__}.openenv: {error}; pip install {what}"
+    raise (SystemExit if __name__ == "__main__" else ModuleNotFoundError)(why) from None
 
 from .game import Game
 from .splits import check_positive, find_split

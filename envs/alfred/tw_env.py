@@ -31,6 +31,8 @@ SETTINGS = {      # {train_eval: (setting of the games' folder, setting of their
     "eval_out_of_distribution": ("dataset.eval_ood_data_path", "dataset.num_eval_games")}
 LIMITS = {        # {general.training_method: setting of the step limit}
     "dqn": "rl.training.max_nb_steps_per_episode", "dagger": "dagger.training.max_nb_steps_per_episode"}
+ROOT = __package__.rpartition(".")[0]                # "envs"; of the installed package "household"
+PROGRAM = "household" if ROOT == "household" else f"python -m {ROOT}.household"
 MOVE_TEMPLATE = 'template :: "move {o} to {r}"'      # in every game since alfworld 0.4; before it was "put"
 
 
@@ -204,8 +206,7 @@ def find_games(config, train_eval):
              if "traj_data.json" in names and is_playable(trial, types)]
     if not files:
         raise ValueError(f"config: {folder_name}={folder}: no solvable games of the task types {numbers}; "
-                         "alfworld-download, or the command `download` of household.py, puts games into "
-                         "$ALFWORLD_DATA")
+                         f"alfworld-download, or {PROGRAM} download, puts games into $ALFWORLD_DATA")
     return files[:limit] if limit > 0 else files
 
 
@@ -222,8 +223,7 @@ def is_playable(trial, types):
         return False
     game = read_json(path)
     if game.get("solvable") and MOVE_TEMPLATE not in entry(game, "grammar", path):
-        raise ValueError(f"{path}: of a release before alfworld 0.4; household.py's `download` gets "
-                         "current ones")
+        raise ValueError(f"{path}: of a release before alfworld 0.4; {PROGRAM} download gets current ones")
     return bool(game.get("solvable"))
 
 

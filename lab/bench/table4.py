@@ -89,7 +89,9 @@ def chosen(config, rows):
             raise ValueError(f"--rows={rows}: {cell.row} must not be run again: {cell.rerun}")
         if cell.start and not (cell.start.folder / "checkpoint").is_dir():
             raise ValueError(f"{below_root(cell.start.folder)}: no checkpoint to begin from; run "
-                             f"lab.bench.table1 --rows {cell.start.row} --seeds {cell.seed} first")
+                             f"lab.bench.table1 --rows {cell.start.row} --seeds {cell.seed} first, with this "
+                             "--config (it skips a cell that is stored: move that away); --repeats 0 prints "
+                             "what is stored")
     return [by_row[name] for name in names]
 
 

@@ -7,6 +7,7 @@ Oracles: hand arithmetic, and double loops with the statistics module.
 
 import random
 import statistics
+from dataclasses import fields
 
 import pytest
 import torch
@@ -56,6 +57,18 @@ def test_turn_rewards_by_hand():
     assert paper.tolist() == pytest.approx([-0.1, 10.0, 9.9])
     rows = rewards.code_turn_rewards(won, valid, turns, Settings(**SUCCESS_10))
     assert rows.tolist() == pytest.approx([9.9, 10.0, 9.9])
+
+
+def test_the_rewards_of_turns_add_up_to_the_episodes_by_every_setting():
+    """Also by settings that this test does not know."""
+    for unit in ("share", "turn"):
+        numbers = {f.name: 0.7 for f in fields(Settings) if f.type in (int, float)}
+        settings = Settings(**numbers | {"invalid_unit": unit})
+        won, turns = torch.tensor([True, False, True]), torch.tensor([2, 3, 1])
+        valid = torch.tensor([False, True, False, True, True, True])
+        by_turn = rewards.turn_rewards(won, valid, turns, settings).split(turns.tolist())
+        by_episode = rewards.episode_reward(won, torch.tensor([1, 1, 0]), turns, settings)
+        assert [float(part.sum()) for part in by_turn] == pytest.approx(by_episode.tolist())
 
 
 def test_discounted_returns_by_hand():

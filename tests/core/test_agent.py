@@ -39,6 +39,7 @@ import judge
 import resume
 import rollout
 import session
+from envs import Task
 from infra import files, parallel
 from infra.signals import Stop
 from lm import model as decoder
@@ -208,10 +209,11 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
 def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_path):
     folder = shutil.copytree(start, tmp_path / "model")
     trainer = torch.load(folder / "trainer.pt", weights_only=True)
-    trainer["state"]["settings"] |= {"history": 2, "show_admissible": False, "prompt": "auto"}
+    trainer["state"]["settings"] |= {"history": 2, "show_admissible": False, "prompt": "auto",
+                                     "admissible_only": True}
     trainer["state"]["style"] = "tags"
     torch.save(trainer, folder / "trainer.pt")
-    expected = {"prompt": "tags", "history": 2, "show_admissible": False}
+    expected = {"prompt": "tags", "history": 2, "show_admissible": False, "admissible_only": True}
     assert resume.prompting_of(folder) == expected and not resume.prompting_of(COMMITTED)
     kept = shutil.copytree(COMMITTED, folder / "run" / files.KEPT / "00002")
     shutil.copytree(folder, folder / "run" / files.CHECKPOINT, ignore=lambda *_: ["run"])
@@ -325,6 +327,22 @@ def test_load_refuses_wrong_settings(settings, message):
 def test_play_refuses_what_does_not_exist(player, env, task, settings, message):
     with pytest.raises(ValueError, match=message):
         player.play(env, task, **settings)
+
+
+@pytest.mark.fast
+def test_a_task_is_found_by_its_id_before_its_number():
+    """As episodes.jsonl has it; the numbers in an environment's ids may be others than those of its tasks."""
+    tasks = [Task(name, "test", "t", None) for name in ("test/1", "test/0", "elsewhere/a")]
+
+    def split_tasks(name):
+        config.refuse(name != "test", "a missing split")
+        return tasks
+
+    environment = SimpleNamespace(splits=("missing", "test"), split_tasks=split_tasks)
+    found = [agent.task_named(environment, name) for name in ("test/0", "test/1", "test/2", "elsewhere/a")]
+    assert found == [tasks[1], tasks[0], tasks[2], tasks[2]]
+    with pytest.raises(ValueError, match="^task 'elsewhere/b': expected SPLIT/NUMBER"):
+        agent.task_named(environment, "elsewhere/b")
 
 
 @pytest.mark.fast

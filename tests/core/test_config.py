@@ -59,7 +59,7 @@ def test_help_lists_at_most_55_flags_under_headings(capsys):
     """Those of the default run; a flag that only some other setting needs is listed with that setting."""
     sections, printed = help_of(capsys)
     listed = [flag for flags in sections.values() for flag in flags]
-    assert len(listed) == len(set(listed)) <= 55
+    assert len(listed) == len(set(listed)) <= 55, "a flag that is rarely given has rare=True"
     assert list(sections) == ["run", "environment", "model", "cold start", "rollout", "RL", "GCD",
                               "correction and large models", "evaluation", "--algo grpo", "--env household"]
     assert {"--out", "--env", "--model", "--algo", "--gcd", "--evaluate", "--games"} <= set(listed)
@@ -250,6 +250,7 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--no-normalize-std --algo rlvmr",
      "--no-normalize-std: not read here, but with --algo cispo or --algo dapo"),
     ("--frobnicate=1", "--frobnicate: no such flag"),
+    (f"--env '{ROOT}/examples/guess.py' --higest 9", "--higest: no such flag; did you mean --highest?"),
     ("--iteration 3", "--iteration: no such flag; did you mean --iterations?"),
     ("--group 3", "--group: no such flag"),
     ("--dual-clip 3", "--dual-clip: a setting, but no flag: --preset and --variant set it"),
@@ -361,3 +362,30 @@ def test_a_model_that_may_not_be_read_gives_one_line(capsys, monkeypatch, where)
 
 def test_a_split_that_is_given_twice_is_evaluated_once():
     assert parse("--evaluate", "L0,L2,L0").splits == ["L0", "L2"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flag, value, kind, message", [
+    ("env", '{"max_turns": "20"}', "Environment", "--max-turns='20': expected int"),
+    ("env", '{"lr": 1e9}', "Environment", "--lr=1000000000.0: expected 0 to"),
+    ("algo", '{"reduction": "words"}', "Method", "--reduction=words: expected one of token")])
+def test_a_wrong_default_of_a_plugin_is_its_mistake(capsys, tmp_path, flag, value, kind, message):
+    """Unless a flag gives the value."""
+    package, path = {"env": "envs", "algo": "algorithms"}[flag], tmp_path / "mine.py"
+    methods = {"env": "def make(self, n): pass\n    def split_tasks(self, name): pass\n"
+               "    def train_tasks(self, types, start, n): pass\n",
+               "algo": "def assign(self, episodes, decay=1.0): pass\n"}[flag]
+    path.write_text(f"import {package}\nclass {kind}({package}.{kind}):\n    defaults = {value}\n"
+                    f"    {methods}")
+    found = mistake(capsys, f"--{flag}", path)
+    assert found.startswith(f"--{flag}={path}: class {kind}: defaults: {message}"), found
+    name, *_ = message.partition("=")
+    assert mistake(capsys, f"--{flag}", path, name, "-9").startswith((f"{name}=-9", f"argument {name}"))
+
+
+@pytest.mark.fast
+def test_a_shape_that_is_not_the_models_is_refused(capsys):
+    given = "--model", ROOT / "lab" / "results" / "alfworld_model"
+    assert mistake(capsys, *given, "--layers", 5) == f"--layers=5: --model={given[1]} has 3"
+    assert mistake(capsys, *given, "--hidden-size", 64) == f"--hidden-size=64: --model={given[1]} has 96"
+    assert parse(*given, "--hidden-size", 96, "--layers", 3).hidden_size == 96

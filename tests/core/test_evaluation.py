@@ -235,6 +235,8 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
     (["--player", "expert", "--prompt", "plain"], "--prompt: not read if the player is a script"),
     (["--player", "expert", "--endpoint-model", "x"], "--endpoint-model: not read if the player is a script"),
     (["--player", "http://a/v1", "--dtype", "float32"], "--dtype: not read if the player is a server"),
+    (["--player", "expert", "--endpoint-extra", "{}"], "--endpoint-extra: not read if the player is a scrip"),
+    (["--player", "http://a/v1", "--endpoint-extra", "[1]"], "--endpoint-extra=[1]: expected a JSON object"),
     (["--player", "expert", "--lr", "1"], "--lr: no flag of the referee"),
     (["--player", "http://a:b@c/v1"], "--player: expected a base URL"),
     (["--player", "nowhere"], "--player=nowhere: nowhere: no such folder"),
@@ -392,6 +394,28 @@ def test_broken_records_are_played_again_and_no_split_is_played_twice(short, ref
     (tmp_path / "out" / "evaluation.json").write_text("[]")
     status, kept, error = referee(*flags, "--resume")
     assert status == 1 and kept == [] and "evaluation.json is no evaluation by the referee" in error
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name, text", [
+    ("episodes.jsonl", '{"split": "L1"}\n'), ("episodes.jsonl", '{"spl'), ("metrics.jsonl", ""),
+    ("stages.json.old", ""), ("checkpoint", None), ("kept", None), ("evaluation.json", "{"),
+    ("evaluation.json", '{"splits": {}, "outcomes": {}}'),                    # as gcd.py's, of no player
+    ("evaluation.json", '{"player": {"kind": "script"}, "splits": {}, "outcomes": {"L1": [1]}}')])
+def test_a_folder_that_holds_anything_of_a_run_is_not_used_again(short, tmp_path, capsys, name, text):
+    (out := tmp_path / "out").mkdir()
+    files.write_json(out / "evaluation.json", {"player": {"kind": "script"}, "splits": {"L1": {}},
+                                               "outcomes": {"L1": []}})
+    assert evaluation.is_unplayed(out)
+    if text is None:
+        (out / name).mkdir()
+    else:
+        (out / name).write_text(text)
+    before = {path: path.is_file() and path.read_bytes() for path in out.iterdir()}
+    assert evaluation.main(["--player", "first", "--out", str(out)]) == 1
+    assert "holds a run; --resume continues it" in capsys.readouterr().err
+    (out / "lock").unlink()
+    assert {path: path.is_file() and path.read_bytes() for path in out.iterdir()} == before
 
 
 def test_what_was_played_before_the_disk_was_full_is_kept(short, referee, tmp_path):
@@ -702,6 +726,81 @@ def test_a_refused_key_ends_it_and_is_written_nowhere(serve, short, referee, tmp
     assert error.count("\n") == 1 and result["complete"] is False
     written = b"".join(path.read_bytes() for path in (tmp_path / "out").iterdir())
     assert SECRET.encode() not in written and SECRET not in error
+
+
+@pytest.mark.fast
+def test_a_folder_in_which_no_game_was_played_is_used_again(serve, short, referee, tmp_path):
+    """The same command plays after a wrong key; nothing is set aside."""
+    server = serve(lambda question, nth: (401, "{}"))
+    flags = flags_of(server, "--max-turns", "1")
+    assert referee(*flags)[0] == 1
+    (tmp_path / "out" / "log.txt").write_text("mine")
+    server.reply = lambda question, nth: (200, completion("look"))
+    status, result, error = referee(*flags, "--endpoint-extra", '{"a": 1}')
+    assert status == 0 and result["complete"] and result["player"]["extra"] == {"a": 1}, error
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "log.txt").read_text() == "mine"
+    status, _, error = referee(*flags)
+    assert status == 1 and "holds a run" in error
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("message, turns, expected", [
+    ({"content": None, "reasoning_content": "<action>look</action>"}, 2, "12 of 24 answers had no content"),
+    ({"content": " ", "reasoning": "I look"}, 1, "12 of 12 answers had no content, 12 of them"),
+    ({"content": ""}, 1, "12 of 12 answers had no content, 0 of them reasoning alone: raise --max-response"),
+    ({"content": None, "reasoning_content": "Hm."}, 3, ""),                # a third of the answers
+    ({"content": "look", "reasoning_content": "Hm."}, 1, "")])
+def test_answers_without_content_are_told_if_they_are_half(serve, short, referee, message, turns, expected):
+    def reasoning(handler):
+        body = json.loads(completion("look"))
+        if len(handler.messages) == 1:
+            body["choices"][0]["message"] = {"role": "assistant", **message}
+        handler.send((200, json.dumps(body)))
+
+    status, _, error = referee(*flags_of(serve(lambda question, nth: reasoning), "--max-turns", turns))
+    assert status == 0 and expected in error and ("had no content" in error) is bool(expected)
+
+
+@pytest.mark.fast
+def test_games_that_the_server_ended_are_counted_in_a_printed_line(serve, short, tmp_path, capsys):
+    """Those of a first call as well."""
+    def some(handler):
+        too_long = len(handler.messages) > 1 and len(handler.messages[0]["content"]) % 2
+        handler.send((400, '{"error": {"message": "at most 99 tokens"}}') if too_long
+                     else (200, completion("look")))
+
+    server = serve(lambda question, nth: some)
+    command = ["--out", str(tmp_path), "--evaluate", "L1", "--protocol", "sampled",
+               *flags_of(server, "--max-turns", "2")]
+    for more in ([], ["--resume"]):
+        assert evaluation.main([*command, *more]) == 0
+        records = files.read_lines(tmp_path / "episodes.jsonl")[0]
+        ended = sum(record["ended"] == "context full" for record in records)
+        line = capsys.readouterr().out.splitlines()[-1]
+        assert 0 < ended < 12 and "at most 99 tokens" in line
+        assert line.startswith(f"{ended} plays ended by the server's refusal, so not won, the last one beca")
+    assert evaluation.main(["--out", str(tmp_path / "first"), *command[2:6], "--player", "first"]) == 0
+    assert "refusal" not in capsys.readouterr().out
+
+
+@pytest.mark.fast
+def test_extra_keys_are_sent_printed_and_the_same_when_it_is_continued(serve, short, referee):
+    """To a server that refuses max_tokens."""
+    def modern(question, nth):
+        body = server.requests[-1][1]
+        return (400, "{}") if "max_tokens" in body else (200, completion("look"))
+
+    server, extra = serve(modern), '{"max_tokens": null, "max_completion_tokens": 512}'
+    flags = flags_of(server, "--max-turns", "1", "--slots", "1")
+    assert referee(*flags)[0] == 1
+    status, result, error = referee(*flags, "--endpoint-extra", extra, "--resume")     # of no game so far
+    assert status == 0 and result["player"]["extra"] == json.loads(extra), error
+    assert server.requests[-1][1]["max_completion_tokens"] == 512
+    assert f"'--endpoint-extra={extra}'" in result["command"]
+    status, _, error = referee(*flags, "--endpoint-extra", extra.replace("512", "9"), "--resume")
+    assert status == 1 and "player was" in error
+    assert referee(*flags, "--endpoint-extra", f" {extra}", "--resume")[0] == 0
 
 
 @pytest.mark.fast

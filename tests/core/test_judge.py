@@ -163,6 +163,12 @@ def test_the_noop_message_is_not_a_state(chat):
 
 
 @pytest.mark.fast
+def test_the_turn_that_wins_is_good_wherever_it_leads(chat):
+    episode = scripted(chat, [("go to cabinet 1", CABINET), ("look", CABINET)], won=True)
+    assert turn_labels.rule_labels(episode) == [None, "good"]
+
+
+@pytest.mark.fast
 def test_a_last_turn_without_effect_is_bad(chat):
     episode = scripted(chat, [("go to cabinet 1", CABINET), (None, NOOP)], won=False)
     assert turn_labels.rule_labels(episode) == [None, "bad"]

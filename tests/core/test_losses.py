@@ -60,9 +60,17 @@ def test_kl_estimates_have_the_mean_kl_and_k3_has_the_gradient_of_the_kl_from_th
     assert torch.allclose(got, want)
 
 
+def test_the_samplers_weight_by_hand():
+    """pi_old over pi_sampler, at most the cap."""
+    old, sampler = torch.tensor([0.5, 0.2, 0.9]).log(), torch.tensor([0.25, 0.4, 0.3]).log()
+    weight, cut = losses.sampler_weight(old, sampler, 2.5)
+    assert weight.tolist() == pytest.approx([2.0, 0.5, 2.5]) and cut.tolist() == [False, False, True]
+
+
 def test_kl_k3_is_never_negative_and_clamped():
-    far = losses.kl_k3(torch.tensor([-100.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 0.5]))
+    far = losses.kl_k3(torch.tensor([-100.0, 0.0, 1.0, 100.0]), torch.tensor([0.0, 0.0, 0.5, 0.0]))
     assert (far >= 0).all() and far[1] == 0 and far[0] == pytest.approx(math.exp(10) - 11, rel=1e-5)
+    assert far[3] == pytest.approx(math.exp(-10) + 9, rel=1e-5)
 
 
 @pytest.mark.parametrize("reduction", ["token", "episode", "constant"])

@@ -5,10 +5,12 @@
 
 import math
 import re
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import Corridor
 from hand_made import make_episode
@@ -35,7 +37,8 @@ TINY = ("--device cpu --hidden-size 16 --layers 1 --max-turns 3 --tasks 2 --grou
 
 # What a game answers
 
-NUMBER = "expected a number up to 100, or None"
+NUMBER, BOOL = "expected a number up to 100, or None", "expected True or False, Python's own"
+REWARD = "expected a Python number, of at most 1e+09 either way"
 WRONG_REPLIES = [
     (None, "it returned None; expected a Reply"), (("a room", [], False, False), "expected a Reply"),
     ("a room", "it returned 'a room'; expected a Reply"),
@@ -45,14 +48,18 @@ WRONG_REPLIES = [
     (Reply("a", None, False, False), "admissible is None; expected a list of texts"),
     (Reply("a", "look", False, False), "admissible is 'look'; expected a list of texts"),
     (Reply("a", ["look", 3], False, False), "expected a list of texts"),
-    (Reply("a", [], math.nan, False), "won is nan; expected True or False"),
-    (Reply("a", [], "yes", False), "won is 'yes'; expected True or False"),
-    (Reply("a", [], None, False), "won is None; expected True or False"),
-    (Reply("a", [], False, 1), "done is 1; expected True or False"),
+    (Reply("a", [], math.nan, False), f"won is nan; {BOOL}"),
+    (Reply("a", [], "yes", False), f"won is 'yes'; {BOOL}"),
+    (Reply("a", [], None, False), f"won is None; {BOOL}"),
+    (Reply("a", [], False, 1), f"done is 1; {BOOL}"),
     (Reply("a", [], False, False, objects="cup"), "objects is 'cup'; expected a tuple of texts"),
     (Reply("a", [], False, False, score_100=math.nan), f"score_100 is nan; {NUMBER}"),
     (Reply("a", [], False, False, score_100=math.inf), f"score_100 is inf; {NUMBER}"),
     (Reply("a", [], False, False, score_100="9"), f"score_100 is '9'; {NUMBER}"),
+    (Reply("a", [], np.True_, False), f"won is np.True_; {BOOL}"),
+    (Reply("a", reward=np.float32(0.5)), f"reward is np.float32(0.5); {REWARD}"),
+    (Reply("a", reward=math.nan), f"reward is nan; {REWARD}"),
+    (Reply("a", reward=-1e10), f"reward is -10000000000.0; {REWARD}"),
     (Reply("a", [], False, False, taken="no"), "taken is 'no'; expected True, False or None")]
 
 
@@ -304,6 +311,7 @@ def changed(text, old, new):
     ("won=n == self.secret", "won=float('nan')", ": won is nan; expected True or False"),
     (MAKE, MAKE + "        1 / 0\n", ", in make: ZeroDivisionError"),
     (MAKE, MAKE + "        return [self]\n", "make(4): it returned [<"),
+    ("    def close(self):", "    def _close(self):", "of class Game, which has no method close"),
     (MAKE, MAKE + "        return [Game(9)] * n\n", "make(4): it returned a game more than once"),
     (RESET, "    def reset(self, task):\n", "make(4): reset(task); expected reset(task, seed)"),
     ("from 1 to {len", "{random.random()} from 1 to {len", ", reset: another first observation than"),
@@ -316,11 +324,28 @@ def test_an_environments_mistake_is_one_line(tmp_path, capsys, old, new, expecte
     assert expected in line and line.startswith(("task train/", "line ", "make(", "train_tasks(", "vocab"))
 
 
+def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, monkeypatch, capsys):
+    """A run writes where it began; what the process still waits for is said."""
+    waits = ("import os, threading\nEVENT = threading.Event()\n"
+             "LATER = threading.Thread(target=EVENT.wait, name='later')\n")
+    leaves = "        os.chdir('/')\n        if not LATER.is_alive():\n            LATER.start()\n"
+    (tmp_path / "mine.py").write_text(waits + changed(GUESS, STEP, STEP + leaves), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    with Stop.restored():
+        assert gcd.main([*TINY, "--env", "mine.py", "--out", "runs/out"]) == 0
+    game = next(module for name, module in sys.modules.items() if name.endswith("_mine") and
+                hasattr(module, "LATER") and module.LATER.is_alive())
+    game.EVENT.set()
+    game.LATER.join()
+    assert rows(tmp_path / "runs" / "out") and (tmp_path / "runs" / "out" / "checkpoint").is_dir()
+    assert "waits for threads that are no daemons, as a game's may be: later" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("old, new, expected", [
     (SHOW, "        {}['x']\n" + SHOW, "KeyError: 'x' (expert.show, task "),
     ("seed, mistake_rate, max_turns):", "seed, mistake_rate):", "show(task, seed, mistake_rate); expected"),
-    ("    restarts = 0", "    _restarts = 0", "expert: it returned <"),
-    ("        return Expert(games[0])", "        pass", "expert: it returned None; expected an object")])
+    ("    restarts = 0", "    _restarts = 0", "expert of class Expert, which has no number `restarts`"),
+    ("        return Expert(games[0])", "        pass", "of class NoneType, which has no method show")])
 def test_an_experts_mistake_is_one_line(tmp_path, capsys, old, new, expected):
     assert expected in fails(tmp_path, capsys, "--env", changed(GUESS, old, new), "--demonstrations", 4)
 

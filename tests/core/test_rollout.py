@@ -281,6 +281,19 @@ def test_a_refusal_in_the_games_own_words_leaves_the_anchor_unchanged(chat):
     assert not episode.turns[1].valid
 
 
+def test_an_empty_observation_leaves_the_anchor_unchanged(chat):
+    """It is no state: turns that follow one in different places would otherwise be compared."""
+    class Silent(Corridor):
+        def step(self, command):
+            return super().step(command)._replace(observation=" \n" if command == "left" else "Seen.")
+
+    conversation = corridor_conversation(chat, env=Silent())
+    for text in ("left", "right", "left"):
+        conversation.act(response_of(chat, text), 9, 400)
+    start, *others = [turn.anchor for turn in conversation.episode.turns]
+    assert others == [start, "Seen."] and conversation.episode.final_anchor == "Seen."
+
+
 def test_the_turn_limit_ends_an_episode(chat):
     conversation = corridor_conversation(chat)
     assert [conversation.act(response_of(chat, "look"), 3, 400) for _ in range(3)] == [False, False, True]
@@ -375,7 +388,7 @@ def test_a_game_of_this_process_answers_in_the_tick_in_which_it_was_asked(model,
 
 def test_an_engine_that_keeps_dying_is_an_error(model, chat):
     Fragile.calls, Fragile.deaths = 0, range(3, 99)
-    with pytest.raises(EpisodeLost, match="corridor/0: lost 6 times"):
+    with pytest.raises(EpisodeLost, match="task corridor/0, (reset|turn \\d): lost 6 times"):
         rollout.play(model, chat, [Fragile()], make_specs(1, 1), Sampling(max_response_tokens=4), 6, 400)
 
 

@@ -122,7 +122,8 @@ def test_advantage_1_without_old_logprobs_is_cross_entropy(model, samples):
     want = gradient_of(model, F.cross_entropy(torch.cat(logits), torch.tensor(target)))
     got, metrics = gradient(model, imitation)
     assert_same(got, want)
-    assert metrics["policy/logprob_gap_nats"] == 0 and metrics["policy/clip_frac"] == 0
+    assert metrics["policy/logprob_gap_nats"] == metrics["policy/clip_frac"] == 0
+    assert metrics["policy/approx_kl_nats"] == 0
 
 
 def test_clipped_tokens_have_no_gradient(model):
@@ -133,6 +134,7 @@ def test_clipped_tokens_have_no_gradient(model):
     sample.logprob_old = [(p - 0.5) * s for p, s in zip(scores, sample.sampled)]         # ratio e^0.5 > 1.28
     got, metrics = gradient(model, [sample])
     assert got.abs().max() == 0 and metrics["policy/clip_frac"] == 1
+    assert metrics["policy/approx_kl_nats"] == pytest.approx(math.exp(0.5) - 1.5, rel=1e-4)
     sample.advantage = [-a for a in sample.advantage]
     got, metrics = gradient(model, [sample])
     assert got.norm() > 0 and metrics["policy/clip_frac"] == 0

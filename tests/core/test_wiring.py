@@ -236,9 +236,11 @@ def test_a_ranks_episodes_are_numbered_behind_those_of_the_ranks_before(monkeypa
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("weight, seen", [(0.1, ["of a turn", "an answer"]), (0.0, ["of a turn"])])
+@pytest.mark.parametrize("weight, seen", [(0.2, ["of a turn", "an answer"]), (0.0, ["of a turn"])])
 def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen):
-    """Without one they would change how episodes are spread over the optimizer's steps."""
+    """Without one they would change how episodes are spread over the optimizer's steps. A policy that moves
+    far in an iteration is mentioned.
+    """
     given, episode = [], episode_with(0, 1.0)
     for name, value in (("collect", ([episode], [episode])), ("judge_turns", ([], ["an answer"])),
                         ("judge_metrics", {}), ("assign_credit", {}), ("informative", [episode]),
@@ -246,10 +248,29 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
         monkeypatch.setattr(gcd, name, lambda *_, value=value: value)
     monkeypatch.setattr(gcd.correction, "correct", lambda *_: None)
     monkeypatch.setattr(gcd.batching, "samples_of", lambda episode: ["of a turn"])
-    monkeypatch.setattr(gcd, "optimize", lambda run, i, samples, reference: given.extend(samples) or {})
-    config = SimpleNamespace(gcd=True, judge_weight=weight, kl="none")
-    gcd.iteration(SimpleNamespace(config=config, waits={}), 0, None)
+    monkeypatch.setattr(gcd, "optimize", lambda run, i, samples, reference: given.extend(samples) or {
+        "policy/approx_kl_nats": weight})
+    config, warned = SimpleNamespace(gcd=True, judge_weight=weight, kl="none"), []
+    run = SimpleNamespace(config=config, waits={}, warn_once=lambda kind, message: warned.append(message))
+    gcd.iteration(run, 0, None)
     assert given == seen
+    assert [message.partition(". ")[0] for message in warned] == [
+        "RL: iteration 0 moved the policy by 0.20 nats a token"] * (weight == 0.2)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cut, expert, limited, hints", [
+    (0.9, None, True, ": more --max-response-tokens, as most were cut, may help"),
+    (0.1, print, False, ": more --demonstrations, or --admissible-only, may help"), (0.0, None, True, "")])
+def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited, hints):
+    warned = []
+    run = SimpleNamespace(config=SimpleNamespace(kl="none", admissible_only=limited),
+                          environment=SimpleNamespace(expert=expert, templates=False),
+                          warn_once=lambda kind, message: warned.append(message))
+    metrics = {"rollout/success": 0.0, "rollout/truncated_frac": cut, "policy/approx_kl_nats": float("nan")}
+    gcd.advise(run, 3, [episode_with(0, 0.0)], metrics)
+    assert warned == ["RL: in iteration 3 nothing was won and no turn has an advantage, so the policy learns "
+                      f"nothing{hints}"]
 
 
 @pytest.mark.fast

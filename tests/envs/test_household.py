@@ -6,6 +6,7 @@
 import gzip
 import json
 import os
+import pty
 import random
 import re
 import subprocess
@@ -483,6 +484,27 @@ def test_without_json_the_text_and_a_prompt_are_printed(tmp_path):
     assert done.stdout.startswith("-= Welcome to TextWorld, ALFRED! =-")
     assert done.stdout.endswith("\n> You move the apple 1 to the fridge 1.\nYou have won.\n> \n")
     assert done.returncode == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("as_json", [False, True])
+def test_who_types_learns_of_help_and_a_game_that_is_won_ends(tmp_path, as_json):
+    """Piped commands get neither, see above, and --json answers as ever."""
+    path = write_game(tmp_path / "train/x/y", pddl_problem=kitchen(goal_of("pick_and_place_simple")))
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, b"go to countertop 2\ntake apple 1 from countertop 2\ngo to fridge 1\nopen fridge 1\n"
+                       b"move apple 1 to fridge 1\nlook\n\x04")
+    flags = ["--game", str(path), *(["--json"] if as_json else [])]
+    done = subprocess.run([sys.executable, "-m", "envs.household", *flags], cwd=ROOT, stdin=terminal,
+                          text=True, capture_output=True, timeout=60)
+    os.close(keyboard)
+    os.close(terminal)
+    assert (done.returncode, done.stderr) == (0, "")
+    if as_json:
+        assert [json.loads(line)["won"] for line in done.stdout.splitlines()] == [False] * 5 + [True] * 2
+    else:
+        assert done.stdout.startswith("(help: the commands; Ctrl-D: end)\n-= Welcome to TextWorld, ALFRED!")
+        assert done.stdout.endswith("\n> You move the apple 1 to the fridge 1.\nYou have won.\n")
 
 
 def test_a_generated_room_is_played_by_number():

@@ -80,6 +80,40 @@ def test_the_licence_is_the_projects():
     assert (ROOT / "envs" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
+# Under its installed name: the folder itself
+
+@pytest.fixture
+def installed(tmp_path):
+    """The variables of an environment that finds the folder as the package household."""
+    (tmp_path / "household").symlink_to(ROOT / "envs")
+    return clean(PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("module", ["household", "household.household"])
+def test_the_installed_command_has_its_name(installed, tmp_path, module):
+    text = run([sys.executable, "-m", module, "--help"], cwd=tmp_path, env=installed)
+    assert text.startswith("usage: household [") and "\nhousehold download --help: " in text
+    assert "python -m" not in text
+    code = "from household.alfred.tw_env import PROGRAM; print(PROGRAM)"
+    assert run([sys.executable, "-c", code], cwd=tmp_path, env=installed) == "household\n"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("package, extra", [("household", '"household[openenv]"'), ("envs", "openenv")])
+def test_without_openenv_its_face_says_how_to_get_it(installed, tmp_path, package, extra):
+    """And an import raises what a caller may catch."""
+    (tmp_path / "openenv.py").write_text("raise ModuleNotFoundError(\"No module named 'openenv'\")")
+    (tmp_path / "envs").symlink_to(ROOT / "envs")
+    module = f"{package}.alfred.openenv"
+    line = f"{module}: No module named 'openenv'; pip install {extra}\n"
+    done = subprocess.run([sys.executable, "-m", module], cwd=tmp_path, env=installed, text=True,
+                          capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+    code = f"try: import {module}\nexcept ImportError as error: print(error)"
+    assert run([sys.executable, "-c", code], cwd=tmp_path, env=installed) == line
+
+
 # From an empty environment
 
 @pytest.fixture(scope="module")

@@ -411,6 +411,19 @@ def test_held_out_orders_are_never_trained_on():
 
 
 @pytest.mark.fast
+def test_values_that_are_not_ascii_are_no_phrases():
+    """The small model spells them in bytes."""
+    class Bank:
+        def pay(self, account: Literal["rent", "caf\u00e9"]):
+            """Pay.
+
+            Args:
+                account: which
+            """
+
+    assert "rent" in phrases(schemas(Bank)) and all(phrase.isascii() for phrase in phrases(schemas(Bank)))
+
+
 def test_phrases_join_to_the_calls():
     parts = phrases(schemas(SHOP.Shop))
     text = call("buy", article=7, count=2)

@@ -361,7 +361,7 @@ def test_an_invalid_setting_is_named(kitchens, changes, train_eval, message):
 def test_the_error_for_a_folder_without_games_names_it_and_the_download(tmp_path):
     for folder in (tmp_path / "gone", tmp_path):
         with pytest.raises(ValueError, match=f"config: dataset.data_path={folder}/train: no solvable games"
-                                             ".*alfworld-download"):
+                                             ".*alfworld-download, or python -m envs.household download,"):
             AlfredTWEnv(settings(folder))
     write_game(tmp_path / "train/pick_heat/trial", "pick_heat_then_place_in_recep")
     with pytest.raises(ValueError, match=r"no solvable games of the task types \[1\]"):
@@ -370,7 +370,8 @@ def test_the_error_for_a_folder_without_games_names_it_and_the_download(tmp_path
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"grammar": GRAMMAR.replace("move {o} to", "put {o} in/on")}, "before alfworld 0.4; household.py"),
+    ({"grammar": GRAMMAR.replace("move {o} to", "put {o} in/on")},
+     "before alfworld 0.4; python -m envs.household download gets"),
     ({"grammar": 3}, "no text under the key grammar")])
 def test_a_game_with_other_command_templates_is_refused_with_its_path(tmp_path, changes, message):
     write_game(tmp_path / "train/pick/trial", **changes)

@@ -194,6 +194,33 @@ def test_the_request_follows_the_protocol(serve, connect):
 
 
 @pytest.mark.fast
+def test_extra_keys_are_merged_into_the_request_and_null_removes_one(serve, connect):
+    """Answers to other requests are cached apart; those of older caches, without extra keys, stay."""
+    server, question = serve(), [{"role": "user", "content": "Why?"}]
+    extra = '{"max_tokens": null, "max_completion_tokens": 9, "temperature": 1, "kwargs": {"thinking": null}}'
+    endpoint = connect(server, extra=extra)
+    assert endpoint.ask(["Why?"]) == ["A: Why?"]
+    ((_, sent),) = server.requests
+    assert sent == {"model": "large", "messages": question, "temperature": 1, "max_completion_tokens": 9,
+                    "kwargs": {"thinking": None}}
+    plain = connect(server)
+    assert plain.ask(["Why?"]) == ["A: Why?"] and len(server.requests) == 2
+    assert plain.cache_key(question).startswith("5cae74a8aeeca21d")
+    assert connect(server, extra="{}").cache_key(question) == plain.cache_key(question)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("extra, expected", [
+    ("{", "expected a JSON object"), ("[1]", "expected a JSON object"), ("null", "expected a JSON object"),
+    ('{"a": NaN}', "expected a JSON object"), (r'{"a": "\ud83d"}', "expected a JSON object"),
+    ('{"stream": true, "model": null}', "cannot replace model, stream"),
+    ('{"messages": []}', "cannot replace messages")])
+def test_extra_keys_that_cannot_be_sent_are_named(connect, extra, expected):
+    with pytest.raises(ValueError, match=re.escape(f"--endpoint-extra={extra}: {expected}")):
+        connect("http://127.0.0.1:9/v1", extra=extra)
+
+
+@pytest.mark.fast
 def test_unpaired_surrogates_are_replaced_before_sending_and_caching(serve, connect, tmp_path):
     endpoint = connect(serve(lambda question, nth: (200, completion("half \ud83d, naïve 🙂"))))
     assert endpoint.ask(["half \udc00 and \0"]) == ["half ?, naïve 🙂"]

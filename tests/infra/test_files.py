@@ -144,10 +144,11 @@ def test_of_an_iteration_that_was_run_twice_the_later_record_counts():
 
 
 @pytest.mark.fast
-def test_numbers_that_json_has_not_are_null_and_only_training_has_advantages(tmp_path):
+def test_numbers_that_json_has_not_are_null_and_only_training_has_rewards_and_advantages(tmp_path):
     files.append(tmp_path / "x", {"a": [math.nan, math.inf, -math.inf, 1.5, "nan"]})
     assert files.read_lines(tmp_path / "x")[0] == [{"a": [None, None, None, 1.5, "nan"]}]
     turn = Turn("o", [1], [2], [0.0], "t", "a", True, "o", advantage=2.0)
-    episode = Episode(SimpleNamespace(id="a", task_type="look"), 0, turns=[turn])
-    assert [files.episode_record(episode, credited)["turns"][0]["advantage"]
-            for credited in (True, False)] == [2.0, None]
+    episode = Episode(SimpleNamespace(id="a", task_type="look"), 0, turns=[turn], reward=-0.04)
+    records = [files.episode_record(episode, credited) for credited in (True, False)]
+    assert [(record["reward"], record["turns"][0]["advantage"]) for record in records] == [
+        (-0.04, 2.0), (None, None)]

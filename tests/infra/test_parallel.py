@@ -536,6 +536,20 @@ def test_saving_before_the_first_step_does_not_count_as_one(tmp_path):
 
 
 @pytest.mark.fast
+def test_damaged_weights_of_one_rank_are_named(tmp_path):
+    """They would load as other weights."""
+    folder = tmp_path / "saved"
+    save(folder, *with_optimizer(new_model(), SINGLE), {})
+    checkpoint.check_whole(folder)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-8:] = bytes(8)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^{path}: not the file that this checkpoint was saved with"):
+        checkpoint.check_whole(folder)
+
+
+@pytest.mark.fast
 def test_an_optimizer_of_another_model_is_named(one):
     with pytest.raises(ValueError, match="no optimizer state for lm_head.weight: saved from another model"):
         checkpoint.load_trainer(one / "two", *with_optimizer(new_model(0, HEADED), SINGLE))

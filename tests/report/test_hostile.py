@@ -1,6 +1,6 @@
 """Tests that no text of a run or a study becomes code or markup on a page, and that it is shown as it is.
 
-One test opens the pages in Chromium, if it is installed; the others parse them.
+Two tests open the pages in Chromium, if it is installed; the others parse them.
 
     python -m pytest tests/report/test_hostile.py     # half a minute, with Chromium
 """
@@ -172,7 +172,8 @@ setTimeout(() => {
     episodes.push({method: id("method").selectedOptions[0].textContent, menus: texts("option"),
                    strip: all("#strip button").map(button => button.title), pills: texts(".pill"),
                    observations: texts("#turns .observation"), responses: texts("#turns .response"),
-                   actions: texts("#turns .action")});
+                   actions: texts("#turns .action"), outcomes: texts("#turns .outcome"),
+                   heads: texts("#turns .head span:not(.pill)")});
     if (id("next").disabled) break;
     id("next").click();
   }
@@ -208,10 +209,35 @@ def seen(html, folder):
     return json.loads(rest.partition("NEES</title>")[0]) if found else None
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs Chromium on the PATH")
-def test_a_browser_runs_no_text_and_shows_all(tmp_path):
-    if seen("<html><head></head><body></body></html>", tmp_path) is None:
+def require_browser(folder):
+    """Skip the test if the browser does not start here."""
+    if seen("<html><head></head><body></body></html>", folder) is None:
         pytest.skip(f"{BROWSER} does not start here")
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium on the PATH")
+
+
+@needs_browser
+def test_a_browser_shows_what_an_episode_and_its_turns_earned(tmp_path):
+    """Of a record before rewards were stored, and of an evaluation's, which has none, only the outcome."""
+    require_browser(tmp_path)
+    turns = [{"advantage": 0.5, "reward": 0.25}, {"advantage": -1.0, "reward": 0.0}, {"advantage": None}]
+    stored = [episode(False, ended="turn limit", reward=-0.04, turns=turns),
+              episode(ended="won", reward=1.0, turns=[]), episode(ended="won", turns=[]),
+              episode(False, phase="evaluation", reward=None, ended="over", turns=[])]
+    write_method(tmp_path / "run", "grpo", episodes=stored)
+    assert main([str(tmp_path / "run")]) == 0
+    found = seen((tmp_path / "run" / "report.html").read_text(encoding="utf-8"), tmp_path)
+    assert found["problems"] == []
+    assert [view["outcomes"] for view in found["episodes"]] == [
+        ["Lost (turn limit), reward -0.04"], ["Won, reward 1"], ["Won"], ["Lost (over)"]]
+    assert found["episodes"][0]["heads"] == ["advantage +0.50", "reward 0.25", "advantage -1.00"]
+
+
+@needs_browser
+def test_a_browser_runs_no_text_and_shows_all(tmp_path):
+    require_browser(tmp_path)
     run, studies = hostile_run(tmp_path / "run"), hostile_studies(tmp_path / "studies")
     assert main([str(run)]) == main(["--gallery", str(studies)]) == 0
     report, drawn = (seen(path.read_text(encoding="utf-8"), tmp_path)
@@ -222,7 +248,7 @@ def test_a_browser_runs_no_text_and_shows_all(tmp_path):
         assert all(link.startswith("#") for link in found["links"])
     # Drawn: charts with values under the pointer, pictures, one viewer
     methods = [stored.name for stored in read.read_runs(run)]
-    assert len(report["charts"]) == 2 + 3 + 1 and min(report["drawn"]) >= 3
+    assert len(report["charts"]) == 2 + 3 + 2 and min(report["drawn"]) >= 3
     assert all(name in tip for tip in report["charts"][:2] for name in NAMES)
     assert set(drawn["pictures"]) != {0} and min(drawn["pictures"]) > 0
     # Shown as given

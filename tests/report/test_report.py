@@ -463,6 +463,9 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path, capsys)
      'episodes.jsonl, entry 1, turn 1: expected an object, found "look"'),
     ("episodes.jsonl", {"turns": [{"advantage": "1"}]},
      'episodes.jsonl, entry 1, turn 1, advantage: expected a number, found "1"'),
+    ("episodes.jsonl", {"turns": [{"reward": []}]},
+     "episodes.jsonl, entry 1, turn 1, reward: expected a number, found []"),
+    ("episodes.jsonl", {"reward": "1"}, 'episodes.jsonl, entry 1, reward: expected a number, found "1"'),
     ("episodes.jsonl", {"phase": ["rl"]}, 'episodes.jsonl, entry 1, phase: expected text, found ["rl"]')])
 def test_a_malformed_file_is_an_error_of_one_line(tmp_path, capsys, file, content, message):
     write_method(tmp_path, "grpo", rl_lines())
