@@ -89,12 +89,13 @@ def arms():
 
 
 def controls():
-    """Arms of the last seeds alone: coin tosses for labels after judge questions; and all three arms after
-    them at a constant learning rate, where no run ends for lack of time.
+    """Arms of the last seeds alone: coin tosses for labels after judge questions; all three arms after them
+    at a constant learning rate, where fewer runs end for lack of time; coin tosses after coins at that rate.
     """
     return [settings_of("judge", arm, COEFFICIENTS[0], embeddings, timing)
             for timing, arms in (("", ["+GCD, coins"]), ("constant rate", ["GRPO", "+GCD", "+GCD, coins"]))
-            for arm in arms for embeddings in EMBEDDINGS]
+            for arm in arms for embeddings in EMBEDDINGS] + [
+        settings_of("coins", "+GCD, coins", COEFFICIENTS[0], "tied", "constant rate")]
 
 
 def name_of(arm):
@@ -407,19 +408,22 @@ def as_one(shared, own):
 
 def elsewhere(table, own):
     """{where the first seeds showed no lead of GCD, and what coin tosses do: {seeds: `pooled` of an arm and
-    GRPO with a KL}}.
+    GRPO, or of GCD and coin tosses, with a KL}}.
     """
-    constant = {"timing": "constant rate"}
+    constant, tied = {"timing": "constant rate"}, {"embeddings": ("tied",), "timing": "constant rate"}
     where = {"after judge questions": ("+GCD", {"questions": "judge"}),
              "after judge questions, coin tosses for labels": ("+GCD, coins", {"questions": "judge"}),
              "after judge questions, constant rate": ("+GCD", {"questions": "judge"} | constant),
              "after judge questions, constant rate, coin tosses for labels": (
                  "+GCD, coins", {"questions": "judge"} | constant),
-             "after random answers, constant rate, tied": ("+GCD", {"embeddings": ("tied",)} | constant),
-             "after random answers, coin tosses for labels": ("+GCD, coins", {})}
+             "after random answers, coin tosses for labels": ("+GCD, coins", {}),
+             "after random answers, constant rate, tied": ("+GCD", tied),
+             "after random answers, constant rate, tied, coin tosses for labels": ("+GCD, coins", tied),
+             "after random answers, constant rate, tied, GCD less coin tosses": ("+GCD", tied)}
     sides = {"first": table, "own": own, "all": merged(table, own)}
-    return {name: {seeds: pooled(side, arm, "GRPO", COEFFICIENTS[:1], **settings)
-                   for seeds, side in sides.items()} for name, (arm, settings) in where.items()}
+    return {name: {seeds: pooled(side, arm, "+GCD, coins" if "less" in name else "GRPO", COEFFICIENTS[:1],
+                                 **settings) for seeds, side in sides.items()}
+            for name, (arm, settings) in where.items()}
 
 
 def of_confirming(fresh):
