@@ -3,12 +3,16 @@
     python -m pytest tests/lab/test_readme.py
 """
 
+import importlib
 import json
 import re
+import shlex
 
 import pytest
 
+import config
 from lab.bench import readme
+from lab.bench.study import ROOT
 
 PAGES = [page for page in readme.PAGES if page.exists()]
 
@@ -113,3 +117,25 @@ def test_the_command_fills_the_existing_pages(page, tmp_path, monkeypatch, capsy
     readme.main()
     assert capsys.readouterr().out == "README.md: toy\n" and pages[0].read_text() == readme.filled(page)
     assert not pages[1].exists()
+
+
+# docs/exercises.md
+
+EXERCISES = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("names, tests", re.findall(r"^\|[^|]*\| (`.*`) \| `(\S+)` \|$", EXERCISES,
+                                                    re.MULTILINE))
+def test_an_exercises_function_exists_and_its_tests_import_the_module(names, tests):
+    text = (ROOT / tests).read_text(encoding="utf-8")
+    for module, name in re.findall(r"`(\S+)\.(\w+)`", names):
+        assert callable(getattr(importlib.import_module(module), name)) and module.split(".")[-1] in text
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("command", re.findall(r"^ *python gcd.py ((?:.*\\\n)*.*)$", EXERCISES, re.MULTILINE))
+def test_an_exercises_command_has_flags_that_exist(command):
+    flags = shlex.split(command.replace("\\\n", " ").replace("runs/main/cold_start/checkpoint",
+                                                             str(ROOT / "lab/results/alfworld_model")))
+    assert config.parsed(flags).out in ("runs/a", "runs/b")
