@@ -91,6 +91,8 @@ class Config:
                                     "start, between checkpoints", low=1, rare=True)
     keep_checkpoints: int = setting(0, "iterations between models kept in OUT/kept, from 0 on; 0: none",
                                     low=0, rare=True)
+    save_rollouts: bool = setting(False, "also store every training episode, with token ids and logprobs, in "
+                                  "OUT/rollouts/ITERATION.jsonl", rare=True)
     log: str = setting("none", "also send each iteration's metrics to tensorboard (files in OUT/tensorboard) "
                        "or wandb", ("none", "tensorboard", "wandb"))
     env: str = setting("household", "environment: a file of envs/, or a path to one; NAME:VALUE gives its "
@@ -338,7 +340,7 @@ def refuse(wrong, message):
 # Settings of place and speed, which may differ when a run is resumed or a table is filled
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "shard_within", "slots",
          "microbatch_tokens", "checkpoint_activations", "checkpoint_every", "keep_checkpoints",
-         "save_adapter", "log", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
+         "save_adapter", "save_rollouts", "log", "endpoint_key_variable", "endpoint_cache", "endpoint_limit")
 # Of these, what changes the last digits, and so the run
 ROUNDING = ("slots", "microbatch_tokens", "shard_within")
 

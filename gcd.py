@@ -290,7 +290,11 @@ def advise(run, i, episodes, metrics):
 
 
 def store(run, i, episodes):
-    """Every few iterations, store rank 0's group with the largest advantages for the report."""
+    """Every few iterations, store rank 0's group with the largest advantages for the report; with
+    --save-rollouts also all episodes of every one.
+    """
+    if run.config.save_rollouts:
+        run.save_rollouts(episodes, i)
     if i % DETAIL_EVERY and i != run.config.iterations - 1:
         return
     strength = {group: sum(max(abs(turn.advantage) for turn in episode.turns) for episode in members)

@@ -95,6 +95,12 @@ class Run:
                 labels.label_turns(episode, self.config.judge_labels, self.environment)
             files.append(self.out / files.EPISODES, head | files.episode_record(episode, credited))
 
+    def save_rollouts(self, episodes, i):
+        """Write all ranks' episodes of iteration i to OUT/rollouts."""
+        records = sum(parallel.all_gather([files.rollout_record(episode) for episode in episodes]), [])
+        if self.ranks.rank == 0:
+            files.write_lines(self.out / files.ROLLOUTS / f"{i:05d}.jsonl", records)
+
     def save(self, state):
         """Replace the checkpoint in OUT. state: progress, in addition to the run's identity and settings."""
         instruction = asdict(self.instruction) if self.instruction else None

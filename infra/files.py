@@ -23,6 +23,7 @@ from infra import plugins
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
 RESULTS = "lab/results"    # what benchmarks and studies write, from the repository's root
 LOCK, CHECKPOINT, KEPT, REFERENCE, ADAPTER = "lock", "checkpoint", "kept", "reference", "adapter"
+ROLLOUTS = "rollouts"
 MAX_HASHED = 4000          # training tasks in games_hash: all 3,553 real games; generated ones have no end
 
 
@@ -169,6 +170,11 @@ def write_json(path, value, indent=1):
     write_text(path, json.dumps(nan_to_null(value), indent=indent, allow_nan=False) + "\n")
 
 
+def write_lines(path, records):
+    """Replace a .jsonl file by these records, as `write_bytes`."""
+    write_text(path, "".join(json.dumps(nan_to_null(record)) + "\n" for record in records))
+
+
 def truncate_logs(folder, done, cold=None, trains=True):
     """Truncate the logs to iteration `done`, or to where a cold start stopped; resuming rewrites the rest.
 
@@ -307,6 +313,23 @@ def origin_of(config, cold_start_types=None):
             "games": environment.description(), "games_hash": hashes, "captions": dict(environment.captions),
             "note": environment.note(config.settings() | {"cold_start_types": cold_start_types}),
             "warning": environment.warning()}
+
+
+def rollout_record(episode):
+    """Return a training episode as a record of rollouts/: that of episodes.jsonl, the episode's index, and of
+    each turn the token ids and the sampler's logprobs.
+
+    A turn's prompt is the first `prompt_shared` ids of the turn before, prompt and response, and then
+    `prompt_ids`.
+    """
+    record, before = episode_record(episode, True) | {"index": episode.index}, []
+    for turn, row in zip(episode.turns, record["turns"]):
+        shared = len(os.path.commonprefix([before, turn.prompt_ids]))
+        row |= {"prompt_shared": shared, "prompt_ids": turn.prompt_ids[shared:],
+                "response_ids": turn.response_ids, "logprob": turn.logprob_old,
+                "token_advantage": turn.token_advantage}
+        before = turn.prompt_ids + turn.response_ids
+    return record
 
 
 def episode_record(episode, credited):

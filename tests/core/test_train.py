@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
+import transformers
 from conftest import needs_full, rounding
 from hand_made import GAME
 from safetensors.torch import load_file
@@ -414,6 +416,32 @@ def test_episodes_have_their_index_group_and_reward(start, tmp_path):
         invalid = sum(not turn.valid for turn in episode.turns)
         assert episode.reward == pytest.approx(episode.won - 0.1 * invalid / len(episode.turns))
     assert set(rewards.groups_of(episodes)) == {0, 1, 2, 3}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("history", [0, 1])
+def test_saved_rollouts_are_all_that_was_played_and_have_the_models_logprobs(start, tmp_path, history):
+    """Of iteration 0, recomputed by transformers from the stored prompts and the starting weights."""
+    folder = start_from(start)[1]
+    assert train(tmp_path, *start_from(start), "--save-rollouts", "--history", history, "--temperature", 0.8,
+                 "--evaluate", "none") == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for row in rows(tmp_path):
+        episodes, _ = files.read_lines(tmp_path / files.ROLLOUTS / f"{row['iteration']:05d}.jsonl")
+        assert [episode["index"] for episode in episodes] == [*range(16)]
+        assert statistics.fmean(e["reward"] for e in episodes) == pytest.approx(row["rollout/reward"])
+        turns = [turn for episode in episodes for turn in episode["turns"]]
+        assert sum(len(turn["response_ids"]) for turn in turns) == row["rollout/response_tokens"]
+    episodes, _ = files.read_lines(tmp_path / files.ROLLOUTS / "00000.jsonl")
+    for episode in episodes[:4]:
+        ids = []
+        for turn in episode["turns"]:
+            prompt = ids[:turn["prompt_shared"]] + turn["prompt_ids"]
+            ids = prompt + turn["response_ids"]
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1:-1] / 0.8
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(turn["response_ids"])[:, None])[:, 0]
+            assert turn["logprob"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @pytest.mark.fast
