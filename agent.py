@@ -9,7 +9,7 @@
 Left out: training (gcd.train), and many episodes at once (rollout.play).
 """
 
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class Agent:
         name = plugins.name_of(env).partition(":")[0]
         same = name == plugins.name_of(self.config.env)
         own = {name: value for name, value in self.settings.items()              # not of another environment
-               if name in vars(self.config) or same}
+               if same or name in vars(self.config) and name != "admissible_only"}
         config = playing(self.config.model, own | settings | {"env": env})
         chat = make_chat(config, self.chat.tokenizer)
         check_words(config, chat)
@@ -176,16 +176,16 @@ class Agent:
 def load(folder, **settings):
     """Load the agent of a checkpoint, or of any Hugging Face folder that gcd.py can train.
 
-    settings: flags under which it plays, such as max_turns=30; it is prompted as its run did, if no other
-    prompt, history or show_admissible is given. ValueError for a folder without weights, an unknown
-    architecture, or wrong settings.
+    settings: flags under which it plays, such as max_turns=30; it is prompted as its run did, and in its
+    environment limited to admissible commands if the run was, unless other flags are given. ValueError for a
+    folder without weights, an unknown architecture, or wrong settings.
 
     >>> agent = load("lab/results/alfworld_model")
     >>> agent.model.config.hidden_size
     96
     """
     folder = smollm2.named(folder)
-    settings = resume.prompting_of(Path(folder)) | settings
+    settings = resume.prompting_of(Path(folder), settings.get("env", flags.Config.env)) | settings
     settings |= flags.environment_in(settings.get("env", flags.Config.env))[1]
     decoder.ModelConfig.load(folder)                                    # of a wrong folder the clearest error
     return loaded(playing(str(Path(folder).resolve()), settings), settings)        # the caller may move
@@ -214,16 +214,20 @@ def playing(folder, settings):
 
 
 def task_named(environment, name):
-    """The task of an environment's splits whose id is `name`, or else "SPLIT/NUMBER". ValueError if there is
-    none.
+    """The task of an environment's splits whose id is `name`; if there is none, of "SPLIT/NUMBER" the task
+    with this index. ValueError if there is none either.
     """
     split, _, number = (name := str(name)).rpartition("/")
     numbered = split in environment.splits and number.isdecimal()
     for known in [split] if numbered else environment.splits:
-        with nullcontext() if numbered else suppress(ValueError):            # a split may be missing
+        try:
             tasks = environment.split_tasks(known)
-            if found := [task for task in tasks if task.id == name]:
-                return found[0]
+        except ValueError as error:
+            if numbered or isinstance(error, plugins.PluginError):
+                raise
+            continue                                                         # a split may be missing
+        if found := [task for task in tasks if task.id == name]:
+            return found[0]
     if not numbered:
         raise ValueError(f"task {name!r}: expected SPLIT/NUMBER, the split one of "
                          f"{', '.join(environment.splits)}, or a task's id")

@@ -91,8 +91,8 @@ class Config:
                                     "start, between checkpoints", low=1, rare=True)
     keep_checkpoints: int = setting(0, "iterations between models kept in OUT/kept, from 0 on; 0: none",
                                     low=0, rare=True)
-    save_rollouts: bool = setting(False, "also store every training episode, with token ids and logprobs, in "
-                                  "OUT/rollouts/ITERATION.jsonl", rare=True)
+    save_rollouts: bool = setting(False, "also store every episode that is learned from, with token ids and "
+                                  "logprobs, in OUT/rollouts/ITERATION.jsonl", rare=True)
     log: str = setting("none", "also send each iteration's metrics to tensorboard (files in OUT/tensorboard) "
                        "or wandb", ("none", "tensorboard", "wandb"))
     env: str = setting("household", "environment: a file of envs/, or a path to one; NAME:VALUE gives its "
@@ -457,7 +457,7 @@ def parsed(argv=None):
 
 @contextlib.contextmanager
 def defaults_blamed(flags, algorithm, environment):
-    """A block in which a wrong value that one of these gives as a default, and no flag, is its mistake."""
+    """A block whose errors say so if their value is a default of one of these, and no flag's."""
     try:
         yield
     except plugins.PluginError:
@@ -467,7 +467,7 @@ def defaults_blamed(flags, algorithm, environment):
         for plugin in (environment, algorithm):
             if name in defaults_of(plugin) and name not in flags:
                 origin = plugins.ORIGINS.get(plugin.__module__, plugin.__module__)
-                raise ValueError(f"{origin}: class {plugin.__name__}: defaults: {error}") from None
+                raise ValueError(f"{error} (a default of {origin})") from None
         raise
 
 

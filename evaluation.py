@@ -236,13 +236,15 @@ def parse(argv):
     of_run = {name: value for name, value in given.items() if name not in vars(own)}
     of_run |= {"demonstrations": 0, "dagger": 0, "iterations": 0, "minibatches": 1, "gcd": False}
     if kind == "model":
-        of_run = resume.prompting_of(Path(own.player)) | of_run | {"model": own.player}
+        of_run = resume.prompting_of(Path(own.player), name) | of_run | {"model": own.player}
     else:
         of_run = {"preset": "paper", "slots": environment.defaults.get("slots", TEXT_SLOTS)} | of_run
         of_run["context"] = max(flags.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
     if kind == "server":
         of_run["endpoint"] = checked_url(own.player, "--player")
-        checked_extra(own.endpoint_extra)
+        if "temperature" in checked_extra(own.endpoint_extra) and protocol != "sampled":
+            raise ValueError(f"--endpoint-extra={own.endpoint_extra}: with a temperature of its own only "
+                             "--protocol sampled is what it says")
         of_run.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
     if of_run.get("evaluate", "auto") == "auto":
         of_run["evaluate"] = ",".join(name for name in environment.splits if name != "dev")
@@ -279,7 +281,7 @@ def open_player(own, config, given, resources):
                            config.environment)
         return ServerPlayer(endpoint, chat, config.history), facts | {
             "name": own.name or config.endpoint_model, "model": config.endpoint_model,
-            "extra": endpoint.extra}
+            **({"extra": endpoint.extra} if endpoint.extra else {})}
     folder, ranks = Path(config.model), job.setup(config.device)
     chat = open_chat(config, folder, ranks, plays=True)
     if chat.small:

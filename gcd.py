@@ -18,6 +18,7 @@ import threading
 import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
+from pathlib import Path
 
 from config import parse
 
@@ -52,7 +53,8 @@ __all__ = ["load", "train", "main"]
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
 REFILL_TASKS = 1_000_000      # refill round r of an iteration has tasks from number r times this on
-FAR = 0.1             # nats that an iteration moves the policy, per token, from which success may collapse
+FAR = 0.1             # nats a token that an iteration's steps have moved the policy, in the mean before each;
+                      # from here on success may collapse
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
@@ -277,16 +279,18 @@ def advise(run, i, episodes, metrics):
     """Warn, once of each kind, where a run learns nothing, or may forget what its cold start learned."""
     config = run.config
     if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
-        ways = {"more --max-response-tokens, as most were cut": metrics["rollout/truncated_frac"] > 0.5,
+        cut = metrics["rollout/truncated_frac"] > 0.5
+        ways = {"more --max-response-tokens or --context, as most were cut": cut,
                 "more --demonstrations": run.environment.expert,
                 "--admissible-only": not (config.admissible_only or run.environment.templates)}
         hints = ", or ".join(way for way, applies in ways.items() if applies)
         run.warn_once("no advantage", f"RL: in iteration {i} nothing was won and no turn has an advantage, "
                       "so the policy learns nothing" + f": {hints}, may help" * bool(hints))
     if (moved := metrics["policy/approx_kl_nats"]) > FAR:
-        run.warn_once("moved far", f"RL: iteration {i} moved the policy by {moved:.2f} nats a token. If "
-                      "success falls: --warmup 5, or a lower --lr, as AdamW's first steps are large whatever "
-                      "the gradient")
+        why = " or --warmup 5: AdamW's first steps are large, whatever the gradient" * (
+            i < DETAIL_EVERY and not config.warmup)
+        run.warn_once("moved far", f"RL: the steps of iteration {i} began {moved:.2f} nats a token from its "
+                      f"policy, in the mean. If success falls, try a lower --lr{why}")
 
 
 def store(run, i, episodes):
@@ -385,6 +389,7 @@ def finish(run):
 
 def attempt(config, resources):
     """Set up and run everything. An error is printed as one line, and one rank's error ends all ranks."""
+    out = Path(config.out).absolute()                 # a game may change the working directory
     try:
         should_stop = Stop()
         with plugins.blamed(EpisodeLost):
@@ -399,7 +404,7 @@ def attempt(config, resources):
         status = 130
     except EXPECTED as error:
         first = job.failure(error)       # if another rank failed first, this error follows from that
-        why = f"{first}, so this one ends" if first else one_line(error, config.out, known=EpisodeLost)
+        why = f"{first}, so this one ends" if first else one_line(error, out, known=EpisodeLost)
         print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
         status = 1
     except Exception as error:
@@ -422,6 +427,7 @@ def train(**settings):
     64
     """
     config = flags.parsed(flags.arguments(settings))
+    folder = Path(config.out).absolute() / files.CHECKPOINT
     trains = config.demonstrations or config.iterations       # else the model is only evaluated
     if not (trains or config.model):
         raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
@@ -431,7 +437,7 @@ def train(**settings):
         if finish(prepare(config, ranks, Stop(), resources)):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
-    return load(f"{config.out}/{files.CHECKPOINT}" if trains else config.model, **given)
+    return load(folder if trains else config.model, **given)
 
 
 def main(argv=None):

@@ -227,9 +227,9 @@ def state_beside(source):
     return checkpoint.read_trainer(source)["state"] if here else {}
 
 
-def prompting_of(folder):
-    """The flags by which a model folder's run prompted it and limited its commands, {name: value}; {} if no
-    run is known.
+def prompting_of(folder, env):
+    """The flags by which a model folder's run prompted it and, in the environment `env` alone, limited its
+    commands, {name: value}; {} if no run is known.
     """
     if folder.parent.name == files.KEPT:                          # these have no state of their own
         folder = folder.parent.parent / files.CHECKPOINT
@@ -237,8 +237,13 @@ def prompting_of(folder):
     then = dict_in(state, "settings")
     if "style" in state:
         then = then | {"prompt": state["style"]}                  # "auto" goes by the algorithm, too
-    return {name: then[name] for name in ("prompt", "show_admissible", "history", "admissible_only")
-            if name in then}
+    names = ("prompt", "show_admissible", "history", *(("admissible_only",) if is_of(then, env) else ()))
+    return {name: then[name] for name in names if name in then}
+
+
+def is_of(settings, env):
+    """Whether a run with these settings was in the environment that --env gives as `env`."""
+    return plugins.name_of(settings.get("env", "")) == plugins.name_of(env).partition(":")[0]
 
 
 def played_instruction(folder, state, env):
@@ -248,8 +253,8 @@ def played_instruction(folder, state, env):
     folder, state: the model's, and that of `state_beside` it.
     """
     given, then = instruction_of(folder, state), dict_in(state, "settings")
-    same = plugins.name_of(then.get("env", "")) == plugins.name_of(env)
-    return given.text if given and same and then.get("correction_at_evaluation", True) else ""
+    plays = is_of(then, env) and then.get("correction_at_evaluation", True)
+    return given.text if given and plays else ""
 
 
 def instruction_of(source, state):

@@ -204,6 +204,8 @@ class Conversation:
         try:
             return self.chat.restriction(self.reply.admissible)
         except ValueError as error:
+            if not str(error).startswith("--"):                        # a plug-in's own, of `parse`
+                raise
             raise ValueError(f"{error} (task {self.spec.task.id}, before turn {n})") from None
 
     def act(self, response, max_turns, max_prompt, on_truncation="fail"):
@@ -248,7 +250,7 @@ class Conversation:
             turn.reward = float(self.reply.reward)
         episode.won, episode.score_100 = self.reply.won, self.reply.score_100
         episode.final_observation = self.reply.observation
-        informs = self.reply.observation.strip() not in ("", self.chat.noop_message)
+        informs = self.reply.observation.strip() not in ("", self.chat.noop_message.strip())
         if informs and self.reply.taken is not False:
             episode.final_anchor = self.reply.observation
         self.exchanges.append(self.chat.closed(turn.response_ids) + self.chat.observe(self.reply))

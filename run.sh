@@ -117,7 +117,8 @@ stop() {                                # end with no run left
     trap signal_runs INT TERM HUP
     signal_runs
     until wait; do :; done
-    [ $status != 130 ] || echo "run.sh: the same command continues" >&2 || true     # stderr may be closed
+    trap '' PIPE                            # stderr may be closed
+    [ $status != 130 ] || echo "run.sh: the same command continues" >&2 || true
     exit $status
 }
 

@@ -4,6 +4,7 @@ The user's mistakes surface in `prepare`, before any work. Left out: what a run 
 evaluation.py), and its flags (config.py).
 """
 
+import os
 import random
 import secrets
 import shutil
@@ -287,6 +288,7 @@ def prepare(config, ranks, should_stop, resources):
                         file=sys.stderr)
     if source and chat.small:
         check_vocabulary(config, source, previous, chat.tokenizer)            # may read hundreds of games
+    here = os.getcwd()
     games = make_games(environment, episodes_at_once(config, ranks), resources)
     for task in tasks:
         first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history)
@@ -298,6 +300,7 @@ def prepare(config, ranks, should_stop, resources):
         rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
+    os.chdir(here)                                                # a game may have changed it
     if warning := context_warning(config, chat):
         parallel.print0(warning, file=sys.stderr)
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))

@@ -33,7 +33,7 @@ def episode_reward(won_E, invalid_E, turns_E, settings):
                                                                           its formula is `code_turn_rewards`)
 
     won_E is bool, invalid_E and turns_E are counts. An episode without turns has an invalid share of 0. What
-    is added here belongs into `turn_rewards` and `code_turn_rewards`, too.
+    is added here belongs in `turn_rewards` and `code_turn_rewards`, too.
     """
     if settings.invalid_unit == "share":
         invalid_E = invalid_E / turns_E.clamp(min=1)

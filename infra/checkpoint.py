@@ -49,7 +49,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     def finish(new):
         if extra_files is not None:
             extra_files(new)
-        files = {name: fingerprint(new / name) for name in files_of_ranks(new)}
+        files = {name: fingerprint(new / name) for name in files_saved(new)}
         save_trainer(trainer | {"files": files}, new / TRAINER_FILE)
 
     def write(new):
@@ -91,7 +91,7 @@ def without_parts(tree, parts, path=""):
     return tree
 
 
-def files_of_ranks(folder):
+def files_saved(folder):
     """The names of the files of weights, and of the parts that ranks have written, in a checkpoint's folder.
 
     ValueError for one that is not there: its rank wrote it into a folder of another machine.
@@ -143,7 +143,7 @@ def check_whole(folder):
 
 
 def what_is_wrong(folder):
-    """Name trainer.pt if it is broken, or a rank's file that is missing or another's; "" if all is well."""
+    """Name trainer.pt if it is broken, or a file that is missing or not as saved; "" if all is well."""
     try:
         files = read_trainer(folder)["files"]
     except ValueError as error:
@@ -200,7 +200,7 @@ def optimizer_state(model, optimizer):
 
 
 def read_trainer(folder):
-    """Return the content of trainer.pt: {"optimizer", "state", "critic" (or None), "files" (of ranks)}.
+    """Return the content of trainer.pt: {"optimizer", "state", "critic" (or None), "files" (their hashes)}.
 
     ValueError if broken; of a file that cannot be read today the system's OSError, or MemoryError, is left.
     """

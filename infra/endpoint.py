@@ -1,7 +1,7 @@
 """A client of an OpenAI-compatible server: asks each question once and caches the answers on disk.
 
 Failed requests are retried; a question without an answer yields None and is counted. Left out: streaming,
-tools, and several answers to a question.
+tools, several answers to a question and, of gcd.py, models that refuse `max_tokens` (see --endpoint-extra).
 
     DEEPSEEK_KEY=... python gcd.py --judge-labels rule+endpoint --endpoint https://api.deepseek.com/v1 \\
         --endpoint-model deepseek-chat --endpoint-key-variable DEEPSEEK_KEY

@@ -181,7 +181,7 @@ def truncate_logs(folder, done, cold=None, trains=True):
     cold: its {"steps", "rounds"}. Its demonstrations are made again, and their lines, which have no step, go;
     after a DAgger round the first demonstrations are not, and their line stays. stages.json, which marks a
     finished run, becomes stages.json.old; so does evaluation.json if the run `trains` on, and the episodes of
-    that evaluation go.
+    that evaluation go, as do rollouts of iterations that are repeated.
     """
     for name in (STAGES, *((EVALUATION,) if trains else ())):
         if (folder / name).exists():
@@ -197,6 +197,9 @@ def truncate_logs(folder, done, cold=None, trains=True):
         return bool(cold["rounds"]) and seen == ["demonstrations"]
     for log in (METRICS, EPISODES):
         filter_lines(folder / log, stays)
+    for path in (folder / ROLLOUTS).glob("*.jsonl"):
+        if path.stem.isdecimal() and int(path.stem) >= done:
+            path.unlink()
 
 
 def filter_lines(path, predicate):

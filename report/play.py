@@ -6,7 +6,8 @@
 
 An empty line takes the model's command; any other line is a command of yours, which is judged as well, before
 the game has answered. The judge's AUC, as measured in training, tells how much its opinion is worth. The
-model is prompted as in its training; other flags are gcd.py's. Left out: taking back a command.
+model is prompted as in its training, and limited to admissible commands if it was there; other flags are
+gcd.py's. Left out: taking back a command.
 """
 
 import argparse
@@ -75,10 +76,11 @@ def main(argv=None):
                                      description="Play a game with a model, on the CPU in fp32; other flags "
                                      "are gcd.py's, as far as they concern the game and the prompt.")
     parser.add_argument("--model", required=True, help="its folder")
-    parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER")
+    parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER, or a task's id")
     with terminal_session(parser, undecodable="replace"):        # a tokenizer takes no lone surrogate
         options, flags = parser.parse_known_args(argv)
-        prompting = config.arguments(prompting_of(Path(options.model)))
+        env = config.parse_known("report.play", flags, config.Config)[0].get("env", config.Config.env)
+        prompting = config.arguments(prompting_of(Path(options.model), env))
         given = config.parsed(["--model", options.model, *prompting, *flags,
                                "--demonstrations", "0", "--dagger", "0"])
         player = agent.loaded(given)

@@ -184,7 +184,7 @@ def flat(tensors):
 def assert_same(got, want, tolerance=2e-5):
     """Assert that two gradients differ by at most `tolerance` of the norm, which must not be 0."""
     assert want.norm() > 1e-3
-    if (difference := (got - want).norm()) > tolerance * want.norm():
+    if not (difference := (got - want).norm()) <= tolerance * want.norm():           # NaN fails, too
         cosine = torch.nn.functional.cosine_similarity(got, want, dim=0)
         pytest.fail(f"norm of the difference {difference:.3g}, of what was expected {want.norm():.3g}; norms "
                     f"as {got.norm() / want.norm():.4g} to 1, cosine {cosine:.4f} (1: a factor is wrong)")

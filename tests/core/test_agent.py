@@ -214,17 +214,20 @@ def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_pa
     trainer["state"]["style"] = "tags"
     torch.save(trainer, folder / "trainer.pt")
     expected = {"prompt": "tags", "history": 2, "show_admissible": False, "admissible_only": True}
-    assert resume.prompting_of(folder) == expected and not resume.prompting_of(COMMITTED)
+    assert resume.prompting_of(folder, "household") == expected
+    assert not resume.prompting_of(COMMITTED, "household")
+    limited = resume.prompting_of(folder, "scienceworld").pop("admissible_only", None)
+    assert limited is None                                            # it may list none there
     kept = shutil.copytree(COMMITTED, folder / "run" / files.KEPT / "00002")
     shutil.copytree(folder, folder / "run" / files.CHECKPOINT, ignore=lambda *_: ["run"])
-    assert resume.prompting_of(kept) == expected
+    assert resume.prompting_of(kept, "household") == expected
     player = gcd.load(folder, prompt="plain", history=0)
     assert (player.config.history, player.config.show_admissible) == (0, False)
     _, config, _ = evaluation.parse(["--player", str(folder), "--history", "1"])
     assert (config.prompt, config.history, config.show_admissible) == ("tags", 1, False)
     del trainer["state"]["style"]                                     # as in older ones
     torch.save(trainer, folder / "trainer.pt")
-    assert resume.prompting_of(folder)["prompt"] == "auto"
+    assert resume.prompting_of(folder, "household")["prompt"] == "auto"
 
 
 @pytest.mark.fast

@@ -237,6 +237,8 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
     (["--player", "http://a/v1", "--dtype", "float32"], "--dtype: not read if the player is a server"),
     (["--player", "expert", "--endpoint-extra", "{}"], "--endpoint-extra: not read if the player is a scrip"),
     (["--player", "http://a/v1", "--endpoint-extra", "[1]"], "--endpoint-extra=[1]: expected a JSON object"),
+    (["--player", "http://a/v1", "--endpoint-extra", '{"temperature": 1}'],
+     '--endpoint-extra={"temperature": 1}: with a temperature of its own only --protocol sampled'),
     (["--player", "expert", "--lr", "1"], "--lr: no flag of the referee"),
     (["--player", "http://a:b@c/v1"], "--player: expected a base URL"),
     (["--player", "nowhere"], "--player=nowhere: nowhere: no such folder"),

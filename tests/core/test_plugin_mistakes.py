@@ -310,6 +310,7 @@ def changed(text, old, new):
     (RESET, RESET + "        {}[task.id]\n", ", in reset: KeyError: "),
     ("won=n == self.secret", "won=float('nan')", ": won is nan; expected True or False"),
     (MAKE, MAKE + "        1 / 0\n", ", in make: ZeroDivisionError"),
+    (MAKE, "    def parse(self, text):\n        int('x')\n\n" + MAKE, ", in parse: ValueError: invalid"),
     (MAKE, MAKE + "        return [self]\n", "make(4): it returned [<"),
     ("    def close(self):", "    def _close(self):", "of class Game, which has no method close"),
     (MAKE, MAKE + "        return [Game(9)] * n\n", "make(4): it returned a game more than once"),
@@ -329,7 +330,8 @@ def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, mon
     waits = ("import os, threading\nEVENT = threading.Event()\n"
              "LATER = threading.Thread(target=EVENT.wait, name='later')\n")
     leaves = "        os.chdir('/')\n        if not LATER.is_alive():\n            LATER.start()\n"
-    (tmp_path / "mine.py").write_text(waits + changed(GUESS, STEP, STEP + leaves), encoding="utf-8")
+    text = changed(changed(GUESS, STEP, STEP + leaves), RESET, RESET + "        os.chdir('/')\n")
+    (tmp_path / "mine.py").write_text(waits + text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     with Stop.restored():
         assert gcd.main([*TINY, "--env", "mine.py", "--out", "runs/out"]) == 0

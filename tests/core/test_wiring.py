@@ -250,17 +250,17 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
     monkeypatch.setattr(gcd.batching, "samples_of", lambda episode: ["of a turn"])
     monkeypatch.setattr(gcd, "optimize", lambda run, i, samples, reference: given.extend(samples) or {
         "policy/approx_kl_nats": weight})
-    config, warned = SimpleNamespace(gcd=True, judge_weight=weight, kl="none"), []
+    config, warned = SimpleNamespace(gcd=True, judge_weight=weight, kl="none", warmup=0), []
     run = SimpleNamespace(config=config, waits={}, warn_once=lambda kind, message: warned.append(message))
     gcd.iteration(run, 0, None)
     assert given == seen
     assert [message.partition(". ")[0] for message in warned] == [
-        "RL: iteration 0 moved the policy by 0.20 nats a token"] * (weight == 0.2)
+        "RL: the steps of iteration 0 began 0.20 nats a token from its policy, in the mean"] * (weight == 0.2)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("cut, expert, limited, hints", [
-    (0.9, None, True, ": more --max-response-tokens, as most were cut, may help"),
+    (0.9, None, True, ": more --max-response-tokens or --context, as most were cut, may help"),
     (0.1, print, False, ": more --demonstrations, or --admissible-only, may help"), (0.0, None, True, "")])
 def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited, hints):
     warned = []

@@ -424,6 +424,7 @@ def test_values_that_are_not_ascii_are_no_phrases():
     assert "rent" in phrases(schemas(Bank)) and all(phrase.isascii() for phrase in phrases(schemas(Bank)))
 
 
+@pytest.mark.fast
 def test_phrases_join_to_the_calls():
     parts = phrases(schemas(SHOP.Shop))
     text = call("buy", article=7, count=2)

@@ -87,8 +87,8 @@ def wait_for(what):
 
 
 @pytest.mark.parametrize("command, error, reason", [
-    ("key", EpisodeLost, r"^task train/1: KeyError: 'two\\nlines'$"),
-    ("odd", EpisodeLost, "^task train/1: .*pickle"),
+    ("key", EpisodeLost, r"^KeyError: 'two\\nlines'$"),
+    ("odd", EpisodeLost, "^AttributeError: .*pickle"),
     ("refuse", ValueError, "^it is wrong$")])
 def test_an_engines_error_is_its_own_games_alone(make, tmp_path, command, error, reason):
     """The worker and its other game go on. After another error than ValueError the game has a new engine."""

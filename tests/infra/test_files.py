@@ -133,7 +133,10 @@ def test_logs_are_cut_where_a_run_goes_on(tmp_path, cold, trains, kept):
         lines.append({"name": "again", "phase": "demonstrations"})
     for line in lines:
         files.append(tmp_path / files.METRICS, line)
+    for i in range(3):
+        files.write_lines(tmp_path / files.ROLLOUTS / f"{i:05d}.jsonl", [{"index": i}])
     files.truncate_logs(tmp_path, 2, cold, trains)
+    assert [path.stem for path in sorted((tmp_path / files.ROLLOUTS).iterdir())] == ["00000", "00001"]
     assert [line["name"] for line in files.read_lines(tmp_path / files.METRICS)[0]] == kept
 
 
