@@ -259,9 +259,9 @@ def test_a_part_that_another_machine_keeps_to_itself_fails_the_save(eight, tmp_p
     for part in PARTS:
         (folder / part).rename(tmp_path / "elsewhere")
         with pytest.raises(ValueError, match=f"{part}: not there on rank 0; all machines must share"):
-            checkpoint.files_of_ranks(folder)
+            checkpoint.files_saved(folder)
         (tmp_path / "elsewhere").rename(folder / part)
-    assert {*PARTS} < {*checkpoint.files_of_ranks(folder)}
+    assert {*PARTS} < {*checkpoint.files_saved(folder)}
 
 
 def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path, monkeypatch):
