@@ -109,7 +109,6 @@ def test_twenty_real_games_at_once_equal_household_under_random_commands(make):
         want = [game.step(command) for game, command in zip(ours, commands)]
         got = replies(theirs, "step", commands)
     assert got == want
-    assert [game.task for game in theirs] == tasks     # known after any number of turns
 
 
 @needs_engine
