@@ -77,8 +77,7 @@ class Agent:
         ...
         """
         env = str(env)
-        name = plugins.name_of(env).partition(":")[0]
-        same = name == plugins.name_of(self.config.env)
+        same = resume.is_of(vars(self.config), env)
         own = {name: value for name, value in self.settings.items()              # not of another environment
                if same or name in vars(self.config) and name != "admissible_only"}
         config = playing(self.config.model, own | settings | {"env": env})

@@ -464,21 +464,17 @@ def defaults_blamed(flags, algorithm, environment):
         raise
     except ValueError as error:
         name = str(error).partition("=")[0].removeprefix("--").replace("-", "_")
-        for plugin in (environment, algorithm):
-            if name in defaults_of(plugin) and name not in flags:
-                origin = plugins.ORIGINS.get(plugin.__module__, plugin.__module__)
-                raise ValueError(f"{error} (a default of {origin})") from None
+        for plugin, defaults in ((environment, environment.defaults), (algorithm, inherited(algorithm))):
+            if name in defaults and name not in flags:
+                raise ValueError(f"{error} (a default of {plugins.origin_of(plugin)})") from None
         raise
 
 
 def other_shape(flags):
     """Which flag of a fresh small model contradicts --model's config.json; "" if none does."""
-    shape = {}
-    if flags.get("model"):
-        with contextlib.suppress(ValueError, OSError):           # ModelConfig.load says what is wrong
-            shape = files.read_json(Path(flags["model"]) / "config.json")
+    shape = shape_in(flags["model"]) if flags.get("model") else {}
     for name, key in (("hidden_size", "hidden_size"), ("layers", "num_hidden_layers")):
-        if name in flags and isinstance(shape, dict) and shape.get(key, flags[name]) != flags[name]:
+        if name in flags and shape.get(key, flags[name]) != flags[name]:
             return f"{flag_of(name)}={flags[name]}: --model={flags['model']} has {shape[key]}"
     return ""
 
@@ -495,9 +491,9 @@ def environment_in(env):
     return name, {"env": name, first.name: value}
 
 
-def defaults_of(plugin):
-    """What a plug-in's class and its base classes change of the run's other defaults."""
-    return ChainMap(*(vars(base).get("defaults", {}) for base in plugin.__mro__))
+def inherited(algorithm):
+    """What an algorithm and its base classes change of the run's other defaults."""
+    return ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))
 
 
 def values_of(flags, sources, algorithm, environment):
@@ -508,31 +504,32 @@ def values_of(flags, sources, algorithm, environment):
     writes = model and not planned and not is_small(model)
     if preset == "auto":
         preset = "paper" if writes else "small"
-    inherited = defaults_of(algorithm)
     changes = {"on_truncation": "invalid"} if writes else {}         # at first such a model talks
-    changes |= inherited
+    changes |= inherited(algorithm)
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
         labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"
         types = flags.get("train_types", Config.train_types)
         changes = PAPER | dict(judge_labels=labels, cold_start_types=types) | changes
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
     changes |= environment.defaults
-    for plugin, defaults in ((algorithm, inherited), (environment, environment.defaults)):
+    for plugin, defaults in ((algorithm, inherited(algorithm)), (environment, environment.defaults)):
         if unknown := [name for name in defaults if name not in values]:
-            origin = plugins.ORIGINS.get(plugin.__module__, plugin.__module__)
-            raise ValueError(f"{origin}: class {plugin.__name__}: defaults: {unknown[0]!r} is no setting of "
-                             "the run")
+            raise ValueError(f"{plugins.origin_of(plugin)}: class {plugin.__name__}: defaults: "
+                             f"{unknown[0]!r} is no setting of the run")
     changes = {name: value for name, value in changes.items() if name in values}
     values |= changes
-    if model and not planned and type(longest := positions(model)) is int:
+    longest = shape_in(model).get("max_position_embeddings") if model and not planned else None
+    if type(longest) is int:
         values["context"] = min(values["context"], longest)
     return values | flags | {"preset": preset}
 
 
-def positions(folder):
-    """What the config.json of a model folder says of its most positions; None if it is not readable."""
-    with contextlib.suppress(ValueError, OSError, AttributeError):       # ModelConfig.load says what is wrong
-        return files.read_json(Path(folder) / "config.json").get("max_position_embeddings")
+def shape_in(folder):
+    """The config.json of a model folder, a dict; {} if it is none or is not readable."""
+    with contextlib.suppress(ValueError, OSError):                       # ModelConfig.load says what is wrong
+        shape = files.read_json(Path(folder) / "config.json")
+        return shape if isinstance(shape, dict) else {}
+    return {}
 
 
 def is_small(folder):

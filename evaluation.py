@@ -331,7 +331,8 @@ def referee(own, config, given, resources):
     out, should_stop = Path(config.out), Stop()
     resources.enter_context(files.locked(out))
     unplayed = is_unplayed(out)
-    if not config.resume and files.holds_run(out) and not unplayed:
+    holds = files.holds_run(out) and not unplayed
+    if holds and not config.resume:
         if not config.overwrite:
             raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside")
         files.check_can_be_set_aside(out)
@@ -342,7 +343,7 @@ def referee(own, config, given, resources):
     head = head_of(own, config, given, player, facts)
     if not unplayed and continues(config, head, out):
         files.filter_lines(out / files.EPISODES, lambda record: RECORD <= record.keys())
-    elif not unplayed and files.holds_run(out):
+    elif holds:
         files.check_can_be_set_aside(out)
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))

@@ -62,9 +62,13 @@ def refuse(wrong, source, where):
     source: an object or a method of the plug-in, for its name. where: what returned the mistake.
     """
     if wrong:
-        module = source.__module__
-        origin = ORIGINS.get(module) or getattr(sys.modules.get(module), "__file__", module)
-        raise PluginError(f"{origin}: {where}: {wrong}")
+        raise PluginError(f"{origin_of(source)}: {where}: {wrong}")
+
+
+def origin_of(source):
+    """Where a class, an object or a method is from: its plug-in's flag and value, else its file or module."""
+    module = source.__module__
+    return ORIGINS.get(module) or getattr(sys.modules.get(module), "__file__", module)
 
 
 def names(package, base):

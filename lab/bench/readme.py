@@ -117,8 +117,7 @@ def memory_row(result, name, _):
     """
     loads = next(row for row in result["rows"] if row["row"] == name)["loads"].values()
     tokens = [range_of([load["tokens"][q] / 1000 for load in loads], "{:.1f}") for q in ("p50", "p90", "max")]
-    gb = [range_of([load["bytes"][stage] / 1e9 for load in loads])
-          for stage in ("rollout", "judge", "update", "step")]
+    gb = gigabytes(loads, "rollout", "judge", "update", "step")
     steps = range_of([load["counts"]["decode steps"] for load in loads], "{:,.0f}")
     seconds = range_of([sum(ends[end] for ends in load["seconds"].values())
                         for load in loads for end in (0, 1)])
@@ -130,8 +129,12 @@ def room_row(result, name, _):
     and in judging, with one copy of a prompt for all answers and with one for each.
     """
     loads = next(row for row in result["rows"] if row["row"] == name)["loads"].values()
-    return [name, *(range_of([load["bytes"][stage] / 1e9 for load in loads])
-                    for stage in ("rollout", "rollout, equal rooms", "judge", "judge, a copy each"))]
+    return [name, *gigabytes(loads, "rollout", "rollout, equal rooms", "judge", "judge, a copy each")]
+
+
+def gigabytes(loads, *stages):
+    """The range over the loads of each stage's gigabytes."""
+    return [range_of([load["bytes"][stage] / 1e9 for load in loads]) for stage in stages]
 
 
 def gpu_row(result, name, _):

@@ -410,20 +410,20 @@ def elsewhere(table, own):
     """{where the first seeds showed no lead of GCD, and what coin tosses do: {seeds: `pooled` of an arm and
     GRPO, or of GCD and coin tosses, with a KL}}.
     """
-    constant, tied = {"timing": "constant rate"}, {"embeddings": ("tied",), "timing": "constant rate"}
-    where = {"after judge questions": ("+GCD", {"questions": "judge"}),
-             "after judge questions, coin tosses for labels": ("+GCD, coins", {"questions": "judge"}),
-             "after judge questions, constant rate": ("+GCD", {"questions": "judge"} | constant),
+    constant, after = {"timing": "constant rate"}, {"questions": "judge"}
+    tied, coins = constant | {"embeddings": ("tied",)}, "+GCD, coins"
+    where = {"after judge questions": ("+GCD", "GRPO", after),
+             "after judge questions, coin tosses for labels": (coins, "GRPO", after),
+             "after judge questions, constant rate": ("+GCD", "GRPO", after | constant),
              "after judge questions, constant rate, coin tosses for labels": (
-                 "+GCD, coins", {"questions": "judge"} | constant),
-             "after random answers, coin tosses for labels": ("+GCD, coins", {}),
-             "after random answers, constant rate, tied": ("+GCD", tied),
-             "after random answers, constant rate, tied, coin tosses for labels": ("+GCD, coins", tied),
-             "after random answers, constant rate, tied, GCD less coin tosses": ("+GCD", tied)}
+                 coins, "GRPO", after | constant),
+             "after random answers, coin tosses for labels": (coins, "GRPO", {}),
+             "after random answers, constant rate, tied": ("+GCD", "GRPO", tied),
+             "after random answers, constant rate, tied, coin tosses for labels": (coins, "GRPO", tied),
+             "after random answers, constant rate, tied, GCD less coin tosses": ("+GCD", coins, tied)}
     sides = {"first": table, "own": own, "all": merged(table, own)}
-    return {name: {seeds: pooled(side, arm, "+GCD, coins" if "less" in name else "GRPO", COEFFICIENTS[:1],
-                                 **settings) for seeds, side in sides.items()}
-            for name, (arm, settings) in where.items()}
+    return {name: {seeds: pooled(side, arm, other, COEFFICIENTS[:1], **settings)
+                   for seeds, side in sides.items()} for name, (arm, other, settings) in where.items()}
 
 
 def of_confirming(fresh):
