@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -26,6 +26,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from infra.progress import progress
+from infra.signals import as_completed
 
 MAX_WAIT_S = 60.0              # between two requests for a question, whatever Retry-After is
 FAILURES_IN_A_ROW = 5          # unanswered questions after which the endpoint is considered dead

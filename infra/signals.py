@@ -5,11 +5,14 @@ Left out: what is saved then (session.Run.save), and the run folder's lock (infr
 
 import math
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+
+SIGNAL_S = 1                       # a signal is heard within
 
 
 class Interrupted(Exception):
@@ -79,6 +82,25 @@ class Stop:
         if self.signals == 2:
             raise KeyboardInterrupt
         print("\nstopping as soon as this can be saved (again: at once)", file=sys.stderr)
+
+
+def as_completed(futures):
+    """Yield futures as they end, as concurrent.futures does, but hear a signal within SIGNAL_S in any case.
+
+    One that arrives just before the main thread begins to wait does not end that wait: CPython looks for
+    signals before it, and the system call has not begun.
+    """
+    done = queue.SimpleQueue()
+    for future in futures:
+        future.add_done_callback(done.put)
+    pending = len(futures)
+    while pending:
+        try:
+            future = done.get(timeout=SIGNAL_S)
+        except queue.Empty:
+            continue
+        pending -= 1
+        yield future
 
 
 @contextmanager

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
 from infra import files
+from infra.signals import as_completed
 from lab.bench.cells import differences_of, result_of
 from lab.bench.study import ROOT, below_root
 

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import shlex
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import config
 import gcd
 import rollout
 from infra import files
+from infra.signals import as_completed
 from lab.bench.intervals import paired
 from lab.bench.study import add_dirty, below_root
 from lm import model as decoder
