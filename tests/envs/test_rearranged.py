@@ -149,9 +149,26 @@ def test_things_in_bowls_in_two_receptacles_or_fixed_are_not_moved(tasks):
 
 
 @pytest.mark.fast
+def test_a_thing_without_a_location_gets_none_and_closed_places_differ_from_open_ones(tasks):
+    """Of things that lie in others, the location is unknown: -1. A drawer may be a shelf's neighbour."""
+    problem, first = tasks[0].problem, tasks[0].problem.receptacles[0]
+    places = tuple(replace(first, name=f"shelf {n}", kind="", location=n, openable=n < 4,
+                           accepts=frozenset(("cup",))) for n in range(6))
+    room = replace(problem, receptacles=places,
+                   things=(Thing("cup 1", "shelf 1", -1), Thing("cup 2", "shelf 5", 5)))
+    moved = [move_things(room, random.Random(i)).things for i in range(40)]
+    assert {one.location for one, _ in moved} == {-1}
+    assert {one.receptacle for one, _ in moved} == {f"shelf {n}" for n in range(4)}
+    assert {other.receptacle for _, other in moved} == {"shelf 4", "shelf 5"}
+    mixed = [thing.location for i in range(40) for thing in mix_rooms(room, room, random.Random(i)).things]
+    assert {-1, 5, 5 + 6} <= {*mixed} <= {-1, *range(12)}
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("change, fine", [
     ("", True), ("no such thing", False), ("one of two", False), ("no such place", False),
-    ("no fridge", False), ("cool and there", False), ("there", True), ("cannot be cooled", False)])
+    ("no fridge", False), ("cool and there", False), ("cool and also there", False), ("there", True),
+    ("cannot be cooled", False), ("one of them cannot be cooled", False)])
 def test_a_goal_is_achievable_if_all_is_there_and_it_is_not_reached(tasks, change, fine):
     """A cool apple in the fridge reaches "put a cool apple in fridge" already; a warm one does not."""
     task_type = "pick_two_obj_and_place" if change == "one of two" else "pick_cool_then_place_in_recep"
@@ -162,8 +179,10 @@ def test_a_goal_is_achievable_if_all_is_there_and_it_is_not_reached(tasks, chang
     rest = [thing for thing in problem.things if thing.type != goal.object]
     if change in ("there", "cool and there"):
         mine = [replace(mine[0], receptacle=target, cool=change != "there")]
-    if change == "cannot be cooled":
-        mine = [replace(mine[0], coolable=False)]
+    if change == "cool and also there":
+        mine = [replace(mine[0], cool=True, also_in=(target,))]
+    if change.endswith("cannot be cooled"):
+        mine = mine * ("one of" in change) + [replace(mine[0], coolable=False)]
     left_out = {"no such place": goal.receptacle, "no fridge": "fridge"}.get(change)
     problem = replace(problem, things=tuple(rest + (mine if change != "no such thing" else [])),
                       receptacles=tuple(p for p in problem.receptacles if p.type != left_out))
