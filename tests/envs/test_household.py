@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
@@ -279,6 +280,11 @@ def test_a_problem_made_of_records_plays_without_pddl():
     seen = game.step("examine safe 1").observation
     assert seen == "The safe 1 is open. In it, you see a mug 1, and a pen 1."
     assert not game.reset(Task("x", "train", "", problem)).won          # the last game's state is gone
+    ajar = replace(problem, receptacles=(shelf, replace(safe, opened=True)))
+    game.reset(Task("x", "train", "", ajar))
+    reply = game.step("go to safe 1")
+    assert "The safe 1 is open. In it, you see a pen 1." in reply.observation
+    assert "close safe 1" in reply.admissible
 
 
 @pytest.mark.fast
