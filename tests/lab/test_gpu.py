@@ -64,7 +64,7 @@ def checks(*names, limit_s=60):
 
 
 def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=10),
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=25),
                                         *checks("broken", "dies", "short", "right")])
     out = tmp_path / "gpu.jsonl"
     assert gpu.main(["--tiny", "--out", str(out)]) == 1
@@ -72,7 +72,7 @@ def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys
     assert all(f"in {name}\n" in found[name]["traceback"] for name in ("broken", "dies", "hangs"))
     assert found["broken"]["error"] == "RuntimeError: no such kernel"
     assert found["dies"]["error"] == "died with exit status -11"
-    assert found["hangs"]["error"] == "did not end within 10 s" and found["hangs"]["check_s"] < 60
+    assert found["hangs"]["error"] == "did not end within 25 s" and found["hangs"]["check_s"] < 75
     assert found["hangs"]["share"] == 0.5 and not found["hangs"]["ok"]          # what it had reported
     assert found["short"]["share"] == 0.1235 and found["right"]["of"] == "a stand-in of 2000 tokens"
     assert [line.split()[1] for line in rest] == ["short"] * 4 + ["met"]
