@@ -3,11 +3,12 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
 (bytes by stage), `room` (by layout of the cache), `gpu` (stages of an iteration), `cpu` (ratios), `share`
-(the engine's part of a step), `losses` (one seed), `cures` (seeds that removed the flaw), `natural` (natural
-twins, by start), `trained` (costs of a trained token), `pretrained` (coupling: columns, too, end in
-backticks) or a benchmark (`hour`: ALFWorld in an hour; `ablation`, `admissible`: Table 3). A row is found by
-its first cell: the text in backticks at its end, if any, else all of it. The rows of a benchmark are rows or
-differences of lab.bench.table1, and the head of a column says what it contains:
+(the engine's part of a step), `losses` (one seed), `cures` (seeds that removed the flaw), `gcd` (signs of its
+differences), `natural` (natural twins, by start), `trained` (costs of a trained token), `pretrained`
+(coupling: columns, too, end in backticks) or a benchmark (`hour`: ALFWorld in an hour; `ablation`,
+`admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if any, else all
+of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a column says what
+it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -36,11 +37,12 @@ from lab.bench.table1 import OF_TURNS, paper_text, shares_text
 
 TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 VARIANT = re.compile(r"^(\w+)\b.* \(`(_\w+)`\)$")          # head of a column that reads another row
+JUDGED = re.compile(r"\+(gcd|taken|oracle|dense|flaws)(_[.\d]+)*(_std$|_redrawn$)?")         # of a row's name
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
-         "cures": "studies/cures.json", "natural": "studies/natural_twins.json",
+         "gcd": ".", "cures": "studies/cures.json", "natural": "studies/natural_twins.json",
          "origin": "studies/origin.json", "memory": "memory.json", "room": "memory.json", "gpu": "gpu.jsonl",
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
@@ -54,7 +56,9 @@ def result_path(name):
 
 
 def stored(path):
-    """A file of results: its JSON; of JSON lines, all lines."""
+    """A file of results: its JSON; of JSON lines, all lines; of a folder, the results of lab.bench.table1."""
+    if path.is_dir():
+        return [files.read_json(file) for file in sorted(path.glob("table*_result.json"))]
     if path.suffix == ".jsonl":
         return files.read_lines(path)[0]
     return files.read_json(path)
@@ -175,6 +179,24 @@ def cpu_row(result, name, _):
             *(f"{side['tokens_per_episode']:,.0f}" for side in sides)]
 
 
+def gcd_row(results, name, _):
+    """A split, or "all": the number of differences between a method with GCD and the same without, at both
+    temperatures, of at least two seeds that are not all equal; how many are above and below 0; how many
+    intervals are.
+    """
+    found = []
+    for result in results:
+        for difference, splits in result["differences"].items():
+            row, other = difference.split(" - ")
+            base = JUDGED.sub("", row)
+            if row != base and other == (f"{base}+grpo" if f"{base}+grpo" in result["rows"] else base):
+                found += [value for split, of_split in splits.items() if name in (split, "all")
+                          for value in (of_split, of_split["t0.4"]) if value and value["half"]]
+    beyond = [sum(sign * value["mean"] > halves * value["half"] for value in found)
+              for halves in (0, 1) for sign in (1, -1)]
+    return [name, *map(str, (len(found), *beyond))]
+
+
 def cures_row(result, name, heads):
     """Seeds that removed the flaw in the arms whose names begin so, with and without a KL."""
     cells = [name]
@@ -236,7 +258,7 @@ def pretrained_row(result, name, heads):
 
 ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
         "memory": memory_row, "room": room_row, "gpu": gpu_row, "cpu": cpu_row, "losses": losses_row,
-        "cures": cures_row,
+        "cures": cures_row, "gcd": gcd_row,
         "natural": natural_row, "share": share_row, "trained": trained_row, "pretrained": pretrained_row}
 
 

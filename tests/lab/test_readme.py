@@ -119,6 +119,25 @@ def test_the_command_fills_the_existing_pages(page, tmp_path, monkeypatch, capsy
     assert not pages[1].exists()
 
 
+@pytest.mark.fast
+def test_differences_of_a_method_with_gcd_are_counted_by_sign(tmp_path, monkeypatch):
+    """The same method without it is BASE or, where there is such a row, BASE+grpo; coin tosses are no GCD."""
+    good, bad, none = (value(mean, 0.1, at_04=value(mean / 10, 0.1)) for mean in (0.2, -0.2, 0.0))
+    same, one = value(0.0, 0.0), value(0.5)
+    differences = {"a+gcd - a": {"L0": good, "L1": bad}, "a_std+oracle_.5_std - a_std": {"L0": bad},
+                   "half+gcd - half+grpo": {"L0": none}, "half+gcd - half": {"L0": good},
+                   "a+shuffled - a": {"L0": good}, "a+gcd - a+shuffled": {"L0": good}, "b - a": {"L0": good},
+                   "b+taken - b": {"L0": one, "L2": same}, "a+gcd@75 - a": {"L0": good}}
+    monkeypatch.setattr(readme, "RESULTS", tmp_path)
+    for name, part in (("table1_x", [*differences][:1]), ("table3_y", [*differences][1:])):
+        result = {"rows": {"half+grpo": {}}, "differences": {key: differences[key] for key in part}}
+        (tmp_path / f"{name}_result.json").write_text(json.dumps(result))
+    page = "<!-- gcd -->\n| | n |\n|---|---|\n| L0 |\n| L1 |\n| L2 |\n| all |\n"
+    assert readme.filled(page).splitlines()[3:] == [
+        "| L0 | 6 | 2 | 2 | 1 | 1 |", "| L1 | 2 | 0 | 2 | 0 | 1 |", "| L2 | 0 | 0 | 0 | 0 | 0 |",
+        "| all | 8 | 2 | 4 | 1 | 2 |"]
+
+
 # docs/exercises.md
 
 EXERCISES = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
