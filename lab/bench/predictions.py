@@ -311,8 +311,8 @@ def page(groups):
              "came out is read from the stored results below lab/results, claim by claim; numbers are means "
              "over seeds with half their 95 % intervals, and success is in per cent or points. A claim about "
              "several numbers holds if each of them does. A mean is in a range or not, whatever its "
-             "interval; that an interval includes 0 holds the more easily the fewer the seeds. Where the rule "
-             "of a verdict was mended afterwards, the claim or its section says so. This page is made from "
+             "interval; that an interval includes 0 holds the more easily the fewer the seeds. Where the "
+             "rule of a verdict was mended afterwards, the claim or its section says so. This page is made from "
              "lab/predictions.json by `python -m lab.bench.predictions`, which fails on a claim without an "
              "outcome.", "",
              *markdown(["study", "claims", "held", "**failed**", "not decided", "not run yet"],
