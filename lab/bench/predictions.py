@@ -312,9 +312,9 @@ def page(groups):
              "over seeds with half their 95 % intervals, and success is in per cent or points. A claim about "
              "several numbers holds if each of them does. A mean is in a range or not, whatever its "
              "interval; that an interval includes 0 holds the more easily the fewer the seeds. Where the "
-             "rule of a verdict was mended afterwards, the claim or its section says so. This page is made from "
-             "lab/predictions.json by `python -m lab.bench.predictions`, which fails on a claim without an "
-             "outcome.", "",
+             "rule of a verdict was mended afterwards, the claim or its section says so. This page is made "
+             "from lab/predictions.json by `python -m lab.bench.predictions`, which fails on a claim without "
+             "an outcome.", "",
              *markdown(["study", "claims", "held", "**failed**", "not decided", "not run yet"],
                        [counts(group["study"], found, [group]) for group in groups]
                        + [counts("all", found, groups)])]
