@@ -576,7 +576,9 @@ def why_unknown(flag, settings):
                     owners.append(f"--{kind} {owner}")
     if owners:
         return f"not read here, but with {' or '.join(owners)}"
-    known = [flag_of(f.name) for source in settings for f in fields(source)]
+    known = {flag_of(f.name): f for source in settings for f in fields(source)}
+    if name in known and "help" not in known[name].metadata:
+        return "a field without a help text; infra.flags.setting(default, help) makes it a flag"
     if name in known:
         return "a setting, but no flag: --preset and --variant set it"
     near = difflib.get_close_matches(name, known, 1, 0.8)

@@ -19,6 +19,7 @@ import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
+from random import Random
 
 from config import parse
 
@@ -41,7 +42,7 @@ from infra import checkpoint, files, job, parallel, plugins
 from infra.errors import EXPECTED, one_line
 from infra.progress import progress
 from infra.signals import Interrupted, Stop, Unbreakable
-from infra.streams import JUDGE, ROLLOUT, stream
+from infra.streams import CREDIT, JUDGE, ROLLOUT, stream
 from lm.optim import trained
 from rollout import EpisodeSpec, success_rate, summary
 from session import begin_adapters, frozen_copy, prepare, train_tasks
@@ -67,13 +68,14 @@ def iteration(run, i, reference):
     metrics = judge_metrics(run, judged, answers) if config.gcd else {}
     correction.correct(run, i, judged)                       # the instruction of the next iterations, if any
     times.append(time.perf_counter())
-    metrics |= assign_credit(run, i, episodes, reference)
-    samples = [sample for episode in informative(run, episodes) for sample in batching.samples_of(episode)]
+    learned = [*episodes]                                    # to which the algorithm may add earlier ones
+    metrics |= assign_credit(run, i, learned, reference)
+    samples = [sample for episode in informative(run, learned) for sample in batching.samples_of(episode)]
     samples += answers if config.judge_weight else []        # at lambda 0 the update never sees the judge
     metrics |= optimize(run, i, samples, reference)
     times.append(time.perf_counter())
     metrics |= rollout_metrics(run, played)
-    advise(run, i, episodes, metrics)
+    advise(run, i, learned, metrics)
     store(run, i, episodes)
     names = ("time/rollout_s", "time/judge_s", "time/update_s")
     seconds = {name: end - start for name, start, end in zip(names, times, times[1:])}
@@ -181,6 +183,7 @@ def assign_credit(run, i, episodes, reference):
     metrics.
     """
     config = run.config
+    config.algorithm.rng = Random(stream(config.seed, CREDIT, i))
     rewards.write_rewards(episodes, config.algorithm.settings)
     if config.kl == "reward":
         rescored = config.dtype != "float32"
@@ -251,7 +254,8 @@ def checked_gap(metrics, dtype):
         largest = metrics[f"{kind}/logprob_gap_max_nats"]
         if dtype == "float32" and largest > LOGPROB_GAP_LIMIT:
             raise ValueError(f"{kind}: sampler and trainer differ by {largest:.2e} nats on equal weights; at "
-                             f"most {LOGPROB_GAP_LIMIT:g} is rounding")
+                             f"most {LOGPROB_GAP_LIMIT:g} is rounding. (An algorithm's assign must leave the "
+                             "model and its episodes' tokens and logprobs as they are.)")
     return {key: value for key, value in metrics.items() if "/logprob_gap" in key}
 
 
@@ -276,16 +280,26 @@ def rollout_metrics(run, episodes):
 
 
 def advise(run, i, episodes, metrics):
-    """Warn, once of each kind, where a run learns nothing, or may forget what its cold start learned."""
-    config = run.config
+    """Warn, once of each kind, where a run learns nothing, may forget what its cold start learned, or loses
+    games.
+    """
+    config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
     if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
-        cut = metrics["rollout/truncated_frac"] > 0.5
         ways = {"more --max-response-tokens or --context, as most were cut": cut,
                 "more --demonstrations": run.environment.expert,
                 "--admissible-only": not (config.admissible_only or run.environment.templates)}
         hints = ", or ".join(way for way, applies in ways.items() if applies)
         run.warn_once("no advantage", f"RL: in iteration {i} nothing was won and no turn has an advantage, "
                       "so the policy learns nothing" + f": {hints}, may help" * bool(hints))
+    elif cut:
+        run.warn_once("cut", f"RL: in iteration {i} most episodes had a response or a conversation that was "
+                      "too long: more --max-response-tokens or --context may help")
+    if metrics.get("judge/unreadable_frac") == 1:
+        run.warn_once("unreadable", f"GCD: in iteration {i} no verdict can be read, so the judge learns "
+                      "nothing: more --judge-demonstrations may help")
+    if lost := metrics["rollout/restarts"]:
+        why = next((f": {episode.lost}" for episode in episodes if episode.lost), "")
+        run.warn_once("restarts", f"RL: in iteration {i} games were lost, and begun again, {lost} times{why}")
     if (moved := metrics["policy/approx_kl_nats"]) > FAR:
         why = " or --warmup 5: AdamW's first steps are large, whatever the gradient" * (
             i < DETAIL_EVERY and not config.warmup)
@@ -311,11 +325,12 @@ def store(run, i, episodes):
 def reinforcement(run):
     """The RL stage: iterations from 0 or, with --resume, from the checkpoint's."""
     config, algorithm, first = run.config, run.config.algorithm, 0
-    algorithm.begin(run.model, run.objective, config.minibatches, run.shard)
+    algorithm.start(run.model, run.objective, config.minibatches, run.shard)
     if run.done is not None:
         first = run.done
         critic = algorithm.critic if first else None         # before the first iteration it is made new
-        checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
+        state = checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
+        algorithm.state |= state.get("algorithm", {})
     if first == 0:
         run.optimizer.state.clear()                  # the cold start's moments belong to another objective
     if config.lora:

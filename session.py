@@ -108,7 +108,8 @@ class Run:
         state = state | self.identity | {
             "instruction": instruction, "settings": self.config.settings(), "style": self.chat.style,
             "seconds": self.spent(),
-            "place": resume.place_of(self.ranks), "unmerged": unmerged(dict(self.model.named_parameters()))}
+            "place": resume.place_of(self.ranks), "unmerged": unmerged(dict(self.model.named_parameters())),
+            "algorithm": self.config.algorithm.state}
         checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
                                    save_merged, self.chat.tokenizer.save_pretrained,
                                    self.config.algorithm.critic)
@@ -512,7 +513,7 @@ def check_vocabulary(config, source, previous, tokenizer):
     missing = [phrase for phrase in phrases if len(tokenizer.encode(phrase)) > 1]
     if len(missing) > len(phrases) / 20:                      # real games' differ a little by the seed
         raise ValueError(f"--model={source}: has the vocabulary of another environment: {missing[0]!r}, of "
-                         f"--env {config.env}, is none of its tokens")
+                         f"--env {config.env}, is none of its tokens; give the --env that it was trained in")
 
 
 def begin_adapters(run, first):

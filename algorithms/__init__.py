@@ -18,6 +18,8 @@ from algorithms import rewards
 from infra import parallel, plugins
 
 RATIOS = ("token", "turn", "episode")
+CRITIC = torch.nn.Module, torch.optim.Optimizer
+PLAIN = {type(None), bool, int, float, str, bytes}
 GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time", "memory")       # of metrics, "group/name"
 
 
@@ -41,37 +43,50 @@ class Method:
     tags = False                 # needs RLVMR's tags in the responses
     kl_in_reward = True          # supports --kl reward
     trains_critic = False        # trains a second network, `critic`
-    critic = None                # (model, optimizer), if it does
+    critic = None                # (model, optimizer), if it does; set by `begin`
+    state = None                 # what else it remembers from one iteration to the next; see `__init__`
+    rng = None                   # a random.Random of the run's seed and the iteration, equal on all ranks
     ratio = "token"              # what a ratio is of; "turn" or "episode": see losses.sequence_ratio
     loss = None                  # None: losses.clipped_surrogate
 
     def __init__(self, settings):
-        self.settings = settings
+        """An empty `state`: a dict of numbers, texts, bytes, tensors, lists and dicts, equal on all ranks.
+
+        Rank 0 saves it with each checkpoint, and --resume restores it before the first iteration. Other
+        attributes are not saved.
+        """
+        self.settings, self.state = settings, {}
 
     def begin(self, model, objective, minibatches, shard):
         """Called once, when RL starts: the policy, update.Objective, the number of optimizer steps per
         iteration, and shard(model), which shards a model over the ranks: see `parallel.shard`."""
         self.model, self.objective, self.minibatches = model, objective, minibatches
 
+    def start(self, *arguments):
+        """`begin`. PluginError if what it made cannot be saved."""
+        self.begin(*arguments)
+        plugins.refuse(wrong_critic(self) or wrong_state(self.state), self, "begin")
+
     def assign(self, episodes, decay=1.0):
         """Write `turn.advantage` (and `turn.token_advantage`, if tokens differ) of this rank's episodes.
 
-        All ranks call it; no group is split over ranks. decay: factor on the algorithm's own learning rates
-        in this iteration. Returns metrics, equal on all ranks: {"group/name": number} in a group of its own.
+        All ranks call it; no group is split over ranks. It may add episodes to the list, with a group and an
+        index of their own. decay: factor on the algorithm's own learning rates in this iteration. Returns
+        metrics, equal on all ranks: {"group/name": number} in a group of its own.
         """
         raise NotImplementedError(type(self))
 
     def credit(self, episodes, decay=1.0):
-        """`assign`. PluginError if an advantage is no finite number, or a metric no number. Returns the
-        metrics.
+        """`assign`. PluginError if it leaves no episode, an advantage is no finite number, a logprob is
+        missing, a metric is no number, or the state cannot be saved. Returns the metrics.
         """
         metrics = self.assign(episodes, decay)
+        plugins.refuse("" if episodes else "it left no episode; expected at least one", self, "assign")
         turns = ((episode, t, turn) for episode in episodes for t, turn in enumerate(episode.turns, 1))
         for episode, t, turn in turns:
             if wrong := wrong_advantage(turn):
                 plugins.refuse(wrong, self, f"task {episode.task.id}, turn {t}")
-        if wrong := wrong_metrics(metrics):
-            plugins.refuse(wrong, self, "assign")
+        plugins.refuse(wrong_metrics(metrics) or wrong_state(self.state), self, "assign")
         return metrics
 
     def zero_variance_groups(self, episodes):
@@ -116,13 +131,48 @@ def wrong_loss(method):
     return ""
 
 
+def wrong_critic(method):
+    """What is wrong with an algorithm's second network after `begin`; "" if nothing is."""
+    critic = method.critic
+    if (critic is not None) != method.trains_critic:
+        return f"trains_critic is {method.trains_critic}, and critic is {critic!r:.60}"
+    if critic is None:
+        return ""
+    if not (isinstance(critic, tuple) and len(critic) == 2 and all(map(isinstance, critic, CRITIC))):
+        return f"critic is {critic!r:.60}; expected (torch.nn.Module, torch.optim.Optimizer)"
+    own = {*map(id, critic[0].parameters())}
+    if not all(id(parameter) in own for group in critic[1].param_groups for parameter in group["params"]):
+        return "the critic's optimizer has a parameter that is not the critic's"
+    return ""
+
+
+def wrong_state(state):
+    """What in an algorithm's state cannot be saved, or read without running code; "" if all can."""
+    return wrong_in(state, "state") if type(state) is dict else f"its state is {state!r:.60}; expected a dict"
+
+
+def wrong_in(value, name):
+    """`wrong_state` of a part of a state, which is called `name`."""
+    parts = {}
+    if type(value) is dict and {*map(type, value)} <= {str, int}:
+        parts = value
+    elif type(value) in (list, tuple):
+        parts = {} if {*map(type, value)} <= PLAIN else dict(enumerate(value))        # fast for a long list
+    elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):
+        return (f"its {name} is {value!r:.60}; expected a number of Python's own, a text, bytes, a tensor, a "
+                "list, or a dict with texts or numbers as keys")
+    return next(filter(None, (wrong_in(part, f"{name}[{key!r:.30}]") for key, part in parts.items())), "")
+
+
 def wrong_advantage(turn):
-    """What is wrong with the advantage of a turn and its tokens; "" if nothing is."""
+    """What is wrong with the advantage of a turn and its tokens, or with its logprobs; "" if nothing is."""
     if not is_finite(turn.advantage):
         return f"its advantage is {turn.advantage!r:.60}; expected a finite number"
+    n = len(turn.response_ids)
+    if not isinstance(turn.logprob_old, list) or len(turn.logprob_old) != n:
+        return f"its logprob_old is {turn.logprob_old!r:.60}; expected a list of {n} numbers"
     if turn.token_advantage is None:
         return ""
-    n = len(turn.response_ids)
     if not isinstance(turn.token_advantage, list) or len(turn.token_advantage) != n:
         return f"its token_advantage is {turn.token_advantage!r:.60}; expected a list of {n} numbers, or None"
     wrong = [number for number in turn.token_advantage if not is_finite(number)]

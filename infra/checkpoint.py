@@ -42,7 +42,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     on_rank0(lambda: repair(folder) or check_replaceable(folder))
     trainer = {"optimizer": optimizer_state(model, optimizer), "state": state}
     if critic is not None:
-        trainer["critic"] = {"weights": dict(critic[0].named_parameters()),
+        trainer["critic"] = {"weights": tensors_of(critic[0]),
                              "optimizer": optimizer_state(*critic)}
     trainer, shared = without_parts(trainer, parts), parallel.writers(model)[1] > 1
 
@@ -60,6 +60,13 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
         on_rank0(lambda: finish(new))
 
     replace(folder, write, keep=shared)
+
+
+def tensors_of(model):
+    """{name: tensor} of a model's parameters, each once, and of the buffers that are part of its state."""
+    stored = model.state_dict().keys()
+    return dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in stored}
 
 
 @contextmanager
@@ -231,7 +238,7 @@ def check_optimizer(saved):
     if not all(isinstance(name, str) for group in saved["param_groups"] for name in group["params"]):
         raise TypeError("a parameter's name is not a string")
     for state in saved["state"].values():
-        if not all(isinstance(state[key], torch.Tensor) for key in ("step", "exp_avg", "exp_avg_sq")):
+        if not all(isinstance(value, torch.Tensor) for value in state.values()):
             raise TypeError("an optimizer's state is not tensors")
 
 
@@ -240,14 +247,14 @@ def load_trainer(folder, model, optimizer, critic=None):
 
     All ranks call it, with a model that has the weights of the same folder (see `find_checkpoint`).
     Hyperparameters such as the learning rate are restored too, except AdamW's `fused`. critic: a second
-    (model, optimizer), restored with its weights. ValueError if model and checkpoint do not fit.
+    (model, optimizer), restored with its weights and buffers. ValueError if model and checkpoint do not fit.
     """
     path, trainer = Path(folder) / TRAINER_FILE, read_trainer(folder)
     load_optimizer(path, model, optimizer, trainer["optimizer"], "optimizer")
     if critic is not None:
         if (saved := trainer["critic"]) is None:
             raise ValueError(f"{path}: no critic: saved by a run without one")
-        targets = dict(critic[0].named_parameters())
+        targets = tensors_of(critic[0])
         tied = critic[0].state_dict().keys() - targets.keys()            # older checkpoints hold it twice
         weights = {name: tensor for name, tensor in saved["weights"].items() if name not in tied}
         own, stored = ({(name, tensor.shape) for name, tensor in found.items()}

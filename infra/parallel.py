@@ -177,8 +177,10 @@ def copy_part(target, source):
     there), or a tensor sharded in the same way.
     """
     part, rows = own_rows(target)
+    if isinstance(source, DTensor):
+        source, rows = source.to_local(), slice(None)
     if part.numel():
-        part.copy_(source.to_local() if isinstance(source, DTensor) else source[rows])
+        part.copy_(source[rows] if part.dim() else source)
 
 
 def writers(model):

@@ -159,6 +159,8 @@ def wrong_attribute(found, base):
     settings = getattr(found, "Settings", None)
     if settings and not (isinstance(settings, type) and is_dataclass(settings)):
         return f"Settings is {settings!r:.60}; expected a dataclass"
+    if settings and "__dataclass_fields__" not in vars(settings) and inspect.get_annotations(settings):
+        return "Settings declares fields; expected @dataclass(frozen=True) above it, too"
     declared = fields(settings) if settings else ()
     if texts := [f.name for f in declared if isinstance(f.type, str)]:
         return f"the type of Settings.{texts[0]} is a text; leave out `from __future__ import annotations`"

@@ -74,7 +74,7 @@ def prepared_run(folder, out, *flags):
     settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *NO_LEARNING, *flags])
     with contextlib.ExitStack() as resources, contextlib.redirect_stderr(io.StringIO()):
         run = prepare(settings, job.Ranks(0, 1, torch.device("cpu")), False, resources)
-        settings.algorithm.begin(run.model, run.objective, settings.minibatches, run.shard)
+        settings.algorithm.start(run.model, run.objective, settings.minibatches, run.shard)
         yield run
 
 

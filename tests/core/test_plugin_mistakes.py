@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Corridor
 from hand_made import make_episode
 from tiny_runs import rows
@@ -178,15 +179,22 @@ def test_a_time_limit_is_raised_again_if_it_is_swallowed_and_is_gone_afterwards(
     time.sleep(1.1)                                        # no alarm is left
 
 
-# What an algorithm writes
+# What an algorithm writes, and what it keeps
+
+LINEAR = torch.nn.Linear(2, 2)
+ADAM = torch.optim.Adam(LINEAR.parameters())
 
 TURNS = [("left", "A room.", None, 3), ("right", "Another room.", None, 3)]
 
 
-def credited(assign):
-    """Call `credit` of a method whose `assign` is this function on two episodes of two turns."""
+def credited(assign, change=lambda episodes: None, state=None):
+    """Call `credit` of a method whose `assign` is this function on two episodes of two turns. It also changes
+    the list of episodes, and has this state.
+    """
     class Method(algorithms.Method):
         def assign(self, episodes, decay=1.0):
+            change(episodes)
+            self.state = {} if state is None else state
             return assign([turn for e in episodes for turn in e.turns])
 
     return Method(algorithms.Method.Settings()).credit([make_episode(TURNS, won=True), make_episode(TURNS)])
@@ -212,7 +220,9 @@ THREE = "expected a list of 3 numbers, or None"
     ("token_advantage", [1.0] * 6, THREE),
     ("token_advantage", [1.0] * 2, r"its token_advantage is \[1.0, 1.0\]; " + THREE),
     ("token_advantage", 1.0, "its token_advantage is 1.0; " + THREE),
-    ("token_advantage", [1.0, math.inf, 0.0], "its token_advantage has inf; expected finite numbers")])
+    ("token_advantage", [1.0, math.inf, 0.0], "its token_advantage has inf; expected finite numbers"),
+    ("logprob_old", None, "its logprob_old is None; expected a list of 3 numbers"),
+    ("logprob_old", [-1.0] * 2, r"its logprob_old is \[-1.0, -1.0\]; expected a list of 3 numbers")])
 def test_a_wrong_advantage_is_refused_with_task_and_turn(name, value, expected):
     with pytest.raises(PluginError, match=f"task .*, turn 2: .*{expected}"):
         credited(writes(name, value))
@@ -236,6 +246,62 @@ def test_wrong_metrics_are_refused(metrics, expected):
 def test_right_advantages_and_metrics_are_accepted():
     assert math.isnan(credited(lambda turns: {"own/x": math.nan, "own/y": 2})["own/x"])
     credited(writes("token_advantage", [1, 0.5, 0.0]))
+
+
+@pytest.mark.fast
+def test_an_algorithm_may_add_episodes_but_must_leave_one():
+    credited(lambda turns: {}, lambda episodes: episodes.append(make_episode(TURNS)))
+    with pytest.raises(PluginError, match="assign: it left no episode; expected at least one"):
+        credited(lambda turns: {}, list.clear)
+
+
+KINDS = "expected a number of Python's own, a text, bytes, a tensor, a list, or a dict with texts or numbers"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("state, expected", [
+    ([1], "its state is [1]; expected a dict"), ({"x": {1, 2}}, f"its state['x'] is {{1, 2}}; {KINDS}"),
+    ({"x": [1, [torch.float32]]}, "its state['x'][1][0] is torch.float32"),
+    ({"x": {(1, 2): 3}}, "its state['x'] is {(1, 2): 3}"), ({"n": np.float64(2)}, "its state['n'] is"),
+    ({"r": Reply("a", [])}, "its state['r'] is Reply(")])
+def test_a_state_that_could_not_be_read_again_is_refused(state, expected):
+    with pytest.raises(PluginError) as refused:
+        credited(lambda turns: {}, state=state)
+    assert f"assign: {expected}" in str(refused.value)
+
+
+@pytest.mark.fast
+def test_a_state_that_is_accepted_is_read_again(tmp_path):
+    state = {"n": 1, 2: None, "t": {"u": torch.eye(2)},
+             "x": [0.5, True, "a", b"\0\xff", (1, [torch.arange(3)])]}
+    credited(lambda turns: {}, state=state)
+    torch.save(state, tmp_path / "state.pt")
+    assert str(torch.load(tmp_path / "state.pt", weights_only=True)) == str(state)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("trains, critic, expected", [
+    (True, None, "trains_critic is True, and critic is None"),
+    (False, (LINEAR, ADAM), "trains_critic is False, and critic is (Linear"),
+    (True, LINEAR, "critic is Linear(in_features=2, out_features=2, bias=True); expected (torch.nn.Module, "),
+    (True, (LINEAR,), "critic is (Linear"), (True, (ADAM, LINEAR), "critic is (Adam"),
+    (True, (torch.nn.Linear(2, 2), ADAM), "the critic's optimizer has a parameter that is not the critic's"),
+    (True, (LINEAR, ADAM), "")])
+def test_a_critic_that_could_not_be_saved_is_refused_when_rl_begins(trains, critic, expected):
+    class Method(algorithms.Method):
+        trains_critic = trains
+
+        def begin(self, *arguments):
+            super().begin(*arguments)
+            self.critic = critic
+
+    method = Method(algorithms.Method.Settings())
+    if not expected:
+        method.start(None, None, 1, None)
+        return
+    with pytest.raises(PluginError) as refused:
+        method.start(None, None, 1, None)
+    assert f"begin: {expected}" in str(refused.value)
 
 
 # What else an environment returns
@@ -428,6 +494,19 @@ def test_a_setting_whose_flag_has_two_meanings_is_refused(tmp_path, setting, exp
     path.write_text(changed(GUESS, FLAG, mine + FLAG), encoding="utf-8")
     with pytest.raises(ValueError) as refused:
         config.parsed(["--env", str(path)])
+    assert expected in str(refused.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("old, new, expected", [
+    ("@dataclass(frozen=True)\n", "", "class Method: Settings declares fields; expected @dataclass"),
+    ("""setting("tokens", "unit of an episode's length", ("tokens", "turns"))""", '"tokens"',
+     "--length-in: a field without a help text; infra.flags.setting(default, help) makes it a flag")])
+def test_a_field_that_would_be_no_flag_is_explained(tmp_path, old, new, expected):
+    path = tmp_path / "mine.py"
+    path.write_text(changed(OPO, old, new), encoding="utf-8")
+    with pytest.raises(ValueError) as refused:
+        config.parsed(["--algo", str(path), "--length-in", "turns"])
     assert expected in str(refused.value)
 
 

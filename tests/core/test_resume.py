@@ -173,6 +173,50 @@ def test_ppo_resumes_exactly_with_its_critic(start, tmp_path, monkeypatch):
     assert same(*critics)
 
 
+NORMED = """
+import torch
+from examples import replay
+
+class Method(replay.Method):
+    trains_critic = True
+
+    def begin(self, *arguments):
+        super().begin(*arguments)
+        critic = torch.nn.BatchNorm1d(1)
+        self.critic = critic, torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
+
+    def assign(self, episodes, decay=1.0):
+        critic, optimizer = self.critic
+        critic(torch.tensor([[episode.reward] for episode in episodes])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return super().assign(episodes) | {"own/mean": float(critic.running_mean)}
+"""
+
+
+def test_an_algorithm_resumes_exactly_with_its_memory_random_numbers_and_critic_of_any_kind(
+        tmp_path, monkeypatch):
+    """The critic has buffers, of which one is a plain number, and its optimizer is not Adam. Episodes that
+    were replayed are not among those that are counted and stored.
+    """
+    full, parts = tmp_path / "full", tmp_path / "parts"
+    (tmp_path / "normed.py").write_text(NORMED)
+    flags = ["--algo", tmp_path / "normed.py", "--env", ROOT / "examples/lamps.py", "--group-size", 8,
+             "--gcd", "--judge-labels", "rule", "--replays", 8, "--iterations", 4, "--save-rollouts"]
+    assert train(full, *flags) == 0
+    train_in_two(monkeypatch, parts, flags, 2)
+    assert [without_times(row) for row in rows(full)] == [without_times(row) for row in rows(parts)]
+    saved = [torch.load(out / "checkpoint" / "trainer.pt", weights_only=True) for out in (full, parts)]
+    assert same(weights(full), weights(parts)) and same(*(of["critic"]["weights"] for of in saved))
+    state = [of["state"]["algorithm"] for of in saved]
+    assert state[0] == state[1] and len(state[0]["won"]) == sum(
+        round(row["rollout/success"] * 32) for row in rows(full))
+    assert int(saved[1]["critic"]["weights"]["num_batches_tracked"]) == 4
+    assert [row["replay/episodes"] for row in rows(full)] == [0, 8, 8, 8]
+    assert {row["rollout/episodes"] for row in rows(full)} == {32}
+    assert all(len(files.read_lines(path)[0]) == 32 for path in (full / "rollouts").iterdir())
+
+
 def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_factory, monkeypatch):
     full, parts = tmp_path / "full", tmp_path / "parts"
     find_every_turn_bad(monkeypatch)

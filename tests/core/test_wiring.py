@@ -60,14 +60,18 @@ def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(chose
 
 
 @pytest.mark.fast
-def test_the_algorithm_gets_the_iterations_factor_on_learning_rates(monkeypatch):
+def test_the_algorithm_gets_the_iterations_factor_on_learning_rates_and_random_numbers(monkeypatch):
+    """These are the same in each run of a seed, on each rank."""
     seen = []
-    algorithm = SimpleNamespace(settings=None, credit=lambda episodes, decay: seen.append(decay) or {})
+    algorithm = SimpleNamespace(settings=None, credit=lambda episodes, decay: seen.append(
+        (decay, algorithm.rng.random())) or {})
     monkeypatch.setattr(gcd.rewards, "write_rewards", lambda *_: None)
     config = SimpleNamespace(algorithm=algorithm, kl="none", iterations=4, warmup=0, lr_decay=True)
-    for i in range(4):
-        gcd.assign_credit(SimpleNamespace(config=config), i, [], None)
-    assert seen == [1, 0.75, 0.5, 0.25]
+    for config.seed in (7, 7, 8):
+        for i in range(4):
+            gcd.assign_credit(SimpleNamespace(config=config), i, [], None)
+    assert [decay for decay, _ in seen[:4]] == [1, 0.75, 0.5, 0.25] and seen[:4] == seen[4:8]
+    assert len({number for _, number in seen}) == 8
 
 
 def episode_with(group, advantage, of_token=None):
@@ -92,16 +96,18 @@ def test_groups_without_any_advantage_are_dropped_unless_something_needs_them(sa
     (None, {}, "none loaded"), (0, {}, None), (3, {"p": 1}, "its critic")])
 def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monkeypatch, done, moments,
                                                                             critic):
-    loaded = []
+    """So does its algorithm."""
+    loaded, state = [], {} if done is None else {"seen": 5}
     monkeypatch.setattr(gcd.checkpoint, "load_trainer",
-                        lambda folder, model, optimizer, critic: loaded.append(critic))
-    algorithm = SimpleNamespace(begin=lambda *_: None, critic="its critic")
+                        lambda *arguments: loaded.append(arguments[-1]) or {"algorithm": state})
+    algorithm = SimpleNamespace(start=lambda *_: None, critic="its critic", state={"first": 1})
     config = SimpleNamespace(algorithm=algorithm, minibatches=1, lora=0, kl="none", keep_checkpoints=0,
                              iterations=0)
     run = SimpleNamespace(config=config, model=None, objective=None, shard=None, done=done, out=Path("out"),
                           optimizer=SimpleNamespace(state={"p": 1}), ranks=RANKS)
     gcd.reinforcement(run)
     assert run.optimizer.state == moments and (loaded or ["none loaded"]) == [critic]
+    assert algorithm.state == {"first": 1} | state
 
 
 @pytest.mark.fast
@@ -244,7 +250,8 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
     given, episode = [], episode_with(0, 1.0)
     for name, value in (("collect", ([episode], [episode])), ("judge_turns", ([], ["an answer"])),
                         ("judge_metrics", {}), ("assign_credit", {}), ("informative", [episode]),
-                        ("rollout_metrics", {"rollout/success": 1.0}), ("store", None)):
+                        ("rollout_metrics", {"rollout/success": 1.0, "rollout/truncated_frac": 0.0,
+                                             "rollout/restarts": 0}), ("store", None)):
         monkeypatch.setattr(gcd, name, lambda *_, value=value: value)
     monkeypatch.setattr(gcd.correction, "correct", lambda *_: None)
     monkeypatch.setattr(gcd.batching, "samples_of", lambda episode: ["of a turn"])
@@ -267,17 +274,34 @@ def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited
     run = SimpleNamespace(config=SimpleNamespace(kl="none", admissible_only=limited),
                           environment=SimpleNamespace(expert=expert, templates=False),
                           warn_once=lambda kind, message: warned.append(message))
-    metrics = {"rollout/success": 0.0, "rollout/truncated_frac": cut, "policy/approx_kl_nats": float("nan")}
+    metrics = {"rollout/success": 0.0, "rollout/truncated_frac": cut, "policy/approx_kl_nats": float("nan"),
+               "rollout/restarts": 0}
     gcd.advise(run, 3, [episode_with(0, 0.0)], metrics)
     assert warned == ["RL: in iteration 3 nothing was won and no turn has an advantage, so the policy learns "
                       f"nothing{hints}"]
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("changes, warning", [
+    ({}, None), ({"rollout/truncated_frac": 0.6}, "RL: in iteration 3 most episodes had a response"),
+    ({"judge/unreadable_frac": 0.9}, None),
+    ({"judge/unreadable_frac": 1.0}, "GCD: in iteration 3 no verdict can be read"),
+    ({"rollout/restarts": 2}, "RL: in iteration 3 games were lost, and begun again, 2 times: it died")])
+def test_a_run_that_wins_is_warned_of_what_it_loses(changes, warning):
+    warned, episode = [], episode_with(0, 1.0)
+    episode.lost = "it died"
+    run = SimpleNamespace(config=SimpleNamespace(kl="none"),
+                          warn_once=lambda kind, message: warned.append(message))
+    gcd.advise(run, 3, [episode], {"rollout/success": 1.0, "rollout/truncated_frac": 0.5,
+                                   "rollout/restarts": 0, "policy/approx_kl_nats": 0.0} | changes)
+    assert len(warned) == (warning is not None) and all(line.startswith(warning) for line in warned)
+
+
+@pytest.mark.fast
 def test_rl_saves_regularly_and_leaves_the_last_save_to_the_stage(monkeypatch):
     saved, kept = [], []
     monkeypatch.setattr(gcd, "iteration", lambda *_: {"rollout/success": 0.0, "rollout/turns": 1.0})
-    config = SimpleNamespace(algorithm=SimpleNamespace(begin=lambda *_: None), minibatches=1, lora=0,
+    config = SimpleNamespace(algorithm=SimpleNamespace(start=lambda *_: None), minibatches=1, lora=0,
                              kl="none", keep_checkpoints=3, iterations=6, checkpoint_every=2)
     run = SimpleNamespace(config=config, model=None, objective=None, shard=None, done=None, ranks=RANKS,
                           optimizer=SimpleNamespace(state={}), iteration=None, log=lambda row: None,
@@ -290,7 +314,8 @@ def test_rl_saves_regularly_and_leaves_the_last_save_to_the_stage(monkeypatch):
 @pytest.mark.fast
 def test_a_first_prompt_and_a_response_may_fill_the_context():
     rollout.check_first_prompt(GAME_TASK, [1] * 90, 10, 100)
-    with pytest.raises(ValueError, match="^--context=99: the first prompt of task t has 90 tokens"):
+    with pytest.raises(ValueError, match="^--context=99: the first prompt of task t has 90 tokens.*"
+                                         "by default at most the positions of the model"):
         rollout.check_first_prompt(GAME_TASK, [1] * 90, 10, 99)
 
 
@@ -357,7 +382,7 @@ def test_a_kl_in_the_reward_is_of_the_trainers_logprobs_in_bf16(monkeypatch, dty
     monkeypatch.setattr(update, "write_kl", lambda *given: seen.append(given[-1]))
     algorithm = SimpleNamespace(settings=None, credit=lambda *_: {},
                                 subtract_kl=lambda episodes: seen.append("subtracted"))
-    config = SimpleNamespace(algorithm=algorithm, kl="reward", kl_coef=0.1, dtype=dtype, iterations=1,
+    config = SimpleNamespace(algorithm=algorithm, kl="reward", kl_coef=0.1, dtype=dtype, iterations=1, seed=0,
                              warmup=0, lr_decay=False)
     gcd.assign_credit(SimpleNamespace(config=config, model=None, objective=None), 0, [], None)
     assert seen == [rescored, "subtracted"]
