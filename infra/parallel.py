@@ -31,6 +31,11 @@ def is_rank0():
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def place():
+    """(this rank's number, the number of ranks)."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def print0(*values, file=None):
     """Print on rank 0, unbuffered."""
     if is_rank0():
@@ -187,8 +192,7 @@ def writers(model):
     """Return (this rank's number, their number) of the ranks that share the writing of a model's weights: all
     that of a sharded one; an unsharded one is written by whoever has it.
     """
-    shared = is_distributed() and isinstance(model, FSDPModule)
-    return (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+    return place() if is_distributed() and isinstance(model, FSDPModule) else (0, 1)
 
 
 def shard_like(parameter, tensor):
