@@ -176,8 +176,10 @@ def load(folder, **settings):
     """Load the agent of a checkpoint, or of any Hugging Face folder that gcd.py can train.
 
     settings: flags under which it plays, such as max_turns=30; it is prompted as its run did, and in its
-    environment limited to admissible commands if the run was, unless other flags are given. ValueError for a
-    folder without weights, an unknown architecture, or wrong settings.
+    environment limited to admissible commands if the run was, unless other flags are given. The run's other
+    settings are not restored, and have to be given: those of the environment, such as task_ids, and
+    max_turns, context and max_response_tokens. ValueError for a folder without weights, an unknown
+    architecture, or wrong settings.
 
     >>> agent = load("lab/results/alfworld_model")
     >>> agent.model.config.hidden_size
@@ -229,7 +231,7 @@ def task_named(environment, name):
             return found[0]
     if not numbered:
         raise ValueError(f"task {name!r}: expected SPLIT/NUMBER, the split one of "
-                         f"{', '.join(environment.splits)}, or a task's id")
+                         f"{', '.join(environment.splits)}, or the id of a task of these splits")
     if int(number) >= len(tasks):
         raise ValueError(f"task {name!r}: {split} has tasks 0 to {len(tasks) - 1}")
     return tasks[int(number)]

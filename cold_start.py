@@ -242,10 +242,26 @@ def demonstrate(run, first, n, mistake_rate, required=True):
     if restarts := expert.restarts - restarts:
         counts["restarts"] = restarts
     run.log({"phase": "demonstrations", "asked": n, "kept": len(episodes)} | counts)
+    if 0 < len(episodes) < n / 2:
+        given = f"--{'' if required else 'judge-'}demonstrations={n}"
+        run.warn_once("few demonstrations", f"{given}: {few_kept(config, counts, tasks, episodes)}")
     if required and not episodes:
         raise ValueError(f"--demonstrations={n}: none was won in --max-turns={config.max_turns} within "
                          f"--context={config.context} tokens: {dict(counts)}")
     return episodes
+
+
+def few_kept(config, counts, tasks, episodes):
+    """How many demonstrations were kept, why the others were not, of which task types none was, and what may
+    help, a sentence. counts: as metrics.jsonl has them.
+    """
+    why = [f"{counts[name]} {name}" for name in ("not won", "too long", "lost") if counts[name]]
+    types = sorted({task.task_type for task in tasks} - {episode.task.task_type for episode in episodes})
+    flags = [flag for name, flag in (("not won", f"--max-turns (now {config.max_turns})"),
+                                     ("too long", f"--context (now {config.context})")) if counts[name]]
+    return (f"only {len(episodes)} kept; {', '.join(why)}"
+            + (f"; none of {', '.join(types)}" if types else "")
+            + (f"; a larger {' or '.join(flags)} may help" if flags else ""))
 
 
 def write_weights(episode, mistakes, instruction):

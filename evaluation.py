@@ -2,8 +2,10 @@
 
 `evaluation` is stage 3 of a run. The command, the referee, evaluates any player under the same protocols: a
 model folder, a model behind an OpenAI-compatible server, the environment's expert, a random player, or one
-that always gives the first admissible command. Both keep the outcome of each game, so that two evaluations
-can be compared game by game (`python -m report compare`). Left out: who plays, and how (players.py).
+that always gives the first admissible command. The expert plays where the environment has an
+`online_expert`, the last two where it lists commands and not templates of them. Both keep the outcome of each
+game, so that two evaluations can be compared game by game (`python -m report compare`). Left out: who plays,
+and how (players.py).
 
     python evaluation.py --player DIR --games DIR --evaluate L0,L1,L2 --protocol eight --out runs/mine
     python evaluation.py --player https://api.deepseek.com/v1 --endpoint-model deepseek-chat --out runs/theirs
@@ -168,8 +170,9 @@ def by_seed(outcomes, mode):
 class Settings:
     """The referee's own flags."""
 
-    player: str = setting("", "who plays: a model folder, the URL of an OpenAI-compatible server, expert, "
-                          "random, or first (admissible command)", section="player")
+    player: str = setting("", "who plays: a model folder, the URL of an OpenAI-compatible server, expert "
+                          "(of an environment with an online_expert), or, where commands are listed and not "
+                          "templates of them, random or first (admissible command)", section="player")
     name: str = setting("", "its name in tables; empty: as --player or --endpoint-model says")
     seen: str = setting("", "what it was trained on, for tables: demonstrations, an expert, task types")
     endpoint_extra: str = setting("", "JSON object merged into the body of each request to a server; null "
@@ -254,6 +257,8 @@ def parse(argv):
         raise ValueError(str(error).replace("--model=", "--player=", 1)) from None
     if not config.splits:
         raise ValueError(f"--evaluate={config.evaluate}: no split to evaluate")
+    if kind == "script":
+        ScriptPlayer(own.player, config.environment)          # ValueError if it cannot play there
     return own, config, given
 
 
@@ -484,8 +489,9 @@ def print_result(result):
     for split, modes in result["splits"].items():
         for mode, rate in modes.items():
             flaws = f", flawed {rate['flawed_frac']:.1%}" if "flawed_frac" in rate else ""
+            score = f"score {rate['score_100']:.1f}, " if "score_100" in rate else ""
             print(f"{split} {mode}: success {rate['success']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}], "
-                  f"{rate['games']} games, {rate['n']} plays; of commands: refused "
+                  f"{score}{rate['games']} games, {rate['n']} plays; of commands: refused "
                   f"{rate['invalid_frac']:.1%}, repeated {rate['repeated_frac']:.1%}{flaws}")
             for name, part in result["by_type"][split][mode].items():
                 print(f"    {name}: {part['success']:.1%} [{part['low']:.1%}, {part['high']:.1%}], "

@@ -268,7 +268,8 @@ def check_first_prompt(task, prompt, max_response_tokens, context):
     """ValueError if a first prompt leaves no room for a response in the context."""
     if len(prompt) + max_response_tokens > context:
         raise ValueError(f"--context={context}: the first prompt of task {task.id} has {len(prompt)} tokens, "
-                         f"and a response may need {max_response_tokens}")
+                         f"and a response may need {max_response_tokens} (--context is by default at most "
+                         "the positions of the model)")
 
 
 def overflow_warning(lengths, chat, max_turns, max_response_tokens, context):

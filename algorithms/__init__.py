@@ -18,7 +18,6 @@ from algorithms import rewards
 from infra import parallel, plugins
 
 RATIOS = ("token", "turn", "episode")
-CRITIC = torch.nn.Module, torch.optim.Optimizer
 PLAIN = {type(None), bool, int, float, str, bytes}
 GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time", "memory")       # of metrics, "group/name"
 
@@ -133,12 +132,12 @@ def wrong_loss(method):
 
 def wrong_critic(method):
     """What is wrong with an algorithm's second network after `begin`; "" if nothing is."""
-    critic = method.critic
+    critic, kinds = method.critic, (torch.nn.Module, torch.optim.Optimizer)
     if (critic is not None) != method.trains_critic:
         return f"trains_critic is {method.trains_critic}, and critic is {critic!r:.60}"
     if critic is None:
         return ""
-    if not (isinstance(critic, tuple) and len(critic) == 2 and all(map(isinstance, critic, CRITIC))):
+    if not (isinstance(critic, tuple) and len(critic) == 2 and all(map(isinstance, critic, kinds))):
         return f"critic is {critic!r:.60}; expected (torch.nn.Module, torch.optim.Optimizer)"
     own = {*map(id, critic[0].parameters())}
     if not all(id(parameter) in own for group in critic[1].param_groups for parameter in group["params"]):

@@ -35,6 +35,7 @@ import tempfile
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,19 +107,22 @@ class Environment(Base):
         """The tasks."""
         games: str = field(default="", metadata={
             "help": f"RLVMR's splits: a folder with {LISTS}; empty: the same splits, built in"})
-        task_ids: str = field(default="", metadata={"help": "only these tasks, e.g. 5,6,7; empty: all"})
+        task_ids: str = field(default="", metadata={
+            "help": "only these tasks, numbers or names, e.g. 5,find-plant; empty: all"})
 
-    defaults = {"slots": 16}               # each has a JVM of 0.3 GB
+    # A game has a JVM of 0.3 GB. Most gold paths need more than 20 turns; 30 are RLVMR's and the paper's
+    defaults = {"slots": 16, "max_turns": 30}
     captions = {"dev": "for tuning, a tenth of the train variations", "L0": "the official dev variations",
                 "L1": "the official test variations",
-                "L2": "the official test variations of the ten tasks that --train-types part leaves out"}
+                "L2": "the official test variations of the tasks that --train-types part leaves out"}
+    noop_message = NO_ACTION
     search_verbs = ("go", "open", "examine", "look", "teleport")
     templates = True                       # there would be hundreds of thousands of commands
     known_phrases = tuple(f" {room}" for room in ROOMS)         # of the tour after every gold episode
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)
-        self.source, self.only = self.settings.games, numbers_in(self.settings.task_ids)
+        self.source, self.only = self.settings.games, ids_in(self.settings.task_ids)
         if self.source and not any(Path(self.source).glob("L[012]_idx.json")):
             raise ValueError(f"--games={self.source}: expected a folder with {LISTS}")
         self.loaded = {}
@@ -189,10 +193,13 @@ class Environment(Base):
     @staticmethod
     def note(settings):
         """Which tasks the cold start trained on: RL's task types alone do not tell which are unseen."""
-        if settings.get("train_types") == "all":
+        ids = ids_in(settings.get("task_ids", "")) or ALL
+        unseen = {*ids} & {*HELD_OUT}
+        if settings.get("train_types") == "all" or not unseen:
             return ""                                                                  # none of them is
-        return {"all": "The cold start sees all 29 tasks, the ten of L2 that RL never trains on included.",
-                "part": "The cold start sees the 19 tasks that RL trains on, none of L2's ten.",
+        n, of_l2 = len({*ids}), len(unseen)
+        return {"all": f"The cold start sees all {n} tasks, L2's {of_l2} included, which RL never trains on.",
+                "part": f"The cold start sees the {n - of_l2} tasks that RL trains on, and none of L2.",
                 }.get(settings.get("cold_start_types"), "")
 
     def _task(self, pair, split):
@@ -205,7 +212,7 @@ def make(n):
     Raises ValueError if a package is missing.
     """
     check_installed()
-    threads = ThreadPoolExecutor()         # limits how many JVMs work at once, so that a timeout means a hang
+    threads = Threads()
     return [ScienceWorld(threads) for _ in range(n)]
 
 
@@ -328,12 +335,40 @@ def decoded(text):
 
 # The game
 
+class Threads:
+    """The threads of the games of one `make`, from the first call until the last game is closed; a call after
+    that has new ones.
+
+    They limit how many JVMs work at once, so that a timeout means a hang.
+    """
+
+    def __init__(self):
+        self.pool, self.users = None, set()
+
+    def submit(self, game, do, argument):
+        """The future of do(argument), which a thread calls for the game."""
+        self.pool = self.pool or ThreadPoolExecutor()
+        self.users.add(game)
+        return self.pool.submit(do, argument)
+
+    def leave(self, game):
+        """End the threads if no other game uses them. A thread that works ends as its JVM does, which its
+        game has killed.
+        """
+        self.users.discard(game)
+        if self.pool and not self.users:
+            self.pool.shutdown()           # waits, or the run would find them and say that it waits
+            self.pool = None
+
+
 class ScienceWorld(SentGame):
     """A Game, which has no use for a seed. Threads wait for the JVMs, so that many of them work at once.
 
     The first observation is the task and, after an empty line, the answer to "look around". Of commands, case
     and outer spaces do not matter. If one is ambiguous, the game asks for a number: the numbers are then
-    admissible, and anything else cancels the command.
+    admissible, and anything else cancels the command. Refused are only the answers that begin with one of
+    REFUSALS: a command without effect ("The door is already open.") counts as taken. A failure ends the game
+    with score 0, where the package says -100; papers may count the last score before it.
     timeout_s: a JVM without an answer for this long hangs (SLOW_FACTOR times longer at its start and for a
     gold path). restarts: how often a JVM died or hung. turns: commands since the reset. Gold paths come from
     a second JVM, because they need much memory, which a JVM never frees.
@@ -355,7 +390,7 @@ class ScienceWorld(SentGame):
         if self.pending:
             wait([self.pending])           # not received, if the episode was abandoned
         do = {"reset": self._load, "step": self._step}[method]
-        self.pending = self.threads.submit(self._guarded, do, argument)
+        self.pending = self.threads.submit(self, partial(self._guarded, do), argument)
 
     def receive(self) -> Reply:
         """The Reply to the last `send`. Raises EpisodeLost if the JVM died or hangs."""
@@ -364,11 +399,17 @@ class ScienceWorld(SentGame):
     def gold(self, task):
         """The simulator's own commands that score 100, cached. The current game is not affected."""
         if task.id not in self.paths:
-            self.paths[task.id] = self.threads.submit(self._guarded, self._gold, task).result()
+            self.paths[task.id] = self.threads.submit(self, partial(self._guarded, self._gold), task).result()
         return self.paths[task.id]
 
     def close(self) -> None:
-        """End the JVMs. A later reset starts new ones."""
+        """End the JVMs and, with the last game of a `make`, its threads. A later reset starts new ones."""
+        if self.pending and self.pending.cancel():
+            self.pending = None            # it had not begun, and would start a JVM
+        self._kill()
+        self.threads.leave(self)
+
+    def _kill(self):
         for jvm in filter(None, (self.jvm, self.guide)):
             jvm.kill()
         self.jvm = self.guide = None
@@ -378,7 +419,7 @@ class ScienceWorld(SentGame):
         try:
             return do(argument)
         except (OSError, JavaError) as error:
-            self.close()
+            self._kill()
             self.restarts += 1
             raise EpisodeLost(f"ScienceWorld, turn {self.turns} of an episode: {error}") from error
 
@@ -418,15 +459,15 @@ class ScienceWorld(SentGame):
 
 # Tables of tasks
 
-def numbers_in(task_ids):
-    """The task ids in "5,6,7" as ints. ValueError if one is no number, or is in no split."""
-    found = [number.strip() for number in task_ids.split(",") if number]
-    if not all(number.isdecimal() for number in found):
-        raise ValueError(f"--task-ids={task_ids}: expected e.g. 5,6,7")
-    for i in map(int, found):
-        if i not in ALL:
-            raise ValueError(f"--task-ids={i}: expected ids 0 to 28 (29, use-thermometer, is in no split)")
-    return tuple(map(int, found))
+def ids_in(task_ids):
+    """The task ids in "5,6,find-plant" as ints. ValueError if one is unknown, or is in no split."""
+    known = {text: i for i in ALL for text in (str(i), TASKS[i][0])}
+    found = [text.strip() for text in task_ids.split(",") if text]
+    if unknown := [text for text in found if text not in known]:
+        listed = ", ".join(f"{i} {TASKS[i][0]}" for i in ALL)
+        raise ValueError(f"--task-ids={unknown[0]}: expected numbers or names of {listed} (29, "
+                         "use-thermometer, is in no split)")
+    return tuple(known[text] for text in found)
 
 
 def check_variation(name, variation):
@@ -490,14 +531,15 @@ class Expert:
         return self.game.restarts
 
     def show(self, task, seed, mistake_rate=0.05, max_turns=30):
-        """The gold path as a demonstration; not won if longer than max_turns. See `replay_gold`."""
+        """The gold path as a demonstration; not won if that takes more than max_turns. See `replay_gold`."""
         return replay_gold(self.game, task, seed, mistake_rate, max_turns)
 
 
 def replay_gold(game, task, seed=0, mistake_rate=0.0, max_turns=math.inf):
     """Play the gold path, at most GOLD_TRIES times until it scores 100; returns a Demonstration.
 
-    A lost JVM counts as a try; EpisodeLost if it is lost in the last one.
+    A lost JVM counts as a try; EpisodeLost if it is lost in the last one. A path longer than max_turns is
+    played, too, once: most score 100 some commands before their end.
     """
     for tries in range(1, GOLD_TRIES + 1):
         rng = random.Random(f"{task.id}/{seed}/{tries}")

@@ -121,7 +121,7 @@ def nan_to_null(value):
 
 def not_found(path):
     """Say that a model's file is missing and, of the folder of a run, where its model is; or how to get the
-    folder.
+    folder; or that it is an adapter's.
     """
     path = Path(path)
     if not (folder := path.parent).exists():
@@ -129,7 +129,10 @@ def not_found(path):
         return f"{folder}: no such folder" + (
             f"; if it is the hub's: hf download {folder} --local-dir {folder.name}, then give {folder.name}"
             if of_hub else "")
-    there = path.parent / CHECKPOINT
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        return (f"{path}: not found; the folder is a PEFT adapter, to be merged into its base model first "
+                "(in peft: merge_and_unload, save_pretrained)")
+    there = folder / CHECKPOINT
     return f"{path}: not found" + f"; the run's model is in {there}" * (there / path.name).is_file()
 
 
@@ -323,14 +326,14 @@ def rollout_record(episode):
     each turn the token ids and the sampler's logprobs.
 
     A turn's prompt is the first `prompt_shared` ids of the turn before, prompt and response, and then
-    `prompt_ids`.
+    `new_prompt_ids`. `allowed`, only of a turn that was sampled under a restriction: see rollout.Turn.
     """
     record, before = episode_record(episode, True) | {"index": episode.index}, []
     for turn, row in zip(episode.turns, record["turns"]):
         shared = len(os.path.commonprefix([before, turn.prompt_ids]))
-        row |= {"prompt_shared": shared, "prompt_ids": turn.prompt_ids[shared:],
+        row |= {"prompt_shared": shared, "new_prompt_ids": turn.prompt_ids[shared:],
                 "response_ids": turn.response_ids, "logprob": turn.logprob_old,
-                "token_advantage": turn.token_advantage}
+                "token_advantage": turn.token_advantage} | ({"allowed": turn.allowed} if turn.allowed else {})
         before = turn.prompt_ids + turn.response_ids
     return record
 

@@ -94,8 +94,9 @@ class Chat:
         if control(end + "a") != self.end_ids + control("a"):
             raise ValueError(f"{tokenizer.name_or_path}: its tokenizer gives a text other tokens alone than "
                              "after a special token, as SentencePiece's may, which is not implemented")
-        ends = (tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)   # Qwen2.5: two of
-        declared = {*getattr(tokenizer, "declared_ends", ())}                             # them are trained
+        others = {tokenizer.pad_token_id, tokenizer.unk_token_id} - {None}      # Qwen2.5's pad is trained as
+        ends = {tokenizer.eos_token_id, *(i for i in others if not is_word(tokenizer, i))}     # an end, too
+        declared = {*getattr(tokenizer, "declared_ends", ())}
         declared &= {*special_tokens(tokenizer).values()}     # 2, LlamaConfig's default, may be a word's
         self.stop_ids = tuple(sorted({*self.end_ids, *ends, *declared} - {None}))
         self.admissible, self.noop_message = admissible and not self.bare, noop_message
@@ -106,8 +107,8 @@ class Chat:
         self.encode = lru_cache(100_000 if self.small else 4_000)(self._encode)
         self.encodings = lru_cache(100_000)(self._encodings)
         if self.tools and not self.shows_tools():
-            raise ValueError(f"--model={tokenizer.name_or_path}: its chat template shows no tools, or "
-                             "none in <tool_call>, which this --env has")
+            raise ValueError(f"{tokenizer.name_or_path}: its chat template shows no tools, or none in "
+                             "<tool_call>, which this --env has")
         if self.tools:                                          # ValueError now rather than in a game
             self.head("."), self.answers([".", "."])
 
@@ -188,8 +189,8 @@ class Chat:
         special tokens in the texts are text. ValueError if a text's MARK is missing.
         """
         if not all(MARK.format(k) in rendered for k, text in enumerate(texts) if text):
-            raise ValueError(f"--model={self.tokenizer.name_or_path}: its chat template leaves out the "
-                             "rules, the first message or the tools' answers, which this --env has")
+            raise ValueError(f"{self.tokenizer.name_or_path}: its chat template leaves out the rules, the "
+                             "first message or the tools' answers, which this --env has")
         special, ids = special_tokens(self.tokenizer), []
         for piece in re.split(f"({'|'.join(map(re.escape, special))})", rendered):
             if piece in special:
@@ -342,6 +343,15 @@ def render(tokenizer, messages, **switches):
 def special_tokens(tokenizer):
     """{text: id} of the tokenizer's special tokens."""
     return {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def is_word(tokenizer, i):
+    """Whether texts have this token: transformers makes any pad_token an added one, a word such as "!", too,
+    and saves it as one.
+    """
+    token, text = tokenizer.convert_ids_to_tokens(i), tokenizer.decode([i])
+    return (tokenizer.backend_tokenizer.model.token_to_id(token) == i
+            and tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) == [i])
 
 
 def cut_template(template, special):

@@ -79,6 +79,7 @@ class ModelConfig:
             "attention_bias": raw.get("model_type") == "qwen2" or not raw.get("attention_bias"),
             "mlp_bias": not raw.get("mlp_bias"),
             "hidden_act": raw.get("hidden_act", "silu") == "silu",
+            "quantization_config": not raw.get("quantization_config"),
             "use_sliding_window": not raw.get("use_sliding_window"),
             "layer_types": all(kind == "full_attention" for kind in raw.get("layer_types") or ()),
             "RoPE scaling": (kind := rope.get("rope_type", rope.get("type", "default"))) in
@@ -88,7 +89,7 @@ class ModelConfig:
         if unsupported := [name for name, supported in implemented.items() if not supported]:
             found = (raw | {"RoPE scaling": rope}).get(unsupported[0])
             known = f"; implemented: {', '.join(sorted(ARCHITECTURES))}" * (unsupported[0] == "model_type")
-            raise ValueError(f"{path}: {unsupported[0]}={found!r} is not implemented{known}")
+            raise ValueError(f"{path}: {unsupported[0]}={found!r:.200} is not implemented{known}")
         values = {field.name: raw[field.name] for field in fields(cls) if raw.get(field.name) is not None}
         values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
         values["rope"], values["rope_scaling"] = kind != "none", None
@@ -108,6 +109,10 @@ class ModelConfig:
         config = cls(**values)
         if error := config.validation_error():
             raise ValueError(f"{path}: {error}")
+        kinds = raw.get("layer_types")
+        if isinstance(kinds, list) and len(kinds) != config.num_hidden_layers:
+            raise ValueError(f"{path}: num_hidden_layers={config.num_hidden_layers}, but layer_types lists "
+                             f"{len(kinds)}")
         return config
 
     def validation_error(self):
@@ -576,7 +581,9 @@ def weight_files(folder):
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise ValueError(f"{folder}: no {single.name} and no {index.name}")
+        raise ValueError(f"{folder}: no {single.name} and no {index.name}" + (
+            "; pytorch_model.bin is not read: load the folder in transformers and save_pretrained it"
+            if any(Path(folder).glob("pytorch_model*.bin")) else ""))
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         paths = [Path(folder) / name for name in sorted(set(names))]

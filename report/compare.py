@@ -15,7 +15,7 @@ import math
 import shutil
 import statistics
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
 from pathlib import Path
 
@@ -54,6 +54,7 @@ class Difference:
     only: tuple | None    # with one play a game: games that only A won, games that only B won
     p: float | None       # McNemar's, then
     flipped: list         # (game, A's (won, plays), B's), largest difference first
+    scores: tuple | None = None      # mean of the games' own score of A, and of B, if both played these alone
 
 
 # Statistics
@@ -144,10 +145,18 @@ def compare(a, b):
             ours, theirs = a.shares[split][mode], b.shares[split][mode]
             games = [game for game in ours if game in theirs]
             if games:
-                found.append(difference(split, mode, [(game, ours[game], theirs[game]) for game in games]))
+                change = difference(split, mode, [(game, ours[game], theirs[game]) for game in games])
+                same = len(ours) == len(theirs) == len(games)
+                found.append(replace(change, scores=own_scores(a, b, split, mode) if same else None))
     if not found:
         raise ValueError(f"{a.path} and {b.path}: have no game in common")
     return found
+
+
+def own_scores(a, b, split, mode):
+    """The mean of the games' own score in A and in B; None if one has none."""
+    stored = [one.facts.get("splits", {}).get(split, {}).get(mode, {}).get("score_100") for one in (a, b)]
+    return tuple(stored) if all(map(read.is_number, stored)) else None
 
 
 def difference(split, mode, games):
@@ -222,6 +231,8 @@ def sentence(change):
     if change.half is not None:
         text += f" ± {points(change.half)}"
     text += f" points over {change.games} games"
+    if change.scores:
+        text += f", scores {change.scores[0]:.1f} and {change.scores[1]:.1f}"
     if change.only:
         return text + (f"; only A won {change.only[0]}, only B {change.only[1]}: p = {change.p:.2g} "
                        "(McNemar, exact)")

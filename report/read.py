@@ -127,7 +127,8 @@ def check_evaluation(record, place):
     for split, modes in expect(record.get("splits", {}), dict, f"{place}, splits").items():
         for mode, scores in expect(modes, dict, f"{place}, {split}").items():
             here = f"{place}, {split}, {mode}"
-            names = ("success", "n", "plays", "low", "high", "turns", "invalid_frac", "repeated_frac")
+            names = ("success", "n", "plays", "low", "high", "turns", "invalid_frac", "repeated_frac",
+                     "score_100")
             expect_fields(expect(scores, dict, here), float, names, here)
 
 

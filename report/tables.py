@@ -13,6 +13,11 @@ def percent(value):
     return f"{100 * value:.1f}" if is_number(value) else "–"
 
 
+def decimal(value):
+    """A number with one decimal; a dash if it is no number."""
+    return f"{value:.1f}" if is_number(value) else "–"
+
+
 def interval(score):
     """{"success": .43, "low": .37, "high": .49} -> "43.0 [37.0, 49.0]"; a dash if there is no score."""
     if not score:
@@ -148,16 +153,21 @@ def headline_rows(summary, seeds):
 
 
 def detail_rows(runs):
-    """Per method and split: success in each decoding mode, and statistics of the sampled episodes."""
+    """Per method and split: success in each decoding mode, and statistics of the sampled episodes; with the
+    games' own score where any is known.
+    """
     found = [(run, split, scores) for run in runs
              for split, scores in sorted(run.evaluation.get("splits", {}).items())]
     modes = list(dict.fromkeys(mode for _, _, scores in found for mode in ("sampled", *scores)))
-    rows = [["method", "split", *(f"{mode} %" for mode in modes), "invalid %", "repeated %", "turns"]]
+    means = {"turns": "turns"}
+    if any(is_number(scores.get("sampled", {}).get("score_100")) for _, _, scores in found):
+        means["score_100"] = "score"
+    rows = [["method", "split", *(f"{mode} %" for mode in modes), "invalid %", "repeated %", *means.values()]]
     for run, split, scores in found:
         sampled = scores.get("sampled", {})
-        turns = f"{sampled['turns']:.1f}" if is_number(sampled.get("turns")) else "–"
         rows.append([run.name, split, *(percent(scores.get(mode, {}).get("success")) for mode in modes),
-                     percent(sampled.get("invalid_frac")), percent(sampled.get("repeated_frac")), turns])
+                     percent(sampled.get("invalid_frac")), percent(sampled.get("repeated_frac")),
+                     *(decimal(sampled.get(key)) for key in means)])
     return rows
 
 

@@ -12,7 +12,8 @@ imported here. Left out: the episode as token ids, which lab/bench/trl_grpo.py h
 """
 
 from .game import Game
-from .splits import check_positive, find_split
+from .splits import check_positive
+from .vector import open_split
 
 PROMPT = ("You play a text game in a household. Do its task by calling the tool act, with one command at a "
           "time.\n\n")
@@ -20,7 +21,11 @@ OVER = "The game is over."
 
 
 def rows(n, start=0, split="train", **settings):
-    """n rows of a dataset: the split's tasks from number `start`. settings: further arguments of `reset`."""
+    """n rows of a dataset: the split's tasks from number `start`. settings: further arguments of `reset`.
+
+    ValueError now, not in training, for a split without games.
+    """
+    open_split(split, settings.get("games") or "", settings.get("types") or "part")
     return [{"prompt": [{"role": "user", "content": PROMPT}], "split": split, "index": start + i, **settings}
             for i in range(n)]
 
@@ -42,7 +47,7 @@ class Household:
         split, index, games, types = split or "train", index or 0, games or "", types or "part"
         max_turns, show_admissible = 50 if max_turns is None else max_turns, show_admissible in (None, True)
         check_positive("max_turns", max_turns)
-        task = find_split(split, games, types)[index]
+        task = open_split(split, games, types)[index]
         self._reply, self._left, self._show = self._game.reset(task), max_turns, show_admissible
         return self._text()
 

@@ -321,12 +321,14 @@ def test_load_refuses_wrong_settings(settings, message):
     ("nowhere", "L0/3", {}, "--env=nowhere: expected one of "), ("envs/nowhere.py", "L0/3", {}, "nowhere.py"),
     ("household", "L9/3", {}, "task 'L9/3': expected SPLIT/NUMBER, the split one of "),
     ("household", "L0", {}, "task 'L0': expected SPLIT/NUMBER"),
+    ("household", "train/0", {}, "task 'train/0': .*, or the id of a task of these splits$"),
     ("household", "L0/-1", {}, "task 'L0/-1': expected SPLIT/NUMBER"),
     ("household", "L0/99999", {}, "task 'L0/99999': L0 has tasks 0 to "),
     ("household", "L0/3", {"max_turns": 0}, "--max-turns=0"), ("household", "L0/3", {"turns": 3}, "--turns"),
     ("household", "L0/3", {"games": "nowhere"}, "nowhere"),
     ("household", "L0/3", {"temperature": -1}, "temperature=-1: expected 0"),
-    ("examples/guess.py", "test/0", {}, "has the vocabulary of another environment: 'I think of")])
+    ("examples/guess.py", "test/0", {},
+     "has the vocabulary of another environment: 'I think of .*; give the --env that it was trained in$")])
 def test_play_refuses_what_does_not_exist(player, env, task, settings, message):
     with pytest.raises(ValueError, match=message):
         player.play(env, task, **settings)

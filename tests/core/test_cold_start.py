@@ -307,6 +307,38 @@ def test_the_outcomes_of_the_demonstrations_are_logged(chat):
 
 
 @pytest.mark.fast
+def test_few_kept_demonstrations_are_a_warning(chat):
+    """Fewer than half: it says why, which task types have none, and which flags may help."""
+    tasks = config.parse([]).environment.train_tasks("all", 0, 7)
+    long = scripted([("look", "a long text " * 400, False, "")] * 20)
+    script = [scripted(won=False)] * 2 + [scripted(), EpisodeLost("gone"), long, scripted(won=False)]
+    run = make_run(chat, "--context", 2048, script=[*script, scripted()])
+    assert len(cold_start.demonstrate(run, 0, 7, 0.05)) == 2
+    missing = {task.task_type for task in tasks} - {tasks[i].task_type for i in (2, 6)}
+    assert len(missing) > 1
+    (warning,) = (row["warning"] for row in run.rows if "warning" in row)
+    assert warning == ("--demonstrations=7: only 2 kept; 3 not won, 1 too long, 1 lost; none of "
+                       f"{', '.join(sorted(missing))}; a larger --max-turns (now 30) or --context (now "
+                       "2048) may help")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("script", "required", "expected"), [
+    ([scripted(), scripted(), scripted(won=False)], True, ""),
+    ([scripted(), scripted(won=False)], True, ""),                             # half
+    ([scripted(), *[EpisodeLost("gone")] * 2], True, "--demonstrations=3: only 1 kept; 2 lost"),
+    ([scripted(), *[scripted(won=False)] * 2], False, "--judge-demonstrations=3: only 1 kept; 2 not won"),
+])
+def test_the_warning_names_the_flag_and_what_applies(chat, script, required, expected):
+    run = make_run(chat, script=script)
+    cold_start.demonstrate(run, 0, len(script), 0.05, required)
+    warnings = [row["warning"] for row in run.rows if "warning" in row]
+    assert len(warnings) == bool(expected) and all(text.startswith(expected) for text in warnings)
+    assert all(("--max-turns" in text) == ("not won" in text) and "--context" not in text
+               for text in warnings)
+
+
+@pytest.mark.fast
 def test_the_experts_demonstrations_are_fixed_by_seed_and_index(chat):
     """A task's demonstration does not depend on which others are made; other indices have other ones."""
     run = make_run(chat)

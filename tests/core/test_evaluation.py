@@ -208,6 +208,17 @@ def test_any_folder_that_loads_is_evaluated(tmp_path, referee, monkeypatch):
 
 
 @pytest.mark.fast
+def test_the_games_own_score_is_printed_where_it_is_known(capsys):
+    ended = [("sampled", i, f"a/{i}", "a", i == 0) for i in range(4)]
+    for known in (True, False):
+        counts = Counter(episodes=4, won=1, turns=8, scored=4 * known, score_100=150.0 * known)
+        rate = evaluation.scores(counts, 1, ended)
+        evaluation.print_result({"splits": {"L1": {"sampled": rate}}, "refusals": {"plays": 0},
+                                 "by_type": {"L1": {"sampled": {}}}})
+        assert (", score 37.5, 4 games" in (out := capsys.readouterr().out)) == ("score" in out) == known
+
+
+@pytest.mark.fast
 def test_the_committed_models_row_is_its_cell():
     """lab/results/referee holds what the training run's own evaluation gave, number by number."""
     committed, cell = files.read_json(REFEREE / "alfworld_model.json"), files.read_json(CELL)
@@ -243,6 +254,9 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
     (["--player", "http://a:b@c/v1"], "--player: expected a base URL"),
     (["--player", "nowhere"], "--player=nowhere: nowhere: no such folder"),
     (["--player", "expert", "--protocol", "gigpo"], "--protocol=gigpo: expected one of full"),
+    (["--player", "random", "--env", "scienceworld"], "--player=random: this environment lists templates of"),
+    (["--player", "first", "--env", "scienceworld"], "--player=first: this environment lists templates of c"),
+    (["--player", "expert", "--env", "scienceworld"], "--player=expert: this environment has no online_expe"),
 ])
 def test_a_wrong_flag_is_one_line_before_any_work(flags, expected, tmp_path, capsys):
     assert evaluation.main(["--out", str(tmp_path / "out"), *flags]) == 2

@@ -419,12 +419,15 @@ def test_episodes_have_their_index_group_and_reward(start, tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("history", [0, 1])
-def test_saved_rollouts_are_all_that_was_played_and_have_the_models_logprobs(start, tmp_path, history):
-    """Of iteration 0, recomputed by transformers from the stored prompts and the starting weights."""
+def test_saved_rollouts_are_all_that_was_played_and_have_the_models_logprobs(start, tmp_path, history,
+                                                                             restricted):
+    """Of iteration 0, recomputed by transformers from the stored prompts and the starting weights, and from
+    the ids that were allowed."""
     folder = start_from(start)[1]
     assert train(tmp_path, *start_from(start), "--save-rollouts", "--history", history, "--temperature", 0.8,
-                 "--evaluate", "none") == 0
+                 "--evaluate", "none", *["--admissible-only"] * restricted) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for row in rows(tmp_path):
         episodes, _ = files.read_lines(tmp_path / files.ROLLOUTS / f"{row['iteration']:05d}.jsonl")
@@ -436,10 +439,13 @@ def test_saved_rollouts_are_all_that_was_played_and_have_the_models_logprobs(sta
     for episode in episodes[:4]:
         ids = []
         for turn in episode["turns"]:
-            prompt = ids[:turn["prompt_shared"]] + turn["prompt_ids"]
+            prompt = ids[:turn["prompt_shared"]] + turn["new_prompt_ids"]
             ids = prompt + turn["response_ids"]
             with torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0, len(prompt) - 1:-1] / 0.8
+            assert ("allowed" in turn) == restricted
+            for place, allowed in enumerate(turn.get("allowed", ())):
+                logits[place, [i for i in range(logits.shape[1]) if i not in allowed]] = -torch.inf
             expected = logits.log_softmax(-1).gather(1, torch.tensor(turn["response_ids"])[:, None])[:, 0]
             assert turn["logprob"] == pytest.approx(expected.tolist(), abs=1e-4)
 

@@ -130,7 +130,7 @@ def test_games_are_made_and_closed(environment):
 def test_household_and_alfworld_have_a_vocabulary_an_expert_and_an_oracle(environment):
     if isinstance(environment, scienceworld.Environment):
         assert environment.oracle is None and environment.expert is not None
-        assert environment.defaults == {"slots": 16}
+        assert environment.defaults == {"slots": 16, "max_turns": 30}
         return
     phrases = environment.vocabulary()
     assert len(set(phrases)) == len(phrases) > 100 and (" countertop 2" in phrases) and "go to" in phrases

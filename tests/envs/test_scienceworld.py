@@ -13,13 +13,16 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conftest import is_alive, suspend
 
+import config
 from envs import EpisodeLost, Reply, scienceworld
 from envs.scienceworld import ALL, HELD_OUT, NO_ACTION, TASKS, Environment, Expert, task_of
 from lm import small
@@ -147,12 +150,49 @@ def test_task_ids_select_tasks():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(("task_ids", "message"), [
-    ("5,29", "--task-ids=29: expected ids 0 to 28"), ("30", "--task-ids=30: expected ids 0 to 28"),
-    ("5,-1", "--task-ids=5,-1: expected e.g. 5,6,7"), ("boil", "--task-ids=boil: expected e.g. 5,6,7"),
+    ("5,29", "--task-ids=29: "), ("30", "--task-ids=30: "), ("5,-1", "--task-ids=-1: "),
+    ("boil,find-animals", "--task-ids=find-animals: "), ("use-thermometer", "--task-ids=use-thermometer: "),
 ])
-def test_an_id_that_is_in_no_split_is_refused(task_ids, message):
-    with pytest.raises(ValueError, match=message):
+def test_an_id_that_is_in_no_split_is_refused_and_all_are_listed(task_ids, message):
+    with pytest.raises(ValueError, match=f"^{message}expected numbers or names of 0 boil, 1 ") as caught:
         environment(task_ids=task_ids)
+    assert all(f"{i} {TASKS[i][0]}" in str(caught.value) for i in ALL) and "\n" not in str(caught.value)
+
+
+@pytest.mark.fast
+def test_a_tasks_name_selects_it_as_its_number_does():
+    numbers, names = environment(task_ids="5,8,25"), environment(task_ids="find-animal, 8,power-component")
+    assert numbers.split_tasks("L1") == names.split_tasks("L1")
+    assert numbers.train_tasks("all", 0, 40) == names.train_tasks("all", 0, 40)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("task_ids", "of_all", "of_part"), [
+    ("", "all 29 tasks, L2's 10 included, which RL never trains on.",
+     "the 19 tasks that RL trains on, and none of L2."),
+    ("5,6,7,find-plant,17,25", "all 6 tasks, L2's 1 included, which RL never trains on.",
+     "the 5 tasks that RL trains on, and none of L2."),
+    ("5,6", "", ""),                                      # RL trains on both, whatever --train-types says
+])
+def test_the_note_counts_the_tasks_that_are_played(task_ids, of_all, of_part):
+    for types, expected in (("all", of_all), ("part", of_part)):
+        settings = {"cold_start_types": types, "train_types": "part", "task_ids": task_ids}
+        assert Environment.note(settings) == (expected and f"The cold start sees {expected}")
+        assert Environment.note(settings | {"train_types": "all"}) == ""
+    assert "ten" not in Environment.captions["L2"].split()
+
+
+@pytest.mark.fast
+def test_episodes_have_thirty_turns_unless_told_otherwise():
+    """Of 20, the run's own default, most gold paths need more."""
+    assert config.parsed(["--env", "scienceworld", "--judge-labels", "dense"]).max_turns == 30
+    assert config.parsed(["--env", "scienceworld", "--judge-labels", "dense", "--max-turns", "9"]
+                         ).max_turns == 9
+
+
+@pytest.mark.fast
+def test_a_response_without_a_command_gets_the_simulators_refusal():
+    assert Environment.noop_message == NO_ACTION
 
 
 @pytest.mark.fast
@@ -513,6 +553,47 @@ def test_close_ends_java_and_may_be_called_twice(game):
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.fast
+def test_the_threads_end_with_the_last_game_and_begin_again(monkeypatch):
+    """At once: a run looks for threads that are left when it has closed its games."""
+    monkeypatch.setattr(scienceworld, "check_installed", lambda: None)
+    monkeypatch.setattr(scienceworld.ScienceWorld, "_load", lambda game, task: Reply(task.id))
+    before, task = {*threading.enumerate()}, task_of("boil", 0)
+    one, two = scienceworld.make(2)
+    for _ in range(2):
+        assert one.reset(task) == two.reset(task) == Reply("boil/0")
+        one.close()
+        one.close()
+        assert {*threading.enumerate()} > before and two.reset(task) == Reply("boil/0")
+        two.close()
+        assert {*threading.enumerate()} == before
+
+
+@pytest.mark.fast
+def test_what_had_not_begun_when_a_game_was_closed_never_begins(monkeypatch):
+    """It would start a JVM that nobody closes."""
+    monkeypatch.setattr(scienceworld, "check_installed", lambda: None)
+    monkeypatch.setattr(scienceworld, "ThreadPoolExecutor", lambda: ThreadPoolExecutor(1))
+    loaded, loading, may_end = [], threading.Event(), threading.Event()
+
+    def load(game, task):
+        loaded.append(task.id)
+        loading.set()
+        may_end.wait(60)
+        return Reply(task.id)
+
+    monkeypatch.setattr(scienceworld.ScienceWorld, "_load", load)
+    one, two = scienceworld.make(2)
+    one.send("reset", task_of("boil", 0))
+    assert loading.wait(60)
+    two.send("reset", task_of("boil", 1))
+    two.close()
+    may_end.set()
+    one.close()
+    assert loaded == ["boil/0"] and two.reset(task_of("boil", 2)) == Reply("boil/2")
+    two.close()
+
+
 @PLAYS
 @pytest.mark.skipif(not Path("/proc").is_dir(),
                     reason="needs /proc, which has the memory of a process")
@@ -589,6 +670,14 @@ def test_a_gold_path_is_played_at_most_three_times():
     assert scienceworld.replay_gold(Scripted(1, lost=(1, 2)), task).tries == 3
     with pytest.raises(EpisodeLost):
         scienceworld.replay_gold(Scripted(1, lost=(1, 2, 3)), task)
+
+
+@pytest.mark.fast
+def test_a_path_longer_than_max_turns_may_be_won_before_its_end():
+    game = Scripted(1)
+    game.gold = lambda task: ["which", "0", "end", "look at it"]
+    played = scienceworld.replay_gold(game, task_of("boil", 0), max_turns=3)
+    assert played.won and played.commands == ["which", "0", "end"]
 
 
 @pytest.mark.fast

@@ -81,10 +81,19 @@ def test_its_only_tool_has_a_schema():
 @pytest.mark.fast
 @pytest.mark.parametrize(("row", "message"), [
     ({"split": "L9"}, "split 'L9': expected"), ({"index": "x"}, "index='x': expected an integer"),
-    ({"max_turns": 0}, "max_turns=0: expected"), ({"games": "nothere"}, "nothere: no such file or folder")])
+    ({"max_turns": 0}, "max_turns=0: expected"),
+    ({"games": "nothere"}, "games=nothere: no such file or folder")])
 def test_a_bad_row_is_named(row, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         Household().reset(**row)
+
+
+@pytest.mark.fast
+def test_rows_of_a_split_without_games_are_refused_at_once():
+    for settings, message in (({"games": "nothere"}, "games=nothere: no such file or folder"),
+                              ({"split": "L9"}, "split 'L9': expected"), ({"types": "x"}, "types='x': exp")):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            rows(3, **settings)
 
 
 @pytest.mark.fast

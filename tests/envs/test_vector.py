@@ -97,9 +97,10 @@ def test_what_it_returns_is_the_callers_own(real):
     ({"group_size": 3}, "group_size=3: expected a divisor of n=4"),
     ({"split": "L9"}, "split 'L9': expected one of train, dev"), ({"split": []}, "split=[]: expected text"),
     ({"types": "some"}, "types='some': expected one of part, all"),
-    ({"games": "nothere"}, "nothere: no such file or folder"), ({"games": 3}, "games=3: expected a path")])
+    ({"games": "nothere"}, "games=nothere: no such file or folder"),
+    ({"games": 3}, "games=3: expected a path")])
 def test_invalid_arguments_are_named(changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         Games(**{"n": 4} | changes)
 
 

@@ -111,6 +111,26 @@ def test_a_folders_own_stop_tokens_end_a_response_too_and_are_saved(tmp_path):
     assert {*Chat(load_tokenizer(saved), "plain").stop_ids} == {end, second, third}
 
 
+@pytest.mark.parametrize("name", ["pad_token", "unk_token"])
+@pytest.mark.parametrize("token", ["!", "<|pad|>", "<tool>"])
+def test_a_padding_token_ends_a_response_unless_it_is_a_word(tmp_path, name, token):
+    """A folder's pad_token may be "!", which transformers then saves as an added token. "<tool>" is not a
+    special one."""
+    tokenizer = letters(GEMMA, "<eos>", "<start_of_turn>", "<end_of_turn>")
+    tokenizer.add_tokens(["<tool>"])
+    ends = tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
+    for folder in ("given", "saved"):
+        if folder == "given":
+            setattr(tokenizer, name, token)
+            tokenizer.add_tokens([token], special_tokens=token == "<|pad|>")
+        tokenizer.save_pretrained(tmp_path / folder)
+        ModelConfig(len(tokenizer), 16, 16, 1, 1, 1, 16, model_type="llama").save(tmp_path / folder)
+        tokenizer = load_tokenizer(tmp_path / folder)
+        own = [] if token == "!" else [tokenizer.convert_tokens_to_ids(token)]
+        assert {*Chat(tokenizer, "plain").stop_ids} == {*ends, *own}
+        assert getattr(tokenizer, name) == token and token in tokenizer.get_added_vocab()
+
+
 def test_a_tokenizer_with_other_tokens_for_a_text_alone_is_refused():
     """Llama 2's begins a text with a space, but not after a special token: later prompts had one too many.
     Here the space is "_"."""

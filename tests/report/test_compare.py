@@ -88,6 +88,20 @@ def test_one_play_a_game_is_mcnemars(tmp_path, capsys):
 
 
 @pytest.mark.fast
+def test_the_games_own_scores_stand_beside_the_success(tmp_path, capsys):
+    """Where both are known, and are of the games that are compared."""
+    def one(name, games, score):
+        return write(tmp_path / f"{name}.json", {game: {"sampled": "1"} for game in games},
+                     splits={"L1": {"sampled": {"success": 1.0} | score}})
+
+    a, b = one("a", "xy", {"score_100": 52.66}), one("b", "xy", {"score_100": 7})
+    assert "over 2 games, scores 52.7 and 7.0; only A won 0" in run(capsys, a, b)[1]
+    for other in (one("c", "xy", {}), one("d", "xyz", {"score_100": 7}), one("e", "xy", {"score_100": None})):
+        status, out, _ = run(capsys, a, other, "--common")
+        assert status == 0 and "over 2 games; only A won 0" in out and ", scores " not in out
+
+
+@pytest.mark.fast
 def test_a_run_and_itself_do_not_differ(tmp_path, capsys):
     a = write(tmp_path / "a" / "evaluation.json", {g: {"sampled": "1", "t0.4": "0"} for g in "abc"})
     status, out, _ = run(capsys, a, a.parent)                             # a file, and its folder

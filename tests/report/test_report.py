@@ -147,6 +147,22 @@ def test_missing_keys_and_numbers_that_are_none(tmp_path):
     assert "NaN" not in (tmp_path / "summary.json").read_text()
 
 
+def test_the_games_own_score_is_a_column_where_any_is_known(tmp_path):
+    for name, score in (("a", {}), ("b", {"score_100": 52.66})):
+        scores = {"success": 0.5, "n": 4, "turns": 9.5, "invalid_frac": 0.25, "repeated_frac": 0} | score
+        write_method(tmp_path, name, success={"L0": 0.5}, about={"splits": {"L0": {"sampled": scores}}})
+        rows = tables.detail_rows(read.read_runs(tmp_path))
+        assert ("score" in rows[0]) == bool(score)
+    assert rows == [["method", "split", "sampled %", "invalid %", "repeated %", "turns", "score"],
+                    ["a", "L0", "50.0", "25.0", "0.0", "9.5", "–"],
+                    ["b", "L0", "50.0", "25.0", "0.0", "9.5", "52.7"]]
+    assert "52.7" in build(tmp_path)[1].texts
+    scores["score_100"] = "high"
+    write_method(tmp_path, "c", success={"L0": 0.5}, about={"splits": {"L0": {"sampled": scores}}})
+    with pytest.raises(ValueError, match="L0, sampled, score_100: expected a number"):
+        read.read_runs(tmp_path)
+
+
 def test_nan_in_the_evaluation_is_a_dash(tmp_path):
     write_method(tmp_path, "grpo", success={"L0": float("nan"), "L1": 0.5})
     summary, _, _ = build(tmp_path)
