@@ -304,11 +304,6 @@ class Config:
         return self.context - self.judge_response_tokens - 64
 
     @property
-    def play_rounds(self):
-        """Rounds of play in an iteration, at most."""
-        return MOST_ROUNDS if self.dynamic_sampling == "refill" else 1
-
-    @property
     def evaluation_turns(self):
         """The most turns in an episode of the evaluation."""
         return PROTOCOLS[self.protocol].turns or self.max_turns

@@ -87,7 +87,7 @@ def collect(run, i):
     """Play this rank's episodes of iteration i, by the sampler with the model's weights of now. Returns the
     episodes to learn from, and all that were played.
 
-    These are the same, but for --dynamic-sampling refill. It plays up to `play_rounds` rounds, until this
+    These are the same, but for --dynamic-sampling refill. It plays up to MOST_ROUNDS rounds, until this
     rank has its share of groups with unequal rewards, and learns from those alone; if it finds none, from the
     first groups that were played.
     """
@@ -97,7 +97,7 @@ def collect(run, i):
     config, kept, played = run.config, [], []
     refill = config.dynamic_sampling == "refill"
     wanted = config.tasks // run.ranks.world_size * config.group_size
-    for refill_round in range(config.play_rounds):
+    for refill_round in range(flags.MOST_ROUNDS if refill else 1):
         name = f"refill {refill_round}" if refill_round else f"iteration {i}"
         fresh = run.play(episode_specs(run, i, refill_round), run.sampling(), name)
         if run.should_stop:                      # some episodes are missing; --resume repeats the iteration

@@ -485,7 +485,7 @@ def make_chat(config, tokenizer):
     if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
     phrase = correction.instruction_phrases()[0]
-    if config.correction != "off" and not chat.writes_prose and len(chat.encode(phrase)) > 1:
+    if config.correction != "off" and chat.small and len(chat.encode(phrase)) > 1:
         raise ValueError(f"--correction={config.correction}: this model's cold start had no --instructions, "
                          "so it knows none")
     return chat

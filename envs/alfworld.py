@@ -43,12 +43,6 @@ def make(n, workers=2):
     return worker_games(n, min(n, workers), f"{__spec__.name}:engines", ANSWER_TIMEOUT_S, pddl_text)
 
 
-def versions():
-    """{package: version} of the engine's packages. ValueError if one is missing."""
-    check_installed()
-    return {package: version(package) for package in PACKAGES.values()}
-
-
 def check_installed():
     """ValueError if a package is missing."""
     if not all(map(find_spec, PACKAGES)):
@@ -79,8 +73,9 @@ class Environment(household.Environment):
         return "real ALFWorld games, alfworld engine"
 
     def versions(self):
-        """{package: version} of the engine's packages."""
-        return versions()
+        """{package: version} of the engine's packages. ValueError if one is missing."""
+        check_installed()
+        return {package: version(package) for package in PACKAGES.values()}
 
 
 # In the main process

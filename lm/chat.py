@@ -118,11 +118,6 @@ class Chat:
         self.rules, self.own_ask, self.own_parse = (getattr(environment, name, None)
                                                     for name in ("rules", "ask", "parse"))
 
-    @property
-    def writes_prose(self):
-        """Whether the model can write sentences, such as thoughts and critiques; the small model cannot."""
-        return not self.small
-
     def _encode(self, text):
         """Ids of a text: special tokens in it are text, and unpaired surrogates are "?"."""
         text = text.encode("utf-8", "replace").decode("utf-8")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from report.read import is_number
 from report.tables import captions, interval, mean_and_half, split_names
 
-TONES, STAGE_TONES, DASHES = 7, 6, 3       # numbers of classes in style.css; used in turns
+TONES = 7                                  # number of classes in style.css; used in turns
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 44, 10, 8, 30     # of a chart, in SVG units
 
 
@@ -202,7 +202,7 @@ def panel_series(panel, runs):
             points = {x: short(y, scale) for x, y in sorted(curve(run, key).items())}
             name = run.name if len(panel.curves) == 1 else f"{run.name}, {label}"
             if any(y is not None for y in points.values()):
-                series.append((name, tone[run.name], f"dash-{i % DASHES}", points))
+                series.append((name, tone[run.name], f"dash-{i}", points))
     return series
 
 
@@ -219,7 +219,7 @@ def panel_chart(panel, runs):
     shapes += [Shape("dots", dots_path(axes, points, points.values()), tone) for _, tone, _, points in series]
     shapes += [Shape("line", line_path(axes, points, smooth(list(points.values()))), tone, dash)
                for _, tone, dash, points in series]
-    keys = [(f"dash-{i % DASHES}", label) for i, (_, label) in enumerate(panel.curves)]
+    keys = [(f"dash-{i}", label) for i, (_, label) in enumerate(panel.curves)]
     hovered, name = [(name, tone, points) for name, tone, _, points in series], x_name(panel.curves[0][0])
     return Chart(title=panel.title, unit=panel.unit, help=panel.help, keys=keys if len(keys) > 1 else [],
                  axes=axes, x_name=name, shapes=shapes, hover=hover(axes, name, panel.unit, hovered))
@@ -252,7 +252,7 @@ def stages_chart(run, stages, top_s):
     xs = list(stages[0][1])
     axes, floor, shapes, keys, series = Axes(min(xs), max(xs), ticks(0, top_s)), [0.0] * len(xs), [], [], []
     for i, (stage, points) in enumerate(stages):
-        tone = f"stage-{i % STAGE_TONES}"
+        tone = f"stage-{i}"
         roof = [low + points[x] for low, x in zip(floor, xs)]
         shapes.append(Shape("area", area_path(axes, xs, floor, roof), tone))
         keys.append((tone, stage))

@@ -190,13 +190,9 @@ def task(split, index, types=None):
     return Task(task_id, split, task_type, _problem(split, task_type, known_room, random.Random(task_id)))
 
 
-def tasks(split, types=None):
-    """All tasks of a fixed split, or the first SPLIT_SIZE tasks of "train"."""
-    return list(_cached_tasks(split, types))
-
-
 @lru_cache(8)          # a run needs the same tasks three times, and making them takes a second
-def _cached_tasks(split, types):
+def tasks(split, types=None):
+    """All tasks of a fixed split, or the first SPLIT_SIZE tasks of "train", a tuple."""
     return tuple(task(split, index, types) for index in range(SPLIT_SIZE))
 
 

@@ -204,7 +204,7 @@ CALLS = {
     "half": of_interval(lambda mean, half: half), "zero": of_interval(side_of_zero),
     "seeds": by_seed, "n": len, "given": lambda condition, value: value,
     "average": average, "interval": lambda of_seeds: interval(dict(enumerate(of_seeds))),
-    "largest": max, "smallest": min,
+    "largest": max,
     "above": lambda values, limit: sum(value > limit for value in values),
     "below": lambda values, limit: sum(value < limit for value in values),
     "equal": lambda a, b: sum(x == y for x, y in zip(a, b, strict=True)),

@@ -25,13 +25,12 @@ import rollout
 from infra import files
 from infra.signals import as_completed
 from lab.bench.intervals import paired
-from lab.bench.study import add_dirty, below_root
+from lab.bench.study import ROOT, add_dirty, below_root
 from lm import model as decoder
 from lm.chat import Chat
 from lm.engine import Sampling
 from session import make_chat
 
-ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "lab" / "results" / "studies"
 AGREES = ("yes", "partly", "no", "not measurable")         # values of a figure's "agrees"
 

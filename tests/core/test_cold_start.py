@@ -449,7 +449,6 @@ def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(c
 @pytest.mark.fast
 def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeypatch):
     """Reasoning and verdict; the endpoint's question is about the turn whose answer it becomes."""
-    monkeypatch.setattr(Chat, "writes_prose", True)
     batches, chat = [], Chat(tokenizer, "think")
     endpoint = SimpleNamespace(ask=lambda questions: batches.append(questions) or [
         f"Reason {number}. <judge>{('good', 'bad')[number % 2]}</judge>" for number in range(len(questions))])

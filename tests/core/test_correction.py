@@ -41,12 +41,6 @@ MISTAKES = [
 ]
 
 
-class Writer(Chat):
-    """A chat with a model that can write."""
-
-    writes_prose = True
-
-
 @pytest.mark.fast
 def test_kinds_of_mistakes_on_a_script(chat):
     episode = scripted(chat, MISTAKES, won=False)
@@ -204,7 +198,7 @@ def test_a_small_models_instruction_counts_its_mistakes(chat):
 
 @pytest.mark.fast
 def test_a_writing_models_mistakes_are_counted_if_the_flag_asks_for_it(tokenizer):
-    chat = Writer(tokenizer, "plain")
+    chat = Chat(tokenizer, "plain")
     made = corrected(chat, bad_turns(chat), correction_from="counts")
     assert made.made_from == {"refused": 3, "other": 2, "repeated": 1}
 
@@ -212,7 +206,7 @@ def test_a_writing_models_mistakes_are_counted_if_the_flag_asks_for_it(tokenizer
 @pytest.mark.fast
 def test_a_writing_models_mistakes_are_counted_where_its_verdicts_have_no_reasons(tokenizer):
     """With --prompt plain a verdict is the word alone."""
-    chat = Writer(tokenizer, "plain")
+    chat = Chat(tokenizer, "plain")
     assert corrected(chat, bad_turns(chat)).made_from == {"refused": 3, "other": 2, "repeated": 1}
 
 
@@ -244,7 +238,7 @@ def actor(monkeypatch):
 
 @pytest.mark.fast
 def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_actor(tokenizer, actor):
-    chat = Writer(tokenizer, "think")
+    chat = Chat(tokenizer, "think")
     bad = bad_turns(chat, "I repeat myself.", "I open what is open.")[:2]
     question = ("An agent that plays text games said this of its own mistakes:\n\n- I repeat myself.\n"
                 "- I open what is open.\n\nMerge what they have in common into one coherent instruction to "
@@ -264,7 +258,7 @@ def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_actor(tok
 @pytest.mark.fast
 def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer):
     """Of these 24 turns the first two have an empty critique; of the others the first 16 are merged."""
-    chat, large = Writer(tokenizer, "think"), Large("Do better.")
+    chat, large = Chat(tokenizer, "think"), Large("Do better.")
     bad = bad_turns(chat, "", "<x>", *[f"Mistake {i}." for i in range(2, 24)])
     made = corrected(chat, bad[::-1], endpoint=large)
     assert made.text == "Do better." and made.made_from == [f"Mistake {i}." for i in range(2, 18)]
@@ -279,7 +273,7 @@ def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer)
     """The real path, though the random model writes nonsense: the actor merges its critiques.
 
     In double precision, so that no CPU's rounding changes a sampled token."""
-    chat, sampling, model = Writer(tokenizer, "think"), Sampling(max_response_tokens=6), model.double()
+    chat, sampling, model = Chat(tokenizer, "think"), Sampling(max_response_tokens=6), model.double()
     runs = [corrected(chat, bad_turns(chat, "I repeat myself."), 3, model, None, sampling, seed, slots)
             for seed in range(6) for slots in (1, 16)]
     assert runs[::2] == runs[1::2]                            # independent of the number of slots

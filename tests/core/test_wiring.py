@@ -231,7 +231,7 @@ def test_ranks_ask_a_large_model_about_their_shares(chosen):
 @pytest.mark.fast
 def test_a_ranks_episodes_are_numbered_behind_those_of_the_ranks_before(monkeypatch):
     monkeypatch.setattr(gcd, "episode_specs", lambda run, i, refill_round: ["a spec"] * 4)
-    config = SimpleNamespace(dynamic_sampling="drop", tasks=6, group_size=2, play_rounds=1)
+    config = SimpleNamespace(dynamic_sampling="drop", tasks=6, group_size=2)
     run = SimpleNamespace(
         config=config, ranks=SimpleNamespace(rank=2, world_size=3), update_sampler=lambda: None,
         waits={"games": 1.0}, slots=SimpleNamespace(most_tokens=9), should_stop=False, sampling=lambda: None,

@@ -413,4 +413,4 @@ def test_wrong_flags_fail(flags, message):
 def test_the_versions_equal_those_of_the_requirements_file():
     lines = (ROOT / "requirements-alfworld.txt").read_text().split()
     required = dict(line.split("==") for line in lines if "==" in line)
-    assert alfworld.versions() == required
+    assert alfworld.Environment.versions(None) == required

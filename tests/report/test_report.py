@@ -121,7 +121,7 @@ def test_a_method_has_a_color_and_colors_repeat(tmp_path):
     assert tones["start"] == "tone-0" and tones["method0"] == tones["method6"] == "tone-1"
     assert len(set(tones.values())) == charts.TONES
     style = page.templates().get_template("style.css").render()
-    names = [f"tone-{i}" for i in range(charts.TONES)] + [f"stage-{i}" for i in range(charts.STAGE_TONES)]
+    names = [f"tone-{i}" for i in range(charts.TONES)] + [f"stage-{i}" for i in range(len(charts.STAGES))]
     assert all(f".{name} {{ --tone:" in style for name in names)
 
 
