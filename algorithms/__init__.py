@@ -80,12 +80,14 @@ class Method:
         missing, a metric is no number, or the state cannot be saved. Returns the metrics.
         """
         metrics = self.assign(episodes, decay)
-        plugins.refuse("" if episodes else "it left no episode; expected at least one", self, "assign")
+        if not episodes:
+            plugins.refuse("it left no episode; expected at least one", self, "assign")
         turns = ((episode, t, turn) for episode in episodes for t, turn in enumerate(episode.turns, 1))
         for episode, t, turn in turns:
             if wrong := wrong_advantage(turn):
                 plugins.refuse(wrong, self, f"task {episode.task.id}, turn {t}")
-        plugins.refuse(wrong_metrics(metrics) or wrong_state(self.state), self, "assign")
+        if wrong := wrong_metrics(metrics) or wrong_state(self.state):
+            plugins.refuse(wrong, self, "assign")
         return metrics
 
     def zero_variance_groups(self, episodes):
