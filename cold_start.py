@@ -245,6 +245,10 @@ def demonstrate(run, first, n, mistake_rate, required=True):
     if 0 < len(episodes) < n / 2:
         given = f"--{'' if required else 'judge-'}demonstrations={n}"
         run.warn_once("few demonstrations", f"{given}: {few_kept(config, counts, tasks, episodes)}")
+    longest = max((len(turn.response_ids) for episode in episodes for turn in episode.turns), default=0)
+    if longest > config.max_response_tokens:
+        run.warn_once("long response", f"--max-response-tokens={config.max_response_tokens}: a demonstration "
+                      f"has a response of {longest} tokens; such a response cannot be given by the model")
     if required and not episodes:
         raise ValueError(f"--demonstrations={n}: none was won in --max-turns={config.max_turns} within "
                          f"--context={config.context} tokens: {dict(counts)}")

@@ -285,12 +285,12 @@ def advise(run, i, episodes, metrics):
     """
     config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
     if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
-        ways = {"more --max-response-tokens or --context, as most were cut": cut,
+        ways = {"more --max-response-tokens or --context (most were cut)": cut,
                 "more --demonstrations": run.environment.expert,
                 "--admissible-only": not (config.admissible_only or run.environment.templates)}
-        hints = ", or ".join(way for way, applies in ways.items() if applies)
+        hints = " or ".join(way for way, applies in ways.items() if applies)
         run.warn_once("no advantage", f"RL: in iteration {i} nothing was won and no turn has an advantage, "
-                      "so the policy learns nothing" + f": {hints}, may help" * bool(hints))
+                      "so the policy learns nothing" + f": {hints} may help" * bool(hints))
     elif cut:
         run.warn_once("cut", f"RL: in iteration {i} most episodes had a response or a conversation that was "
                       "too long: more --max-response-tokens or --context may help")
@@ -420,7 +420,7 @@ def attempt(config, resources):
     except EXPECTED as error:
         first = job.failure(error)       # if another rank failed first, this error follows from that
         why = f"{first}, so this one ends" if first else one_line(error, out, known=EpisodeLost)
-        print(f"gcd.py: error: {printable(why)}", file=sys.stderr)
+        print(f"gcd.py: error: {printable(why)}\n", end="", file=sys.stderr)       # one write: ranks share it
         status = 1
     except Exception as error:
         job.on_exit(type(error), error, None)         # before games are closed: the other ranks wait

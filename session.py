@@ -28,6 +28,7 @@ from config import DAGGER_ROUND, PROTOCOLS
 from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
 from infra.errors import reported
+from infra.flags import flag_of
 from infra.memory import check_memory, state_bytes
 from infra.progress import progress
 from infra.signals import Interrupted
@@ -259,6 +260,7 @@ def prepare(config, ranks, should_stop, resources):
     cannot work together with the model, the environment or what OUT holds. All ranks call this.
     """
     out, environment = Path(config.out), config.environment
+    check_command(config)
     check_tasks(config, ranks.world_size)
     parallel.on_rank0(lambda: resources.enter_context(files.locked(out)) and None)
     holder = parallel.on_rank0(lambda: files.lock_text(out))
@@ -319,6 +321,22 @@ def prepare(config, ranks, should_stop, resources):
                base=config.model and Path(config.model).resolve())
 
 
+def check_command(config):
+    """ValueError, naming a flag and two ranks, unless all ranks have the same settings, but for where files
+    lie: on one of several machines the job's script may be an older one.
+    """
+    place = f"rank {parallel.place()[0]} on {socket.gethostname()}"
+    settings = config.settings()
+    for name in ("out", "model", "games"):
+        settings.pop(name, None)
+    (first, ours), *others = parallel.all_gather((place, settings))
+    for other, theirs in others:
+        if differing := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
+            name = differing[0]
+            raise ValueError(f"{flag_of(name)}: {ours.get(name)} for {first}, {theirs.get(name)} for "
+                             f"{other}; every rank needs the same command")
+
+
 def check_copies(config, source, tasks):
     """ValueError, naming the machines, unless all ranks see the same --model, plug-ins and games: each reads
     its own rows of the weights, so that of differing copies it would train a mixture.
@@ -328,12 +346,13 @@ def check_copies(config, source, tasks):
     names = ("*.safetensors", "*.json") if source and parallel.is_distributed() else ()
     paths = sorted(path for name in names for path in source.glob(name))
     mine = {f"--model={config.model}": [(path.name, checkpoint.fingerprint(path)) for path in paths],
+            "the code: its commit": files.commit(),
             f"--env={config.env}: its games": config.environment.tasks_hash(tasks)} | {
         f"--{flag}={getattr(config, flag)}": digest for flag, digest in resume.plugin_hashes(config).items()}
-    first, *others = parallel.all_gather((socket.gethostname(), mine))
+    first, *others = parallel.all_gather((f"rank {parallel.place()[0]} on {socket.gethostname()}", mine))
     for host, theirs in others:
         if wrong := [what for what, found in theirs.items() if first[1].get(what) != found]:
-            raise ValueError(f"{wrong[0]}: not the same on {host} as on {first[0]}; every rank needs equal "
+            raise ValueError(f"{wrong[0]}: not the same for {host} as for {first[0]}; every rank needs equal "
                              "files")
 
 

@@ -191,8 +191,30 @@ def wrong_vocabulary(phrases):
     return f"it has {wrong[0]!r:.60}; expected nonempty ASCII texts" if wrong else ""
 
 
+def wrong_tools(tools, some=False):
+    """What is wrong with an environment's list of tools; "" if nothing is. some: there has to be one."""
+    expected = "as envs.tools.schemas(GAME) returns for the class GAME"
+    if not isinstance(tools, (list, tuple)) or some and not tools:
+        return f"it returned {tools!r:.60}; expected a list of schemas, {expected}"
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) else None
+        parts = (function.get("name"), function.get("parameters")) if isinstance(function, dict) else ("", "")
+        if not (isinstance(parts[0], str) and isinstance(parts[1], dict)
+                and isinstance(parts[1].get("properties"), dict)):
+            return f"it has {tool!r:.60}; expected schemas, {expected}"
+    return ""
+
+
 def wrong_declared(environment):
-    """What is wrong with what an environment declares, apart from its methods; "" if nothing is."""
+    """What is wrong with what an environment declares, tools included, apart from its other methods; "" if
+    nothing is.
+    """
+    cls, required = type(environment), environment._required
+    for name in required:                           # plugins.find has looked for those of Environment alone
+        if getattr(cls, name) is getattr(Environment, name):
+            return f"class {cls.__name__} lacks {name}, which it has to define"
+    if wrong := wrong_tools(environment.tools(), some="tools" in required):
+        return f"tools: {wrong}"
     for name, values, kind, right in (
             ("splits", environment.splits, "a text", lambda value: isinstance(value, str)),
             ("captions", environment.captions.values(), "a text", lambda value: isinstance(value, str)),

@@ -16,7 +16,9 @@ observations. Left out: tools that run at the same time, and calls that are not 
 
 import inspect
 import json
+from enum import EnumMeta
 from functools import lru_cache
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from . import Environment, Reply
 
@@ -40,7 +42,7 @@ class Game:
     """
 
     def __init__(self):
-        self._parameters = parameters_of(schemas(type(self)))
+        schemas(type(self))              # ValueError now rather than at a call; a subclass need not call this
 
     def begin(self, task, seed):
         """Start a task; returns the first observation. Equal for the same task and seed."""
@@ -68,12 +70,13 @@ class Game:
     def _answer(self, text):
         """(answer, whether the call was made) for the text of a call."""
         try:
-            name, arguments = read_call(text, self._parameters)
+            name, arguments = read_call(text, parameters_of(schemas(type(self))))
             answer = getattr(self, name)(**arguments)
         except ToolError as error:
             return f"error: {error}", False
         if not isinstance(answer, str):
-            raise TypeError(f"{name} returned {answer!r:.60}; expected text")
+            line = inspect.unwrap(getattr(type(self), name)).__code__.co_firstlineno
+            raise TypeError(f"tool {name}, line {line}, returned {answer!r:.60}; expected text")
         return answer, True
 
     def close(self):
@@ -83,6 +86,7 @@ class Game:
 class ToolEnvironment(Environment):
     """Base class of an environment of such games. A subclass also defines `tools`: schemas(its Game)."""
 
+    _required = (*Environment._required, "tools")
     noop_message = "No tool was called."
 
     def parse(self, text):
@@ -201,6 +205,9 @@ def schemas(game):
 
     ValueError, which names tool and argument, where one cannot be made.
     """
+    for name, base in inspect.getmembers(Game, inspect.isfunction):
+        if not name.startswith("_") and (wrong := wrong_override(getattr(game, name, base), base)):
+            raise ValueError(f"method {name}: {wrong}; a tool cannot be called so")
     members = {name: value for cls in reversed(game.__mro__) for name, value in vars(cls).items()
                if not name.startswith("_") and not hasattr(Game, name)}
     names = [name for name in members if callable(tool := getattr(game, name)) and not inspect.isclass(tool)]
@@ -215,6 +222,22 @@ def schemas(game):
     return [schema_of(getattr(game, name)) for name in names]
 
 
+def wrong_override(method, base):
+    """What is wrong with the parameters of a method that replaces one of Game's; "" if nothing is.
+
+    It can be called as that is, and has no parameter of another name unless it begins with an underscore.
+    """
+    signature, expected = inspect.signature(method), inspect.signature(base)
+    others = [parameter.name for parameter in signature.parameters.values()
+              if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+              and not parameter.name.startswith("_") and parameter.name not in expected.parameters]
+    try:
+        signature.bind(*expected.parameters)
+    except TypeError:
+        others.append("")
+    return f"it has the parameters {signature}; expected {expected}, as in envs.tools.Game" if others else ""
+
+
 def schema_of(tool):
     """The schema of a function by transformers, {"type": "function", "function": {...}}. ValueError: see
     above.
@@ -225,9 +248,15 @@ def schema_of(tool):
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ValueError(f"tool {tool.__name__}, argument {parameter}: cannot be passed by its name")
     try:
-        return get_json_schema(tool)
+        schema, hints = get_json_schema(tool), get_type_hints(tool)
     except Exception as error:                   # transformers' own, or what a hint raises that is none
         reason = " ".join(str(error).split())
+    else:
+        for parameter in parameters:
+            if wrong := never_passed(hints[parameter.name]):
+                raise ValueError(f"tool {tool.__name__}, argument {parameter.name}: its type hint "
+                                 f"{inspect.formatannotation(parameter.annotation)} {wrong}")
+        return schema
     for parameter in parameters:
         try:
             get_json_schema(function_of(parameter, tool))
@@ -236,7 +265,21 @@ def schema_of(tool):
             if parameter.annotation is parameter.empty:
                 reason = "has no type hint"
             raise ValueError(f"tool {tool.__name__}, argument {parameter.name}: {reason}") from None
+    if "no description for the argument" in reason:             # also where it is written "x (int): text"
+        reason += '; expected a section "Args:" with a line "NAME: text" for each, without a type'
     raise ValueError(f"tool {tool.__name__}: {reason}")
+
+
+def never_passed(hint):
+    """What in a type hint has a schema but is never passed, since a tool gets the values of JSON as they are;
+    "" if nothing is.
+    """
+    if isinstance(hint, EnumMeta):
+        return "has an Enum, which no value of JSON is; use Literal"
+    if get_origin(hint) is dict and get_args(hint)[0] is not str:
+        return "has keys that are no text, which JSON has not; use dict[str, ...]"
+    parts = () if get_origin(hint) is Literal else get_args(hint)
+    return next(filter(None, map(never_passed, parts)), "")
 
 
 def function_of(parameter, tool):
@@ -252,8 +295,8 @@ def function_of(parameter, tool):
 
 
 def phrases(tools):
-    """The texts between the values of a call, and the values that are listed: tokens for the small model,
-    which spells texts that are not ASCII in bytes.
+    """The texts between the values of a call with all arguments and of one with none, and the values that are
+    listed: tokens for the small model, which spells texts that are not ASCII in bytes.
     """
     found = []
     for tool in (schema["function"] for schema in tools):
@@ -262,5 +305,7 @@ def phrases(tools):
                  for name, schema in properties.items())
         text = f'{START}\n{{"name": "{tool["name"]}", "arguments": {{{", ".join(slots)}}}}}\n{END}'
         found += text.split("\0")
+        if not tool["parameters"].get("required"):
+            found.append(call(tool["name"]))
         found += [str(value) for schema in properties.values() for value in schema.get("enum", ())]
     return [text for text in dict.fromkeys(found) if text.isascii()]

@@ -3,8 +3,8 @@
 A checkpoint is a Hugging Face folder with an additional file, trainer.pt: the optimizer's state, the run's
 state and, for PPO, the critic. Several ranks each write a part of all that: a file of weights and, by
 torch.distributed.checkpoint, one in the folder `trainer`. trainer.pt then holds the shapes of the tensors
-that are there; the checkpoint before is kept, as `checkpoint.old`. It always holds a fingerprint of each file
-of weights, and of the parts.
+that are there; the checkpoint before is kept, as `checkpoint.old`. It always holds a fingerprint of each
+other file.
 Left out: the other files of a run (infra/files.py).
 """
 
@@ -49,7 +49,8 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     def finish(new):
         if extra_files is not None:
             extra_files(new)
-        files = {name: fingerprint(new / name) for name in files_saved(new)}
+        small = {path.name for path in new.iterdir() if path.is_file()}                # config, tokenizer ...
+        files = {name: fingerprint(new / name) for name in sorted({*small, *files_saved(new)})}
         save_trainer(trainer | {"files": files}, new / TRAINER_FILE)
 
     def write(new):
@@ -136,8 +137,8 @@ def check_whole(folder):
         if not (wrong := what_is_wrong(folder)):
             return
         new, old = siblings(folder)
-        if what_is_wrong(old):
-            raise ValueError(wrong)
+        if also := what_is_wrong(old):
+            raise ValueError(wrong + f"; of the checkpoint before, {also}" * old.exists())
         broken = folder.with_name(folder.name + ".broken")
         print(f"{wrong}; so the checkpoint before is used, and this one is now {broken}", file=sys.stderr)
         shutil.rmtree(new, ignore_errors=True)                  # `repair` would take it for a complete one

@@ -8,6 +8,7 @@ and watches nobody. Left out: what the ranks exchange (infra/parallel.py).
 
 import math
 import os
+import re
 import secrets
 import socket
 import sys
@@ -289,7 +290,8 @@ def failure(error=None):
         return ""
     try:
         if error and not watch.failure() and (lost := watch.silent()):
-            watch.fail(f"{watch.name(lost[0])} is lost ({' '.join(str(error).split())[:200]})")
+            why = re.sub(r"^\[\S+:\d+\] ", "", " ".join(str(error).split())).partition(". ")[0]     # gloo's
+            watch.fail(f"{watch.name(lost[0])} is lost ({why[:200]})")
         return watch.failure()
     except RuntimeError:                                        # the store may have ended with torchrun
         return watch.store_lost() if error else ""

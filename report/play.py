@@ -24,11 +24,11 @@ from rollout import Conversation, EpisodeSpec
 
 
 def opinion(player, prompt_ids, response_ids):
-    """The judge's P(good) of a response, as text; says so if the model was never taught to judge."""
+    """The judge's P(good) of a response, as text; says so if there is no verdict that can be read."""
     try:
         return f"its judge: {player.probability_good(prompt_ids, response_ids):.0%} good"
     except ValueError:
-        return "never taught to judge"
+        return "its judge gives no verdict on this"
 
 
 def reliability(player):

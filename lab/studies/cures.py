@@ -724,7 +724,7 @@ def main(argv=None):
         parser.error(f"--jobs=0: {options.out / 'cures.jsonl'} has no cell")
     there = sorted({seed for part in (table, fresh, own) for of_seed in part.values() for seed in of_seed})
     draw(table, options.out / "cures.svg")
-    command = ["python", "-m", "lab.studies.cures", "--seeds", str(options.seeds)]
+    command = ["python", "-m", "lab.studies.cures", "--seeds", str(max(options.seeds, there[-1] + 1))]
     if options.iterations != ITERATIONS:
         command += ["--iterations", str(options.iterations)]
     found = findings(table, fresh, own)

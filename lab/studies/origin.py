@@ -91,8 +91,9 @@ def main(argv=None):
     draw_saturation(found["saturation"], options.out / "origin.saturation.svg")
     draw_masses(found, options.out / "origin.toy.svg")
     draw_methods(found["methods"], options.out / "origin.methods.svg")
-    command = ["python", "-m", "lab.studies.origin", *(["--all"] if options.all else []),
-               "--seeds", str(seeds)]
+    seeds = max(seeds, there[-1] + 1)                  # the stored cells may be of a larger study
+    more = options.all or not {*results} <= {*origin_cells.cells_of(False, range(seeds))}
+    command = ["python", "-m", "lab.studies.origin", *(["--all"] if more else []), "--seeds", str(seeds)]
     text = page(found, " ".join(command), there, len(results), len(everything))
     common.publish(options.out, "origin", command, there, found, figures_of(found), text)
     print(text)

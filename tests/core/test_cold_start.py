@@ -203,7 +203,8 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
     script: the expert's demonstrations, one after the other (default: the real expert's). changes: settings
     without a flag.
     """
-    flags = ("--max-turns", 30, "--context", 4096, "--cold-start-batch", 2, *flags)
+    flags = ("--max-turns", 30, "--context", 4096, "--max-response-tokens", 64, "--cold-start-batch", 2,
+             *flags)
     settings = replace(config.parse([str(flag) for flag in flags]), **changes)
     model, rows = decoder.Model(decoder.ModelConfig(9, 8, 8, 1, 1, 1, 8)), []
     model.steps = []
@@ -320,6 +321,22 @@ def test_few_kept_demonstrations_are_a_warning(chat):
     assert warning == ("--demonstrations=7: only 2 kept; 3 not won, 1 too long, 1 lost; none of "
                        f"{', '.join(sorted(missing))}; a larger --max-turns (now 30) or --context (now "
                        "2048) may help")
+
+
+@pytest.mark.fast
+def test_a_demonstrated_response_that_the_model_cannot_give_is_a_warning(chat):
+    """Once, with the longest of those that are kept: not of the episode that is lost here."""
+    longer = scripted([("look" * n, "A room.", False, "") for n in (9, 30)])
+    lost = scripted([("look" * 50, "A room.", False, "")], won=False)
+    longest = len(chat.respond("look" * 30))
+    assert longest > len(chat.respond("look" * 9)) and longest > max(
+        len(chat.respond(line[0])) for line in SCRIPT)
+    for limit, warns in ((longest, False), (longest - 1, True)):
+        run = make_run(chat, "--max-response-tokens", limit, script=[scripted(), longer, lost])
+        cold_start.demonstrate(run, 0, 3, 0.05)
+        assert [row["warning"] for row in run.rows if "warning" in row] == warns * [
+            f"--max-response-tokens={limit}: a demonstration has a response of {longest} tokens; such a "
+            "response cannot be given by the model"]
 
 
 @pytest.mark.fast

@@ -267,8 +267,8 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
 
 @pytest.mark.fast
 @pytest.mark.parametrize("cut, expert, limited, hints", [
-    (0.9, None, True, ": more --max-response-tokens or --context, as most were cut, may help"),
-    (0.1, print, False, ": more --demonstrations, or --admissible-only, may help"), (0.0, None, True, "")])
+    (0.9, None, True, ": more --max-response-tokens or --context (most were cut) may help"),
+    (0.1, print, False, ": more --demonstrations or --admissible-only may help"), (0.0, None, True, "")])
 def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited, hints):
     warned = []
     run = SimpleNamespace(config=SimpleNamespace(kl="none", admissible_only=limited),

@@ -16,11 +16,13 @@ from typing import Any, Literal
 
 import pytest
 
+import config
 import envs
 from envs import Task
 from envs.tools import (
     CALL,
     Game,
+    ToolEnvironment,
     ToolError,
     call,
     calls_in,
@@ -60,6 +62,10 @@ def test_schemas_are_transformers_of_the_public_methods_in_their_order():
 
 class Colour:
     pass
+
+
+class Size(Enum):
+    SMALL = "s"
 
 
 def game_of(method):
@@ -110,6 +116,35 @@ async def late(self):
     """Paint."""
 
 
+def typed(self, x: int):
+    """Paint.
+
+    Args:
+        x (int): what
+    """
+
+
+def sized(self, x: Size):
+    pass
+
+
+def optional_size(self, x: list[Size] | None = None):
+    pass
+
+
+def numbered(self, x: dict[int, str]):
+    pass
+
+
+def of_texts(self, x: dict[str, Literal["a", 3]] | None = None):
+    pass
+
+
+def replaces(name, method):
+    """A Game class with a tool, and with a method in place of one of Game's."""
+    return type("Desk", (Game,), {"paint": undescribed, name: method})
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("game, message", [
     (documented(unhinted), "tool paint, argument x: has no type hint"),
@@ -118,7 +153,19 @@ async def late(self):
     (documented(unknown), "tool paint, argument x: its type hint 'Nowhere' has no JSON schema"),
     (documented(variable), r"tool paint, argument \*x: int: cannot be passed by its name"),
     (documented(keywords), r"tool paint, argument \*\*x: int: cannot be passed by its name"),
-    (game_of(undescribed), "tool paint: .*no description for the argument 'x'"),
+    (documented(sized), "tool paint, argument x: its type hint .*Size has an Enum, .*; use Literal$"),
+    (documented(optional_size), r"tool paint, argument x: its type hint list\[.*Size\].* has an Enum"),
+    (documented(numbered), r"tool paint, argument x: .* hint dict\[int, str\] .*; use dict\[str, ...\]$"),
+    (replaces("close", lambda self, number: ""), r"method close: it has the parameters \(self, number\); "),
+    (replaces("step", lambda self, direction: ""), r"method step: .*; expected \(self, command\), as in "),
+    (replaces("step", lambda self: ""), "method step: it has the parameters"),
+    (replaces("finish", lambda self, text: ""), "method finish: it has the parameters"),
+    (replaces("reset", lambda self: ""), "method reset: it has the parameters"),
+    (type("Desk", (Game,), {"close": lambda self, number: ""}), "method close: it has the parameters"),
+    (replaces("begin", lambda self, level, seed: ""), "method begin: it has the parameters"),
+    (game_of(typed), "tool paint: .*no description for the argument 'x'; expected a section \"Args:\" with a "
+                     "line \"NAME: text\" for each, without a type$"),
+    (game_of(undescribed), "tool paint: .*no description for the argument 'x'; expected a section"),
     (game_of(undocumented), "tool paint: .*it has no docstring"),
     (type("Mail", (Game,), {"send": undescribed}), "tool send: a game's own attribute has this name"),
     (type("Meal", (Game,), {"done": undescribed}), "tool done: a game's own attribute has this name"),
@@ -142,18 +189,73 @@ def test_helpers_are_no_tools_and_inherited_tools_are():
         def close(self):
             super().close()
 
+        def begin(self, _, seed=3):
+            return super().begin(_, seed)
+
+        def reset(self, *given, **named):
+            return super().reset(*given, **named)
+
     assert schemas(Cheap) == schemas(SHOP.Shop)
+
+
+@pytest.mark.fast
+def test_a_dict_whose_keys_are_texts_is_a_type_hint():
+    (schema,) = schemas(documented(of_texts))
+    assert schema["function"]["parameters"]["properties"]["x"]["additionalProperties"]["enum"] == ["a", 3]
+
+
+@pytest.mark.fast
+def test_a_game_need_not_call_the_constructor_of_its_base_class():
+    class Shelf(Open):
+        def __init__(self, size):
+            self.size = size
+
+    game = Shelf(3)
+    game.reset(Task("a", "train", "paint", None))
+    assert game.step(call("paint", x=[], y={}, z=0)).observation == "painted"
+
+
+# What an environment declares
+
+def environment_of(**declared):
+    """A ToolEnvironment with the other methods that it needs."""
+    methods = {"make": undescribed, "train_tasks": undescribed, "split_tasks": undescribed}
+    return type("Environment", (ToolEnvironment,), methods | declared)()
+
+
+ONE = [{"type": "function", "function": {"name": "bake", "parameters": {"type": "object", "properties": {}}}}]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("returned, message", [
+    (ONE, ""), ((*ONE,), ""),
+    (SHOP.Shop, "tools: it returned <class 'shop.Shop'>; expected a list of schemas, as envs.tools.schemas("),
+    (None, "tools: it returned None; expected a list"), ([], "tools: it returned []; expected a list"),
+    (ONE[0], "tools: it returned {'type': 'function'"), (["bake"], "tools: it has 'bake'; expected schemas"),
+    ([ONE[0]["function"]], "tools: it has {'name': 'bake'"),
+    ([{"function": {"name": "bake"}}], "tools: it has {"),
+    ([{"function": {"name": "bake", "parameters": {}}}], "tools: it has")])
+def test_what_tools_returns_is_checked(returned, message):
+    wrong = envs.wrong_declared(environment_of(tools=lambda self: returned))
+    assert wrong.startswith(message) and bool(wrong) == bool(message)
+
+
+@pytest.mark.fast
+def test_an_environment_with_tools_has_to_define_them(tmp_path):
+    """It used to train without any, and nothing told so."""
+    assert envs.wrong_declared(environment_of()) == "class Environment lacks tools, which it has to define"
+    path = tmp_path / "shop_without.py"
+    text = (ROOT / "examples" / "shop.py").read_text(encoding="utf-8")
+    assert "    def tools(self):" in text
+    path.write_text(text.replace("    def tools(self):", "    def _tools(self):"), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^--env={re.escape(str(path))}: class Environment lacks tools"):
+        config.parsed(["--env", str(path)])
 
 
 # Arguments
 
-class Size(Enum):
-    SMALL = "s"
-    LARGE = 3
-
-
 class Wide(Game):
-    def paint(self, x: str, a: int, b: float, c: bool, d: Literal["x", 3], e: Size, f: list[int],
+    def paint(self, x: str, a: int, b: float, c: bool, d: Literal["x", 3], e: Literal["s"], f: list[int],
               g: int | str, h: dict[str, int], i: tuple[int, str], j: int | None = None,
               k: list[list[str]] | bool = True):
         """Paint.
@@ -164,7 +266,7 @@ class Wide(Game):
             b: a number
             c: whether
             d: one of two
-            e: a size
+            e: one of one
             f: integers
             g: an integer or a text
             h: integers by name
@@ -338,9 +440,9 @@ def test_an_answer_that_is_no_text_is_the_authors_mistake():
         def paint(self):
             """Paint."""
 
-    game = Silent()
+    game, line = Silent(), Silent.paint.__code__.co_firstlineno
     game.reset(Task("a", "train", "paint", None))
-    with pytest.raises(TypeError, match="^paint returned None; expected text"):
+    with pytest.raises(TypeError, match=rf"^tool paint, line {line}, returned None; expected text"):
         game.step(call("paint"))
 
 
@@ -429,3 +531,29 @@ def test_phrases_join_to_the_calls():
     parts = phrases(schemas(SHOP.Shop))
     text = call("buy", article=7, count=2)
     assert re.sub("|".join(map(re.escape, sorted(parts, key=len, reverse=True))), "", text) == "72"
+
+
+@pytest.mark.fast
+def test_a_call_without_arguments_is_a_phrase_where_none_is_required():
+    class Bank(Game):
+        def pay(self, count: int = 1, account: str = "rent"):
+            """Pay.
+
+            Args:
+                count: how often
+                account: which
+            """
+
+        def owe(self, count: int):
+            """Owe.
+
+            Args:
+                count: how often
+            """
+
+        def close_all(self):
+            """Close all."""
+
+    parts = phrases(schemas(Bank))
+    assert [name for name in ("pay", "owe", "close_all") if call(name) in parts] == ["pay", "close_all"]
+    assert len({*parts}) == len(parts)

@@ -7,6 +7,7 @@ lost, forked as those of two nodes. Oracles: the same on one process; torch's co
 checkpoints.
 """
 
+import itertools
 import json
 import os
 import re
@@ -218,8 +219,9 @@ def test_each_rank_writes_and_reads_its_own_part_of_one_copy(eight):
     assert elements == 2 * total // 4                                                     # Adam's two moments
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("fault", ["missing", "not the file that this checkpoint was saved with"])
+@pytest.mark.parametrize("part, fault", [
+    *itertools.product(PARTS, ["missing", "not the file that this checkpoint was saved with"]),
+    ("config.json", "missing"), ("model.safetensors.index.json", "missing")])
 def test_a_part_that_is_missing_or_of_another_run_is_named_and_the_checkpoint_before_is_used(
         eight, tmp_path, capsys, part, fault):
     folder = shutil.copytree(eight / "three", tmp_path / "checkpoint")
@@ -235,9 +237,12 @@ def test_a_part_that_is_missing_or_of_another_run_is_named_and_the_checkpoint_be
                                        f"this one is now {broken}\n")
     assert_same_checkpoint(folder, eight / "two")
     (folder / part).unlink()                                              # now there is none to go back to
-    with pytest.raises(ValueError, match=f"{part}: missing"):
+    with pytest.raises(ValueError, match=f"{part}: missing$"):
         checkpoint.check_whole(folder)
     assert broken.is_dir() and folder.is_dir()
+    before = shutil.copytree(folder, tmp_path / "checkpoint.old")
+    with pytest.raises(ValueError, match=f"missing; of the checkpoint before, {before / part}: missing$"):
+        checkpoint.check_whole(folder)
 
 
 def test_a_checkpoint_without_moments_is_checked_and_kept_too(eight, tmp_path, capsys):
@@ -393,12 +398,30 @@ def test_copies_that_differ_between_machines_are_refused(start, tmp_path, monkey
     monkeypatch.setattr(parallel, "all_gather", lambda mine: seen.append(("abc"[len(seen)], mine[1])) or seen)
     for _ in range(2):
         session.check_copies(given, start, [])
-    with pytest.raises(ValueError, match=f"--model={start}: not the same on c as on a; every rank needs"):
+    with pytest.raises(ValueError, match=f"--model={start}: not the same for c as for a; every rank"):
         session.check_copies(given, tmp_path / "copy", [])
     seen.clear()
     session.check_copies(given, start, given.environment.split_tasks("dev")[:1])
-    with pytest.raises(ValueError, match="--env=household: its games: not the same on b as on a"):
+    with pytest.raises(ValueError, match="--env=household: its games: not the same for b as for a"):
         session.check_copies(given, start, given.environment.split_tasks("dev")[1:2])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags, message", [
+    ([], ""), (["--out", "elsewhere"], ""),
+    (["--seed", "2"], "--seed: 0 for a, 2 for b; every rank needs the same command"),
+    (["--resume"], "--resume: False for a, True for b"), (["--no-gcd"], "--gcd: True for a, False for b"),
+    (["--algo", "gigpo"], "--algo: grpo for a, gigpo for b")])
+def test_commands_that_differ_between_ranks_are_refused(flags, message, monkeypatch):
+    seen = []
+    monkeypatch.setattr(parallel, "all_gather", lambda mine: seen.append(("ab"[len(seen)], mine[1])) or seen)
+    session.check_command(config.parsed([]))
+    other = config.parsed(flags)
+    if not message:
+        session.check_command(other)
+        return
+    with pytest.raises(ValueError, match=message):
+        session.check_command(other)
 
 
 @pytest.mark.fast

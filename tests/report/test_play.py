@@ -175,7 +175,7 @@ def test_a_judge_that_writes_answers_eight_times(model, tokenizer, settings, mon
     assert len(set(streams[0])) == 8
     assert play.opinion(player, [5, 6], [7]) == "its judge: 60% good" and streams[0] == streams[1]
     texts[:] = ["Well."] * 5
-    assert play.opinion(player, [5, 6], [7]) == "never taught to judge"
+    assert play.opinion(player, [5, 6], [7]) == "its judge gives no verdict on this"
 
 
 @pytest.mark.fast
@@ -183,7 +183,7 @@ def test_an_untrained_model_was_never_taught_to_judge(player):
     with torch.no_grad():
         for parameter in player.model.parameters():
             parameter.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
-    assert play.opinion(player, [5, 6], [7]) == "never taught to judge"
+    assert play.opinion(player, [5, 6], [7]) == "its judge gives no verdict on this"
     with pytest.raises(ValueError, match="never taught to judge"):
         player.probability_good([5, 6], [7])
 
