@@ -76,7 +76,7 @@ class Game:
             return f"error: {error}", False
         if not isinstance(answer, str):
             line = inspect.unwrap(getattr(type(self), name)).__code__.co_firstlineno
-            raise TypeError(f"tool {name}, line {line}, returned {answer!r:.60}; expected text")
+            raise ValueError(f"tool {name}, line {line}, returned {answer!r:.60}; expected text")
         return answer, True
 
     def close(self):

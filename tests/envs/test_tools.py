@@ -442,7 +442,7 @@ def test_an_answer_that_is_no_text_is_the_authors_mistake():
 
     game, line = Silent(), Silent.paint.__code__.co_firstlineno
     game.reset(Task("a", "train", "paint", None))
-    with pytest.raises(TypeError, match=rf"^tool paint, line {line}, returned None; expected text"):
+    with pytest.raises(ValueError, match=rf"^tool paint, line {line}, returned None; expected text"):
         game.step(call("paint"))
 
 
