@@ -321,15 +321,19 @@ def prepare(config, ranks, should_stop, resources):
                base=config.model and Path(config.model).resolve())
 
 
+def rank_name():
+    """This rank, for messages."""
+    return f"rank {parallel.place()[0]} on {socket.gethostname()}"
+
+
 def check_command(config):
     """ValueError, naming a flag and two ranks, unless all ranks have the same settings, but for where files
     lie: on one of several machines the job's script may be an older one.
     """
-    place = f"rank {parallel.place()[0]} on {socket.gethostname()}"
     settings = config.settings()
     for name in ("out", "model", "games"):
         settings.pop(name, None)
-    (first, ours), *others = parallel.all_gather((place, settings))
+    (first, ours), *others = parallel.all_gather((rank_name(), settings))
     for other, theirs in others:
         if differing := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
             name = differing[0]
@@ -349,7 +353,7 @@ def check_copies(config, source, tasks):
             "the code: its commit": files.commit(),
             f"--env={config.env}: its games": config.environment.tasks_hash(tasks)} | {
         f"--{flag}={getattr(config, flag)}": digest for flag, digest in resume.plugin_hashes(config).items()}
-    first, *others = parallel.all_gather((f"rank {parallel.place()[0]} on {socket.gethostname()}", mine))
+    first, *others = parallel.all_gather((rank_name(), mine))
     for host, theirs in others:
         if wrong := [what for what, found in theirs.items() if first[1].get(what) != found]:
             raise ValueError(f"{wrong[0]}: not the same for {host} as for {first[0]}; every rank needs equal "
