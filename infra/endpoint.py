@@ -213,16 +213,22 @@ class Endpoint:
     def ask_concurrently(self, todo, retries):
         """Ask the (key, messages) of `todo`, `concurrency` at a time, and count the outcomes."""
         with self.pool("endpoint") as pool:
-            futures = [pool.submit(self.ask_one, key, messages, retries) for key, messages in todo]
+            futures = [pool.submit(self.ask_counted, key, messages, retries) for key, messages in todo]
             for future in progress(as_completed(futures), desc="endpoint", total=len(todo), leave=False,
                                    delay=2):
-                if (outcome := future.result()) == "answered":
-                    self.failures_in_a_row = 0
-                    continue
-                self.counts[outcome] += 1
-                self.failures_in_a_row += outcome == "failed"
-                if self.is_dead():
-                    self.stop.set()
+                future.result()
+
+    def ask_counted(self, key, messages, retries):
+        """`ask_one`, whose outcome is counted at once, here: the main thread may come late to stop others."""
+        outcome = self.ask_one(key, messages, retries)
+        with self.lock:
+            if outcome == "answered":
+                self.failures_in_a_row = 0
+                return
+            self.counts[outcome] += 1
+            self.failures_in_a_row += outcome == "failed"
+            if self.is_dead():
+                self.stop.set()
 
     def ask_one(self, key, messages, retries):
         """Ask one question, in a worker thread. Returns "answered", "cached", "limited" or "failed"."""
