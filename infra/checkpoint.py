@@ -49,8 +49,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     def finish(new):
         if extra_files is not None:
             extra_files(new)
-        small = {path.name for path in new.iterdir() if path.is_file()}                # config, tokenizer ...
-        files = {name: fingerprint(new / name) for name in sorted({*small, *files_saved(new)})}
+        files = {name: fingerprint(new / name) for name in files_saved(new)}
         save_trainer(trainer | {"files": files}, new / TRAINER_FILE)
 
     def write(new):
@@ -100,9 +99,9 @@ def without_parts(tree, parts, path=""):
 
 
 def files_saved(folder):
-    """The names of the files of weights, and of the parts that ranks have written, in a checkpoint's folder.
+    """The names of all files in a checkpoint: weights, the parts that ranks have written, and others.
 
-    ValueError for one that is not there: its rank wrote it into a folder of another machine.
+    ValueError for weights or a part that is not there: its rank wrote it into a folder of another machine.
     """
     metadata = dcp.FileSystemReader(folder / PARTS).read_metadata() if (folder / PARTS).is_dir() else None
     index = folder / "model.safetensors.index.json"
@@ -113,7 +112,7 @@ def files_saved(folder):
     names = sorted({*weights, *stored})
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ValueError(f"{folder / missing[0]}: not there on rank 0; all machines must share this folder")
-    return names
+    return sorted({*names, *(path.name for path in folder.iterdir() if path.is_file())})
 
 
 def fingerprint(path):
