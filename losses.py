@@ -82,7 +82,8 @@ def kl_k3(logprob_N, logprob_ref_N, limit=10.0):
 
         k3 = e^d - d - 1,  d = log ref - log pi           GRPO, arXiv:2402.03300 Eq. 4
 
-    d is clamped to +-limit (verl clamps k3 to 10, and so d at 2.6). Its gradient is that of KL(ref || pi).
+    d is clamped to +-limit (verl clamps k3 to 10, so that its gradient is 0 beyond d = 2.6). The gradient is
+    that of KL(ref || pi).
     """
     d_N = (logprob_ref_N - logprob_N).clamp(-limit, limit)
     return d_N.exp() - d_N - 1

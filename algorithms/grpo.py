@@ -5,7 +5,8 @@ GRPO, arXiv:2503.20783); --normalize-std does. The paper compares episodes. verl
 a turn's reward is its episode's success reward minus its own penalty, and the std is unbiased (--variant
 code). The run's defaults are DAPO's clip and mean over tokens, without a KL; as first published:
 
-    --normalize-std --reduction episode --clip-high .2 --kl loss --dynamic-sampling keep
+    --normalize-std --reduction episode --clip-high .2 --kl loss --kl-coef .04 --minibatches 1
+    --dynamic-sampling keep
 """
 
 from dataclasses import dataclass

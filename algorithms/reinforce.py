@@ -30,7 +30,7 @@ class Method(algorithms.Method):
         """Write the episode's reward, minus later KL penalties if there are any, whitened over tokens."""
         for episode in episodes:
             kl = [turn.kl for turn in episode.turns]
-            by_turn = subtract_later_kl(episode.reward, kl) if kl[0] else itertools.repeat(None)
+            by_turn = subtract_later_kl(episode.reward, kl) if any(kl) else itertools.repeat(None)
             for turn, advantages in zip(episode.turns, by_turn):
                 turn.advantage, turn.token_advantage = episode.reward, advantages
         rewards.whiten_tokens(episodes)
