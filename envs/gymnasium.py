@@ -68,10 +68,10 @@ class Game:
                 raise EpisodeLost(f"{self.name}: {method}: an observation of {len(observation)} "
                                   f"characters; expected at most {LONGEST}")
             return reply
-        except EpisodeLost:
+        except (EpisodeLost, KeyboardInterrupt):
             self.close()
             raise
-        except Exception as error:                           # another's code may raise anything
+        except BaseException as error:                       # another's code may raise anything, or exit
             self.close()
             raise EpisodeLost(f"{self.name}: {method} raised {type(error).__name__}: "
                               f"{' '.join(str(error).split()):.200}") from error

@@ -28,15 +28,15 @@ class PluginError(ValueError):
 def blamed(*passing):
     """In this block, what a plug-in's code raises becomes a PluginError that names plug-in, line, function.
 
-    SystemExit too, which would end the run without a word. Errors of the types `passing` and lack of memory
-    stay as they are. So does a ValueError or OSError that is meant for the user: of a plug-in of the tree, or
-    with a message that begins with a flag.
+    What is no Exception, too, such as SystemExit or asyncio's CancelledError. Errors of the types `passing`,
+    KeyboardInterrupt and lack of memory stay as they are. So does a ValueError or OSError that is meant for
+    the user: of a plug-in of the tree, or with a message that begins with a flag.
     """
     try:
         yield
-    except (PluginError, MemoryError, *passing):
+    except (PluginError, MemoryError, KeyboardInterrupt, *passing):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         frame, line = last_frame(error)
         if frame is None or type(error).__name__ == "OutOfMemoryError":
             raise

@@ -67,7 +67,6 @@ def convert(path, folder):
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     from infra import checkpoint
     from lm.model import ARCHITECTURES, Model, ModelConfig, save_pretrained
@@ -76,7 +75,6 @@ def convert(path, folder):
     if (architecture := architecture_of(path)) not in ARCHITECTURES:
         raise ValueError(f"{path}: architecture {architecture!r} is not implemented "
                          f"({', '.join(ARCHITECTURES)})")
-    logging.disable_progress_bar()          # seconds, and no run's own bar
     try:
         theirs = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -239,7 +239,8 @@ def check_source(source, splits):
     """
     path = Path(source)
     if not (path.is_dir() or path.is_file()):
-        raise ValueError(f"--games={source}: no such file or folder")
+        raise ValueError(f"--games={source}: no such file or folder (python -m envs.household download gets "
+                         "ALFWorld's games)")
     if path.is_dir():
         if not any(next((path / split).rglob("game.tw-pddl"), None) for split in splits):
             raise ValueError(f"--games={source}: no game.tw-pddl under {', '.join(splits)}; "

@@ -373,6 +373,8 @@ def changed(text, old, new):
     (STEP, STEP + "        1 / 0\n", ", in step: ZeroDivisionError: division by zero (task train/"),
     (STEP, STEP + "        int('x')\n", ", in step: ValueError: invalid literal for int()"),
     (STEP, STEP + "        raise SystemExit\n", ", in step: SystemExit (task train/"),
+    (STEP, STEP + "        import asyncio\n        raise asyncio.CancelledError('late')\n",
+     ", in step: CancelledError: late (task train/"),
     (RESET, RESET + "        {}[task.id]\n", ", in reset: KeyError: "),
     ("won=n == self.secret", "won=float('nan')", ": won is nan; expected True or False"),
     (MAKE, MAKE + "        1 / 0\n", ", in make: ZeroDivisionError"),

@@ -119,7 +119,8 @@ def test_every_line_of_the_metrics_is_complete(trained):
                     "policy/clip_frac"):
             assert 0 <= line[key] <= 1, key
         for key in ("policy/entropy_nats", "policy/grad_norm", "time/rollout_s", "time/judge_s",
-                    "time/update_s", "judge/turns", "judge/loss", "judge/tokens"):
+                    "time/update_s", "time/rollout_environments_s", "time/rollout_device_s", "judge/turns",
+                    "judge/loss", "judge/tokens"):
             assert math.isfinite(line[key]) and (line[key] > 0 or key == "judge/loss"), key
         # below, a test adds a gap: then it must be measured
         assert 0 <= line["policy/logprob_gap_max_nats"] < 1e-4

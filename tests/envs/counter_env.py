@@ -3,6 +3,7 @@
 Its workers import this file alone, and so neither torch nor gcd.py.
 """
 
+import asyncio
 import os
 import time
 
@@ -28,6 +29,8 @@ class Counter(gymnasium.Env):
         self.n += action == "more"
         ended, reward = self.n == 3, 0.25 * (action == "more")
         if self.n == 2 and self.bad:
+            if self.bad == "cancels":
+                raise asyncio.CancelledError("late")
             if self.bad == "raises":
                 raise KeyError("two\nlines")
             if self.bad == "hangs":
@@ -42,5 +45,5 @@ class Counter(gymnasium.Env):
 
 
 gymnasium.register("tests/Counter-v0", entry_point=Counter)
-for kind in ("raises", "hangs", "dies", "text", "long", "nan", "four", "info"):
+for kind in ("raises", "cancels", "hangs", "dies", "text", "long", "nan", "four", "info"):
     gymnasium.register(f"tests/{kind}-v0", entry_point=Counter, kwargs={"bad": kind})

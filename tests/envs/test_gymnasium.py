@@ -139,6 +139,7 @@ def test_a_lost_reset_is_left_out_of_the_vocabulary(monkeypatch, fails):
 BAD = {"text": "step: observation is None; expected text", "raises": r"step raised KeyError: 'two\\nlines'",
        "long": "step: an observation of 10000000 characters; expected at most 100000",
        "nan": "step: reward is nan; expected a Python number",
+       "cancels": "step raised CancelledError: late",
        "four": "step raised ValueError: not enough values to unpack",
        "info": r"step: admissible is \(3,\); expected a list of texts"}
 

@@ -208,6 +208,17 @@ def test_transcripts_of_flipped_games_are_side_by_side(tmp_path, capsys):
 
 
 @pytest.mark.fast
+def test_of_several_plays_a_win_of_the_better_side_and_a_loss_of_the_other_are_shown(tmp_path, capsys):
+    a = write(tmp_path / "a" / "evaluation.json", {"b": {"sampled": "01"}},
+              [record("b", False, action="wait"), record("b", True, action="open fridge 1")])
+    b = write(tmp_path / "b" / "evaluation.json", {"b": {"sampled": "00"}},
+              [record("b", False, action="fly")])
+    for left, right, shown in ((a, b, "open fridge 1 fly"), (b, a, "fly open fridge 1")):
+        (line,) = (line for line in run(capsys, left, right)[1].splitlines() if "[1] >" in line)
+        assert line.replace("[1] >", "").replace("|", "").replace("(refused)", "").split() == shown.split()
+
+
+@pytest.mark.fast
 def test_the_transcripts_limit_counts_games_that_have_one(tmp_path, capsys):
     """A run stores twelve episodes a split, seldom those of the first flipped games."""
     flipped = {game: [{"sampled": digit} for digit in "10"] for game in "abc"}
