@@ -6,6 +6,8 @@ differs, or if there are fewer episodes than requested. Left out: episodes with 
 response, because that turn reached no game.
 
     python -m lab.bench.spotcheck runs/table1/alfworld_hour/seed0/grpo --games $ALFWORLD_DATA/json_2.1.1
+
+Of a model: its evaluation by evaluation.py takes the run's place.
 """
 
 import argparse
@@ -39,17 +41,19 @@ def main(argv=None):
     game.close()
     print(json.dumps({"bench": "spotcheck", "runs": options.runs, "episodes": len(episodes),
                       "won": sum(e["won"] for e in episodes), "turns": sum(len(e["turns"]) for e in episodes),
-                      "differ": differ} | environment.versions()))
+                      "differ": differ, "commit": files.commit()} | environment.versions()))
     return bool(differ) or len(episodes) < options.n * len(options.runs)
 
 
 def replayable(run, n):
-    """Up to n of a run's stored evaluation episodes in which every turn has a command, alternating splits."""
-    by_split = {}
+    """Up to n of a run's stored evaluation episodes in which every turn has a command: in turn of each split,
+    won and lost.
+    """
+    by_kind = {}
     for episode in files.read_lines(Path(run) / files.EPISODES)[0]:
         if episode["phase"] == "evaluation" and all(turn["action"] for turn in episode["turns"]):
-            by_split.setdefault(episode["split"], []).append(episode)
-    rounds = itertools.zip_longest(*by_split.values())
+            by_kind.setdefault((episode["split"], episode["won"]), []).append(episode)
+    rounds = itertools.zip_longest(*by_kind.values())
     return [episode for episodes in rounds for episode in episodes if episode][:n]
 
 

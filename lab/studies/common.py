@@ -259,7 +259,7 @@ def publish(out, name, command, seeds, found, figures, page):
     files.write_json(Path(out) / f"{name}.json", {
         "study": name, "command": shlex.join(command), "seeds": list(seeds),
         "commits of the cells": sorted({record["commit"] for record in lines if "commit" in record}),
-        "versions": versions(), "figures": figures} | found)
+        "versions of the page": versions(), "figures": figures} | found)
     files.write_text(Path(out) / f"{name}.md", page)
 
 

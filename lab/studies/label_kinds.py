@@ -230,7 +230,8 @@ def main(argv=None):
     if not (results := common.stored_cells(path, everything)):
         parser.error(f"--jobs=0: {path} has no cell")
     draw(results, options.out / "label_kinds.svg")
-    given = ["--games", options.games] if options.games else []
+    real = any(not everything[name]["demonstrations"] for name in results)          # models of real games
+    given = ["--games", options.games or "GAMES"] if real else []
     given += ["--tasks", str(options.tasks)] if options.tasks != TASKS else []
     command = ["python", "-m", "lab.studies.label_kinds", *given]
     models, kinds = tables(results)

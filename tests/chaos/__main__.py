@@ -98,7 +98,7 @@ def main(argv=None):
             if size != PART:
                 store(rows[-1], options.all)
             print(f"{name:15} {len(outcomes):5} tries {len(outcomes) - len(failures):5} survived "
-                  f"{rows[-1]['seconds']:7.1f} s", flush=True)
+                  f"{rows[-1]['seconds']:7.1f} s" + "   not tried here" * (not outcomes), flush=True)
             for failure in failures[:20]:
                 print(f"    {failure}", flush=True)
     lost = sum(len(row["failures"]) for row in rows)

@@ -78,6 +78,13 @@ def test_an_episode_with_a_turn_without_command_is_left_out(stored, capsys):
     assert spotcheck.replayable(folder, 9) == [episodes[k] for k in (1, 3, 2, 4)]
 
 
+def test_lost_episodes_are_replayed_too(stored):
+    folder, episodes = stored
+    episodes[2]["won"] = False
+    write(folder, episodes)
+    assert spotcheck.replayable(folder, 3) == [episodes[k] for k in (0, 2, 3)]
+
+
 def test_missing_games_are_an_error_of_one_line(tmp_path, capsys):
     write(tmp_path, [episode_of(rooms.task("L0", 0), "L0")])
     assert spotcheck.main([str(tmp_path), "--games", str(tmp_path / "gone")]) == 2

@@ -57,6 +57,15 @@ def test_the_tilted_mass_is_that_of_the_numerical_optimum(beta, seed):
     assert [tilting.tilted(q, beta) for q in (0, 1)] == [0, 1]
 
 
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_no_response_of_the_optimum_changes_by_more_than_one_over_beta_nats(beta):
+    """The bound on what a run with a KL may have grown, which origin's toy is compared with."""
+    logprob_Y, reward_Y = random_logprob(8), (REWARD_Y == 1).double()
+    change_Y = optimum(reward_Y, logprob_Y, beta) - logprob_Y
+    assert 0 < float(change_Y.max()) <= 1 / beta + 1e-6 and -1 / beta - 1e-6 <= float(change_Y.min()) < 0
+    assert float(change_Y[reward_Y == 1].max() - change_Y[reward_Y == 1].min()) < 1e-5     # alike, if equal
+
+
 @pytest.mark.parametrize("q, beta, p, digits", [(1e-3, 1, 0.0027, 4), (0.1, 1, 0.232, 3), (0.5, 1, 0.731, 3),
                                                 (1e-6, 0.1, 0.022, 3), (1e-3, 0.1, 0.957, 3)])
 def test_known_values(q, beta, p, digits):
