@@ -3,7 +3,7 @@
 Each model plays every game of a split once. The expert's `Belief` follows each episode: it contains what the
 observations have revealed. A refusal is counted by the first thing that is wrong with the command:
 
-    python -m lab.studies.lost --models committed=lab/results/alfworld_model --split L1 \
+    python -m lab.studies.lost --models committed=lab/results/alfworld_model --split dev \
         --games ../shared/data/alfworld/games.jsonl.gz --max-turns 30 --out lab/results/lost_alfworld.md
 
 All other flags are gcd.py's, those the models were trained with. Left out: other environments.
