@@ -109,7 +109,7 @@ def equal_microbatches(samples, max_tokens):
 
 def pad_to_all_ranks(batches):
     """Append empty lists up to the largest number of batches on any rank."""
-    return batches + [[]] * (int(parallel.all_max(len(batches))) - len(batches))
+    return batches + [[]] * (parallel.all_max(len(batches)) - len(batches))
 
 
 class PrefixTree:

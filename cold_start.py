@@ -92,7 +92,7 @@ def save(run, learner, rounds, step):
 
 def save_or_stop(run, learner, step):
     """Save a checkpoint after `step` steps and stop, if asked to; a large model's is saved regularly, too."""
-    stops = parallel.any_rank(bool(run.should_stop))
+    stops = parallel.any_rank(run.should_stop)
     if stops or not run.chat.small and step and step % run.config.checkpoint_every == 0:
         save(run, learner, 0, step)
     if stops:

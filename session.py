@@ -188,7 +188,7 @@ class Run:
         """Raise Interrupted, with the state to save (or None), on every rank if any rank was asked to
         stop.
         """
-        if parallel.any_rank(bool(self.should_stop)):
+        if parallel.any_rank(self.should_stop):
             raise Interrupted(state)
 
 

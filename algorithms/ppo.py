@@ -188,7 +188,7 @@ class Method(algorithms.Method):
         metrics, steps = value_metrics(samples), []
         clip, rate = self.settings.value_clip, self.settings.critic_lr * decay
         for part in batching.minibatches(samples, self.minibatches):
-            if parallel.any_rank(bool(part)):
+            if parallel.any_rank(part):
                 steps.append(update_critic(*self.critic, part, self.objective, clip, rate))
         return metrics | update.mean_of(steps)
 

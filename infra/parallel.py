@@ -192,7 +192,7 @@ def writers(model):
     """Return (this rank's number, their number) of the ranks that share the writing of a model's weights: all
     that of a sharded one; an unsharded one is written by whoever has it.
     """
-    return place() if is_distributed() and isinstance(model, FSDPModule) else (0, 1)
+    return place() if isinstance(model, FSDPModule) else (0, 1)
 
 
 def shard_like(parameter, tensor):
