@@ -9,7 +9,7 @@
 Left out: training (gcd.train), and many episodes at once (rollout.play).
 """
 
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,25 +26,13 @@ from lm import model as decoder
 from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
-from session import check_vocabulary, make_chat, open_chat
+from session import check_words, make_chat, open_chat, threads_for
 from update import last_values
 
 TEMPERATURE = 0.4             # of play, by default
 JUDGE_SAMPLES = 8             # answers to a question whose P(good) has to be estimated
 LEAST_READABLE = 0.05         # a model with less probability on "good" and "bad" was never taught to judge
 JUDGE_FILE = "judge.json"     # next to a model: its judge's AUC, where the run's metrics are not at hand
-
-
-@contextmanager
-def threads_for(chat):
-    """A block on one thread if the model is small: more are slower with such small matrices."""
-    before = torch.get_num_threads()
-    if chat.small:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,13 +187,6 @@ def loaded(config, settings=()):
     dtype = getattr(torch, config.dtype) if "dtype" in settings else torch.float32
     return Agent(decoder.load_pretrained(folder, dtype), chat, config, dict(settings),
                  resume.state_beside(folder))
-
-
-def check_words(config, chat):
-    """ValueError if a small model cannot read and write the words of the Config's environment."""
-    if chat.small:
-        folder = Path(config.model)
-        check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
 
 
 def playing(folder, settings):

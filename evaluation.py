@@ -39,7 +39,7 @@ from labels import flaw_labels
 from lm import model as decoder
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
 from rollout import EpisodeSpec, success_rate, summary
-from session import check_vocabulary, context_warning, drawn_tasks, make_games, open_chat, split_tasks
+from session import check_words, context_warning, drawn_tasks, make_games, open_chat, split_tasks, threads_for
 
 # Stage 3 of a run
 
@@ -289,9 +289,8 @@ def open_player(own, config, given, resources):
             **({"extra": endpoint.extra} if endpoint.extra else {})}
     folder, ranks = Path(config.model), job.setup(config.device)
     chat = open_chat(config, folder, ranks, plays=True)
-    if chat.small:
-        check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
-        torch.set_num_threads(1)                              # more are slower with such small matrices
+    check_words(config, chat)
+    resources.enter_context(threads_for(chat))
     if warning := context_warning(config, chat):
         print(warning, file=sys.stderr)
     model = decoder.load_pretrained(folder, getattr(torch, config.dtype), ranks.device)

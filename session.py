@@ -281,9 +281,7 @@ def prepare(config, ranks, should_stop, resources):
     check_copies(config, source, tasks)
     with nullcontext(source) if source else fresh_folder(config, out) as folder:
         chat = chat or open_chat(config, folder, ranks)
-        if chat.small:
-            resources.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(1)                          # more are slower with such small matrices
+        resources.enter_context(threads_for(chat))
         check_verdict(config, chat)
         model = load_model(config, folder, ranks, chat.small, state)
     if config.device == "auto" and ranks.device.type == "cpu" and not chat.small:
@@ -381,6 +379,18 @@ def open_chat(config, folder, ranks, plays=False):
         raise ValueError(f"{folder}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
                          f"{shape.vocab_size}")
     return make_chat(config, tokenizer)
+
+
+@contextmanager
+def threads_for(chat):
+    """A block on one thread if the model is small: more are slower with such small matrices."""
+    before = torch.get_num_threads()
+    if chat.small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def context_warning(config, chat):
@@ -537,6 +547,13 @@ def check_vocabulary(config, source, previous, tokenizer):
     if len(missing) > len(phrases) / 20:                      # real games' differ a little by the seed
         raise ValueError(f"--model={source}: has the vocabulary of another environment: {missing[0]!r}, of "
                          f"--env {config.env}, is none of its tokens; give the --env that it was trained in")
+
+
+def check_words(config, chat):
+    """ValueError if a small model cannot read and write the words of the Config's environment."""
+    if chat.small:
+        folder = Path(config.model)
+        check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
 
 
 def begin_adapters(run, first):

@@ -21,6 +21,7 @@ from envs._terminal import terminal_session
 from lm.engine import Response
 from resume import prompting_of
 from rollout import Conversation, EpisodeSpec
+from session import check_words
 
 
 def opinion(player, prompt_ids, response_ids):
@@ -84,7 +85,7 @@ def main(argv=None):
         given = config.parsed(["--model", options.model, *prompting, *flags,
                                "--demonstrations", "0", "--dagger", "0"])
         player = agent.loaded(given)
-        agent.check_words(given, player.chat)
+        check_words(given, player.chat)
         task = agent.task_named(given.environment, options.game)
         (game,) = given.environment.make(1)
         with closing(game):
