@@ -19,8 +19,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from .game import Game
-from .splits import check_positive
-from .vector import open_split
+from .splits import check_positive, find_split
 
 MAX_CHARACTERS = 4096     # of a text; the longest of 20,000 turns in real games has 899
 
@@ -38,7 +37,7 @@ class Household(gymnasium.Env):
         ValueError for a split without games and for a turn limit below 1.
         """
         check_positive("max_turns", max_turns)
-        self.split = open_split(split, games, types)
+        self.split = find_split(split, games, types)
         self.max_turns = max_turns
         self.observation_space = Text(MAX_CHARACTERS, charset=string.printable)
         self.action_space = Text(MAX_CHARACTERS, min_length=0, charset=string.printable)

@@ -148,7 +148,8 @@ def find_split(name, source="", types="part"):
     """The Split of this name, read once in a process.
 
     source: a json_2.1.1 folder or a .jsonl.gz of real games; "" for generated rooms. types: the task types of
-    "train": "part", without L2's two, or "all". ValueError for a split that is unknown or has no games.
+    "train": "part", without L2's two, or "all". ValueError for a split that is unknown or has no games; it
+    says games=DIR, as callers do, and not --games=DIR, as a run.
     """
     if not isinstance(name, str):
         raise ValueError(f"split={name!r:.60}: expected text")
@@ -156,7 +157,10 @@ def find_split(name, source="", types="part"):
         raise ValueError(f"games={source!r:.60}: expected a path")
     if not isinstance(types, str) or types not in TYPES:
         raise ValueError(f"types={types!r:.60}: expected one of {', '.join(TYPES)}")
-    return read_split(name, os.fspath(source), types)
+    try:
+        return read_split(name, os.fspath(source), types)
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix("--")) from None
 
 
 read_split = lru_cache(maxsize=None)(Split)

@@ -12,8 +12,7 @@ imported here. Left out: the episode as token ids, which lab/bench/trl_grpo.py h
 """
 
 from .game import Game
-from .splits import check_positive
-from .vector import open_split
+from .splits import check_positive, find_split
 
 PROMPT = ("You play a text game in a household. Do its task by calling the tool act, with one command at a "
           "time.\n\n")
@@ -25,7 +24,7 @@ def rows(n, start=0, split="train", **settings):
 
     ValueError now, not in training, for a split without games.
     """
-    open_split(split, settings.get("games") or "", settings.get("types") or "part")
+    find_split(split, settings.get("games") or "", settings.get("types") or "part")
     return [{"prompt": [{"role": "user", "content": PROMPT}], "split": split, "index": start + i, **settings}
             for i in range(n)]
 
@@ -47,7 +46,7 @@ class Household:
         split, index, games, types = split or "train", index or 0, games or "", types or "part"
         max_turns, show_admissible = 50 if max_turns is None else max_turns, show_admissible in (None, True)
         check_positive("max_turns", max_turns)
-        task = open_split(split, games, types)[index]
+        task = find_split(split, games, types)[index]
         self._reply, self._left, self._show = self._game.reset(task), max_turns, show_admissible
         return self._text()
 

@@ -13,14 +13,6 @@ from .game import COMMANDS, Game
 from .splits import check_positive, find_split
 
 
-def open_split(name, games="", types="part"):
-    """`find_split`, whose errors say games=DIR as callers do, and not --games=DIR as on a command line."""
-    try:
-        return find_split(name, games, types)
-    except ValueError as error:
-        raise ValueError(str(error).removeprefix("--")) from None
-
-
 class Games:
     """n games, played in step.
 
@@ -38,7 +30,7 @@ class Games:
             check_positive(name, value)
         if n % group_size:
             raise ValueError(f"group_size={group_size}: expected a divisor of n={n}")
-        self.split, self.max_turns, self.group_size = open_split(split, games, types), max_turns, group_size
+        self.split, self.max_turns, self.group_size = find_split(split, games, types), max_turns, group_size
         self.games, self.next, self.tasks = [Game() for _ in range(n)], 0, None
 
     def reset(self, tasks=None):
