@@ -209,11 +209,7 @@ def wrong_declared(environment):
     """What is wrong with what an environment declares, tools included, apart from its other methods; "" if
     nothing is.
     """
-    cls, required = type(environment), environment._required
-    for name in required:                           # plugins.find has looked for those of Environment alone
-        if getattr(cls, name) is getattr(Environment, name):
-            return f"class {cls.__name__} lacks {name}, which it has to define"
-    if wrong := wrong_tools(environment.tools(), some="tools" in required):
+    if wrong := wrong_tools(environment.tools(), some="tools" in environment._required):
         return f"tools: {wrong}"
     for name, values, kind, right in (
             ("splits", environment.splits, "a text", lambda value: isinstance(value, str)),

@@ -182,10 +182,10 @@ def wrong_method(found, base):
     """Return which method a plug-in's class lacks, or has with other parameters than it is called with; "" if
     all are right.
 
-    The base class says so: `_required` names what has to be defined, `_hooks` has the parameters of the
-    functions that are None there.
+    `_required` names what has to be defined; `_hooks` of the base class has the parameters of the functions
+    that are None there.
     """
-    for name in getattr(base, "_required", ()):
+    for name in getattr(found, "_required", ()):
         if getattr(found, name) is getattr(base, name):
             return f"lacks {name}{inspect.signature(getattr(base, name))}, which it has to define"
     for name, value in vars(base).items():
