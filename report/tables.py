@@ -2,9 +2,10 @@
 
 import shlex
 
-from config import PROTOCOLS, flags_of
+from config import PROTOCOLS, arguments, flags_of
 from envs._terminal import printable
 from infra.files import nan_to_null
+from infra.flags import flag_of
 from report.read import is_number
 
 
@@ -179,19 +180,14 @@ def difference_rows(runs):
     for flag in flags:
         values = [str(config.get(flag, "–")) for config in configs]
         if len(set(values)) > 1:
-            rows.append(["--" + flag.replace("_", "-"), *values])
+            rows.append([flag_of(flag), *values])
     return rows
 
 
 def command(run):
     """The command line that repeats this run: every flag that it read, with its value."""
-    parts = ["python", "gcd.py"]
-    for name, value in flags_of(run.header.get("config", {})).items():
-        flag = name.replace("_", "-")
-        if name in ("resume", "overwrite"):                  # they go on with a run, and do not repeat it
-            continue
-        if isinstance(value, bool):
-            parts.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            parts.append(f"--{flag}={shlex.quote(str(value))}")
-    return " ".join(parts)
+    read = {name: value for name, value in flags_of(run.header.get("config", {})).items()
+            if value is not None and name not in ("resume", "overwrite")}     # these go on with a run
+    parts = (argument.partition("=") for argument in arguments(read))
+    return " ".join(["python gcd.py", *(f"{flag}={shlex.quote(value)}" if equals else flag
+                                        for flag, equals, value in parts)])
