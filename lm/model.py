@@ -491,9 +491,7 @@ def open_pretrained(folder, value_head=None):
     config = ModelConfig.load(folder)
     with torch.device("meta"):
         model = Model(config)
-        check_tensors(folder, weight_files(folder), {
-            name: tuple(tensor.shape) for name, tensor in model.state_dict().items()},
-            config.tie_word_embeddings)
+        check_tensors(folder, model)
         if config.tie_word_embeddings:
             check_tied(folder)
         if value_head in (None, config.value_head):
@@ -522,13 +520,11 @@ def load_weights(model, folder):
         parallel.own_rows(targets[name])[0].zero_()
 
 
-def check_tensors(folder, files, shapes, tied):
-    """Raise ValueError unless the files contain exactly the tensors of `shapes`; a tied lm_head is optional.
-
-    shapes: {tensor name: shape}.
-    """
-    missing = set(shapes) - ({"lm_head.weight"} if tied else set())
-    for path in files:
+def check_tensors(folder, model):
+    """ValueError unless a folder's files hold exactly the model's tensors; a tied lm_head is optional."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    missing = set(shapes) - ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
