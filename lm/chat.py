@@ -26,6 +26,7 @@ OPEN_THOUGHT = "<think>\n"             # some templates start a response with it
 RULES = "You play a text game. Each turn you give one command and the game answers with what you see."
 POSSIBLE = "Commands that are possible now:\n{admissible}\n\n"
 OBJECTS = "OBJ stands for one of: {objects}\n\n"
+OWN_FORMAT = "Close the tag, then give exactly one command inside <action> </action>."      # of tags
 ASK = {
     "plain": "Answer with exactly one command, word for word from the list, and nothing else.",
     "think": "First reason about the next command inside <think> </think>, then give exactly one command, "
@@ -33,13 +34,11 @@ ASK = {
     "tags": "First write one short sentence inside exactly one of these tags: <planning> a numbered plan, at "
             "the start or when the plan changes; <explore> where else to look, when something is missing; "
             "<reflection> what went wrong and what to do instead, after a command that failed; <monitor> how "
-            "far the plan has come, otherwise. Close the tag, then give exactly one command inside <action> "
-            "</action>.",
+            "far the plan has come, otherwise. " + OWN_FORMAT,
 }
 # RLVMR, arXiv:2507.22844. Also in ASK above, rlvmr.TAG_GROUPS, and cold_start.rule_tag, which shows them
 TAGS = ("planning", "explore", "reflection", "monitor")
 TAG = f"<({'|'.join(TAGS)})>"
-OWN_FORMAT = "Close the tag, then give exactly one command inside <action> </action>."    # of ASK["tags"]
 DATE = "26 Jul 2024"                    # in Llama's system message, which would be the day's: on all days
 MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
 HOLE = MARK.format("")                  # and for the message in what is kept of it
