@@ -34,6 +34,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -303,12 +304,9 @@ class Jvm:
         """Kill the process and close its pipes and socket."""
         self.process.kill()
         self.process.wait()
-        for file in (self.lines, self.socket, self.process.stdin, self.process.stdout):
-            try:
-                if file:
-                    file.close()
-            except OSError:                # unsent output is lost
-                pass
+        for file in filter(None, (self.lines, self.socket, self.process.stdin, self.process.stdout)):
+            with suppress(OSError):        # unsent output is lost
+                file.close()
 
 
 def encoded(value):
