@@ -120,7 +120,7 @@ def differences_of(a, b):
     """What makes two evaluations differ in games or protocol, as a list of clauses."""
     found = [f"{key}: {a.facts.get(key)} and {b.facts.get(key)}" for key in SAME
              if a.facts.get(key) != b.facts.get(key)]
-    if [*sorted(a.shares)] != [*sorted(b.shares)]:
+    if a.shares.keys() != b.shares.keys():
         found.append(f"splits: {', '.join(sorted(a.shares))} and {', '.join(sorted(b.shares))}")
     hashes = [one.facts.get("games_hash") or {} for one in (a, b)]
     for split in sorted(a.shares.keys() & b.shares.keys()):
@@ -248,13 +248,10 @@ def share(entry):
 def named_differences(a, b):
     """Differences that do not forbid a comparison, as clauses: who plays, with which prompt and seed."""
     found = [f"A: {a.name} ({a.path})", f"B: {b.name} ({b.path})"]
-    prompts = [(one.facts.get("prompt") or {}) for one in (a, b)]
-    for key, (one, two) in ({key: (a.facts.get(key), b.facts.get(key)) for key in NAMED}
-                            | {f"prompt {key}": (prompts[0].get(key), prompts[1].get(key))
-                               for key in ("style", "admissible")}).items():
-        if one != two:
-            found.append(f"{key}: {one} and {two}")
-    return found
+    facts = [(key, a.facts.get(key), b.facts.get(key)) for key in NAMED]
+    ours, theirs = (one.facts.get("prompt") or {} for one in (a, b))
+    facts += [(f"prompt {key}", ours.get(key), theirs.get(key)) for key in ("style", "admissible")]
+    return found + [f"{key}: {one} and {two}" for key, one, two in facts if one != two]
 
 
 def text_of(a, b, changes, limit):
