@@ -37,7 +37,7 @@ from infra.signals import Stop
 from infra.streams import EVALUATION, stream
 from labels import flaw_labels
 from lm import model as decoder
-from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer
+from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer, known_sum
 from rollout import EpisodeSpec, success_rate, summary
 from session import check_words, context_warning, drawn_tasks, make_games, open_chat, split_tasks, threads_for
 
@@ -464,7 +464,7 @@ def result_of(config, head, out):
             for record in here:
                 counts.update(record["counts"])               # "+" would drop negative scores
             turns, spent = counts["turns"] or 1, sum(record["seconds"] for record in here)
-            tokens = {key: known_sum(record[key] for record in here)
+            tokens = {key: known_sum([record[key] for record in here])
                       for key in ("prompt_tokens", "response_tokens")}
             splits[split][mode] = scores(counts, plays, [entry for entry in ended if entry[0] == mode]) | {
                 "malformed_frac": counts["malformed"] / turns, **tokens}
@@ -475,12 +475,6 @@ def result_of(config, head, out):
                if head["player"]["kind"] == "server" and record.get("ended") == "context full"]
     return {"complete": len(records) == expected, "splits": splits, **details, "seconds": seconds,
             "refusals": {"plays": len(refused), "last": (refused or [""])[-1]}, "outcomes": outcomes}
-
-
-def known_sum(values):
-    """The sum of numbers; None if any is unknown."""
-    values = list(values)
-    return None if None in values else sum(values)
 
 
 def print_result(result):

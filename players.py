@@ -216,7 +216,7 @@ class ServerPlayer(TextPlayer):
         """Tokens as the server counted them."""
         used = self.used.pop(conversation.spec.index, [])
         counts = [[usage.get(name) for usage in used] for name in ("prompt_tokens", "completion_tokens")]
-        return tuple(None if None in values or not values else sum(values) for values in counts)
+        return tuple(map(known_sum, counts))
 
     @property
     def warning(self):
@@ -289,6 +289,11 @@ class ScriptPlayer(TextPlayer):
         if self.script == "random":
             return random.Random(conversation.next_stream()).choice(admissible)
         return admissible[0]
+
+
+def known_sum(numbers):
+    """Their sum; None if one is None, or if there is none."""
+    return sum(numbers) if numbers and None not in numbers else None
 
 
 def prompt_of(chat, decode):
