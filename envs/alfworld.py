@@ -34,11 +34,7 @@ CACHED_GAMES = 16        # translated games in a worker, some MB each: those of 
 
 
 def make(n, workers=2):
-    """n games on min(n, workers) worker processes; neighbours, such as a group's, share a worker.
-
-    The workers end when the last game is closed, and with this process, however it ends. Raises ValueError if
-    ALFWorld is not installed.
-    """
+    """n games on so many worker processes, see `worker_games`. ValueError if ALFWorld is not installed."""
     check_installed()
     return worker_games(n, min(n, workers), f"{__spec__.name}:engines", ANSWER_TIMEOUT_S, pddl_text)
 
