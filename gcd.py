@@ -324,10 +324,9 @@ def store(run, i, episodes):
 
 def reinforcement(run):
     """The RL stage: iterations from 0 or, with --resume, from the checkpoint's."""
-    config, algorithm, first = run.config, run.config.algorithm, 0
+    config, algorithm, first = run.config, run.config.algorithm, run.done or 0
     algorithm.start(run.model, run.objective, config.minibatches, run.shard)
     if run.done is not None:
-        first = run.done
         critic = algorithm.critic if first else None         # before the first iteration it is made new
         state = checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
         algorithm.state |= state.get("algorithm", {})
