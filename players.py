@@ -87,12 +87,12 @@ class MessageChat(Chat):
 class TextPlayer:
     """A player that answers texts, some conversations at a time. Base of ServerPlayer and ScriptPlayer.
 
-    begin(conversation) asks for its next response; finished() returns (conversation, Response) pairs, or a
-    Failure in place of the Response, and waits for one if there is none.
+    ready(temperature) is a block in which it plays. begin(conversation) asks for its next response;
+    finished() returns (conversation, Response) pairs, or a Failure in place of the Response, and waits for
+    one of those in `waiting` if there is none.
     """
 
     history, on_truncation = 0, "invalid"
-    waiting = ()              # what `finished` waits for
 
     def play(self, specs, games, temperature, max_turns, on_end, should_stop):
         """Play every spec once, one in each game at a time. Games are called in this thread only.
@@ -138,11 +138,6 @@ class TextPlayer:
             return conversation.receive(max_turns, float("inf"))
         conversation.start()
         return False
-
-    @contextmanager
-    def ready(self, temperature):
-        """A block in which it plays."""
-        yield
 
     def tokens(self, conversation):
         """(prompt tokens, response tokens) of a conversation so far; (None, None) if unknown."""
