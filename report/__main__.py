@@ -27,12 +27,6 @@ def write(folder, results=read.RESULTS):
     return summary, tables.caption(runs, summary, seeds)
 
 
-def open_in_browser(path):
-    """Open a page in the browser, or print its path if there is none."""
-    if not webbrowser.open(path.resolve().as_uri()):
-        print(f"report: no browser found; open {path} yourself", file=sys.stderr)
-
-
 def main(argv=None):
     """The command. Returns its exit status: 0, or 2 for what cannot be read, written or compared."""
     argv = sys.argv[1:] if argv is None else argv
@@ -79,8 +73,8 @@ def run(arguments):
         why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
         print("; ".join(filter(None, [f"report: {why}", done])).replace("\n", "\\n"), file=sys.stderr)
         return 2
-    if arguments.open:
-        open_in_browser(page_file)
+    if arguments.open and not webbrowser.open(page_file.resolve().as_uri()):
+        print(f"report: no browser found; open {page_file} yourself", file=sys.stderr)
     return 0
 
 
