@@ -333,7 +333,6 @@ class PackedAppend:
     position_BT: [1, N]. slot_N: where the tokens' keys and values go. q_starts: the first token of each
     chunk, and N. first_B: the first slot of each chunk's row. keys_B: the row's length after the chunk.
     longest_q, longest_k: upper bounds of a chunk's and a row's length.
-    Use under torch.no_grad(): writes to a cache have no gradient.
     """
 
     cache: Pool
@@ -367,7 +366,6 @@ class MaskedAppend:
     rows, as a slice or indices; which of the N tokens are their queries, any for padding (None: one for each
     row, in order); how many positions to read. place_N: where each token is among all groups' queries (None:
     in order).
-    Use under torch.no_grad(): writes to a cache have no gradient.
     """
 
     def __init__(self, cache, row_N, slot_N, position_N, groups, place_N=None):
@@ -413,7 +411,6 @@ class Forked:
 
     A prompt's keys are read once for all its rows. Its attention and that to a row's own keys are each a mean
     of values weighted by exp(score); the sums of these weights merge the two (arXiv:2205.14135, §3.1).
-    Use under torch.no_grad(): writes to a cache have no gradient.
     """
 
     def __init__(self, prompts, own, prompt_R, start_B, active_B, contexts):
