@@ -43,7 +43,6 @@ class Entry:
     agrees: str          # one of TONES, or MISSING
     picture: str         # a data: URL; empty: none
     wide: bool           # whether the picture needs the page's full width
-    study: str           # name of the study; empty if not measured here
     command: str         # reproduces the result
     predicted: str       # what was predicted of the study, and how much of it held; empty: nothing
 
@@ -134,15 +133,14 @@ def entries(found):
                 raise ValueError(f"{place}, agrees: expected one of {', '.join(TONES)}, found {agrees!r:.60}")
             (command,), drawn = texts(study, ("command",), path), picture_path(path.parent, file, place)
             result.append(Entry(f"{path.stem}-{number}", paper, claim, result_here, agrees,
-                                picture(drawn, place), is_wide(drawn), path.stem, command,
+                                picture(drawn, place), is_wide(drawn), command,
                                 predicted_of(path.parent, path.stem)))
     covered = [name for name in PAPER if any(covers(entry.paper, name) for entry in result)]
     for name in PAPER:
         if name not in covered:
             ours = picture(OURS[name], name) if name in OURS else ""
             anchor = name.lower().replace(" ", "-").replace(".", "-")
-            result.append(Entry(anchor, name, "", REASONS.get(name, NO_STUDY), MISSING, ours, False, "", "",
-                                ""))
+            result.append(Entry(anchor, name, "", REASONS.get(name, NO_STUDY), MISSING, ours, False, "", ""))
     order = {name: i for i, name in enumerate(PAPER)}
     return sorted(result, key=lambda entry: min((order[name] for name in PAPER if covers(entry.paper, name)),
                                                 default=len(order)))

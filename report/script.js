@@ -61,7 +61,7 @@ function shade(advantage) {
 
 const signed = x => (x > 0 ? "+" : "") + x.toFixed(2);
 const short = x => `${+x.toFixed(3)}`;           // a turn's penalty may be 0.002
-const pill = (name, value) => element("span", `pill ${value || "none"}`, `${name}: ${value || "none"}`);
+const pill = (name, value) => element("span", `pill ${value}`, `${name}: ${value}`);
 
 function fillHead(head, turn, number) {
   head.style.background = shade(turn.advantage);

@@ -60,7 +60,7 @@ def test_an_entry_says_how_many_predictions_of_its_study_held(tmp_path):
     write(tmp_path / "studies", "other", [figure("Figure 9")])
     (tmp_path / gallery.PREDICTIONS).write_text(json.dumps({"toy": [5, 3, 2]}))
     found = gallery.entries(gallery.studies(tmp_path / "studies"))
-    assert {entry.predicted for entry in found if entry.study != "toy"} == {""}
+    assert {entry.predicted for entry in found if entry.paper != "Figure 8"} == {""}
     text = " ".join(built(tmp_path / "studies").texts)
     assert text.count("of 5 claims about this study 3 held and 2 failed") == 1
 
