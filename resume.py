@@ -70,8 +70,7 @@ def begin(config, out, state, previous, resources):
         return {key: state.get(key) for key in ("run", "start", "cold_start_types", "plugins")}
     start = decoder.weights_hash(config.model) if config.model else None
     if files.holds_run(out):
-        aside = files.set_aside(out)
-        print(f"the run that {out} held is now {aside}", file=sys.stderr)
+        print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))
     types = config.cold_start_types if config.demonstrations else previous.get("cold_start_types")
     return {"run": secrets.token_hex(8), "start": start, "cold_start_types": types,

@@ -137,8 +137,7 @@ def main(argv=None):
     parser.add_argument("--split", default="L0", help="split of the generated room")
     parser.add_argument("--seed", type=int, default=0, help="number of the generated room in its split")
     parser.add_argument("--game", help="play this game.tw-pddl file instead of a generated room")
-    play_in_terminal(parser, argv, chosen_task, lambda n: [Game() for _ in range(n)],
-                     hint="(help: the commands; Ctrl-D: end)")
+    play_in_terminal(parser, argv, chosen_task, Environment().make, hint="(help: the commands; Ctrl-D: end)")
 
 
 def chosen_task(options):
