@@ -61,9 +61,7 @@ def samples_of(episode, make=Sample):
 
 
 def minibatches(samples, n):
-    """Split samples by episode index into n lists, one optimizer step each; each group is spread over
-    them.
-    """
+    """Split samples by episode index into n lists, one per optimizer step; each group is spread over them."""
     return [[sample for sample in samples if sample.episode % n == i] for i in range(n)]
 
 
@@ -101,9 +99,7 @@ def microbatches(samples, max_tokens):
 
 
 def equal_microbatches(samples, max_tokens):
-    """`microbatches`, filled up with empty lists to the largest number on any rank: FSDP needs equal
-    forwards.
-    """
+    """`microbatches`, and empty lists up to the largest number on any rank: FSDP needs equal forwards."""
     return pad_to_all_ranks(microbatches(samples, max_tokens))
 
 

@@ -109,9 +109,7 @@ def restore(run, learner):
 
 
 def imitation_samples(episodes):
-    """Samples to imitate: no old policy, and targets compete with all tokens, not only with possible
-    commands.
-    """
+    """Samples to imitate: no old policy, and targets compete with all tokens, possible commands or not."""
     return [replace(sample, logprob_old=None, allowed={}) for episode in episodes
             for sample in batching.samples_of(episode)]
 

@@ -298,9 +298,7 @@ class Config:
 
     @property
     def question_room(self):
-        """Tokens that an episode may have if it is to be judged: the context less question (64) and
-        answer.
-        """
+        """Tokens that an episode may have if it is to be judged: context less question (64) and answer."""
         return self.context - self.judge_response_tokens - 64
 
     @property
@@ -380,9 +378,7 @@ def parse(argv=None):
 
 
 def arguments(settings):
-    """Settings as command-line arguments: {"iterations": 2, "gcd": False} gives ["--iterations=2",
-    "--no-gcd"].
-    """
+    """Settings as arguments: {"iterations": 2, "gcd": False} gives ["--iterations=2", "--no-gcd"]."""
     def argument(name, value):
         if isinstance(value, bool):
             return flag_of(name) if value else flag_of(f"no_{name}")

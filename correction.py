@@ -91,9 +91,7 @@ def plain_text(text):
 
 
 def critique(chat, question):
-    """The reasoning of the first "bad" verdict that gives one, thoughts included, as one line; "" without
-    any.
-    """
+    """The reasoning of the first "bad" verdict that gives one, thoughts included, as one line; or ""."""
     texts = [chat.decode(given.ids).rpartition("<judge>")[0]
              for given, verdict in zip(question.answers, question.turn.verdicts) if verdict == "bad"]
     reason = next(filter(None, map(without_markup, texts)), "")

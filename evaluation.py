@@ -370,9 +370,7 @@ def referee(own, config, given, resources):
 
 
 def is_unplayed(out):
-    """Whether all that OUT holds of a run is an evaluation by the referee without any episode, as a wrong key
-    leaves it.
-    """
+    """Whether OUT holds nothing but a referee's evaluation without an episode, as a wrong key leaves it."""
     try:
         stored = files.read_json(out / files.EVALUATION)
     except ValueError:

@@ -179,9 +179,7 @@ def judge_metrics(run, judged, samples):
 
 
 def assign_credit(run, i, episodes, reference):
-    """Write what each episode earned, and let the algorithm write every turn's advantage. Returns its
-    metrics.
-    """
+    """Write what each episode earned; the algorithm writes the turns' advantages. Returns its metrics."""
     config = run.config
     config.algorithm.rng = Random(stream(config.seed, CREDIT, i))
     rewards.write_rewards(episodes, config.algorithm.settings)
@@ -247,9 +245,7 @@ def optimize(run, i, samples, reference):
 
 
 def checked_gap(metrics, dtype):
-    """The gaps among a step's metrics (nan where there is none). ValueError if a float32 run's is larger than
-    rounding.
-    """
+    """The gaps in a step's metrics (nan: none). ValueError if a float32 run's is larger than rounding."""
     for kind in update.KINDS:
         largest = metrics[f"{kind}/logprob_gap_max_nats"]
         if dtype == "float32" and largest > LOGPROB_GAP_LIMIT:
@@ -280,9 +276,7 @@ def rollout_metrics(run, episodes):
 
 
 def advise(run, i, episodes, metrics):
-    """Warn, once of each kind, where a run learns nothing, may forget what its cold start learned, or loses
-    games.
-    """
+    """Warn, once of each kind, where a run learns nothing, may forget its cold start, or loses games."""
     config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
     if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
         ways = {"more --max-response-tokens or --context (most were cut)": cut,

@@ -60,9 +60,7 @@ THINK_AHEAD = (
 
 
 def transcript(episode, t, question=JUDGE_TURN):
-    """Text of an episode up to and including turn t's command (its response, if it had none), then a
-    question.
-    """
+    """An episode up to and including turn t's command (its response, if it had none), then a question."""
     turns = [f"{turn.observation}\n\n> {turn.action or turn.response}" for turn in episode.turns[:t + 1]]
     return "\n\n".join([TRANSCRIPT_HEAD, *turns, question])
 
@@ -278,9 +276,7 @@ class VerdictRecord:
 
     @property
     def share_good(self):
-        """The value head's probability, or the share of "good" among readable answers (1/2 if there is
-        none).
-        """
+        """The value head's probability, or the share of "good" among readable answers (1/2 without any)."""
         if self.probability is not None:
             return self.probability
         readable = [verdict for verdict in self.verdicts if verdict]

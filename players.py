@@ -184,9 +184,7 @@ class ServerPlayer(TextPlayer):
         self.waiting[self.pool.submit(self.endpoint.answer, messages, self.endpoint.retries)] = conversation
 
     def finished(self):
-        """The answers that have come, at least one unless POLL_S seconds pass. ValueError for a wrong key or
-        model.
-        """
+        """The answers that have come, after POLL_S seconds maybe none. ValueError: a wrong key or model."""
         done, _ = wait(self.waiting, POLL_S, FIRST_COMPLETED)
         return [(conversation := self.waiting.pop(future), self.response(conversation, future.result()))
                 for future in done]

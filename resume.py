@@ -86,9 +86,7 @@ def evaluates_otherwise(config, out):
 
 
 def plugin_hashes(config):
-    """{flag: hash} of algorithm and environment, if given as a file outside the tree; else the commit
-    tells.
-    """
+    """{flag: hash} of algorithm and environment if they are files outside the tree; else the commit tells."""
     given = {"algo": config.algo, "env": config.env}
     hashes = {flag: plugins.content_hash(value) for flag, value in given.items()}
     return {flag: digest for flag, digest in hashes.items() if digest}
@@ -125,9 +123,7 @@ def not_its_own(config, out, state, first):
 
 
 def other_games(config, out, state, first):
-    """Say whether the games that the run trains on have changed since it began; "" if they have not, or if it
-    trains no more.
-    """
+    """Say whether games that the run still trains on have changed since it began; "" if they have not."""
     if not (began := hashed_games(config, state, first)):
         return ""
     then, iterations = began

@@ -185,9 +185,7 @@ class Run:
             self.log({"phase": "endpoint"} | {f"endpoint/{key}": count for key, count in counts.items()})
 
     def stop_if_asked(self, state):
-        """Raise Interrupted, with the state to save (or None), on every rank if any rank was asked to
-        stop.
-        """
+        """Raise Interrupted, with the state to save or None, on every rank if any was asked to stop."""
         if parallel.any_rank(self.should_stop):
             raise Interrupted(state)
 
@@ -214,9 +212,7 @@ def train_tasks(environment, types, start, n):
 
 
 def split_tasks(environment, name):
-    """Environment.split_tasks. PluginError if it returns anything but Tasks, at least one, each with an id of
-    its own.
-    """
+    """Environment.split_tasks. PluginError unless it returns Tasks, one at least, each with its own id."""
     tasks = environment.split_tasks(name)
     wrong = envs.wrong_tasks(tasks) or envs.repeated_id(tasks)
     plugins.refuse(wrong, environment, f"split_tasks({name!r})")
@@ -224,9 +220,7 @@ def split_tasks(environment, name):
 
 
 def drawn_tasks(config, split):
-    """The tasks to play in a split: all, --evaluate-tasks of them, or those that the protocol draws, with
-    replacement.
-    """
+    """The tasks to play in a split: all, --evaluate-tasks of them, or the protocol's, which may repeat."""
     tasks, n = split_tasks(config.environment, split), config.evaluate_tasks
     if draws := PROTOCOLS[config.protocol].draws:
         return random.Random(config.seed).choices(tasks, k=draws)
@@ -419,9 +413,7 @@ def load_model(config, folder, ranks, small, state=None):
 
 
 def choose_trained(model, config):
-    """Freeze what --lora or --train-layers leave untrained, and return the model. ValueError if they do not
-    fit it.
-    """
+    """The model, frozen but for what --lora or --train-layers train. ValueError if they do not fit it."""
     if config.lora and model.config.value_head:
         raise ValueError(f"--lora={config.lora}: not with --model={config.model}, which has a value head")
     if config.lora:
@@ -432,9 +424,7 @@ def choose_trained(model, config):
 
 
 def unmerged(weights):
-    """Of a model's {name: tensor}, what the merged weights do not determine: the adapters, and the matrices
-    under them.
-    """
+    """Of {name: tensor}, what merged weights do not determine: the adapters, and the matrices under them."""
     return {name: weight for name, weight in weights.items() if "lora_" in name
             or f"{name.removesuffix('weight')}lora_A" in weights}
 
@@ -480,9 +470,7 @@ def objective_of(config):
 
 
 def vocabulary_of(config):
-    """The phrases that are one token each in a fresh small model: the environment's, the judge's, the
-    method's.
-    """
+    """The phrases that are a fresh small model's tokens: the environment's, the judge's, the method's."""
     own = config.environment.vocabulary()
     plugins.refuse(envs.wrong_vocabulary(own), config.environment, "vocabulary")
     phrases = [*own, judge.QUESTION["plain"], *judge.ANSWERS]

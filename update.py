@@ -148,9 +148,7 @@ def token_loss(model, batch, objective, scale, sums):
 
 
 def wrong_result(result, ratio_N):
-    """What is wrong with what an algorithm's loss returned; "" if nothing is, or if its input was not
-    finite.
-    """
+    """What is wrong with what an algorithm's loss returned; "" if nothing, or if its input was not finite."""
     if not (isinstance(result, tuple) and len(result) == 2 and all(map(torch.is_tensor, result))):
         return f"it returned {result!r:.60}; expected two tensors, loss_N and clipped_N"
     shapes = [tuple(tensor.shape) for tensor in (ratio_N, *result)]

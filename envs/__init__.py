@@ -206,9 +206,7 @@ def wrong_tools(tools, some=False):
 
 
 def wrong_declared(environment):
-    """What is wrong with what an environment declares, tools included, apart from its other methods; "" if
-    nothing is.
-    """
+    """What is wrong with the values that an environment declares, and its tools; "" if nothing is."""
     if wrong := wrong_tools(environment.tools(), some="tools" in environment._required):
         return f"tools: {wrong}"
     for name, values, kind, right in (
@@ -256,9 +254,7 @@ class Environment:
 
     @dataclass(frozen=True)
     class Settings:
-        """The environment's own flags: a field each, with a default and metadata={"help": meaning and
-        unit}.
-        """
+        """The environment's own flags: fields with a default and metadata={"help": meaning and unit}."""
 
     _required = ("make", "train_tasks", "split_tasks")
     _hooks = {"expert": ("games",), "online_expert": ("task", "seed"), "parse": ("text",),

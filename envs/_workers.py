@@ -41,9 +41,7 @@ def worker_games(n, workers, factory, timeout_s, problem_of, settings=None):
 
 
 class WorkerGame(SentGame):
-    """A Game whose turns are played by a worker, and which has no use for a seed. If the worker died, `reset`
-    uses a new one.
-    """
+    """A Game played by a worker, which has no use for a seed. If the worker died, `reset` uses a new one."""
 
     def __init__(self, pool, number, problem_of):
         self.pool, self.number, self.problem_of = pool, number, problem_of

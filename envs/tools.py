@@ -239,9 +239,7 @@ def wrong_override(method, base):
 
 
 def schema_of(tool):
-    """The schema of a function by transformers, {"type": "function", "function": {...}}. ValueError: see
-    above.
-    """
+    """transformers' schema of a function, {"type": "function", "function": {...}}. ValueError: see above."""
     from transformers.utils import get_json_schema
     parameters = [*inspect.signature(tool).parameters.values()][1:]                      # without self
     for parameter in parameters:

@@ -77,9 +77,7 @@ class SubmoduleFinder:
 
 @contextmanager
 def deferred(*names):
-    """Within this block, imports of these modules (by full name) are deferred to the first use of the
-    module.
-    """
+    """A block in which imports of these modules (by full name) are deferred to the module's first use."""
     if SubmoduleFinder not in sys.meta_path:
         sys.meta_path.insert(0, SubmoduleFinder)
     finder = DeferringFinder(names)

@@ -22,9 +22,7 @@ def state_bytes(parameters, ranks, dtype, trained=None, adapters=False, copies=1
 
 
 def check_memory(state, parameters, ranks, dtype, device):
-    """ValueError if a model's `state`, {name: bytes}, exceeds the GPU's memory. Devices other than CUDA are
-    not checked.
-    """
+    """ValueError if a model's `state`, {name: bytes}, exceeds the GPU's memory. Only CUDA is checked."""
     if device.type != "cuda":
         return
     required, available = sum(state.values()), torch.cuda.get_device_properties(device).total_memory

@@ -111,9 +111,7 @@ def shared_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B
 
 
 def kv_cache(config, rows, dtype, device):
-    """A cache of so many rows, without room yet: a `Pool` where there is variable-length attention, else a
-    `Rectangle`.
-    """
+    """A cache of rows without room yet: a `Pool` if there is variable-length attention, or a `Rectangle`."""
     device = torch.device(device)
     if attention := varlen(device, dtype, config.head_dim):
         return Pool(config, rows, attention, dtype, device)
@@ -195,9 +193,7 @@ class Pool:
             kv[:, slot_RT] = values[:, None]
 
     def append(self, rows, starts, lengths):
-        """The layout of chunks of lengths[i] tokens that row rows[i] gets from position starts[i] on. Host
-        data.
-        """
+        """The layout of lengths[i] tokens that row rows[i] gets from position starts[i] on. Host data."""
         position = [starts[i] + t for i, n in enumerate(lengths) for t in range(n)]
         slot = [self.first[row] + starts[i] + t for i, (row, n) in enumerate(zip(rows, lengths))
                 for t in range(n)]

@@ -545,9 +545,7 @@ def check_tensors(folder, model):
 
 
 def check_tied(folder):
-    """ValueError if a folder whose lm_head is the embedding stores another lm_head, as merging an adapter on
-    it leaves.
-    """
+    """ValueError if a tied lm_head is stored and is not the embedding, as after merging an adapter on it."""
     names, paths = ("model.embed_tokens.weight", "lm_head.weight"), {}
     for path in weight_files(folder):
         with safe_open(path, framework="pt") as file:

@@ -41,9 +41,7 @@ def reliability(player):
 
 
 def play(player, task, game, commands):
-    """Play a task with one line of `commands` per turn, until the episode or the lines end. Returns whether
-    won.
-    """
+    """Play a task with a line of `commands` per turn, until episode or lines end. Returns whether won."""
     settings, chat = player.config, player.chat
     spec = EpisodeSpec(task, 0, settings.seed, instruction=player.instruction_in(settings.env))
     conversation = Conversation(spec, game, chat, settings.history).start()
