@@ -74,10 +74,7 @@ def sample_tokens(logits_BV, uniform_B, temperature=1.0):
     reports the logprob at temperature 1. No host sync.
     """
     logprob_BV = (logits_BV.float() / (temperature or 1.0)).log_softmax(-1)
-    if temperature == 0:
-        token_B = logprob_BV.argmax(-1)
-    else:
-        token_B = first_reaching(logprob_BV.exp(), uniform_B)
+    token_B = first_reaching(logprob_BV.exp(), uniform_B) if temperature else logprob_BV.argmax(-1)
     return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]
 
 
