@@ -137,8 +137,7 @@ class Batch:
 
 
 def endless_order(files, random):
-    """Yield the files in their order, then repeatedly in new orders, shuffled after each pass."""
-    files = list(files)
+    """Yield the files in their order, then repeatedly in new orders: the list is shuffled after each pass."""
     while True:
         yield from files
         random.shuffle(files)
