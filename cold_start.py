@@ -27,7 +27,6 @@ import labels
 import rollout
 import update
 from config import DAGGER_ROUND
-from envs import EpisodeLost
 from infra import checkpoint, files, parallel, plugins
 from infra.progress import progress
 from infra.signals import Interrupted
@@ -213,7 +212,7 @@ def demonstrate(run, first, n, mistake_rate, required=True):
         rng = random.Random(stream(seed, 1))                   # the expert may have a Random(seed)
         try:
             demonstration = expert.show(task, seed, mistake_rate, config.max_turns)
-        except EpisodeLost:
+        except envs.EpisodeLost:
             counts["lost"] += 1
             continue
         except Exception as error:

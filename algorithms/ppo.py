@@ -18,7 +18,6 @@ import algorithms
 import batching
 import update
 from algorithms import rewards
-from batching import Sample, equal_microbatches
 from infra import parallel
 from infra.flags import setting
 from lm import model as decoder
@@ -38,7 +37,7 @@ class Settings(rewards.Settings):
 
 
 @dataclass(slots=True)
-class ValueSample(Sample):
+class ValueSample(batching.Sample):
     """A sample of the policy with the critic's value and its target for each sampled token."""
 
     value: list[float] = None     # V before each sampled token
@@ -137,7 +136,7 @@ def update_critic(critic, optimizer, samples, objective, value_clip, lr):
         sums["loss"] += float(loss.detach())
         return loss
 
-    for batch in equal_microbatches(with_targets, objective.microbatch_tokens):
+    for batch in batching.equal_microbatches(with_targets, objective.microbatch_tokens):
         (loss_of(batch) if batch else update.empty_loss(critic, "value")).backward()
     grads, total = parallel.pop_grads(critic), parallel.all_sum(sums)
     norm = parallel.norm(grads)

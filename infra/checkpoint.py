@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from infra import parallel
-from infra.parallel import copy_part, on_rank0
 
 TRAINER_FILE, PARTS = "trainer.pt", "trainer"
 BLOCKS, BLOCK = 256, 2**16         # of a file, which its fingerprint is made of
@@ -39,7 +38,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
     old checkpoint or the new one. OSError, on every rank, names the folder.
     """
     folder, parts = Path(folder).resolve(), {}
-    on_rank0(lambda: repair(folder) or check_replaceable(folder))
+    parallel.on_rank0(lambda: repair(folder) or check_replaceable(folder))
     trainer = {"optimizer": optimizer_state(model, optimizer), "state": state}
     if critic is not None:
         trainer["critic"] = {"weights": tensors_of(critic[0]),
@@ -57,7 +56,7 @@ def save_checkpoint(folder, model, optimizer, state, save_model, extra_files=Non
         if parts:
             with one_error(new / PARTS):
                 dcp.save(parts, checkpoint_id=new / PARTS)
-        on_rank0(lambda: finish(new))
+        parallel.on_rank0(lambda: finish(new))
 
     replace(folder, write, keep=shared)
 
@@ -146,7 +145,7 @@ def check_whole(folder):
         old.rename(folder)
         sync(folder.parent)
 
-    on_rank0(check)
+    parallel.on_rank0(check)
 
 
 def what_is_wrong(folder):
@@ -180,9 +179,9 @@ def replace(folder, write, keep=False):
         swap(folder, keep)
 
     try:
-        on_rank0(empty)
+        parallel.on_rank0(empty)
         write(new)
-        on_rank0(finish)
+        parallel.on_rank0(finish)
     except Exception as error:    # for a full disk a tokenizer raises a bare Exception
         if parallel.is_rank0() and (folder.exists() or not old.exists()):
             shutil.rmtree(new, ignore_errors=True)    # else it failed between the renames: `repair` needs it
@@ -303,7 +302,7 @@ def fill(folder, targets, tensors, place):
     try:
         for name, target in targets.items():
             if not tensors[name].is_meta:
-                copy_part(target, tensors[name])
+                parallel.copy_part(target, tensors[name])
         if parts:
             with one_error(Path(folder) / PARTS), warnings.catch_warnings():
                 warnings.simplefilter("ignore")                     # that one process is not distributed
@@ -316,7 +315,7 @@ def fill(folder, targets, tensors, place):
 def find_checkpoint(folder):
     """Return the folder as a Path if it holds a checkpoint (after `repair`), else None. All ranks call it."""
     folder = Path(folder).resolve()
-    return folder if on_rank0(lambda: repair(folder)) else None
+    return folder if parallel.on_rank0(lambda: repair(folder)) else None
 
 
 def siblings(folder):
