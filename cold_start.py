@@ -119,8 +119,7 @@ def rounds_of(config):
 
 
 def dagger(run, questions, learner, done):
-    """A variant of DAgger (arXiv:1011.0686): yield batches from episodes that learner and expert play
-    together.
+    """A variant of DAgger (arXiv:1011.0686): yield batches from episodes that learner and expert share.
 
     In each episode a share of the turns, drawn uniformly from [0, 1], is played by the learner and the rest
     by the expert, who is so imitated in states that the learner's own mistakes lead to. DAgger imitates the
@@ -193,8 +192,7 @@ def demonstrate_on_rank0(run, first, n, mistake_rate, stop, required=True):
 
 
 def demonstrate(run, first, n, mistake_rate, required=True):
-    """Episodes of the expert on n training tasks from number `first` on: those that are won and fit the
-    context.
+    """Episodes of the expert on n training tasks from number `first` on: those won that fit the context.
 
     A turn's advantage is its weight in the imitation: 1, or 0 for an injected mistake. required: ValueError
     if no episode remains.

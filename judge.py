@@ -109,8 +109,7 @@ def parse_verdict(text, style):
 
 
 def candidates(episodes, kind, max_tokens, environment, endpoint=None):
-    """Labelled turns whose prompt and response have fewer than max_tokens tokens: [(episode.index, t,
-    label)].
+    """[(episode.index, t, label)] of labelled turns with fewer than max_tokens tokens, prompt included.
 
     kind: see labels.label_turns. endpoint: the result of `endpoint_labels` for these episodes.
     """

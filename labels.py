@@ -1,5 +1,4 @@
-"""Labels of turns for the judge: "good", "bad" or None, from a rule, an environment's oracle or a large
-model.
+"""Labels of turns for the judge: "good", "bad" or None, by a rule, the environment or a large model.
 
 The paper labels by a rule on repeated observations and by a large model (arXiv:2509.23870 §4.1). No model and
 no tensors here. An environment may bring label kinds of its own (`Environment.labels`). Left out: which of

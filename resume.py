@@ -15,8 +15,7 @@ from lm import model as decoder
 
 
 def starting_point(config, out, ranks):
-    """The folder of the model to start from (None: a fresh one), and the state of the resumed checkpoint or
-    None.
+    """The folder of the model to start from (None: a fresh one), and the resumed checkpoint's state or None.
 
     With --resume and --overwrite, a run that cannot be resumed starts over. ValueError if --resume fails, if
     OUT holds a run and neither flag is given, or if it cannot be set aside.
@@ -55,8 +54,7 @@ def starting_point(config, out, ranks):
 
 
 def begin(config, out, state, previous, resources):
-    """Prepare OUT on rank 0: truncate the logs of a resumed run, or set a previous run aside. Returns the
-    identity.
+    """Prepare OUT on rank 0: truncate a resumed run's logs, or set another run aside. Returns the identity.
 
     The identity is stored in checkpoint and metrics: a random name, the hash of the first model's weights,
     the task types of the cold start behind it (None: none, or unknown), and hashes of plug-ins outside the

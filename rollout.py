@@ -216,8 +216,7 @@ class Conversation:
     def submit(self, response, on_truncation="fail"):
         """Record the response as a turn and send its command, if any.
 
-        A truncated response has no command; on_truncation "fail" ends the episode with it, "invalid" does
-        not.
+        A truncated response has no command, and ends the episode if on_truncation is "fail", not "invalid".
         """
         episode, before, self.due = self.episode, self.reply, True
         text = self.chat.decode(response.ids)
@@ -233,8 +232,7 @@ class Conversation:
             self.call("step", action)
 
     def receive(self, max_turns, max_prompt):
-        """Receive the reply and build the next prompt, of at most max_prompt tokens; True if the episode
-        ended.
+        """Receive the reply and build the next prompt, of at most max_prompt tokens; True at the end.
 
         episode.ended is then the game's own reason, or "won", "over" (the game's end without a reason), "turn
         limit", "context full" or "response too long".

@@ -487,8 +487,7 @@ def sharded(model, config, ranks, small, frozen=False):
 
 
 def make_chat(config, tokenizer):
-    """The chat in the style of --prompt. "auto": RLVMR's tags if the algorithm rewards them, else by the
-    model.
+    """The chat in the style of --prompt; "auto": tags if the algorithm rewards them, else by the model.
 
     A small model has tags if its cold start had. ValueError for flags that need tokens that it lacks.
     """

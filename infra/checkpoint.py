@@ -292,8 +292,7 @@ def load_optimizer(path, model, optimizer, saved, place):
 
 
 def fill(folder, targets, tensors, place):
-    """Copy a checkpoint's tensors into targets of the same names and shapes, sharded or not. All ranks call
-    it.
+    """Copy a checkpoint's tensors into targets of the same names and shapes, sharded or not, on all ranks.
 
     tensors: as `read_trainer` returned them; place: their path there, by which torch.distributed.checkpoint
     finds what is not in trainer.pt. ValueError names the folder if it cannot be read.

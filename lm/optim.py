@@ -31,8 +31,7 @@ def trained(model):
 
 
 def adamw(model, exclude=()):
-    """AdamW over a model's trained parameters except `exclude`; the caller sets the learning rate before each
-    step.
+    """AdamW over a model's trained parameters except `exclude`; the caller sets each step's learning rate.
 
     On CUDA it is fused, which needs no temporary tensors.
     """
