@@ -20,12 +20,12 @@ def write(path, games, episodes=(), **changes):
     """An evaluation.json of split L1: games is {game: {mode: digits}}."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = [{"game": game, "type": "pick"} | modes for game, modes in games.items()]
-    facts = {"complete": True, "world": "household", "protocol": "sampled", "max_turns": 30, "seed": 0,
+    facts = {"world": "household", "protocol": "sampled", "max_turns": 30, "seed": 0,
              "games_hash": {"L1": "abc"}, "player": {"name": path.parent.name}, "splits": {},
              "outcomes": {"L1": entries}}
     path.write_text(json.dumps(facts | changes))
     if episodes:
-        records = [{"phase": "evaluation", "split": "L1", "mode": "sampled"} | record for record in episodes]
+        records = [{"phase": "evaluation", "split": "L1"} | record for record in episodes]
         path.with_name("episodes.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
@@ -117,7 +117,7 @@ def test_two_seeds_of_a_player_end_to_end(tmp_path, capsys, monkeypatch):
         assert evaluation.main(["--player", "random", "--evaluate", "L0,L1", "--protocol", "eight", "--seed",
                                 str(seed), "--max-turns", "30", "--out", str(tmp_path / str(seed))]) == 0
     status, out, _ = run(capsys, tmp_path / "0", tmp_path / "1")
-    assert status == 0 and "seed: 0 and 1" in out
+    assert status == 0 and "seed: 0 and 1" in out and "A: random (" in out
     a, b = (compare.load(tmp_path / seed) for seed in "01")
     for change in compare.compare(a, b):
         rates = [one.facts["splits"][change.split]["sampled"]["success"] for one in (a, b)]
@@ -135,6 +135,9 @@ def test_several_plays_are_shares_of_games(tmp_path):
     assert change.mean == pytest.approx((0 - 0.25 + 0.5) / 3) and change.p is None
     assert change.half == pytest.approx(compare.paired([1, 0.5, 0.5], [1, 0.25, 1])[1])
     assert change.flipped == [("c", (1, 2), (1, 1)), ("b", (2, 4), (1, 4))]       # the larger one first
+    once = compare.load(write(tmp_path / "c.json", {game: {"t": "1"} for game in "abc"}))
+    for change in (*compare.compare(once, a), *compare.compare(a, once)):
+        assert change.only is None and change.p is None
 
 
 # Evaluations that differ
@@ -168,6 +171,15 @@ def test_splits_and_modes_in_common(tmp_path, capsys):
     other = write(tmp_path / "c.json", {}, outcomes={"L0": [{"game": "a", "type": "x", "sampled": "1"}]})
     assert "splits: L1 and L0" in run(capsys, a, other)[2]
     assert "have no game in common" in run(capsys, a, other, "--common")[2]
+
+
+@pytest.mark.fast
+def test_missing_games_are_noted(tmp_path, capsys):
+    """A run's evaluation.json does not say whether it is complete: it is."""
+    a = write(tmp_path / "a.json", {"a": {"sampled": "1"}})
+    b = write(tmp_path / "b.json", {"a": {"sampled": "1"}}, complete=False)
+    out = run(capsys, a, b)[1]
+    assert f"{b}: some games are missing" in out and f"{a}: some" not in out
 
 
 @pytest.mark.fast
@@ -209,19 +221,21 @@ def test_transcripts_of_flipped_games_are_side_by_side(tmp_path, capsys):
 
 @pytest.mark.fast
 def test_of_several_plays_a_win_of_the_better_side_and_a_loss_of_the_other_are_shown(tmp_path, capsys):
+    """Or else what is stored."""
     a = write(tmp_path / "a" / "evaluation.json", {"b": {"sampled": "01"}},
               [record("b", False, action="wait"), record("b", True, action="open fridge 1")])
-    b = write(tmp_path / "b" / "evaluation.json", {"b": {"sampled": "00"}},
-              [record("b", False, action="fly")])
-    for left, right, shown in ((a, b, "open fridge 1 fly"), (b, a, "fly open fridge 1")):
+    b = write(tmp_path / "b" / "evaluation.json", {"b": {"sampled": "1000"}},
+              [record("b", True, action="go to bed 1"), record("b", False, action="fly")])
+    c = write(tmp_path / "c" / "evaluation.json", {"b": {"sampled": "110"}}, [record("b", False)])
+    for left, right, given in ((a, b, "open fridge 1 fly"), (b, a, "fly open fridge 1"), (a, c, "wait look")):
         (line,) = (line for line in run(capsys, left, right)[1].splitlines() if "[1] >" in line)
-        assert line.replace("[1] >", "").replace("|", "").replace("(refused)", "").split() == shown.split()
+        assert line.replace("[1] >", "").replace("|", "").replace("(refused)", "").split() == given.split()
 
 
 @pytest.mark.fast
 def test_the_transcripts_limit_counts_games_that_have_one(tmp_path, capsys):
-    """A run stores twelve episodes a split, seldom those of the first flipped games."""
-    flipped = {game: [{"sampled": digit} for digit in "10"] for game in "abc"}
+    """A run stores twelve episodes a split, all sampled, seldom those of the first flipped games."""
+    flipped = {game: [{"greedy": digit, "sampled": digit} for digit in "10"] for game in "abc"}
     a, b = (write(tmp_path / name / "evaluation.json", {game: both[k] for game, both in flipped.items()},
                   [record("c", not k)]) for k, name in enumerate("ab"))
     assert "L1 sampled, c: A on the left" in run(capsys, a, b, "--transcripts", 1)[1]

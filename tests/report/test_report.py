@@ -88,7 +88,8 @@ def rl_lines(n=12):
 
 
 def test_summary_has_the_stored_numbers(tmp_path):
-    write_method(tmp_path, "grpo", success={"L0": 0.5, "L2": 0.25}, stages={"rl": 10.0, "evaluation": 2.5})
+    write_method(tmp_path, "grpo", success={"L0": 0.5, "L2": 0.25}, stages={"rl": 10.0, "evaluation": 2.5},
+                 about={"seconds": 1.5})                 # stages.json has those of all sessions
     write_method(tmp_path, "cold_start", success={"L0": 0.25}, stages={"cold_start": 4.0})
     build(tmp_path)
 
@@ -234,15 +235,25 @@ def test_table_is_aligned(tmp_path):
         "grpo+gcd   50.0 [40.0, 60.0]  100.0 [90.0, 110.0]  100"]
 
 
-def test_n_is_games_times_plays():
+def test_n_is_games_times_plays(tmp_path):
     """The interval is over games, so its n is the number of games."""
-    methods = {"grpo": {"L0": {"n": 1120, "plays": 8}, "L1": {"n": 256, "plays": 1}},
-               "older": {"L0": {"n": 134, "plays": 1}}}
-    assert tables.split_heads({"methods": methods}) == {"L0": "L0 (n=134/140 × 8)", "L1": "L1 (n=256)"}
+    for name, splits in (("grpo", {"L0": {"n": 1120, "plays": 8}, "L1": {"n": 256, "plays": 1}}),
+                         ("older", {"L0": {"n": 134}})):
+        about = {"splits": {split: {"sampled": scores} for split, scores in splits.items()}}
+        write_method(tmp_path, name, success={"L0": 0.5}, about=about)
+    summary = tables.summarize(read.read_runs(tmp_path))
+    assert tables.split_heads(summary) == {"L0": "L0 (n=134/140 × 8)", "L1": "L1 (n=256)"}
+
+
+def test_flags_that_differ_are_listed_and_no_others(tmp_path):
+    write_method(tmp_path, "a", config={"algo": "grpo", "tasks": 4})
+    write_method(tmp_path, "b", config={"algo": "ppo", "tasks": 4, "kl_coef": 0.1})
+    assert tables.difference_rows(read.read_runs(tmp_path)) == [
+        ["flag", "a", "b"], ["--algo", "grpo", "ppo"], ["--kl-coef", "–", "0.1"]]
 
 
 def test_command_repeats_every_flag(tmp_path):
-    config = {"group_size": 8, "gcd": False, "resume": True, "model": "a b", "out": None}
+    config = {"group_size": 8, "gcd": False, "resume": True, "overwrite": True, "model": "a b", "out": None}
     write_method(tmp_path, "grpo", config=config)
     assert tables.command(read.read_runs(tmp_path)[0]) == (
         "python gcd.py --group-size=8 --no-gcd --model='a b'")
@@ -282,7 +293,7 @@ def test_stored_episodes_are_spread_over_any_number():
 @pytest.mark.parametrize("low, high, expected", [
     (0, 1, [0, 0.25, 0.5, 0.75, 1]), (0, 97, [0, 25, 50, 75, 100]), (0.0, 4.0, [0, 1, 2, 3, 4]),
     (3, 3, [3, 4]), (-0.1, 0.3, [-0.1, 0, 0.1, 0.2, 0.3]), (0, 0, [0, 0.25]),
-    (0, 3e-7, [0, 1e-7, 2e-7, 3e-7])])
+    (0, 3e-7, [0, 1e-7, 2e-7, 3e-7]), (-0.14, -0.12, [-0.14, -0.135, -0.13, -0.125, -0.12])])
 def test_ticks(low, high, expected):
     assert charts.ticks(low, high) == pytest.approx(expected)
 
@@ -291,6 +302,32 @@ def test_smooth():
     assert charts.smooth([0, 3, 6, None, 2]) == [1.5, 3, 4.5, None, 2]
     assert charts.smooth([]) == []
     assert charts.smooth([5.0] * 300) == pytest.approx([5.0] * 300)
+    assert charts.smooth([0] * 50 + [1] + [0] * 50) == pytest.approx([0] * 48 + [1 / 5] * 5 + [0] * 48)
+
+
+def test_charts_have_room_for_every_run_and_for_zero(tmp_path):
+    """Those of seconds have one scale."""
+    for name, first, seconds in (("a", 3, 1), ("b", 0, 40)):
+        write_method(tmp_path, name, [{"iteration": i, "policy/grad_norm": 99.0, "time/update_s": seconds}
+                                      for i in range(first, first + 3)])
+    runs = read.read_runs(tmp_path)
+    (axes,) = (chart.axes for chart in charts.panel_charts(charts.PANELS, runs))
+    assert (axes.x_low, axes.x_high, axes.y_ticks) == (0, 5, [0, 25, 50, 75, 100])
+    assert [chart.axes.y_ticks[-1] for chart in charts.time_charts(runs)] == [40, 40]
+
+
+def test_ticks_below_a_chart_are_integers_within_it():
+    assert [label for _, label in charts.Axes(0, 9, [0, 1]).columns] == ["0", "5"]      # of 0, 2.5, ..., 10
+
+
+def test_a_line_is_interrupted_where_a_number_is_missing():
+    path = charts.line_path(charts.Axes(0, 3, [0, 1]), [0, 1, 2, 3], [0, None, 1, 0])
+    assert re.findall("[A-Z]", path) == ["M", "M", "L"]
+
+
+def test_an_interval_ends_at_0_and_1():
+    score = {"success": 0.5, "low": -0.1, "high": 1.1}
+    assert charts.bounded(score) == {"success": 0.5, "low": 0, "high": 1}
 
 
 CAPTIONS = {"captions": {"L0": "rooms it knows", "L2": "<i>new</i> rooms", "dev": "not evaluated"},
@@ -390,10 +427,14 @@ def test_results_over_seeds_are_of_rows_of_the_runs_size(tmp_path):
     assert [*seeds.scores] == ["grpo"]
 
 
-@pytest.mark.parametrize("protocol, there", [("eight", True), ("sampled", True), ("rlvmr", False)])
-def test_results_over_seeds_are_of_every_game_once_at_least(tmp_path, protocol, there):
-    write_results(tmp_path / "lab" / "results")
-    write_method(tmp_path / "run", "grpo", success={"L0": 0.5}, about={"protocol": protocol})
+@pytest.mark.parametrize("protocol, plays, n, there", [
+    ("eight", 8, [256], True), ("sampled", 1, [256, 2048], True), ("sampled", 1, [512], False),
+    ("rlvmr", 1, [256], False)])
+def test_results_over_seeds_are_of_every_game_once_at_least(tmp_path, protocol, plays, n, there):
+    write_results(tmp_path / "lab" / "results", rows={"grpo": {"L0": {"mean": 0.5, "half": 0.1, "n": n}}})
+    scores = {"success": 0.5, "n": 256 * plays, "plays": plays}
+    write_method(tmp_path / "run", "grpo", success={"L0": 0.5},
+                 about={"protocol": protocol, "splits": {"L0": {"sampled": scores}}})
     seeds = read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results")
     assert (seeds is not None) == there
 
@@ -493,10 +534,10 @@ def test_a_malformed_file_is_an_error_of_one_line(tmp_path, capsys, file, conten
 
 
 def test_huge_numbers_are_not_drawn(tmp_path):
-    values = (1e308, 10**400, 1.0, 1.5)
+    values = (1e308, 10**400, -1e308, 1.0, 1.234)
     lines = [{"iteration": i, "policy/grad_norm": value} for i, value in enumerate(values)]
     write_method(tmp_path, "grpo", lines)
-    assert build(tmp_path)[2]["charts"][0]["series"][0]["ys"] == [None, None, 1.0, 1.5]
+    assert build(tmp_path)[2]["charts"][0]["series"][0]["ys"] == [None, None, None, 1.0, 1.234]
 
 
 def test_open_opens_the_page(tmp_path, capsys, monkeypatch):
