@@ -57,6 +57,13 @@ def test_an_admissible_command_without_effect_revisits(chat):
 
 
 @pytest.mark.fast
+def test_a_turn_is_undone_by_the_last_one_too(chat):
+    start = scripted(chat, []).final_anchor
+    episode = scripted(chat, [("go to table 1", TABLE), ("go back", start)], won=False)
+    assert [correction.kind_of(episode, t) for t in (0, 1)] == ["undone", "revisited"]
+
+
+@pytest.mark.fast
 def test_turns_that_most_verdicts_call_bad_are_found(chat):
     judged = [answered(chat, texts, index, label) for index, (texts, label) in enumerate([
         (["bad", "bad", "good"], "good"), (["bad", "good"], "bad"), (["bad", "jump", "jump"], "bad"),
@@ -219,8 +226,8 @@ def test_an_instruction_is_made_every_n_iterations(chat):
 
 @pytest.fixture
 def actor(monkeypatch):
-    """An engine that gives fixed answers in turn. `actor(chat, *texts)` adds answers and returns the list of
-    every call's prompts."""
+    """An engine that gives fixed answers in turn. `actor(chat, *texts)` adds answers, all cut or none, and
+    returns the list of every call's prompts."""
     answers, calls = [], []
 
     def answer(model, prompts, streams, stops, sampling, n_slots):
@@ -228,8 +235,8 @@ def actor(monkeypatch):
         assert len({number for numbers in streams for number in numbers}) == len(prompts) == len(streams)
         return [[answers.pop(0)] for _ in prompts]
 
-    def add(chat, *texts):
-        answers.extend(response(chat, text) for text in texts)
+    def add(chat, *texts, cut=False):
+        answers.extend(replace(response(chat, text), truncated=cut) for text in texts)
         return calls
 
     monkeypatch.setattr(correction, "answer", answer)
@@ -249,6 +256,8 @@ def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_actor(tok
     assert large.calls == [[question]] and not prompts
     assert corrected(chat, bad).text == "Look before you act."
     assert prompts == [[chat.message(question, first=True)]]
+    actor(chat, "Look before you", cut=True)
+    assert corrected(chat, bad) is None
     for silence in (None, "", " ... "):
         assert corrected(chat, bad, endpoint=Large(silence)) is None
     long = corrected(chat, bad, endpoint=Large("many words " * 100)).text

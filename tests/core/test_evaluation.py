@@ -138,6 +138,17 @@ def test_without_a_given_split_all_but_dev_are_played(short, tmp_path):
     assert files.read_json(tmp_path / "evaluation.json")["splits"].keys() == {"L0", "L1", "L2"}
 
 
+@pytest.mark.fast
+def test_another_try_of_a_lost_episode_has_an_expert_of_its_own():
+    player, task = players.ScriptPlayer("expert", EXPERT), rooms.task("train", 0)
+    spec = SimpleNamespace(task=task, stream=0, index=0)
+    start = SimpleNamespace(spec=spec, reply=Game().reset(task), episode=SimpleNamespace(turns=[]))
+    player.command(start)
+    first = player.experts[0]
+    player.command(start)
+    assert player.experts[0] is not first
+
+
 # Games are the units
 
 @pytest.mark.fast
@@ -326,11 +337,28 @@ def test_a_servers_thought_may_precede_an_environments_own_format(style, text):
     assert seen == ["{'guess': 7}"]
 
 
-@pytest.mark.fast
-def test_a_late_answer_does_not_revive_a_server_that_was_given_up():
+def server_player(turns=0):
+    """(a ServerPlayer without a server, a conversation of so many turns)."""
     player = players.ServerPlayer(SimpleNamespace(stop=threading.Event()), players.MessageChat("plain"), 0)
     player.used, spec = {}, SimpleNamespace(index=0)
-    conversation = SimpleNamespace(spec=spec, episode=SimpleNamespace(turns=[]))
+    return player, SimpleNamespace(spec=spec, episode=SimpleNamespace(turns=[None] * turns))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("turns, answer, counted", [
+    (1, players.Failure("gone"), 1), (0, players.Failure("gone", refused=True), 1),
+    (1, players.Failure("too long", refused=True), 0), (1, players.STOPPED, 0),
+    (1, players.LIMITED, players.FAILURES_IN_A_ROW)])
+def test_what_counts_as_a_failure_of_the_server(turns, answer, counted):
+    """Not that a conversation became too long for it, nor that it was no longer asked."""
+    player, conversation = server_player(turns)
+    player.response(conversation, answer)
+    assert (player.failures_in_a_row, player.reason) == (counted, answer.reason if counted else "")
+
+
+@pytest.mark.fast
+def test_a_late_answer_does_not_revive_a_server_that_was_given_up():
+    player, conversation = server_player()
     good = {"answer": "look", "cut": False, "usage": {}}
     for _ in range(players.FAILURES_IN_A_ROW):
         player.response(conversation, good)                        # which sets the count to 0
@@ -812,7 +840,8 @@ def test_extra_keys_are_sent_printed_and_the_same_when_it_is_continued(serve, sh
     assert referee(*flags)[0] == 1
     status, result, error = referee(*flags, "--endpoint-extra", extra, "--resume")     # of no game so far
     assert status == 0 and result["player"]["extra"] == json.loads(extra), error
-    assert server.requests[-1][1]["max_completion_tokens"] == 512
+    sent = server.requests[-1][1]
+    assert (sent["max_completion_tokens"], sent["temperature"]) == (512, 1.0)          # that of the mode
     assert f"'--endpoint-extra={extra}'" in result["command"]
     status, _, error = referee(*flags, "--endpoint-extra", extra.replace("512", "9"), "--resume")
     assert status == 1 and "player was" in error

@@ -270,6 +270,7 @@ def test_labels_and_candidates_with_a_large_model(chat):
         assert got == [labels.get(t) for t in range(len(SCRIPT))]
         places = judge.candidates(episodes, kind, 10_000, ENVIRONMENT, by_place)
         assert {t: label for e, t, label in places if e == 41} == labels
+        assert (40, 0, "good") not in places                     # which is the other episode's label
     without_large = turn_labels.label_turns(episodes[1], "rule+endpoint", ENVIRONMENT)
     assert without_large == turn_labels.rule_labels(episodes[1])
     assert turn_labels.label_turns(episodes[1], "endpoint", ENVIRONMENT) == [None] * len(SCRIPT)
@@ -488,7 +489,7 @@ def questions_by(chat, n=6):
 
 @pytest.mark.fast
 def test_answers_do_not_depend_on_the_slots_or_on_other_questions(model, chat):
-    """So two ranks answer as one does: an answer's stream follows from its question's index.
+    """So two ranks answer as one does: an answer's stream follows from its question's index alone.
 
     In double precision, so that no CPU's rounding changes a sampled token."""
     runs, model = [], model.double()
@@ -502,6 +503,10 @@ def test_answers_do_not_depend_on_the_slots_or_on_other_questions(model, chat):
     assert len(ids) == 24 and len(set(ids)) > 4
     verdicts = [verdict for _, answers, _ in runs[0].values() for verdict in answers]
     assert None in verdicts and {"good", "bad"} & set(verdicts)
+    twins = [replace(questions_by(chat, 1)[0], index=index) for index in (0, 1)]
+    judge.answer_questions(model, chat, twins, 4, sampling, seed=5, n_slots=64)
+    one, other = ([answer.ids for answer in question.answers] for question in twins)
+    assert one != other
 
 
 @pytest.mark.fast

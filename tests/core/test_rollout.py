@@ -235,10 +235,15 @@ def test_turns_record_observation_response_and_action(chat):
 
 
 def test_a_truncated_response_ends_the_episode_as_failed(chat):
-    conversation = corridor_conversation(chat, (3, 4))
+    class Scored(Corridor):
+        def reply(self, observation):
+            return super().reply(observation)._replace(score_100=25.0 * self.place)
+
+    conversation = corridor_conversation(chat, (3, 4), Scored())
     assert conversation.act(response_of(chat, "right", stop=""), 9, 400, "fail")
     episode = conversation.episode
     assert episode.truncated and not episode.won and episode.turns[0].action is None
+    assert episode.score_100 == 75.0                           # that of its start
     assert conversation.game.game.place == 3                   # although its text was the winning command
     assert episode.final_observation == episode.turns[0].observation
 
@@ -271,7 +276,8 @@ def test_a_refusal_in_the_games_own_words_leaves_the_anchor_unchanged(chat):
     class Strict(Corridor):
         def step(self, command):
             reply = super().step(command)
-            return reply._replace(observation=f"No {command}.", taken=False) if command == "jump" else reply
+            no = f"No {command}."
+            return reply._replace(observation=no, taken=False, answers=(no,)) if command == "jump" else reply
 
     conversation = corridor_conversation(chat, env=Strict())
     for text in ("right", "jump"):
@@ -279,6 +285,8 @@ def test_a_refusal_in_the_games_own_words_leaves_the_anchor_unchanged(chat):
     episode = conversation.episode
     assert conversation.reply.observation == "No jump." and episode.final_anchor == "You are at 3."
     assert not episode.turns[1].valid
+    conversation.act(response_of(chat, ""), 9, 400)            # what the tool said is not said again
+    assert (conversation.reply.observation, conversation.reply.answers) == (NOOP_MESSAGE, ())
 
 
 def test_an_empty_observation_leaves_the_anchor_unchanged(chat):
@@ -348,16 +356,18 @@ class FragileSend(FragileProcess):
 
 @pytest.mark.parametrize("kind", [Fragile, FragileProcess, FragileSend])
 @pytest.mark.parametrize("deaths", [(1,), (5,), (7, 8, 9), (12,)])
-def test_a_lost_episode_restarts(model, chat, deaths, kind):
+def test_a_lost_episode_restarts(model, chat, monkeypatch, deaths, kind):
     """Whether the reset or a turn is lost. The restarted episode samples from new streams, the same in every
-    run; an episode that was not restarted is not affected."""
+    run; an episode that was not restarted is not affected. The wait for a lost reply is counted."""
     def played(kind, specs):
         Fragile.calls = 0
         games = [kind() for _ in range(2)]
         return rollout.play(model, chat, games, specs, Sampling(max_response_tokens=4), 6, 400)
 
     Fragile.deaths, specs = deaths, make_specs(2, 2)
+    monkeypatch.setattr(rollout, "perf_counter", itertools.count().__next__)     # each reply takes a second
     lost, again = played(kind, specs), played(kind, specs)
+    assert sum(episode.game_s for episode in again) == Fragile.calls
     assert sum(e.restarts for e in lost) == len(deaths) == rollout.summary(lost)["restarts"]
     new = [replace(spec, stream=streams.stream(spec.stream, 1 << 40, e.restarts)) if e.restarts else spec
            for spec, e in zip(specs, lost)]
@@ -444,16 +454,16 @@ def test_summary_and_success_rate_by_hand():
              turn("x", None, valid=False), turn("x", None, valid=False, tokens=5)]
     assert rollout.repeated_turns(Episode(task, 0, turns=turns)) == 2          # a malformed turn repeats none
     episodes = [Episode(task, 0, turns=turns, won=True),
-                Episode(task, 0, turns=[turn("x", "left", tokens=1)], truncated=True),
-                Episode(task, 1, turns=[turn("x", "left")], overflowed=True),
+                Episode(task, 0, turns=[turn("x", "left", tokens=1)], truncated=True, score_100=-100.0),
+                Episode(task, 1, turns=[turn("x", "left")], overflowed=True, score_100=50.0),
                 Episode(task, 1, turns=[turn("x", "left")])]
     counts = rollout.summary(episodes)
     assert counts == {"episodes": 4, "won": 1, "truncated": 2, "turns": 9, "invalid": 2, "repeated": 2,
-                      "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "game_s": 0.0, "scored": 0,
-                      "score_100": 0.0}
+                      "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "game_s": 0.0, "scored": 2,
+                      "score_100": -50.0}
     shares = rollout.success_rate(counts)
     assert (shares["success"], shares["n"], shares["turns"], shares["truncated_frac"]) == (0.25, 4, 2.25, 0.5)
-    assert (shares["invalid_frac"], shares["repeated_frac"]) == (2 / 9, 2 / 9)
+    assert (shares["invalid_frac"], shares["repeated_frac"], shares["score_100"]) == (2 / 9, 2 / 9, -25.0)
     assert (shares["low"], shares["high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson's, of 1 in 4
     again = rollout.success_rate({name: 8 * count for name, count in counts.items()}, plays=8)
     assert again == shares | {"n": 32}            # eight plays of a game count as one game
@@ -468,4 +478,5 @@ def test_wilson_by_hand():
     """Newcombe 1998, Table I: 81/263 gives 0.2553 to 0.3662; 0/20 gives 0 to 0.1611."""
     assert rollout.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert rollout.wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert rollout.wilson(0, 20)[0] == 0 and rollout.wilson(19, 19)[1] == 1            # also if rounded
     assert rollout.wilson(0, 0) == (0.0, 1.0)

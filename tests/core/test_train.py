@@ -320,7 +320,7 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
 @pytest.mark.parametrize("kind", ["oracle", "shuffled"])
 def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch, kind):
     """Of each round's questions only those with unequal rewards are trained; no turn is asked about twice.
-    Without the flag there is one round, of the same first questions."""
+    Without the flag there is one round, of the same first questions, and all of them count."""
     rounds_of_turns, numbers_of, answer = [], [], gcd.judge.answer_questions
 
     def answers(model, chat, judged, *arguments):
@@ -339,6 +339,7 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
         run = prepared(tmp_path, *start_from(start), "--judge-labels", kind, "--judge-turns", 8, *flags)
         episodes, _ = gcd.collect(run, 0)
         judged, samples = gcd.judge_turns(run, 0, episodes)
+        assert all(any(sample.advantage) for sample in samples) == bool(flags)
         rounds[flags], rounds_of_turns[:] = list(rounds_of_turns), []
         assert len({*numbers_of}) == len(numbers_of)               # which name their answers' random streams
         numbers_of.clear()
@@ -347,7 +348,6 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
     places = sum(several, [])
     assert len(set(places)) == len(places) == len(judged)
     assert len({tuple(sample.turns[0].prompt_ids + sample.turns[0].response_ids) for sample in samples}) <= 6
-    assert all(any(sample.advantage) for sample in samples)
 
 
 def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path):

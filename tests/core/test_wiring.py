@@ -92,6 +92,25 @@ def test_groups_without_any_advantage_are_dropped_unless_something_needs_them(sa
 
 
 @pytest.mark.fast
+def test_the_group_with_the_largest_advantages_of_either_sign_is_stored():
+    stored, config = [], SimpleNamespace(save_rollouts=False, iterations=1)
+    run = SimpleNamespace(config=config, store=lambda episodes, head, credited: stored.extend(episodes))
+    episodes = [episode_with(0, 1.0), episode_with(0, 0.5), episode_with(1, -2.0), episode_with(1, 0.0)]
+    gcd.store(run, 0, episodes)
+    assert stored == episodes[2:]
+
+
+@pytest.mark.fast
+def test_metrics_of_the_cache_and_of_the_games():
+    episode = episode_with(0, 0.0)
+    episode.turns, episode.game_s = episode.turns * 4, 1.0
+    run = SimpleNamespace(config=SimpleNamespace(algorithm=SimpleNamespace(groups=False)),
+                          slots=SimpleNamespace(usage=(3, 12)))
+    metrics = gcd.rollout_metrics(run, [episode])
+    assert (metrics["memory/cache_used_frac"], metrics["time/game_ms"]) == (0.25, 250)       # of each turn
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("done, moments, critic", [
     (None, {}, "none loaded"), (0, {}, None), (3, {"p": 1}, "its critic")])
 def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monkeypatch, done, moments,
@@ -226,6 +245,32 @@ def test_ranks_ask_a_large_model_about_their_shares(chosen):
         run.endpoint_labels = lambda episodes, n, seed: requests.append((n, seed)) or {}
         gcd.judge_turns(run, 0, [])
     assert [n for n, _ in requests] == [11, 11, 10] and len({seed for _, seed in requests}) == 3
+
+
+@pytest.mark.fast
+def test_a_large_models_labels_are_counted(monkeypatch):
+    given, rows = dict(enumerate(["good", None, "bad", "good", "good", None])), []
+    monkeypatch.setattr(judge, "endpoint_labels", lambda *_: given)
+    run = SimpleNamespace(config=SimpleNamespace(judge_labels="endpoint"), endpoint=None, log=rows.append,
+                          log_endpoint=lambda: None)
+    assert session.Run.endpoint_labels(run, [], 9, 0) == given
+    assert rows == [{"phase": "labels", "judge/asked": 6, "judge/asked_good": 3,
+                     "judge/asked_unreadable": 2}]
+
+
+@pytest.mark.fast
+def test_ranks_play_their_own_tasks_of_the_types_that_rl_trains_on(monkeypatch):
+    """Each episode has draws of its own."""
+    requests, specs = [], []
+    monkeypatch.setattr(gcd, "train_tasks", lambda environment, types, start, n: requests.append(
+        (types, start, n)) or [GAME_TASK] * n)
+    config = SimpleNamespace(tasks=4, group_size=2, train_types="part", cold_start_types="all", seed=3)
+    for rank in (0, 1):
+        ranks = SimpleNamespace(rank=rank, world_size=2)
+        run = SimpleNamespace(config=config, ranks=ranks, instruction=None, environment=None)
+        specs += gcd.episode_specs(run, 5)
+    assert requests == [("part", 20, 2), ("part", 22, 2)]
+    assert len({spec.stream for spec in specs}) == len(specs) == 8
 
 
 @pytest.mark.fast
