@@ -7,9 +7,11 @@ import json
 import shutil
 import subprocess
 import sys
+import zlib
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_household import GRAMMAR, goal_of, kitchen, write_game
@@ -17,6 +19,9 @@ from test_household import GRAMMAR, goal_of, kitchen, write_game
 import envs
 from config import find_environment
 from envs import Demonstration, Task, alfworld, scienceworld
+from envs.alfred import rooms, splits
+from envs.alfred.rearranged import scene_type
+from envs.alfred.splits import Tasks
 from infra import plugins
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +96,37 @@ def test_tasks_are_reproducible_and_hashed_in_order(environment):
     assert environment.tasks_hash(tasks) != environment.tasks_hash(tasks[:5])
     with pytest.raises(ValueError, match="L9"):
         environment.split_tasks("L9")
+
+
+@pytest.mark.fast
+def test_generated_rooms_have_the_contents_that_stored_results_were_made_with():
+    """Which `tasks_hash` does not see: their ids stay as they are."""
+    contents = [(task.id, task.problem.task_desc,
+                 [(place.name, place.opened) for place in task.problem.receptacles],
+                 [(thing.name, thing.receptacle) for thing in task.problem.things])
+                for split in rooms.SPLITS for task in (rooms.task(split, i) for i in range(32))]
+    assert zlib.crc32(repr(contents).encode()) == 0xed1fa915
+
+
+@pytest.mark.fast
+def test_of_real_games_two_in_three_are_rearranged_in_their_own_kind_of_room(monkeypatch):
+    """With "later" after one pass over them. Each seed has its own order, and rearranges otherwise."""
+    made = [SimpleNamespace(id=f"pick-{scene}/{trial}", problem=SimpleNamespace(
+        task_desc="put a cup in fridge", source="")) for scene in (1, 301) for trial in range(10)]
+    monkeypatch.setattr(Tasks, "real_games", lambda self, split, types: made)
+    monkeypatch.setattr(Tasks, "validated", lambda self, tasks: tasks)
+    monkeypatch.setattr(splits, "rearranged", lambda task, other, goals, rng, name: (task, other, name))
+    drawn = {(when, seed): Tasks("a folder", "all", seed, when).train_tasks("all", 15, 90)
+             for when in ("never", "later", "always") for seed in (3, 4)}
+    for seed in (3, 4):
+        plain, later, always = (drawn[when, seed] for when in ("never", "later", "always"))
+        assert later == plain[:5] + always[5:] and plain[:20] == plain[20:40] != made
+        assert [task in made for task in always] == [index % 3 == 0 for index in range(15, 105)]
+        changed = [task for task in always if task not in made]
+        assert all(scene_type(task) == scene_type(other) for task, other, _ in changed)
+    assert drawn["never", 3] != drawn["never", 4]
+    names = [{task[2] for task in drawn["always", seed] if task not in made} for seed in (3, 4)]
+    assert not names[0] & names[1] and len(names[0]) == 60
 
 
 @pytest.mark.fast

@@ -61,6 +61,18 @@ def test_replies_hold_rewards_the_end_and_its_reason():
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("reward, terminated, info, won", [
+    (1.0, True, {}, True), (0.0, True, {}, False), (1.0, False, {}, False),
+    (0.0, True, {"success": True}, True), (1.0, True, {"success": True, "won": False}, False)])
+def test_an_episode_is_won_if_info_says_so_or_else_if_it_ended_with_a_reward(
+        monkeypatch, reward, terminated, info, won):
+    monkeypatch.setattr(Counter, "step", lambda self, action: ("1", reward, terminated, False, info))
+    (game,) = environment("tests/Counter-v0").make(1)
+    game.reset(task())
+    assert game.step("more").won == won
+
+
+@pytest.mark.fast
 def test_the_household_through_gymnasium_is_the_household():
     (game,), own = environment(HOUSEHOLD).make(1), gymnasium.make(HOUSEHOLD)
     for seed in (3, 4):
@@ -183,6 +195,12 @@ def test_a_step_that_hangs_is_interrupted():
     with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
         local.receive()
     assert time.monotonic() - began < 30 and game.env is None
+
+
+@pytest.mark.fast
+def test_there_are_no_more_workers_than_games(monkeypatch):
+    monkeypatch.setattr(envs.gymnasium, "worker_games", lambda n, workers, *given: (n, workers))
+    assert [environment("tests/Counter-v0", processes=3).make(n) for n in (2, 4)] == [(2, 2), (4, 3)]
 
 
 @pytest.fixture

@@ -195,7 +195,12 @@ def test_helpers_are_no_tools_and_inherited_tools_are():
         def reset(self, *given, **named):
             return super().reset(*given, **named)
 
+    class Kind(Cheap):
+        def refund(self):
+            """Pay back."""
+
     assert schemas(Cheap) == schemas(SHOP.Shop)
+    assert [*parameters_of(schemas(Kind))] == ["search", "stock", "buy", "refund"]
 
 
 @pytest.mark.fast
@@ -276,8 +281,8 @@ class Wide(Game):
         """
 
 
-VALUES = ["", "x", "s", 0, 3, -7, 2.5, 1e18, True, False, None, [], [1], [1, "a"], [[]], [["a"]], [["a"], 3],
-          {}, {"a": 1}, {"a": "b"}, [None], [True], "\U0001f600", 2**40]
+VALUES = ["", "x", "s", 0, 3, -7, 2.5, 1e18, True, False, None, [], [1], [1, "a"], [1, "a", 2], [[]], [["a"]],
+          [["a"], 3], {}, {"a": 1}, {"a": "b"}, [None], [True], "\U0001f600", 2**40]
 
 
 @pytest.mark.fast

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -479,6 +480,12 @@ def test_retry_after_is_obeyed_up_to_a_maximum(serve, connect, monkeypatch, valu
 
 
 @pytest.mark.fast
+def test_a_date_to_retry_after_is_read_as_the_seconds_until_then():
+    in_a_minute = formatdate(time.time() + 60, usegmt=True)
+    assert 0 < module.retry_after_s({"retry-after": in_a_minute}) <= 60
+
+
+@pytest.mark.fast
 def test_waits_double_up_to_a_maximum_and_are_random(connect):
     endpoint = connect("http://127.0.0.1:9/v1", first_wait_s=1.0)
     for retry in range(5):
@@ -646,6 +653,16 @@ def test_usage_of_any_form_is_accepted(serve, connect, tmp_path, usage):
     assert connect(serve(lambda question, nth: (200, completion("yes", usage=usage)))).ask(["a"]) == ["yes"]
     kept = {"prompt_tokens": 3} if isinstance(usage, dict) else {}
     assert rows(tmp_path / "cache.jsonl")[0]["usage"] == kept
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_that_a_model_reasoned_is_noted(serve, connect, name):
+    """By either name that servers have for it."""
+    choices = [{"message": {"role": "assistant", "content": "yes", name: "It is."}}]
+    for given, reasoned in (({"choices": choices}, True), ({}, False)):
+        endpoint = connect(serve(lambda question, nth, given=given: (200, completion("yes", **given))))
+        assert endpoint.answer(endpoint.messages("a"), 0)["reasoned"] == reasoned
 
 
 # The end of a run
@@ -836,6 +853,13 @@ def test_a_refused_question_fails_at_once_and_the_others_are_answered(serve, con
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("status", [400, 413, 422, 429, 500])
+def test_a_request_that_was_read_and_will_never_be_answered_is_told_from_others(serve, connect, status):
+    endpoint = connect(serve(lambda question, nth: (status, "{}")))
+    assert endpoint.answer(endpoint.messages("a"), 0).refused == (status in (400, 413, 422))
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("status, flag", [(401, "--endpoint-key-variable=LARGE_KEY"),
                                           (403, "--endpoint-key-variable=LARGE_KEY"),
                                           (404, "--endpoint-model=large")])
@@ -931,11 +955,13 @@ def test_the_key_appears_only_in_the_header(serve, connect, tmp_path, caplog, ca
 
 
 @pytest.mark.fast
-def test_a_short_key_is_a_placeholder_and_is_not_masked(serve, connect, monkeypatch):
-    monkeypatch.setenv("LARGE_KEY", "EMPTY\n")
+@pytest.mark.parametrize("key, sent", [("EMPTY", "EMPTY"), ("sevenis", "sevenis"), ("eightare", "[key]")])
+def test_a_key_below_eight_characters_is_a_placeholder_and_is_not_masked(
+        serve, connect, monkeypatch, key, sent):
+    monkeypatch.setenv("LARGE_KEY", f"{key}\n")
     server = serve()
-    assert connect(server).ask(["is EMPTY a word?"]) == ["A: is EMPTY a word?"]
-    assert server.keys == {"Bearer EMPTY"}
+    assert connect(server).ask([f"is {key} a word?"]) == [f"A: is {sent} a word?"]
+    assert server.keys == {f"Bearer {key}"}
 
 
 # Mistakes before the first request

@@ -550,6 +550,32 @@ def test_damaged_weights_of_one_rank_are_named(tmp_path):
 
 
 @pytest.mark.fast
+def test_a_fingerprint_tells_files_of_other_lengths_and_of_other_last_blocks_apart(tmp_path, monkeypatch):
+    """Also of a file that is larger than what is read of it."""
+    monkeypatch.setattr(checkpoint, "BLOCKS", 4)
+    monkeypatch.setattr(checkpoint, "BLOCK", 8)
+
+    def fingerprint(content):
+        (tmp_path / "file").write_bytes(content)
+        return checkpoint.fingerprint(tmp_path / "file")
+
+    contents = bytes(64), bytes(65), bytes(48) + b"x" + bytes(15)
+    assert len({fingerprint(content) for content in contents}) == len(contents)
+
+
+@pytest.mark.fast
+def test_a_broken_checkpoint_takes_the_place_of_an_earlier_broken_one(tmp_path):
+    """And a new one whose save was cut short goes, which could be taken for complete."""
+    folder, pair = tmp_path / "checkpoint", with_optimizer(new_model(), SINGLE)
+    for name in ("checkpoint", "checkpoint.old", "checkpoint.broken", "checkpoint.writing"):
+        save(tmp_path / name, *pair, {"saved as": name})
+    (folder / "model.safetensors").unlink()
+    checkpoint.check_whole(folder)
+    states = {path.name: checkpoint.read_trainer(path)["state"]["saved as"] for path in tmp_path.iterdir()}
+    assert states == {"checkpoint": "checkpoint.old", "checkpoint.broken": "checkpoint"}
+
+
+@pytest.mark.fast
 def test_an_optimizer_of_another_model_is_named(one):
     with pytest.raises(ValueError, match="no optimizer state for lm_head.weight: saved from another model"):
         checkpoint.load_trainer(one / "two", *with_optimizer(new_model(0, HEADED), SINGLE))
@@ -662,8 +688,9 @@ def test_an_error_of_torchs_distributed_checkpoint_is_an_os_error_of_the_first_r
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("renames", [0, 1, 2])
-def test_a_crash_between_the_renames_loses_nothing(tmp_path, monkeypatch, renames):
+@pytest.mark.parametrize("renames, error", [
+    (0, KeyboardInterrupt), (1, KeyboardInterrupt), (2, KeyboardInterrupt), (1, OSError)])
+def test_a_crash_between_the_renames_loses_nothing(tmp_path, monkeypatch, renames, error):
     """KeyboardInterrupt at the next rename stands in for a kill, which runs no `except Exception` either."""
     model = new_model()
     optimizer = new_optimizer(model)
@@ -673,14 +700,14 @@ def test_a_crash_between_the_renames_loses_nothing(tmp_path, monkeypatch, rename
 
     def rename_or_die(path, target):
         if len(renamed) == renames:
-            raise KeyboardInterrupt
+            raise error
         renamed.append(target)
         return rename(path, target)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(error):
         patch.setattr(Path, "rename", rename_or_die)
         save(folder, model, optimizer, {"step": 2})
-        raise KeyboardInterrupt
+        raise error
     assert checkpoint.find_checkpoint(folder) == folder
     assert checkpoint.load_trainer(folder, model, optimizer)["step"] == (1 if renames == 0 else 2)
     save(folder, model, optimizer, {"step": 3})
@@ -688,11 +715,34 @@ def test_a_crash_between_the_renames_loses_nothing(tmp_path, monkeypatch, rename
 
 
 @pytest.mark.fast
-def test_saving_never_deletes_a_folder_that_is_not_a_checkpoint(tmp_path):
+def test_a_save_that_was_cut_short_does_not_take_the_place_of_the_old_checkpoint(tmp_path):
+    for name, file in (("checkpoint.old", checkpoint.TRAINER_FILE), ("checkpoint.writing", "config.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(name)
+    folder = checkpoint.find_checkpoint(tmp_path / "checkpoint")
+    assert (folder / checkpoint.TRAINER_FILE).read_text() == "checkpoint.old"
+
+
+@pytest.mark.fast
+def test_all_that_was_written_is_synced_before_its_folder_is_renamed(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(checkpoint, "sync", lambda *paths: synced.append({path.name for path in paths}))
+
+    def write(new):
+        (new / "trainer").mkdir()
+        (new / "trainer" / "part").write_text("")
+
+    checkpoint.replace(tmp_path / "checkpoint", write)
+    assert synced == [{"part", "trainer", "checkpoint.writing"}, {tmp_path.name}]
+
+
+@pytest.mark.fast
+def test_saving_never_deletes_what_is_not_a_checkpoint(tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
     model = new_model()
-    with pytest.raises(ValueError, match="not a checkpoint"):
-        save(tmp_path, model, new_optimizer(model), {})
+    for path in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(ValueError, match="not a checkpoint"):
+            save(path, model, new_optimizer(model), {})
     assert (tmp_path / "thesis.tex").read_text() == "years"
 
 
@@ -704,6 +754,10 @@ def test_loading_a_folder_that_is_not_a_checkpoint_names_it(tmp_path):
         checkpoint.load_trainer(tmp_path, model, new_optimizer(model))
     (tmp_path / checkpoint.TRAINER_FILE).write_bytes(b"PK\x03\x04 cut short")
     with pytest.raises(ValueError, match="trainer.pt: not a trainer state"):
+        checkpoint.load_trainer(tmp_path, model, new_optimizer(model))
+    torch.save({"optimizer": {"state": {}, "param_groups": []}, "state": {"where": tmp_path}},
+               tmp_path / checkpoint.TRAINER_FILE)                # an object of any class could run any code
+    with pytest.raises(ValueError, match="trainer.pt: not a trainer state: UnpicklingError"):
         checkpoint.load_trainer(tmp_path, model, new_optimizer(model))
 
 

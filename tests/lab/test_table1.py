@@ -41,6 +41,20 @@ def test_the_interval_by_hand():
     assert intervals.interval({}) == {"mean": None, "half": None, "seeds": {}}
 
 
+@pytest.mark.fast
+def test_a_difference_has_a_sign_if_its_interval_excludes_0():
+    signs = [intervals.sign_of({"mean": mean, "half": half}) for mean, half in (
+        (0.3, 0.2), (-0.3, 0.2), (-0.1, 0.2), (0.0, 0.0), (0.3, None))]
+    assert signs == [1, -1, 0, 0, None]
+
+
+@pytest.mark.fast
+def test_a_range_and_an_interval_as_text():
+    assert [intervals.range_of(values) for values in ([31, 20, 25], [20.4, 20.1])] == ["20–31", "20"]
+    assert [table1.count(n) for n in ([3, 4, 9], [3], [])] == ["3–9", "3", "–"]
+    assert intervals.with_half({"mean": 0.5, "half": 0.25}, "+.2f") == "+0.50 ± 0.25"
+
+
 def test_the_table_by_hand(bench, capsys):
     """grpo has 0.5 and 0.6, grpo+gcd 0.25 twice: mean 55, half width 12.706 * 7.07 / sqrt(2) = 63.5."""
     bench.main()
@@ -58,6 +72,7 @@ def test_the_table_by_hand(bench, capsys):
 def test_missing_cells_are_a_dash_with_the_number_of_seeds(bench, capsys):
     bench.main("--rows", "grpo", "--seeds", "1")
     capsys.readouterr()
+    bench.write(CONFIG | {"processes": 8})                        # which is too many for two runs at a time
     assert bench.main("--jobs", "0") == 0
     printed = capsys.readouterr().out
     assert "| grpo | 60.0 (1/2) | 62.0 (1/2) | 60.0 (1/2) | 62.0 (1/2) | 10/10 (1/2) | 20/20 |" in printed
@@ -90,6 +105,11 @@ def test_a_temperature_that_was_not_evaluated_is_a_dash():
     assert table1.shares_text({"L0": found}, "refused") == "25"
     assert table1.shares_text({"L0": found, "L1": found | {"of": 5}}, "refused") == "25/25 (2/5)"
     assert table1.shares_text({"L0": found, "L1": {"of": 5, "seeds": {}}}, "refused") == "25/–"
+    fewer = found | {"of": 5, "seeds": {0: 0.5}}
+    assert table1.shares_text({"L0": found | {"of": 5}, "L1": fewer}, "refused") == "25/25 (1/5)"
+    stored[0]["evaluation"]["L0"]["greedy"] = sampled
+    assert table1.summary(stored, "L0")["greedy"] is None                               # of one seed only
+    assert table1.summary(stored[:1], "L0")["greedy"] == 0.5
 
 
 @pytest.mark.fast

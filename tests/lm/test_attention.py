@@ -664,17 +664,18 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
 @pytest.mark.parametrize("packed", [False, True])
 def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, with_varlen, packed):
     """From a microbatch's tensors to its gradients; metrics are read afterwards."""
-    meta = on_meta(model).float()
+    meta = on_meta(model)
     if packed:
         with_varlen(lambda query, key, value, *_: query + key.mean() + value.mean())
     given = batching.collate(samples, meta)
     assert isinstance(given.attention, attention.Packed if packed else attention.Masked)
     with HostReads():
-        logprob_N, _ = logprobs.token_logprobs(meta, given.ids_1M, given.attention, given.select,
-                                               given.target_N, 1.0, given.allowed, entropies=True)
+        logprob_N, entropy_N = logprobs.token_logprobs(meta, given.ids_1M, given.attention, given.select,
+                                                       given.target_N, 1.0, given.allowed, entropies=True)
         loss_N, _ = clipped_surrogate((logprob_N - given.old_N).exp(), given.advantage_N, 0.2, 0.28, 0.0)
         (given.weight_N * loss_N).sum().backward()
     assert all(p.grad is not None for p in meta.parameters())
+    assert logprob_N.dtype == entropy_N.dtype == torch.float32 and not entropy_N.requires_grad
 
 
 @pytest.mark.fast

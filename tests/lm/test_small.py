@@ -50,6 +50,21 @@ def test_copying_heads_attend_to_similar_tokens_and_copy_them(heads):
     assert all(torch.equal(new[name], old[name]) for name in others)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_saved_model_has_the_documented_shape_and_initial_weights(tmp_path, tied):
+    small.save_small_model(tmp_path, [" drawer", " 1", " drawer 1"], 16, 1, context=32, rope=True, tied=tied,
+                           seed=0)
+    model, vocabulary = m.load_pretrained(tmp_path), m.load_tokenizer(tmp_path).get_vocab()
+    shape = model.config
+    assert (shape.intermediate_size, shape.head_dim, shape.max_position_embeddings) == (48, 8, 1024)
+    assert shape.num_attention_heads == shape.num_key_value_heads == 4 and shape.tie_word_embeddings == tied
+    embedding, attention = model.model.embed_tokens.weight, model.model.layers[0].self_attn
+    kind, number, name = (embedding[vocabulary[phrase]] for phrase in (" drawer", " 1", " drawer 1"))
+    torch.testing.assert_close(name, (kind + number) / 2**0.5)
+    assert torch.equal(attention.o_proj.weight, attention.v_proj.weight.T)
+    assert torch.equal(model.lm_head.weight, embedding)
+
+
 # The tokenizer
 
 @pytest.fixture(scope="module")

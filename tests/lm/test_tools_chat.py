@@ -263,7 +263,8 @@ def test_an_environments_words_replace_the_runs(qwen3):
     assert "otherwise. Close the tag. Answer in brackets" in request
     assert "<action>" not in first + later + request
     assert tags.parse("<explore>It is big.</explore> [9]") == ("[9]", "explore")
-    assert tags.parse("[9]") == (None, None) == tags.parse("<explore></explore>[9]")
+    for text in ("[9]", "<explore></explore>[9]", "<explore>Not [9].</explore>"):
+        assert tags.parse(text) == (None, None)
 
 
 def test_without_listed_commands_a_prompt_lists_none(qwen3):
