@@ -84,8 +84,10 @@ class Method:
             plugins.refuse("it left no episode; expected at least one", self, "assign")
         turns = ((episode, t, turn) for episode in episodes for t, turn in enumerate(episode.turns, 1))
         for episode, t, turn in turns:
-            plugins.refuse(wrong_advantage(turn), self, f"task {episode.task.id}, turn {t}")
-        plugins.refuse(wrong_metrics(metrics) or wrong_state(self.state), self, "assign")
+            if wrong := wrong_advantage(turn):
+                plugins.refuse(wrong, self, f"task {episode.task.id}, turn {t}")
+        if wrong := wrong_metrics(metrics) or wrong_state(self.state):
+            plugins.refuse(wrong, self, "assign")
         return metrics
 
     def zero_variance_groups(self, episodes):
