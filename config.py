@@ -437,7 +437,8 @@ def parsed(argv=None):
     for f in (f for settings in sources.values() for f in fields(settings)):
         if f.name in flags and not is_used(f.metadata, values):
             raise ValueError(f"{flag_of(f.name)}: {f.metadata['needs'][1]}")     # its value may be a key
-    refuse(wrong := other_shape(flags), wrong)
+    if wrong := other_shape(flags):
+        raise ValueError(wrong)
     with plugins.blamed(), defaults_blamed(flags, algorithm, environment):
         values["algorithm"] = algorithm(make_settings(algorithm.Settings, values))
         settings = make_settings(environment.Settings, values)

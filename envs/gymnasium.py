@@ -68,7 +68,9 @@ class Game:
                 raise EpisodeLost(f"{self.name}: {method}: an observation of {len(observation)} "
                                   f"characters; expected at most {LONGEST}")
             return reply
-        except (EpisodeLost, KeyboardInterrupt):
+        except KeyboardInterrupt:                            # which ends at once
+            raise
+        except EpisodeLost:
             self.close()
             raise
         except BaseException as error:                       # another's code may raise anything, or exit
