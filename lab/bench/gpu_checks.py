@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch.profiler import ProfilerActivity, profile
 
 import batching
 import update
@@ -298,13 +299,45 @@ def decode_step(bench, rows):
 
     As in a run, graphs are captured for rows of the whole context, by which attention's splits are planned.
     """
-    model, (length, context) = bench.sampler, (40, 512) if bench.tiny else (3000, 16384)
-    slots = token_slots(bench, rows, context, 80)                       # more than the ticks below draw
-    slots.begin(range(rows), [[5] * length] * rows, range(rows))
+    model, length, slots = bench.sampler, *filled(bench, rows)
     seconds = bench.seconds(slots.tick) / engine.TICK
     tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
     size, of_token = next(model.parameters()).element_size(), slots.cache.bytes_per_token
     return seconds, size * memory.numbers(model.parameters()) + tokens * of_token
+
+
+def filled(bench, rows):
+    """(tokens of a row, Slots of so many rows that are about to decode)."""
+    length, context = (40, 512) if bench.tiny else (3000, 16384)
+    slots = token_slots(bench, rows, context, 80)                       # more than four ticks draw
+    slots.begin(range(rows), [[5] * length] * rows, range(rows))
+    return length, slots
+
+
+def kernels(bench, most=14):
+    """Where the time of `floor`'s decoding steps goes: by number of rows, the kernels in which the device
+    spends most, and all others, as [name, microseconds, calls] of a step.
+    """
+    on_gpu, found = bench.device.type == "cuda", {}
+    for rows in (bench.rows, min(bench.rows, 16)):
+        _, slots = filled(bench, rows)
+        slots.tick()
+        with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+            slots.tick()
+            bench.sync()
+        by_name = {}
+        for event in profiled.key_averages():
+            parts = re.findall(r"\w*(?:[kK]ernel|Functor|Ops|Copy)\w*", event.key)     # of a C++ template
+            name = (" ".join(dict.fromkeys(parts)) or event.key)[:90]
+            us, calls = by_name.get(name, (0.0, 0.0))
+            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            by_name[name] = us + spent / engine.TICK, calls + event.count / engine.TICK
+        ordered = sorted(([name, *both] for name, both in by_name.items()), key=lambda one: -one[1])
+        others = ["others", *(sum(one[i] for one in ordered[most:]) for i in (1, 2))]
+        found[f"rows_{rows}"] = [[name, round(us, 1), round(calls, 1)]
+                                 for name, us, calls in (*ordered[:most], others)]
+        bench.report(found)
+    return found, True
 
 
 def floor_few(bench):
