@@ -25,6 +25,7 @@ from infra.parallel import print0
 
 GROWTH = 64        # positions that rows of equal room get beyond what they need, at least
 SPLIT_KEYS = 640   # of a row, which one block of threads reads in decoding
+PLANNED = 1024     # positions of a row for which a decoding step is planned, at least
 
 
 class Varlen(NamedTuple):
@@ -414,21 +415,19 @@ class Forked:
         self.prompts, self.own, self.contexts, device = prompts, own, contexts, start_B.device
         self.R, self.A = len(prompt_R), len(start_B) // len(prompt_R)
         self.position_BT = (prompt_R[:, None] + start_B.view(self.R, self.A)).view(-1, 1)
-        self.keys_R = prompt_R.clamp(min=1).int()                    # a row without a prompt reads one slot
+        keys_R = prompt_R.clamp(min=1)                               # a row without a prompt reads one slot
         if prompts.varlen:
             self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
-            self.keys_B = torch.where(active_B, start_B + 1, 1).int()
-            self.k_starts, self.own_k_starts = (F.pad(x.first_B, (0, 1)).int() for x in (prompts, own))
-            self.q_starts, self.own_q_starts = (
-                torch.arange(0, len(start_B) * own.group + 1, step * own.group, device=device).int()
-                for step in (self.A, 1))
+            keys_B = torch.where(active_B, start_B + 1, 1)
+            self.of_prompts = Shared(prompts, keys_R, self.A * own.group, contexts[0])
+            self.of_own = Shared(own, keys_B, own.group, contexts[1])
         else:
             row_B = torch.arange(len(start_B), device=device)
             self.row_B = torch.where(active_B, row_B, own.n_rows)
             self.slot_B = torch.where(active_B, start_B, 0)
             self.hidden_R11S, self.hidden_B11M = (
                 (torch.arange(n, device=device) >= length[:, None])[:, None, None]
-                for n, length in zip(contexts, (self.keys_R, start_B + 1)))
+                for n, length in zip(contexts, (keys_R, start_B + 1)))
 
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """Write the tokens' keys and values, and attend to them and to all earlier ones: [B, 1, H * D]."""
@@ -441,15 +440,12 @@ class Forked:
 
         To it, a group's G heads are G queries of one head, so that keys are read once for all of them.
         """
-        (B, K, G, D), (S, M) = q_BKGD.shape, self.contexts
+        B, K, G, D = q_BKGD.shape
         k, v = self.own.kv[layer]
         k[self.slot_B], v[self.slot_B] = k_BKD, v_BKD
         q_NKD = q_BKGD.transpose(1, 2).reshape(B * G, K, D)                       # here N is B * G queries
-        shared = self.prompts.varlen.shared
-        own_NKD, own_sum_KN = shared(q_NKD, k, v, self.own_q_starts, self.own_k_starts, G, M, self.keys_B)
-        out_NKD, sum_KN = shared(q_NKD, *self.prompts.kv[layer], self.q_starts, self.k_starts, self.A * G, S,
-                                 self.keys_R)
-        return merge(own_NKD, own_sum_KN.T, out_NKD, sum_KN.T).view(B, G, K, D).transpose(1, 2)
+        merged = merge(*self.of_own.attend(layer, q_NKD), *self.of_prompts.attend(layer, q_NKD))
+        return merged.view(B, G, K, D).transpose(1, 2)
 
     def by_masks(self, layer, q_BKGD, k_BKD, v_BKD):
         """`attend` with masks: [B, K, G, D]."""
@@ -463,6 +459,36 @@ class Forked:
         out_BKGD, sum_BKG = (x.unflatten(2, (self.A, -1)).transpose(1, 2).reshape(like.shape)
                              for x, like in ((out_RKQD, own_BKGD), (sum_RKQ, own_sum_BKG)))
         return merge(own_BKGD, own_sum_BKG, out_BKGD, sum_BKG)
+
+
+class Shared:
+    """Attention of N queries, equally many for each row of a pool, to all keys of their row.
+
+    keys_B: the keys of each row, at least 1. queries: the queries of each row. longest: upper bound of
+    keys_B. Keys are read in parts of SPLIT_KEYS, each by one block of threads of its own, as if they were
+    rows: else all would wait for the longest row, which one block reads alone.
+    """
+
+    def __init__(self, pool, keys_B, queries, longest):
+        self.pool, self.n = pool, -(-longest // SPLIT_KEYS)
+        self.longest = queries, min(longest, SPLIT_KEYS)
+        before_P1 = torch.arange(0, longest, SPLIT_KEYS, device=keys_B.device)[:, None]
+        keys_PB, first_PB = (keys_B - before_P1).clamp(0, SPLIT_KEYS), pool.first_B + before_P1
+        self.keys, self.k_starts = keys_PB.flatten().int(), F.pad(first_PB.flatten(), (0, 1)).int()
+        self.q_starts = (torch.arange(len(self.keys) + 1, device=keys_B.device) * queries).int()
+        self.unread_PN1 = (keys_PB == 0).repeat_interleave(queries, 1)[:, :, None]
+
+    def attend(self, layer, q_NKD):
+        """The queries' output [N, K, D], and the log of each one's sum of exp(score), [N, K]."""
+        q = q_NKD.expand(self.n, *q_NKD.shape)
+        out, sum_KM = self.pool.varlen.shared(q.flatten(0, 1), *self.pool.kv[layer], self.q_starts,
+                                              self.k_starts, *self.longest, self.keys)
+        if self.n == 1:
+            return out, sum_KM.T
+        sum_PNK = sum_KM.T.unflatten(0, q.shape[:2]).masked_fill(self.unread_PN1, -torch.inf)
+        share_PNK = sum_PNK.log_softmax(0)
+        merged = (out.view(q.shape) * share_PNK.exp()[..., None]).sum(0).to(out.dtype)
+        return merged, sum_PNK[0] - share_PNK[0]
 
 
 def merge(a, log_a, b, log_b):

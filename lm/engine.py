@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 import torch
 import torch.nn.functional as F
 
-from lm.attention import Forked, kv_cache, upload
+from lm.attention import PLANNED, Forked, kv_cache, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
@@ -261,6 +261,7 @@ class Slots:
         """
         n = max(self.running, default=-1) + 1
         n = self.n if n and self.all_rows else n
+        planned = self.planned(TICK) if self.varlen and n else None
         sync = self.device.type == "cpu" or self.restrictions
         use_graphs = self.device.type == "cuda" and not sync and self.varlen
         for _ in range(TICK if n else 0):
@@ -270,11 +271,21 @@ class Slots:
                     break
                 rows = rows if self.all_rows else active
             if use_graphs:
-                self.replay(min(bucket(n, 16), self.n))
+                self.replay(min(bucket(n, 16), self.n), planned)
             else:
-                bound = max(self.length_bound(row, 1) for row in self.running)
-                self.step(rows, self.context if self.varlen else bucket(bound, 16))
+                self.step(rows, planned or bucket(self.longest_row(1), 16))
             self.steps += 1
+
+    def planned(self, more):
+        """The row length for which so many more steps are planned: one that no row exceeds after them, and a
+        power of two, as a graph is captured for each. Attention splits a row's keys by it, and planned for
+        a context that rows are far from, it hardly does.
+        """
+        return min(max(PLANNED, 1 << (self.longest_row(more) - 1).bit_length()), self.context)
+
+    def longest_row(self, more):
+        """The largest `length_bound`."""
+        return max(self.length_bound(row, more) for row in self.running)
 
     def length_bound(self, row, more=0):
         """Upper bound on the number of tokens in a row with a running response after so many more steps,
@@ -283,21 +294,21 @@ class Slots:
         _, length, first_step = self.running[row]
         return length + min(self.steps - first_step + more, self.sampling.max_response_tokens)
 
-    def replay(self, n):
+    def replay(self, n, context):
         """`step` as a CUDA graph, captured at the first call: its ~760 kernels are launched at once."""
-        key = n, self.context, replace(self.sampling, max_response_tokens=1)  # what a graph has as constants
+        key = n, context, replace(self.sampling, max_response_tokens=1)       # what a graph has as constants
         if key not in self.graphs:
             active_B, side = self.active_B.clone(), side_stream(self.device)
             self.active_B.zero_()                   # so that warm-up and capture change nothing
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
-                    self.step(slice(0, n), self.context)
+                    self.step(slice(0, n), context)
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: graphs never run concurrently
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, stream=side):
-                self.step(slice(0, n), self.context)
+                self.step(slice(0, n), context)
             self.active_B.copy_(active_B)
         self.graphs[key].replay()
 

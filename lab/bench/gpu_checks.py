@@ -260,8 +260,8 @@ def graphs(bench):
     """Tokens and seconds of decoding with CUDA graphs and with eager steps, with prefill and captures, after
     an eager step.
     """
-    def step(slots, n):
-        slots.step(slice(0, n), slots.context)
+    def step(slots, n, context):
+        slots.step(slice(0, n), context)
 
     eager = mock.patch.object(engine.Slots, "replay", step)
     n = 8 if bench.tiny else 128
@@ -340,18 +340,28 @@ def kernels(bench, most=14):
     return found, True
 
 
-def floor_few(bench):
-    """A decoding step of 16 rows, where several blocks of threads share a row's keys, and where one reads
-    all.
+def splits(bench):
+    """Seconds of a decoding step of 16 rows, and of one of the judge's, where several blocks of threads share
+    a row's keys and a prompt's, and where one reads all.
     """
-    used = attention.varlen(bench.device, bench.dtype, bench.shape.head_dim)
-    if used and used.cached is attention.cached_by_operator:
-        return {"skipped": f"torch {torch.__version__} decides alone when to split"}, True
     found = {}
-    for name, keys in (("split", attention.SPLIT_KEYS), ("not_split", 10**6)):
-        with mock.patch.object(attention, "SPLIT_KEYS", keys):
-            found[f"{name}_s_per_token"], _ = decode_step(bench, min(bench.rows, 16))
-    return found, found["split_s_per_token"] <= 1.05 * found["not_split_s_per_token"]
+    for name, keys, planned in (("split", attention.SPLIT_KEYS, engine.PLANNED), ("whole", 10**6, 10**6)):
+        with (mock.patch.object(attention, "SPLIT_KEYS", keys),
+              mock.patch.object(engine, "PLANNED", planned)):
+            found[f"few_{name}_s"], _ = decode_step(bench, min(bench.rows, 16))
+            found[f"judge_{name}_s"] = judge_step(bench)
+            bench.report(found)
+    return found, all(found[f"{one}_split_s"] <= 1.05 * found[f"{one}_whole_s"] for one in ("few", "judge"))
+
+
+def judge_step(bench):
+    """Seconds of a decoding step of eight answers to each of 32 episodes of recorded lengths."""
+    R, A = (2, 2) if bench.tiny else (32, 8)
+    prompts = [[5] * len(sample.ids) for sample in bench.samples(10**6)[:R] for _ in range(A)]
+    slots = engine.Answers(bench.sampler, R, A, (), engine.Sampling(1.0, 80))
+    slots.stop_tensor = torch.tensor([-1], device=bench.device)
+    slots.begin(range(R * A), prompts, range(R * A))
+    return bench.seconds(slots.tick) / engine.TICK
 
 
 def trainer_gap(bench):

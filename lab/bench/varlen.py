@@ -7,8 +7,11 @@ lie in any order, and between them are large numbers, which must not be read. A 
 """
 
 import random
+from types import SimpleNamespace
 
 import torch
+
+from lm.attention import Shared
 
 LONG = -1                   # stands for the longest length
 PATHS = {                   # (queries, keys) of each sequence
@@ -58,8 +61,9 @@ def errors_of(varlen, path, lengths, config, device, dtype):
         gradients = [error(x.grad, y.grad) for x, y in zip(inputs, exact)]
         return {path: error(out, want), f"{path}_backward": max(gradients)}
     if path in SHARED:
-        out, found = varlen.shared(*arguments, keys_B)
-        return {path: error(out, want), f"{path}_sums": error(found, torch.cat(sums, 1))}
+        pool = SimpleNamespace(varlen=varlen, kv=[inputs[1:]], first_B=starts[1][:-1])
+        out, found = Shared(pool, keys_B, queries[0], max(keys)).attend(0, inputs[0])
+        return {path: error(out, want), f"{path}_sums": error(found.T, torch.cat(sums, 1))}
     return {path: error(varlen.cached(*arguments, keys_B), want)}
 
 

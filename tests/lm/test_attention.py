@@ -65,7 +65,9 @@ def shared_by_loop(query, key, value, q_starts, k_starts, longest_q, longest_k, 
     group = query.shape[1] // key.shape[1]
     for i, (a, b) in enumerate(zip(q_starts.tolist(), q_starts.tolist()[1:])):
         first, m = int(k_starts[i]), int(keys_B[i])
-        assert 0 < b - a <= longest_q and 0 < m <= longest_k and first + m <= len(key)
+        assert 0 < b - a <= longest_q and 0 <= m <= longest_k and (first + m <= len(key) or not m)
+        if not m:
+            out[a:b], sums[:, a:b] = 0.0, torch.inf                          # as flash attention does
         for n, h in itertools.product(range(a, b), range(query.shape[1])):
             score_S = key[first:first + m, h // group] @ query[n, h] / query.shape[2] ** 0.5
             out[n, h] = score_S.softmax(0) @ value[first:first + m, h // group]
@@ -267,12 +269,15 @@ def test_layers_with_common_prefixes_can_be_recomputed(model, samples, with_varl
 # Answers that share their prompt
 
 @pytest.mark.fast
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("part", [None, 640, 7])
 @pytest.mark.parametrize("n_slots", [1, 7, 64])
-def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat, n_slots, packed):
-    """Some end at once, and the last batch is smaller. A prompt is run and cached once for its answers."""
-    if packed:
+def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat, monkeypatch, n_slots, part):
+    """Some end at once, and the last batch is smaller. A prompt is run and cached once for its answers. With
+    masks, and with keys read in parts: all at once, and in parts of which short prompts have none.
+    """
+    if part:
         with_varlen()
+        monkeypatch.setattr(attention, "SPLIT_KEYS", part)
     prompts = [[7, 8, 9], [10] * 37, [3, 4, 5, 6] * 11]
     streams = [[17 * p + i for i in range(3)] for p in range(3)]
     prefilled = []
@@ -328,6 +333,7 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
     if packed:
         with_varlen()
     monkeypatch.setattr(engine, "TICK", 3)
+    monkeypatch.setattr(engine, "PLANNED", 4)
     monkeypatch.setattr(attention, "GROWTH", 32)
     rng, layouts, streams = random.Random(seed), set(), iter(range(10**6))
     slots = Slots(model, 6, 300, chat.stop_ids, Sampling(1.0, 5))
@@ -619,12 +625,14 @@ def on_meta(model):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("lengths", [False, True])
-def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, chat, lengths):
+@pytest.mark.parametrize("lengths, part", [(False, None), (True, 640), (True, 24)])
+def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, chat, monkeypatch, lengths,
+                                                           part):
     """For two steps, including sampling, so that a CUDA graph can capture it."""
     if lengths:
         with_varlen(lambda query, *_, **__: torch.empty_like(query),
                     lambda query, *_: (torch.empty_like(query), query.new_empty(query.shape[1::-1])))
+        monkeypatch.setattr(attention, "SPLIT_KEYS", part)
     answers = engine.Answers(on_meta(model), 2, 3, chat.stop_ids, Sampling(1.0, 32))
     answers.prompts.fit([0] * 2, [64] * 2)
     answers.longest = 64
