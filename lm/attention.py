@@ -25,7 +25,7 @@ from infra.parallel import print0
 
 GROWTH = 64        # positions that rows of equal room get beyond what they need, at least
 SPLIT_KEYS = 640   # of a row, which one block of threads reads in decoding
-PLANNED = 1024     # positions of a row for which a decoding step is planned, at least
+PLANNED = 2048     # a decoding step is planned for rows of a multiple of so many positions
 
 
 class Varlen(NamedTuple):

@@ -271,17 +271,17 @@ class Slots:
                     break
                 rows = rows if self.all_rows else active
             if use_graphs:
-                self.replay(min(bucket(n, 16), self.n), planned)
+                self.replay(min(bucket(n, 16 if n > 8 else 4), self.n), planned)
             else:
                 self.step(rows, planned or bucket(self.longest_row(1), 16))
             self.steps += 1
 
     def planned(self, more):
-        """The row length for which so many more steps are planned: one that no row exceeds after them, and a
-        power of two, as a graph is captured for each. Attention splits a row's keys by it, and planned for
-        a context that rows are far from, it hardly does.
+        """The row length for which so many more steps are planned: a multiple of PLANNED, as a graph is
+        captured for each, that no row exceeds after them. Attention shares a row's keys among blocks of
+        threads by it, and hardly does so if it is planned for a context that rows are far from.
         """
-        return min(max(PLANNED, 1 << (self.longest_row(more) - 1).bit_length()), self.context)
+        return min(bucket(self.longest_row(more), PLANNED), self.context)
 
     def longest_row(self, more):
         """The largest `length_bound`."""

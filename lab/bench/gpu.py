@@ -55,17 +55,17 @@ class Check:
 
 CHECKS = [Check(*row) for row in (
     ("limits", ENGINE, 10, 180, "80 % of the data sheet's bandwidth, 60 % of its FLOPs"),
-    ("varlen", ENGINE, 10, 90, "errors under .03 on each path"),
-    ("graphs", ENGINE, 10, 120, "equal, and faster"),
+    ("varlen", ENGINE, 10, 90, "errors under .03 on each path, with keys in parts too"),
+    ("graphs", ENGINE, 10, 120, "equal tokens, and faster"),
     ("trainer_gap", ENGINE, 10, 120, "twice bf16's rounding at most, under .1 nats; over .1 with faults"),
     ("update_16k", ENGINE, 10, 120, "the share of the data sheet's FLOPs that the estimate assumes"),
-    ("iteration", RUNS, 10, 400, "gcd.py: seconds and bytes of each stage at most 15 % over the estimate"),
-    ("floor", ENGINE, 10, 90, "a decode step's seconds at most 15 % over the estimate"),
+    ("iteration", RUNS, 10, 400, "gcd.py: each stage's seconds and bytes at most 15 % over the estimate"),
+    ("floor", ENGINE, 10, 90, "a decode step of long rows at most 15 % over the estimate"),
     ("lengths", ENGINE, 10, 120, "under .3 nats, of later prompts and answers too"),
     ("offload", ENGINE, 30, 120, "under 15 s, equal outputs, no memory left allocated"),
     ("update_32k", ENGINE, 30, 120, "as update_16k"),
     ("splits", ENGINE, 30, 90, "16 rows, the judge: keys shared by blocks of threads no slower than whole"),
-    ("kernels", ENGINE, 30, 60, "none: a decode step's microseconds by kernel"),
+    ("kernels", ENGINE, 30, 60, "none: microseconds of a decode step by kernel"),
     ("no_gcd", RUNS, 30, 400, "as iteration"),
     ("pretrained", RUNS, 30, 540, "cold start, ten iterations, kill -9, --resume: all ten are logged"))]
 

@@ -333,7 +333,7 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
     if packed:
         with_varlen()
     monkeypatch.setattr(engine, "TICK", 3)
-    monkeypatch.setattr(engine, "PLANNED", 4)
+    monkeypatch.setattr(engine, "PLANNED", 8)
     monkeypatch.setattr(attention, "GROWTH", 32)
     rng, layouts, streams = random.Random(seed), set(), iter(range(10**6))
     slots = Slots(model, 6, 300, chat.stop_ids, Sampling(1.0, 5))
