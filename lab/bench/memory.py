@@ -119,7 +119,7 @@ class Row:
 ROWS = (Row("1.5B", 1), Row("1.5B", 1, turns=30), Row("1.5B", 8), Row("7B", 8),
         Row("1.5B", 1, flags=("--lora 16",)), Row("7B", 4, flags=("--lora 16",)),
         Row("0.5B", 1, "24 GB", ("--slots 64",)), Row("1.5B", 1, "24 GB", ("--lora 16", "--slots 32")),
-        Row("1.5B", 1, "141 GB"))
+        Row("1.5B", 1, "141 GB"), Row("1.5B", 1, "141 GB", ("--checkpoint-activations off",)))
 # The loads between which a run's lies: responses as long as demonstrated ones, and of an untrained thinker
 LOADS = {"32 tokens a response": Work(response=32.0), "150 tokens a response": Work()}
 SLACK = 1.1                             # torch's allocator keeps more than is allocated
@@ -220,7 +220,7 @@ def stages(model, ranks, settings, work):
     fullest = max(range(ranks), key=lambda rank: played[rank][1].usage[0])
     adapted = meta_model(model.config, torch.bfloat16)
     adapted.compute_dtype = torch.bfloat16
-    adapted.recompute_layers(True)
+    adapted.recompute_layers(settings.checkpoint_activations != "off")
     choose_trained(adapted, settings)
     share, longest = replace(work, judged=-(-work.judged // ranks)), settings.judge_response_tokens
     of_ranks = [samples_of(episodes, share, random.Random(rank), longest)
@@ -284,9 +284,9 @@ def seconds(model, settings, counts, machine, end):
 
     A pass through the model takes 2 FLOPs per parameter and token, and 4 per layer and number of the query
     heads for each pair of a token and one before it. An update has four: forward, its repetition, and the
-    gradients of activations and of weights; with settings.lora, the last is left out. The score is the old
-    logprobs, which the first minibatch does not need, and the KL's. end: of the machine's ranges, 0 (slow)
-    or 1.
+    gradients of activations and of weights; with settings.lora, the last is left out, and where layers are
+    not recomputed, the second. The score is the old logprobs, which the first minibatch does not need, and
+    the KL's. end: of the machine's ranges, 0 (slow) or 1.
     """
     P, shape_ = numbers(model.parameters()), model.config
     layers, flops = shape_.num_hidden_layers, machine.flops * machine.of_flops[end]
@@ -294,6 +294,7 @@ def seconds(model, settings, counts, machine, end):
     attention = 4 * layers * shape_.num_attention_heads * shape_.head_dim
     once = 2 * P * counts["policy tokens"] + attention * counts["pairs"]
     again = counts["trained tokens"] / counts["policy tokens"]
+    passes = 4 - (settings.lora > 0) - (settings.checkpoint_activations == "off")
 
     def decoding(steps, keys):
         return machine.decoding_s(end, layers, steps, steps * 2 * P + kv_bytes * keys)
@@ -303,7 +304,7 @@ def seconds(model, settings, counts, machine, end):
             "judge": decoding(counts["judge steps"], counts["judge keys read"])
             + 2 * P * counts["questions"] / flops,
             "score": once * (again * (1 - 1 / settings.minibatches) + (settings.kl != "none")) / flops,
-            "update": (3 if settings.lora else 4) * once * again / flops}
+            "update": passes * once * again / flops}
 
 
 def estimate(name, ranks, settings, work, machine):

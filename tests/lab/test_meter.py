@@ -186,7 +186,7 @@ def test_seconds_are_a_roofline():
     none = dict.fromkeys(("decode steps", "keys read", "prefilled", "prefills", "policy tokens", "pairs",
                           "trained tokens", "questions", "judge steps", "judge keys read"), 0)
     none["policy tokens"] = 1
-    settings = SimpleNamespace(kl="none", lora=0, minibatches=4)
+    settings = SimpleNamespace(kl="none", lora=0, minibatches=4, checkpoint_activations="auto")
 
     def seconds(end, **counts):
         return memory.seconds(model, settings, none | {k.replace("_", " "): v for k, v in counts.items()},
@@ -206,6 +206,8 @@ def test_seconds_are_a_roofline():
     machine = memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2))
     pairs = seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"]
     assert pairs == pytest.approx(4 * (5 * 2 * P + 100 * 4 * 28 * 1536) / 0.1e15)
+    settings.checkpoint_activations = "off"                     # which leaves out the forward's repetition
+    assert seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"] == pytest.approx(0.75 * pairs)
 
 
 @pytest.mark.fast
