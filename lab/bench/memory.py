@@ -113,7 +113,8 @@ class Row:
     @property
     def settings(self):
         """Those of gcd.py."""
-        return config.parsed(["--preset", "paper", "--evaluate", "none", *" ".join(self.flags).split()])
+        model = ["--model", f"Qwen2.5-{self.name}", "--preset", "paper"]
+        return config.parsed([*model, "--evaluate", "none", *" ".join(self.flags).split()])
 
 
 ROWS = (Row("1.5B", 1), Row("1.5B", 1, turns=30), Row("1.5B", 8), Row("7B", 8),
