@@ -401,6 +401,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
             sampled, received_s, landing, answered_s, started = (b - a for a, b in pairwise(clock))
             waits |= {"environments": waits.get("environments", 0.0) + received_s + answered_s,
                       "device": waits.get("device", 0.0) + sampled + landing + started}
+    slots.first_prompts = {}                        # no longer needed, unlike the rest of the slots' memory
     return [ended[number] for number in sorted(ended)]
 
 

@@ -69,9 +69,8 @@ def varlen(device, dtype, head_dim):
         reason = f"a {torch.cuda.get_device_name(device)}"
     else:
         gqa = {"enable_gqa": True} if "enable_gqa" in parameters else {}     # 2.11 needs no permission
-        own = {"seqused_k", "num_splits"} <= parameters.keys()
-        cached = partial(cached_by_varlen_attn, varlen_attn) if own else cached_by_operator
-        return Varlen(partial(varlen_attn, window_size=(-1, 0), **gqa), cached, shared_by_operator)
+        causal = partial(varlen_attn, window_size=(-1, 0), **gqa)
+        return Varlen(causal, cached_by_operator, shared_by_operator)
     print0(f"{reason}: falling back to masked attention and decoding without CUDA graphs, which is slower, "
            "and takes memory that grows with the square of --context", file=sys.stderr)
     return None
@@ -84,25 +83,26 @@ def window(longest_q):
     return -1, -1 if longest_q == 1 else 0
 
 
-def cached_by_varlen_attn(varlen_attn, q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
-    """`Varlen.cached` of torch 2.12 and later.
-
-    Of single queries several blocks of threads share a row's keys: one alone would leave a GPU idle, and
-    torch's own choice is made for rows of longest_k keys, which most are far from. How many depends on
-    longest_k alone, so that no row's result depends on how many others there are, or how long. The kernel
-    splits for single queries only.
-    """
-    splits = min(128, -(-longest_k // SPLIT_KEYS)) if longest_q == 1 else 1
-    return varlen_attn(q, k, v, q_starts, k_starts, longest_q, longest_k, window_size=window(longest_q),
-                       enable_gqa=True, seqused_k=keys_B, num_splits=splits)
+@cache
+def can_split():
+    """Whether this torch lets one choose how many blocks of threads share a row's keys: from 2.12 on."""
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    return "num_splits" in [argument.name for argument in schema.arguments]
 
 
 def cached_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
-    """`Varlen.cached` of torch 2.11, whose varlen_attn has no seqused_k, while its operator has."""
-    left, right = window(longest_q)
+    """`Varlen.cached`, by the operator under varlen_attn, which in torch 2.11 lacks seqused_k.
+
+    Of single queries several blocks of threads share a row's keys, as for rows of longest_k keys: one alone
+    would leave a GPU idle. Where torch chooses how many, it is fewer the more rows there are. The kernel
+    splits for single queries only.
+    """
+    (left, right), splits = window(longest_q), {}
+    if can_split():
+        splits["num_splits"] = min(128, -(-longest_k // SPLIT_KEYS)) if longest_q == 1 else 1
     return torch.ops.aten._flash_attention_forward(
         q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, right == 0, False, window_size_left=left,
-        window_size_right=right, seqused_k=keys_B)[0]
+        window_size_right=right, seqused_k=keys_B, **splits)[0]
 
 
 def shared_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
@@ -349,8 +349,8 @@ class PackedAppend:
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """Write the chunks' keys and values, and attend to them and all earlier slots: [1, N, H * D]."""
         k, v = self.cache.kv[layer]
-        k[self.slot_N] = k_BTKD[0]
-        v[self.slot_N] = v_BTKD[0]
+        k.index_copy_(0, self.slot_N, k_BTKD[0])           # launched sooner than k[slot_N] = ...
+        v.index_copy_(0, self.slot_N, v_BTKD[0])
         return self.cache.varlen.cached(q_BTHD[0], k, v, self.q_starts, self.k_starts, self.longest_q,
                                         self.longest_k, self.keys_B).flatten(1)[None]
 
@@ -442,7 +442,8 @@ class Forked:
         """
         B, K, G, D = q_BKGD.shape
         k, v = self.own.kv[layer]
-        k[self.slot_B], v[self.slot_B] = k_BKD, v_BKD
+        k.index_copy_(0, self.slot_B, k_BKD)
+        v.index_copy_(0, self.slot_B, v_BKD)
         q_NKD = q_BKGD.transpose(1, 2).reshape(B * G, K, D)                       # here N is B * G queries
         merged = merge(*self.of_own.attend(layer, q_NKD), *self.of_prompts.attend(layer, q_NKD))
         return merged.view(B, G, K, D).transpose(1, 2)
@@ -492,8 +493,11 @@ class Shared:
 
 
 def merge(a, log_a, b, log_b):
-    """The mean of two weighted means [..., D], given the logs of their sums of weights [...]."""
-    return torch.lerp(a, b, (log_b - log_a).sigmoid()[..., None].to(a.dtype))
+    """The mean of two weighted means [..., D], given the logs of their sums of weights [...], in fp32: of a
+    prompt of 3,000 tokens and an answer of three, bf16 would round the answer's share to 0.
+    """
+    share = (log_b - log_a).sigmoid()[..., None]
+    return torch.lerp(a.to(share.dtype), b.to(share.dtype), share).to(a.dtype)
 
 
 def scores(q_BKQD, k_BKSD, hidden):

@@ -73,7 +73,8 @@ def sample_tokens(logits_BV, uniform_B, temperature=1.0):
     Returns token_B and its logprob_B under log_softmax(logits / temperature). Temperature 0 is greedy and
     reports the logprob at temperature 1. No host sync.
     """
-    logprob_BV = (logits_BV.float() / (temperature or 1.0)).log_softmax(-1)
+    logits_BV = logits_BV.float()
+    logprob_BV = (logits_BV if temperature in (0, 1) else logits_BV / temperature).log_softmax(-1)
     token_B = first_reaching(logprob_BV.exp(), uniform_B) if temperature else logprob_BV.argmax(-1)
     return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]
 
@@ -307,7 +308,7 @@ class Slots:
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: graphs never run concurrently
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=side):
+            with torch.cuda.graph(graph, self.pool, side, "thread_local"):     # others' threads may use CUDA
                 self.step(slice(0, n), context)
             self.active_B.copy_(active_B)
         self.graphs[key].replay()

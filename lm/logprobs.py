@@ -20,10 +20,12 @@ def token_logprobs(model, ids_BT, layout, select, target_N, temperature, allowed
     (entropies are 0 unless requested).
     """
     def head(hidden_NC, lm_head, target_N, allowed):
-        logits_NV = restricted(lm_head(hidden_NC).float() / temperature, allowed)
-        logprob_N1 = logits_NV.log_softmax(-1).gather(1, target_N[:, None])    # FSDP warns about views
+        logits_NV = lm_head(hidden_NC).float()
+        logits_NV = restricted(logits_NV if temperature == 1 else logits_NV / temperature, allowed)
+        logprob_NV = logits_NV.log_softmax(-1)
+        logprob_N1 = logprob_NV.gather(1, target_N[:, None])                   # FSDP warns about views
         with torch.no_grad():        # last, so that recomputation in backward stops before it
-            return logprob_N1, entropy(logits_NV) if entropies else torch.zeros(len(logits_NV))
+            return logprob_N1, entropy(logprob_NV) if entropies else torch.zeros(len(logprob_NV))
 
     logprob_N1, entropy_N = model(ids_BT, layout, select, in_chunks(head, target_N, allowed))
     return logprob_N1[:, 0], entropy_N
@@ -48,7 +50,6 @@ def in_chunks(head, target_N, allowed):
     return chunked
 
 
-def entropy(logits_NV):
+def entropy(logprob_NV):
     """Entropy of each row's distribution, in nats."""
-    logprob_NV = logits_NV.log_softmax(-1)
     return -(logprob_NV.exp() * logprob_NV).sum(-1)

@@ -294,21 +294,18 @@ def floor(bench):
     return found | {"estimated_s": estimate}, seconds <= OVER * estimate
 
 
-def decode_step(bench, rows):
-    """Seconds of a decoding step of so many rows of 3,000 tokens, and the bytes that it must read.
-
-    As in a run, graphs are captured for rows of the whole context, by which attention's splits are planned.
-    """
-    model, length, slots = bench.sampler, *filled(bench, rows)
+def decode_step(bench, rows, length=3000):
+    """Seconds of a decoding step of so many rows of so many tokens, and the bytes that it must read."""
+    model, length, slots = bench.sampler, *filled(bench, rows, length)
     seconds = bench.seconds(slots.tick) / engine.TICK
     tokens = rows * (length + 2 * engine.TICK)                      # in the middle of the measured ticks
     size, of_token = next(model.parameters()).element_size(), slots.cache.bytes_per_token
     return seconds, size * memory.numbers(model.parameters()) + tokens * of_token
 
 
-def filled(bench, rows):
+def filled(bench, rows, length=3000):
     """(tokens of a row, Slots of so many rows that are about to decode)."""
-    length, context = (40, 512) if bench.tiny else (3000, 16384)
+    length, context = (40, 512) if bench.tiny else (length, 16384)
     slots = token_slots(bench, rows, context, 80)                       # more than four ticks draw
     slots.begin(range(rows), [[5] * length] * rows, range(rows))
     return length, slots
@@ -341,17 +338,20 @@ def kernels(bench, most=14):
 
 
 def splits(bench):
-    """Seconds of a decoding step of 16 rows, and of one of the judge's, where several blocks of threads share
-    a row's keys and a prompt's, and where one reads all.
+    """Seconds of decoding steps of 64 rows of 3,000 tokens and of 8 of 9,000, as in the middle of a rollout
+    and at its end, and of one of the judge's, where several blocks of threads share a row's keys and a
+    prompt's, and where as few do as for rows of the whole context, or one.
     """
     found = {}
     for name, keys, planned in (("split", attention.SPLIT_KEYS, engine.PLANNED), ("whole", 10**6, 10**6)):
         with (mock.patch.object(attention, "SPLIT_KEYS", keys),
               mock.patch.object(engine, "PLANNED", planned)):
-            found[f"few_{name}_s"], _ = decode_step(bench, min(bench.rows, 16))
+            for step, rows, length in (("middle", 64, 3000), ("end", 8, 9000)):
+                found[f"{step}_{name}_s"], _ = decode_step(bench, min(bench.rows, rows), length)
             found[f"judge_{name}_s"] = judge_step(bench)
             bench.report(found)
-    return found, all(found[f"{one}_split_s"] <= 1.05 * found[f"{one}_whole_s"] for one in ("few", "judge"))
+    steps = "middle", "end", "judge"
+    return found, all(found[f"{step}_split_s"] <= 1.05 * found[f"{step}_whole_s"] for step in steps)
 
 
 def judge_step(bench):
@@ -414,9 +414,9 @@ def update_at(bench, tokens):
 
     seconds = bench.seconds(forward_backward, 2)
     lengths = [len(sample.ids) for sample in samples]
-    attended = bench.shape.num_hidden_layers * bench.shape.num_attention_heads * bench.shape.head_dim
-    once = memory.numbers(model.parameters()) * sum(lengths) + attended * sum(n * n for n in lengths)
-    shares = bench.shares(8 * once / seconds, 1)
+    scored = sum(sum(sample.sampled) for sample in samples)
+    flops = memory.forward_flops(model, sum(lengths), sum(n * n for n in lengths) // 2, scored)
+    shares = bench.shares(4 * flops / seconds, 1)
     peak = torch.cuda.max_memory_allocated() if bench.device.type == "cuda" else 0
     found = {"tokens": sum(lengths), "median_episode": statistics.median(lengths), "s": seconds, **shares,
              "peak_gb": peak / 1e9}

@@ -80,7 +80,7 @@ class Machine:
     bandwidth: float = 3.35e12          # bytes per second; an H100 SXM's, as the next
     flops: float = 989e12               # per second, in bf16
     of_bandwidth: tuple = (0.40, 0.60)  # of a decode step, less step_s; a copy reaches 86 %
-    of_flops: tuple = (0.20, 0.34)      # of an update; 36 % in one large microbatch
+    of_flops: tuple = (0.20, 0.34)      # of an update; 34 % in one large microbatch
     step_s: float = 50e-6               # a layer of a decode step, whatever it reads: 30 kernels
     launch_s: float = 550e-6            # a layer of a forward that is launched kernel by kernel
 
@@ -146,7 +146,6 @@ def rollout_bytes(model, settings, ranks, work, seed=0):
     """
     with Meter() as meter, torch.no_grad():
         episodes, slots = play(model, settings, ranks, work, seed, runs=True)
-        slots.first_prompts = {}
     with Meter() as graph, torch.no_grad():
         slots.step(slice(0, slots.n), settings.context if slots.varlen else slots.cache.room)
     graphs = graph.peak if slots.varlen else 0           # their memory is not shared with other work
@@ -268,9 +267,26 @@ def counts_of(samples, slots, work, settings):
     return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,
             "prefills": slots.prefills,
             "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
+            "scored tokens": sum(sum(sample.sampled) for sample in samples if sample.kind == "policy"),
             "trained tokens": largest_microbatch(samples, settings)[1], "questions": sum(questions),
             "judge steps": sum(of_batches),
             "judge keys read": sum(read) + sum(n * (n - 1) // 2 for n in answers)}
+
+
+def weights_read(model):
+    """Numbers that a token is multiplied with: of the layers, and of lm_head. The embedding is looked up."""
+    head = model.lm_head.weight.numel()
+    tied = model.config.tie_word_embeddings
+    return numbers(model.parameters()) - model.model.embed_tokens.weight.numel() - head * (not tied), head
+
+
+def forward_flops(model, tokens, pairs=0, scored=0):
+    """FLOPs of a forward pass: 2 for each token and weight of the layers, and for each scored token and
+    weight of lm_head; 4 per layer and number of the query heads for each pair of a token and one before it.
+    """
+    of_layers, of_head = weights_read(model)
+    attended = model.config.num_hidden_layers * model.config.num_attention_heads * model.config.head_dim
+    return 2 * of_layers * tokens + 4 * attended * pairs + 2 * of_head * scored
 
 
 def quantiles(values):
@@ -283,27 +299,27 @@ def seconds(model, settings, counts, machine, end):
     """{stage: seconds} of an iteration: decoding by the bytes it reads, everything else by its FLOPs; in
     addition a decode step and a prefill take a time per layer.
 
-    A pass through the model takes 2 FLOPs per parameter and token, and 4 per layer and number of the query
-    heads for each pair of a token and one before it. An update has four: forward, its repetition, and the
-    gradients of activations and of weights; with settings.lora, the last is left out, and where layers are
-    not recomputed, the second. The score is the old logprobs, which the first minibatch does not need, and
-    the KL's. end: of the machine's ranges, 0 (slow) or 1.
+    An update has four times a forward's FLOPs: forward, its repetition, and the gradients of activations and
+    of weights; with settings.lora, the last is left out, and where layers are not recomputed, the second. The
+    score is the old logprobs, which the first minibatch does not need, and the KL's. end: of the machine's
+    ranges, 0 (slow) or 1.
     """
-    P, shape_ = numbers(model.parameters()), model.config
+    shape_, (layer_weights, head_weights) = model.config, weights_read(model)
     layers, flops = shape_.num_hidden_layers, machine.flops * machine.of_flops[end]
     kv_bytes = 4 * layers * shape_.num_key_value_heads * shape_.head_dim                      # per token
-    attention = 4 * layers * shape_.num_attention_heads * shape_.head_dim
-    once = 2 * P * counts["policy tokens"] + attention * counts["pairs"]
+    once = forward_flops(model, counts["policy tokens"], counts["pairs"], counts["scored tokens"])
     again = counts["trained tokens"] / counts["policy tokens"]
     passes = 4 - (settings.lora > 0) - (settings.checkpoint_activations == "off")
 
     def decoding(steps, keys):
-        return machine.decoding_s(end, layers, steps, steps * 2 * P + kv_bytes * keys)
+        return machine.decoding_s(end, layers, steps, steps * 2 * (layer_weights + head_weights)
+                                  + kv_bytes * keys)
 
     return {"rollout": decoding(counts["decode steps"], counts["keys read"])
-            + 2 * P * counts["prefilled"] / flops + layers * counts["prefills"] * machine.launch_s,
+            + forward_flops(model, counts["prefilled"]) / flops
+            + layers * counts["prefills"] * machine.launch_s,
             "judge": decoding(counts["judge steps"], counts["judge keys read"])
-            + 2 * P * counts["questions"] / flops,
+            + forward_flops(model, counts["questions"]) / flops,
             "score": once * (again * (1 - 1 / settings.minibatches) + (settings.kl != "none")) / flops,
             "update": passes * once * again / flops}
 

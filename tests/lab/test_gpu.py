@@ -131,8 +131,7 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     options = torch.device("cpu"), torch.float32, 60
     config = replace(memory.shape("1.5B"), num_attention_heads=4, head_dim=8)
     exact = paths.errors(right, config, *options)
-    assert [*exact] == ["decode", "decode_few", "prefill", "answers_own", "answers_own_sums",
-                        "answers_prompt", "answers_prompt_sums", "packed", "packed_backward", "prefixes",
+    assert [*exact] == ["decode", "decode_few", "prefill", "answers", "packed", "packed_backward", "prefixes",
                         "prefixes_backward"]
     assert max(exact.values()) < 1e-5
     wrong = paths.errors(right._replace(cached=one_key_more), config, *options)

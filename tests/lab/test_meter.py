@@ -182,9 +182,11 @@ def test_the_largest_microbatch_is_the_one_with_most_tokens():
 def test_seconds_are_a_roofline():
     """Of counts so chosen that one term is left at a time."""
     model = memory.meta_model(memory.shape("1.5B"), torch.bfloat16)
-    P, machine = memory.numbers(model.parameters()), memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2), 0, 0)
+    P, head = memory.numbers(model.parameters()), 151936 * 1536         # tied: lm_head's is the embedding
+    layers, machine = P - head, memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2), 0, 0)
     none = dict.fromkeys(("decode steps", "keys read", "prefilled", "prefills", "policy tokens", "pairs",
-                          "trained tokens", "questions", "judge steps", "judge keys read"), 0)
+                          "scored tokens", "trained tokens", "questions", "judge steps",
+                          "judge keys read"), 0)
     none["policy tokens"] = 1
     settings = SimpleNamespace(kl="none", lora=0, minibatches=4, checkpoint_activations="auto")
 
@@ -194,20 +196,30 @@ def test_seconds_are_a_roofline():
 
     assert seconds(0, decode_steps=10)["rollout"] == pytest.approx(10 * 2 * P / 0.5e12)
     assert seconds(1, keys_read=1000)["rollout"] == pytest.approx(1000 * 28_672 / 1e12)
-    assert seconds(1, prefilled=7)["rollout"] == pytest.approx(7 * 2 * P / 0.2e15)
-    assert seconds(0, policy_tokens=5, trained_tokens=10)["update"] == pytest.approx(4 * 10 * 2 * P / 0.1e15)
-    assert seconds(0, policy_tokens=5, trained_tokens=8)["score"] == pytest.approx(6 * 2 * P / 0.1e15)
+    assert seconds(1, prefilled=7)["rollout"] == pytest.approx(7 * 2 * layers / 0.2e15)
+    assert seconds(0, policy_tokens=5, trained_tokens=10)["update"] == pytest.approx(4 * 20 * layers / 0.1e15)
+    assert seconds(0, policy_tokens=5, trained_tokens=8)["score"] == pytest.approx(6 * 2 * layers / 0.1e15)
+    scored = seconds(0, policy_tokens=5, trained_tokens=10, scored_tokens=3)["update"]
+    assert scored == pytest.approx(4 * (20 * layers + 2 * 6 * head) / 0.1e15)
     judged = seconds(1, judge_steps=3, judge_keys_read=7, questions=1000)["judge"]
-    assert judged == pytest.approx((3 * 2 * P + 7 * 28_672) / 1e12 + 2 * P * 1000 / 0.2e15)
+    assert judged == pytest.approx((3 * 2 * P + 7 * 28_672) / 1e12 + 2 * layers * 1000 / 0.2e15)
     machine = memory.Machine(math.inf, math.inf, (1, 1), (1, 1), 2e-6, 3e-4)
     timed = seconds(0, decode_steps=100, prefills=7, judge_steps=50)
     assert timed["rollout"] == pytest.approx(28 * (100 * 2e-6 + 7 * 3e-4))
     assert timed["judge"] == pytest.approx(28 * 50 * 2e-6) and timed["update"] == 0
     machine = memory.Machine(1e12, 1e15, (0.5, 1.0), (0.1, 0.2))
     pairs = seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"]
-    assert pairs == pytest.approx(4 * (5 * 2 * P + 100 * 4 * 28 * 1536) / 0.1e15)
+    assert pairs == pytest.approx(4 * (5 * 2 * layers + 100 * 4 * 28 * 1536) / 0.1e15)
     settings.checkpoint_activations = "off"                     # which leaves out the forward's repetition
     assert seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"] == pytest.approx(0.75 * pairs)
+
+
+@pytest.mark.fast
+def test_an_embedding_is_looked_up_and_lm_head_multiplied():
+    for name in memory.SHAPES:
+        model = memory.meta_model(memory.shape(name), torch.bfloat16)
+        layers = memory.numbers([*model.model.layers.parameters(), *model.model.norm.parameters()])
+        assert memory.weights_read(model) == (layers, model.lm_head.weight.numel())
 
 
 @pytest.mark.fast

@@ -207,7 +207,7 @@ def test_masked_ids_have_probability_0_and_do_not_contribute_to_the_entropy():
     probability = got.detach().softmax(-1)
     assert probability[0, 1] == 0 and probability[0, 0] == pytest.approx(1 / (1 + math.exp(-3)))
     assert probability[2].tolist() == [0, 1, 0] and torch.equal(got[1], logits[1])
-    p, entropies = 1 / (1 + math.exp(-3)), entropy(got.detach())
+    p, entropies = 1 / (1 + math.exp(-3)), entropy(got.detach().log_softmax(-1))
     assert entropies[0].item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), rel=1e-5)
     assert entropies[2] == 0
     (got.log_softmax(-1)[[0, 2], [0, 1]]).sum().backward()
