@@ -296,7 +296,7 @@ class Slots:
         return length + min(self.steps - first_step + more, self.sampling.max_response_tokens)
 
     def replay(self, n, context):
-        """`step` as a CUDA graph, captured at the first call: its ~760 kernels are launched at once."""
+        """`step` as a CUDA graph, captured at the first call: its ~660 kernels are launched at once."""
         key = n, context, replace(self.sampling, max_response_tokens=1)       # what a graph has as constants
         if key not in self.graphs:
             active_B, side = self.active_B.clone(), side_stream(self.device)

@@ -81,7 +81,7 @@ class Machine:
     flops: float = 989e12               # per second, in bf16
     of_bandwidth: tuple = (0.40, 0.60)  # of a decode step, less step_s; a copy reaches 86 %
     of_flops: tuple = (0.20, 0.34)      # of an update; 34 % in one large microbatch
-    step_s: float = 50e-6               # a layer of a decode step, whatever it reads: 30 kernels
+    step_s: float = 50e-6               # a layer of a decode step, whatever it reads: 23 kernels
     launch_s: float = 550e-6            # a layer of a forward that is launched kernel by kernel
 
     def decoding_s(self, end, layers, steps, read):
