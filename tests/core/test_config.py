@@ -366,6 +366,13 @@ def test_a_split_that_is_given_twice_is_evaluated_once():
 
 
 @pytest.mark.fast
+def test_a_default_that_does_not_fit_a_flag_is_not_told_as_given(capsys):
+    few = ("--tasks", "1", "--group-size", "2")
+    assert mistake(capsys, *few) == "--minibatches=4: more than 2 episodes (the default)"
+    assert mistake(capsys, *few, "--minibatches", "3") == "--minibatches=3: more than 2 episodes"
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("flag, value, kind, message", [
     ("env", '{"max_turns": "20"}', "Environment", "--max-turns='20': expected int"),
     ("env", '{"lr": 1e9}', "Environment", "--lr=1000000000.0: expected 0 to"),
