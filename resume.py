@@ -77,10 +77,11 @@ def begin(config, out, state, previous, resources):
 
 def evaluates_otherwise(config, out):
     """Whether the run will evaluate, and OUT holds an evaluation of other splits or by another protocol."""
-    then = files.read_json(out / files.EVALUATION)
+    held = files.read_json(out / files.EVALUATION)
+    then = held if isinstance(held, dict) else {}                                # another file, if any
     now = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
-    other = sorted(then.get("splits", ())) != sorted(config.splits) or differing(then, now)
-    return bool(then and config.splits and other)
+    other = sorted(dict_in(then, "splits")) != sorted(config.splits) or differing(then, now)
+    return bool(held and config.splits and other)
 
 
 def plugin_hashes(config):
@@ -180,10 +181,13 @@ def place_of(ranks):
 def check_state(path, state):
     """ValueError unless a checkpoint's state has the entries and types that a run writes."""
     kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": dict | None}
-    later = {"plugins": dict | None, "place": dict, "unmerged": dict, "style": str}   # older ones lack these
+    later = {"plugins": dict | None, "place": dict, "unmerged": dict, "style": str,   # older ones lack these
+             "algorithm": dict, "cold_start_types": str | None}
     for name, kind in (kinds | {name: kind for name, kind in later.items() if name in state}).items():
         if name not in state or not isinstance(state[name], kind):
             raise ValueError(f"{path}: not a run's: its {name} is {state.get(name)!r:.60}")
+    if not all(isinstance(spent, int | float) for spent in state["seconds"].values()):
+        raise ValueError(f"{path}: not a run's: its seconds are {state['seconds']!r:.60}")
     cold = state.get("cold")
     if cold and not (isinstance(cold, dict) and "muon" in cold and
                      all(isinstance(cold.get(name), int) for name in ("rounds", "steps"))):

@@ -220,6 +220,8 @@ def read_trainer(folder):
         check_optimizer(found["optimizer"])
         if not isinstance(found["state"], dict):
             raise TypeError(f"its state is {type(found['state']).__name__}")
+        if not all(isinstance(text, str) for pair in found["files"].items() for text in pair):
+            raise TypeError("the names and hashes of its files are not texts")
         if found["critic"] is not None:
             check_optimizer(found["critic"]["optimizer"])
             if not all(isinstance(tensor, torch.Tensor) for tensor in found["critic"]["weights"].values()):
