@@ -448,7 +448,7 @@ def parsed(argv=None):
 
 @contextlib.contextmanager
 def defaults_blamed(flags, algorithm, environment):
-    """A block whose errors say so if their value is no flag's: a default, of one of these or of the run."""
+    """A block whose errors say so if their value was not given: a default of one of these, or of the run."""
     try:
         yield
     except plugins.PluginError:
@@ -459,7 +459,7 @@ def defaults_blamed(flags, algorithm, environment):
             if name in defaults and name not in flags:
                 raise ValueError(f"{error} (a default of {plugins.origin_of(plugin)})") from None
         if name in [f.name for f in fields(Config)] and name not in flags:
-            raise ValueError(f"{error} (the default)") from None
+            raise ValueError(f"{error} (not given: the preset's or the default)") from None
         raise
 
 

@@ -5,9 +5,9 @@ continue the rows of a cache: `PackedAppend` those of a `Pool`, `MaskedAppend` t
 `Packed` and `PackedAppend` need variable-length attention, which some GPUs have (`varlen`); `Masked` and
 `MaskedAppend` do not. `Forked` continues rows that share a prompt, in either way.
 
-Shapes: B rows, T positions of a chunk, N tokens of all chunks or texts, S keys read, P slots of a cache, H
-query heads, K key/value heads, G = H / K query heads per key/value head, Q = G * T queries of one key/value
-head, D head size, R prompts, each of A = B / R rows.
+Shapes: B rows, T positions of a chunk, N tokens of all chunks or texts, S keys read, C parts of them, P slots
+of a cache, H query heads, K key/value heads, G = H / K query heads per key/value head, Q = G * T queries of
+one key/value head, D head size, R prompts, each of A = B / R rows.
 """
 
 import inspect
@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from infra.parallel import print0
 
 GROWTH = 64        # positions that rows of equal room get beyond what they need, at least
-SPLIT_KEYS = 640   # of a row, which one block of threads reads in decoding
-PLANNED = 2048     # a decoding step is planned for rows of a multiple of so many positions
+SPLIT_KEYS = 640   # read by one block of threads in decoding, where torch does not choose how many
 
 
 class Varlen(NamedTuple):
@@ -91,11 +90,11 @@ def can_split():
 
 
 def cached_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
-    """`Varlen.cached`, by the operator under varlen_attn, which in torch 2.11 lacks seqused_k.
+    """`Varlen.cached`, by the operator under varlen_attn: torch 2.11's varlen_attn has no seqused_k.
 
-    Of single queries several blocks of threads share a row's keys, as for rows of longest_k keys: one alone
-    would leave a GPU idle. Where torch chooses how many, it is fewer the more rows there are. The kernel
-    splits for single queries only.
+    For single queries several blocks of threads share a row's keys, since one alone would leave a GPU idle.
+    From torch 2.12 on they are longest_k / SPLIT_KEYS; 2.11 chooses how many itself, by longest_k, and fewer
+    the more rows there are.
     """
     (left, right), splits = window(longest_q), {}
     if can_split():
@@ -349,7 +348,7 @@ class PackedAppend:
     def attend(self, layer, q_BTHD, k_BTKD, v_BTKD):
         """Write the chunks' keys and values, and attend to them and all earlier slots: [1, N, H * D]."""
         k, v = self.cache.kv[layer]
-        k.index_copy_(0, self.slot_N, k_BTKD[0])           # launched sooner than k[slot_N] = ...
+        k.index_copy_(0, self.slot_N, k_BTKD[0])
         v.index_copy_(0, self.slot_N, v_BTKD[0])
         return self.cache.varlen.cached(q_BTHD[0], k, v, self.q_starts, self.k_starts, self.longest_q,
                                         self.longest_k, self.keys_B).flatten(1)[None]
@@ -419,8 +418,8 @@ class Forked:
         if prompts.varlen:
             self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
             keys_B = torch.where(active_B, start_B + 1, 1)
-            self.of_prompts = Shared(prompts, keys_R, self.A * own.group, contexts[0])
-            self.of_own = Shared(own, keys_B, own.group, contexts[1])
+            self.of_prompts = InParts(prompts, keys_R, self.A * own.group, contexts[0])
+            self.of_own = InParts(own, keys_B, own.group, contexts[1])
         else:
             row_B = torch.arange(len(start_B), device=device)
             self.row_B = torch.where(active_B, row_B, own.n_rows)
@@ -462,34 +461,34 @@ class Forked:
         return merge(own_BKGD, own_sum_BKG, out_BKGD, sum_BKG)
 
 
-class Shared:
+class InParts:
     """Attention of N queries, equally many for each row of a pool, to all keys of their row.
 
     keys_B: the keys of each row, at least 1. queries: the queries of each row. longest: upper bound of
-    keys_B. Keys are read in parts of SPLIT_KEYS, each by one block of threads of its own, as if they were
-    rows: else all would wait for the longest row, which one block reads alone.
+    keys_B. Keys are read in C parts of SPLIT_KEYS, as if each were a row. Otherwise one block of threads
+    would read the longest row alone, and all would wait for it.
     """
 
     def __init__(self, pool, keys_B, queries, longest):
         self.pool, self.n = pool, -(-longest // SPLIT_KEYS)
         self.longest = queries, min(longest, SPLIT_KEYS)
-        before_P1 = torch.arange(0, longest, SPLIT_KEYS, device=keys_B.device)[:, None]
-        keys_PB, first_PB = (keys_B - before_P1).clamp(0, SPLIT_KEYS), pool.first_B + before_P1
-        self.keys, self.k_starts = keys_PB.flatten().int(), F.pad(first_PB.flatten(), (0, 1)).int()
+        before_C1 = torch.arange(0, longest, SPLIT_KEYS, device=keys_B.device)[:, None]
+        keys_CB, first_CB = (keys_B - before_C1).clamp(0, SPLIT_KEYS), pool.first_B + before_C1
+        self.keys, self.k_starts = keys_CB.flatten().int(), F.pad(first_CB.flatten(), (0, 1)).int()
         self.q_starts = (torch.arange(len(self.keys) + 1, device=keys_B.device) * queries).int()
-        self.unread_PN1 = (keys_PB == 0).repeat_interleave(queries, 1)[:, :, None]
+        self.unread_CN1 = (keys_CB == 0).repeat_interleave(queries, 1)[:, :, None]
 
     def attend(self, layer, q_NKD):
         """The queries' output [N, K, D], and the log of each one's sum of exp(score), [N, K]."""
         q = q_NKD.expand(self.n, *q_NKD.shape)
-        out, sum_KM = self.pool.varlen.shared(q.flatten(0, 1), *self.pool.kv[layer], self.q_starts,
-                                              self.k_starts, *self.longest, self.keys)
+        out, sums = self.pool.varlen.shared(q.flatten(0, 1), *self.pool.kv[layer], self.q_starts,
+                                            self.k_starts, *self.longest, self.keys)
         if self.n == 1:
-            return out, sum_KM.T
-        sum_PNK = sum_KM.T.unflatten(0, q.shape[:2]).masked_fill(self.unread_PN1, -torch.inf)
-        share_PNK = sum_PNK.log_softmax(0)
-        merged = (out.view(q.shape) * share_PNK.exp()[..., None]).sum(0).to(out.dtype)
-        return merged, sum_PNK[0] - share_PNK[0]
+            return out, sums.T
+        sum_CNK = sums.T.unflatten(0, q.shape[:2]).masked_fill(self.unread_CN1, -torch.inf)
+        share_CNK = sum_CNK.log_softmax(0)             # less the log of all parts' sum: one kernel, not seven
+        out_NKD = (out.view(q.shape) * share_CNK.exp()[..., None]).sum(0).to(out.dtype)
+        return out_NKD, sum_CNK[0] - share_CNK[0]      # of the first part, which is never empty
 
 
 def merge(a, log_a, b, log_b):

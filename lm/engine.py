@@ -19,10 +19,11 @@ from itertools import accumulate, chain
 import torch
 import torch.nn.functional as F
 
-from lm.attention import PLANNED, Forked, kv_cache, upload
+from lm.attention import Forked, kv_cache, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
+PLANNED = 2048     # a decoding step is planned for rows of a multiple of so many positions
 KEPT = 8           # part of the cache's size, at most, for first prompts
 BLOCK = 1024       # weights that are added up one by one to draw a token
 
@@ -73,7 +74,8 @@ def sample_tokens(logits_BV, uniform_B, temperature=1.0):
     Returns token_B and its logprob_B under log_softmax(logits / temperature). Temperature 0 is greedy and
     reports the logprob at temperature 1. No host sync.
     """
-    logprob_BV = (logits_BV.float() if temperature in (0, 1) else               # freed at once, 600 kB a row
+    # one expression, so that the fp32 logits, 600 kB a row, are not kept beside their log-softmax
+    logprob_BV = (logits_BV.float() if temperature in (0, 1) else
                   logits_BV.float() / temperature).log_softmax(-1)
     token_B = first_reaching(logprob_BV.exp(), uniform_B) if temperature else logprob_BV.argmax(-1)
     return token_B, logprob_BV.gather(1, token_B[:, None])[:, 0]
@@ -272,20 +274,21 @@ class Slots:
                     break
                 rows = rows if self.all_rows else active
             if use_graphs:
-                self.replay(min(bucket(n, 16 if n > 8 else 4), self.n), planned)
+                few = 4 if n <= 8 else 16                # at the end of a rollout, half of its steps
+                self.replay(min(bucket(n, few), self.n), planned)
             else:
                 self.step(rows, planned or bucket(self.longest_row(1), 16))
             self.steps += 1
 
     def planned(self, more):
-        """The row length for which so many more steps are planned: a multiple of PLANNED, as a graph is
-        captured for each, that no row exceeds after them. Attention shares a row's keys among blocks of
-        threads by it, and hardly does so if it is planned for a context that rows are far from.
+        """Upper bound on the rows' lengths after so many more steps, rounded up to a multiple of PLANNED, and
+        at most `context`: a CUDA graph is captured for each value. From it attention chooses how many blocks
+        of threads share a row's keys; planned for much longer rows, they hardly do.
         """
         return min(bucket(self.longest_row(more), PLANNED), self.context)
 
     def longest_row(self, more):
-        """The largest `length_bound`."""
+        """The largest `length_bound` after so many more steps."""
         return max(self.length_bound(row, more) for row in self.running)
 
     def length_bound(self, row, more=0):
@@ -308,7 +311,8 @@ class Slots:
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: graphs never run concurrently
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, self.pool, side, "thread_local"):     # others' threads may use CUDA
+            with torch.cuda.graph(graph, pool=self.pool, stream=side,
+                                  capture_error_mode="thread_local"):     # other threads may call CUDA
                 self.step(slice(0, n), context)
             self.active_B.copy_(active_B)
         self.graphs[key].replay()

@@ -267,24 +267,23 @@ def counts_of(samples, slots, work, settings):
     return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,
             "prefills": slots.prefills,
             "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
-            "scored tokens": sum(sum(sample.sampled) for sample in samples if sample.kind == "policy"),
+            "scored tokens": sum(sum(sample.sampled) for sample in samples),
             "trained tokens": largest_microbatch(samples, settings)[1], "questions": sum(questions),
             "judge steps": sum(of_batches),
             "judge keys read": sum(read) + sum(n * (n - 1) // 2 for n in answers)}
 
 
-def weights_read(model):
-    """Numbers that a token is multiplied with: of the layers, and of lm_head. The embedding is looked up."""
-    head = model.lm_head.weight.numel()
-    tied = model.config.tie_word_embeddings
-    return numbers(model.parameters()) - model.model.embed_tokens.weight.numel() - head * (not tied), head
+def multiplied_weights(model):
+    """How many weights a token is multiplied with: of the layers, and of lm_head. The embedding is not."""
+    layers, norm = model.model.layers, model.model.norm
+    return numbers(layers.parameters()) + numbers(norm.parameters()), model.lm_head.weight.numel()
 
 
 def forward_flops(model, tokens, pairs=0, scored=0):
     """FLOPs of a forward pass: 2 for each token and weight of the layers, and for each scored token and
     weight of lm_head; 4 per layer and number of the query heads for each pair of a token and one before it.
     """
-    of_layers, of_head = weights_read(model)
+    of_layers, of_head = multiplied_weights(model)
     attended = model.config.num_hidden_layers * model.config.num_attention_heads * model.config.head_dim
     return 2 * of_layers * tokens + 4 * attended * pairs + 2 * of_head * scored
 
@@ -304,24 +303,24 @@ def seconds(model, settings, counts, machine, end):
     score is the old logprobs, which the first minibatch does not need, and the KL's. end: of the machine's
     ranges, 0 (slow) or 1.
     """
-    shape_, (layer_weights, head_weights) = model.config, weights_read(model)
+    shape_, weights = model.config, sum(multiplied_weights(model))
     layers, flops = shape_.num_hidden_layers, machine.flops * machine.of_flops[end]
     kv_bytes = 4 * layers * shape_.num_key_value_heads * shape_.head_dim                      # per token
-    once = forward_flops(model, counts["policy tokens"], counts["pairs"], counts["scored tokens"])
-    again = counts["trained tokens"] / counts["policy tokens"]
+    policy, trained, scored = (counts[f"{name} tokens"] for name in ("policy", "trained", "scored"))
+    once = forward_flops(model, policy, counts["pairs"], scored)
+    all_once = forward_flops(model, trained, counts["pairs"] * trained / policy, scored)
     passes = 4 - (settings.lora > 0) - (settings.checkpoint_activations == "off")
 
     def decoding(steps, keys):
-        return machine.decoding_s(end, layers, steps, steps * 2 * (layer_weights + head_weights)
-                                  + kv_bytes * keys)
+        return machine.decoding_s(end, layers, steps, steps * 2 * weights + kv_bytes * keys)
 
     return {"rollout": decoding(counts["decode steps"], counts["keys read"])
             + forward_flops(model, counts["prefilled"]) / flops
             + layers * counts["prefills"] * machine.launch_s,
             "judge": decoding(counts["judge steps"], counts["judge keys read"])
             + forward_flops(model, counts["questions"]) / flops,
-            "score": once * (again * (1 - 1 / settings.minibatches) + (settings.kl != "none")) / flops,
-            "update": passes * once * again / flops}
+            "score": (all_once * (1 - 1 / settings.minibatches) + once * (settings.kl != "none")) / flops,
+            "update": passes * all_once / flops}
 
 
 def estimate(name, ranks, settings, work, machine):

@@ -13,11 +13,11 @@ import torch
 from lm.attention import Forked, Pool
 
 LONG = -1                   # stands for the longest length
-PATHS = {                   # (queries, keys) of each sequence
+PATHS = {                   # (queries, keys) of each sequence; of answers (own keys, the prompt's)
     "decode": [(1, 1), (1, 2), (1, 9), (1, LONG), (1, 1), (1, 33)] * 12,       # one key: a row not in use
     "decode_few": [(1, 1), (1, LONG), (1, 7)],
     "prefill": [(1, 5), (30, LONG), (7, 7), (1, 1), (17, 40)],
-    "answers": [(0, 1), (40, LONG), (0, LONG), (9, 39), (40, 39), (1, 1)],      # own keys, the prompt's
+    "answers": [(0, 1), (40, LONG), (0, LONG), (9, 39), (40, 39), (1, 1)],
     "packed": [(1, 1), (LONG, LONG), (1, 1), (39, 39)],
     "prefixes": [(LONG, LONG), (9, 39), (1, LONG), (33, 40)],
 }
@@ -66,7 +66,7 @@ def errors_of_answers(varlen, path, lengths, config, device, dtype):
     torch.manual_seed(0)
     own_keys, keys = [n for n, _ in lengths for _ in range(2)], [m for _, m in lengths]
     caches = [Pool(config, len(n), varlen, dtype, device) for n in (keys, own_keys)]
-    for cache, n, gap in zip(caches, (keys, own_keys), (5, 6)):
+    for cache, n, gap in zip(caches, (keys, own_keys), (5, 6)):         # own rows have room for a new token
         cache.fit([0] * len(n), [m + gap for m in n])
         cache.kv[0].fill_(1e4)
         for first, m in zip(cache.first, n):

@@ -366,9 +366,10 @@ def test_a_split_that_is_given_twice_is_evaluated_once():
 
 
 @pytest.mark.fast
-def test_a_default_that_does_not_fit_a_flag_is_not_told_as_given(capsys):
-    few = ("--tasks", "1", "--group-size", "2")
-    assert mistake(capsys, *few) == "--minibatches=4: more than 2 episodes (the default)"
+def test_an_error_says_if_its_value_was_not_given(capsys):
+    few, ours = ("--tasks", "1", "--group-size", "2"), "(not given: the preset's or the default)"
+    assert mistake(capsys, *few) == f"--minibatches=4: more than 2 episodes {ours}"
+    assert mistake(capsys, *few, "--preset", "paper") == f"--minibatches=8: more than 2 episodes {ours}"
     assert mistake(capsys, *few, "--minibatches", "3") == "--minibatches=3: more than 2 episodes"
 
 

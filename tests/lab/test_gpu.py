@@ -126,6 +126,10 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
         *others, longest_k, keys_B = arguments
         return by_loop(*others, longest_k + 1, keys_B + 1)
 
+    def one_key_more_of_all(*arguments):
+        *others, longest_k, keys_B = arguments
+        return shared_by_loop(*others, longest_k + 1, keys_B + (keys_B > 0))
+
     right = attention.Varlen(by_loop, by_loop, shared_by_loop)
     monkeypatch.setattr(attention, "SPLIT_KEYS", 16)
     options = torch.device("cpu"), torch.float32, 60
@@ -136,6 +140,8 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     assert max(exact.values()) < 1e-5
     wrong = paths.errors(right._replace(cached=one_key_more), config, *options)
     assert [path for path in exact if wrong[path] > 0.1] == ["decode", "decode_few", "prefill"]
+    wrong = paths.errors(right._replace(shared=one_key_more_of_all), config, *options)
+    assert [path for path in exact if wrong[path] > 0.1] == ["answers"]
 
 
 @pytest.mark.fast

@@ -305,6 +305,17 @@ def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat
     assert engine.answer(model, [], [], chat.stop_ids, Sampling(1.0, 20), n_slots) == []
 
 
+@pytest.mark.fast
+def test_a_short_answers_share_beside_a_long_prompt_is_not_rounded():
+    """To the model's dtype: in bf16 a share below .002 would be 0, one below .01 off by up to a half."""
+    for own in (1, 3, 8):
+        log_own, log_prompt = (torch.tensor([float(n)]).log() for n in (own, 3000))
+        ones, zeros = (torch.full((1, 4), x, dtype=torch.bfloat16) for x in (1.0, 0.0))
+        merged = attention.merge(ones, log_own, zeros, log_prompt)
+        assert merged.dtype == torch.bfloat16
+        assert merged[0, 0].item() == pytest.approx(own / (own + 3000), rel=2**-8)
+
+
 # Room in the cache
 
 def assert_room(cache):
@@ -592,14 +603,20 @@ def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
 # CUDA graphs
 
 @pytest.mark.fast
-def test_a_short_answers_share_beside_a_long_prompt_is_not_rounded():
-    """To the model's dtype: in bf16 a share below .002 would be 0, one below .01 off by up to a half."""
-    for own in (1, 3, 8):
-        log_own, log_prompt = (torch.tensor([float(n)]).log() for n in (own, 3000))
-        ones, zeros = (torch.full((1, 4), x, dtype=torch.bfloat16) for x in (1.0, 0.0))
-        merged = attention.merge(ones, log_own, zeros, log_prompt)
-        assert merged.dtype == torch.bfloat16
-        assert merged[0, 0].item() == pytest.approx(own / (own + 3000), rel=2**-8)
+@pytest.mark.parametrize("rows, length, key", [(3, 10, (4, 64)), (8, 47, (8, 64)), (8, 48, (8, 64)),
+                                               (9, 49, (16, 128)), (18, 150, (18, 190))])
+def test_a_step_is_captured_for_rows_and_for_a_length_that_none_exceeds(model, with_varlen, chat, monkeypatch,
+                                                                        rows, length, key):
+    """Of 18 rows with a context of 190."""
+    with_varlen()
+    keys = []
+    monkeypatch.setattr(engine, "PLANNED", 64)
+    monkeypatch.setattr(Slots, "replay", lambda slots, *given: keys.append(given))
+    slots = Slots(model, 18, 190, chat.stop_ids, Sampling(1.0, 40))
+    slots.begin(range(rows), [[7] * length] * rows, range(rows))
+    slots.device = torch.device("cuda")
+    slots.tick()
+    assert keys == [key] * engine.TICK
 
 
 @pytest.mark.fast
