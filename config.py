@@ -459,7 +459,7 @@ def defaults_blamed(flags, algorithm, environment):
             if name in defaults and name not in flags:
                 raise ValueError(f"{error} (a default of {plugins.origin_of(plugin)})") from None
         if name in [f.name for f in fields(Config)] and name not in flags:
-            raise ValueError(f"{error} (not given: the preset's or the default)") from None
+            raise ValueError(f"{error} ({flag_of(name)} was not given)") from None
         raise
 
 

@@ -77,11 +77,11 @@ def begin(config, out, state, previous, resources):
 
 def evaluates_otherwise(config, out):
     """Whether the run will evaluate, and OUT holds an evaluation of other splits or by another protocol."""
-    held = files.read_json(out / files.EVALUATION)
-    then = held if isinstance(held, dict) else {}                                # another file, if any
+    stored = files.read_json(out / files.EVALUATION)
+    then = stored if isinstance(stored, dict) else {}                            # another file, if any
     now = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
     other = sorted(dict_in(then, "splits")) != sorted(config.splits) or differing(then, now)
-    return bool(held and config.splits and other)
+    return bool(stored and config.splits and other)
 
 
 def plugin_hashes(config):

@@ -367,7 +367,7 @@ def test_a_split_that_is_given_twice_is_evaluated_once():
 
 @pytest.mark.fast
 def test_an_error_says_if_its_value_was_not_given(capsys):
-    few, ours = ("--tasks", "1", "--group-size", "2"), "(not given: the preset's or the default)"
+    few, ours = ("--tasks", "1", "--group-size", "2"), "(--minibatches was not given)"
     assert mistake(capsys, *few) == f"--minibatches=4: more than 2 episodes {ours}"
     assert mistake(capsys, *few, "--preset", "paper") == f"--minibatches=8: more than 2 episodes {ours}"
     assert mistake(capsys, *few, "--minibatches", "3") == "--minibatches=3: more than 2 episodes"

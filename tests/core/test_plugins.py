@@ -124,7 +124,8 @@ def test_an_environment_needs_an_expert_and_an_oracle_only_if_they_are_used(writ
     text = GUESS.replace("def expert", "def _unused").replace("def oracle", "def _unused_too")
     write_environment("bare", text)
     line = refused(capsys, "--env", "bare")
-    assert line == "--demonstrations=3000: bare has no expert; 0 starts RL from scratch"
+    assert line == ("--demonstrations=3000: bare has no expert; 0 starts RL from scratch "
+                    "(--demonstrations was not given)")
     line = refused(capsys, "--env", "bare", "--demonstrations", 0, "--judge-labels", "oracle")
     assert line == "--judge-labels=oracle: bare has no oracle"
     bare = ["--env", "bare", "--demonstrations", "0"]

@@ -422,6 +422,9 @@ def test_an_evaluation_by_another_protocol_is_another(tmp_path, flags, other):
     files.write_json(tmp_path / files.EVALUATION,
                      {"splits": {"L0": {}, "L1": {}}, "protocol": "sampled", "evaluate_tasks": 0})
     assert resume.evaluates_otherwise(settings, tmp_path) is other
+    for broken in ({"splits": 3}, [1]):
+        files.write_json(tmp_path / files.EVALUATION, broken)
+        assert resume.evaluates_otherwise(settings, tmp_path) is bool(settings.splits)
 
 
 @pytest.mark.fast
@@ -511,6 +514,17 @@ def test_a_malformed_cold_start_in_a_checkpoint_is_named(cold):
     resume.check_state("trainer.pt", state | {"cold": {"rounds": 2, "steps": 3, "muon": None}})
     with pytest.raises(ValueError, match="trainer.pt: not a run's: its cold is"):
         resume.check_state("trainer.pt", state | {"cold": cold})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name, value", [("seconds", {"rl": None}), ("seconds", {"rl": torch.zeros(3)}),
+                                         ("cold_start_types", torch.zeros(0)), ("algorithm", None)])
+def test_a_malformed_entry_of_a_checkpoints_state_is_named(name, value):
+    state = {"iteration": None, "settings": {}, "seconds": {"rl": 1}, "instruction": None,
+             "cold_start_types": None, "algorithm": {}}
+    resume.check_state("trainer.pt", state)
+    with pytest.raises(ValueError, match=f"trainer.pt: not a run's: its {name} "):
+        resume.check_state("trainer.pt", state | {name: value})
 
 
 # One run in a folder

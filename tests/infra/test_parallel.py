@@ -759,6 +759,11 @@ def test_loading_a_folder_that_is_not_a_checkpoint_names_it(tmp_path):
                tmp_path / checkpoint.TRAINER_FILE)                # an object of any class could run any code
     with pytest.raises(ValueError, match="trainer.pt: not a trainer state: UnpicklingError"):
         checkpoint.load_trainer(tmp_path, model, new_optimizer(model))
+    empty = {"optimizer": {"state": {}, "param_groups": []}, "state": {}}
+    for files, error in (({}, ""), ([], "AttributeError"), ({"config.json": torch.zeros(3)}, "TypeError")):
+        torch.save(empty | {"files": files}, tmp_path / checkpoint.TRAINER_FILE)
+        assert (f"not a trainer state: {error}" if error else "") in checkpoint.what_is_wrong(tmp_path)
+        assert bool(error) == bool(checkpoint.what_is_wrong(tmp_path))
 
 
 @pytest.mark.fast
