@@ -331,9 +331,9 @@ def kernels(bench):
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             by_name[name] = us + spent / engine.TICK, calls + event.count / engine.TICK
         entries = sorted(((name, us, calls) for name, (us, calls) in by_name.items()), key=lambda e: -e[1])
-        _, us, calls = zip(*entries[NAMED:])
-        found[f"rows_{rows}"] = [[name, round(us, 1), round(calls, 1)] for name, us, calls in
-                                 (*entries[:NAMED], ("others", sum(us), sum(calls)))]
+        others = "others", *(sum(entry[i] for entry in entries[NAMED:]) for i in (1, 2))
+        found[f"rows_{rows}"] = [[name, round(us, 1), round(calls, 1)]
+                                 for name, us, calls in (*entries[:NAMED], others)]
         bench.report(found)
     return found, True
 

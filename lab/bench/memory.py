@@ -74,7 +74,8 @@ class Meter(TorchDispatchMode):
 @dataclass(frozen=True)
 class Machine:
     """A GPU by its data sheet, the range of the shares of it that are assumed to be reached, and times per
-    layer that no data sheet has: an H200's (lab/results/gpu.jsonl), as is the slow share of the bandwidth.
+    layer that no data sheet has: an H200's (`by_hand` in lab/results/gpu.jsonl), as is the slow share of the
+    bandwidth.
     """
 
     bandwidth: float = 3.35e12          # bytes per second; an H100 SXM's, as the next
