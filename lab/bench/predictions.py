@@ -202,7 +202,7 @@ CALLS = {
     "size": each(abs), "list": lambda *values: [*values],
     "low": of_interval(lambda mean, half: mean - half), "high": of_interval(lambda mean, half: mean + half),
     "half": of_interval(lambda mean, half: half), "zero": of_interval(side_of_zero),
-    "seeds": by_seed, "n": len, "given": lambda condition, value: value,
+    "seeds": by_seed, "joined": lambda a, b: a + b, "n": len, "given": lambda condition, value: value,
     "average": average, "interval": lambda of_seeds: interval(dict(enumerate(of_seeds))),
     "largest": max,
     "above": lambda values, limit: sum(value > limit for value in values),
