@@ -82,18 +82,19 @@ def window(longest_q):
     return -1, -1 if longest_q == 1 else 0
 
 
-@cache
 def can_split():
-    """Whether this torch lets one choose how many blocks of threads share a row's keys: from 2.12 on."""
-    schema = torch.ops.aten._flash_attention_forward.default._schema
-    return "num_splits" in [argument.name for argument in schema.arguments]
+    """Whether this torch lets one choose how many blocks of threads share a row's keys: from 2.13 on.
+
+    2.12's operator has the argument, but refuses it ("num_splits requires FA3").
+    """
+    return torch.__version__ >= (2, 13)
 
 
 def cached_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
     """`Varlen.cached`, by the operator under varlen_attn: torch 2.11's varlen_attn has no seqused_k.
 
     For single queries several blocks of threads share a row's keys, since one alone would leave a GPU idle.
-    From torch 2.12 on they are longest_k / SPLIT_KEYS; 2.11 chooses how many itself, by longest_k, and fewer
+    From torch 2.13 on they are longest_k / SPLIT_KEYS; earlier ones choose how many, by longest_k, and fewer
     the more rows there are.
     """
     (left, right), splits = window(longest_q), {}

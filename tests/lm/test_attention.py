@@ -546,7 +546,7 @@ def test_training_uses_varlen_attn(torch_with, version):
 @pytest.mark.parametrize("can_split", [False, True])
 @pytest.mark.parametrize("longest_k, longest_q, window, splits", [
     (16384, 1, -1, 26), (640, 1, -1, 1), (10**6, 1, -1, 128), (16384, 5, 0, 1)])
-def test_decoding_uses_the_operator_and_from_torch_2_12_on_its_splits(torch_with, monkeypatch, longest_k,
+def test_decoding_uses_the_operator_and_from_torch_2_13_on_its_splits(torch_with, monkeypatch, longest_k,
                                                                       longest_q, window, splits, can_split):
     called = {}
 
@@ -562,6 +562,16 @@ def test_decoding_uses_the_operator_and_from_torch_2_12_on_its_splits(torch_with
     assert called == {"max_q": longest_q, "max_k": longest_k, "dropout": 0.0, "causal": longest_q > 1,
                       "debug": False, "seqused_k": "lengths", "window_size_left": -1,
                       "window_size_right": window} | ({"num_splits": splits} if can_split else {})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("version, can_split", [
+    ("2.9.1", False), ("2.11.0+cu130", False), ("2.12.0+cu130", False), ("2.12.1", False),
+    ("2.13.0+cpu", True), ("2.14.0.dev20261101+cu130", True), ("3.0.0", True)])
+def test_torch_2_12_has_splits_but_refuses_them(monkeypatch, version, can_split):
+    """`strings libtorch_cuda.so` of 2.12.0 and 2.12.1 has "num_splits requires FA3", 2.13.0's has not."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    assert attention.can_split() is can_split
 
 
 CASES = {"decode": [(1, 7), (1, 1), (1, 90)], "prefill": [(5, 9), (1, 30), (12, 12)],
