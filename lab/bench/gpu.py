@@ -58,7 +58,7 @@ CHECKS = [Check(*row) for row in (
     ("varlen", ENGINE, 10, 90, "errors under .03 on each path, with keys in parts too"),
     ("graphs", ENGINE, 10, 120, "equal tokens, and faster"),
     ("trainer_gap", ENGINE, 10, 120, "twice bf16's rounding at most, under .1 nats; over .1 with faults"),
-    ("update_16k", ENGINE, 10, 120, "share of the data sheet's FLOPs, lm_head's where it is computed, as estimated"),
+    ("update_16k", ENGINE, 10, 120, "the estimate's share of the data sheet's FLOPs, counted where computed"),
     ("iteration", RUNS, 10, 400, "gcd.py: each stage's seconds and bytes at most 15 % over the estimate"),
     ("floor", ENGINE, 10, 90, "a decode step of long rows at most 15 % over the estimate"),
     ("lengths", ENGINE, 10, 120, "under .3 nats, of later prompts and answers too"),

@@ -155,6 +155,14 @@ def peak(paths):
     return (flawed[top], good[top]) if top else None
 
 
+def narrowest(paths):
+    """The smallest lead of the good probability over the flawed one, over time.
+
+    In log-odds the lead only grows: a step adds eta (1 - c) (A - A_other), and A > 0 > A_other.
+    """
+    return min(good - flawed for good, flawed in zip(*paths))
+
+
 # Theorem A.1: when does the good action's success stop pushing up the flawed one?
 
 def turning_point(z2, c, r1, r2):
@@ -194,7 +202,8 @@ def measure(n, seed):
                           "lemma": flawed_advantage(q, r), "sampled": mean, "standard error": error})
     regimes = [{"c": c, "fixed": fixed_points(c, 0.2),
                 "ends": {str(q): pushed(q, c, 0.2)[-1] for q in STARTS}} for c in C]
-    coupled = [{"coupling": c, "peak": peak(coupled_paths(c))} for c in COUPLINGS]
+    paths = {c: coupled_paths(c) for c in COUPLINGS}
+    coupled = [{"coupling": c, "peak": peak(path), "narrowest": narrowest(path)} for c, path in paths.items()]
     turning = [{"z2": z2, "exact": turning_point(z2, 0.5, 0.5, 0.1),
                 "limit": large_turning_point(z2, 0.5, 0.5, 0.1)} for z2 in (0.5, 1.0, 2.0, 4.0, 8.0)]
     return {"lemma": lemma, "three": random_cases(n, rng) | {"cases": n}, "regimes": regimes,
@@ -304,6 +313,7 @@ def figures_of(found, pictures):
     coupled = [row for row in found["coupled"] if row["peak"]]
     shared = ", ".join(str(row["coupling"]) for row in coupled)
     peaks = ", ".join(f"{row['peak'][0]:.2f}" for row in coupled)
+    narrowing = max(GOOD[0] - FLAWED[0] - row["narrowest"] for row in found["coupled"])
     turns = [row["exact"] for row in found["turning"]]
     last = found["turning"][-1]
     rows = (
@@ -329,7 +339,8 @@ def figures_of(found, pictures):
          "because the penalty grows with q; above 1/2 it is in danger and runs away.",
          f"Below 1/2 it converges to a floor that is never 0 ({floors}). It runs away only above a tipping "
          f"point that is higher than 1/2 ({tipping}), and from everywhere if c > r / 4. Coupled to a good "
-         f"action by {shared} it peaks at {peaks}, and then falls.",
+         f"action by {shared} it peaks at {peaks}, and then falls. The gap between the two widens at every "
+         f"step in log-odds; in probabilities it first narrows, by at most {narrowing:.3f}.",
          "no" if not all(safe) else "yes" if all(danger) else "partly"),
         ("Theorem A.1", "turning", "A flawed action that similar good samples push up starts to fall once "
          "the good logit is a certain multiple of its original value.",
@@ -351,8 +362,9 @@ def page(found, command, seed):
     regimes = "\n".join(f"| {row['c']} | " + ("none" if row["fixed"] is None else "{:.3f}, {:.3f}".format(
         *row["fixed"])) + " | " + ", ".join(f"{end:.3f}" for end in row["ends"].values()) + " |"
         for row in found["regimes"])
-    coupled = "\n".join(f"| {row['coupling']} | " + ("none, it only falls | – |" if row["peak"] is None else
-                        "{:.2f} | {:.2f} |".format(*row["peak"])) for row in found["coupled"])
+    coupled = "\n".join(f"| {row['coupling']} | " + (
+        "none, it only falls | –" if row["peak"] is None else "{:.2f} | {:.2f}".format(*row["peak"]))
+        + f" | {row['narrowest']:.3f} |" for row in found["coupled"])
     turning = "; ".join(f"z2 = {row['z2']:g}: {row['exact'] - row['z2']:.2f} (limit "
                         f"{row['limit'] - row['z2']:.2f})" for row in found["turning"])
     return PAGE.read_text(encoding="utf-8").format(

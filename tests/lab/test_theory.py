@@ -83,6 +83,7 @@ def test_the_peaks_of_a_coupled_flaw(coupling, flawed, good):
     odds = [[math.log(q / (1 - q)) for q in path] for path in paths]
     gaps = [g - b for g, b in zip(*odds)]
     assert all(later > earlier for earlier, later in zip(gaps, gaps[1:]))    # the log-odds gap only grows
+    assert theory.narrowest(paths) == pytest.approx(0.077 if coupling == 0.9 else 0.1, abs=1e-3)
 
 
 @pytest.mark.fast
