@@ -13,6 +13,7 @@ import contextlib
 import difflib
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections import ChainMap
@@ -25,6 +26,7 @@ from infra import files, plugins
 from infra.endpoint import checked_url, without_path
 from infra.flags import Parser, flag_of, is_used, make_settings, parse_known, setting
 from infra.lazy import deferred
+from infra.signals import speaks_for_machine
 from labels import LABELS, OF_ENDPOINT, OF_ORACLE
 from lm import smollm2
 
@@ -236,6 +238,7 @@ class Config:
                f"leaves no room for a question in --context={self.context}")
         refuse(self.log != "none" and not importlib.util.find_spec(self.log),
                f"--log={self.log}: not installed; pip install {self.log}")
+        refuse(self.endpoint and not self.endpoint_cache, "--endpoint-cache=: expected a file")
         if self.endpoint:
             checked_url(self.endpoint)
         refuse(not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable),
@@ -372,8 +375,9 @@ def parse(argv=None):
     with printed("gcd.py"):
         try:
             return parsed(argv)
-        except ValueError as error:
-            print(f"gcd.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
+        except (ValueError, OSError) as error:
+            if speaks_for_machine():
+                print(f"gcd.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
             sys.exit(2)
 
 
@@ -493,7 +497,7 @@ def values_of(flags, sources, algorithm, environment):
     """The value of every setting: the flag's if it is given, else the last applicable default."""
     values = {f.name: f.default for settings in sources for f in fields(settings)}
     preset, model = flags.get("preset", "auto"), flags.get("model")
-    planned = preset != "auto" and model and not (Path(model) / "tokenizer.json").is_file()  # not made yet
+    planned = preset != "auto" and model and not os.path.isfile(Path(model) / "tokenizer.json")     # to come
     writes = model and not planned and not is_small(model)
     if preset == "auto":
         preset = "paper" if writes else "small"

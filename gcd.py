@@ -41,7 +41,7 @@ from evaluation import evaluation
 from infra import checkpoint, files, job, parallel, plugins
 from infra.errors import EXPECTED, one_line
 from infra.progress import progress
-from infra.signals import Interrupted, Stop, Unbreakable
+from infra.signals import Interrupted, Stop, Unbreakable, speaks_for_machine
 from infra.streams import CREDIT, JUDGE, ROLLOUT, stream
 from lm.optim import trained
 from rollout import EpisodeSpec, success_rate, summary
@@ -408,12 +408,14 @@ def attempt(config, resources):
                             "shows its training")
         return status
     except KeyboardInterrupt:
-        print("stopped at once; what was saved before is there", file=sys.stderr)
+        if speaks_for_machine():
+            print("stopped at once; what was saved before is there", file=sys.stderr)
         status = 130
     except EXPECTED as error:
         first = job.failure(error)       # if another rank failed first, this error follows from that
         why = f"{first}, so this one ends" if first else one_line(error, out, known=EpisodeLost)
-        print(f"gcd.py: error: {printable(why)}\n", end="", file=sys.stderr)       # one write: ranks share it
+        if job.is_news(why, first or hasattr(error, "rank")):
+            print(f"gcd.py: error: {printable(why)}\n", end="", file=sys.stderr)   # one write: ranks share it
         status = 1
     except Exception as error:
         job.on_exit(type(error), error, None)         # before games are closed: the other ranks wait

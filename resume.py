@@ -4,6 +4,7 @@ A run continues only with its own metrics, model, settings, plug-ins and games. 
 its numbers is printed. Left out: reading and writing files (infra/files.py, infra/checkpoint.py).
 """
 
+import os
 import secrets
 import sys
 from pathlib import Path
@@ -220,7 +221,7 @@ def check_resumed(config, state, first):
 
 def state_beside(source):
     """The state of the run whose checkpoint the folder is; {} if it is none."""
-    here = source and (source / checkpoint.TRAINER_FILE).is_file()
+    here = source and os.path.isfile(source / checkpoint.TRAINER_FILE)         # False for an endless name
     return checkpoint.read_trainer(source)["state"] if here else {}
 
 

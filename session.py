@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -158,7 +158,8 @@ class Run:
     def save_batch(self, samples):
         """Store samples whose loss or gradient was not finite, for inspection."""
         batch = [asdict(replace(sample, turns=[])) for sample in samples]
-        torch.save(batch, self.out / f"nonfinite_batch_rank{self.ranks.rank}.pt")
+        with suppress(OSError, RuntimeError):                # the error that it explains says more
+            torch.save(batch, self.out / f"nonfinite_batch_rank{self.ranks.rank}.pt")
 
     def warn_once(self, kind, message):
         """Print a warning on rank 0, once for each kind of warning."""
@@ -259,6 +260,7 @@ def prepare(config, ranks, should_stop, resources):
     parallel.on_rank0(lambda: resources.enter_context(files.locked(out)) and None)
     holder = parallel.on_rank0(lambda: files.lock_text(out))
     parallel.collective(lambda: files.check_shared(out, holder))
+    parallel.on_rank0(lambda: files.remove_leftovers(out))
     environment.versions()                                        # ValueError if a package is missing
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
                         config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
@@ -298,14 +300,14 @@ def prepare(config, ranks, should_stop, resources):
     os.chdir(here)                                                # a game may have changed it
     if warning := context_warning(config, chat):
         parallel.print0(warning, file=sys.stderr)
-    identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
-    sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
     dtype = getattr(torch, config.dtype)
     sampler = parallel.unsharded_copy(model, lambda: decoder.Model(model.config), dtype, config.lora > 0)
     if sampler is not model:
         sampler.fuse()
     slots = Slots(sampler, len(games), config.context, chat.stop_ids,
                   Sampling(config.temperature, config.max_response_tokens))
+    identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
+    sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out.absolute(),
                should_stop, identity, state and state["iteration"], endpoint, sink, instruction, slots=slots,
                seconds=dict(state.get("seconds", {}) if state else {}),
@@ -448,11 +450,17 @@ def fresh_folder(config, out):
 
     It may take long: ScienceWorld plays games to list its vocabulary.
     """
-    folder = out / parallel.on_rank0(lambda: f"fresh-{secrets.token_hex(4)}")      # OUT may hold "fresh"
+    folder = out / parallel.on_rank0(lambda: files.FRESH + secrets.token_hex(4))   # OUT may hold "fresh"
+
+    def save():
+        try:
+            save_small_model(folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
+                             config.positions == "rotary", not config.untied, config.seed)
+        except OSError as error:                             # the error of a full disk names no file
+            raise OSError(error.errno, error.strerror, error.filename or str(folder)) from None
+
     try:
-        parallel.on_rank0(lambda: save_small_model(
-            folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
-            config.positions == "rotary", not config.untied, config.seed))
+        parallel.on_rank0(save)
         yield folder
     finally:
         if parallel.is_rank0():

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import time
@@ -23,6 +24,7 @@ from infra import plugins
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
 RESULTS = "lab/results"    # what benchmarks and studies write, from the repository's root
 LOCK, CHECKPOINT, KEPT, REFERENCE, ADAPTER = "lock", "checkpoint", "kept", "reference", "adapter"
+FRESH = "fresh-"                       # and eight digits: a folder with a fresh model, while it is loaded
 ROLLOUTS = "rollouts"
 MAX_HASHED = 4000          # training tasks in games_hash: all 3,553 real games; generated ones have no end
 
@@ -48,15 +50,31 @@ def locked(folder):
             raise ValueError(f"--out={folder}: {lock_holder(folder)} is writing there") from None
         except OSError as error:
             raise ValueError(f"--out={folder}: cannot be locked: {error.strerror}") from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} of {socket.gethostname()}")
-        file.flush()
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} of {socket.gethostname()}")
+            file.flush()
+        except OSError as error:                             # the error of a full disk names no file
+            raise ValueError(f"--out={folder}: {error.strerror}") from None
         yield
 
 
 def lock_text(folder):
     """What the process that has locked a folder has written there."""
     return (folder / LOCK).read_text(encoding="utf-8") if (folder / LOCK).is_file() else ""
+
+
+def remove_leftovers(folder):
+    """Remove what killed processes left in a folder that this one has locked: unfinished copies of a run's
+    files, and fresh models, which nothing had trained.
+    """
+    for path in folder.glob("*.new"):
+        name, _, pid = path.stem.rpartition(".")
+        if name in (METRICS, EPISODES, EVALUATION, STAGES) and pid.isdecimal():
+            path.unlink()
+    for path in folder.glob(f"{FRESH}*"):
+        if re.fullmatch("[0-9a-f]{8}", path.name.removeprefix(FRESH)) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_shared(folder, text, patience_s=30):
@@ -194,8 +212,11 @@ def truncate_logs(folder, done, cold=None, trains=True):
     def stays(line):
         if trains and line.get("phase") == "evaluation":
             return False
+        iteration, step = line.get("iteration", -1), line.get("step", -1)
+        if not type(iteration) is type(step) is int:                        # no run wrote this
+            return False
         if not cold or line.keys() & {"run", "iteration", "step"}:
-            return line.get("iteration", -1) < done and line.get("step", -1) < steps
+            return iteration < done and step < steps
         seen.append(line.get("phase"))
         return bool(cold["rounds"]) and seen == ["demonstrations"]
     for log in (METRICS, EPISODES):

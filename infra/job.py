@@ -243,6 +243,20 @@ def machines():
     return world_size // sizes[0]
 
 
+def is_news(text, follows):
+    """Whether this rank has to print the line with which it ends: not if it is printed on this machine, nor
+    if it only follows from an error and any rank of this machine has printed one.
+    """
+    if not (watch := Watch.current):
+        return True
+    mine = f"{watch.rank} {text}"
+    try:
+        first = watch.store.compare_set(f"printed/{socket.gethostname()}", "", mine).decode()
+    except RuntimeError:                                        # the store may have ended with torchrun
+        return True
+    return first == mine or not follows and first.partition(" ")[2] != text
+
+
 def shutdown():
     """Leave the process group, if any."""
     if Watch.current:

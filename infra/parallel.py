@@ -257,8 +257,15 @@ def collective(action):
     kind = ValueError if isinstance(failure, ValueError) else OSError
     for rank, found in enumerate(all_gather(failure and (kind, f"{type(failure).__name__}: {failure}"))):
         if found:
-            raise failure if failure and kind is found[0] else found[0](f"rank {rank} failed: {found[1]}")
+            raise failure if failure and kind is found[0] else of_rank(rank, *found)
     return value
+
+
+def of_rank(rank, kind, text):
+    """The error of another rank, as this one raises it."""
+    error = kind(f"rank {rank} failed: {text}")
+    error.rank = rank
+    return error
 
 
 def on_rank0(action):

@@ -24,6 +24,11 @@ class Interrupted(Exception):
         return self.args[0]
 
 
+def speaks_for_machine():
+    """Whether this process prints what every rank of its machine would: the first of these does."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def signals_here():
     """The signals that stop a run; none outside the main thread, which alone may handle them."""
     main = threading.current_thread() is threading.main_thread()
@@ -81,7 +86,8 @@ class Stop:
             os._exit(130)
         if self.signals == 2:
             raise KeyboardInterrupt
-        print("\nstopping as soon as this can be saved (again: at once)", file=sys.stderr)
+        if speaks_for_machine():
+            print("\nstopping as soon as this can be saved (again: at once)", file=sys.stderr)
 
 
 def as_completed(futures):

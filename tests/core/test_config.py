@@ -263,6 +263,8 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--thoughts endpoint", "--thoughts: for a model that writes (--model)"),
     ("--correction-every 3", "--correction-every: only with --correction"),
     ("--endpoint http://127.0.0.1:1/v1", "--endpoint: nothing asks it; expected --judge-labels endpoint"),
+    ("--endpoint http://127.0.0.1:1/v1 --judge-labels endpoint --endpoint-cache=",
+     "--endpoint-cache=: expected a file"),
     ("--rearranged", "--rearranged: only with --games"),
     ("--judge-kind value --judge-normalize-std",
      "--judge-normalize-std: only with --judge-kind generative"),

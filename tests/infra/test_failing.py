@@ -15,6 +15,7 @@ import time
 import warnings
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def main(kind, out, *flags):
 
 @pytest.mark.parametrize("kind, message, consequence", [
     ("playing", "gcd.py: error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): "
-     "while playing, --slots or --context down\n", f"gcd.py: error: {SECOND} failed, so this one ends\n"),
+     "while playing, --slots or --context down\n", ""),
     ("training", "gcd.py: error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): "
      "while training, --microbatch-tokens down", f"\n{SECOND} failed, so this one ends\n"),
     ("bug", "AssertionError: a turn without a reward",
@@ -75,8 +76,27 @@ def test_a_rank_that_fails_prints_why_and_ends_all_ranks(start, tmp_path, kind, 
     took = time.time() - float((tmp_path / "when").read_text())
     assert done.returncode == 1 and took < 60, (took, done.stderr[-3000:])
     assert done.stderr.count(message) == 1 and consequence in done.stderr, done.stderr[-3000:]
+    assert done.stderr.count("so this one ends") == bool(consequence)      # not beside a line that says why
     assert ('gcd.py", line' in done.stderr) == (kind == "bug")     # a traceback other than torchrun's own
     assert not (tmp_path / "run" / "traceback.txt").exists()       # rank 0's would hide that rank 1 failed
+
+
+@pytest.mark.fast
+def test_a_machine_prints_an_error_of_all_its_ranks_once(monkeypatch):
+    store, host = torch.distributed.HashStore(), ["a"]
+    monkeypatch.setattr(job.socket, "gethostname", lambda: host[0])
+
+    def is_news(rank, text, follows=False):
+        monkeypatch.setattr(job.Watch, "current", SimpleNamespace(store=store, rank=rank))
+        return job.is_news(text, follows)
+
+    assert is_news(1, "no such task") and not is_news(0, "no such task")
+    assert is_news(2, "disk full") and not is_news(3, "rank 1 failed", follows=True)
+    host[0] = "b"
+    assert is_news(5, "rank 1 failed", follows=True) and not is_news(4, "rank 1 failed", follows=True)
+    assert is_news(6, "no such task")
+    monkeypatch.setattr(job.Watch, "current", None)
+    assert job.is_news("no such task", True)
 
 
 def through(place, error):
@@ -153,6 +173,18 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatc
             stop.last -= stop.REPEAT_S
             with pytest.raises(KeyboardInterrupt):
                 stop.note(signal.SIGTERM, None)
+
+
+@pytest.mark.fast
+def test_the_first_rank_of_a_machine_speaks_for_all_of_it(monkeypatch, capsys):
+    for local_rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with signals.Stop.restored():
+            signals.Stop().note(signal.SIGTERM, None)
+        assert capsys.readouterr().err.count("stopping as soon as this can be saved") == lines
+        with pytest.raises(SystemExit):
+            gcd.main(["--tasks", "0"])
+        assert capsys.readouterr().err.count("gcd.py: error: --tasks=0: expected 1") == lines
 
 
 @pytest.mark.fast

@@ -111,6 +111,17 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.fast
+def test_a_disk_that_is_too_full_for_a_lock_is_named(tmp_path, monkeypatch):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "getpid", full)
+    with pytest.raises(ValueError, match=f"--out={tmp_path}: No space left on device"):
+        with files.locked(tmp_path):
+            pytest.fail("locked")
+
+
+@pytest.mark.fast
 def test_a_run_that_was_resumed_with_no_iterations_keeps_those_it_had():
     headers = [{"config": {"iterations": n, "lr": n}} for n in (80, 40, 0)]
     assert files.settings_in([*headers, {"phase": "rl"}]) == {"iterations": 40, "lr": 0}
@@ -138,6 +149,29 @@ def test_logs_are_cut_where_a_run_goes_on(tmp_path, cold, trains, kept):
     files.truncate_logs(tmp_path, 2, cold, trains)
     assert [path.stem for path in sorted((tmp_path / files.ROLLOUTS).iterdir())] == ["00000", "00001"]
     assert [line["name"] for line in files.read_lines(tmp_path / files.METRICS)[0]] == kept
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("line", [{"iteration": "3"}, {"iteration": None}, {"iteration": [1]}, {"step": {}},
+                                  {"iteration": 1, "step": 2.5}, {"iteration": True}])
+def test_a_log_line_that_no_run_wrote_is_cut(tmp_path, line):
+    for record in ({"name": "head", "run": "r"}, line, {"iteration": 1, "name": "kept"}):
+        files.append(tmp_path / files.METRICS, record)
+    files.truncate_logs(tmp_path, 2)
+    assert [line.get("name") for line in files.read_lines(tmp_path / files.METRICS)[0]] == ["head", "kept"]
+
+
+@pytest.mark.fast
+def test_what_killed_processes_left_is_removed_and_no_more(tmp_path):
+    left = ["metrics.jsonl.12.new", "evaluation.json.7.new", "fresh-0123abcd/model.safetensors"]
+    kept = ["metrics.jsonl.new", "report.html.12.new", "metrics.jsonl.x.new", "fresh-0123abcd.txt",
+            "fresh-notes/a", "fresh-0123ABCD/a", "checkpoint.new/config.json", "metrics.jsonl"]
+    for name in (*left, *kept):
+        files.write_text(tmp_path / name, "")
+    files.remove_leftovers(tmp_path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == (
+        sorted(kept))
+    assert not (tmp_path / "fresh-0123abcd").exists()
 
 
 @pytest.mark.fast
