@@ -79,7 +79,7 @@ def microbatches(samples, max_tokens):
 
     A prefix that samples of a list have in common counts once (`PrefixTree`), though each part of the tree
     gets a copy of its prefix's keys. The cuts have the least sum of tokens and of a price for each list,
-    max_tokens // 16, by dynamic programming. Both times max_tokens is raised to the longest sample's length.
+    max_tokens // 16, by dynamic programming. A longer sample raises max_tokens to its length, and the price.
     """
     samples = sorted(samples, key=lambda sample: sample.ids)
     ids = [sample.ids for sample in samples]

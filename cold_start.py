@@ -125,7 +125,7 @@ def dagger(run, questions, learner, done):
     by the expert, who is so imitated in states that the learner's own mistakes lead to. DAgger imitates the
     expert's command in every visited state; here a turn in which the learner gave another command has weight
     0. The judge's questions are spread over all rounds. learner: the run with the optimizer that steps. done:
-    steps of earlier stages.
+    steps of the first part.
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
     first = FIRST_DEMONSTRATION + config.demonstrations + config.judge_demonstrations
@@ -266,8 +266,8 @@ def few_kept(config, counts, tasks, episodes):
 def write_weights(episode, mistakes, instruction):
     """Write each turn's weight: 0 for an injected mistake, else 1.
 
-    instruction: None, in a cold start without --instructions: every mistake gets 0. Else only those that it
-    names do (none if it is ""); the others are imitated, which is what gives its words a meaning.
+    instruction: None, in a cold start without --instructions: every mistake gets 0. Else only one that the
+    instruction forbids gets 0; the others are imitated, so that the model learns what an instruction changes.
     """
     named = [True] * len(mistakes) if instruction is None else correction.forbidden(instruction, episode)
     for turn, mistake, wrong in zip(episode.turns, mistakes, named, strict=True):
@@ -328,7 +328,8 @@ def judge_questions(run, stop):
     chosen = judge.choose(places, config.judge_labels, n // 2, seed)
     if not chosen:
         run.warn_once("no judge question", judge.why_none(
-            places, config.judge_labels, f"--judge-demonstrations={n}: no question is shown", "0"))
+            places, config.judge_labels, f"--judge-demonstrations={n}: no question is shown",
+            "--judge-demonstrations 0"))
     judged, written = judge.questions(run.chat, episodes, chosen, run.environment), None
     if writes:       # critic data, which the paper has DeepSeek-V3 write
         prompts = [judge.transcript(question.episode, question.t) for question in judged]
@@ -355,9 +356,9 @@ def steps_of(run, n_episodes):
 
 
 def imitate(run, batches, n, name, done, first, stop):
-    """Imitate `batches` by cross-entropy: of a stage's n, those from number `first` on.
+    """Imitate `batches` by cross-entropy: of a part's n, those from number `first` on.
 
-    done: steps of earlier stages. stop: called after each step with the number of steps so far.
+    done: steps of earlier parts. stop: called after each step with the number of steps so far.
     """
     config, ranks = run.config, run.ranks
     objective = update.Objective(

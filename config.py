@@ -134,13 +134,13 @@ class Config:
                                  "--correction", rare=True)
     mistake_rate: float = setting(0.05, "share of mistakes injected; recoveries are imitated", low=0,
                                   high=0.5, rare=True)
-    dagger: int = setting(0, "episodes of the second stage that learner and expert play together (DAgger); "
-                          "0: imitate the demonstrations again", low=0)
+    dagger: int = setting(0, "episodes of the cold start's second part, which learner and expert play "
+                          "together (DAgger); 0: imitate the demonstrations again", low=0)
     cold_start_epochs: int = setting(1, "epochs of policy imitation", low=0, rare=True)
-    cold_start_lr: float = setting(3e-3, "learning rate, decayed linearly to 0 in each stage", low=0)
+    cold_start_lr: float = setting(3e-3, "learning rate, decayed linearly in each part, toward 0", low=0)
     cold_start_batch: int = setting(4, "episodes per step", low=1, rare=True)
-    judge_demonstrations: int = setting(2000, "judge questions in the second stage; 0: policy only", low=0)
-    judge_epochs: int = setting(1, "epochs of the second stage: policy and judge together", low=0,
+    judge_demonstrations: int = setting(2000, "judge questions in the second part; 0: policy only", low=0)
+    judge_epochs: int = setting(1, "epochs of the second part: policy and judge together", low=0,
                                 needs=NEEDS_NO_DAGGER, rare=True)
     judge_cold_start_weight: float = setting(0.5)              # of the judge's loss in it
     tasks: int = setting(16, "tasks in an iteration (over all ranks)", low=1, high=10**4,
@@ -154,10 +154,10 @@ class Config:
     algo: str = setting("grpo", "algorithm: a file of algorithms/, or a path to one", section="RL")
     iterations: int = setting(80, "RL iterations; 0: none", low=0)
     minibatches: int = setting(4, "optimizer steps per iteration, cut by episodes", low=1)
-    lr: float = setting(6e-4, "learning rate, of the first iterations where it decays (--lr-decay)", low=0)
-    warmup: int = setting(0, "iterations in which a factor on the learning rate rises to 1, linearly", low=0)
-    lr_decay: bool = setting(True, "let it fall linearly to 0 over the iterations; --preset paper: it stays",
-                             rare=True)
+    lr: float = setting(6e-4, "learning rate, which --warmup and --lr-decay scale", low=0)
+    warmup: int = setting(0, "iterations of linear warm-up of the learning rate", low=0)
+    lr_decay: bool = setting(True, "let it fall linearly, toward 0, over the iterations; --preset paper: it "
+                             "stays", rare=True)
     clip_low: float = setting(0.2, "pi / pi_old is clipped below at 1 - this", low=0)
     clip_high: float = setting(0.28, "pi / pi_old is clipped above at 1 + this", low=0)
     dual_clip: float = setting(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: none
@@ -185,7 +185,8 @@ class Config:
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
                                         needs=NEEDS_GENERATIVE, rare=True)
     judge_redraw: bool = setting(False, "ask about other turns in place of those whose answers earn the "
-                                 "same: up to 4 rounds of questions", needs=NEEDS_GENERATIVE, rare=True)
+                                 f"same: up to {MOST_ROUNDS} rounds of questions", needs=NEEDS_GENERATIVE,
+                                 rare=True)
     judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
                                   "bit", low=0)
     judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=NEEDS_WRITER)
@@ -545,8 +546,8 @@ def is_small(folder):
 
 
 def flags_of(settings):
-    """The settings of a run, {name: value}, that are flags and that the run read; all those of a plug-in's
-    file, which is not read: who looks at a run runs no code that the run names.
+    """The settings of a run, {name: value}, that are flags and that the run read. Of a plug-in's file all are
+    kept: the file is not imported, because looking at a run must run no code that it names.
     """
     sources = [Config]
     for find, kind in ((find_algorithm, "algo"), (find_environment, "env")):

@@ -45,7 +45,7 @@ from infra.signals import Interrupted, Stop, Unbreakable, speaks_for_machine
 from infra.streams import CREDIT, JUDGE, ROLLOUT, stream
 from lm.optim import trained
 from rollout import EpisodeSpec, success_rate, summary
-from session import begin_adapters, frozen_copy, prepare, train_tasks
+from session import begin_adapters, kl_reference, prepare, train_tasks
 
 __all__ = ["load", "train", "main"]
 
@@ -54,13 +54,17 @@ __all__ = ["load", "train", "main"]
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
 REFILL_TASKS = 1_000_000      # refill round r of an iteration has tasks from number r times this on
-FAR = 0.1             # nats a token that an iteration's steps have moved the policy, in the mean before each;
-                      # from here on success may collapse
+FAR = 0.1             # nats a token from an iteration's policy, in the mean before each step; from here on
+                      # success may collapse
+FIRST_STEPS = 5       # iterations in which AdamW's steps may be too large, whatever the gradient
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
 
 
 def iteration(run, i, reference):
-    """One iteration of RL: play, judge, assign credit, update. Returns its metrics."""
+    """One iteration of RL: play, judge, assign credit, update. Returns its metrics.
+
+    reference: the model that the KL compares with, or None.
+    """
     config, times = run.config, [time.perf_counter()]
     episodes, played = collect(run, i)
     times.append(time.perf_counter())
@@ -84,12 +88,12 @@ def iteration(run, i, reference):
 
 
 def collect(run, i):
-    """Play this rank's episodes of iteration i, by the sampler with the model's weights of now. Returns the
-    episodes to learn from, and all that were played.
+    """Play this rank's episodes of iteration i with the model's weights of now. Returns the episodes to learn
+    from, and all that were played.
 
-    These are the same, but for --dynamic-sampling refill. It plays up to MOST_ROUNDS rounds, until this
-    rank has its share of groups with unequal rewards, and learns from those alone; if it finds none, from the
-    first groups that were played.
+    The two differ only with --dynamic-sampling refill. It plays up to MOST_ROUNDS rounds, until this rank has
+    its share of groups with unequal rewards, and learns from those alone; if it finds none, from the first
+    groups that were played.
     """
     run.update_sampler()
     run.waits.clear()
@@ -103,7 +107,7 @@ def collect(run, i):
         if run.should_stop:                      # some episodes are missing; --resume repeats the iteration
             break
         played += fresh
-        if refill:                               # which groups to keep, their rewards tell
+        if refill:                               # rewards decide which groups are kept
             rewards.write_rewards(fresh, config.algorithm.settings)
             equal = config.algorithm.zero_variance_groups(fresh)
             kept += [episode for episode in fresh if episode.group not in equal]
@@ -209,8 +213,8 @@ def teaches(episodes):
 
 
 def lr_factor(config, i):
-    """The factor on all learning rates in iteration i: linear warm-up, times a linear decay from the first
-    iteration on to 0 (with lr_decay).
+    """The factor on all learning rates in iteration i: linear warm-up, (i + 1) / (warmup + 1) up to 1, times
+    linear decay, 1 - i / iterations (with lr_decay).
     """
     decay = 1 - i / config.iterations if config.lr_decay else 1.0
     return decay * min(1.0, (i + 1) / (config.warmup + 1))
@@ -259,18 +263,18 @@ def rollout_metrics(run, episodes):
     """Metrics of all episodes played in an iteration, over all ranks."""
     algorithm = run.config.algorithm
     equal = algorithm.zero_variance_groups(episodes) if algorithm.groups else ()
-    cached, of_slots = run.slots.usage
+    used, room = run.slots.usage
     counts = parallel.all_sum(summary(episodes) | {
         "reward": sum(e.reward for e in episodes), "equal": sum(e.group in equal for e in episodes),
-        "cached": cached, "of_slots": of_slots})
+        "used": used, "room": room})
     shares = success_rate(counts)
     keys = ("success", "turns", "invalid_frac", "repeated_frac", "truncated_frac", "score_100")
     metrics = {f"rollout/{key}": shares[key] for key in keys if key in shares}
     if algorithm.groups:
         metrics["rollout/zero_variance_frac"] = counts["equal"] / counts["episodes"]
     metrics |= {f"rollout/{key}": counts[key] for key in ("episodes", "response_tokens", "restarts")}
-    metrics |= {"memory/cache_tokens": counts["cached"],
-                "memory/cache_used_frac": counts["cached"] / counts["of_slots"]}
+    metrics |= {"memory/cache_tokens": counts["used"],
+                "memory/cache_used_frac": counts["used"] / counts["room"]}
     return metrics | {"rollout/reward": counts["reward"] / counts["episodes"],
                       "time/game_ms": 1000 * counts["game_s"] / max(counts["turns"], 1)}
 
@@ -295,8 +299,8 @@ def advise(run, i, episodes, metrics):
         why = next((f": {episode.lost}" for episode in episodes if episode.lost), "")
         run.warn_once("restarts", f"RL: in iteration {i} games were lost, and begun again, {lost} times{why}")
     if (moved := metrics["policy/approx_kl_nats"]) > FAR:
-        why = " or --warmup 5: AdamW's first steps are large, whatever the gradient" * (
-            i < DETAIL_EVERY and not config.warmup)
+        why = f" or --warmup {FIRST_STEPS}: AdamW's first steps are large, whatever the gradient" * (
+            i < FIRST_STEPS and not config.warmup)
         run.warn_once("moved far", f"RL: the steps of iteration {i} began {moved:.2f} nats a token from its "
                       f"policy, in the mean. If success falls, try a lower --lr{why}")
 
@@ -328,7 +332,7 @@ def reinforcement(run):
         run.optimizer.state.clear()                  # the cold start's moments belong to another objective
     if config.lora:
         begin_adapters(run, first)
-    reference = frozen_copy(run, first) if config.kl != "none" else None
+    reference = kl_reference(run, first) if config.kl != "none" else None
     if config.keep_checkpoints and first == 0:
         run.keep(0)
     for i in (bar := progress(range(first, config.iterations), desc="RL", unit="iteration", initial=first,

@@ -92,7 +92,7 @@ def question_message(chat):
 
 
 def question_ids(chat, turn):
-    """Token ids of the episode up to and including the judged response, and of the question."""
+    """Token ids of the judged turn's prompt, its response, and the question."""
     return turn.prompt_ids + chat.closed(turn.response_ids) + question_message(chat)
 
 
@@ -140,10 +140,14 @@ def choose(places, kind, per_class, seed):
 
 
 def why_none(places, kind, first="GCD: no turn was judged", instead="--no-gcd"):
-    """A warning where no turn can be judged: which class is missing, and what to try."""
+    """A warning where no turn can be judged: which class is missing, and what to try.
+
+    places: the candidates, so without turns that leave no room for a question.
+    """
     counts = {label: sum(place[2] == label for place in places) for label in ANSWERS}
-    return (f"{first}, because --judge-labels {kind} labels {counts['good']} turns good and "
-            f"{counts['bad']} bad, and both are needed; try another kind, or {instead}")
+    return (f"{first}: of the turns with room for a question in --context, --judge-labels {kind} labels "
+            f"{counts['good']} good and {counts['bad']} bad, and both are needed; try another kind, a larger "
+            f"--context, or {instead}")
 
 
 def questions(chat, episodes, chosen, environment, first=0):
@@ -219,13 +223,16 @@ def samples(judged, normalize_std=False):
     return result
 
 
-def sample(question, prompt, answer, advantage, logprob_old=None, label=None):
-    """A Sample of one answer to one prompt; logprob_old None: to be imitated. Its `episode` is the number of
-    the question's pair, by which a cold start spreads questions over its steps.
+def sample(question, prompt, answer_ids, advantage, logprob_old=None, label=None):
+    """A Sample of one answer to one prompt. logprob_old: None of an answer to imitate, and of a value head's
+    sample, which has a label (1 good, 0 bad) in place of an answer.
+
+    Its `episode` is the number of the question's pair, by which a cold start spreads questions over its
+    steps; `samples` writes that of the judged episode.
     """
-    n, m = len(prompt), len(answer)
+    n, m = len(prompt), len(answer_ids)
     old = None if logprob_old is None else [0.0] * n + logprob_old
-    return Sample(prompt + answer, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old,
+    return Sample(prompt + answer_ids, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old,
                   question.index // 2, "judge", label=label)
 
 

@@ -36,9 +36,8 @@ def sequence_ratio(logprob_N, logprob_old_N, sequence_N):
         s = exp(mean over the sequence of log pi - log pi_old)                GSPO, arXiv:2507.18071 Eq. 7
 
     sequence_N: the number of each token's sequence, below N. Each token's s has the gradient of its own log
-    pi (Eq. 14). Of sequences whose tokens have equal advantages and weights the gradient is that of Eq. 5;
-    where turns of a sequence have different ones, each keeps its own. With the gradient of Eq. 7 they would
-    share their mean.
+    pi (Eq. 14). If all tokens of a sequence have one advantage and weight, the loss's gradient is that of
+    Eq. 5. If its turns differ, each keeps its own; with Eq. 7's gradient they would share their mean.
     """
     numbers_2N = torch.stack([(logprob_N - logprob_old_N).detach(), torch.ones_like(logprob_N)])
     total_N, count_N = torch.zeros_like(numbers_2N).index_add_(1, sequence_N, numbers_2N)[:, sequence_N]

@@ -60,7 +60,7 @@ class Episode:
     won: bool = False
     reward: float = 0.0           # of the episode, penalties included; see rewards.write_rewards
     truncated: bool = False       # a response reached its maximum length, which failed the episode
-    overflowed: bool = False      # the next prompt would have exceeded the context, which failed the episode
+    overflowed: bool = False      # the context had no room for the next prompt and a response: it failed
     final_observation: str = ""
     final_anchor: str = ""        # the last informative observation so far
     score_100: float | None = None       # the game's own score at the end, if it has one
@@ -73,7 +73,8 @@ class Episode:
         """The transcript: observations, commands, labels, and the outcome."""
         lines = [f"task {self.task.id}", ""]
         for number, turn in enumerate(self.turns, 1):
-            notes = ["" if turn.valid else "refused", f"label {turn.label}" if turn.label else "",
+            refused = not turn.valid and turn.action is not None
+            notes = ["refused" if refused else "", f"label {turn.label}" if turn.label else "",
                      f"advantage {turn.advantage:+.2f}" if turn.advantage else ""]
             command = turn.action if turn.action is not None else f"(no command) {turn.response}"
             note = ", ".join(filter(None, notes))
@@ -232,7 +233,8 @@ class Conversation:
             self.call("step", action)
 
     def receive(self, max_turns, max_prompt):
-        """Receive the reply and build the next prompt, of at most max_prompt tokens; True at the end.
+        """Receive the reply and build the next prompt; True at the end. More than max_prompt tokens end the
+        episode.
 
         episode.ended is then the game's own reason, or "won", "over" (the game's end without a reason), "turn
         limit", "context full" or "response too long".
@@ -445,7 +447,8 @@ def summary(episodes):
 def success_rate(counts, plays=1):
     """Shares of episodes or turns from `summary`'s counts; success with its 95 % Wilson interval.
 
-    A count "flawed", of turns that the game took and an oracle calls bad, gives "flawed_frac".
+    A count "flawed", of turns that the game took and an oracle calls bad, gives "flawed_frac", a share of all
+    turns.
 
     plays: how often each game was played; the interval's n is the number of games, because plays of one game
     are not independent.

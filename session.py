@@ -78,7 +78,9 @@ class Run:
         return self.config.environment
 
     def log(self, record):
-        """Append an object to metrics.jsonl (rank 0), synced to the disk."""
+        """Append a record to metrics.jsonl (rank 0), synced to the disk; in RL with the iteration, and then
+        its "group/name" numbers go to the log that --log names, too.
+        """
         if self.ranks.rank == 0:
             now = {} if self.iteration is None else {"iteration": self.iteration}
             files.append(self.out / files.METRICS, record | now)
@@ -229,11 +231,13 @@ def drawn_tasks(config, split):
 
 
 def episodes_at_once(config, ranks):
-    """The most episodes that a rank plays at once: --slots, or fewer if no stage has as many."""
+    """The most episodes that a rank plays at once: --slots, or fewer if neither an iteration (even with
+    --iterations 0) nor a DAgger round nor a split has as many.
+    """
     plays = PROTOCOLS[config.protocol].plays
     played = [plays * len(drawn_tasks(config, split)) for split in config.splits]
-    trained = config.tasks * config.group_size, min(config.dagger, DAGGER_ROUND)
-    return min(config.slots, -(-max([*trained, *played]) // ranks.world_size))
+    in_training = config.tasks * config.group_size, min(config.dagger, DAGGER_ROUND)
+    return min(config.slots, -(-max([*in_training, *played]) // ranks.world_size))
 
 
 def make_games(environment, n, resources):
@@ -569,9 +573,11 @@ def save_reference(run):
     return folder
 
 
-def frozen_copy(run, first):
-    """The KL's reference: a frozen copy of RL's first model, saved in OUT/reference for --resume; or the
-    run's own model, if it is RL's first without its adapters (see update.write_reference).
+def kl_reference(run, first):
+    """The model that --kl compares with: RL's first one, frozen. With --lora it is the run's own without its
+    adapters (see update.write_reference); else a copy, which OUT/reference holds for --resume.
+
+    first: the iteration with which RL begins here; from 1 on the copy is read from there.
     """
     if run.config.lora:
         return run.model

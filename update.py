@@ -6,7 +6,7 @@ loss that it is given.
 Both counts are taken over all ranks, so that microbatches and ranks change only the time it takes. A
 cold-start demonstration is a sample with advantage 1 and no old logprob: its gradient is that of
 cross-entropy. Read `update`, then `token_loss`. Left out: gradient accumulation over steps. Shapes: B
-samples and M tokens of a microbatch, N sampled tokens, V vocabulary, S samples.
+samples, of a step or a microbatch, M tokens of a microbatch, N sampled tokens.
 """
 
 import itertools
@@ -203,16 +203,16 @@ def weighted_kinds(samples, objective, sums):
             units[kind, True] = float(sum(sample.count for sample in part))
         elif part:
             reduction = objective.reduction if kind == "policy" else "token"
-            tokens_S = torch.tensor([sum(sample.sampled) * sample.count for sample in part])
-            episode_S = torch.tensor([sample.episode for sample in part])
-            assert (objective.ratio, kind) != ("episode", "policy") or len(episode_S.unique()) == len(part), (
+            tokens_B = torch.tensor([sum(sample.sampled) * sample.count for sample in part])
+            episode_B = torch.tensor([sample.episode for sample in part])
+            assert (objective.ratio, kind) != ("episode", "policy") or len(episode_B.unique()) == len(part), (
                 "an episode in several samples has no ratio of its own")
-            weights[kind], units[kind, False] = losses.token_weight(tokens_S, episode_S, reduction,
+            weights[kind], units[kind, False] = losses.token_weight(tokens_B, episode_B, reduction,
                                                                     objective.longest)
-            sums[kind]["tokens"] += float(tokens_S.sum())
+            sums[kind]["tokens"] += float(tokens_B.sum())
     units = {key: max(total, 1.0) for key, total in parallel.all_sum(units).items()}
-    for kind, weight_S in weights.items():
-        for sample, weight in zip(parts[kind], weight_S):
+    for kind, weight_B in weights.items():
+        for sample, weight in zip(parts[kind], weight_B):
             sample.weight = float(weight) * sample.count / units[kind, False]
     present = {kind for kind, _ in units}
     assert len(present) == len(units), f"{sorted(units)}: some samples have a label, some have none"

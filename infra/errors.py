@@ -31,7 +31,7 @@ ADVICE = {
     "checkpoint.py:save_checkpoint": ("saving a checkpoint", "more ranks"),
     "checkpoint.py:load_trainer": ("loading a checkpoint", "more ranks"),
     "session.py:load_model": LOADING,
-    "session.py:frozen_copy": LOADING,
+    "session.py:kl_reference": LOADING,
     "parallel.py:unsharded_copy": LOADING}
 
 

@@ -216,7 +216,7 @@ class Slots:
 
     @property
     def usage(self):
-        """(most tokens that the cache held since `most_tokens` was 0, slots of the cache)."""
+        """(most tokens that the cache held since `most_tokens` was 0, tokens that it has room for)."""
         return self.most_tokens, self.cache.slots
 
     def draw(self, logits_RV, rows):

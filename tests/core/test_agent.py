@@ -432,7 +432,7 @@ def test_an_iteration_without_judged_turns_is_reported_once(start, tmp_path, cap
     assert train(tmp_path, *start_from(start), *flags) == 0
     error = capsys.readouterr().err
     assert error.count("no turn was judged") == 1
-    assert "--judge-labels dense labels 0 turns good" in error and "another kind, or --no-gcd" in error
+    assert "--judge-labels dense labels 0 good" in error and "a larger --context, or --no-gcd" in error
     assert [row["judge/turns"] for row in rows(tmp_path)] == [0, 0]
 
 
@@ -441,8 +441,8 @@ def test_why_none_counts_the_labels_of_each_class():
     places = [(0, 0, "bad"), (0, 1, "bad"), (1, 0, "bad")]
     assert judge.choose(places, "dense", 4, 0) == []
     assert judge.why_none(places, "dense") == (
-        "GCD: no turn was judged, because --judge-labels dense labels 0 turns good and 3 bad, and both are "
-        "needed; try another kind, or --no-gcd")
+        "GCD: no turn was judged: of the turns with room for a question in --context, --judge-labels dense "
+        "labels 0 good and 3 bad, and both are needed; try another kind, a larger --context, or --no-gcd")
 
 
 @pytest.mark.fast

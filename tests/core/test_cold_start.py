@@ -459,8 +459,8 @@ def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(c
     run = make_run(chat, "--judge-demonstrations", 4)
     assert cold_start.judge_questions(run, never) == []
     (warning,) = (row["warning"] for row in run.rows if "warning" in row)
-    assert warning.startswith("--judge-demonstrations=4: no question is shown, because --judge-labels dense")
-    assert " and 0 bad" in warning and warning.endswith("try another kind, or 0")
+    assert warning.startswith("--judge-demonstrations=4: no question is shown: of the turns with room")
+    assert " and 0 bad" in warning and warning.endswith(", or --judge-demonstrations 0")
 
 
 @pytest.mark.fast
