@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 from collections import Counter
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -47,13 +46,11 @@ def cold_start(run):
     A stop saves a checkpoint between steps, from which --resume continues. Within a DAgger round nothing is
     saved, and --resume continues from the last saved round.
     """
-    config, learner, steps, rounds = run.config, run, 0, 0
-    if run.chat.small:
-        learner = copy(run)
-        learner.optimizer = Muon(run.model)                  # this stage's own; RL starts with a fresh AdamW
+    config, steps, rounds = run.config, 0, 0
+    optimizer = Muon(run.model) if run.chat.small else run.optimizer     # RL begins with a fresh AdamW
     if run.cold_progress:
         steps, rounds = run.cold_progress["steps"], run.cold_progress["rounds"]
-        restore(run, learner)
+        restore(run, optimizer)
     if rounds:
         # Within a round nothing can be saved
         done, stop = steps - steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
@@ -62,19 +59,19 @@ def cold_start(run):
                                         lambda: run.stop_if_asked(None))
         policy = imitation_samples(episodes)
         batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
-        done, stop = len(batches), partial(save_or_stop, run, learner)
-        imitate(learner, batches[steps:], done, "cold start: policy", 0, min(steps, done), stop)
+        done, stop = len(batches), partial(save_or_stop, run, optimizer)
+        imitate(run, optimizer, batches[steps:], done, "cold start: policy", 0, min(steps, done), stop)
     questions = judge_questions(run, lambda: stop(max(done, steps)))
     if config.dagger:
         if not rounds:
-            save(run, learner, 0, done)
-        batches, n = dagger(run, questions, learner, done), steps_before_round(run, len(rounds_of(config)))
+            save(run, optimizer, 0, done)
+        batches, n = dagger(run, questions, optimizer, done), steps_before_round(run, len(rounds_of(config)))
         first, stop = steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
     else:
         first = max(0, steps - done)
         batches = batches_of(run, policy + questions, len(episodes), config.judge_epochs)
         n, batches = len(batches), batches[first:]
-    imitate(learner, batches, n, "cold start: policy and judge", done, first, stop)
+    imitate(run, optimizer, batches, n, "cold start: policy and judge", done, first, stop)
 
 
 def steps_before_round(run, rounds):
@@ -82,29 +79,29 @@ def steps_before_round(run, rounds):
     return sum(steps_of(run, size) for _, size in rounds_of(run.config)[:rounds])
 
 
-def save(run, learner, rounds, step):
+def save(run, optimizer, rounds, step):
     """Save a checkpoint after `rounds` DAgger rounds and `step` steps of the cold start."""
-    muon = None if learner is run else learner.optimizer.state_dict()
-    run.cold_progress |= {"rounds": rounds, "steps": step}         # shared with the learner's copy of run
+    muon = None if optimizer is run.optimizer else optimizer.state_dict()
+    run.cold_progress |= {"rounds": rounds, "steps": step}
     run.save({"iteration": None, "cold": run.cold_progress | {"muon": muon}})
 
 
-def save_or_stop(run, learner, step):
+def save_or_stop(run, optimizer, step):
     """Save a checkpoint after `step` steps and stop, if asked to; a large model's is saved regularly, too."""
     stops = parallel.any_rank(run.should_stop)
     if stops or not run.chat.small and step and step % run.config.checkpoint_every == 0:
-        save(run, learner, 0, step)
+        save(run, optimizer, 0, step)
     if stops:
         raise Interrupted(None)
 
 
-def restore(run, learner):
+def restore(run, optimizer):
     """Restore the optimizer from a checkpoint made by `save`."""
     muon = run.cold_progress.pop("muon")
-    if learner is run:
-        checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer)
+    if optimizer is run.optimizer:
+        checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, optimizer)
     else:
-        learner.optimizer.load_state_dict(muon)
+        optimizer.load_state_dict(muon)
 
 
 def imitation_samples(episodes):
@@ -118,14 +115,14 @@ def rounds_of(config):
     return [(k, min(DAGGER_ROUND, config.dagger - k)) for k in range(0, config.dagger, DAGGER_ROUND)]
 
 
-def dagger(run, questions, learner, done):
+def dagger(run, questions, optimizer, done):
     """A variant of DAgger (arXiv:1011.0686): yield batches from episodes that learner and expert share.
 
     In each episode a share of the turns, drawn uniformly from [0, 1], is played by the learner and the rest
     by the expert, who is so imitated in states that the learner's own mistakes lead to. DAgger imitates the
     expert's command in every visited state; here a turn in which the learner gave another command has weight
-    0. The judge's questions are spread over all rounds. learner: the run with the optimizer that steps. done:
-    steps of the first part.
+    0. The judge's questions are spread over all rounds. optimizer: to save with the model. done: steps of the
+    first part.
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
     first = FIRST_DEMONSTRATION + config.demonstrations + config.judge_demonstrations
@@ -133,7 +130,7 @@ def dagger(run, questions, learner, done):
     for i, (k, n) in list(enumerate(rounds))[resumed:]:
         step = done + steps_before_round(run, i)
         if i > resumed and i % config.checkpoint_every == 0:
-            save(run, learner, i, step)
+            save(run, optimizer, i, step)
         run.update_sampler()
         tasks = train_tasks(run.environment, config.cold_start_types, first + k, n)
         players = [DaggerPlayer(rollout.EpisodeSpec(task, j, stream(config.seed, DAGGER, k + j), j), run)
@@ -355,7 +352,7 @@ def steps_of(run, n_episodes):
     return max(1, n_episodes // run.config.cold_start_batch)
 
 
-def imitate(run, batches, n, name, done, first, stop):
+def imitate(run, optimizer, batches, n, name, done, first, stop):
     """Imitate `batches` by cross-entropy: of a part's n, those from number `first` on.
 
     done: steps of earlier parts. stop: called after each step with the number of steps so far.
@@ -368,7 +365,7 @@ def imitate(run, batches, n, name, done, first, stop):
     for step, batch in enumerate(bar, first):
         mine = [s for s in batch if s.episode % ranks.world_size == ranks.rank]
         rate = config.cold_start_lr * (1 - step / n)
-        metrics = update.update(run.model, run.optimizer, mine, objective, rate)
+        metrics = update.update(run.model, optimizer, mine, objective, rate)
         if step % 20 == 0 or step == n - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
             run.log({"phase": "cold_start", "stage": name, "step": done + step,

@@ -523,7 +523,7 @@ def test_imitation_uses_each_sample_once_an_epoch_and_decays_the_learning_rate(c
     run, stops = make_run(chat, "--cold-start-lr", 0.01), []
     samples = make_samples(9, 4, random.Random(1))
     batches = cold_start.batches_of(run, samples, 9, 3)
-    cold_start.imitate(run, batches, len(batches), "stage", 100, 0, stops.append)
+    cold_start.imitate(run, run.optimizer, batches, len(batches), "stage", 100, 0, stops.append)
     assert len(run.steps) == 12                                                # 9 // 2 steps an epoch
     assert all({s.kind for s in batch} == {"policy", "judge"} for batch, _ in run.steps)
     for epoch in range(3):
@@ -542,7 +542,7 @@ def test_ranks_split_a_step():
     alone, *ranks = runs = [make_run(None), make_run(None, ranks=2, rank=0), make_run(None, ranks=2, rank=1)]
     for run in runs:
         batches = cold_start.batches_of(run, samples, 9, 2)
-        cold_start.imitate(run, batches, 8, "stage", 0, 0, lambda step: None)
+        cold_start.imitate(run, run.optimizer, batches, 8, "stage", 0, 0, lambda step: None)
     for (full, rate), *parts in zip(alone.steps, *[run.steps for run in ranks], strict=True):
         assert sorted(map(id, full)) == sorted(id(s) for batch, _ in parts for s in batch)
         assert [part_rate for _, part_rate in parts] == [rate, rate]
@@ -612,7 +612,7 @@ def dagger_run(chat, monkeypatch):
 
 def dagger(run, judged=()):
     """The batches of DAgger, and {(first observation, episode's index): its sample}."""
-    batches = list(cold_start.dagger(run, list(judged), run, 0))
+    batches = list(cold_start.dagger(run, list(judged), None, 0))
     policy = [s for batch in batches for s in batch if s.kind == "policy"]
     return batches, {(s.turns[0].observation, s.episode): s for s in policy}
 

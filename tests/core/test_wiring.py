@@ -149,7 +149,7 @@ def test_imitation_weighs_the_judge_by_the_cold_starts_weight(monkeypatch):
     config = SimpleNamespace(judge_cold_start_weight=0.7, judge_weight=0.1, max_grad_norm=1.0,
                              microbatch_tokens=64, cold_start_lr=1.0)
     run = SimpleNamespace(config=config, ranks=RANKS, model=None, optimizer=None, log=lambda row: None)
-    cold_start.imitate(run, [[], []], 2, "stage", 0, 0, lambda step: None)
+    cold_start.imitate(run, run.optimizer, [[], []], 2, "stage", 0, 0, lambda step: None)
     assert weights == [(0.7, 1.0), (0.7, 0.5)]
 
 
@@ -177,7 +177,7 @@ def dagger_batches(monkeypatch, play, rounds, labels=()):
         play=lambda given, *_, **options: [play(spec) for spec in given])
     monkeypatch.setattr(cold_start.rollout, "summary", lambda episodes: {})
     monkeypatch.setattr(cold_start.rollout, "success_rate", lambda counts: {"success": 0, "invalid_frac": 0})
-    return list(cold_start.dagger(run, [], run, 0)), specs, orders
+    return list(cold_start.dagger(run, [], None, 0)), specs, orders
 
 
 @pytest.mark.fast
