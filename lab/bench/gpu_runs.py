@@ -139,7 +139,8 @@ def arguments(bench, out):
 def as_in_a_run(bench):
     """Let a random model's responses end and its verdicts be read; yield {stage: (peak bytes, decode steps)}
     of gcd.py's stages, of the last iteration. Each stage's are reported as it ends, with the gigabytes that
-    torch's allocator had reserved and the host's seconds in each of HOST.
+    torch's allocator had reserved and the host's seconds in each of HOST; so is what the device holds beside
+    the allocator's, as CUDA's context and graphs (memory.OUTSIDE).
     """
     verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, session.make_chat
     found, ended, hosts, steps, spent = {}, [], [], [0], {}
@@ -166,7 +167,8 @@ def as_in_a_run(bench):
             found[stage] = allocated, steps[0]
             ended.append([stage, seconds, allocated / 1e9, steps[0]])
             hosts.append([stage, reserved / 1e9, dict(spent)])
-            bench.report({"stages_s_gb_steps": ended, "stages_reserved_gb_host_s": hosts})
+            bench.report({"stages_s_gb_steps": ended, "stages_reserved_gb_host_s": hosts,
+                          "outside_gb": outside_allocator(bench.device) / 1e9})
             return result
         return call
 
@@ -186,6 +188,14 @@ def as_in_a_run(bench):
                 *((gcd, name, measured(stage, getattr(gcd, name))) for stage, name in STAGES.items())):
             patches.enter_context(mock.patch.object(module, name, function))
         yield found
+
+
+def outside_allocator(device):
+    """Bytes in use on a GPU that torch's allocator has not reserved; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def beside_estimate(bench, settings, line, measured):
