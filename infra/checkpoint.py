@@ -275,7 +275,10 @@ def load_optimizer(path, model, optimizer, saved, place):
     try:
         optimizer.state.clear()
         for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            group |= {key: value for key, value in settings.items() if key not in ("params", "fused")}
+            settings = {key: settings[key] for key in settings if key not in ("params", "fused")}
+            if wrong := [key for key in settings if not is_like(settings[key], group.get(key))]:
+                raise ValueError(f"its {wrong[0]} is {settings[wrong[0]]!r:.60}")
+            group |= settings
         targets, tensors = {}, {}
         for name, parameter in model.named_parameters():
             for key, tensor in saved["state"].get(name, {}).items():
@@ -291,6 +294,13 @@ def load_optimizer(path, model, optimizer, saved, place):
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: no state of this optimizer: {type(error).__name__}: {reason}") from error
     fill(path.parent, targets, tensors, f"{place}/state")
+
+
+def is_like(value, ours):
+    """Whether an optimizer's setting, read from a file, can take the place of ours."""
+    if isinstance(ours, tuple):                                  # which may have become a list
+        return isinstance(value, (list, tuple)) and len(value) == len(ours) and all(map(is_like, value, ours))
+    return type(value) is type(ours)
 
 
 def fill(folder, targets, tensors, place):

@@ -767,6 +767,20 @@ def test_loading_a_folder_that_is_not_a_checkpoint_names_it(tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("name, value", [("weight_decay", None), ("betas", None), ("betas", (0.9,)),
+                                         ("betas", (0.9, "x")), ("lr", "x"), ("lr", [1.0]), ("eps", {})])
+def test_a_setting_of_an_optimizer_that_no_run_saved_is_named(tmp_path, name, value):
+    """Otherwise it would fail in the first step, after an iteration was played."""
+    model = new_model()
+    optimizer = new_optimizer(model)
+    train_step(model, optimizer, SINGLE, name=1)
+    optimizer.param_groups[0][name] = value
+    save(tmp_path / "checkpoint", model, optimizer, {"step": 1})
+    with pytest.raises(ValueError, match=rf"no state of this optimizer: ValueError: its {name} is"):
+        checkpoint.load_trainer(tmp_path / "checkpoint", model, new_optimizer(model))
+
+
+@pytest.mark.fast
 def test_a_parameter_without_gradient_counts_as_zero():
     model = torch.nn.ParameterList([torch.zeros(2), torch.zeros(1), torch.zeros(1)])
     a, b = [torch.tensor([3.0, 4.0]), None, None], [torch.tensor([1.0, 2.0]), torch.tensor([5.0]), None]
