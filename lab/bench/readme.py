@@ -5,7 +5,7 @@ filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin`
 (bytes by stage), `room` (by layout of the cache), `gpu` (stages of an iteration), `cpu` (ratios), `share`
 (the engine's part of a step), `losses` (one seed), `cures` (seeds that removed the flaw), `gcd` (signs of its
 differences), `natural` (natural twins, by start), `trained` (costs of a trained token), `pretrained`
-(coupling: columns, too, end in backticks) or a benchmark (`hour`: ALFWorld in an hour; `ablation`,
+(coupling: columns, too, end in backticks) or a benchmark (`hour`: ALFWorld in an hour; `early`; `ablation`,
 `admissible`: Table 3). A row is found by its first cell: the text in backticks at its end, if any, else all
 of it. The rows of a benchmark are rows or differences of lab.bench.table1, and the head of a column says what
 it contains:
@@ -47,7 +47,8 @@ FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
          "admissible": "table3_admissible_result.json",
-         "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json"}
+         "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json",
+         "early": "table1_alfworld_early_result.json"}
 
 
 def result_path(name):
