@@ -346,13 +346,15 @@ def referee(own, config, given, resources):
     player, facts = open_player(own, config, given, resources)
     head = head_of(own, config, given, player, facts)
     if not unplayed and continues(config, head, out):
-        files.filter_lines(out / files.EPISODES, lambda record: RECORD <= record.keys())
+        files.filter_lines(out / files.EPISODES, is_record)
     elif holds:
         files.check_can_be_set_aside(out)
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))
     games = make_games(config.environment, config.slots, resources)
-    files.write_json(out / files.EVALUATION, head | {"splits": {}, "outcomes": {}})
+    played = (out / files.EPISODES).is_file()                 # whose scores stay, should this be killed
+    files.write_json(out / files.EVALUATION, head | (
+        result_of(config, head, out) if played else {"splits": {}, "outcomes": {}}))
     due = play_missing(config, head, player, games, out, should_stop)
     result = head | result_of(config, head, out)
     files.write_json(out / files.EVALUATION, result)
@@ -367,6 +369,18 @@ def referee(own, config, given, resources):
         print(f"evaluation.py: error: {due} plays without an answer, the last one because of "
               f"{getattr(player, 'reason', '')}; {kept}", file=sys.stderr)
     return 1 if due else 0
+
+
+def is_record(record):
+    """Whether a record of episodes.jsonl has what the referee writes."""
+    def numbers(*values):
+        return all(type(value) in (int, float) for value in values)
+
+    return (RECORD <= record.keys() and isinstance(record["counts"], dict) and type(record["won"]) is bool
+            and all(isinstance(record[name], str) for name in ("split", "mode", "task_id", "task_type"))
+            and type(record["index"]) is int and numbers(record["seconds"], *record["counts"].values())
+            and all(record[name] is None or numbers(record[name])
+                    for name in ("prompt_tokens", "response_tokens")))
 
 
 def is_unplayed(out):
@@ -482,7 +496,7 @@ def print_result(result):
             flaws = f", flawed {rate['flawed_frac']:.1%}" if "flawed_frac" in rate else ""
             score = f"score {rate['score_100']:.1f}, " if "score_100" in rate else ""
             print(f"{split} {mode}: success {rate['success']:.1%} [{rate['low']:.1%}, {rate['high']:.1%}], "
-                  f"{score}{rate['games']} games, {rate['n']} plays; of commands: refused "
+                  f"{score}{rate['games']} games, {rate['n']} plays; of turns: invalid "
                   f"{rate['invalid_frac']:.1%}, repeated {rate['repeated_frac']:.1%}{flaws}")
             for name, part in result["by_type"][split][mode].items():
                 print(f"    {name}: {part['success']:.1%} [{part['low']:.1%}, {part['high']:.1%}], "

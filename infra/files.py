@@ -272,7 +272,9 @@ def settings_in(records):
 
 def iterations_in(records):
     """Return the records of RL iterations in order; the later one if an iteration was run twice."""
-    by_number = {record["iteration"]: record for record in records if record.get("phase") == "rl"}
+    by_number = {record["iteration"]: record for record in records
+                 if isinstance(record, dict) and record.get("phase") == "rl"
+                 and type(record.get("iteration")) is int}
     return [by_number[number] for number in sorted(by_number)]
 
 

@@ -110,7 +110,7 @@ def smooth(values):
 
 def ticks(low, high):
     """Round numbers (1, 2, 2.5 or 5 times a power of ten) that enclose low..high, in about four steps."""
-    raw = ((high - low) or abs(high) or 1.0) / 4
+    raw = max(abs(high - low) or abs(high) or 1.0, 1e-100) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     lowest, highest = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -250,7 +250,8 @@ def stage_seconds(run):
 def stages_chart(run, stages, top_s):
     """Seconds per iteration, stacked by stage. top_s: top of the y axis, the same for all methods."""
     xs = list(stages[0][1])
-    axes, floor, shapes, keys, series = Axes(min(xs), max(xs), ticks(0, top_s)), [0.0] * len(xs), [], [], []
+    axes = Axes(min(xs), max(xs), ticks(0, max(top_s, 0)))
+    floor, shapes, keys, series = [0.0] * len(xs), [], [], []
     for i, (stage, points) in enumerate(stages):
         tone = f"stage-{i}"
         roof = [low + points[x] for low, x in zip(floor, xs)]

@@ -65,22 +65,25 @@ def is_number(value):
 
 # Checks
 
-def expect(value, kind, place):
-    """Return the value if it is of this kind (a number or text may be null), else raise ValueError."""
+def expect(value, kind, place, largest=None):
+    """Return the value if it is of this kind (a number or text may be null) and, if it is a number, at most
+    `largest`; else raise ValueError.
+    """
     if kind in (float, str) and value is None:
         return value
-    if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+    wrong = not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool)
+    if wrong or largest is not None and abs(value) > largest:
         found = json.dumps(value)
         found = found if len(found) <= 60 else found[:57] + "..."
         raise ValueError(f"{place}: expected {KIND_NAMES[kind]}, found {found}")
     return value
 
 
-def expect_fields(record, kind, names, place):
+def expect_fields(record, kind, names, place, largest=None):
     """`expect` for each of the named fields that the record has."""
     for name in names:
         if name in record:
-            expect(record[name], kind, f"{place}, {name}")
+            expect(record[name], kind, f"{place}, {name}", largest)
 
 
 def check_about(record, place):
@@ -120,7 +123,8 @@ def check_evaluation(record, place):
     expect(record, dict, place)
     check_about(record, place)
     expect_fields(record, dict, ("player", "games_hash", "prompt"), place)
-    expect_fields(record, float, ("temperature",), place)
+    expect_fields(record, str, ("protocol", "world"), place)
+    expect_fields(record, float, ("temperature", "max_turns"), place, LARGEST)
     for split, games in expect(record.get("outcomes", {}), dict, f"{place}, outcomes").items():
         for number, entry in enumerate(expect(games, list, f"{place}, outcomes of {split}"), start=1):
             check_outcome(entry, f"{place}, outcomes of {split}, game {number}")
@@ -129,7 +133,7 @@ def check_evaluation(record, place):
             here = f"{place}, {split}, {mode}"
             names = ("success", "n", "plays", "low", "high", "turns", "invalid_frac", "repeated_frac",
                      "score_100")
-            expect_fields(expect(scores, dict, here), float, names, here)
+            expect_fields(expect(scores, dict, here), float, names, here, LARGEST)
 
 
 def check_outcome(entry, place):

@@ -270,6 +270,13 @@ def test_judge_auc_is_the_mean_of_the_last_ten_iterations(player, tmp_path):
               "judge/auc_oracle": None if i < 11 else 0.75} for i in range(12)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert loaded.judge_auc() == pytest.approx({"labels": sum(range(2, 12)) / 200, "oracle": 0.75})
+    foreign = ['5', '{"phase": "rl"}', '{"phase": "rl", "iteration": 1, "judge/auc": "x"}']
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in foreign))
+    (tmp_path / "checkpoint" / "judge.json").write_text('{"labels": "x", "oracle": 0.5}')
+    assert loaded.judge_auc() == {"oracle": 0.5}
+    (tmp_path / "checkpoint" / "judge.json").write_text('["labels"]')
+    with pytest.raises(ValueError, match=r"judge.json: expected an object with labels and oracle"):
+        loaded.judge_auc()
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "checkpoint" / "judge.json").unlink()
     assert loaded.judge_auc() == {}

@@ -426,15 +426,28 @@ def test_an_environments_defaults_for_training_do_not_matter_to_the_referee(tmp_
 
 
 @pytest.mark.fast
-def test_broken_records_are_played_again_and_no_split_is_played_twice(short, referee, tmp_path):
+def test_broken_records_are_played_again_and_no_split_is_played_twice(short, referee, tmp_path, monkeypatch):
     flags = ["--player", "expert", "--evaluate", "L1,L1"]
     status, result, _ = referee(*flags)
     assert status == 0 and result["splits"]["L1"]["sampled"]["n"] == 12 and result["complete"]
     episodes = tmp_path / "out" / "episodes.jsonl"
     lines = episodes.read_text().splitlines()
-    episodes.write_text("\n".join(['{"mode": "sampled"}', *lines[1:]]) + "\n")
+    foreign = [{"index": [1]}, {"seconds": None}, {"counts": 5}, {"counts": {"turns": "3"}}, {"won": "yes"},
+               {"task_type": 5}]
+    broken = [json.dumps(json.loads(line) | wrong) for line, wrong in zip(lines[1:], foreign)]
+    episodes.write_text("\n".join(['{"mode": "sampled"}', *broken, *lines[1 + len(broken):]]) + "\n")
     status, resumed, _ = referee(*flags, "--resume")
     assert status == 0 and without_seconds(resumed) == without_seconds(result)
+    episodes.write_text("\n".join(lines[:-1]) + "\n")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "play_missing", killed)
+        assert referee(*flags, "--resume")[0] == 130
+    stored = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert stored["splits"]["L1"]["sampled"]["n"] == 11 and not stored["complete"]
     (tmp_path / "out" / "evaluation.json").write_text("[]")
     status, kept, error = referee(*flags, "--resume")
     assert status == 1 and kept == [] and "evaluation.json is no evaluation by the referee" in error

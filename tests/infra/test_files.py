@@ -177,7 +177,8 @@ def test_what_killed_processes_left_is_removed_and_no_more(tmp_path):
 @pytest.mark.fast
 def test_of_an_iteration_that_was_run_twice_the_later_record_counts():
     records = [{"phase": "rl", "iteration": i, "n": n} for n, i in enumerate((1, 0, 1))]
-    assert files.iterations_in([*records, {"phase": "evaluation", "iteration": 5}]) == records[1:]
+    foreign = [5, {"phase": "rl"}, {"phase": "rl", "iteration": "x"}, {"phase": "evaluation", "iteration": 5}]
+    assert files.iterations_in([*records, *foreign]) == records[1:]
 
 
 @pytest.mark.fast

@@ -497,6 +497,13 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path, capsys)
     assert re.fullmatch(r"report: .*report\.html.*: .*directory\n", capsys.readouterr().err)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("low, high", [(2e-323, 2e-323), (0.0, 0.0), (0.0, 1e-323), (-5.0, -5.0), (0, 1e99)])
+def test_ticks_enclose_the_smallest_and_the_largest_numbers(low, high):
+    found = charts.ticks(low, high)
+    assert found[0] <= low <= high <= found[-1] * (1 + 1e-9) and len(found) < 9
+
+
 @pytest.mark.parametrize("file, content, message", [
     ("evaluation.json", [], "evaluation.json: expected an object, found []"),
     ("evaluation.json", {"splits": []}, "evaluation.json, splits: expected an object, found []"),
@@ -508,6 +515,10 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path, capsys)
     ("evaluation.json", {"captions": "L0"}, 'evaluation.json, captions: expected an object, found "L0"'),
     ("evaluation.json", {"captions": {"L0": 3}}, "evaluation.json, captions, L0: expected text, found 3"),
     ("evaluation.json", {"games": ["rooms"]}, 'evaluation.json, games: expected text, found ["rooms"]'),
+    ("evaluation.json", {"protocol": ["full"]}, 'evaluation.json, protocol: expected text, found ["full"]'),
+    ("evaluation.json", {"max_turns": [20]}, "evaluation.json, max_turns: expected a number, found [20]"),
+    ("evaluation.json", {"temperature": 10**400},
+     f"evaluation.json, temperature: expected a number, found 1{'0' * 56}..."),
     ("stages.json", {"rl": "10"}, 'stages.json, rl: expected a number, found "10"'),
     ("metrics.jsonl", [1], "metrics.jsonl, entry 1: expected an object, found [1]"),
     ("metrics.jsonl", {"config": []}, "metrics.jsonl, entry 1, config: expected an object, found []"),
