@@ -153,18 +153,14 @@ class Agent:
         if folder.name == files.CHECKPOINT:                      # OUT's other models are earlier ones
             lines, _ = files.read_lines(folder.parent / files.METRICS)
         last = files.iterations_in(lines)[-10:]
-        known = {key: [auc for line in last if is_number(auc := line.get(f"judge/{name}"))]
+        known = {key: [auc for line in last if files.is_number(auc := line.get(f"judge/{name}"))]
                  for key, name in (("labels", "auc"), ("oracle", "auc_oracle"))}
         measured = {key: sum(values) / len(values) for key, values in known.items() if values}
         stored = files.read_json(folder / JUDGE_FILE)
         if not isinstance(stored, dict):
             raise ValueError(f"{folder / JUDGE_FILE}: expected an object with labels and oracle")
-        return measured or {key: stored[key] for key in ("labels", "oracle") if is_number(stored.get(key))}
-
-
-def is_number(value):
-    """Whether a value of a file is a number."""
-    return type(value) in (int, float)
+        return measured or {key: stored[key] for key in ("labels", "oracle")
+                            if files.is_number(stored.get(key))}
 
 
 def load(folder, **settings):

@@ -352,9 +352,7 @@ def referee(own, config, given, resources):
         print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
         resources.enter_context(files.locked(out))
     games = make_games(config.environment, config.slots, resources)
-    played = (out / files.EPISODES).is_file()                 # whose scores stay, should this be killed
-    files.write_json(out / files.EVALUATION, head | (
-        result_of(config, head, out) if played else {"splits": {}, "outcomes": {}}))
+    files.write_json(out / files.EVALUATION, head | result_of(config, head, out))     # so a kill loses none
     due = play_missing(config, head, player, games, out, should_stop)
     result = head | result_of(config, head, out)
     files.write_json(out / files.EVALUATION, result)
@@ -373,13 +371,11 @@ def referee(own, config, given, resources):
 
 def is_record(record):
     """Whether a record of episodes.jsonl has what the referee writes."""
-    def numbers(*values):
-        return all(type(value) in (int, float) for value in values)
-
     return (RECORD <= record.keys() and isinstance(record["counts"], dict) and type(record["won"]) is bool
             and all(isinstance(record[name], str) for name in ("split", "mode", "task_id", "task_type"))
-            and type(record["index"]) is int and numbers(record["seconds"], *record["counts"].values())
-            and all(record[name] is None or numbers(record[name])
+            and type(record["index"]) is int
+            and all(map(files.is_number, (record["seconds"], *record["counts"].values())))
+            and all(record[name] is None or files.is_number(record[name])
                     for name in ("prompt_tokens", "response_tokens")))
 
 
@@ -511,7 +507,7 @@ def main(argv=None):
     with printed("evaluation.py"):
         try:
             parsed = parse(argv)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             print(f"evaluation.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
             return 2
         if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):

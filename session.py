@@ -457,11 +457,10 @@ def fresh_folder(config, out):
     folder = out / parallel.on_rank0(lambda: files.FRESH + secrets.token_hex(4))   # OUT may hold "fresh"
 
     def save():
-        try:
-            save_small_model(folder, vocabulary_of(config), config.hidden_size, config.layers, config.context,
+        phrases = vocabulary_of(config)                      # which may read games, in other files
+        with files.naming(folder):
+            save_small_model(folder, phrases, config.hidden_size, config.layers, config.context,
                              config.positions == "rotary", not config.untied, config.seed)
-        except OSError as error:                             # the error of a full disk names no file
-            raise OSError(error.errno, error.strerror, error.filename or str(folder)) from None
 
     try:
         parallel.on_rank0(save)

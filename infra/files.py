@@ -24,8 +24,9 @@ from infra import plugins
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
 RESULTS = "lab/results"    # what benchmarks and studies write, from the repository's root
 LOCK, CHECKPOINT, KEPT, REFERENCE, ADAPTER = "lock", "checkpoint", "kept", "reference", "adapter"
-FRESH = "fresh-"                       # and eight digits: a folder with a fresh model, while it is loaded
+FRESH = "fresh-"           # and eight hexadecimal digits: a folder with a fresh model, while it is loaded
 ROLLOUTS = "rollouts"
+LARGEST = 1e300            # larger numbers are not drawn, like infinity; 100 times this one is still finite
 MAX_HASHED = 4000          # training tasks in games_hash: all 3,553 real games; generated ones have no end
 
 
@@ -156,11 +157,17 @@ def not_found(path):
 
 def append(path, record):
     """Append an object to a .jsonl file as one line, synced to the disk. OSError names the file."""
+    with naming(path), open(path, "a", encoding="utf-8") as file:
+        print(json.dumps(nan_to_null(record), allow_nan=False), file=file, flush=True)
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def naming(path):
+    """A block whose OSErrors name this file or folder: that of a full disk names none."""
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            print(json.dumps(nan_to_null(record), allow_nan=False), file=file, flush=True)
-            os.fsync(file.fileno())
-    except OSError as error:                                 # the error of a full disk names no file
+        yield
+    except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
@@ -171,14 +178,15 @@ def write_bytes(path, content):
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")      # two processes may make reports at once
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    with naming(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
 
 
 def write_text(path, text):
@@ -249,6 +257,11 @@ def read_lines(path):
     lines = [(number, line, parse_line(line)) for number, line in enumerate(text.split("\n"), start=1)]
     return ([record for _, _, record in lines if record is not None],
             [number for number, line, record in lines if record is None and line.strip()])
+
+
+def is_number(value):
+    """Whether a JSON value is a number that can be used: not null, a bool, NaN or beyond LARGEST."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 def read_json(path):

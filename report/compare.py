@@ -156,7 +156,7 @@ def compare(a, b):
 def own_scores(a, b, split, mode):
     """The mean of the games' own score in A and in B; None if one has none."""
     stored = [one.facts.get("splits", {}).get(split, {}).get(mode, {}).get("score_100") for one in (a, b)]
-    return tuple(stored) if all(map(read.is_number, stored)) else None
+    return tuple(stored) if all(map(files.is_number, stored)) else None
 
 
 def difference(split, mode, games):

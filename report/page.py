@@ -13,8 +13,8 @@ from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from envs._terminal import printable
+from infra.files import is_number
 from report import charts, tables
-from report.read import is_number
 
 EPISODE_BYTES = 2_300_000           # of the page's 3 MB
 COMPACT = {"separators": (",", ":"), "allow_nan": False}

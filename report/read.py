@@ -13,10 +13,10 @@ from pathlib import Path
 
 from config import PROTOCOLS
 from infra import files
+from infra.files import LARGEST, is_number
 
 RESULTS = Path(__file__).resolve().parent.parent / "lab" / "results"
 KIND_NAMES = {dict: "an object", list: "a list", str: "text", float: "a number"}
-LARGEST = 1e300      # larger numbers are not drawn, like infinity; 100 times this one is still finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,6 @@ class Seeds:
         """The number of seeds as text: "5", or "3 to 5" if scores differ in it."""
         counts = {score["seeds"] for splits in self.scores.values() for score in splits.values()}
         return " to ".join(dict.fromkeys([str(min(counts)), str(max(counts))]))
-
-
-def is_number(value):
-    """Whether a JSON value is a number that can be drawn: not null, a bool, NaN or beyond LARGEST."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
 # Checks

@@ -4,9 +4,8 @@ import shlex
 
 from config import PROTOCOLS, arguments, flags_of
 from envs._terminal import printable
-from infra.files import nan_to_null
+from infra.files import is_number, nan_to_null
 from infra.flags import flag_of
-from report.read import is_number
 
 
 def percent(value):

@@ -875,3 +875,10 @@ def test_streams_are_named_by_split_place_and_play():
     assert [spec.index for spec in specs] == [*range(6)] and [spec.group for spec in specs] == [0, 1, 2] * 2
     assert [spec.stream for spec in specs] == [stream(4, EVALUATION, 1, g, *([k] if k else []))
                                                for k in range(2) for g in range(3)]
+
+
+@pytest.mark.fast
+def test_a_player_whose_name_is_too_long_for_a_file_gives_one_line(capsys):
+    assert evaluation.main(["--player", "a" * 300]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("evaluation.py: error: ") and error.count("\n") == 1 and "a" * 300 in error
