@@ -4,7 +4,7 @@
     agent = gcd.load("lab/results/alfworld_model")
     episode = agent.play("household", "L0/3")
     print(episode)
-    agent.judge(episode, 2)                            # P(turn 2 was good)
+    agent.judge(episode, 2)                            # P(good) of the turn printed as [3]
 
 Left out: training (gcd.train), and many episodes at once (rollout.play).
 """
@@ -26,7 +26,7 @@ from lm import model as decoder
 from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
-from session import check_words, make_chat, open_chat, threads_for
+from models import check_words, make_chat, open_chat, threads_for
 from update import last_values
 
 TEMPERATURE = 0.4             # of play, by default
@@ -166,7 +166,7 @@ class Agent:
 def load(folder, **settings):
     """Load the agent of a checkpoint, or of any Hugging Face folder that gcd.py can train.
 
-    settings: flags under which it plays, such as max_turns=30; it is prompted as its run did, and in its
+    settings: flags under which it plays, such as max_turns=30; it is prompted as in its run, and in its
     environment limited to admissible commands if the run was, unless other flags are given. The run's other
     settings are not restored, and have to be given: those of the environment, such as task_ids, and
     max_turns, context and max_response_tokens. ValueError for a folder without weights, an unknown
@@ -180,10 +180,10 @@ def load(folder, **settings):
     settings = resume.prompting_of(Path(folder), settings.get("env", flags.Config.env)) | settings
     settings |= flags.environment_in(settings.get("env", flags.Config.env))[1]
     decoder.ModelConfig.load(folder)                                    # of a wrong folder the clearest error
-    return loaded(playing(str(Path(folder).resolve()), settings), settings)        # the caller may move
+    return agent_of(playing(str(Path(folder).resolve()), settings), settings)        # the caller may move
 
 
-def loaded(config, settings=()):
+def agent_of(config, settings=()):
     """The Agent of the model folder in a Config, on the CPU. settings: see Agent; without a dtype, fp32."""
     folder = Path(config.model)
     chat = open_chat(config, folder, job.Ranks(0, 1, torch.device("cpu")), plays=True)
@@ -195,7 +195,7 @@ def loaded(config, settings=()):
 def playing(folder, settings):
     """The Config of a run that only plays with the model in `folder`, with these settings."""
     fixed = {"model": folder, "demonstrations": 0, "dagger": 0, "evaluate": "none"}
-    return flags.parsed(flags.arguments(settings | fixed))
+    return flags.parse(flags.arguments(settings | fixed))
 
 
 def task_named(environment, name):

@@ -78,8 +78,8 @@ def microbatches(samples, max_tokens):
     """Split samples, sorted by their ids, into lists of at most max_tokens tokens.
 
     A prefix that samples of a list have in common counts once (`PrefixTree`), though each part of the tree
-    gets a copy of its prefix's keys. The cuts have the least sum of tokens and of a price for each list,
-    max_tokens // 16, by dynamic programming. A longer sample raises max_tokens to its length, and the price.
+    gets a copy of its prefix's keys. Dynamic programming finds the cuts of least cost: tokens, and
+    max_tokens // 16 for each list. A sample longer than max_tokens raises it to its length.
     """
     samples = sorted(samples, key=lambda sample: sample.ids)
     ids = [sample.ids for sample in samples]

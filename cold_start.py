@@ -300,8 +300,9 @@ def rule_tag(episode, command, search_verbs):
 
 
 def judge_questions(run, stop):
-    """Judge samples from further demonstrations: equally many good and bad turns. More mistakes are injected
-    there, because few turns would be bad otherwise. stop: see `demonstrate_on_rank0`.
+    """Judge samples from n = --judge-demonstrations further episodes: at most n questions, about equally many
+    good and bad turns. More mistakes are injected there, because few turns would be bad otherwise. stop: see
+    `demonstrate_on_rank0`.
     """
     config, n = run.config, run.config.judge_demonstrations
     if not n:
@@ -321,11 +322,11 @@ def judge_questions(run, stop):
     if not writes:
         needed = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
         max_tokens = min(max_tokens + config.judge_response_tokens, config.context - needed)
-    places = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
-    chosen = judge.choose(places, config.judge_labels, n // 2, seed)
+    candidates = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
+    chosen = judge.choose(candidates, config.judge_labels, n // 2, seed)
     if not chosen:
         run.warn_once("no judge question", judge.why_none(
-            places, config.judge_labels, f"--judge-demonstrations={n}: no question is shown",
+            candidates, config.judge_labels, f"--judge-demonstrations={n}: no question is shown",
             "--judge-demonstrations 0"))
     judged, written = judge.questions(run.chat, episodes, chosen, run.environment), None
     if writes:       # critic data, which the paper has DeepSeek-V3 write
@@ -353,7 +354,7 @@ def steps_of(run, n_episodes):
 
 
 def imitate(run, optimizer, batches, n, name, done, first, stop):
-    """Imitate `batches` by cross-entropy: of a part's n, those from number `first` on.
+    """Imitate `batches` by cross-entropy: what remains of a part of n steps, from step `first` on.
 
     done: steps of earlier parts. stop: called after each step with the number of steps so far.
     """
@@ -378,7 +379,7 @@ def imitate(run, optimizer, batches, n, name, done, first, stop):
 def shuffled_batches(samples, n, rng):
     """Shuffle samples into n batches by whole episodes, and by judge pairs (neighbours in the list)."""
     batches = [[] for _ in range(n)]
-    for kind in ("policy", "judge"):
+    for kind in update.KINDS:
         of_kind = [sample for sample in samples if sample.kind == kind]
         groups = [list(group) for _, group in itertools.groupby(of_kind, lambda sample: sample.episode)]
         for i, k in enumerate(torch.randperm(len(groups), generator=rng).tolist()):

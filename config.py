@@ -93,7 +93,7 @@ class Config:
                                     "start, between checkpoints", low=1, rare=True)
     keep_checkpoints: int = setting(0, "iterations between models kept in OUT/kept, from 0 on; 0: none",
                                     low=0, rare=True)
-    save_rollouts: bool = setting(False, "also store every episode that is learned from, with token ids and "
+    save_rollouts: bool = setting(False, "also store every episode, with token ids and "
                                   "logprobs, in OUT/rollouts/ITERATION.jsonl", rare=True)
     log: str = setting("none", "also send each iteration's metrics to tensorboard (files in OUT/tensorboard) "
                        "or wandb", ("none", "tensorboard", "wandb"))
@@ -139,7 +139,8 @@ class Config:
     cold_start_epochs: int = setting(1, "epochs of policy imitation", low=0, rare=True)
     cold_start_lr: float = setting(3e-3, "learning rate, decayed linearly in each part, toward 0", low=0)
     cold_start_batch: int = setting(4, "episodes per step", low=1, rare=True)
-    judge_demonstrations: int = setting(2000, "judge questions in the second part; 0: policy only", low=0)
+    judge_demonstrations: int = setting(2000, "most judge questions in the second part, and number of the "
+                                         "further episodes that they are about; 0: policy only", low=0)
     judge_epochs: int = setting(1, "epochs of the second part: policy and judge together", low=0,
                                 needs=NEEDS_NO_DAGGER, rare=True)
     judge_cold_start_weight: float = setting(0.5)              # of the judge's loss in it
@@ -371,11 +372,11 @@ PAPER = dict(
     microbatch_tokens=16384, dtype="bfloat16", on_truncation="invalid")
 
 
-def parse(argv=None):
+def parse_or_exit(argv=None):
     """Command line to Config. A wrong flag or value ends the program with one line and exit status 2."""
     with printed("gcd.py"):
         try:
-            return parsed(argv)
+            return parse(argv)
         except (ValueError, OSError) as error:
             if speaks_for_machine():
                 print(f"gcd.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
@@ -404,7 +405,7 @@ def find_environment(name):
         return plugins.find(envs, envs.Environment, "--env", name)
 
 
-def parsed(argv=None):
+def parse(argv=None):
     """Command line to Config; ValueError for a wrong flag or value. --help prints and exits.
 
     The flags --algo and --env are read first, then the flags that those two bring.

@@ -12,7 +12,6 @@ import itertools
 import re
 import textwrap
 from collections import Counter
-from dataclasses import asdict, dataclass
 
 from infra import parallel
 from infra.streams import CORRECTION, stream
@@ -36,16 +35,6 @@ MERGE = ("An agent that plays text games said this of its own mistakes:\n\n{crit
 MOST_CRITIQUES = 16           # merged at most
 MOST_CHARACTERS = 500         # of a critique, and of an instruction that ignores the 60 words
 MARKUP = re.compile(r"<[^<>]*>|[<>]")
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """The text that precedes the first observation of later episodes, and its origin."""
-
-    text: str
-    made_from: dict | list        # mistakes by kind, or the critiques that were merged
-    iteration: int
-    control: bool                 # replaced by an irrelevant text of equal length
 
 
 def kind_of(episode, t):
@@ -138,9 +127,9 @@ def merged(run, critiques, seed):
 def correct(run, i, judged):
     """Every --correction-every iterations, make a new instruction from the turns that the actor calls bad.
 
-    From critiques or, if the judge's answers hold no reasons (a small model's, or --prompt plain), from
-    counts by kind. Only this iteration's judged turns count (ours; the paper gives no interval). All ranks
-    call this and get the same.
+    It precedes the first observation of later episodes. From critiques or, if the judge's answers hold no
+    reasons (a small model's, or --prompt plain), from counts by kind. Only this iteration's judged turns
+    count (ours; the paper gives no interval). All ranks call this and get the same.
     """
     config = run.config
     if config.correction == "off" or (i + 1) % config.correction_every:
@@ -157,8 +146,8 @@ def correct(run, i, judged):
         text = parallel.on_rank0(lambda: merged(run, made_from, seed))
     if text:
         control = config.correction == "irrelevant"
-        run.instruction = Instruction(irrelevant(text, run.chat) if control else text, made_from, i, control)
-        run.log({"phase": "correction"} | asdict(run.instruction))
+        run.instruction = irrelevant(text, run.chat) if control else text
+        run.log({"phase": "correction", "text": run.instruction, "made_from": made_from, "control": control})
         run.log_endpoint()
     else:
         reasons = sum(bool(why) for *_, why in bad)

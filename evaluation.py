@@ -1,11 +1,11 @@
 """Evaluation of every game of the splits, or of 128 drawn games, by --protocol.
 
-`evaluation` is stage 3 of a run. The command, the referee, evaluates any player under the same protocols: a
-model folder, a model behind an OpenAI-compatible server, the environment's expert, a random player, or one
-that always gives the first admissible command. The expert plays where the environment has an
-`online_expert`, the last two where it lists commands and not templates of them. Both keep the outcome of each
-game, so that two evaluations can be compared game by game (`python -m report compare`). Left out: who plays,
-and how (players.py).
+`evaluation` is stage 3 of a run. As a command this file is the referee: it evaluates any player under the
+same protocols: a model folder, a model behind an OpenAI-compatible server, the environment's expert (where it
+has an `online_expert`) or, where it lists commands and not templates of them, a random player or one that
+always gives the first admissible command. Stage and referee keep the outcome of each game, so that two
+evaluations can be compared game by game (`python -m report compare`). Left out: who plays, and how
+(players.py).
 
     python evaluation.py --player DIR --games DIR --evaluate L0,L1,L2 --protocol eight --out runs/mine
     python evaluation.py --player https://api.deepseek.com/v1 --endpoint-model deepseek-chat --out runs/theirs
@@ -37,9 +37,10 @@ from infra.signals import Stop
 from infra.streams import EVALUATION, stream
 from labels import flaw_labels
 from lm import model as decoder
+from models import check_words, context_warning, open_chat, threads_for
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer, known_sum
 from rollout import EpisodeSpec, success_rate, summary
-from session import check_words, context_warning, drawn_tasks, make_games, open_chat, split_tasks, threads_for
+from session import drawn_tasks, make_games, split_tasks
 
 # Stage 3 of a run
 
@@ -51,7 +52,7 @@ def evaluation(run):
     config, started = run.config, time.perf_counter()
     protocol = flags.PROTOCOLS[config.protocol]
     modes, plays = protocol.temperatures, protocol.plays
-    instruction = run.instruction.text if run.instruction and config.correction_at_evaluation else ""
+    instruction = run.instruction if config.correction_at_evaluation else ""
     splits, outcomes = {}, {}
     run.update_sampler()
     if run.ranks.rank == 0:                                # drop those of an earlier evaluation of this run
@@ -154,16 +155,6 @@ def by_type(outcomes, mode):
     return found
 
 
-def by_seed(outcomes, mode):
-    """Success in each play of all games, whose random streams differ; empty if they were played unequally
-    often, as drawn ones are.
-    """
-    digits = [entry.get(mode, "") for entry in outcomes]
-    if len({*map(len, digits)}) != 1:
-        return []
-    return [sum(digit == "1" for digit in play) / len(digits) for play in zip(*digits)]
-
-
 # The referee
 
 @dataclass(frozen=True)
@@ -252,7 +243,7 @@ def parse(argv):
     if of_run.get("evaluate", "auto") == "auto":
         of_run["evaluate"] = ",".join(name for name in environment.splits if name != "dev")
     try:
-        config = flags.parsed(flags.arguments(of_run))
+        config = flags.parse(flags.arguments(of_run))
     except ValueError as error:
         raise ValueError(str(error).replace("--model=", "--player=", 1)) from None
     if not config.splits:
@@ -282,8 +273,7 @@ def open_player(own, config, given, resources):
                             max_tokens=config.max_response_tokens, extra=own.endpoint_extra)
         resources.callback(endpoint.close)
         style = "think" if config.prompt == "auto" else config.prompt
-        chat = MessageChat(style, given.get("show_admissible", True), config.environment.noop_message,
-                           config.environment)
+        chat = MessageChat(style, given.get("show_admissible", True), config.environment)
         return ServerPlayer(endpoint, chat, config.history), facts | {
             "name": own.name or config.endpoint_model, "model": config.endpoint_model,
             **({"extra": endpoint.extra} if endpoint.extra else {})}
@@ -349,8 +339,7 @@ def referee(own, config, given, resources):
         files.filter_lines(out / files.EPISODES, is_record)
     elif holds:
         files.check_can_be_set_aside(out)
-        print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
-        resources.enter_context(files.locked(out))
+        files.start_over(out, resources)
     games = make_games(config.environment, config.slots, resources)
     files.write_json(out / files.EVALUATION, head | result_of(config, head, out))     # so a kill loses none
     due = play_missing(config, head, player, games, out, should_stop)
@@ -387,8 +376,8 @@ def is_unplayed(out):
         return False
     if not (isinstance(stored, dict) and stored.get("player")):          # a run of gcd.py, or none
         return False
-    others = files.METRICS, files.STAGES, files.CHECKPOINT, files.KEPT, files.REFERENCE, files.ADAPTER
-    return (not any(path.name.startswith(others) for path in out.iterdir())
+    others = {*files.OF_RUNS, files.CHECKPOINT} - {files.EPISODES, files.EVALUATION}
+    return (not any(path.name.startswith((*others,)) for path in out.iterdir())
             and files.read_lines(out / files.EPISODES) == ([], [])
             and all(isinstance(table := stored.get(key), dict) and not any(table.values())
                     for key in ("splits", "outcomes")))
@@ -455,7 +444,7 @@ def counts_of(episode, environment):
 
 def result_of(config, head, out):
     """Scores and outcomes of the episodes in episodes.jsonl."""
-    splits, outcomes, details, seconds = {}, {}, {"by_type": {}, "by_seed": {}}, 0.0
+    splits, outcomes, types, seconds = {}, {}, {}, 0.0
     records, _ = files.read_lines(out / files.EPISODES)
     plays, expected = flags.PROTOCOLS[config.protocol].plays, 0
     for split in config.splits:
@@ -477,11 +466,10 @@ def result_of(config, head, out):
             splits[split][mode] = scores(counts, plays, [entry for entry in ended if entry[0] == mode]) | {
                 "malformed_frac": counts["malformed"] / turns, **tokens}
             seconds += spent
-            for key, table in (("by_type", by_type), ("by_seed", by_seed)):
-                details[key].setdefault(split, {})[mode] = table(outcomes[split], mode)
+            types.setdefault(split, {})[mode] = by_type(outcomes[split], mode)
     refused = [str(record.get("lost")) for record in records
                if head["player"]["kind"] == "server" and record.get("ended") == "context full"]
-    return {"complete": len(records) == expected, "splits": splits, **details, "seconds": seconds,
+    return {"complete": len(records) == expected, "splits": splits, "by_type": types, "seconds": seconds,
             "refusals": {"plays": len(refused), "last": (refused or [""])[-1]}, "outcomes": outcomes}
 
 

@@ -21,10 +21,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from random import Random
 
-from config import parse
+from config import parse_or_exit
 
 if __name__ == "__main__":
-    parse()                            # answers --help and wrong flags, before the imports below load torch
+    parse_or_exit()                    # answers --help and wrong flags, before the imports below load torch
 
 import batching
 import config as flags
@@ -54,7 +54,7 @@ __all__ = ["load", "train", "main"]
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
 REFILL_TASKS = 1_000_000      # refill round r of an iteration has tasks from number r times this on
-FAR = 0.1             # nats a token from an iteration's policy, in the mean before each step; from here on
+FAR = 0.1             # policy/approx_kl_nats (how far an iteration's steps move its policy) from which on
                       # success may collapse
 FIRST_STEPS = 5       # iterations in which AdamW's steps may be too large, whatever the gradient
 DETAIL_EVERY = 5      # iterations between storing a group's episodes, and between comparing the two gradients
@@ -128,11 +128,10 @@ def episode_specs(run, i, refill_round=0):
     config, per_rank = run.config, run.config.tasks // run.ranks.world_size
     first = run.ranks.rank * per_rank
     start = i * config.tasks + refill_round * REFILL_TASKS
-    instruction = run.instruction.text if run.instruction else ""
     tasks = train_tasks(run.environment, config.train_types, start + first, per_rank)
     return [EpisodeSpec(task, refill_round * config.tasks + first + g,
                         stream(config.seed, ROLLOUT, i, refill_round, first + g, member),
-                        instruction=instruction)
+                        instruction=run.instruction)
             for g, task in enumerate(tasks) for member in range(config.group_size)]
 
 
@@ -147,15 +146,15 @@ def judge_turns(run, i, episodes):
     if config.judge_labels in labels.OF_ENDPOINT:
         share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
         by_endpoint = run.endpoint_labels(episodes, share, stream(seed, 2, ranks.rank))
-    places = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
+    candidates = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint)
-    places = sum(parallel.all_gather(places), [])
+    candidates = sum(parallel.all_gather(candidates), [])
     judged, differing, pairs = [], [], config.judge_turns // 2
     for redraw in range(flags.MOST_ROUNDS if config.judge_redraw else 1):
-        chosen = judge.choose(places, config.judge_labels, pairs,
+        chosen = judge.choose(candidates, config.judge_labels, pairs,
                               stream(seed, 3, redraw) if redraw else seed)
         if not (chosen or redraw):
-            run.warn_once("no turn was judged", judge.why_none(places, config.judge_labels))
+            run.warn_once("no turn was judged", judge.why_none(candidates, config.judge_labels))
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)
         judged += fresh
         if config.judge_kind == "value":
@@ -165,8 +164,8 @@ def judge_turns(run, i, episodes):
                                judge.at_once(config.slots))
         differing += [question for question in fresh if len(set(question.rewards)) > 1]
         found = parallel.all_sum(len(differing))                           # those that have a gradient
-        drawn, pairs = {place[:2] for place in chosen}, (config.judge_turns - found) // 2       # still wanted
-        places = [place for place in places if place[:2] not in drawn]
+        drawn, pairs = {turn[:2] for turn in chosen}, (config.judge_turns - found) // 2       # still wanted
+        candidates = [turn for turn in candidates if turn[:2] not in drawn]
         if not (chosen and pairs):
             break
     return judged, judge.samples(differing if config.judge_redraw else judged, config.judge_normalize_std)
@@ -190,7 +189,7 @@ def assign_credit(run, i, episodes, reference):
     if config.kl == "reward":
         rescored = config.dtype != "float32"
         update.write_kl(run.model, reference, episodes, run.objective, config.kl_coef, rescored)
-    metrics = config.algorithm.credit(episodes, lr_factor(config, i))
+    metrics = config.algorithm.assign_checked(episodes, lr_factor(config, i))
     if config.kl == "reward":
         config.algorithm.subtract_kl(episodes)
     return metrics
@@ -208,7 +207,7 @@ def informative(run, episodes):
 
 
 def teaches(episodes):
-    """Whether any turn has an advantage."""
+    """Whether any turn or token has a nonzero advantage."""
     return any(turn.advantage or any(turn.token_advantage or ()) for e in episodes for turn in e.turns)
 
 
@@ -223,9 +222,10 @@ def lr_factor(config, i):
 def optimize(run, i, samples, reference):
     """Take an iteration's optimizer steps. Returns the mean of their metrics.
 
-    In bf16, where the sampler's logprobs are some 0.02 nats off, old logprobs are the trainer's; the first
-    step's are those of its own forward. The gap that is logged, sampler less trainer, is the first step's,
-    for which both have the same weights. ValueError if a float32 run's gap is larger than rounding.
+    In bf16 the sampler's logprobs are some 0.02 nats off, so old logprobs are the trainer's: for the first
+    step those of its own forward (ratio 1), for later ones computed before it. The gap that is logged,
+    sampler less trainer, is the first step's, for which both have the same weights. ValueError if a float32
+    run's gap is larger than rounding.
     """
     config, objective = run.config, run.objective
     parts = batching.minibatches(samples, config.minibatches)
@@ -307,7 +307,7 @@ def advise(run, i, episodes, metrics):
 
 def store(run, i, episodes):
     """Every few iterations, store rank 0's group with the largest advantages for the report; with
-    --save-rollouts also all episodes of every one.
+    --save-rollouts, all episodes of every iteration, too.
     """
     if run.config.save_rollouts:
         run.save_rollouts(episodes, i)
@@ -323,7 +323,7 @@ def store(run, i, episodes):
 def reinforcement(run):
     """The RL stage: iterations from 0 or, with --resume, from the checkpoint's."""
     config, algorithm, first = run.config, run.config.algorithm, run.done or 0
-    algorithm.start(run.model, run.objective, config.minibatches, run.shard)
+    algorithm.begin_checked(run.model, run.objective, config.minibatches, run.shard)
     if run.done is not None:
         critic = algorithm.critic if first else None         # before the first iteration it is made new
         state = checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
@@ -440,7 +440,7 @@ def train(**settings):
     >>> beginner.model.config.hidden_size
     64
     """
-    config = flags.parsed(flags.arguments(settings))
+    config = flags.parse(flags.arguments(settings))
     folder = Path(config.out).absolute() / files.CHECKPOINT
     trains = config.demonstrations or config.iterations       # else the model is only evaluated
     if not (trains or config.model):
@@ -456,7 +456,7 @@ def train(**settings):
 
 def main(argv=None):
     """The command. Exit status 0; 1 for an error after the start, 2 for a wrong flag, 130 if interrupted."""
-    config = parse(argv)
+    config = parse_or_exit(argv)
     with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
         with ExitStack() as resources:
             resources.push(job.on_exit)

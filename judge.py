@@ -72,11 +72,11 @@ def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint"):
     label is None if there is no answer or an unreadable one. endpoint: any object with
     `ask(questions) -> answers`.
     """
-    places = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
+    wanted = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
               if kind == "endpoint" or label is None]
-    drawn = [places[i] for i in torch.randperm(len(places), generator=generator(seed))[:n].tolist()]
+    drawn = [wanted[i] for i in torch.randperm(len(wanted), generator=generator(seed))[:n].tolist()]
     answers = endpoint.ask([transcript(episodes[e], t) for e, t in drawn])
-    return {place: parse_verdict(answer or "", "think") for place, answer in zip(drawn, answers, strict=True)}
+    return {turn: parse_verdict(answer or "", "think") for turn, answer in zip(drawn, answers, strict=True)}
 
 
 def question_style(chat):
@@ -115,36 +115,36 @@ def candidates(episodes, kind, max_tokens, environment, endpoint=None):
     """
     result = []
     for e, episode in enumerate(episodes):
-        of_episode = {t: label for (place, t), label in (endpoint or {}).items() if place == e}
+        of_episode = {t: label for (position, t), label in (endpoint or {}).items() if position == e}
         labels = label_turns(episode, kind, environment, of_episode)
         result += [(episode.index, t, label) for t, (turn, label) in enumerate(zip(episode.turns, labels))
                    if label and len(turn.prompt_ids) + len(turn.response_ids) < max_tokens]
     return result
 
 
-def choose(places, kind, per_class, seed):
+def choose(candidates, kind, per_class, seed):
     """Draw equally many good and bad turns at random, at most per_class of each; none if a class is empty.
 
-    places: the candidates of all ranks; every rank makes the same choice. Good and bad alternate in the
-    result, so that any cut between pairs stays balanced. For "shuffled", each label is then replaced by a
-    fair coin toss.
+    candidates: see `candidates`, those of all ranks; every rank makes the same choice. Good and bad alternate
+    in the result, so that any cut between pairs stays balanced. For "shuffled", each label is then replaced
+    by a fair coin toss.
     """
     rng = generator(seed, 0)
-    by_class = [[place for place in places if place[2] == label] for label in ANSWERS]
+    by_class = [[candidate for candidate in candidates if candidate[2] == label] for label in ANSWERS]
     picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
               for members in by_class]
-    chosen = [place for pair in zip(*picked) for place in pair]      # as many as the smaller class has
+    chosen = [candidate for pair in zip(*picked) for candidate in pair]  # as many as the smaller class has
     coins = torch.randint(2, (len(chosen),), generator=rng).tolist()
     tossed = [(e, t, ANSWERS[coin]) for (e, t, _), coin in zip(chosen, coins)]
     return tossed if kind == "shuffled" else chosen
 
 
-def why_none(places, kind, first="GCD: no turn was judged", instead="--no-gcd"):
+def why_none(candidates, kind, first="GCD: no turn was judged", instead="--no-gcd"):
     """A warning where no turn can be judged: which class is missing, and what to try.
 
-    places: the candidates, so without turns that leave no room for a question.
+    candidates: see `candidates`, which leaves out turns without room for a question.
     """
-    counts = {label: sum(place[2] == label for place in places) for label in ANSWERS}
+    counts = {label: sum(candidate[2] == label for candidate in candidates) for label in ANSWERS}
     return (f"{first}: of the turns with room for a question in --context, --judge-labels {kind} labels "
             f"{counts['good']} good and {counts['bad']} bad, and both are needed; try another kind, a larger "
             f"--context, or {instead}")

@@ -89,7 +89,7 @@ def wrong_labels(labels, episode):
 
 
 def combine(rule, other, undisputed=False):
-    """A turn's label by the rule; "good" where it has none and `other`, a large model's or the oracle's, is.
+    """The rule's label; where it has none, "good" if `other` is, a large model's label or the oracle's.
 
     The paper does not say how it combines the two. undisputed: None where they contradict each other.
     """

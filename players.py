@@ -54,10 +54,10 @@ class MessageChat(Chat):
     before a command may be missing, since servers may cut it off, but there must be exactly one command.
     """
 
-    def __init__(self, style, admissible=True, noop_message="Nothing happens.", environment=None):
+    def __init__(self, style, admissible=True, environment=None):
         self.style, self.small, self.bare, self.tools = style, False, style == "plain", []
         self.stop_ids, self.end_ids = (), []                      # a message is complete
-        self.admissible, self.noop_message = admissible and not self.bare, noop_message
+        self.admissible = admissible and not self.bare
         self.set_formats(environment)
 
     def message(self, content, first=False):
@@ -92,7 +92,7 @@ class TextPlayer:
     one of those in `waiting` if there is none.
     """
 
-    history, on_truncation = 0, "invalid"
+    history = 0
 
     def play(self, specs, games, temperature, max_turns, on_end, should_stop):
         """Play every spec once, one in each game at a time. Games are called in this thread only.
@@ -126,7 +126,7 @@ class TextPlayer:
                     if isinstance(response, Failure):
                         free.append(conversation)
                     else:
-                        conversation.submit(response, self.on_truncation)
+                        conversation.submit(response, "invalid")
                         pending.append(conversation)
                 if not self.is_dead():
                     pending += [Conversation(spec, ended.source, self.chat, self.history)
@@ -243,7 +243,8 @@ class ScriptPlayer(TextPlayer):
         if script != "expert" and environment.templates:
             raise ValueError(f"--player={script}: this environment lists templates of commands, not commands")
         self.script, self.environment, self.experts = script, environment, {}
-        self.chat, self.waiting = MessageChat("plain", noop_message=environment.noop_message), []
+        self.chat, self.waiting = MessageChat("plain"), []               # its commands need no parse
+        self.chat.noop_message = environment.noop_message
 
     def describe(self):
         """No prompt."""

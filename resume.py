@@ -9,7 +9,6 @@ import secrets
 import sys
 from pathlib import Path
 
-import correction
 from config import ROUNDING, changed
 from infra import checkpoint, files, parallel, plugins
 from lm import model as decoder
@@ -69,8 +68,7 @@ def begin(config, out, state, previous, resources):
         return {key: state.get(key) for key in ("run", "start", "cold_start_types", "plugins")}
     start = decoder.weights_hash(config.model) if config.model else None
     if files.holds_run(out):
-        print(f"the run that {out} held is now {files.set_aside(out)}", file=sys.stderr)
-        resources.enter_context(files.locked(out))
+        files.start_over(out, resources)
     types = config.cold_start_types if config.demonstrations else previous.get("cold_start_types")
     return {"run": secrets.token_hex(8), "start": start, "cold_start_types": types,
             "plugins": plugin_hashes(config)}
@@ -181,7 +179,7 @@ def place_of(ranks):
 
 def check_state(path, state):
     """ValueError unless a checkpoint's state has the entries and types that a run writes."""
-    kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": dict | None}
+    kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": str | dict | None}
     later = {"plugins": dict | None, "place": dict, "unmerged": dict, "style": str,   # older ones lack these
              "algorithm": dict, "cold_start_types": str | None}
     for name, kind in (kinds | {name: kind for name, kind in later.items() if name in state}).items():
@@ -250,14 +248,15 @@ def played_instruction(folder, state, env):
 
     folder, state: the model's, and that of `state_beside` it.
     """
-    given, then = instruction_of(folder, state), dict_in(state, "settings")
+    then = dict_in(state, "settings")
     plays = is_of(then, env) and then.get("correction_at_evaluation", True)
-    return given.text if given and plays else ""
+    return instruction_of(folder, state) if plays else ""
 
 
 def instruction_of(source, state):
-    """The last instruction of the run that trained a model, if it was trained with correction."""
-    try:
-        return correction.Instruction(**state["instruction"]) if state.get("instruction") else None
-    except TypeError as error:
-        raise ValueError(f"{source / checkpoint.TRAINER_FILE}: not an instruction: {error}") from None
+    """The last instruction of the run that trained a model; "" if there is none."""
+    saved = state.get("instruction") or ""
+    text = saved.get("text") if isinstance(saved, dict) else saved              # older versions saved a dict
+    if not isinstance(text, str):
+        raise ValueError(f"{source / checkpoint.TRAINER_FILE}: not an instruction: {saved!r:.60}")
+    return text

@@ -9,17 +9,15 @@ import math
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise, starmap
-from random import Random
 from time import perf_counter
 
-from envs import EpisodeLost, Reply, Task, wrong_in
+from envs import EpisodeLost, Task, wrong_in
 from infra.plugins import refuse
 from infra.signals import time_limit
 from infra.streams import stream
 from lm.engine import Response, Slots
 
 RESTARTS = 5              # of an episode whose game was lost, at most
-LONG_RESPONSE = 150       # tokens of a thought and a command, as long as an untrained model writes; assumed
 
 # What is recorded
 
@@ -98,7 +96,7 @@ class EpisodeSpec:
 
 
 class Limited:
-    """A game of this process, whose calls raise EpisodeLost if they take longer than it allows itself."""
+    """A game of this process, whose calls raise EpisodeLost if they take longer than its `time_limit_s`."""
 
     def __init__(self, game):
         self.game = game
@@ -171,24 +169,24 @@ class Conversation:
         return self
 
     @property
-    def place(self):
-        """Which call of its game is the last, for errors."""
+    def last_call(self):
+        """The last call of its game, for errors: its task, and its turn or reset."""
         return f"task {self.spec.task.id}, " + (f"turn {n}" if (n := len(self.episode.turns)) else "reset")
 
     def checked_reply(self):
         """The game's Reply. PluginError if it is none; any other error gets a note of the task and turn."""
-        place = self.place
+        last_call = self.last_call
         began, self.in_flight = perf_counter(), False
         try:
             if self.lost:
                 raise self.lost
             reply = self.game.receive()
         except BaseException as error:
-            error.add_note(place)
+            error.add_note(last_call)
             raise
         finally:
             self.episode.game_s += perf_counter() - began
-        refuse(wrong_in(reply, first=not self.started), self.source, place)
+        refuse(wrong_in(reply, first=not self.started), self.source, last_call)
         return reply
 
     def next_stream(self):
@@ -270,30 +268,6 @@ def check_first_prompt(task, prompt, max_response_tokens, context):
         raise ValueError(f"--context={context}: the first prompt of task {task.id} has {len(prompt)} tokens, "
                          f"and a response may need {max_response_tokens} (--context is by default at most "
                          "the positions of the model)")
-
-
-def overflow_warning(lengths, chat, max_turns, max_response_tokens, context):
-    """Which share of long episodes would not fit the context, and what to do, a sentence; "" if none, or if
-    it is unknown.
-
-    lengths: the environment's envs.MessageLengths, or None. They hold for the tokenizer that counted them,
-    and for a model whose prompts are the whole conversation. Of 1,000 episodes drawn, each has all its turns,
-    and responses have LONG_RESPONSE tokens, if so many are allowed.
-    """
-    tokenizer = chat.tokenizer
-    if lengths is None or chat.small or chat.tools or tokenizer.vocab_size != lengths.vocab_size:
-        return ""
-    first, later = (chat.frame_tokens(Reply("A room.", ["look"]), opens) for opens in (True, False))
-    rng, response = Random(0), min(LONG_RESPONSE, max_response_tokens)
-    around = first + (max_turns - 1) * (later + response) + max_response_tokens
-    needed = [around + sum(lengths.draw(rng, max_turns, chat.admissible)) for _ in range(1000)]
-    share = sum(tokens > context for tokens in needed) / len(needed)
-    if share < 0.005:
-        return ""
-    shorter = " or --no-show-admissible" if chat.admissible else ""
-    return (f"--context={context}: {share:.0%} of {max_turns}-turn episodes exceed it, with responses of "
-            f"{response} tokens, and end as failed; --context {-(-max(needed) // 1024) * 1024} holds all, or "
-            f"fewer turns (--max-turns, --protocol){shorter}")
 
 
 def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_truncation="fail",
@@ -414,7 +388,7 @@ def restarted(conversation, loss):
     """
     spec, restarts = conversation.spec, conversation.episode.restarts + 1
     if restarts > RESTARTS:
-        raise EpisodeLost(f"{conversation.place}: lost {restarts} times: {loss}") from loss
+        raise EpisodeLost(f"{conversation.last_call}: lost {restarts} times: {loss}") from loss
     new = Conversation(spec, conversation.source, conversation.chat, conversation.history,
                        conversation.number)
     new.episode.restarts, new.episode.lost = restarts, str(loss)

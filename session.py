@@ -1,26 +1,24 @@
-"""A run and how it is set up: model made or loaded, environment started, checkpoint checked.
+"""A run and how it is set up: the model is loaded, games are started, the checkpoint is checked.
 
 The user's mistakes surface in `prepare`, before any work. Left out: what a run does (gcd.py, cold_start.py,
-evaluation.py), and its flags (config.py).
+evaluation.py), its flags (config.py), and its model (models.py).
 """
 
 import os
 import random
-import secrets
-import shutil
 import socket
 import sys
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-import correction
 import envs
 import judge
 import labels
+import models
 import resume
 import rollout
 import update
@@ -29,16 +27,14 @@ from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
 from infra.errors import reported
 from infra.flags import flag_of
-from infra.memory import check_memory, state_bytes
 from infra.progress import progress
 from infra.signals import Interrupted
 from infra.streams import LORA, generator
 from lm import lora
 from lm import model as decoder
-from lm.chat import TAGS, Chat, is_small
+from lm.chat import Chat
 from lm.engine import Sampling, Slots
-from lm.optim import adamw, train_last, trained
-from lm.small import save_small_model
+from lm.optim import adamw
 
 
 @dataclass(slots=True)
@@ -56,11 +52,11 @@ class Run:
     out: Path                     # absolute: a game may change the working directory
     should_stop: object           # true once the run was asked to stop: see signals.Stop
     identity: dict                # what its checkpoint and metrics share: see resume.begin
-    # RL iterations in the resumed checkpoint. 0: its cold start is over; None: it is not, or there is none
+    # RL iterations in the resumed checkpoint; 0: its cold start has ended; None: not yet, or none is resumed
     done: int | None = None
     endpoint: Endpoint | None = None                       # the large model's server, if any
     sink: object = None           # what --log sends metrics to: sink(metrics, iteration); rank 0 only
-    instruction: correction.Instruction | None = None      # of prompt-based correction
+    instruction: str = ""         # of prompt-based correction: precedes the first observation
     origin: dict = field(default_factory=dict)             # see files.origin_of; rank 0 only
     seconds: dict = field(default_factory=dict)            # {stage: seconds} of ended stages
     stage: str = ""                                        # the current stage, and when it began
@@ -107,14 +103,13 @@ class Run:
 
     def save(self, state):
         """Replace the checkpoint in OUT. state: progress, in addition to the run's identity and settings."""
-        instruction = asdict(self.instruction) if self.instruction else None
         state = state | self.identity | {
-            "instruction": instruction, "settings": self.config.settings(), "style": self.chat.style,
+            "instruction": self.instruction, "settings": self.config.settings(), "style": self.chat.style,
             "seconds": self.spent(),
-            "place": resume.place_of(self.ranks), "unmerged": unmerged(dict(self.model.named_parameters())),
-            "algorithm": self.config.algorithm.state}
+            "place": resume.place_of(self.ranks), "algorithm": self.config.algorithm.state,
+            "unmerged": models.unmerged(dict(self.model.named_parameters()))}
         checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
-                                   save_merged, self.chat.tokenizer.save_pretrained,
+                                   models.save_merged, self.chat.tokenizer.save_pretrained,
                                    self.config.algorithm.critic)
         if self.config.save_adapter:
             adapters = parallel.full_weights(self.model, "lora_")
@@ -124,7 +119,7 @@ class Run:
     def keep(self, done):
         """Save the model after `done` iterations in OUT/kept, next to earlier ones."""
         def fill(new):
-            save_merged(self.model, new)
+            models.save_merged(self.model, new)
             parallel.on_rank0(lambda: self.chat.tokenizer.save_pretrained(new) and None)
 
         checkpoint.replace((self.out / files.KEPT / f"{done:05d}").resolve(), fill)
@@ -144,7 +139,7 @@ class Run:
 
     def shard(self, model, frozen=False):
         """Shard a model over the ranks, by the flags."""
-        return sharded(model, self.config, self.ranks, self.chat.small, frozen)
+        return models.sharded(model, self.config, self.ranks, self.chat.small, frozen)
 
     def play(self, specs, sampling, name, max_turns=None, overrides=None):
         """Play episodes with the sampler's weights and a progress bar; see `rollout.play`."""
@@ -253,7 +248,7 @@ def make_games(environment, n, resources):
 def prepare(config, ranks, should_stop, resources):
     """Set up a run: everything is made, loaded and checked before anything is trained or overwritten.
 
-    What flags and files tell comes first, quick checks before slow ones, and the first game's engine last.
+    Flags and files are checked first, quick checks before slow ones; the first game is started last.
 
     resources: an ExitStack that holds what the run opens, and the lock of OUT. ValueError for settings that
     cannot work together with the model, the environment or what OUT holds. All ranks call this.
@@ -273,22 +268,22 @@ def prepare(config, ranks, should_stop, resources):
     source, state = resume.starting_point(config, out, ranks)
     previous = state or resume.state_beside(source)               # of the run that trained the model, if any
     keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
-    instruction = resume.instruction_of(source, previous) if keeps else None
-    chat = open_chat(config, source, ranks) if source else None
+    instruction = resume.instruction_of(source, previous) if keeps else ""
+    chat = models.open_chat(config, source, ranks) if source else None
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
     tasks = [*tasks, *(split_tasks(environment, split)[0] for split in config.splits)]  # one of every kind
     check_copies(config, source, tasks)
-    with nullcontext(source) if source else fresh_folder(config, out) as folder:
-        chat = chat or open_chat(config, folder, ranks)
-        resources.enter_context(threads_for(chat))
-        check_verdict(config, chat)
-        model = load_model(config, folder, ranks, chat.small, state)
+    with nullcontext(source) if source else models.fresh_folder(config, out) as folder:
+        chat = chat or models.open_chat(config, folder, ranks)
+        resources.enter_context(models.threads_for(chat))
+        models.check_verdict(config, chat)
+        model = models.load_model(config, folder, ranks, chat.small, state)
     if config.device == "auto" and ranks.device.type == "cpu" and not chat.small:
         parallel.print0(f"--device=auto: torch {torch.__version__} sees no CUDA device; this runs on the CPU",
                         file=sys.stderr)
     if source and chat.small:
-        check_vocabulary(config, source, previous, chat.tokenizer)            # may read hundreds of games
+        models.check_vocabulary(config, source, previous, chat.tokenizer)      # may read hundreds of games
     here = os.getcwd()
     games = make_games(environment, episodes_at_once(config, ranks), resources)
     for task in tasks:
@@ -302,7 +297,7 @@ def prepare(config, ranks, should_stop, resources):
         if config.admissible_only:
             first.restriction()                                   # ValueError if no command is listed
     os.chdir(here)                                                # a game may have changed it
-    if warning := context_warning(config, chat):
+    if warning := models.context_warning(config, chat):
         parallel.print0(warning, file=sys.stderr)
     dtype = getattr(torch, config.dtype)
     sampler = parallel.unsharded_copy(model, lambda: decoder.Model(model.config), dtype, config.lora > 0)
@@ -321,7 +316,7 @@ def prepare(config, ranks, should_stop, resources):
 
 def rank_name():
     """This rank, for messages."""
-    return f"rank {parallel.place()[0]} on {socket.gethostname()}"
+    return f"rank {parallel.rank_and_size()[0]} on {socket.gethostname()}"
 
 
 def check_command(config):
@@ -331,12 +326,10 @@ def check_command(config):
     settings = config.settings()
     for name in ("out", "model", "games"):
         settings.pop(name, None)
-    (first, ours), *others = parallel.all_gather((rank_name(), settings))
-    for other, theirs in others:
-        if differing := [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]:
-            name = differing[0]
-            raise ValueError(f"{flag_of(name)}: {ours.get(name)} for {first}, {theirs.get(name)} for "
-                             f"{other}; every rank needs the same command")
+    if found := first_difference(settings):
+        name, (first, ours), (other, theirs) = found
+        raise ValueError(f"{flag_of(name)}: {ours} for {first}, {theirs} for {other}; every rank needs the "
+                         "same command")
 
 
 def check_copies(config, source, tasks):
@@ -351,123 +344,18 @@ def check_copies(config, source, tasks):
             "the code: its commit": files.commit(),
             f"--env={config.env}: its games": config.environment.tasks_hash(tasks)} | {
         f"--{flag}={getattr(config, flag)}": digest for flag, digest in resume.plugin_hashes(config).items()}
-    first, *others = parallel.all_gather((rank_name(), mine))
-    for host, theirs in others:
-        if wrong := [what for what, found in theirs.items() if first[1].get(what) != found]:
-            raise ValueError(f"{wrong[0]}: not the same for {host} as for {first[0]}; every rank needs equal "
-                             "files")
+    if found := first_difference(mine):
+        what, (first, _), (other, _) = found
+        raise ValueError(f"{what}: not the same for {other} as for {first}; every rank needs equal files")
 
 
-def open_chat(config, folder, ranks, plays=False):
-    """The chat of a model folder, all of which is read except the weights.
-
-    plays: whether the model only plays, loaded in --dtype, with no copy to train. ValueError if the files
-    fit neither each other nor the flags, or if the model does not fit into memory.
+def first_difference(mine):
+    """A key of the dict `mine` whose values differ between ranks, with (rank's name, value) of rank 0 and of
+    a rank that differs; None if all agree.
     """
-    shape, dtype = decoder.ModelConfig.load(folder), getattr(torch, config.dtype)
-    with torch.device("meta"):
-        model = choose_trained(decoder.Model(shape), config)
-    parameters, trains = decoder.count_parameters(shape), config.demonstrations or config.iterations
-    numbers = sum(parameter.numel() for parameter in trained(model)) if trains else 0
-    state = ({"weights": dtype.itemsize * parameters} if plays
-             else state_bytes(parameters, ranks.shards, dtype, numbers, config.lora > 0, ranks.copies))
-    check_memory(state, parameters, ranks.world_size, dtype, ranks.device)
-    if config.context > (longest := shape.max_position_embeddings):
-        raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
-    tokenizer = decoder.load_tokenizer(folder)
-    if (largest := max(tokenizer.get_vocab().values())) >= shape.vocab_size:
-        raise ValueError(f"{folder}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
-                         f"{shape.vocab_size}")
-    return make_chat(config, tokenizer)
-
-
-@contextmanager
-def threads_for(chat):
-    """A block on one thread if the model is small: more are slower with such small matrices."""
-    before = torch.get_num_threads()
-    if chat.small:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def context_warning(config, chat):
-    """`rollout.overflow_warning` of the longest episodes that are played, in training or in evaluation."""
-    recorded = None if config.history else config.environment.message_lengths()
-    trains = config.demonstrations or config.iterations or not config.splits
-    turns = max(config.max_turns if trains else 0, config.evaluation_turns if config.splits else 0)
-    return rollout.overflow_warning(recorded, chat, turns, config.max_response_tokens, config.context)
-
-
-def load_model(config, folder, ranks, small, state=None):
-    """The model of a folder to train, sharded, with adapters and a value head if the flags need them.
-
-    A head of the folder's that they do not need is dropped: untrained, it would go on answering. Each rank
-    reads its own part of the weights. state: of the checkpoint that the folder is, if it continues.
-    ValueError for wrong weights.
-    """
-    model = decoder.open_pretrained(folder, config.judge_kind == "value")
-    model = sharded(choose_trained(model, config), config, ranks, small)
-    parallel.collective(lambda: decoder.load_weights(model, folder))
-    if config.lora and state:
-        restore_adapters(model, state, folder)
-    elif config.lora:
-        lora.start(model, generator(config.seed, LORA, 0))
-    return model
-
-
-def choose_trained(model, config):
-    """The model, frozen but for what --lora or --train-layers train. ValueError if they do not fit it."""
-    if config.lora and model.config.value_head:
-        raise ValueError(f"--lora={config.lora}: not with --model={config.model}, which has a value head")
-    if config.lora:
-        lora.add(model, config.lora, generator(config.seed, LORA, 0))
-    if config.train_layers:
-        train_last(model, config.train_layers)
-    return model
-
-
-def unmerged(weights):
-    """Of {name: tensor}, what merged weights do not determine: the adapters, and the matrices under them."""
-    return {name: weight for name, weight in weights.items() if "lora_" in name
-            or f"{name.removesuffix('weight')}lora_A" in weights}
-
-
-def save_merged(model, folder):
-    """decoder.save_pretrained, with adapters merged."""
-    decoder.save_pretrained(model, folder, lora.merged(dict(model.named_parameters())))
-
-
-def restore_adapters(model, state, source):
-    """Restore what `unmerged` returned from a checkpoint's state. ValueError if the model has others."""
-    targets, weights = unmerged(dict(model.named_parameters())), state.get("unmerged", {})
-    if {name: t.shape for name, t in targets.items()} != {name: t.shape for name, t in weights.items()}:
-        raise ValueError(f"{source / checkpoint.TRAINER_FILE}: its adapters are of another model or rank")
-    checkpoint.fill(source, targets, weights, "state/unmerged")
-
-
-@contextmanager
-def fresh_folder(config, out):
-    """A folder in OUT with a fresh small model, made by rank 0, and removed after the block.
-
-    It may take long: ScienceWorld plays games to list its vocabulary.
-    """
-    folder = out / parallel.on_rank0(lambda: files.FRESH + secrets.token_hex(4))   # OUT may hold "fresh"
-
-    def save():
-        phrases = vocabulary_of(config)                      # which may read games, in other files
-        with files.naming(folder):
-            save_small_model(folder, phrases, config.hidden_size, config.layers, config.context,
-                             config.positions == "rotary", not config.untied, config.seed)
-
-    try:
-        parallel.on_rank0(save)
-        yield folder
-    finally:
-        if parallel.is_rank0():
-            shutil.rmtree(folder, ignore_errors=True)
+    (first, ours), *others = parallel.all_gather((rank_name(), mine))
+    return next(((key, (first, ours.get(key)), (other, theirs.get(key))) for other, theirs in others
+                 for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)), None)
 
 
 def objective_of(config):
@@ -478,80 +366,6 @@ def objective_of(config):
                             **{name: getattr(config, name) for name in names},
                             longest=config.max_turns * config.max_response_tokens,
                             kl_coef=config.kl_coef if config.kl == "loss" else 0.0)
-
-
-def vocabulary_of(config):
-    """The phrases that are a fresh small model's tokens: the environment's, the judge's, the method's."""
-    own = config.environment.vocabulary()
-    plugins.refuse(envs.wrong_vocabulary(own), config.environment, "vocabulary")
-    phrases = [*own, judge.QUESTION["plain"], *judge.ANSWERS]
-    if config.prompt == "tags" or config.algorithm.tags:
-        phrases += [f"<{tag}>" for tag in TAGS]
-    return phrases + (correction.instruction_phrases() if config.instructions else [])
-
-
-def sharded(model, config, ranks, small, frozen=False):
-    """Shard a model over the ranks, with the run's compute dtype and activation checkpointing."""
-    auto = ranks.device.type == "cuda" and not small
-    model.recompute_layers({"auto": auto, "on": True, "off": False}[config.checkpoint_activations])
-    return parallel.shard(model, ranks, getattr(torch, config.dtype), frozen)
-
-
-def make_chat(config, tokenizer):
-    """The chat in the style of --prompt; "auto": tags if the algorithm rewards them, else by the model.
-
-    A small model has tags if its cold start had. ValueError for flags that need tokens that it lacks.
-    """
-    small, style = is_small(tokenizer), config.prompt
-    knows_tags = small and all(len(tokenizer.encode(f"<{tag}>")) == 1 for tag in TAGS)
-    if style == "auto":
-        style = "tags" if config.algorithm.tags or knows_tags else "plain" if small else "think"
-    if style == "think" and small:
-        raise ValueError("--prompt=think: a small model has no words to think in; expected plain or tags")
-    if style == "tags" and small and not knows_tags:
-        raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
-                         "tags, so it knows none (--prompt tags there)")
-    environment = config.environment
-    chat = Chat(tokenizer, style, config.show_admissible, environment.noop_message, environment)
-    if config.thoughts == "endpoint" and chat.bare:
-        raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
-    phrase = correction.instruction_phrases()[0]
-    if config.correction != "off" and chat.small and len(chat.encode(phrase)) > 1:
-        raise ValueError(f"--correction={config.correction}: this model's cold start had no --instructions, "
-                         "so it knows none")
-    return chat
-
-
-def check_verdict(config, chat):
-    """ValueError if the judge's answers have no room for a verdict: GCD would never see a readable one."""
-    judges = config.iterations and config.gcd and config.judge_kind == "generative"
-    if judges and (needed := len(judge.verdict_ids(chat, "good"))) > config.judge_response_tokens:
-        raise ValueError(f"--judge-response-tokens={config.judge_response_tokens}: with --prompt "
-                         f"{chat.style} a verdict has {needed}")
-
-
-def check_vocabulary(config, source, previous, tokenizer):
-    """ValueError if a small model's tokens are those of another environment.
-
-    previous: the state of the run that trained the model. If that run was in this environment, by name and
-    file, nothing is checked: other settings may have brought other phrases.
-    """
-    then, now = resume.dict_in(previous, "settings").get("env"), plugins.content_hash(config.env)
-    same_file = resume.dict_in(previous, "plugins").get("env", now) == now
-    if same_file and plugins.name_of(then) == plugins.name_of(config.env):
-        return
-    phrases = config.environment.known_phrases or config.environment.vocabulary()
-    missing = [phrase for phrase in phrases if len(tokenizer.encode(phrase)) > 1]
-    if len(missing) > len(phrases) / 20:                      # real games' differ a little by the seed
-        raise ValueError(f"--model={source}: has the vocabulary of another environment: {missing[0]!r}, of "
-                         f"--env {config.env}, is none of its tokens; give the --env that it was trained in")
-
-
-def check_words(config, chat):
-    """ValueError if a small model cannot read and write the words of the Config's environment."""
-    if chat.small:
-        folder = Path(config.model)
-        check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
 
 
 def begin_adapters(run, first):

@@ -9,13 +9,13 @@ that of any file.
 """
 
 import inspect
-import math
 
 import torch
 
 import losses
 from algorithms import rewards
 from infra import parallel, plugins
+from infra.files import is_number
 
 RATIOS = ("token", "turn", "episode")
 PLAIN = {type(None), bool, int, float, str, bytes}
@@ -37,11 +37,11 @@ class Method:
     Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm
     defaults = {}                # changed defaults of the run's other settings; those of base classes add up
     code_defaults = dict(success_reward=10.0, invalid="format", invalid_unit="turn")    # with --variant code
-    groups = True                # compares the episodes of a task: a group needs at least two
-    allows_refill = False        # a group has a gradient exactly if its rewards are unequal: allows refill
-    tags = False                 # needs RLVMR's tags in the responses
-    kl_in_reward = True          # supports --kl reward
-    trains_critic = False        # trains a second network, `critic`
+    groups = True                # True: compares a task's episodes; a group needs at least two
+    allows_refill = False        # True: a group has a gradient exactly if its rewards are unequal
+    tags = False                 # True: needs RLVMR's tags in the responses
+    kl_in_reward = True          # True: supports --kl reward
+    trains_critic = False        # True: trains a second network, `critic`
     critic = None                # (model, optimizer), if it does; set by `begin`
     state = None                 # what else it remembers from one iteration to the next; see `__init__`
     rng = None                   # a random.Random of the run's seed and the iteration, equal on all ranks
@@ -61,7 +61,7 @@ class Method:
         iteration, and shard(model), which shards a model over the ranks: see `parallel.shard`."""
         self.model, self.objective, self.minibatches = model, objective, minibatches
 
-    def start(self, *arguments):
+    def begin_checked(self, *arguments):
         """`begin`. PluginError if what it made cannot be saved."""
         self.begin(*arguments)
         plugins.refuse(wrong_critic(self) or wrong_state(self.state), self, "begin")
@@ -75,7 +75,7 @@ class Method:
         """
         raise NotImplementedError(type(self))
 
-    def credit(self, episodes, decay=1.0):
+    def assign_checked(self, episodes, decay=1.0):
         """`assign`. PluginError if it leaves no episode, an advantage is no finite number, a logprob is
         missing, a metric is no number, or the state cannot be saved. Returns the metrics.
         """
@@ -107,7 +107,7 @@ class Method:
     def subtract_kl(self, episodes):
         """For --kl reward: subtract each episode's centered sum of `turn.kl` from its advantages.
 
-        The task's reward is normalized separately, so equal rewards keep their exact zeros.
+        The task's reward is normalized without it: equal rewards add exactly 0, and no std divides the KL.
         """
         penalty_E = torch.tensor([sum(sum(turn.kl) for turn in e.turns) for e in episodes])
         centered_E = self.center_kl(penalty_E, torch.tensor([e.group for e in episodes]))
@@ -167,7 +167,7 @@ def wrong_in(value, name):
 
 def wrong_advantage(turn):
     """What is wrong with the advantage of a turn and its tokens, or with its logprobs; "" if nothing is."""
-    if not is_finite(turn.advantage):
+    if not is_number(turn.advantage):
         return f"its advantage is {turn.advantage!r:.60}; expected a finite number"
     n = len(turn.response_ids)
     if not isinstance(turn.logprob_old, list) or len(turn.logprob_old) != n:
@@ -176,7 +176,7 @@ def wrong_advantage(turn):
         return ""
     if not isinstance(turn.token_advantage, list) or len(turn.token_advantage) != n:
         return f"its token_advantage is {turn.token_advantage!r:.60}; expected a list of {n} numbers, or None"
-    wrong = [number for number in turn.token_advantage if not is_finite(number)]
+    wrong = [number for number in turn.token_advantage if not is_number(number)]
     return f"its token_advantage has {wrong[0]!r:.60}; expected finite numbers" if wrong else ""
 
 
@@ -192,8 +192,3 @@ def wrong_metrics(metrics):
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             return f"its metric {name} is {number!r:.60}; expected a number"
     return ""
-
-
-def is_finite(number):
-    """Whether a value is a number (int or float, and no bool), not NaN or infinite."""
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)

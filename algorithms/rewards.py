@@ -88,7 +88,7 @@ def moments(x_N):
 def whitened(x_N, moments, eps=1e-8):
     """(x - mean) / (std + eps); exactly 0 if the std is 0 up to rounding.
 
-    The std is over the population; verl's is unbiased, which makes the result smaller by sqrt(1 - 1/N).
+    The std is over the population; verl's is unbiased: its result is sqrt(1 - 1/N) times this one.
     """
     count, total, squares = moments
     mean, square = total / count.clamp(min=1), squares / count.clamp(min=1)

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 class Task:
     """One task to play. Equal ids mean the same start."""
 
-    id: str           # "L0/17" for a generated room, a real game's relative path, "boil/3" in ScienceWorld
+    id: str           # "L0/17/look_at_obj_in_light"; a real game's relative path; in ScienceWorld "boil/3"
     split: str        # "train", "dev", "L0", "L1", "L2"; "valid_train" ... for real games
     task_type: str    # ALFWorld's name, "pick_clean_then_place_in_recep", ...; ScienceWorld's, "boil", ...
     problem: object   # what a game needs to start it
@@ -37,11 +37,11 @@ class Reply(NamedTuple):
     won: bool = False
     done: bool = False                   # no more commands are taken; the caller enforces the turn limit
     objects: tuple[str, ...] = ()        # what may replace OBJ, if `admissible` holds templates
-    score_100: float | None = None       # the game's own score so far, 0 to 100, if it has one
+    score_100: float | None = None       # the game's own score so far, -100 to 100, if it has one
     taken: bool | None = None            # whether the last command was accepted; None: unknown
     reward: float = 0.0                  # for the last command alone, added to the outcome's
     ended: str = ""                      # with done: why, in a word or two, such as "sold out"
-    answers: tuple[str, ...] = ()        # of the functions that the command called, in order: role "tool"
+    answers: tuple[str, ...] = ()        # of the functions that the command called: messages of role "tool"
 
 
 MOST_REWARD = 1e9      # advantages are computed in fp32, which still holds sums of its square
@@ -59,7 +59,7 @@ def wrong_in(reply, first=False):
         "done": (isinstance(reply.done, bool), "True or False, Python's own"),
         "objects": (is_texts(reply.objects), "a tuple of texts"),
         "score_100": (score is None or isinstance(score, (int, float)) and -100 <= score <= 100,
-                      "a number up to 100, or None"),
+                      "a number from -100 to 100, or None"),
         "taken": (reply.taken is None or isinstance(reply.taken, bool), "True, False or None"),
         "reward": (isinstance(reply.reward, (int, float)) and abs(reply.reward) <= MOST_REWARD,
                    f"a Python number, of at most {MOST_REWARD:g} either way"),
@@ -263,7 +263,7 @@ class Environment:
     splits = ("dev", "L0", "L1", "L2")   # splits that can be evaluated
     captions = {}                        # {split: what its tasks are, a clause}, for tables and the report
     noop_message = "Nothing happens."    # the observation after a refused command, which changed nothing
-    rules = ""                           # opens the first prompt of a model that writes; "": a text game's
+    rules = ""                           # opens the first prompt of a model that writes; "": lm.chat.RULES
     ask = ""           # how to answer, in each of its prompts (of `plain` in the first); "": the run's format
     search_verbs = ()                    # first words of commands that search for something
     templates = False                    # whether replies list templates, "open OBJ", instead of commands

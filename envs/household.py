@@ -20,8 +20,9 @@ from . import MessageLengths
 from ._terminal import play_in_terminal
 from .alfred import expert, games, rooms, splits
 from .alfred.game import Game
+from .alfred.games import PROGRAM
 from .alfred.problem import NOOP_MESSAGE
-from .alfred.tw_env import PROGRAM, AlfredTWEnv
+from .alfred.tw_env import AlfredTWEnv
 
 __all__ = ["AlfredTWEnv", "Environment"]
 

@@ -59,7 +59,7 @@ class Method(grpo.Method):
         drawn = self.rng.sample(memory, min(self.settings.replays, len(memory)))
         won = sum(parallel.all_gather([record_of(episode) for episode in episodes if episode.won]), [])
         self.state["won"] = (memory + won)[-KEPT:]
-        rank, world_size = parallel.place()
+        rank, world_size = parallel.rank_and_size()
         first = int(parallel.all_sum(len(episodes)))                   # of the indices that are free
         replayed = [episode_of(record, k, first + k) for k, record in enumerate(drawn)
                     if k % world_size == rank]

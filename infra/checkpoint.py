@@ -267,8 +267,8 @@ def load_trainer(folder, model, optimizer, critic=None):
     return trainer["state"]
 
 
-def load_optimizer(path, model, optimizer, saved, place):
-    """Restore an optimizer from what `optimizer_state` returned. place: of `saved`, in the file at `path`."""
+def load_optimizer(path, model, optimizer, saved, key):
+    """Restore an optimizer from what `optimizer_state` returned: `saved`, the `key` of the file `path`."""
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing := names - {name for group in saved["param_groups"] for name in group["params"]}:
         raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
@@ -293,7 +293,7 @@ def load_optimizer(path, model, optimizer, saved, place):
     except Exception as error:            # broken values raise errors of any type
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: no state of this optimizer: {type(error).__name__}: {reason}") from error
-    fill(path.parent, targets, tensors, f"{place}/state")
+    fill(path.parent, targets, tensors, f"{key}/state")
 
 
 def is_like(value, ours):
@@ -303,13 +303,14 @@ def is_like(value, ours):
     return type(value) is type(ours)
 
 
-def fill(folder, targets, tensors, place):
+def fill(folder, targets, tensors, prefix):
     """Copy a checkpoint's tensors into targets of the same names and shapes, sharded or not, on all ranks.
 
-    tensors: as `read_trainer` returned them; place: their path there, by which torch.distributed.checkpoint
-    finds what is not in trainer.pt. ValueError names the folder if it cannot be read.
+    tensors: as `read_trainer` returned them. prefix: of their names there, by which
+    torch.distributed.checkpoint finds what is not in trainer.pt. ValueError names the folder if it cannot be
+    read.
     """
-    parts = {f"{place}/{name}": target.detach() for name, target in targets.items() if tensors[name].is_meta}
+    parts = {f"{prefix}/{name}": target.detach() for name, target in targets.items() if tensors[name].is_meta}
     try:
         for name, target in targets.items():
             if not tensors[name].is_meta:
@@ -320,7 +321,7 @@ def fill(folder, targets, tensors, place):
                 dcp.load(parts, checkpoint_id=Path(folder) / PARTS)
     except Exception as error:            # for a broken file torch raises errors of many types
         reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder}: {place} not read: {type(error).__name__}: {reason}") from error
+        raise ValueError(f"{folder}: {prefix} not read: {type(error).__name__}: {reason}") from error
 
 
 def find_checkpoint(folder):

@@ -30,7 +30,7 @@ ADVICE = {
     "parallel.py:copy_weights": ("copying the weights to the sampler", "more ranks or --slots down"),
     "checkpoint.py:save_checkpoint": ("saving a checkpoint", "more ranks"),
     "checkpoint.py:load_trainer": ("loading a checkpoint", "more ranks"),
-    "session.py:load_model": LOADING,
+    "models.py:load_model": LOADING,
     "session.py:kl_reference": LOADING,
     "parallel.py:unsharded_copy": LOADING}
 

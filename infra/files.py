@@ -14,6 +14,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from infra import plugins
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
 RESULTS = "lab/results"    # what benchmarks and studies write, from the repository's root
 LOCK, CHECKPOINT, KEPT, REFERENCE, ADAPTER = "lock", "checkpoint", "kept", "reference", "adapter"
+OF_RUNS = METRICS, EPISODES, EVALUATION, STAGES, REFERENCE, ADAPTER, KEPT       # and names from CHECKPOINT on
 FRESH = "fresh-"           # and eight hexadecimal digits: a folder with a fresh model, while it is loaded
 ROLLOUTS = "rollouts"
 LARGEST = 1e300            # larger numbers are not drawn, like infinity; 100 times this one is still finite
@@ -105,8 +107,7 @@ def lock_holder(folder):
 
 def holds_run(folder):
     """Whether a folder contains any file of a run, which a new run would overwrite."""
-    names = METRICS, EPISODES, EVALUATION, STAGES, REFERENCE, ADAPTER, KEPT
-    return any(path.name.startswith(CHECKPOINT) or path.name in names
+    return any(path.name.startswith(CHECKPOINT) or path.name in OF_RUNS
                for path in (folder.iterdir() if folder.is_dir() else ()))
 
 
@@ -127,6 +128,12 @@ def set_aside(folder):
         n += 1
     folder.rename(aside)
     return aside
+
+
+def start_over(out, resources):
+    """Set the run in OUT aside, say so, and lock the new OUT until the ExitStack `resources` ends."""
+    print(f"the run that {out} held is now {set_aside(out)}", file=sys.stderr)
+    resources.enter_context(locked(out))
 
 
 def nan_to_null(value):

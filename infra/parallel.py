@@ -28,10 +28,10 @@ def is_distributed():
 
 def is_rank0():
     """Whether this is rank 0, the rank that prints and writes files."""
-    return place()[0] == 0
+    return rank_and_size()[0] == 0
 
 
-def place():
+def rank_and_size():
     """(this rank's number, the number of ranks)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -192,7 +192,7 @@ def writers(model):
     """Return (this rank's number, their number) of the ranks that share the writing of a model's weights: all
     that of a sharded one; an unsharded one is written by whoever has it.
     """
-    return place() if isinstance(model, FSDPModule) else (0, 1)
+    return rank_and_size() if isinstance(model, FSDPModule) else (0, 1)
 
 
 def shard_like(parameter, tensor):

@@ -136,7 +136,7 @@ class Pool:
                    for _ in range(config.num_hidden_layers)]
 
     @property
-    def slots(self):
+    def positions(self):
         """P, which is also the number of the slot for padding."""
         return self.kv[0].shape[1] - 1
 
@@ -155,20 +155,20 @@ class Pool:
         """
         if all(need <= room for need, room in zip(needed, self.room)):
             return False
-        total, slots, used = sum(needed), self.slots, sum(need > 0 for need in needed)
+        total, size, used = sum(needed), self.positions, sum(need > 0 for need in needed)
         most = limit * len(needed)
-        if min(total + total // 16, most) > slots:
-            slots = min(total + total // 4, most)
-        share = (slots - total) // used
-        room = [need + share * (need > 0) for need in needed] if slots < most else [limit] * len(needed)
+        if min(total + total // 16, most) > size:
+            size = min(total + total // 4, most)
+        share = (size - total) // used
+        room = [need + share * (need > 0) for need in needed] if size < most else [limit] * len(needed)
         first = [*accumulate(room, initial=0)][:-1]
         source, target = (torch.cat([torch.arange(start, start + n) for start, n in zip(starts, kept)])
                           .to(self.first_B.device) for starts in (self.first, first))
-        grown = slots != self.slots
+        grown = size != self.positions
         for layer, kv in enumerate(self.kv):
             moved = kv[:, source]
             if grown:
-                self.kv[layer] = kv = kv.new_zeros(2, slots + 1, *kv.shape[2:])
+                self.kv[layer] = kv = kv.new_zeros(2, size + 1, *kv.shape[2:])
             kv[:, target] = moved
         self.first, self.room = first, room
         self.first_B.copy_(torch.tensor(first))
@@ -208,7 +208,7 @@ class Pool:
         that of an inactive row is padding. longest: upper bound on a row's length after it.
         """
         first_B = self.first_B[rows]
-        slot_B = torch.where(active_B, first_B + start_B, self.slots)
+        slot_B = torch.where(active_B, first_B + start_B, self.positions)
         q_starts = torch.arange(len(start_B) + 1, device=start_B.device)
         keys_B = torch.where(active_B, start_B + 1, 1)        # other rows may have less room than they had
         return PackedAppend(self, start_B[None], slot_B, q_starts, first_B, keys_B, 1, longest)
@@ -238,7 +238,7 @@ class Rectangle:
         return self.kv[0].shape[3]
 
     @property
-    def slots(self):
+    def positions(self):
         """Positions for which there is memory."""
         return self.n_rows * self.largest
 
@@ -417,7 +417,7 @@ class Forked:
         self.position_BT = (prompt_R[:, None] + start_B.view(self.R, self.A)).view(-1, 1)
         keys_R = prompt_R.clamp(min=1)                               # a row without a prompt reads one slot
         if prompts.varlen:
-            self.slot_B = torch.where(active_B, own.first_B + start_B, own.slots)
+            self.slot_B = torch.where(active_B, own.first_B + start_B, own.positions)
             keys_B = torch.where(active_B, start_B + 1, 1)
             self.of_prompts = InParts(prompts, keys_R, self.A * own.group, contexts[0])
             self.of_own = InParts(own, keys_B, own.group, contexts[1])

@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 from infra.plugins import refuse
 from lm.restrict import Restriction, trie_of
 
+NOOP_MESSAGE = "Nothing happens."      # where there is no environment
 OPEN_THOUGHT = "<think>\n"             # some templates start a response with it; here the model does
 
 RULES = "You play a text game. Each turn you give one command and the game answers with what you see."
@@ -70,16 +71,16 @@ class Chat:
     the first prompt; a style's thought or tag comes before. A small model's prompts stay the observation.
 
     admissible: whether prompts list the admissible commands (bare ones never do).
-    noop_message: the environment's reply to a command that changes nothing; also to a malformed response.
-    environment: an envs.Environment, for its rules, ask, parse and tools. ValueError for a tokenizer without
-    a chat template or whose tokens of a text depend on what precedes it, for a template without turns of an
-    assistant, or without the environment's tools, its rules or the tools' answers.
+    environment: an envs.Environment, for its rules, ask, parse, tools, and noop_message, which also answers a
+    malformed response. ValueError for a tokenizer without a chat template or whose tokens of a text depend on
+    what precedes it, for a template without turns of an assistant, or without the environment's tools, its
+    rules or the tools' answers.
     Attributes: small, whether the tokenizer is the small model's; bare, whether prompts after the first are
     the observation alone; end_ids, the ids that end a demonstrated response; stop_ids, each of which ends a
     sampled one.
     """
 
-    def __init__(self, tokenizer, style, admissible=True, noop_message="Nothing happens.", environment=None):
+    def __init__(self, tokenizer, style, admissible=True, environment=None):
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
         self.bare = style == "plain" or self.small and style == "tags"
@@ -98,7 +99,7 @@ class Chat:
         declared = {*getattr(tokenizer, "declared_ends", ())}
         declared &= {*special_tokens(tokenizer).values()}     # 2, LlamaConfig's default, may be a word's
         self.stop_ids = tuple(sorted({*self.end_ids, *ends, *declared} - {None}))
-        self.admissible, self.noop_message = admissible and not self.bare, noop_message
+        self.admissible = admissible and not self.bare
         self.set_formats(environment)
         self.tools = environment.tools() if environment and not self.small else []
         self.answer_templates = {}
@@ -112,8 +113,8 @@ class Chat:
             self.head("."), self.answers([".", "."])
 
     def set_formats(self, environment):
-        """Set an environment's own rules, ask and parse; None: there is none."""
-        self.environment = environment
+        """Set an environment's own noop_message, rules, ask and parse; None: there is none."""
+        self.environment, self.noop_message = environment, getattr(environment, "noop_message", NOOP_MESSAGE)
         self.rules, self.own_ask, self.own_parse = (getattr(environment, name, None)
                                                     for name in ("rules", "ask", "parse"))
 

@@ -23,8 +23,8 @@ from lm.attention import Forked, kv_cache, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
-PLANNED = 2048     # a decoding step is planned for rows of a multiple of so many positions
-KEPT = 8           # part of the cache's size, at most, for first prompts
+PLANNED = 2048     # a decoding step is planned for a row length rounded up to a multiple of this
+KEPT = 8           # first prompts are kept in at most 1 / KEPT of the cache's size
 BLOCK = 1024       # weights that are added up one by one to draw a token
 
 
@@ -168,7 +168,7 @@ class Slots:
         Returns logits_RV after each prompt, and the number of tokens in each row. rows: in ascending order.
         Equal prompts, as of a group's members until their commands differ, are run once and copied; with
         `share` those of which no token is cached are kept in `first_prompts` for members that start later:
-        the last ones, of a KEPT-th as many tokens as the cache has room for, and two at least.
+        the newest, of up to 1 / KEPT of the cache's tokens, and at least two.
         """
         reused = [reusable_prefix(self.cached[row], prompt) for row, prompt in zip(rows, prompts)]
         self.reserve(rows, prompts, reused)
@@ -192,7 +192,7 @@ class Slots:
             if copies:
                 self.cache.import_rows([rows[i] for i in copies], n, found[0])
                 logits |= dict.fromkeys(copies, found[1])
-        while len(known) > 2 and sum(map(len, known)) > self.cache.slots // KEPT:
+        while len(known) > 2 and sum(map(len, known)) > self.cache.positions // KEPT:
             del known[next(iter(known))]                        # the oldest: an evaluation has hundreds
         return torch.stack([logits[i] for i in range(len(rows))]), [len(prompt) for prompt in prompts]
 
@@ -217,7 +217,7 @@ class Slots:
     @property
     def usage(self):
         """(most tokens that the cache held since `most_tokens` was 0, tokens that it has room for)."""
-        return self.most_tokens, self.cache.slots
+        return self.most_tokens, self.cache.positions
 
     def draw(self, logits_RV, rows):
         """Draw the next token of each active row. rows: a slice or a tensor of indices."""
@@ -406,7 +406,7 @@ def generate(slots, prompts, streams, restrictions=None):
 
 
 class Answers(Slots):
-    """Slots in which A after A rows answer the same prompt, which is cached once for all of them.
+    """Slots in which each A consecutive rows answer one prompt, which is cached once for all of them.
 
     A row of the cache then holds its answer alone. n_prompts: R. n_answers: A.
     """

@@ -54,8 +54,8 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32768
     tie_word_embeddings: bool = False
-    bos_token_id: int | None = None              # not used, as the next: only saved again
-    eos_token_id: int | list | None = None       # with generation_config.json's; see lm/chat.py's stop_ids
+    bos_token_id: int | None = None              # not used, only saved again
+    eos_token_id: int | list | None = None       # the same, with generation_config.json's: for lm.chat
     value_head: bool = False    # not in Hugging Face, which ignores it; True: a second head with one output
     rope: bool = True           # not in Hugging Face; False: no position encoding, saved as rope_type "none"
     rope_scaling: tuple | None = None      # the values of SCALING, for rope_type "llama3"
@@ -65,8 +65,6 @@ class ModelConfig:
     def load(cls, folder):
         """Read `folder`/config.json. ValueError names the file and the missing or unsupported field."""
         path = Path(folder) / "config.json"
-        if not path.parent.is_dir():
-            raise ValueError(f"{folder}: no such folder")
         if not path.is_file():
             raise ValueError(files.not_found(path))
         raw, ends = json_object(path), declared_ends(folder)
@@ -155,11 +153,8 @@ class ModelConfig:
 
 
 def json_object(path):
-    """The JSON object in a file. ValueError names the file."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    """The JSON object in a file, {} if it is absent. ValueError names the file."""
+    raw = files.read_json(path)
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw
@@ -172,7 +167,7 @@ def declared_ends(folder):
     """
     found = []
     for path in (Path(folder) / "config.json", Path(folder) / "generation_config.json"):
-        value = json_object(path).get("eos_token_id") if path.is_file() else None
+        value = json_object(path).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(i) is not int for i in ids):
             raise ValueError(f"{path}: eos_token_id={value!r}: expected an id or a list of ids")
@@ -181,7 +176,7 @@ def declared_ends(folder):
 
 
 def rope_tables(position_BT, head_dim, theta, dtype, scaling=None):
-    """cos of position * theta^(-2i / D), twice, and its sin, first negative, [B, T, 1, D] each; RoFormer,
+    """[cos, cos] and [-sin, sin] of the angles position * theta^(-2i / D), [B, T, 1, D] each; RoFormer,
     arXiv:2104.09864 §3.2.2.
 
     scaling: ModelConfig.rope_scaling, of Llama 3.1 and later (arXiv:2407.21783 stretches 8,192 positions; the

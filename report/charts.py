@@ -6,7 +6,7 @@ charts.html draws them as SVG. A tone is the class of a color in style.css. Left
 import math
 from dataclasses import dataclass
 
-from report.read import is_number
+from infra.files import is_number
 from report.tables import captions, interval, mean_and_half, split_names
 
 TONES = 7                                  # number of classes in style.css; used in turns

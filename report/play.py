@@ -19,9 +19,9 @@ import agent
 import config
 from envs._terminal import terminal_session
 from lm.engine import Response
+from models import check_words
 from resume import prompting_of
 from rollout import Conversation, EpisodeSpec
-from session import check_words
 
 
 def opinion(player, prompt_ids, response_ids):
@@ -80,9 +80,9 @@ def main(argv=None):
         options, flags = parser.parse_known_args(argv)
         env = config.parse_known("report.play", flags, config.Config)[0].get("env", config.Config.env)
         prompting = config.arguments(prompting_of(Path(options.model), env))
-        given = config.parsed(["--model", options.model, *prompting, *flags,
+        given = config.parse(["--model", options.model, *prompting, *flags,
                                "--demonstrations", "0", "--dagger", "0"])
-        player = agent.loaded(given)
+        player = agent.agent_of(given)
         check_words(given, player.chat)
         task = agent.task_named(given.environment, options.game)
         (game,) = given.environment.make(1)

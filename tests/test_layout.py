@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up: each may import what stands before it, and itself
 FLOORS = (("infra",), ("lm", "envs", "losses", "labels"), ("rollout", "batching"),
           ("judge", "update", "players"), ("algorithms",), ("config",), ("correction",), ("resume",),
-          ("session",), ("cold_start", "evaluation", "agent"), ("gcd",), ("report",), ("lab", "examples"))
+          ("models",), ("session",), ("cold_start", "evaluation", "agent"), ("gcd",), ("report",),
+          ("lab", "examples"))
 USERS = ("lab", "examples")                     # these may choose an environment or an algorithm by its name
 # Words of an earlier private language: no function, class, parameter, attribute or variable has such a name
 FORBIDDEN = set("""

@@ -210,7 +210,7 @@ def settings_of(flags):
     if "--model" in flags:                                     # the folder does not exist here
         at = flags.index("--model")
         flags = flags[:at] + flags[at + 2:]
-    settings = config.parsed(["--preset", "small", *flags]).settings()
+    settings = config.parse(["--preset", "small", *flags]).settings()
     return {name: value for name, value in settings.items()
             if name not in ("out", "games", "evaluate", "device")}
 

@@ -52,9 +52,9 @@ def start_from(checkpoint):
 def train(out, *flags, **changes):
     """Do a tiny run; returns its exit status. changes: settings without a flag."""
     def parse(argv):
-        return replace(config.parse(argv), **changes)
+        return replace(config.parse_or_exit(argv), **changes)
 
-    with mock.patch.object(gcd, "parse", parse), Stop.restored():        # `main` handles Ctrl-C
+    with mock.patch.object(gcd, "parse_or_exit", parse), Stop.restored():        # `main` handles Ctrl-C
         return gcd.main([*TINY, "--out", str(out), *map(str, flags)])
 
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from .._terminal import printed
-from .tw_env import expand_variables
+from .games import expand_variables
 
 try:
     from tqdm import tqdm

@@ -32,6 +32,15 @@ HELP = """Available commands:
 COMMANDS = str, bytes, bytearray      # types of a command; bytes change nothing, as on the stock engine
 
 
+def check_commands(commands, dones):
+    """ValueError unless these are commands for a batch of games, of which those that are done take any."""
+    if not isinstance(commands, (list, tuple)) or len(commands) != len(dones):
+        raise ValueError(f"step: expected a list of {len(dones)} commands, got {repr(commands):.60}")
+    for i, (command, done) in enumerate(zip(commands, dones)):
+        if not done and not isinstance(command, COMMANDS):
+            raise ValueError(f"step: commands[{i}]={command!r:.60}: expected text")
+
+
 class Game:
     """State and rules of one game. Things (o) and receptacles (r) are indices into the problem's tuples."""
 

@@ -9,6 +9,7 @@ domain, the grammar's rules and the walkthrough.
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections import Counter, defaultdict
@@ -19,6 +20,8 @@ from pathlib import Path
 from .. import Task
 from .problem import Goal, Problem, Receptacle, Thing, problem_of, type_of
 
+ROOT = __package__.rpartition(".")[0]                # "envs"; of the installed package "household"
+PROGRAM = "household" if ROOT == "household" else f"python -m {ROOT}.household"
 GOALS = {
     "pick_and_place_simple":
         "(exists (?r - receptacle) (exists (?o - object) (and"
@@ -216,6 +219,15 @@ def read_goal(section):
 
 
 # Games from disk
+
+def expand_variables(path):
+    """A path with its environment variables and "~" expanded; $ALFWORLD_DATA has alfworld's default."""
+    if "ALFWORLD_DATA" not in os.environ:
+        default = os.path.expanduser("~/.cache/alfworld")
+        path = path.replace("$ALFWORLD_DATA", default).replace("${ALFWORLD_DATA}", default)
+    return os.path.expanduser(os.path.expandvars(path))
+
+
 
 def load_game(path) -> Task:
     """The game in a game.tw-pddl file, parsed once to check it.

@@ -69,7 +69,7 @@ class Tasks:
         types: "all", or "part": without the task types that are held out for L2.
         """
         if not self.source:
-            start += self.seed * 10_000_000
+            start += self.seed * TRAIN_TASKS
             return [rooms.task("train", start + i, TYPES[types]) for i in range(n)]
         tasks, games_of_types = self.original_tasks(types, start, n), self.real_games("train", TYPES[types])
         first = {"always": 0, "later": len(games_of_types)}.get(self.rearrange, start + n)

@@ -19,20 +19,17 @@ from pathlib import Path
 
 import numpy as np
 
-from .game import COMMANDS, Game
-from .games import entry, load_game, read_json
+from .game import Game, check_commands
+from .games import GOALS, PROGRAM, entry, expand_variables, load_game, read_json
+from .splits import check_positive
 
-TASK_TYPES = {
-    1: "pick_and_place_simple", 2: "look_at_obj_in_light", 3: "pick_clean_then_place_in_recep",
-    4: "pick_heat_then_place_in_recep", 5: "pick_cool_then_place_in_recep", 6: "pick_two_obj_and_place"}
+TASK_TYPES = dict(enumerate(GOALS, 1))
 SETTINGS = {      # {train_eval: (setting of the games' folder, setting of their number; 0 or less: all)}
     "train": ("dataset.data_path", "dataset.num_train_games"),
     "eval_in_distribution": ("dataset.eval_id_data_path", "dataset.num_eval_games"),
     "eval_out_of_distribution": ("dataset.eval_ood_data_path", "dataset.num_eval_games")}
 LIMITS = {        # {general.training_method: setting of the step limit}
     "dqn": "rl.training.max_nb_steps_per_episode", "dagger": "dagger.training.max_nb_steps_per_episode"}
-ROOT = __package__.rpartition(".")[0]                # "envs"; of the installed package "household"
-PROGRAM = "household" if ROOT == "household" else f"python -m {ROOT}.household"
 MOVE_TEMPLATE = 'template :: "move {o} to {r}"'      # in every game since alfworld 0.4; before it was "put"
 
 
@@ -62,8 +59,7 @@ class Batch:
     """
 
     def __init__(self, gamefiles, batch_size, max_turns):
-        if not isinstance(batch_size, Integral) or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r:.60}: expected 1 or more")
+        check_positive("batch_size", batch_size)
         self.gamefiles, self.batch_size, self.max_turns = gamefiles, batch_size, max_turns
         self.replies = None                # the last Reply of each game; None before the first reset
         self.seed(1234)
@@ -109,11 +105,7 @@ class Batch:
         """
         if self.replies is None:
             raise ValueError("step: call reset first")
-        if not isinstance(commands, (list, tuple)) or len(commands) != self.batch_size:
-            raise ValueError(f"step: expected a list of {self.batch_size} commands, got {repr(commands):.60}")
-        for i, command in enumerate(commands):
-            if not self.dones[i] and not isinstance(command, COMMANDS):
-                raise ValueError(f"step: commands[{i}]={command!r:.60}: expected text")
+        check_commands(commands, self.dones)
         self.turns += 1
         over = bool(self.max_turns) and self.turns >= self.max_turns      # 0, None: no limit
         for i, command in enumerate(commands):
@@ -224,11 +216,3 @@ def is_playable(trial, types):
     if game.get("solvable") and MOVE_TEMPLATE not in entry(game, "grammar", path):
         raise ValueError(f"{path}: of a release before alfworld 0.4; {PROGRAM} download gets current ones")
     return bool(game.get("solvable"))
-
-
-def expand_variables(path):
-    """A path with its environment variables and "~" expanded; $ALFWORLD_DATA has alfworld's default."""
-    if "ALFWORLD_DATA" not in os.environ:
-        default = os.path.expanduser("~/.cache/alfworld")
-        path = path.replace("$ALFWORLD_DATA", default).replace("${ALFWORLD_DATA}", default)
-    return os.path.expanduser(os.path.expandvars(path))

@@ -9,7 +9,7 @@ All games live in this process: they need no workers. Left out: a model, prompts
 the place of one that is over before the others are.
 """
 
-from .game import COMMANDS, Game
+from .game import Game, check_commands
 from .splits import check_positive, find_split
 
 
@@ -63,11 +63,7 @@ class Games:
         """
         if self.tasks is None:
             raise ValueError("step: call reset first")
-        if not isinstance(commands, (list, tuple)) or len(commands) != len(self.games):
-            raise ValueError(f"step: expected a list of {len(self.games)} commands, got {repr(commands):.60}")
-        for i, command in enumerate(commands):
-            if not self.dones[i] and not isinstance(command, COMMANDS):
-                raise ValueError(f"step: commands[{i}]={command!r:.60}: expected text")
+        check_commands(commands, self.dones)
         self.turns += 1
         rewards = [0.0] * len(commands)
         for i, command in enumerate(commands):

@@ -9,7 +9,7 @@ settings of an older run into the current ones. Left out: running cells (lab/ben
 import shlex
 from pathlib import Path
 
-from config import changed, parse
+from config import changed, parse_or_exit
 from infra import files
 from infra.endpoint import without_path
 from lab.bench.intervals import mean_known
@@ -40,7 +40,8 @@ def config_of(cell):
     ValueError if gcd.py rejects them.
     """
     try:
-        return parse([str(smollm2.FOLDER) if value == smollm2.NAME else value for value in cell.arguments])
+        return parse_or_exit([str(smollm2.FOLDER) if value == smollm2.NAME else value
+                              for value in cell.arguments])
     except SystemExit:
         raise ValueError(f"{cell.row}: gcd.py rejects these flags: {shlex.join(cell.flags)}") from None
 

@@ -25,6 +25,7 @@ import torch
 import config
 import gcd
 import judge
+import models
 import session
 from infra import files
 from lab.bench import memory
@@ -55,7 +56,7 @@ def iteration(bench, *flags):
         status = gcd.main([*command, "--iterations", "2", "--overwrite"])
     run_s, lines = time.perf_counter() - start, rl_lines(out)
     assert len(lines) == 2 and status == 0, f"{len(lines)} iterations, exit status {status}"
-    settings, last = config.parsed(command), lines[-1]
+    settings, last = config.parse(command), lines[-1]
     compared, right = beside_estimate(bench, settings, last, found)
     trained = last["policy/grad_norm"] > 0 and (not settings.gcd or last["judge/tokens"] > 0)
     complete = trained and last["policy/steps"] == settings.minibatches and (
@@ -142,7 +143,7 @@ def as_in_a_run(bench):
     torch's allocator had reserved and the host's seconds in each of HOST; so is what the device holds beside
     the allocator's, as CUDA's context and graphs (memory.OUTSIDE).
     """
-    verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, session.make_chat
+    verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, models.make_chat
     found, ended, hosts, steps, spent = {}, [], [], [0], {}
 
     def chat_that_stops(*settings):

@@ -71,10 +71,10 @@ def rollout_ratios(turns, repeats):
 @contextlib.contextmanager
 def prepared_run(folder, out, *flags):
     """Yield a Run with these flags from the model in `folder`, ready for its first iteration."""
-    settings = config.parsed(["--model", str(folder), "--out", str(out), "--overwrite", *NO_LEARNING, *flags])
+    settings = config.parse(["--model", str(folder), "--out", str(out), "--overwrite", *NO_LEARNING, *flags])
     with contextlib.ExitStack() as resources, contextlib.redirect_stderr(io.StringIO()):
         run = prepare(settings, job.Ranks(0, 1, torch.device("cpu")), False, resources)
-        settings.algorithm.start(run.model, run.objective, settings.minibatches, run.shard)
+        settings.algorithm.begin_checked(run.model, run.objective, settings.minibatches, run.shard)
         yield run
 
 

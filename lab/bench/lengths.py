@@ -47,7 +47,7 @@ def frames(tokenizer, environment):
     found = {}
     for style in STYLES:
         for listed in (True, False)[style == "plain":]:
-            chat = Chat(tokenizer, style, listed, environment.noop_message, environment)
+            chat = Chat(tokenizer, style, listed, environment)
             found[style + " listed" * listed] = [chat.frame_tokens(EXAMPLE, first) for first in (True, False)]
     return found
 
@@ -67,7 +67,7 @@ def main(argv=None):
     for name, (kind, n) in EPISODES.items():
         environment = environments[kind]
         around[name] = frames(tokenizer, environment)
-        encode = Chat(tokenizer, "think", True, environment.noop_message, environment).encode
+        encode = Chat(tokenizer, "think", True, environment).encode
         found[name] = [counted(encode, replies)
                        for replies in episodes(environment, environment.train_tasks("all", 0, n))]
         later = [a + b for pair in found[name] for a, b in [*zip(*pair)][1:]]
@@ -83,7 +83,7 @@ def environment_of(kind, games):
     """The environment `kind` with its default flags; household plays the real `games`."""
     import config
     flags = ["--env", kind, *(["--games", games] if kind == "household" else [])]
-    return config.parsed(flags).environment
+    return config.parse(flags).environment
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from lm import logprobs
 from lm import model as decoder
 from lm.engine import TICK, Answers, Sampling, bucket
 from lm.optim import trained
-from session import choose_trained
+from models import choose_trained
 
 GB = 1e9
 OUT = ROOT / "lab" / "results" / "memory.json"
@@ -115,7 +115,7 @@ class Row:
     def settings(self):
         """Those of gcd.py."""
         model = ["--model", f"Qwen2.5-{self.name}", "--preset", "paper"]
-        return config.parsed([*model, "--evaluate", "none", *" ".join(self.flags).split()])
+        return config.parse([*model, "--evaluate", "none", *" ".join(self.flags).split()])
 
 
 ROWS = (Row("1.5B", 1), Row("1.5B", 1, turns=30), Row("1.5B", 8), Row("7B", 8),
@@ -236,7 +236,7 @@ def stages(model, ranks, settings, work):
     equal = slots.n * bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
                                  for turn in episode.turns) + settings.max_response_tokens, 1024)
     of_token = slots.cache.bytes_per_token
-    more, copies = (equal - slots.cache.slots) * of_token, (work.answers - 1) * of_token * sum(
+    more, copies = (equal - slots.cache.positions) * of_token, (work.answers - 1) * of_token * sum(
         sorted(map(len, questions))[-prompts_at_once(settings, work.answers):])
     sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,
              "step": kept + gradients, "rollout, equal rooms": playing + more,

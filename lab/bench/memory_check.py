@@ -84,7 +84,7 @@ def games_and_chat(games, tokenizer):
     """The replies of each game's episode, and the chat."""
     environment = lengths.environment_of("household", games)
     tokenizer = decoder.load_tokenizer(Path(tokenizer))
-    chat = Unread(tokenizer, "think", True, environment.noop_message, environment)
+    chat = Unread(tokenizer, "think", True, environment)
     return lengths.episodes(environment, environment.train_tasks("all", FIRST_TASK, SETTINGS.tasks)), chat
 
 

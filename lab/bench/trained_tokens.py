@@ -26,7 +26,7 @@ from lab.bench.study import ROOT, parse_clean
 from lm import lora
 from lm import model as decoder
 from lm.optim import adamw, trained
-from session import choose_trained
+from models import choose_trained
 
 OUT = ROOT / "lab" / "results" / "trained_tokens.json"
 WAYS = tuple(" ".join(filter(None, pair)) for pair in itertools.product(        # "": the whole model
@@ -50,7 +50,7 @@ class Way:
     def __init__(self, flags, shape):
         self.flags, self.seconds, model = flags, [], decoder.Model(shape)
         decoder.init_weights(model, 0)
-        settings = config.parsed([*flags.split(), "--evaluate", "none"])
+        settings = config.parse([*flags.split(), "--evaluate", "none"])
         self.model = parallel.shard(choose_trained(model, settings), job.Ranks(0, 1, torch.device("cpu")),
                                     getattr(torch, settings.dtype))
         self.optimizer = adamw(self.model)

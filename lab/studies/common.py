@@ -29,7 +29,7 @@ from lab.bench.study import ROOT, add_dirty, below_root
 from lm import model as decoder
 from lm.chat import Chat
 from lm.engine import Sampling
-from session import make_chat
+from models import make_chat
 
 OUT = ROOT / "lab" / "results" / "studies"
 AGREES = ("yes", "partly", "no", "not measurable")         # values of a figure's "agrees"
@@ -190,7 +190,7 @@ def load_actor(folder, flags):
 
     ValueError for wrong flags or an incomplete folder.
     """
-    settings = config.parsed([*map(str, flags), "--model", str(folder), "--demonstrations", "0"])
+    settings = config.parse([*map(str, flags), "--model", str(folder), "--demonstrations", "0"])
     model, tokenizer = decoder.load_pretrained(settings.model), decoder.load_tokenizer(settings.model)
     return Actor(model, make_chat(settings, tokenizer), settings)
 

@@ -48,7 +48,7 @@ def batch_gradients(run, iteration, n):
     found = {kind: [] for kind in update.KINDS}
     with tempfile.TemporaryDirectory() as out, ExitStack() as resources:
         flags = ["--model", run.models[iteration], "--demonstrations", 0, "--seed", run.seed, "--out", out]
-        settings = config.parsed([*run.flags, *map(str, flags)])
+        settings = config.parse([*run.flags, *map(str, flags)])
         trained = prepare(settings, job.setup(settings.device), False, resources)
         for i in range(run.iterations, run.iterations + n):
             episodes, _ = gcd.collect(trained, i)

@@ -410,7 +410,7 @@ def main(argv=None):
         if getattr(options, name) < 1:
             parser.error(f"--{name}={getattr(options, name)}: expected at least 1")
     try:
-        config.parsed([*options.cold.split(), *options.flags.split(), "--seed", str(options.seed)])
+        config.parse([*options.cold.split(), *options.flags.split(), "--seed", str(options.seed)])
     except ValueError as error:
         parser.error(str(error))
     requested, path = cells_of(options), options.out / "faults.jsonl"

@@ -32,7 +32,7 @@ WIDE = ["--clip-low", 0.06, "--clip-high", 0.09]          # GSPO's own would cut
 
 def method_and_objective(*flags):
     """The algorithm of a command line, begun, and the objective of its run, without the clip of gradients."""
-    settings = config.parsed([str(flag) for flag in (*flags, "--max-grad-norm", 0)])
+    settings = config.parse([str(flag) for flag in (*flags, "--max-grad-norm", 0)])
     objective, method = session.objective_of(settings), settings.algorithm
     method.begin(None, objective, 1, None)
     return method, objective
@@ -154,10 +154,10 @@ def test_turns_of_an_episode_with_one_ratio_keep_their_own_advantages(model, sam
 
 @pytest.mark.fast
 def test_gspos_defaults_are_the_papers_and_flags_override_them():
-    settings = config.parsed(["--algo", "gspo"]).settings()
+    settings = config.parse(["--algo", "gspo"]).settings()
     assert (settings["clip_low"], settings["clip_high"], settings["sequence"]) == (3e-4, 4e-4, "episode")
     assert settings["normalize_std"] and settings["kl"] == "none"
-    settings = config.parsed(["--algo", "gspo", "--clip-high", "0.1", "--preset", "paper"]).settings()
+    settings = config.parse(["--algo", "gspo", "--clip-high", "0.1", "--preset", "paper"]).settings()
     assert (settings["clip_low"], settings["clip_high"], settings["lr"]) == (3e-4, 0.1, 1e-6)
 
 
@@ -243,9 +243,9 @@ def test_dapo_and_dr_grpo_are_as_published(model, samples, algo, high, preset):
 @pytest.mark.parametrize("algo, sampling", [("dapo", "refill"), ("dr_grpo", "keep")])
 def test_their_advantages_and_sampling(algo, sampling):
     """DAPO divides by the std, Dr. GRPO does not; neither has a KL."""
-    settings = config.parsed(["--algo", algo, "--variant", "code"])
+    settings = config.parse(["--algo", algo, "--variant", "code"])
     assert settings.algorithm.settings.normalize_std == (algo == "dapo")
-    settings = config.parsed(["--algo", algo])
+    settings = config.parse(["--algo", algo])
     assert (settings.dynamic_sampling, settings.kl) == (sampling, "none")
     got, _ = advantages_of(settings.algorithm, random_episodes(3))
     want, _ = advantages_of(method_of("grpo", normalize_std=algo == "dapo"), random_episodes(3))
@@ -300,7 +300,7 @@ def test_defaults_of_base_classes_add_up(tmp_path):
     path = tmp_path / "both.py"
     path.write_text('"""Both."""\nfrom algorithms import cispo, reinforce\n\n\n'
                     "class Method(cispo.Loss, reinforce.Method):\n    defaults = dict(tasks=64)\n")
-    settings = config.parsed(["--algo", str(path)])
+    settings = config.parse(["--algo", str(path)])
     found = (settings.clip_low, settings.clip_high, settings.group_size, settings.tasks)
     assert found == (1.0, 4.0, 1, 64) and settings.dynamic_sampling == "keep"
 
@@ -372,7 +372,7 @@ def test_a_wrong_hook_is_refused_before_a_run(tmp_path, body, expected):
     path = tmp_path / "mine.py"
     path.write_text(f'"""Mine."""\nfrom algorithms import grpo\n\n\nclass Method(grpo.Method):\n    {body}\n')
     with pytest.raises(ValueError, match="^--algo") as refused:
-        config.parsed(["--algo", str(path)])
+        config.parse(["--algo", str(path)])
     assert expected in str(refused.value) and str(path) in str(refused.value)
 
 

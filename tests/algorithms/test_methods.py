@@ -98,7 +98,7 @@ def test_correction_logs_its_source_and_is_used_at_evaluation_if_the_flag_is_set
     assert found["splits"]["dev"]["sampled"]["n"] == 128 and found["temperature"] == 0.4
     folder = tmp_path / "rl" / "checkpoint"
     saved = torch.load(folder / "trainer.pt", weights_only=True)["state"]["instruction"]
-    assert saved["text"] == made[-1]["text"]
+    assert saved == made[-1]["text"]
     assert train(tmp_path / "later", *start_from(folder), "--iterations", 0, *evaluated) == 0
     later = json.loads((tmp_path / "later" / "evaluation.json").read_text())
     assert later["instruction"] == made[-1]["text"]          # the last instruction belongs to the model

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -89,7 +88,7 @@ def test_the_tour_writes_a_report(tmp_path):
 @pytest.mark.fast
 def test_play_is_the_episode_that_a_run_would_play(player):
     """rollout.play with the same model, flags and stream."""
-    settings = config.parsed(["--model", str(COMMITTED), "--demonstrations", "0"])
+    settings = config.parse(["--model", str(COMMITTED), "--demonstrations", "0"])
     spec = rollout.EpisodeSpec(settings.environment.split_tasks("L0")[3], 0, agent.stream(5))
     want, = rollout.play(player.model, player.chat, settings.environment.make(1), [spec],
                          agent.Sampling(0.7, settings.max_response_tokens), 4, settings.context)
@@ -189,7 +188,7 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
     folder = shutil.copytree(start, tmp_path / "model")
     trainer = torch.load(folder / "trainer.pt", weights_only=True)
     text = correction.instruction_phrases()[0]
-    trainer["state"]["instruction"] = asdict(correction.Instruction(text, {}, 3, False))
+    trainer["state"]["instruction"] = text
     played = []
     for given in (False, True):
         trainer["state"]["settings"]["correction_at_evaluation"] = given
@@ -294,7 +293,7 @@ def test_load_refuses_a_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="config.json: not found; the run's model is in .*run/checkpoint$"):
         gcd.load(tmp_path / "run")
     with pytest.raises(ValueError, match="^--model=.*not found; the run's model is in .*run/checkpoint$"):
-        config.parsed(["--model", str(tmp_path / "run")])
+        config.parse(["--model", str(tmp_path / "run")])
     shutil.copytree(COMMITTED, tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="safetensors"):

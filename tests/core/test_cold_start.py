@@ -205,7 +205,7 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
     """
     flags = ("--max-turns", 30, "--context", 4096, "--max-response-tokens", 64, "--cold-start-batch", 2,
              *flags)
-    settings = replace(config.parse([str(flag) for flag in flags]), **changes)
+    settings = replace(config.parse_or_exit([str(flag) for flag in flags]), **changes)
     model, rows = decoder.Model(decoder.ModelConfig(9, 8, 8, 1, 1, 1, 8)), []
     model.steps = []
     if script:
@@ -310,7 +310,7 @@ def test_the_outcomes_of_the_demonstrations_are_logged(chat):
 @pytest.mark.fast
 def test_few_kept_demonstrations_are_a_warning(chat):
     """Fewer than half: it says why, which task types have none, and which flags may help."""
-    tasks = config.parse([]).environment.train_tasks("all", 0, 7)
+    tasks = config.parse_or_exit([]).environment.train_tasks("all", 0, 7)
     long = scripted([("look", "a long text " * 400, False, "")] * 20)
     script = [scripted(won=False)] * 2 + [scripted(), EpisodeLost("gone"), long, scripted(won=False)]
     run = make_run(chat, "--context", 2048, script=[*script, scripted()])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fast
 
 
 def parse(*flags):
-    return config.parse([str(flag) for flag in flags])
+    return config.parse_or_exit([str(flag) for flag in flags])
 
 
 def mistake(capsys, *flags):

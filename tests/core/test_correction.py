@@ -10,7 +10,7 @@ import math
 import random
 import re
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -175,30 +175,29 @@ def test_a_critique_is_the_text_before_the_verdict(chat, texts, why):
 
 
 def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(), seed=0, slots=4, **changes):
-    """The Instruction that `correct` gives a run, or None. Asserts that it is logged."""
+    """What `correct` logs of the instruction that it gives a run, or None. Asserts that it is the run's."""
     settings = SimpleNamespace(**{"correction": "critiques", "correction_every": 1, "correction_from": "auto",
                                   "seed": seed, "slots": slots} | changes)
     rows, warned = [], []
-    run = SimpleNamespace(config=settings, chat=chat, sampler=model, endpoint=endpoint, instruction=None,
+    run = SimpleNamespace(config=settings, chat=chat, sampler=model, endpoint=endpoint, instruction="",
                           sampling=lambda: sampling, log=rows.append, log_endpoint=lambda: None,
                           warn_once=lambda kind, text: warned.append(text))
     correction.correct(run, i, judged)
     due = settings.correction != "off" and (i + 1) % settings.correction_every == 0
     assert bool(warned) == (due and not run.instruction)
-    assert rows == ([{"phase": "correction"} | asdict(run.instruction)] if run.instruction else [])
-    return run.instruction
+    assert [row["text"] for row in rows] == ([run.instruction] if run.instruction else [])
+    return rows[0] if rows else None
 
 
 @pytest.mark.fast
 def test_a_small_models_instruction_counts_its_mistakes(chat):
     made = corrected(chat, bad_turns(chat))
-    assert made.text == f"{correction.KINDS['refused']} {correction.KINDS['repeated']}"
-    assert made.made_from == {"refused": 3, "other": 2, "repeated": 1}
-    assert (made.iteration, made.control) == (7, False)
+    assert made["text"] == f"{correction.KINDS['refused']} {correction.KINDS['repeated']}"
+    assert made["made_from"] == {"refused": 3, "other": 2, "repeated": 1}
+    assert made["control"] is False
     text = f"{correction.IRRELEVANT['refused']} {correction.IRRELEVANT['repeated']}"
     control = corrected(chat, bad_turns(chat), correction="irrelevant")
-    assert control == replace(made, control=True, text=text)
-    assert correction.Instruction(**asdict(made)) == made
+    assert control == made | {"control": True, "text": text}
     for too_few in ([], bad_turns(chat)[:1]):
         assert corrected(chat, too_few) is None
 
@@ -207,14 +206,14 @@ def test_a_small_models_instruction_counts_its_mistakes(chat):
 def test_a_writing_models_mistakes_are_counted_if_the_flag_asks_for_it(tokenizer):
     chat = Chat(tokenizer, "plain")
     made = corrected(chat, bad_turns(chat), correction_from="counts")
-    assert made.made_from == {"refused": 3, "other": 2, "repeated": 1}
+    assert made["made_from"] == {"refused": 3, "other": 2, "repeated": 1}
 
 
 @pytest.mark.fast
 def test_a_writing_models_mistakes_are_counted_where_its_verdicts_have_no_reasons(tokenizer):
     """With --prompt plain a verdict is the word alone."""
     chat = Chat(tokenizer, "plain")
-    assert corrected(chat, bad_turns(chat)).made_from == {"refused": 3, "other": 2, "repeated": 1}
+    assert corrected(chat, bad_turns(chat))["made_from"] == {"refused": 3, "other": 2, "repeated": 1}
 
 
 @pytest.mark.fast
@@ -252,15 +251,15 @@ def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_actor(tok
                 "the agent, of at most 60 words, that helps in other games too. Give the instruction alone.")
     large = Large("<b>Do not</b> repeat.")
     prompts = actor(chat, "Look before\nyou act.")
-    assert corrected(chat, bad, endpoint=large).text == "Do not repeat."
+    assert corrected(chat, bad, endpoint=large)["text"] == "Do not repeat."
     assert large.calls == [[question]] and not prompts
-    assert corrected(chat, bad).text == "Look before you act."
+    assert corrected(chat, bad)["text"] == "Look before you act."
     assert prompts == [[chat.message(question, first=True)]]
     actor(chat, "Look before you", cut=True)
     assert corrected(chat, bad) is None
     for silence in (None, "", " ... "):
         assert corrected(chat, bad, endpoint=Large(silence)) is None
-    long = corrected(chat, bad, endpoint=Large("many words " * 100)).text
+    long = corrected(chat, bad, endpoint=Large("many words " * 100))["text"]
     assert 480 < len(long) <= 500 and set(long.split()) == {"many", "words"}
 
 
@@ -270,8 +269,8 @@ def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer):
     chat, large = Chat(tokenizer, "think"), Large("Do better.")
     bad = bad_turns(chat, "", "<x>", *[f"Mistake {i}." for i in range(2, 24)])
     made = corrected(chat, bad[::-1], endpoint=large)
-    assert made.text == "Do better." and made.made_from == [f"Mistake {i}." for i in range(2, 18)]
-    merged = "\n".join(f"- {text}" for text in made.made_from)
+    assert made["text"] == "Do better." and made["made_from"] == [f"Mistake {i}." for i in range(2, 18)]
+    merged = "\n".join(f"- {text}" for text in made["made_from"])
     assert large.calls == [[correction.MERGE.format(critiques=merged)]]
     for without_critique in ([], bad[:2]):
         assert corrected(chat, without_critique, endpoint=large) is None
@@ -297,8 +296,8 @@ def test_all_ranks_mistakes_make_one_instruction(chat, monkeypatch):
 
     monkeypatch.setattr(parallel, "all_gather", gather)
     made = corrected(chat, bad_turns(chat), 0)
-    assert made.made_from == {"revisited": 5, "refused": 3, "other": 2, "repeated": 1}
-    assert made.text == f"{correction.KINDS['revisited']} {correction.KINDS['refused']}"
+    assert made["made_from"] == {"revisited": 5, "refused": 3, "other": 2, "repeated": 1}
+    assert made["text"] == f"{correction.KINDS['revisited']} {correction.KINDS['refused']}"
 
 
 # A cold start with instructions

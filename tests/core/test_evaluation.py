@@ -165,9 +165,7 @@ def test_outcomes_and_intervals_of_drawn_games():
     assert (rate["success"], rate["games"], rate["n"]) == (0.5, 2, 4)
     half = evaluation.scores(counts, 1, [("sampled", i, str(i), "x", i < 2) for i in range(4)])
     assert rate["low"] < half["low"] < half["high"] < rate["high"]
-    assert evaluation.by_seed(evaluation.outcomes_of(ended), "sampled") == []
     twice = [{"game": "a", "type": "x", "t": "10"}, {"game": "b", "type": "x", "t": "11"}]
-    assert evaluation.by_seed(twice, "t") == [1.0, 0.5]
     assert evaluation.by_type(twice, "t")["x"]["success"] == 0.75
 
 

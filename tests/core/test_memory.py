@@ -26,7 +26,7 @@ from tiny_runs import rows, same, start_from, train, weights, without_times
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import batching
-import session
+import models
 import update
 from algorithms import nthr
 from infra import checkpoint, job, parallel
@@ -185,7 +185,7 @@ def test_checkpoint_activations_decides_whether_layers_are_recomputed(monkeypatc
                                                                       recompute):
     monkeypatch.setattr(parallel, "shard", lambda model, *_: model)
     settings = SimpleNamespace(checkpoint_activations=flag, dtype="float32")
-    model = session.sharded(new_model(), settings, job.Ranks(0, 1, torch.device(device)), small)
+    model = models.sharded(new_model(), settings, job.Ranks(0, 1, torch.device(device)), small)
     assert [block.recompute for block in model.model.layers] == [recompute] * 2
 
 

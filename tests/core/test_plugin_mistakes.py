@@ -38,7 +38,7 @@ TINY = ("--device cpu --hidden-size 16 --layers 1 --max-turns 3 --tasks 2 --grou
 
 # What a game answers
 
-NUMBER, BOOL = "expected a number up to 100, or None", "expected True or False, Python's own"
+NUMBER, BOOL = "expected a number from -100 to 100, or None", "expected True or False, Python's own"
 REWARD = "expected a Python number, of at most 1e+09 either way"
 WRONG_REPLIES = [
     (None, "it returned None; expected a Reply"), (("a room", [], False, False), "expected a Reply"),
@@ -197,7 +197,8 @@ def credited(assign, change=lambda episodes: None, state=None):
             self.state = {} if state is None else state
             return assign([turn for e in episodes for turn in e.turns])
 
-    return Method(algorithms.Method.Settings()).credit([make_episode(TURNS, won=True), make_episode(TURNS)])
+    episodes = [make_episode(TURNS, won=True), make_episode(TURNS)]
+    return Method(algorithms.Method.Settings()).assign_checked(episodes)
 
 
 def writes(name, value):
@@ -297,10 +298,10 @@ def test_a_critic_that_could_not_be_saved_is_refused_when_rl_begins(trains, crit
 
     method = Method(algorithms.Method.Settings())
     if not expected:
-        method.start(None, None, 1, None)
+        method.begin_checked(None, None, 1, None)
         return
     with pytest.raises(PluginError) as refused:
-        method.start(None, None, 1, None)
+        method.begin_checked(None, None, 1, None)
     assert f"begin: {expected}" in str(refused.value)
 
 
@@ -478,7 +479,7 @@ def test_a_wrong_class_is_refused_before_a_run(tmp_path, before, after, expected
     path = tmp_path / "wrong.py"
     path.write_text(changed(GUESS, before, after), encoding="utf-8")
     with pytest.raises(ValueError) as refused:
-        config.parsed(["--env", str(path)])
+        config.parse(["--env", str(path)])
     assert expected in str(refused.value)
 
 
@@ -495,7 +496,7 @@ def test_a_setting_whose_flag_has_two_meanings_is_refused(tmp_path, setting, exp
     mine = f"        {name} = field(default={default}, metadata={{'help': 'x'}})\n"
     path.write_text(changed(GUESS, FLAG, mine + FLAG), encoding="utf-8")
     with pytest.raises(ValueError) as refused:
-        config.parsed(["--env", str(path)])
+        config.parse(["--env", str(path)])
     assert expected in str(refused.value)
 
 
@@ -508,7 +509,7 @@ def test_a_field_that_would_be_no_flag_is_explained(tmp_path, old, new, expected
     path = tmp_path / "mine.py"
     path.write_text(changed(OPO, old, new), encoding="utf-8")
     with pytest.raises(ValueError) as refused:
-        config.parsed(["--algo", str(path), "--length-in", "turns"])
+        config.parse(["--algo", str(path), "--length-in", "turns"])
     assert expected in str(refused.value)
 
 
@@ -538,7 +539,7 @@ def test_a_tuple_of_tasks_and_a_game_that_cannot_be_closed_end_no_run(tmp_path, 
 def test_a_file_may_hand_on_a_class_of_the_tree(tmp_path):
     path = tmp_path / "again.py"
     path.write_text("from algorithms.gigpo import Method\n", encoding="utf-8")
-    assert config.parsed(["--algo", str(path)]).algorithm.settings.step_weight > 0
+    assert config.parse(["--algo", str(path)]).algorithm.settings.step_weight > 0
 
 
 @pytest.mark.fast
@@ -547,7 +548,7 @@ def test_a_message_for_the_user_stays_as_it_is(tmp_path):
     refusal = "    def __init__(self, *given):\n        raise ValueError('--highest=6: odd numbers')\n\n"
     path.write_text(changed(GUESS, MAKE, refusal + MAKE), encoding="utf-8")
     with pytest.raises(ValueError, match="^--highest=6: odd numbers$"):
-        config.parsed(["--env", str(path), "--highest", "6"])
+        config.parse(["--env", str(path), "--highest", "6"])
 
 
 @pytest.mark.fast

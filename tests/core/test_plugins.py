@@ -98,7 +98,7 @@ def test_an_environment_has_its_own_flags_and_labels(checkout):
 def refused(capsys, *flags):
     """The error of a command line with these flags, which must be one line on stderr."""
     with pytest.raises(SystemExit) as stopped:
-        config.parse([str(flag) for flag in flags])
+        config.parse_or_exit([str(flag) for flag in flags])
     output, error = capsys.readouterr()
     assert stopped.value.code == 2 and output == "" and error.count("\n") == 1
     assert error.startswith("gcd.py: error: ") and error.endswith("; see --help\n")
@@ -129,8 +129,8 @@ def test_an_environment_needs_an_expert_and_an_oracle_only_if_they_are_used(writ
     line = refused(capsys, "--env", "bare", "--demonstrations", 0, "--judge-labels", "oracle")
     assert line == "--judge-labels=oracle: bare has no oracle"
     bare = ["--env", "bare", "--demonstrations", "0"]
-    assert config.parse([*bare, "--no-gcd"]).environment.expert is None
-    assert config.parse([*bare, "--preset", "paper"]).judge_labels == "rule"
+    assert config.parse_or_exit([*bare, "--no-gcd"]).environment.expert is None
+    assert config.parse_or_exit([*bare, "--preset", "paper"]).judge_labels == "rule"
 
 
 @pytest.mark.fast
@@ -142,11 +142,11 @@ def test_flags_are_checked_against_what_the_environment_declares(write_environme
     assert refused(capsys, "--env", "guess", "--evaluate", "L0") == "--evaluate=L0: no split 'L0' (dev, test)"
     line = refused(capsys, "--env", "guess", "--judge-labels", "thirds")
     assert line.startswith("--judge-labels=thirds: expected one of ") and line.endswith(", halves")
-    settings = config.parse(["--env", "guess"])
+    settings = config.parse_or_exit(["--env", "guess"])
     assert (settings.max_turns, settings.splits) == (8, ["test"])
-    assert config.parse(["--env", "guess", "--train-types", "all"]).splits == []
-    assert config.parse(["--env", "guess", "--max-turns", "3"]).max_turns == 3
-    assert config.parse(["--env", "guess", "--judge-labels", "halves"]).judge_labels == "halves"
+    assert config.parse_or_exit(["--env", "guess", "--train-types", "all"]).splits == []
+    assert config.parse_or_exit(["--env", "guess", "--max-turns", "3"]).max_turns == 3
+    assert config.parse_or_exit(["--env", "guess", "--judge-labels", "halves"]).judge_labels == "halves"
 
 
 @pytest.mark.fast

@@ -292,7 +292,7 @@ def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
         run.wait()
     assert "Traceback" not in (tmp_path / "stderr").read_text()
     state = torch.load(tmp_path / "checkpoint" / "trainer.pt", weights_only=True)["state"]
-    assert (state["iteration"], state["instruction"]) == (len(rows(tmp_path)), None)
+    assert (state["iteration"], state["instruction"]) == (len(rows(tmp_path)), "")
     assert state["seconds"]["rl"] > 0
     assert not same(weights(tmp_path), load_file(start / "model.safetensors"))
 
@@ -337,7 +337,7 @@ def test_resume_prints_what_changes_the_rounding(start, finished, capsys):
     assert train(finished, *flags, "--slots", 3, "--microbatch-tokens", 512) == 0
     (line,) = remarks(capsys)
     assert line.startswith("--resume: slots was 128, is 3; microbatch_tokens was 2048, is 512: sums are ")
-    now = config.parsed([*TINY, "--slots", "3", "--microbatch-tokens", "512"])      # as in the checkpoint
+    now = config.parse([*TINY, "--slots", "3", "--microbatch-tokens", "512"])      # as in the checkpoint
     first, state = resume.first_record(finished), checkpoint.read_trainer(finished / "checkpoint")["state"]
     two = job.Ranks(0, 2, torch.device("cpu"))
     resume.print_changes(now, finished, state, first, two)
@@ -417,7 +417,7 @@ def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_o
     ([], False), (["--evaluate", "L1,L0"], False), (["--evaluate", "L0"], True),
     (["--evaluate", "none"], False), (["--protocol", "eight"], True), (["--evaluate-tasks", "5"], True)])
 def test_an_evaluation_by_another_protocol_is_another(tmp_path, flags, other):
-    settings = config.parsed(["--evaluate", "L0,L1", "--protocol", "sampled", *flags])
+    settings = config.parse(["--evaluate", "L0,L1", "--protocol", "sampled", *flags])
     assert resume.evaluates_otherwise(settings, tmp_path) is False                         # it holds none yet
     files.write_json(tmp_path / files.EVALUATION,
                      {"splits": {"L0": {}, "L1": {}}, "protocol": "sampled", "evaluate_tasks": 0})
@@ -430,7 +430,7 @@ def test_an_evaluation_by_another_protocol_is_another(tmp_path, flags, other):
 @pytest.mark.fast
 @pytest.mark.parametrize("began", [{"games_hash": {"train": "h"}, "config": {"iterations": 9}}, {}])
 def test_games_elsewhere_are_refused_where_their_content_is_unknown(tmp_path, began):
-    settings = config.parsed(["--iterations", "9", "--games", "here"])
+    settings = config.parse(["--iterations", "9", "--games", "here"])
     state = {"iteration": 1, "settings": settings.settings() | {"games": "there"}}
     refused = pytest.raises(ValueError, match="made with other settings: games was there, is here")
     with nullcontext() if began else refused:

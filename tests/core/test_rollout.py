@@ -14,6 +14,7 @@ import pytest
 from conftest import COMMANDS, NOOP_MESSAGE, Corridor, make_specs
 from test_engine import slow_response
 
+import envs
 import rollout
 from envs import EpisodeLost, Reply, Task
 from envs.alfred import rooms
@@ -263,7 +264,9 @@ def test_an_environment_may_have_its_own_noop_message(tokenizer):
             reply = super().step(command)
             return reply._replace(observation="Pardon?") if reply.observation == NOOP_MESSAGE else reply
 
-    conversation = corridor_conversation(Chat(tokenizer, "plain", noop_message="Pardon?"), env=Polite())
+    own = type("Own", (envs.Environment,), {"noop_message": "Pardon?"})
+    chat = Chat(tokenizer, "plain", environment=own())
+    conversation = corridor_conversation(chat, env=Polite())
     for text in ("right", "", "jump"):
         conversation.act(response_of(conversation.chat, text), 9, 400)
     episode = conversation.episode

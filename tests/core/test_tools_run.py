@@ -77,7 +77,7 @@ def chat_model(folder, environment, monkeypatch):
 @pytest.mark.skipif(not TRL, reason="needs TRL's chat templates: pip install trl")
 def test_a_model_with_a_chat_template_trains_with_its_tools(tmp_path, monkeypatch):
     """Prompts are the template's, tool role included; the run's files hold the calls and the answers."""
-    environment = config.parsed(["--env", SHOP]).environment
+    environment = config.parse(["--env", SHOP]).environment
     model = chat_model(tmp_path / "qwen", environment, monkeypatch)
     assert train(tmp_path / "run", env=SHOP, model=str(model), preset="small", max_response_tokens=32,
                  judge_response_tokens=16) == 0

@@ -46,6 +46,7 @@ from tiny_runs import (
 import config
 import gcd
 import judge
+import models
 import rollout
 import session
 import update
@@ -61,7 +62,7 @@ from lm.small import save_small_tokenizer
 
 def prepared(out, *flags):
     """A tiny Run that is set up, and has done no work."""
-    settings = config.parse([*TINY, "--out", str(out), *map(str, flags)])
+    settings = config.parse_or_exit([*TINY, "--out", str(out), *map(str, flags)])
     return session.prepare(settings, job.setup("cpu"), False, ExitStack())
 
 
@@ -106,7 +107,7 @@ def test_every_line_of_the_metrics_is_complete(trained):
     assert first["config"]["success_reward"] == 1.0 and first["config"]["games"] == ""
     assert {"commit", "started", "captions", "note", "warning"} <= first.keys()
     assert (first["world"], first["games"]) == ("household", "generated rooms")
-    environment = config.parse(TINY).environment
+    environment = config.parse_or_exit(TINY).environment
     train_hash = environment.tasks_hash(environment.train_tasks("part", 0, 8))    # 2 iterations of 4 tasks
     assert first["games_hash"] == {"train": train_hash}
     splits = {split: environment.tasks_hash(environment.split_tasks(split)) for split in ("L0", "L2")}
@@ -633,24 +634,24 @@ def test_games_are_checked_before_a_fresh_models_vocabulary_which_may_be_played_
 def test_a_model_for_scienceworld_is_checked_without_playing(start, tmp_path, monkeypatch):
     """By phrases that its every vocabulary holds: playing for all of them takes more than a minute."""
     monkeypatch.setattr(scienceworld, "gold_phrases", untouched)
-    settings = config.parsed(["--env", "scienceworld", "--judge-labels", "dense"])
+    settings = config.parse(["--env", "scienceworld", "--judge-labels", "dense"])
     with pytest.raises(ValueError, match="' art studio', of --env scienceworld, is none of its tokens"):
-        session.check_vocabulary(settings, start, {}, decoder.load_tokenizer(start))
+        models.check_vocabulary(settings, start, {}, decoder.load_tokenizer(start))
     save_small_tokenizer(scienceworld.Environment.known_phrases, tmp_path)
     decoder.ModelConfig.load(start).save(tmp_path)
-    session.check_vocabulary(settings, tmp_path, {}, decoder.load_tokenizer(tmp_path))
+    models.check_vocabulary(settings, tmp_path, {}, decoder.load_tokenizer(tmp_path))
 
 
 @pytest.mark.fast
 def test_another_file_of_the_same_name_is_another_environment(start, tmp_path):
     """By its hash, if the state of the run that trained the model has one; then its vocabulary decides."""
     (tmp_path / "guess.py").write_text((ROOT / "examples" / "guess.py").read_text() + "# changed")
-    settings = config.parsed(["--env", str(tmp_path / "guess.py"), "--model", str(start)])
+    settings = config.parse(["--env", str(tmp_path / "guess.py"), "--model", str(start)])
     tokenizer, previous = decoder.load_tokenizer(start), {"settings": {"env": "elsewhere/guess.py"}}
     for own in ({}, {"plugins": {"env": plugins.content_hash(settings.env)}}):
-        session.check_vocabulary(settings, start, previous | own, tokenizer)
+        models.check_vocabulary(settings, start, previous | own, tokenizer)
     with pytest.raises(ValueError, match="has the vocabulary of another environment: 'I think of a number"):
-        session.check_vocabulary(settings, start, previous | {"plugins": {"env": "0" * 16}}, tokenizer)
+        models.check_vocabulary(settings, start, previous | {"plugins": {"env": "0" * 16}}, tokenizer)
 
 
 @pytest.mark.fast

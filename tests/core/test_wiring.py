@@ -63,7 +63,7 @@ def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(chose
 def test_the_algorithm_gets_the_iterations_factor_on_learning_rates_and_random_numbers(monkeypatch):
     """These are the same in each run of a seed, on each rank."""
     seen = []
-    algorithm = SimpleNamespace(settings=None, credit=lambda episodes, decay: seen.append(
+    algorithm = SimpleNamespace(settings=None, assign_checked=lambda episodes, decay: seen.append(
         (decay, algorithm.rng.random())) or {})
     monkeypatch.setattr(gcd.rewards, "write_rewards", lambda *_: None)
     config = SimpleNamespace(algorithm=algorithm, kl="none", iterations=4, warmup=0, lr_decay=True)
@@ -119,7 +119,7 @@ def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monk
     loaded, state = [], {} if done is None else {"seen": 5}
     monkeypatch.setattr(gcd.checkpoint, "load_trainer",
                         lambda *arguments: loaded.append(arguments[-1]) or {"algorithm": state})
-    algorithm = SimpleNamespace(start=lambda *_: None, critic="its critic", state={"first": 1})
+    algorithm = SimpleNamespace(begin_checked=lambda *_: None, critic="its critic", state={"first": 1})
     config = SimpleNamespace(algorithm=algorithm, minibatches=1, lora=0, kl="none", keep_checkpoints=0,
                              iterations=0)
     run = SimpleNamespace(config=config, model=None, objective=None, shard=None, done=done, out=Path("out"),
@@ -267,7 +267,7 @@ def test_ranks_play_their_own_tasks_of_the_types_that_rl_trains_on(monkeypatch):
     config = SimpleNamespace(tasks=4, group_size=2, train_types="part", cold_start_types="all", seed=3)
     for rank in (0, 1):
         ranks = SimpleNamespace(rank=rank, world_size=2)
-        run = SimpleNamespace(config=config, ranks=ranks, instruction=None, environment=None)
+        run = SimpleNamespace(config=config, ranks=ranks, instruction="", environment=None)
         specs += gcd.episode_specs(run, 5)
     assert requests == [("part", 20, 2), ("part", 22, 2)]
     assert len({spec.stream for spec in specs}) == len(specs) == 8
@@ -346,7 +346,7 @@ def test_a_run_that_wins_is_warned_of_what_it_loses(changes, warning):
 def test_rl_saves_regularly_and_leaves_the_last_save_to_the_stage(monkeypatch):
     saved, kept = [], []
     monkeypatch.setattr(gcd, "iteration", lambda *_: {"rollout/success": 0.0, "rollout/turns": 1.0})
-    config = SimpleNamespace(algorithm=SimpleNamespace(start=lambda *_: None), minibatches=1, lora=0,
+    config = SimpleNamespace(algorithm=SimpleNamespace(begin_checked=lambda *_: None), minibatches=1, lora=0,
                              kl="none", keep_checkpoints=3, iterations=6, checkpoint_every=2)
     run = SimpleNamespace(config=config, model=None, objective=None, shard=None, done=None, ranks=RANKS,
                           optimizer=SimpleNamespace(state={}), iteration=None, log=lambda row: None,
@@ -425,7 +425,7 @@ def test_a_kl_in_the_reward_is_of_the_trainers_logprobs_in_bf16(monkeypatch, dty
     seen = []
     monkeypatch.setattr(gcd.rewards, "write_rewards", lambda *_: None)
     monkeypatch.setattr(update, "write_kl", lambda *given: seen.append(given[-1]))
-    algorithm = SimpleNamespace(settings=None, credit=lambda *_: {},
+    algorithm = SimpleNamespace(settings=None, assign_checked=lambda *_: {},
                                 subtract_kl=lambda episodes: seen.append("subtracted"))
     config = SimpleNamespace(algorithm=algorithm, kl="reward", kl_coef=0.1, dtype=dtype, iterations=1, seed=0,
                              warmup=0, lr_decay=False)
@@ -456,7 +456,7 @@ def evaluation_run(tmp_path, rank, world_size, corrected, plays):
     config = SimpleNamespace(protocol="eight", correction_at_evaluation=corrected, splits=["L0"], seed=0,
                              evaluation_turns=7, evaluate_tasks=0)
     return SimpleNamespace(config=config, ranks=SimpleNamespace(rank=rank, world_size=world_size), play=play,
-                           instruction=SimpleNamespace(text="Look first."), update_sampler=lambda: None,
+                           instruction="Look first.", update_sampler=lambda: None,
                            sampling=lambda temperature: temperature, stop_if_asked=lambda state: None,
                            environment=SimpleNamespace(oracle=None), out=tmp_path,
                            store=lambda episodes, head: plays.append([e.index for e in episodes]))

@@ -40,7 +40,7 @@ TINY = dict(device="cpu", hidden_size=16, layers=1, tasks=2, group_size=2, itera
 
 def environment(name, **settings):
     """The environment of an ID, as the command line makes it."""
-    return config.parsed([f"--env=gymnasium:{name}", "--no-gcd", *config.arguments(settings)]).environment
+    return config.parse([f"--env=gymnasium:{name}", "--no-gcd", *config.arguments(settings)]).environment
 
 
 def task(seed=7):
@@ -101,10 +101,10 @@ def test_seeds_are_the_tasks_and_no_split_is_trained_on():
 
 @pytest.mark.fast
 def test_a_value_after_the_name_is_the_first_setting():
-    parsed = config.parsed(["--env", "gymnasium:a:b/C-v0", "--no-gcd"])
-    coded = config.parsed(["--env", "gymnasium:a:b/C-v0", "--no-gcd", "--variant", "code"])
+    parsed = config.parse(["--env", "gymnasium:a:b/C-v0", "--no-gcd"])
+    coded = config.parse(["--env", "gymnasium:a:b/C-v0", "--no-gcd", "--variant", "code"])
     assert coded.algorithm.settings.success_reward == 0.0          # its rewards are its own
-    one, other = (config.parsed(["--env", f"gymnasium:{name}", "--no-gcd"]).environment
+    one, other = (config.parse(["--env", f"gymnasium:{name}", "--no-gcd"]).environment
                   for name in ("A-v0", "B-v0"))
     contents = {made.task_content(made.split_tasks("dev")[0]) for made in (one, other)}
     assert contents == {"A-v0", "B-v0"}
@@ -117,7 +117,7 @@ def test_a_value_after_the_name_is_the_first_setting():
             (["--env=household:nothere"], "--games=nothere: no such file or folder"),
             (["--env=a/b.py:x"], "--env=a/b.py:x: expected one of")):
         with pytest.raises(ValueError, match=f"^{message}"):
-            config.parsed(flags).environment.train_tasks("all", 0, 1)
+            config.parse(flags).environment.train_tasks("all", 0, 1)
 
 
 @pytest.mark.fast

@@ -185,8 +185,8 @@ def test_the_note_counts_the_tasks_that_are_played(task_ids, of_all, of_part):
 @pytest.mark.fast
 def test_episodes_have_thirty_turns_unless_told_otherwise():
     """Of 20, the run's own default, most gold paths need more."""
-    assert config.parsed(["--env", "scienceworld", "--judge-labels", "dense"]).max_turns == 30
-    assert config.parsed(["--env", "scienceworld", "--judge-labels", "dense", "--max-turns", "9"]
+    assert config.parse(["--env", "scienceworld", "--judge-labels", "dense"]).max_turns == 30
+    assert config.parse(["--env", "scienceworld", "--judge-labels", "dense", "--max-turns", "9"]
                          ).max_turns == 9
 
 

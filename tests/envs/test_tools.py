@@ -254,7 +254,7 @@ def test_an_environment_with_tools_has_to_define_them(tmp_path):
     assert "    def tools(self):" in text
     path.write_text(text.replace("    def tools(self):", "    def _tools(self):"), encoding="utf-8")
     with pytest.raises(ValueError, match=f"^--env={re.escape(str(path))}: class Environment: lacks tools"):
-        config.parsed(["--env", str(path)])
+        config.parse(["--env", str(path)])
 
 
 # Arguments

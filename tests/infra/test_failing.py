@@ -123,7 +123,7 @@ def test_out_of_memory_names_the_flags_of_the_activity(tmp_path, error):
                             ("infra/parallel.py:copy_weights", "while copying the weights to the sampler"),
                             ("infra/checkpoint.py:save_checkpoint", "while saving a checkpoint, more ranks"),
                             ("infra/checkpoint.py:load_trainer", "while loading a checkpoint, more ranks"),
-                            ("session.py:load_model", "while loading a model, more ranks"),
+                            ("models.py:load_model", "while loading a model, more ranks"),
                             ("session.py:kl_reference", "while loading a model, more ranks"),
                             ("infra/parallel.py:unsharded_copy", "while loading a model, more ranks")):
         file, _, function = place.partition(":")

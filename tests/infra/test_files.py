@@ -85,7 +85,7 @@ def test_a_secret_in_the_endpoints_path_is_used_and_not_stored(start, tmp_path, 
     ("--iterations 0 --demonstrations 7", 0, "all", 7), ("--iterations 0 --demonstrations 0", 0, "all", 0)])
 def test_the_hash_of_training_is_of_the_tasks_that_it_plays(monkeypatch, flags, iterations, types, n):
     """Without RL, of as many as there are demonstrations."""
-    given = config.parsed(["--tasks", "4", *flags.split()])
+    given = config.parse(["--tasks", "4", *flags.split()])
     monkeypatch.setattr(household.Environment, "train_tasks", lambda self, *asking: [asking][:asking[2]])
     monkeypatch.setattr(household.Environment, "tasks_hash", lambda self, tasks: tasks)
     assert files.train_hash(given, iterations) == ([(types, 0, n)] if n else None)

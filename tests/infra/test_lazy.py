@@ -28,7 +28,7 @@ def loaded_by(*arguments):
 
 @pytest.mark.fast
 def test_reading_the_flags_loads_no_torch():
-    code = f"import config, sys; config.parsed([]); print([m for m in {HEAVY} if m in sys.modules])"
+    code = f"import config, sys; config.parse([]); print([m for m in {HEAVY} if m in sys.modules])"
     assert python("-c", code).stdout == "[]\n"
 
 

@@ -32,6 +32,7 @@ from tiny_runs import ENVIRONMENT, ROOT, TINY, assert_one_error, rows, start_fro
 
 import config
 import gcd
+import models
 import session
 from infra import checkpoint, files, job, parallel
 from lm import model as decoder
@@ -393,7 +394,7 @@ def test_copies_that_differ_between_machines_are_refused(start, tmp_path, monkey
     shutil.copytree(start, tmp_path / "copy")
     file = tmp_path / "copy" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    given, seen = config.parsed(["--model", str(start)]), []
+    given, seen = config.parse(["--model", str(start)]), []
     monkeypatch.setattr(parallel, "is_distributed", lambda: True)
     monkeypatch.setattr(parallel, "all_gather", lambda mine: seen.append(("abc"[len(seen)], mine[1])) or seen)
     for _ in range(2):
@@ -415,8 +416,8 @@ def test_copies_that_differ_between_machines_are_refused(start, tmp_path, monkey
 def test_commands_that_differ_between_ranks_are_refused(flags, message, monkeypatch):
     seen = []
     monkeypatch.setattr(parallel, "all_gather", lambda mine: seen.append(("ab"[len(seen)], mine[1])) or seen)
-    session.check_command(config.parsed([]))
-    other = config.parsed(flags)
+    session.check_command(config.parse([]))
+    other = config.parse(flags)
     if not message:
         session.check_command(other)
         return
@@ -427,7 +428,7 @@ def test_commands_that_differ_between_ranks_are_refused(flags, message, monkeypa
 @pytest.mark.fast
 def test_a_run_compares_copies_before_it_loads_anything(start, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "check_copies", lambda config, source, tasks: refuse(source, tasks))
-    monkeypatch.setattr(session, "load_model", None)
+    monkeypatch.setattr(models, "load_model", None)
 
     def refuse(source, tasks):
         assert source == start and [task.split for task in tasks] == ["train", "L0", "L1"]
@@ -444,12 +445,12 @@ def test_a_run_compares_copies_before_it_loads_anything(start, tmp_path, monkeyp
     (16, 12, "--tasks=16: not a multiple of the 12 ranks, each of which plays whole groups: --tasks 24; or "
      "start 8 ranks (torchrun --nnodes times --nproc-per-node)")])
 def test_tasks_that_cannot_be_shared_are_refused_with_what_to_set(tasks, ranks, message):
-    settings = config.parsed([f"--tasks={tasks}", "--group-size=8"])
+    settings = config.parse([f"--tasks={tasks}", "--group-size=8"])
     with pytest.raises(ValueError) as refused:
         session.check_tasks(settings, ranks)
     assert str(refused.value) == message
     session.check_tasks(settings, 8)
-    session.check_tasks(config.parsed([f"--tasks={tasks}", "--iterations=0"]), ranks)
+    session.check_tasks(config.parse([f"--tasks={tasks}", "--iterations=0"]), ranks)
 
 
 @pytest.mark.fast

@@ -192,7 +192,7 @@ def test_an_iteration_stands_beside_its_estimate(monkeypatch):
 def test_the_flags_for_smollm2_are_known(monkeypatch):
     """Not checked by --tiny, which trains a fresh model."""
     monkeypatch.setattr(smollm2, "named", lambda model: model)
-    settings = config.parsed([*gpu_runs.SMOLLM2, "--algo", "grpo", "--evaluate", "none"])
+    settings = config.parse([*gpu_runs.SMOLLM2, "--algo", "grpo", "--evaluate", "none"])
     assert (settings.model, settings.prompt, settings.gcd) == ("smollm2", "plain", True)
 
 
@@ -214,7 +214,7 @@ def test_prompts_under_the_stand_in_are_about_as_long_as_under_qwens_tokenizer(t
     """Else the load that lab.bench.gpu measures would not be the one that is computed."""
     gpu_checks.save_stand_in(tmp_path, 2000)
     environment = message_lengths.Environment()
-    chat = Chat(load_tokenizer(tmp_path), "think", True, environment.noop_message, environment)
+    chat = Chat(load_tokenizer(tmp_path), "think", True, environment)
     frames = json.loads((ROOT / "envs" / "lengths.json").read_text())["frames"]["alfworld"]["think"]
     found = [chat.frame_tokens(lengths.EXAMPLE, first) for first in (True, False)]
     assert found == pytest.approx(frames, rel=0.2)

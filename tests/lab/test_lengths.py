@@ -9,13 +9,14 @@ import re
 import statistics
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen
 from tiny_runs import random_qwen
 
 import config
-import rollout
+import models
 import session
 from envs import MessageLengths, Reply
 from infra import job
@@ -78,7 +79,10 @@ def chat(qwen_tokenizer):
 
 
 def warning(chat, context, recorded="alfworld", turns=30):
-    return rollout.overflow_warning(recorded and MessageLengths(recorded), chat, turns, 512, context)
+    given = SimpleNamespace(history=0, demonstrations=1, iterations=0, splits=[], max_turns=turns,
+                            max_response_tokens=512, context=context, environment=SimpleNamespace(
+                                message_lengths=lambda: recorded and MessageLengths(recorded)))
+    return models.context_warning(given, chat)
 
 
 @pytest.mark.fast
@@ -125,5 +129,5 @@ def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys)
     window = ["--history", "2", "--overwrite"]
     for more, turns, expected in (([], 30, 1), (window, 30, 0), (evaluated, 50, 1)):
         with ExitStack() as resources:
-            session.prepare(config.parsed([*flags, *more]), job.setup("cpu"), False, resources)
+            session.prepare(config.parse([*flags, *more]), job.setup("cpu"), False, resources)
         assert capsys.readouterr().err.count(f"% of {turns}-turn episodes exceed it") == expected

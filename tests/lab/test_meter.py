@@ -27,7 +27,7 @@ from lab.bench import lengths, memory, memory_check, simulation
 from lm import attention, lora
 from lm import model as decoder
 from lm.optim import adamw, trained
-from session import open_chat
+from models import open_chat
 
 ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
@@ -318,7 +318,7 @@ def test_a_model_that_does_not_fit_is_rejected_with_its_size(monkeypatch):
 def test_what_is_not_trained_needs_no_memory_to_train(monkeypatch, flags, plays, times):
     """Bytes per parameter; the referee's model only plays. The others have fp32 weights, too."""
     folder = ROOT / "lab" / "results" / "alfworld_model"
-    settings = config.parsed(["--model", str(folder), "--max-turns", "30", *flags.split()])
+    settings = config.parse(["--model", str(folder), "--max-turns", "30", *flags.split()])
     size = times * decoder.count_parameters(decoder.ModelConfig.load(folder))
     ranks = job.Ranks(0, 1, torch.device("cuda"))
     for memory_size, fits in ((size, True), (size - 1, False)):

@@ -252,7 +252,7 @@ def test_every_run_of_the_study_has_flags_that_gcd_accepts(monkeypatch, tmp_path
     made = {name: pretrained.run_of(settings, tmp_path) for name, settings in (cold | along).items()}
     assert len(cold) == 9 and len(along) == 8
     for name, run in made.items():
-        given = config.parse([*run.flags, "--seed", str(run.seed)])
+        given = config.parse_or_exit([*run.flags, "--seed", str(run.seed)])
         model, stage = name.split(", ")[:2]
         assert given.model == ("smollm2" if model == "SmolLM2" else "") and given.seed == 3
         assert given.iterations == (0 if name in cold else 10)
@@ -260,7 +260,7 @@ def test_every_run_of_the_study_has_flags_that_gcd_accepts(monkeypatch, tmp_path
         if name in cold:
             assert given.demonstrations == int({"untrained": "4", pretrained.JUDGED: {
                 "SmolLM2": "300", "small": "3000"}[model]}.get(stage, stage.split()[0]))
-    rl = config.parse(made["SmolLM2, grpo+gcd 10, seed 3"].flags)
+    rl = config.parse_or_exit(made["SmolLM2, grpo+gcd 10, seed 3"].flags)
     assert (rl.tasks * rl.group_size, rl.kl, rl.gcd, rl.prompt) == (32, "loss", True, "plain")
 
 

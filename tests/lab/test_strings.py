@@ -13,7 +13,7 @@ import torch
 from tiny_runs import assert_one_error, rows, train
 
 import config
-import session
+import models
 from envs import Reply, Task
 from lab.envs import strings
 from lm import model as decoder
@@ -252,7 +252,7 @@ def test_rl_trains_on_its_split(split):
     ("--evaluate L0", "--evaluate=L0: no split 'L0' (dev, id, depth, length, representation, composition)")])
 def test_a_user_error_is_one_line_that_names_the_flag(capsys, flags, message):
     with pytest.raises(SystemExit) as stopped:
-        config.parse(["--env", "lab/envs/strings.py", *flags.split()])
+        config.parse_or_exit(["--env", "lab/envs/strings.py", *flags.split()])
     printed, error = capsys.readouterr()
     assert (stopped.value.code, printed, error.count("\n")) == (2, "", 1)
     assert error.startswith(f"gcd.py: error: {message}"), error
@@ -294,17 +294,17 @@ def test_it_is_trained_by_gcd_for_a_reward_of_0_or_1(tmp_path, flags):
 @pytest.mark.fast
 def test_a_base_model_with_a_foreign_vocabulary_is_refused(tmp_path):
     """By its tokens, unless the state of the run that trained it names the same environment."""
-    ours, theirs = (config.parsed(["--env", f"lab/envs/{name}.py", "--hidden-size", "16"])
+    ours, theirs = (config.parse(["--env", f"lab/envs/{name}.py", "--hidden-size", "16"])
                     for name in ("strings", "twins"))
     for name, settings in (("ours", ours), ("theirs", theirs)):
-        save_small_model(tmp_path / name, session.vocabulary_of(settings), settings.hidden_size,
+        save_small_model(tmp_path / name, models.vocabulary_of(settings), settings.hidden_size,
                          settings.layers, settings.context, settings.positions == "rotary",
                          not settings.untied, settings.seed)
     weights = decoder.load_pretrained(tmp_path / "ours").model.layers[0].self_attn
     assert torch.equal(weights.o_proj.weight, weights.v_proj.weight.T)       # initialized to copy
     own, other = (decoder.load_tokenizer(tmp_path / name) for name in ("ours", "theirs"))
-    session.check_vocabulary(ours, tmp_path / "ours", {}, own)
+    models.check_vocabulary(ours, tmp_path / "ours", {}, own)
     with pytest.raises(ValueError, match="theirs: has the vocabulary of another environment: ' rotate'"):
-        session.check_vocabulary(ours, tmp_path / "theirs", {}, other)
+        models.check_vocabulary(ours, tmp_path / "theirs", {}, other)
     of_strings = {"settings": {"env": "strings"}}
-    session.check_vocabulary(ours, tmp_path / "theirs", of_strings, other)
+    models.check_vocabulary(ours, tmp_path / "theirs", of_strings, other)

@@ -321,7 +321,7 @@ def test_a_short_answers_share_beside_a_long_prompt_is_not_rounded():
 def assert_room(cache):
     """No two rows share a slot, and none is outside of the pool."""
     spans = sorted((first, first + room) for first, room in zip(cache.first, cache.room) if room)
-    assert cache.first_B.tolist() == cache.first and spans[-1][1] <= cache.slots
+    assert cache.first_B.tolist() == cache.first and spans[-1][1] <= cache.positions
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
 
 
@@ -387,7 +387,7 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
                 else:
                     busy = {*range(len(live))} - waiting
                     assert max(len(live[row]) for row in busy) <= slots.cache.room <= 304
-                layouts.add((slots.cache.slots, *(slots.cache.first if packed else ())))
+                layouts.add((slots.cache.positions, *(slots.cache.first if packed else ())))
     sizes = {size for size, *_ in layouts}
     assert len(sizes) > 2 and (len(layouts) > len(sizes) + 5 or not packed)
     most, size = slots.usage
@@ -427,15 +427,15 @@ def test_equal_prompts_are_run_once_and_copied_whether_they_are_the_first_or_lat
 def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
     with_varlen()
     cache = attention.kv_cache(model.config, 4, torch.double, "cpu")
-    assert cache.fit([0] * 4, [8, 0, 40, 80]) and cache.slots == 160         # a quarter more than is needed
+    assert cache.fit([0] * 4, [8, 0, 40, 80]) and cache.positions == 160     # a quarter more than is needed
     assert cache.room == [18, 0, 50, 90] and cache.first == [0, 18, 18, 68]
     for kv in cache.kv:
         kv.normal_()
     before = [cache.export_row(row, 0, n) for row, n in ((0, 8), (2, 40), (3, 80))]
     assert not cache.fit([8, 0, 40, 80], [10, 0, 50, 90])                    # there is room
     assert not cache.fit([8, 0, 40, 80], [19, 0, 50, 80])                    # laid out again, in place
-    assert cache.room == [22, 0, 53, 83] and cache.slots == 160
-    assert cache.fit([8, 0, 40, 80], [19, 1, 50, 90]) and cache.slots == 200
+    assert cache.room == [22, 0, 53, 83] and cache.positions == 160
+    assert cache.fit([8, 0, 40, 80], [19, 1, 50, 90]) and cache.positions == 200
     for row, n, kept in ((0, 8, before[0]), (2, 40, before[1]), (3, 80, before[2])):
         assert all(torch.equal(a, b) for a, b in zip(cache.export_row(row, 0, n), kept, strict=True))
     cache.move(3, 0, 80)                                                     # by exchanging their room
@@ -448,7 +448,7 @@ def test_rows_of_equal_room_keep_their_tokens_and_the_memory(model):
     the last row in use nothing is kept.
     """
     cache = attention.Rectangle(model.config, 3, 0, torch.double, "cpu")
-    assert cache.fit([0] * 3, [0, 9, 40]) and cache.room == 112 and cache.slots == 3 * 112
+    assert cache.fit([0] * 3, [0, 9, 40]) and cache.room == 112 and cache.positions == 3 * 112
     for kv in cache.kv:
         kv.normal_()
     before = {row: cache.export_row(row, 0, n) for row, n in ((1, 9), (2, 40))}
@@ -460,7 +460,7 @@ def test_rows_of_equal_room_keep_their_tokens_and_the_memory(model):
     memory = {kv.data_ptr() for kv in cache.kv}
     for needed, limit, room in ((8, 500, 80), (400, 500, 464), (400, 410, 416)):
         assert cache.fit([0] * 3, [needed, 0, 0], limit) and cache.room == room
-        assert all(kv.isfinite().all() for kv in cache.kv) and cache.slots == 3 * 1136
+        assert all(kv.isfinite().all() for kv in cache.kv) and cache.positions == 3 * 1136
     assert memory == {kv.data_ptr() for kv in cache.kv}
     cache.import_rows([0, 2], 0, before[2])
     cache.move(2, 1, 40)

@@ -107,7 +107,7 @@ def test_of_first_prompts_the_last_are_kept_as_far_as_they_are_small(model):
         assert [response.ids for _, response in finished] == [
             slow_response(model, prompt, 7, (), 1.0, 4)[0] for prompt in prompts[i:i + 4]]
         kept.append(sum(map(len, slots.first_prompts)))
-    assert 0 < max(kept) <= slots.cache.slots // engine.KEPT
+    assert 0 < max(kept) <= slots.cache.positions // engine.KEPT
     assert [*slots.first_prompts][-1] == tuple(prompts[3])
     assert all(logits_V.untyped_storage().nbytes() == logits_V.nbytes
                for _, logits_V in slots.first_prompts.values())

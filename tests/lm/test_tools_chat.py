@@ -81,7 +81,7 @@ def qwen3(qwen3_tokenizer):
 
 def make_chat(tokenizer, style="think", environment=None):
     environment = environment or Environment()
-    return Chat(tokenizer, style, True, environment.noop_message, environment)
+    return Chat(tokenizer, style, True, environment)
 
 
 def reply(*answers):

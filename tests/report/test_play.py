@@ -6,7 +6,7 @@
 import io
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +18,6 @@ from tiny_runs import ROOT
 import agent
 import judge
 from agent import Agent
-from correction import Instruction
 from envs import Task
 from infra.streams import stream
 from lm.chat import Chat
@@ -112,7 +111,7 @@ def test_a_corrected_models_instruction_precedes_the_game(player, capsys, monkey
 
     monkeypatch.setattr(Agent, "respond", respond)
     for env in ("elsewhere", "lab/envs/corridor.py"):                        # of the run that trained it
-        state = {"instruction": asdict(Instruction("go right", {}, 3, False)), "settings": {"env": env}}
+        state = {"instruction": "go right", "settings": {"env": env}}
         played(replace(player, state=state), capsys)
     first = Corridor().reset(TASK)
     assert prompts == [player.chat.observe(first, True, text) for text in ("", "go right")]

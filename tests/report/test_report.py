@@ -263,11 +263,11 @@ def test_command_repeats_every_flag(tmp_path):
                                    "--algo rlvmr --judge-kind value",
                                    "--env lab/envs/twins.py --max-turns 1"])
 def test_the_command_is_accepted_and_repeats_the_run(tmp_path, flags):
-    settings = config.parsed(flags.split())
+    settings = config.parse(flags.split())
     write_method(tmp_path, "grpo", config=settings.settings())
     argv = shlex.split(tables.command(read.read_runs(tmp_path)[0]))
     assert argv[:2] == ["python", "gcd.py"]
-    assert config.parsed(argv[2:]).settings() == settings.settings()
+    assert config.parse(argv[2:]).settings() == settings.settings()
 
 
 def test_a_run_of_an_old_version_has_its_command(tmp_path):

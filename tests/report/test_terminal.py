@@ -119,7 +119,7 @@ def test_an_error_of_a_run_is_printable(tmp_path, capsys, monkeypatch):
         raise ValueError(f"file {OBEYED}")
 
     with pytest.raises(SystemExit):
-        config.parse(["--mo\x1b[31m\nforged"])
+        config.parse_or_exit(["--mo\x1b[31m\nforged"])
     assert capsys.readouterr().err == "gcd.py: error: --mo\\u001b[31m\\nforged: no such flag; see --help\n"
     monkeypatch.setattr(gcd, "prepare", fail)
     monkeypatch.setattr(gcd, "Stop", lambda: None)
