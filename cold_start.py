@@ -37,6 +37,7 @@ from session import train_tasks
 # Index of the first demonstrated task. RL counts from 0: generated rooms never repeat; real games, which
 # are few, do
 FIRST_DEMONSTRATION = 5_000_000
+JUDGE_MISTAKES = 0.25        # injected mistakes per command in episodes that are judged
 
 
 def cold_start(run):
@@ -307,8 +308,8 @@ def judge_questions(run, stop):
     config, n = run.config, run.config.judge_demonstrations
     if not n:
         return []
-    episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, 0.25, stop,
-                                    required=False)
+    episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, JUDGE_MISTAKES,
+                                    stop, required=False)
     if not episodes:
         run.warn_once("no judge demonstration", f"--judge-demonstrations={n}: none was won in --max-turns="
                       f"{config.max_turns} within --context={config.context} tokens; no question is shown")

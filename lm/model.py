@@ -596,7 +596,7 @@ def load_tokenizer(folder):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         back = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))
-        max(tokenizer.get_vocab().values())
+        max(tokenizer.get_vocab().values()), tokenizer.all_special_ids    # raise here if they will later
     except Exception as error:              # the libraries raise a dozen types of errors for a broken file
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"{folder}: tokenizer.json or tokenizer_config.json: {reason}") from None

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lm import attention
 from lm import model as m
+from lm.small import save_small_model
 
 pytestmark = pytest.mark.fast
 
@@ -628,6 +629,15 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     small_config().save(tmp_path)
     with pytest.raises(ValueError, match="loses text"):
+        m.load_tokenizer(tmp_path)
+
+
+def test_a_special_token_without_an_id_is_an_error_of_the_tokenizer(tmp_path):
+    """transformers looks an unknown unk_token up as the unk_token, without end."""
+    save_small_model(tmp_path, ["go"], 16, 1, 64, True, True, 0)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"unk_token": ""}))
+    with pytest.raises(ValueError, match="tokenizer_config.json: RecursionError"):
         m.load_tokenizer(tmp_path)
 
 
