@@ -126,9 +126,9 @@ def what_ran(config, stored):
 
 
 def judges(config, names, stored):
-    """Mean over seeds of each row's judge metrics in the last ten iterations of its training run, the first
-    in the config's order if there are several; omits rows without a judge. "of": {metric: [number of seeds
-    that have it, the config's]} where these are fewer.
+    """Mean over seeds of each row's judge metrics over the last ten iterations. Of several training runs the
+    config's first counts; rows without a judge are left out. "of": {metric: [seeds that have it, seeds of the
+    config]}, where these differ.
     """
     result = {}
     for name in names:

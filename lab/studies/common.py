@@ -84,6 +84,21 @@ def check_ranges(parser, *ranges):
             parser.error(f"--{name}={value}: expected {low} to {high}")
 
 
+def split_lists(parser, options, **known):
+    """Replace --seeds and the flags `known`, {name: its possible values}, by lists of what they name between
+    commas: seeds as numbers, others in the order of the possible values. Ends the program as `check_ranges`
+    does.
+    """
+    for name, possible in known.items():
+        given = [value for value in getattr(options, name).split(",") if value]
+        if unknown := [value for value in given if value not in possible]:
+            parser.error(f"--{name}={unknown[0]}: expected some of {','.join(possible)}")
+        setattr(options, name, [value for value in possible if value in given])
+    if not re.fullmatch(r"\d{1,2}(,\d{1,2})*", options.seeds):
+        parser.error(f"--seeds={options.seeds}: expected numbers from 0 to 99, separated by commas")
+    options.seeds = [*dict.fromkeys(map(int, options.seeds.split(",")))]
+
+
 def missing_cells(path, requested, options):
     """The requested cells to run, {name: settings}: those without a result in the file at `path`; with
     --jobs 0 none. ValueError if the tree has local changes, which no commit names, unless --dirty is given.

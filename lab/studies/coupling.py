@@ -16,7 +16,6 @@ problems on strings, which have one turn and hardly an answer twice. Left out: t
 
 import argparse
 import math
-import re
 import shlex
 import statistics
 import sys
@@ -557,7 +556,7 @@ def options_of(argv):
     parser.add_argument("--seeds", default="0", help="seeds, separated by commas")
     parser.add_argument("--iterations", type=int, default=runs.ITERATIONS, help="RL iterations of each run")
     parser.add_argument("--turns", type=int, default=64, help="turns measured of each class, at most")
-    parser.add_argument("--worlds", dest="environments", default=",".join(runs.ENVIRONMENTS),
+    parser.add_argument("--environments", default=",".join(runs.ENVIRONMENTS),
                         help="environments to measure")
     parser.add_argument("--arms", default=",".join(RL), help="arms of household, for Figures 8 and 10b")
     parser.add_argument("--games", default=GAMES, help="real ALFWorld games, as gcd.py's flag")
@@ -567,17 +566,9 @@ def options_of(argv):
     parser.add_argument("--out", default=str(common.OUT), help="output folder")
     common.add_dirty(parser)
     options = parser.parse_args(argv)
-    for flag, name, known in (("worlds", "environments", runs.ENVIRONMENTS), ("arms", "arms", RL)):
-        given = getattr(options, name).split(",")
-        if unknown := [value for value in given if value not in known]:
-            parser.error(f"--{flag}={unknown[0]}: expected some of {','.join(known)}")
-        setattr(options, name, [value for value in known if value in given])
-    if not re.fullmatch(r"\d{1,2}(,\d{1,2})*", options.seeds):
-        parser.error(f"--seeds={options.seeds}: expected numbers from 0 to 99, separated by commas")
-    options.seeds = [*dict.fromkeys(map(int, options.seeds.split(",")))]
-    for name, low in (("iterations", runs.EVERY), ("turns", 2), ("jobs", 1)):
-        if getattr(options, name) < low:
-            parser.error(f"--{name}={getattr(options, name)}: expected at least {low}")
+    common.split_lists(parser, options, environments=runs.ENVIRONMENTS, arms=RL)
+    common.check_ranges(parser, ("iterations", options.iterations, runs.EVERY, 10**4),
+                        ("turns", options.turns, 2, 10**4), ("jobs", options.jobs, 1, 256))
     return options
 
 

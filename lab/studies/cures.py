@@ -61,8 +61,8 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+sign, before": ("--judge-labels", "signs")}
 FIRST = 3             # seeds of every arm; further ones of those that they do not settle, and of GCD's own
 NEW = 10              # seeds from here on confirm what the first ten showed; no table has them
-OWN_LUCK = 20         # in stored cells of seeds from here on, and in all new ones, outcomes and coins are a
-                      # seed's own; in those of earlier seeds all had the same
+OWN_LUCK = 20         # seeds from here on draw outcomes and coins of their own; stored cells of earlier seeds
+                      # share one set, but cells of these that are run again today do not
 AS_ONE = "first, as one, + own"       # the first seeds, which share their outcomes, as one, and the last
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 

@@ -42,7 +42,6 @@ from lab.bench.intervals import interval, markdown, mean_known, number, with_hal
 from lab.envs import natural_twins as twins
 from lab.studies import common
 from lab.studies.cures import times
-from rollout import wilson
 
 PAGE = Path(__file__).with_name("natural_twins.page.md")
 RUNS = common.ROOT / "runs" / "studies" / "natural_twins"
@@ -338,7 +337,7 @@ def arm_row(results):
         starts, ends = ([result["path"][k][part] for result in results.values()] for k in (0, -1))
         removed = sum(final(result, part) < AWAY for result in results.values())
         parts[part] = {
-            "removed": removed, "removed_interval": wilson(removed, len(results)),
+            "removed": removed,
             "final": interval({seed: final(result, part) for seed, result in results.items()}),
             **{f"{key}{suffix}": mean_known([point[key] for point in points]) for key in starts[0]
                for suffix, points in (("_start", starts), ("", ends))}}
@@ -351,7 +350,7 @@ def arm_row(results):
                                       for result in results.values()]),
             "away": [when(result, "q_N", AWAY) for result in results.values()],
             "right": right, "seeds_right": len(right) - right.count(None),
-            "lag": lags, "least_lag": min(lags, default=None)}
+            "lag": lags}
 
 
 def pairs():

@@ -23,7 +23,6 @@ Shapes: S turns, N response tokens, P pairs of turns, d hidden size.
 import argparse
 import hashlib
 import itertools
-import re
 import shlex
 import sys
 from functools import partial
@@ -444,14 +443,7 @@ def options_of(argv):
     parser.add_argument("--out", default=str(common.OUT), help="output folder")
     common.add_dirty(parser)
     options = parser.parse_args(argv)
-    for name, known in (("models", MODELS), ("arms", ARMS)):
-        given = [value for value in getattr(options, name).split(",") if value]
-        if unknown := [value for value in given if value not in known]:
-            parser.error(f"--{name}={unknown[0]}: expected some of {','.join(known)}")
-        setattr(options, name, [value for value in known if value in given])
-    if not re.fullmatch(r"\d{1,2}(,\d{1,2})*", options.seeds):
-        parser.error(f"--seeds={options.seeds}: expected numbers from 0 to 99, separated by commas")
-    options.seeds = [*dict.fromkeys(map(int, options.seeds.split(",")))]
+    common.split_lists(parser, options, models=MODELS, arms=ARMS)
     common.check_ranges(parser, ("iterations", options.iterations, runs.EVERY, 10**4),
                         ("jobs", options.jobs, 0, 256))
     return options

@@ -458,7 +458,7 @@ def interrupt(run, settings):
 
 
 def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
-    flags = ("--worlds", "household,twins", "--arms", "grpo,grpo+gcd,grpo+value")
+    flags = ("--environments", "household,twins", "--arms", "grpo,grpo+gcd,grpo+value")
     monkeypatch.setattr(coupling, "trajectory", interrupt)
     with pytest.raises(KeyboardInterrupt):
         study(*flags)
@@ -498,7 +498,7 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
 
 def test_strings_are_measured_for_similarity_only(study):
     small = "--hidden-size 32 --layers 2 --demonstrations 100"
-    status, found, _ = study("--worlds", "strings", "--flags", small)
+    status, found, _ = study("--environments", "strings", "--flags", small)
     (cell,) = found["cells"].values()
     assert status == 0 and cell["heat"] is cell["tokens"] is None
     assert 0 < cell["similarity"]["rms"] <= 1 and 2 < cell["similarity"]["turns"] <= 16
@@ -506,10 +506,10 @@ def test_strings_are_measured_for_similarity_only(study):
 
 
 def test_missing_games_and_invalid_flags_are_reported(study, capsys):
-    status, found, error = study("--worlds", "twins,alfworld", "--games", "nowhere.gz")
+    status, found, error = study("--environments", "twins,alfworld", "--games", "nowhere.gz")
     assert status == 0 and "nowhere.gz does not exist" in error and "nowhere.gz" in found["without"]
     assert {*found["cells"]} == {"twin states, seed 0"}
-    for flags, message in (("--worlds mars", "--worlds=mars: expected some of household"),
+    for flags, message in (("--environments mars", "--environments=mars: expected some of household"),
                            ("--seeds a", "--seeds=a: expected numbers"), ("--turns 1", "--turns=1: expected"),
                            ("--arms ppo", "--arms=ppo: expected some of grpo")):
         with pytest.raises(SystemExit):

@@ -230,7 +230,7 @@ def test_the_numbers_of_an_arm_by_hand():
     assert row["trained"]["final"]["mean"] == pytest.approx(0.4)
     assert row["trained"]["q_N_start"] == pytest.approx(0.2) and row["trained"]["q_N"] == pytest.approx(0.4)
     assert row["right"] == [20, None, None] and row["away"] == [10, 20, None]
-    assert (row["seeds_right"], row["least_lag"]) == (1, 0)
+    assert (row["seeds_right"], row["lag"]) == (1, [10, 0])
     assert row["lag"] == [10, 0]                           # of the third, none: neither ever was
     assert study.arm_row({0: never_away})["lag"] == [10 - 20]          # right, and the flaw never ran away
     assert row["success"]["seeds"][0] == pytest.approx(0.5) and row["unreadable"] is None
