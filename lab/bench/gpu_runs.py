@@ -26,7 +26,6 @@ import config
 import gcd
 import judge
 import models
-import session
 from infra import files
 from lab.bench import memory
 from lab.bench.gpu_checks import OVER
@@ -184,7 +183,7 @@ def as_in_a_run(bench):
 
     with ExitStack() as patches:
         for module, name, function in (
-                (session, "make_chat", chat_that_stops), (judge, "record", alternating),
+                (models, "make_chat", chat_that_stops), (judge, "record", alternating),
                 *((engine.Slots, name, timed(name, getattr(engine.Slots, name))) for name in HOST),
                 *((gcd, name, measured(stage, getattr(gcd, name))) for stage, name in STAGES.items())):
             patches.enter_context(mock.patch.object(module, name, function))
