@@ -267,8 +267,11 @@ def load_trainer(folder, model, optimizer, critic=None):
     return trainer["state"]
 
 
-def load_optimizer(path, model, optimizer, saved, key):
-    """Restore an optimizer from what `optimizer_state` returned: `saved`, the `key` of the file `path`."""
+def load_optimizer(path, model, optimizer, saved, prefix):
+    """Restore an optimizer from what `optimizer_state` returned.
+
+    saved: that, from the file at `path`; prefix: where it stands there.
+    """
     names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if missing := names - {name for group in saved["param_groups"] for name in group["params"]}:
         raise ValueError(f"{path}: no optimizer state for {min(missing)}: saved from another model")
@@ -293,7 +296,7 @@ def load_optimizer(path, model, optimizer, saved, key):
     except Exception as error:            # broken values raise errors of any type
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{path}: no state of this optimizer: {type(error).__name__}: {reason}") from error
-    fill(path.parent, targets, tensors, f"{key}/state")
+    fill(path.parent, targets, tensors, f"{prefix}/state")
 
 
 def is_like(value, ours):

@@ -285,7 +285,7 @@ def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer)
     runs = [corrected(chat, bad_turns(chat, "I repeat myself."), 3, model, None, sampling, seed, slots)
             for seed in range(6) for slots in (1, 16)]
     assert runs[::2] == runs[1::2]                            # independent of the number of slots
-    assert any(runs) and len({instruction.text for instruction in runs if instruction}) > 1
+    assert any(runs) and len({row["text"] for row in runs if row}) > 1
 
 
 @pytest.mark.fast

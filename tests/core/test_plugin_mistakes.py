@@ -188,8 +188,8 @@ TURNS = [("left", "A room.", None, 3), ("right", "Another room.", None, 3)]
 
 
 def credited(assign, change=lambda episodes: None, state=None):
-    """Call `assign_checked` of a method whose `assign` is this function on two episodes of two turns. It also changes
-    the list of episodes, and has this state.
+    """Call `assign_checked` of a method whose `assign` is this function on two episodes of two turns. It also
+    changes the list of episodes, and has this state.
     """
     class Method(algorithms.Method):
         def assign(self, episodes, decay=1.0):
