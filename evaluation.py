@@ -18,7 +18,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
 
@@ -233,7 +233,8 @@ def parse(argv):
         of_run = resume.prompting_of(Path(own.player), name) | of_run | {"model": own.player}
     else:
         of_run = {"preset": "paper", "slots": environment.defaults.get("slots", TEXT_SLOTS)} | of_run
-        of_run["context"] = max(flags.PAPER["context"], 1 + given.get("max_response_tokens", 0))  # not read
+        most = 1 + min(given.get("max_response_tokens", 0), 10**6 - 1)
+        of_run["context"] = max(flags.PAPER["context"], most)                                     # not read
     if kind == "server":
         of_run["endpoint"] = checked_url(own.player, "--player")
         if "temperature" in checked_extra(own.endpoint_extra) and protocol != "sampled":
@@ -242,15 +243,32 @@ def parse(argv):
         of_run.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
     if of_run.get("evaluate", "auto") == "auto":
         of_run["evaluate"] = ",".join(name for name in environment.splits if name != "dev")
-    try:
+        if not of_run["evaluate"]:
+            raise ValueError(f"--env={named}: has no split but {', '.join(environment.splits)}; give it by "
+                             "--evaluate")
+    with naming_player():
         config = flags.parse(flags.arguments(of_run))
-    except ValueError as error:
-        raise ValueError(str(error).replace("--model=", "--player=", 1)) from None
     if not config.splits:
         raise ValueError(f"--evaluate={config.evaluate}: no split to evaluate")
     if kind == "script":
         ScriptPlayer(own.player, config.environment)          # ValueError if it cannot play there
     return own, config, given
+
+
+@contextmanager
+def naming_player():
+    """A block in which a ValueError about a run's --model or --endpoint names --player, which gives both."""
+    try:
+        yield
+    except ValueError as error:
+        if (message := of_player(f"{error}")) == f"{error}":
+            raise
+        raise ValueError(message) from None
+
+
+def of_player(message):
+    """The message with --player in place of a run's flags."""
+    return message.replace("--model=", "--player=").replace("--endpoint=", "--player=")
 
 
 def kind_of(player):
@@ -333,10 +351,11 @@ def referee(own, config, given, resources):
     config.environment.versions()                             # ValueError if a package is missing
     for split in config.splits:                               # before a model is loaded
         split_tasks(config.environment, split)
-    player, facts = open_player(own, config, given, resources)
+    with naming_player():
+        player, facts = open_player(own, config, given, resources)
     head = head_of(own, config, given, player, facts)
     if not unplayed and continues(config, head, out):
-        files.filter_lines(out / files.EPISODES, is_record)
+        files.filter_lines(out / files.EPISODES, first_of_each_play(config, head))
     elif holds:
         files.check_can_be_set_aside(out)
         files.start_over(out, resources)
@@ -354,8 +373,18 @@ def referee(own, config, given, resources):
         return 130
     if due:
         print(f"evaluation.py: error: {due} plays without an answer, the last one because of "
-              f"{getattr(player, 'reason', '')}; {kept}", file=sys.stderr)
+              f"{of_player(getattr(player, 'reason', ''))}; {kept}", file=sys.stderr)
     return 1 if due else 0
+
+
+def first_of_each_play(config, head):
+    """A predicate of the records that --resume keeps: the first one of each play of this evaluation."""
+    plays = flags.PROTOCOLS[config.protocol].plays
+    due = {(split, mode, spec.index): spec.task.id for split in config.splits
+           for m, mode in enumerate(head["temperatures"])
+           for spec in episode_specs(config, drawn_tasks(config, split), m, plays)}
+    return lambda record: (is_record(record) and record["task_id"] == due.pop(
+        (record["split"], record["mode"], record["index"]), None))
 
 
 def is_record(record):

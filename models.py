@@ -65,8 +65,9 @@ def make_chat(config, tokenizer):
     if style == "think" and small:
         raise ValueError("--prompt=think: a small model has no words to think in; expected plain or tags")
     if style == "tags" and small and not knows_tags:
-        raise ValueError(f"--prompt={config.prompt} --algo={config.algo}: this model's cold start had no "
-                         "tags, so it knows none (--prompt tags there)")
+        why = f" --algo={config.algo}" * config.algorithm.tags
+        raise ValueError(f"--prompt={config.prompt}{why}: this model's cold start had no tags, so it knows "
+                         "none (--prompt tags there)")
     environment = config.environment
     chat = Chat(tokenizer, style, config.show_admissible, environment)
     if config.thoughts == "endpoint" and chat.bare:

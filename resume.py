@@ -32,6 +32,8 @@ def starting_point(config, out, ranks):
             check_resumed(config, state, first)
             if foreign := parallel.on_rank0(lambda: not_its_own(config, out, state, first)):
                 raise ValueError(f"--resume: {foreign}")                   # on every rank
+            if config.kl != "none" and not config.lora and state["iteration"] and trains_on(config, state):
+                decoder.open_pretrained(out / files.REFERENCE)             # before the logs are truncated
             parallel.on_rank0(lambda: print_changes(config, out, state, first, ranks))
             return found, state
         except ValueError as cannot:

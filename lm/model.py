@@ -576,7 +576,7 @@ def weight_files(folder):
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         paths = [Path(folder) / name for name in sorted(set(names))]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index}: not an index of safetensors files: {error!r}") from None
     if missing := [path for path in paths if not path.is_file()]:
         raise ValueError(f"{missing[0]}: listed in {index.name}, not found")

@@ -114,7 +114,8 @@ def texts(record, names, place):
 
 def predicted_of(folder, name):
     """How many of the claims that were committed before a study's runs held; "" if there are none."""
-    numbers = (files.read_json(folder.parent / PREDICTIONS) or {}).get(name)
+    path = folder.parent / PREDICTIONS
+    numbers = read.expect(files.read_json(path), dict, path).get(name)
     return "of {} claims about this study {} held and {} failed".format(*numbers) if numbers else ""
 
 

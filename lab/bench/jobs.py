@@ -122,7 +122,8 @@ def run_all(cells, jobs, report, dirty=False):
             raise Failed(f"{below_root(cell.folder)}: not run, because {cell.start.row} failed")
         try:
             run_cell(cell, jobs, children, dirty)
-        except (ValueError, OSError) as error:               # an earlier run's files are invalid
+        except (ValueError, OSError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            # an earlier run's files are invalid, in whatever way
             raise Failed(f"{below_root(cell.folder)}: {type(error).__name__}: {error}") from error
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -18,6 +18,7 @@ from config import PROTOCOLS
 from infra import files
 from lab.bench.intervals import markdown
 from lab.bench.study import PAPER, ROOT
+from report import read
 
 REFEREE = ROOT / "lab" / "results" / "referee"
 PUBLISHED = ROOT / "lab" / "results" / "published_alfworld.json"
@@ -26,14 +27,22 @@ SPLITS = ("L0", "L1", "L2")
 BLOCK = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
 GAMES = "$ALFWORLD_DATA/json_2.1.1"           # in commands, in place of the folder that the games were in
 DRAWS = 128
+FIELDS = {"commit": str, "games_hash": dict, "protocol": str, "splits": dict, "outcomes": dict,
+          "prompt": dict, "temperatures": dict, "command": str}           # that a row needs, with their types
 
 
 def evaluations(folder=REFEREE):
     """{name: evaluation} of a folder. ValueError for one that is not complete, or of other games."""
     found, hashes = {path.stem: files.read_json(path) for path in sorted(folder.glob("*.json"))}, {}
     for name, result in found.items():
+        read.check_evaluation(result, f"{name}.json")
         if not result.get("complete") or not result.get("player"):
             raise ValueError(f"{name}.json: not a complete evaluation by the referee")
+        if missing := [key for key, kind in FIELDS.items() if not isinstance(result.get(key), kind)]:
+            raise ValueError(f"{name}.json: {missing[0]} is {result.get(missing[0])!r:.60}")
+        if result["protocol"] not in PROTOCOLS:
+            raise ValueError(f"{name}.json: protocol {result['protocol']!r:.60}: expected one of "
+                             f"{', '.join(PROTOCOLS)}")
         if result["commit"].endswith("+"):
             raise ValueError(f"{name}.json: its commit {result['commit']} had local changes")
         if result.get("evaluate_tasks"):

@@ -252,6 +252,9 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
     ([], "--player: expected a model folder, a URL, or one of expert, random, first"),
     (["--player", "expert", "--evaluate", "L7"], "no split 'L7'"),
     (["--player", "expert", "--evaluate", "none"], "--evaluate=none: no split to evaluate"),
+    (["--player", "first", "--env", "examples/lamps.py"], "--env=examples/lamps.py: has no split but dev"),
+    (["--player", "http://a/v1", "--endpoint-model", "m", "--max-response-tokens", "99999999999"],
+     "--max-response-tokens=99999999999: expected 1 to"),
     (["--player", "expert", "--prompt", "plain"], "--prompt: not read if the player is a script"),
     (["--player", "expert", "--endpoint-model", "x"], "--endpoint-model: not read if the player is a script"),
     (["--player", "http://a/v1", "--dtype", "float32"], "--dtype: not read if the player is a server"),
@@ -280,6 +283,13 @@ def test_a_wrong_flag_is_one_line_before_any_work(flags, expected, tmp_path, cap
 def test_no_flag_is_refused_for_the_sake_of_a_judge_or_of_a_context_that_is_not_read(player, flags):
     _, config, _ = evaluation.parse(["--player", str(player), *flags])
     assert not config.gcd and config.max_response_tokens < config.context
+
+
+@pytest.mark.fast
+def test_a_model_of_another_environment_is_named_by_the_referees_flag(tmp_path, capsys):
+    flags = ["--env", "examples/lamps.py", "--evaluate", "dev", "--out", str(tmp_path / "out")]
+    assert evaluation.main(["--player", "lab/results/alfworld_model", *flags]) == 1
+    assert "--player=lab/results/alfworld_model: has the vocabulary of another" in capsys.readouterr().err
 
 
 @pytest.mark.fast
@@ -433,7 +443,10 @@ def test_broken_records_are_played_again_and_no_split_is_played_twice(short, ref
     foreign = [{"index": [1]}, {"seconds": None}, {"counts": 5}, {"counts": {"turns": "3"}}, {"won": "yes"},
                {"task_type": 5}]
     broken = [json.dumps(json.loads(line) | wrong) for line, wrong in zip(lines[1:], foreign)]
-    episodes.write_text("\n".join(['{"mode": "sampled"}', *broken, *lines[1 + len(broken):]]) + "\n")
+    strange = [json.loads(lines[-1]) | changed for changed in ({}, {"index": 99}, {"split": "L9"},
+                                                                {"index": 1, "task_id": "another"})]
+    episodes.write_text("\n".join(['{"mode": "sampled"}', *broken, *lines[1 + len(broken):],
+                                   *map(json.dumps, strange)]) + "\n")
     status, resumed, _ = referee(*flags, "--resume")
     assert status == 0 and without_seconds(resumed) == without_seconds(result)
     episodes.write_text("\n".join(lines[:-1]) + "\n")

@@ -653,6 +653,18 @@ def test_resume_with_overwrite_continues_if_possible_and_starts_over_if_not(star
     assert train(finished.with_name("new"), *both, "--iterations", 0) == 0
 
 
+def test_without_the_kls_reference_a_run_starts_over_if_it_may(start, tmp_path, capsys):
+    out, flags = tmp_path / "out", [*start_from(start), "--kl", "loss", "--no-lr-decay"]
+    assert train(out, *flags, "--iterations", 1) == 0
+    (out / "reference" / "config.json").write_text("{")
+    before, more = contents(out), [*flags, "--iterations", 2, "--resume"]
+    assert train(out, *more) == 1
+    assert_one_error(capsys, "reference/config.json: not JSON")
+    assert contents(out) == before
+    assert train(out, *more, "--overwrite") == 0
+    assert "so it starts over" in capsys.readouterr().err and len(rows(out)) == 2
+
+
 def test_a_checkpoint_that_cannot_be_read_today_is_neither_broken_nor_started_over(start, finished, capsys,
                                                                                   monkeypatch):
     """As by a stale handle of a network file system; the next --resume continues."""

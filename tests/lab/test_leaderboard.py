@@ -49,9 +49,11 @@ def test_the_scripts_rows_hold_each_game_of_each_split():
 
 
 @pytest.mark.parametrize("changes, named", [
-    ({"complete": False}, "mine.json: not a complete evaluation"), ({"player": None}, "not a complete"),
+    ({"complete": False}, "mine.json: not a complete evaluation"), ({"player": {}}, "not a complete"),
     ({"games_hash": {"L1": "other"}}, "its games of L1 (other) are not those of the other rows"),
     ({"evaluate_tasks": 5}, "mine.json: --evaluate-tasks=5 left games out"),
+    ({"commit": None}, "mine.json: commit is None"), ({"protocol": "x"}, "mine.json: protocol 'x': expected"),
+    ({"splits": {"L0": 5}}, "mine.json, L0: expected an object, found 5"),
     ({"outcomes": EVALUATIONS["expert"]["outcomes"] | {"L1": EVALUATIONS["expert"]["outcomes"]["L1"][:9]}},
      "mine.json: 9 games of L1, another row has 134")])
 def test_a_row_of_other_games_or_an_unfinished_one_is_refused(tmp_path, changes, named):

@@ -516,6 +516,7 @@ def test_rope_parameters_come_before_a_rope_theta_outside(tmp_path):
     (break_tensors(lambda state: state.update({"model.norm.weight": torch.ones(16, dtype=torch.int32)})),
      "model.safetensors: model.norm.weight contains I32, not floats"),
     (lambda f: write_index(f, "{}"), "index.json: not an index"),
+    (lambda f: write_index(f, "[" * 10**5), "index.json: not an index"),
     (lambda f: write_index(f, '{"weight_map": {"model.norm.weight": "part-1.safetensors"}}'),
      "part-1.safetensors: listed in model.safetensors.index.json, not found"),
 ])

@@ -58,6 +58,9 @@ def test_every_entry_is_on_the_page_and_every_other_figure_is_listed(tmp_path):
 def test_an_entry_says_how_many_predictions_of_its_study_held(tmp_path):
     write(tmp_path / "studies", "toy", [figure("Figure 8")])
     write(tmp_path / "studies", "other", [figure("Figure 9")])
+    (tmp_path / gallery.PREDICTIONS).write_text("[1]")
+    with pytest.raises(ValueError, match="predictions.json: expected an object"):
+        gallery.predicted_of(tmp_path / "studies", "toy")
     (tmp_path / gallery.PREDICTIONS).write_text(json.dumps({"toy": [5, 3, 2]}))
     found = gallery.entries(gallery.studies(tmp_path / "studies"))
     assert {entry.predicted for entry in found if entry.paper != "Figure 8"} == {""}
