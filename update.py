@@ -126,6 +126,7 @@ def token_loss(model, batch, objective, scale, sums):
         loss_N, corrected = correction_N * loss_N, {"correction": correction_N, "cut": cut_N}
     count_N = torch.tensor([sample.count for sample in batch for _ in range(sum(sample.sampled))],
                            device=device)
+    moved_N = (now_N - old_N).clamp(-10, 10)              # by the steps before, as log ratio
     kl_N = torch.zeros_like(now_N)
     if objective.kl_coef and "policy" in kinds:
         judge_N = torch.tensor([kind == "judge" for kind in kinds], device=device)
@@ -134,7 +135,7 @@ def token_loss(model, batch, objective, scale, sums):
         loss_N = loss_N + objective.kl_coef * kl_N
     loss_N, gap_N = given.weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
     measured = {"scored": torch.ones_like(now_N), "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N,
-                "moved": losses.kl_k3(old_N, now_N), "kl": kl_N, **corrected, "gap": gap_N}
+                "moved": moved_N.exp() - moved_N - 1, "kl": kl_N, **corrected, "gap": gap_N}
     counted = {"loss": loss_N} | {name: count_N * of_token_N for name, of_token_N in measured.items()}
     for kind in {*kinds}:
         here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=device)
