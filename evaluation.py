@@ -383,8 +383,12 @@ def first_of_each_play(config, head):
     due = {(split, mode, spec.index): spec.task.id for split in config.splits
            for m, mode in enumerate(head["temperatures"])
            for spec in episode_specs(config, drawn_tasks(config, split), m, plays)}
-    return lambda record: (is_record(record) and record["task_id"] == due.pop(
-        (record["split"], record["mode"], record["index"]), None))
+
+    def keep(record):
+        key = is_record(record) and (record["split"], record["mode"], record["index"])
+        return bool(key) and due.get(key) == record["task_id"] and due.pop(key) is not None
+
+    return keep
 
 
 def is_record(record):

@@ -150,7 +150,7 @@ def not_found(path):
     folder; or that it is an adapter's.
     """
     path = Path(path)
-    if not (folder := path.parent).exists():
+    if not (folder := path.parent).is_dir():
         of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists()
         return f"{folder}: no such folder" + (
             f"; if it is the hub's: hf download {folder} --local-dir {folder.name}, then give {folder.name}"

@@ -228,7 +228,6 @@ def expand_variables(path):
     return os.path.expanduser(os.path.expandvars(path))
 
 
-
 def load_game(path) -> Task:
     """The game in a game.tw-pddl file, parsed once to check it.
 

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from envs import alfworld
 from envs.alfred.game import Game
-from envs.alfred.games import load_games
-from envs.alfred.tw_env import AlfredTWEnv, expand_variables
+from envs.alfred.games import expand_variables, load_games
+from envs.alfred.tw_env import AlfredTWEnv
 from envs.alfred.vector import Games
 
 PLACES = (expand_variables("$ALFWORLD_DATA/json_2.1.1"), "../shared/data/alfworld/games.jsonl.gz")

@@ -567,6 +567,9 @@ def options_of(argv):
     common.add_dirty(parser)
     options = parser.parse_args(argv)
     common.split_lists(parser, options, environments=runs.ENVIRONMENTS, arms=RL)
+    for name in ("environments", "arms"):
+        if not getattr(options, name):
+            parser.error(f"--{name}: expected one or more")
     common.check_ranges(parser, ("iterations", options.iterations, runs.EVERY, 10**4),
                         ("turns", options.turns, 2, 10**4), ("jobs", options.jobs, 1, 256))
     return options
