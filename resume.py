@@ -33,7 +33,8 @@ def starting_point(config, out, ranks):
             if foreign := parallel.on_rank0(lambda: not_its_own(config, out, state, first)):
                 raise ValueError(f"--resume: {foreign}")                   # on every rank
             if config.kl != "none" and not config.lora and state["iteration"] and trains_on(config, state):
-                decoder.open_pretrained(out / files.REFERENCE)             # before the logs are truncated
+                # Opened here, before the logs are truncated: with --overwrite the run can still start over.
+                parallel.collective(lambda: decoder.open_pretrained(out / files.REFERENCE))
             parallel.on_rank0(lambda: print_changes(config, out, state, first, ranks))
             return found, state
         except ValueError as cannot:
