@@ -13,6 +13,7 @@ probe tells P from N where the command is chosen, and the judge's AUC in each it
     python -m lab.studies.cures --seeds 3         # three seeds of every arm
     python -m lab.studies.cures --seeds 10        # ten of the arms that three do not settle, and of GCD's own
     python -m lab.studies.cures --seeds 30        # and twenty new ones, of some arms with a KL
+    python -m lab.studies.cures --seeds 70        # and forty that decide whether GCD in RL beats GRPO
     python -m lab.studies.cures --jobs 0          # only the page, of the stored cells
 
 Left out: other sizes of the flaw and other mixtures of P and N.
@@ -58,11 +59,14 @@ QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", "0"),
 ARMS = {"GRPO": ("--no-gcd",),
         "+GCD": ("--judge-labels", "oracle"),
         "+GCD, coins": ("--judge-labels", "coins"),
+        "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
+        "+sign": ("--judge-labels", "signs"),
         "+sign, before": ("--judge-labels", "signs")}
 FIRST = 3             # seeds of every arm; further ones of those that they do not settle, and of GCD's own
 NEW = 10              # seeds from here on confirm what the first ten showed; no table has them
 OWN_LUCK = 20         # seeds from here on draw outcomes and coins of their own; stored cells of earlier seeds
                       # share one set, but cells of these that are run again today do not
+DECISIVE, MOST = 30, 90       # seeds from here on decide whether GCD in RL beats GRPO after random answers
 AS_ONE = "first, as one, + own"       # the first seeds, which share their outcomes, as one, and the last
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
@@ -80,7 +84,7 @@ def arms():
     found = [settings_of(questions, "GRPO", *pair) for pair in crossed for questions in (
         "none", "coins", "parity", "sign", "judge")]
     found += [settings_of("coins", arm, *pair) for pair in crossed for arm in ("+GCD", "+GCD, coins")]
-    found += [settings_of("judge", "+GCD", *pair) for pair in crossed] + controls()
+    found += [settings_of("judge", "+GCD", *pair) for pair in crossed] + controls() + variants()
     found += [settings_of("coins", arm, kl, "tied", timing) for kl in COEFFICIENTS
               for arm, timing in (("GRPO", "constant rate"), ("+GCD", "constant rate"), ("+GCD", "held"))]
     found += [settings_of("coins, before", arm, kl, "tied") for kl in COEFFICIENTS
@@ -98,6 +102,14 @@ def controls():
         settings_of("coins", "+GCD, coins", COEFFICIENTS[0], "tied", "constant rate")]
 
 
+def variants():
+    """Arms of the decisive seeds alone, after coins: GCD at its default weight, and a judge that is asked for
+    the sign, whatever the command was.
+    """
+    return [settings_of("coins", arm, COEFFICIENTS[0], embeddings)
+            for arm in ("+GCD, weight .1", "+sign") for embeddings in EMBEDDINGS]
+
+
 def name_of(arm):
     """An arm's name, without the seed."""
     kl = f"KL {arm['kl']:g}" if arm["kl"] else "no KL"
@@ -106,17 +118,21 @@ def name_of(arm):
 
 
 # The arms with which GCD in RL is compared like for like: further seeds are run of these, too
-OWN = [name_of(arm) for arm in arms() if arm["questions"] == "coins" and not arm["timing"]]
+OWN = [name_of(settings_of("coins", arm, kl, embeddings)) for arm in ("GRPO", "+GCD", "+GCD, coins")
+       for kl in COEFFICIENTS for embeddings in EMBEDDINGS]
 # Those of the new seeds: of each some runs remove the flaw and some keep it
 CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
               for questions, arm in (("none", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"))]
 NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENTS[0], embeddings))
                          for embeddings in EMBEDDINGS]        # and the control of GCD's labels
-CONTROLS = [*map(name_of, controls())]
+CONTROLS, VARIANTS = [*map(name_of, controls())], [*map(name_of, variants())]
 # Those of the last seeds: the three after coins, and where GCD was found to add nothing
 LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name] + CONTROLS + [
     name_of(settings_of("judge", arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
     for arm in ("GRPO", "+GCD")] + [
+    name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
+# Those of the decisive seeds: as the last ones', after coins, and the variants
+DECISIVE_ARMS = [name for name in NEW_ARMS if "after coins" in name] + VARIANTS + [
     name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
 
 
@@ -126,8 +142,8 @@ def cells_of(seeds, iterations=ITERATIONS, names=None):
     """
     def chosen(arm, seed):
         if seed >= NEW:
-            return arm in (LAST_ARMS if seed >= OWN_LUCK else NEW_ARMS)
-        return arm not in CONTROLS and (seed < FIRST or names is None or arm in names)
+            return arm in (DECISIVE_ARMS if seed >= DECISIVE else LAST_ARMS if seed >= OWN_LUCK else NEW_ARMS)
+        return arm not in CONTROLS + VARIANTS and (seed < FIRST or names is None or arm in names)
 
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
             for seed in seeds for arm in arms() if chosen(name_of(arm), seed)}
@@ -421,9 +437,26 @@ def elsewhere(table, own):
              "after random answers, constant rate, tied": ("+GCD", "GRPO", tied),
              "after random answers, constant rate, tied, coin tosses for labels": (coins, "GRPO", tied),
              "after random answers, constant rate, tied, GCD less coin tosses": ("+GCD", coins, tied)}
-    sides = {"first": table, "own": own, "all": merged(table, own)}
+    return compared(where, {"first": table, "own": own, "all": merged(table, own)})
+
+
+def compared(where, sides):
+    """{name: {seeds: `pooled` with a KL}}. where: {name: (arm, reference, settings)}; sides: {seeds: table}.
+    """
     return {name: {seeds: pooled(side, arm, other, COEFFICIENTS[:1], **settings)
                    for seeds, side in sides.items()} for name, (arm, other, settings) in where.items()}
+
+
+def decided(own, decisive):
+    """`compared` of what judging in RL does after random answers, in the decisive seeds, and in all that have
+    outcomes of their own.
+    """
+    tied = {"timing": "constant rate", "embeddings": ("tied",)}
+    where = {f"{arm} less {other}": (arm, other, {}) for arm, other in (
+        ("+GCD", "GRPO"), ("+GCD", "+GCD, coins"), ("+GCD, coins", "GRPO"), ("+GCD, weight .1", "GRPO"),
+        ("+sign", "GRPO"), ("+GCD", "+sign"))}
+    return compared(where | {"+GCD less GRPO, constant rate, tied": ("+GCD", "GRPO", tied)},
+                    {"decisive": decisive, "all with outcomes of their own": merged(own, decisive)})
 
 
 def of_confirming(fresh):
@@ -443,13 +476,16 @@ def in_common(table, one, other):
     return [*(sum(end < 0.5 for end in side) for side in zip(*ends)), len(ends)] if ends else [0, 0, 0]
 
 
-def findings(table, fresh, own):
-    """What the runs show beyond the arms' rows: of first, of new seeds, and of those with own outcomes."""
+def findings(table, fresh, own, decisive):
+    """What the runs show beyond the arms' rows: of first and new seeds, of those with outcomes of their own,
+    and of the decisive ones.
+    """
     judge = "judge", "GRPO"
     return {"differences": {f"{one} against {other}": against(table, one, other) for one, other in pairs()},
             "removed by leak": removed_by_leak(table),
             "foretold": {"first seeds": foretold(table), "new seeds": foretold(of_confirming(fresh))},
-            "again": again(table, fresh, own), "elsewhere": elsewhere(table, own), "lags": lags(table),
+            "again": again(table, fresh, own), "elsewhere": elsewhere(table, own),
+            "decided": decided(own, decisive), "lags": lags(table),
             "in common": {"sign, judge": in_common(table, ("sign", "GRPO"), judge),
                           "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), judge)},
             "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
@@ -565,13 +601,14 @@ def foretold_text(found):
 
 
 def seeds_text(fresh):
-    """Which new seeds there are."""
+    """Which seeds a table has."""
     seeds = sorted({seed for of_seed in fresh.values() for seed in of_seed})
     return f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "not run"
 
 
-def page(table, fresh, own, found, command, seeds, iterations):
-    """The page's text, from its template in this folder. found: of `findings`."""
+def page(tables, found, command, seeds, iterations):
+    """The page's text, from its template in this folder. tables: of `results_of`; found: of `findings`."""
+    table, fresh, own, decisive = tables
     sign, added = ("{0} and {1} of {2}".format(*counts) for counts in found["in common"].values())
     early, confirmed = map(foretold_text, found["foretold"].values())
     return PAGE.read_text(encoding="utf-8").format(
@@ -587,7 +624,9 @@ def page(table, fresh, own, found, command, seeds, iterations):
             for of_seeds in found["again"]["GRPO"]])),
         elsewhere="\n".join(markdown(["where", "first seeds", "own", "all"], [
             [where, *map(pooled_text, of.values())] for where, of in found["elsewhere"].items()])),
-        new_seeds=seeds_text(fresh), own_seeds=seeds_text(own),
+        decided="\n".join(markdown(["final q_N of", "decisive seeds", "all with outcomes of their own"], [
+            [name, *map(pooled_text, of.values())] for name, of in found["decided"].items()])),
+        new_seeds=seeds_text(fresh), own_seeds=seeds_text(own), decisive_seeds=seeds_text(decisive),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*counts)
                              for counts in found["held"].values()),
         **{f"lags_{side}": lags_text(*of_side) for side, of_side in found["lags"].items()},
@@ -684,8 +723,8 @@ def verdict(table):
 
 
 def results_of(options):
-    """Run the missing cells, after their cold starts; with --jobs 0 none. Returns `table_of` all stored, of
-    seeds below NEW, of new ones, and of those from OWN_LUCK on.
+    """Run the missing cells, after their cold starts; with --jobs 0 none. Returns four times `table_of` all
+    stored: of seeds below NEW, of new ones, of those from OWN_LUCK on, and of those from DECISIVE on.
     """
     path = options.out / "cures.jsonl"
 
@@ -701,7 +740,7 @@ def results_of(options):
         colds = {str(cold_folder(settings, options.runs)): settings for settings in missing.values()}
         common.make_runs(colds, cold_start, options.jobs, "cold starts")
         common.run_cells(path, requested, partial(run, runs=options.runs), options)
-    return stored(), stored(range(NEW, OWN_LUCK)), stored(range(OWN_LUCK, 90))
+    return [stored(range(*ends)) for ends in itertools.pairwise((0, NEW, OWN_LUCK, DECISIVE, MOST))]
 
 
 def main(argv=None):
@@ -711,24 +750,24 @@ def main(argv=None):
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
     common.add_cells(parser, 2, RUNS)
     options = parser.parse_args(argv)
-    common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
-                        ("jobs", options.jobs, 0, 256))
+    common.check_ranges(parser, ("seeds", options.seeds, 1, MOST),
+                        ("iterations", options.iterations, 1, 10**6), ("jobs", options.jobs, 0, 256))
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")
     try:
-        table, fresh, own = results_of(options)
+        table, fresh, own, decisive = tables = results_of(options)
     except ValueError as error:
         parser.error(str(error))
     if not table:
         parser.error(f"--jobs=0: {options.out / 'cures.jsonl'} has no cell")
-    there = sorted({seed for part in (table, fresh, own) for of_seed in part.values() for seed in of_seed})
+    there = sorted({seed for part in tables for of_seed in part.values() for seed in of_seed})
     draw(table, options.out / "cures.svg")
     command = ["python", "-m", "lab.studies.cures", "--seeds", str(max(options.seeds, there[-1] + 1))]
     if options.iterations != ITERATIONS:
         command += ["--iterations", str(options.iterations)]
-    found = findings(table, fresh, own)
-    text = page(table, fresh, own, found, " ".join(command), there, options.iterations)
+    found = findings(*tables)
+    text = page(tables, found, " ".join(command), there, options.iterations)
     rows = [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()]
     common.publish(options.out, "cures", command, there, {"rows": rows} | found,
                    figures_of(table, fresh, own, found), text)
