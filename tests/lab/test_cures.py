@@ -182,8 +182,8 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     lead = found["+GCD less GRPO"]
     assert lead["decisive"]["mean"] == pytest.approx(-0.4) and lead["decisive"]["removed"] == [4, 0]
     assert [*lead["all with outcomes of their own"]["seeds"]] == [2, 3, 30, 31]
-    asked = found["+sign less GRPO"]["decisive"]
-    assert (asked["n"], asked["mean"]) == (4, 0)
+    sign = found["+sign less GRPO"]["decisive"]
+    assert (sign["n"], sign["mean"]) == (4, 0)
     assert found["+GCD less GRPO, constant rate, tied"]["decisive"]["n"] == 2
 
 
