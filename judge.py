@@ -127,8 +127,8 @@ def choose(candidates, kind, per_class, seed):
     """Draw equally many good and bad turns at random, at most per_class of each; none if a class is empty.
 
     candidates: see `candidates`, those of all ranks; every rank makes the same choice. Good and bad alternate
-    in the result, so that any cut between pairs stays balanced. For "shuffled", each label is then replaced
-    by a fair coin toss.
+    in the result, good first, so that any cut between pairs stays balanced. For "shuffled", each label is
+    then replaced by a fair coin toss.
     """
     rng = generator(seed, 0)
     by_class = [[candidate for candidate in candidates if candidate[2] == label] for label in ANSWERS]
@@ -209,7 +209,8 @@ def samples(judged, normalize_std=False):
     """Samples of the answers, with `advantages` over each question's answers. Only answer tokens are trained.
 
     Equal answers to one question have equal tokens, rewards and gradients: they become one sample with a
-    count. A sample belongs to its episode's minibatch, where their common prefix is computed once.
+    count. A sample belongs to its episode's minibatch, where their common prefix is computed once. Its
+    `turns` are the judged one.
     """
     result = []
     for question in judged:

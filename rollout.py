@@ -438,7 +438,7 @@ def success_rate(counts, plays=1):
 
 
 def wilson(successes, n):
-    """Wilson's 95 % score interval of a share: (low, high); (0, 1) for n = 0.
+    """Wilson's 95 % score interval of a share, clipped to [0, 1]: (low, high); (0, 1) for n = 0.
 
         (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)        Wilson 1927
     """

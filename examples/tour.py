@@ -40,12 +40,13 @@ print("AUC in training:", agent.judge_auc())
 # %% [markdown]
 # ## Train
 # A fresh small model: 600 demonstrations of an expert, 100 judge questions, two iterations of GRPO with GCD.
-# That is too little to win many games; `bash run.sh` does it in full.
+# That is too little to win many games, which most labels of turns need, so an oracle gives them. In full it
+# is `bash run.sh`.
 
 # %%
 OUT = Path(sys.argv[1]) if SCRIPT and len(sys.argv) > 1 else ROOT / "runs/tour"
-mine = gcd.train(demonstrations=600, judge_demonstrations=100, iterations=2, tasks=4, evaluate="L0",
-                 protocol="sampled", out=OUT / "grpo+gcd", overwrite=True)
+mine = gcd.train(demonstrations=600, judge_demonstrations=100, judge_labels="oracle", iterations=2, tasks=4,
+                 evaluate="L0", protocol="sampled", out=OUT / "grpo+gcd", overwrite=True)
 print(mine.play("household", "L0/3"))
 
 # %% [markdown]

@@ -69,7 +69,8 @@ def uniform(stream_B, position_B):
 
 
 def sample_tokens(logits_BV, uniform_B, temperature=1.0):
-    """One token per row by inverse transform: the first whose cumulative probability reaches uniform_B.
+    """One token per row by inverse transform: the first whose cumulative probability reaches uniform_B of its
+    row's sum, which rounding may leave below 1 (`first_reaching`).
 
     Returns token_B and its logprob_B under log_softmax(logits / temperature). Temperature 0 is greedy and
     reports the logprob at temperature 1. No host sync.

@@ -159,4 +159,4 @@ def test_the_exercises_commands_have_flags_that_exist_and_folders_of_their_own()
     model = str(ROOT / "lab/results/alfworld_model")
     lines = [command.replace("\\\n", " ").replace("runs/main/cold_start/checkpoint", model)
              for command in commands]
-    assert len({config.parse(shlex.split(line)).out for line in lines}) == len(lines) == 6
+    assert len({config.parse(shlex.split(line)).out for line in lines}) == len(lines) == 8

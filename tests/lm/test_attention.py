@@ -258,6 +258,16 @@ def test_microbatches_cost_as_little_as_any_cut(seed):
 
 
 @pytest.mark.fast
+def test_a_further_microbatch_costs_a_sixteenth_of_its_tokens():
+    """Two lists have 120 tokens; three, which compute a prefix of two once, have 118, but a list costs 4."""
+    sample = make_sample(random.Random(0))
+    samples = [replace(sample, ids=ids) for ids in
+               ([1] * 30, [2, 2, *[3] * 28], [2, 2, *[4] * 28], [5] * 30)]
+    assert [len(batch) for batch in batching.microbatches(samples, 64)] == [2, 2]
+    assert [len(batch) for batch in batching.microbatches(samples, 31)] == [1, 1, 1, 1]
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("packed", [False, True])
 def test_layers_with_common_prefixes_can_be_recomputed(model, samples, with_varlen, packed):
     want, _ = gradient_of(model, samples)
