@@ -28,7 +28,8 @@ class Settings(rewards.Settings):
 
     variant: str = setting("paper", "tags rewarded and compared as in the paper, or as in its code",
                            ("paper", "code"))
-    step_weight: float = setting(0.5, "weight of the tag-level advantage: 1 - alpha (paper), w (code)", low=0)
+    step_weight: float = setting(0.5, "weight of the tag-level advantage: 1 - alpha (paper), w (code, 1 by "
+                                 "its scripts)", low=0)
 
 
 def tag_rewards(tags, actions, valid, won, variant="paper"):
@@ -111,6 +112,7 @@ class Method(algorithms.Method):
 
     Settings = Settings
     tags = True
+    code_defaults = algorithms.Method.code_defaults | dict(step_weight=1.0)     # of its scripts, not its yaml
 
     def __init__(self, settings):
         super().__init__(settings)
