@@ -57,7 +57,7 @@ def k3_tokens(base_K, beta, group):
 
 
 def std_mass(q, beta, eps=1e-6):
-    """Fixed point of p with rewards divided by their std; 1 if there is none.
+    """Fixed point of p with rewards divided by their std, for large groups; 1 if there is none.
 
     The smallest p > Q with logit p = logit Q + 1 / (beta std), std = sqrt(p (1 - p)) + eps: the one that
     small steps from Q reach first. With the previous step's p on the right-hand side, the equation is a
