@@ -162,6 +162,7 @@ class Config:
     clip_low: float = setting(0.2, "pi / pi_old is clipped below at 1 - this", low=0)
     clip_high: float = setting(0.28, "pi / pi_old is clipped above at 1 + this", low=0)
     dual_clip: float = setting(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: none
+    entropy_coef: float = setting(0.0)          # times the entropy is subtracted from the policy's loss
     sampler_cap: float = setting(2.0, "a token's loss is weighted by pi_old / pi_sampler, at most this; 0: "
                                  "not weighted", low=0, needs=NEEDS_BF16, rare=True)
     reduction: str = setting("token", "how the tokens' losses are averaged", ("token", "episode", "constant"))
@@ -366,10 +367,10 @@ def changed(then, config, ignored=()):
 PAPER = dict(
     demonstrations=300, judge_demonstrations=100, cold_start_lr=1e-5, cold_start_epochs=0, judge_epochs=5,
     cold_start_batch=16, judge_cold_start_weight=1.0, max_turns=30, iterations=200, minibatches=8, lr=1e-6,
-    critic_lr=1e-5, lr_decay=False, clip_low=0.2, clip_high=0.2, dual_clip=3.0, normalize_std=True, kl="loss",
-    kl_coef=0.01, success_reward=10.0, invalid="format", invalid_penalty=0.1, invalid_unit="turn",
-    dynamic_sampling="keep", max_response_tokens=512, judge_response_tokens=512, context=16384,
-    microbatch_tokens=16384, dtype="bfloat16", on_truncation="invalid")
+    critic_lr=1e-5, lr_decay=False, clip_low=0.2, clip_high=0.2, dual_clip=3.0, entropy_coef=0.001,
+    normalize_std=True, kl="loss", kl_coef=0.01, success_reward=10.0, invalid="format", invalid_penalty=0.1,
+    invalid_unit="turn", dynamic_sampling="keep", max_response_tokens=512, judge_response_tokens=512,
+    context=16384, microbatch_tokens=16384, dtype="bfloat16", on_truncation="invalid")
 
 
 def parse_or_exit(argv=None):

@@ -360,7 +360,7 @@ def first_difference(mine):
 
 def objective_of(config):
     """update.Objective by the flags."""
-    names = ("sampler_cap", "clip_low", "clip_high", "dual_clip", "reduction", "judge_weight",
+    names = ("sampler_cap", "clip_low", "clip_high", "dual_clip", "entropy_coef", "reduction", "judge_weight",
              "temperature", "max_grad_norm", "microbatch_tokens")
     return update.Objective(config.algorithm.loss, config.algorithm.ratio,
                             **{name: getattr(config, name) for name in names},

@@ -39,6 +39,7 @@ class Objective:
     reduction: str = "token"              # token | episode | constant: see losses.token_weight
     longest: int = 1                      # tokens; the divisor of "constant"
     kl_coef: float = 0.0                  # weight of k3 in the loss; needs logprob_ref
+    entropy_coef: float = 0.0             # weight of the entropy, which is subtracted from the policy's loss
     judge_weight: float = 0.1             # lambda
     temperature: float = 1.0              # the sampler's: logprobs are of the distribution sampled from
     max_grad_norm: float = 1.0            # 0: no clipping
@@ -96,9 +97,10 @@ def update(model, optimizer, samples, objective, lr, compare=False):
 
 
 def token_loss(model, batch, objective, scale, sums):
-    """The loss of a microbatch of sampled tokens: the algorithm's, and k3 on policy samples if asked for.
+    """The loss of a microbatch of sampled tokens: the algorithm's, and k3 and the entropy on policy samples
+    if asked for.
 
-        L = sum_n scale[kind_n] * weight_n * (sampler_weight_n * loss_n + kl_coef * k3_n)
+        L = sum_n scale[kind_n] * weight_n * (sampler_weight_n * loss_n + kl_coef * k3_n - entropy_coef * H_n)
 
     batch: Samples, policy's and judge's mixed. Adds what `loss_metrics` reports to sums[kind]. PluginError
     if the algorithm's loss returns something else.
@@ -107,7 +109,8 @@ def token_loss(model, batch, objective, scale, sums):
     advantage_N, sampler_N, device = given.advantage_N, given.sampler_N, given.target_N.device
     kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
     logprob_N, entropy_N = token_logprobs(model, given.ids_1M, given.attention, given.select, given.target_N,
-                                          objective.temperature, given.allowed, entropies=True)
+                                          objective.temperature, given.allowed, entropies=True,
+                                          entropy_grad=objective.entropy_coef > 0)
     now_N = logprob_N.detach()
     old_N = now_N if given.old_N is None else given.old_N
     ratio_N = (logprob_N - old_N).exp()
@@ -128,11 +131,13 @@ def token_loss(model, batch, objective, scale, sums):
                            device=device)
     moved_N = (now_N - old_N).clamp(-10, 10)              # by the steps before, as log ratio
     kl_N = torch.zeros_like(now_N)
+    policy_N = torch.tensor([kind == "policy" for kind in kinds], device=device)
     if objective.kl_coef and "policy" in kinds:
-        judge_N = torch.tensor([kind == "judge" for kind in kinds], device=device)
-        reference_N = given.reference_N.where(~judge_N, now_N)            # the judge's KL is 0
+        reference_N = given.reference_N.where(policy_N, now_N)            # the judge's KL is 0
         kl_N = losses.kl_k3(logprob_N, reference_N)
         loss_N = loss_N + objective.kl_coef * kl_N
+    if objective.entropy_coef:
+        loss_N = loss_N - objective.entropy_coef * entropy_N.where(policy_N, 0.0)
     loss_N, gap_N = given.weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
     measured = {"scored": torch.ones_like(now_N), "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N,
                 "moved": moved_N.exp() - moved_N - 1, "kl": kl_N, **corrected, "gap": gap_N}

@@ -27,4 +27,4 @@ class Loss:
 class Method(Loss, grpo.Method):
     """GRPO's advantages, by default with --normalize-std, with CISPO's loss."""
 
-    defaults = dict(normalize_std=True, kl="none")
+    defaults = dict(normalize_std=True, kl="none", entropy_coef=0.0)

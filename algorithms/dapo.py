@@ -17,5 +17,5 @@ from algorithms import grpo
 class Method(grpo.Method):
     """GRPO with DAPO's settings."""
 
-    defaults = dict(clip_low=0.2, clip_high=0.28, dual_clip=0.0, reduction="token", normalize_std=True,
-                    dynamic_sampling="refill", kl="none")
+    defaults = dict(clip_low=0.2, clip_high=0.28, dual_clip=0.0, entropy_coef=0.0, reduction="token",
+                    normalize_std=True, dynamic_sampling="refill", kl="none")

@@ -16,5 +16,5 @@ class Method(grpo.Method):
     """GRPO with Dr. GRPO's settings."""
 
     defaults = dict(normalize_std=False, reduction="constant", clip_low=0.2, clip_high=0.2, dual_clip=0.0,
-                    dynamic_sampling="keep", kl="none")
+                    entropy_coef=0.0, dynamic_sampling="keep", kl="none")
     code_defaults = grpo.Method.code_defaults | dict(normalize_std=False)

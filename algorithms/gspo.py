@@ -34,7 +34,7 @@ class Method(Loss, grpo.Method):
     """GRPO's advantages, by default with --normalize-std, with GSPO's ratio."""
 
     Settings = Settings
-    defaults = dict(normalize_std=True, kl="none")
+    defaults = dict(normalize_std=True, kl="none", entropy_coef=0.0)
 
     def __init__(self, settings):
         super().__init__(settings)

@@ -11,8 +11,10 @@ from lm.restrict import restricted
 CHUNK_LOGITS = 2**26      # most logits computed at once: 256 MB in fp32; a step needs a few such tensors
 
 
-def token_logprobs(model, ids_BT, layout, select, target_N, temperature, allowed, entropies=False):
-    """Logprob of each target token and, if `entropies`, the entropy at its position (without gradient).
+def token_logprobs(model, ids_BT, layout, select, target_N, temperature, allowed, entropies=False,
+                   entropy_grad=False):
+    """Logprob of each target token and, if `entropies`, the entropy at its position (with a gradient if
+    `entropy_grad`).
 
     layout: attention layout (lm.attention). select: (row_N, column_N), the positions that predict the
     targets. temperature: divides the logits. allowed: per target the ids that it was sampled from (None:
@@ -24,7 +26,8 @@ def token_logprobs(model, ids_BT, layout, select, target_N, temperature, allowed
         logits_NV = restricted(logits_NV if temperature == 1 else logits_NV / temperature, allowed)
         logprob_NV = logits_NV.log_softmax(-1)
         logprob_N1 = logprob_NV.gather(1, target_N[:, None])                   # FSDP warns about views
-        with torch.no_grad():        # last, so that recomputation in backward stops before it
+        # last, so that recomputation in backward stops before it where it has no gradient
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             return logprob_N1, entropy(logprob_NV) if entropies else torch.zeros(len(logprob_NV))
 
     logprob_N1, entropy_N = model(ids_BT, layout, select, in_chunks(head, target_N, allowed))

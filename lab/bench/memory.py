@@ -180,14 +180,18 @@ def largest_microbatch(samples, settings):
 
 
 def update_bytes(model, batch):
-    """Peak bytes of a microbatch's forward and backward, without weights and gradients."""
+    """Peak bytes of a microbatch's forward and backward, without weights and gradients; the entropy has a
+    gradient, as with --preset paper.
+    """
     for parameter in trained(model):                     # FSDP reduces a layer's gradients at once
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with Meter() as meter:
         given = batching.collate(batch, model)
-        logprob_N, _ = logprobs.token_logprobs(model, given.ids_1M, given.attention, given.select,
-                                               given.target_N, 1.0, given.allowed, entropies=True)
-        (given.weight_N * given.advantage_N * (logprob_N - given.old_N).exp()).sum().backward()
+        logprob_N, entropy_N = logprobs.token_logprobs(
+            model, given.ids_1M, given.attention, given.select, given.target_N, 1.0, given.allowed,
+            entropies=True, entropy_grad=True)
+        gain_N = given.advantage_N * (logprob_N - given.old_N).exp() + entropy_N
+        (given.weight_N * gain_N).sum().backward()
     return meter.peak
 
 

@@ -161,6 +161,7 @@ def test_the_papers_preset_works_with_every_algorithm(algo):
     bounds = {"cispo": (4.0, 3.0), "dapo": (0.28, 0.0), "dr_grpo": (0.2, 0.0), "gspo": (4e-4, 0.0)}
     assert (found["clip_high"], found["dual_clip"], found["history"]) == (*bounds.get(algo, (0.2, 3.0)), 0)
     assert found.get("normalize_std", True) != (algo == "dr_grpo") and found.get("critic_lr", 1e-5) == 1e-5
+    assert found["entropy_coef"] == (0.0 if algo in ("cispo", "dapo", "dr_grpo", "gspo") else 0.001)
     assert algo != "rlvmr" or found["step_weight"] == 0.5
     assert algo != "gigpo" or found["step_weight"] == 1.0
 

@@ -22,6 +22,7 @@ import rollout
 import update
 from batching import Sample
 from envs import Task
+from lm import logprobs
 from lm.engine import Sampling
 from rollout import Episode, Turn
 
@@ -73,6 +74,9 @@ def plain_loss(model, samples, objective=PLAIN):
             if objective.kl_coef and sample.kind == "policy":
                 d = sample.logprob_ref[t] - now
                 loss = loss + objective.kl_coef * (d.exp() - d - 1)
+            if sample.kind == "policy":
+                spread = logprob[t - 1]
+                loss = loss + objective.entropy_coef * (spread.exp() * spread).sum()
             reduction = objective.reduction if sample.kind == "policy" else "token"
             weight = {"token": 1.0, "episode": 1 / length[sample.episode],
                       "constant": 1 / objective.longest}[reduction]
@@ -89,7 +93,7 @@ def plain_gradient(model, samples, objective=PLAIN):
 
 @pytest.mark.parametrize("changes", [{}, {"reduction": "episode"}, {"reduction": "constant", "longest": 20},
                                      {"clip_low": 0.05, "clip_high": 0.3}, {"temperature": 0.7},
-                                     {"dual_clip": 1.2}], ids=str)
+                                     {"dual_clip": 1.2}, {"entropy_coef": 0.3}], ids=str)
 def test_the_gradient_equals_that_of_the_plain_loss(model, samples, changes):
     objective = replace(PLAIN, **changes)
     got, metrics = gradient(model, samples, objective)
@@ -191,6 +195,16 @@ def test_inputs_are_not_changed(model, samples, judgements):
     assert [replace(sample, weight=1.0) for sample in samples + judgements] == before
     assert torch.equal(gradient(model, samples + judgements)[0], first)
     assert torch.equal(flat(model.parameters()), weights)         # the Recorder changes no weight
+
+
+def test_the_entropy_is_the_policys_alone_in_any_chunks(model, samples, judgements, monkeypatch):
+    """Subtracted from its loss; the judge's answers keep their gradient."""
+    objective = replace(PLAIN, entropy_coef=0.3, judge_weight=1.0)
+    want = plain_gradient(model, samples, objective) + plain_gradient(model, judgements)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 5 * model.config.vocab_size)
+    got, metrics = gradient(model, samples + judgements, objective)
+    assert_same(got, want)
+    assert metrics["policy/entropy_nats"] > 0
 
 
 @pytest.mark.parametrize("reduction, grown", [("token", None), ("episode", 6 / 5)])
