@@ -162,7 +162,7 @@ class Config:
     clip_low: float = setting(0.2, "pi / pi_old is clipped below at 1 - this", low=0)
     clip_high: float = setting(0.28, "pi / pi_old is clipped above at 1 + this", low=0)
     dual_clip: float = setting(0.0)             # loss at most this times |A| where A < 0 (verl: 3); 0: none
-    entropy_coef: float = setting(0.0)          # times the entropy is subtracted from the policy's loss
+    entropy_coef: float = setting(0.0)          # this times the entropy is subtracted from the policy's loss
     sampler_cap: float = setting(2.0, "a token's loss is weighted by pi_old / pi_sampler, at most this; 0: "
                                  "not weighted", low=0, needs=NEEDS_BF16, rare=True)
     reduction: str = setting("token", "how the tokens' losses are averaged", ("token", "episode", "constant"))

@@ -110,7 +110,7 @@ def token_loss(model, batch, objective, scale, sums):
     kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
     logprob_N, entropy_N = token_logprobs(model, given.ids_1M, given.attention, given.select, given.target_N,
                                           objective.temperature, given.allowed, entropies=True,
-                                          entropy_grad=objective.entropy_coef > 0)
+                                          entropy_grad=objective.entropy_coef != 0)
     now_N = logprob_N.detach()
     old_N = now_N if given.old_N is None else given.old_N
     ratio_N = (logprob_N - old_N).exp()
@@ -226,8 +226,9 @@ def weighted_kinds(samples, objective, sums):
 
 
 def with_gradient(samples, objective):
-    """Samples with a nonzero advantage; all policy samples too if the loss has a KL term."""
-    return [s for s in samples if any(s.advantage) or (objective.kl_coef and s.kind == "policy")]
+    """Samples with a nonzero advantage; all policy samples too if the loss has a KL or the entropy."""
+    always = objective.kl_coef or objective.entropy_coef
+    return [s for s in samples if any(s.advantage) or (always and s.kind == "policy")]
 
 
 def check_finite(samples, numbers):

@@ -175,6 +175,8 @@ def of_interval(function):
     def applied(value):
         if isinstance(value, list):
             return [applied(one) for one in value]
+        if value is None:
+            raise Missing("no interval yet")
         if value["half"] is None:
             raise Missing("no interval, as of one seed")
         return function(mean_of(value), value["half"])
@@ -337,12 +339,16 @@ def counts(name, found, groups):
 
 
 def by_study(groups):
-    """{NAME: [claims, held, failed]} of the groups whose results are on the page studies/NAME.md."""
+    """{NAME: [claims, held, failed]} of the groups whose results are on the page studies/NAME.md; without
+    claims whose runs are to come.
+    """
     found, named = outcomes(groups), {}
     for group in groups:
         for name in re.findall(r"studies/(\w+)\.md", group["results"]):
             named.setdefault(name, []).append(group)
-    return {name: [int(n) for n in counts(name, found, of_study)[1:4]] for name, of_study in named.items()}
+    numbers = {name: [*map(int, counts(name, found, of_study)[1:])] for name, of_study in named.items()}
+    return {name: [claims - to_come, right, wrong]
+            for name, (claims, right, wrong, _, to_come) in numbers.items()}
 
 
 def main(argv=None):

@@ -4,7 +4,8 @@ The environment is lab/envs/twins.py: one action is right in states P and flawed
 one word; 12 of 16 tasks are P. Every cell is a run of gcd.py of 240 iterations from a cold start. Varied are
 the KL (0.01 or none), the embeddings (tied or not), the questions in the cold start (none; about the sign,
 about its parity, judging by coins or rightly: all in the same words, with the same two answers), the arm
-(GRPO; GCD with right labels; GCD with coin tosses), and, from coins, the timing of the judge.
+(GRPO; GCD with right labels; GCD with coin tosses), and, from coins, the timing of the judge, its weight, and
+what it is asked.
 
 Measured along each run (lab/studies/twin_measures.py): the flawed action's probability q_N, the cosine of
 the gradients that raise it in P and in N, the leak from the good turn to the flawed one, whether a linear
@@ -66,7 +67,7 @@ FIRST = 3             # seeds of every arm; further ones of those that they do n
 NEW = 10              # seeds from here on confirm what the first ten showed; no table has them
 OWN_LUCK = 20         # seeds from here on draw outcomes and coins of their own; stored cells of earlier seeds
                       # share one set, but cells of these that are run again today do not
-DECISIVE, MOST = 30, 90       # seeds from here on decide whether GCD in RL beats GRPO after random answers
+DECISIVE, MOST = 30, 70       # these seeds decide whether GCD in RL beats GRPO after random answers
 AS_ONE = "first, as one, + own"       # the first seeds, which share their outcomes, as one, and the last
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
@@ -167,8 +168,7 @@ def run(name, settings, runs):
     cold, out = cold_folder(settings, runs) / files.CHECKPOINT, runs / name
     shutil.rmtree(out, ignore_errors=True)
     kl = ["--kl", "loss", "--kl-coef", settings["kl"]] if settings["kl"] else []
-    weight = ["--judge-weight", 1] if settings["arm"] != "GRPO" else []
-    flags = [*COMMON, "--seed", settings["seed"], *kl, *weight, *ARMS[settings["arm"]], "--model", cold,
+    flags = [*COMMON, "--seed", settings["seed"], *kl, *flags_of(settings["arm"]), "--model", cold,
              "--demonstrations", 0, "--iterations", settings["iterations"],
              "--keep-checkpoints", settings["iterations"] // POINTS, "--checkpoint-every", 10**6]
     with ExitStack() as changes:
@@ -182,6 +182,12 @@ def run(name, settings, runs):
     result = measured(out, flags)
     shutil.rmtree(out)
     return result
+
+
+def flags_of(arm):
+    """The flags of an arm: the judge's weight is 1 unless the arm names another."""
+    own = ARMS[arm]
+    return own if arm == "GRPO" or "--judge-weight" in own else ("--judge-weight", "1", *own)
 
 
 # Changes of a run that no flag makes
@@ -600,9 +606,9 @@ def foretold_text(found):
          for iteration, of in found.items()]))
 
 
-def seeds_text(fresh):
+def seeds_text(table):
     """Which seeds a table has."""
-    seeds = sorted({seed for of_seed in fresh.values() for seed in of_seed})
+    seeds = sorted({seed for of_seed in table.values() for seed in of_seed})
     return f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "not run"
 
 
@@ -674,10 +680,10 @@ def figures_of(table, fresh, own, found):
                       f"untied embeddings, GCD {both('coins', '+GCD', 'untied')}, GRPO "
                       f"{both('coins', 'GRPO', 'untied')}; policy held until the judge is right "
                       f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
-                      f"{both('coins', '+GCD', timing='constant rate')}. Over all seeds but the ten in which "
-                      "a lead was seen, with a KL and both kinds of embeddings, GCD's q_N less GRPO's "
-                      f"{others['GRPO']}, less that with coin tosses {others['+GCD, coins']}; with the first "
-                      f"ten, which share their outcomes, as a single one {single}.",
+                      f"{both('coins', '+GCD', timing='constant rate')}. Over seeds 0 to 9 and 20 to 29, "
+                      "without those of a first lead, with a KL and both kinds of embeddings, GCD's q_N less "
+                      f"GRPO's {others['GRPO']}, less that with coin tosses {others['+GCD, coins']}; with "
+                      f"the first ten, which share their outcomes, as a single one {single}.",
              "agrees": verdict(merged(table, own))},
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
@@ -724,7 +730,7 @@ def verdict(table):
 
 def results_of(options):
     """Run the missing cells, after their cold starts; with --jobs 0 none. Returns four times `table_of` all
-    stored: of seeds below NEW, of new ones, of those from OWN_LUCK on, and of those from DECISIVE on.
+    stored: of seeds below NEW, and then below OWN_LUCK, DECISIVE and MOST.
     """
     path = options.out / "cures.jsonl"
 

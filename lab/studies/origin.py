@@ -547,7 +547,7 @@ def tilt_verdict(toy):
     return ("yes" if fits else "no",
             f"On a toy with k1 in the reward, beta {BETA:g}, runs end {100 * row['distance']:.1f} points "
             f"from the optimum; log-odds shift by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). "
-            "Rewards over their std and runs without KL go to 0 or 1, and the runs on strings have none. "
+            "Rewards over their std and runs without KL go to 0 or 1 (the runs on strings are without KL). "
             "k3 in the loss ends elsewhere"
             + (f", {100 * toy[K3]['distance']:.1f} points from its own fixed point." if K3 in toy else "."))
 

@@ -18,7 +18,9 @@ from conftest import Corridor, Recorder, assert_same, flat, make_specs, rounding
 from hand_made import PLAIN, gradient_of, make_sample, with_old_logprobs
 
 import batching
+import config
 import rollout
+import session
 import update
 from batching import Sample
 from envs import Task
@@ -197,9 +199,16 @@ def test_inputs_are_not_changed(model, samples, judgements):
     assert torch.equal(flat(model.parameters()), weights)         # the Recorder changes no weight
 
 
+def test_the_papers_preset_has_the_entropy_in_its_objective():
+    assert session.objective_of(config.parse(["--preset", "paper"])).entropy_coef == 0.001
+    assert session.objective_of(config.parse([])).entropy_coef == 0
+
+
 def test_the_entropy_is_the_policys_alone_in_any_chunks(model, samples, judgements, monkeypatch):
-    """Subtracted from its loss; the judge's answers keep their gradient."""
+    """Subtracted from its loss, also of samples without an advantage; the judge's answers keep their
+    gradient."""
     objective = replace(PLAIN, entropy_coef=0.3, judge_weight=1.0)
+    samples[0].advantage = [0.0] * len(samples[0].ids)
     want = plain_gradient(model, samples, objective) + plain_gradient(model, judgements)
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 5 * model.config.vocab_size)
     got, metrics = gradient(model, samples + judgements, objective)

@@ -45,6 +45,9 @@ def test_the_arms_are_those_of_the_design():
     assert len(last) == 2 * len(cures.LAST_ARMS) == 42
     decisive = cures.cells_of(range(cures.DECISIVE, cures.DECISIVE + 2), 24)
     assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 24 and set(cures.DECISIVE_ARMS) < set(names)
+    weights = {arm: cures.flags_of(arm) for arm in cures.ARMS}
+    assert "--judge-weight" not in weights["GRPO"] and weights["+GCD, weight .1"][-1] == "0.1"
+    assert all(flags.count("--judge-weight") == (arm != "GRPO") for arm, flags in weights.items())
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 
@@ -323,7 +326,7 @@ def test_a_question_before_the_command_has_no_command_in_it(study):
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     (["--iterations", "13"], "--iterations=13: expected a multiple of 24"),
-    (["--seeds", "0"], "--seeds=0: expected 1 to 90"), (["--jobs", "-1"], "--jobs=-1: expected 0 to 256"),
+    (["--seeds", "0"], "--seeds=0: expected 1 to 70"), (["--jobs", "-1"], "--jobs=-1: expected 0 to 256"),
     (["--jobs", "0"], "cures.jsonl has no cell")])
 def test_errors_are_reported_before_anything_runs(flags, message, capsys, tmp_path):
     with pytest.raises(SystemExit):

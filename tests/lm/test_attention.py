@@ -717,8 +717,8 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("packed", [False, True])
-def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, with_varlen, packed):
+@pytest.mark.parametrize("packed, bonus", [(False, False), (True, False), (True, True)])
+def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, with_varlen, packed, bonus):
     """From a microbatch's tensors to its gradients; metrics are read afterwards."""
     meta = on_meta(model)
     if packed:
@@ -727,11 +727,12 @@ def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, wit
     assert isinstance(given.attention, attention.Packed if packed else attention.Masked)
     with HostReads():
         logprob_N, entropy_N = logprobs.token_logprobs(meta, given.ids_1M, given.attention, given.select,
-                                                       given.target_N, 1.0, given.allowed, entropies=True)
+                                                       given.target_N, 1.0, given.allowed, entropies=True,
+                                                       entropy_grad=bonus)
         loss_N, _ = clipped_surrogate((logprob_N - given.old_N).exp(), given.advantage_N, 0.2, 0.28, 0.0)
-        (given.weight_N * loss_N).sum().backward()
+        (given.weight_N * (loss_N - entropy_N)).sum().backward()
     assert all(p.grad is not None for p in meta.parameters())
-    assert logprob_N.dtype == entropy_N.dtype == torch.float32 and not entropy_N.requires_grad
+    assert logprob_N.dtype == entropy_N.dtype == torch.float32 and entropy_N.requires_grad == bonus
 
 
 @pytest.mark.fast
