@@ -131,13 +131,14 @@ def token_loss(model, batch, objective, scale, sums):
                            device=device)
     moved_N = (now_N - old_N).clamp(-10, 10)              # by the steps before, as log ratio
     kl_N = torch.zeros_like(now_N)
-    policy_N = torch.tensor([kind == "policy" for kind in kinds], device=device)
-    if objective.kl_coef and "policy" in kinds:
-        reference_N = given.reference_N.where(policy_N, now_N)            # the judge's KL is 0
-        kl_N = losses.kl_k3(logprob_N, reference_N)
-        loss_N = loss_N + objective.kl_coef * kl_N
-    if objective.entropy_coef:
-        loss_N = loss_N - objective.entropy_coef * entropy_N.where(policy_N, 0.0)
+    if "policy" in kinds and (objective.kl_coef or objective.entropy_coef):
+        policy_N = torch.tensor([kind == "policy" for kind in kinds], device=device)
+        if objective.kl_coef:
+            reference_N = given.reference_N.where(policy_N, now_N)        # the judge's KL is 0
+            kl_N = losses.kl_k3(logprob_N, reference_N)
+            loss_N = loss_N + objective.kl_coef * kl_N
+        if objective.entropy_coef:
+            loss_N = loss_N - objective.entropy_coef * entropy_N.where(policy_N, 0.0)
     loss_N, gap_N = given.weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
     measured = {"scored": torch.ones_like(now_N), "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N,
                 "moved": moved_N.exp() - moved_N - 1, "kl": kl_N, **corrected, "gap": gap_N}

@@ -69,7 +69,7 @@ def discounted_returns(reward_S, turns_E, gamma):
 
         R_t = sum_{k >= t} gamma^(k-t) r_k                                GiGPO, arXiv:2505.10978 Eq. 5
 
-    Summed in double precision. AssertionError unless turns_E adds up to the number of rewards.
+    Summed in double precision. AssertionError, "3 turns, 2 rewards", unless turns_E adds up to the rewards.
     """
     assert int(turns_E.sum()) == len(reward_S), f"{int(turns_E.sum())} turns, {len(reward_S)} rewards"
     reward, returns = reward_S.tolist(), [0.0] * len(reward_S)

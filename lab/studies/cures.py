@@ -127,14 +127,14 @@ CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) 
 NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENTS[0], embeddings))
                          for embeddings in EMBEDDINGS]        # and the control of GCD's labels
 CONTROLS, VARIANTS = [*map(name_of, controls())], [*map(name_of, variants())]
-# Those of the last seeds: the three after coins, and where GCD was found to add nothing
-LAST_ARMS = [name for name in NEW_ARMS if "after coins" in name] + CONTROLS + [
+# Those after coins of all seeds with outcomes of their own: the three, and two at a constant rate
+AFTER_COINS = [name for name in NEW_ARMS if "after coins" in name] + [
+    name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
+# Those of the last seeds: these, and where GCD was found to add nothing
+LAST_ARMS = AFTER_COINS + CONTROLS + [
     name_of(settings_of("judge", arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
-    for arm in ("GRPO", "+GCD")] + [
-    name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
-# Those of the decisive seeds: as the last ones', after coins, and the variants
-DECISIVE_ARMS = [name for name in NEW_ARMS if "after coins" in name] + VARIANTS + [
-    name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
+    for arm in ("GRPO", "+GCD")]
+DECISIVE_ARMS = AFTER_COINS + VARIANTS
 
 
 def cells_of(seeds, iterations=ITERATIONS, names=None):

@@ -77,7 +77,7 @@ def test_discounted_returns_by_hand():
 
 
 def test_returns_refuse_a_wrong_number_of_turns():
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="3 turns, 2 rewards"):
         rewards.discounted_returns(torch.zeros(2), torch.tensor([3]), 0.9)
 
 
