@@ -26,7 +26,7 @@ from lm import model as decoder
 from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
-from models import check_words, make_chat, open_chat, threads_for
+from models import check_vocabulary, make_chat, open_chat, threads_for
 from update import last_values
 
 TEMPERATURE = 0.4             # of play, by default
@@ -70,7 +70,7 @@ class Agent:
                if same or name in vars(self.config) and name != "admissible_only"}
         config = playing(self.config.model, own | settings | {"env": env})
         chat = make_chat(config, self.chat.tokenizer)
-        check_words(config, chat)
+        check_vocabulary(config, config.model, self.state, chat.tokenizer)
         sampling = Sampling(temperature, config.max_response_tokens)
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed),
                                    instruction=self.instruction_in(config.env))
@@ -117,27 +117,24 @@ class Agent:
         "good" among the readable ones of 8 sampled answers. ValueError if the answers are unreadable: then
         the model was never taught to judge.
         """
-        with threads_for(self.chat), torch.no_grad():
-            return self._probability_good(prompt_ids, response_ids)
-
-    def _probability_good(self, prompt_ids, response_ids):
-        if self.model.config.value_head:
-            sample = Sample(prompt_ids + response_ids, [], [], None, 0)
-            return float(last_values(self.model, [sample]).sigmoid())
         chat = self.chat
-        question = prompt_ids + chat.closed(response_ids) + judge.question_message(chat)
-        good, bad = (chat.encode(label) for label in judge.ANSWERS)
-        if judge.question_style(chat) == "plain" and len(good) == len(bad) == 1:
-            logits_V = self.model(torch.tensor([question]), select=([0], [len(question) - 1]))[0]
-            p_good, p_bad = logits_V.float().softmax(-1)[[good[0], bad[0]]].tolist()
-            readable = p_good + p_bad
-        else:
-            streams = [stream(self.config.seed, len(question), i) for i in range(JUDGE_SAMPLES)]
-            (given,) = answer(self.model, [question], [streams], chat.stop_ids,
-                              Sampling(1.0, self.config.judge_response_tokens), JUDGE_SAMPLES)
-            verdicts = judge.read_verdicts(chat, given)
-            p_good = verdicts.count("good") / JUDGE_SAMPLES
-            readable = 1 - verdicts.count(None) / JUDGE_SAMPLES
+        with threads_for(chat), torch.no_grad():
+            if self.model.config.value_head:
+                sample = Sample(prompt_ids + response_ids, [], [], None, 0)
+                return float(last_values(self.model, [sample]).sigmoid())
+            question = prompt_ids + chat.closed(response_ids) + judge.question_message(chat)
+            good, bad = (chat.encode(label) for label in judge.ANSWERS)
+            if judge.question_style(chat) == "plain" and len(good) == len(bad) == 1:
+                logits_V = self.model(torch.tensor([question]))[0, -1]
+                p_good, p_bad = logits_V.float().softmax(-1)[[good[0], bad[0]]].tolist()
+                readable = p_good + p_bad
+            else:
+                streams = [stream(self.config.seed, len(question), i) for i in range(JUDGE_SAMPLES)]
+                (given,) = answer(self.model, [question], [streams], chat.stop_ids,
+                                  Sampling(1.0, self.config.judge_response_tokens), JUDGE_SAMPLES)
+                verdicts = judge.read_verdicts(chat, given)
+                p_good = verdicts.count("good") / JUDGE_SAMPLES
+                readable = 1 - verdicts.count(None) / JUDGE_SAMPLES
         if readable < LEAST_READABLE:
             raise ValueError("this model was never taught to judge: it answers neither \"good\" nor \"bad\"")
         return p_good / readable

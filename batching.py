@@ -25,8 +25,8 @@ class Sample:
     sampled: list[bool]                   # False: prompt and observations, which carry no loss
     advantage: list[float]                # 0 where not sampled
     logprob_old: list[float] | None       # nats, 0 where not sampled; None: on-policy (ratio 1)
-    episode: int                          # its index: minibatches, ranks and reductions go by it; of judge
-                                          # demonstrations and value-head samples the index of their pair
+    episode: int                          # by which samples are split into minibatches and over ranks: its
+                                          # index or, of judge demonstrations and value-head samples, a pair's
     kind: str = "policy"                  # or "judge", which has its own denominator and weight
     count: int = 1                        # multiplicity: equal judge answers are stored once
     logprob_ref: list[float] | None = None
@@ -129,26 +129,25 @@ class PrefixTree:
 def layout(samples, model):
     """Lay a microbatch out for a forward pass.
 
-    Returns ids_1M, its attention layout (of lm.attention), and a function (i, t) -> (0, column) of token t of
-    sample i.
+    Returns ids_1M, its attention layout (of lm.attention), and for each sample the columns of its tokens.
     """
     device, tree = device_of(model), PrefixTree(samples)
     kernels = varlen(device, model.compute_dtype, model.config.head_dim)
     attention = Packed(tree.parts, device, kernels) if kernels else Masked(tree.parts, device)
-    return upload(device, tree.ids)[0][None], attention, lambda i, t: (0, tree.columns[i][t])
+    return upload(device, tree.ids)[0][None], attention, tree.columns
 
 
 class Microbatch(NamedTuple):
     """A microbatch as tensors; those that end in _N have a number for each sampled token.
 
-    ids_1M, attention: a sequence, and its layout (of lm.attention). select: (row_N, column_N), the positions
-    that predict the sampled tokens target_N. old_N, reference_N, sampler_N: logprobs; None if unknown.
-    allowed: for each sampled token the ids it was sampled from (None: all); None if none is restricted.
+    ids_1M, attention: a sequence, and its layout (of lm.attention). column_N: the positions that predict the
+    sampled tokens target_N. old_N, reference_N, sampler_N: logprobs; None if unknown. allowed: for each
+    sampled token the ids it was sampled from (None: all); None if none is restricted.
     """
 
     ids_1M: torch.Tensor
     attention: object
-    select: tuple
+    column_N: torch.Tensor
     target_N: torch.Tensor
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
@@ -162,7 +161,7 @@ def collate(samples, model):
     """The Microbatch of these samples. Masks come from what was recorded, never from token ids; position
     t - 1 predicts token t.
     """
-    ids_1M, attention, position = layout(samples, model)
+    ids_1M, attention, columns_of = layout(samples, model)
     device = ids_1M.device
     sampled = [[*itertools.compress(range(len(s.ids)), s.sampled)] for s in samples]
     assert all(where[0] > 0 for where in sampled if where), (
@@ -179,12 +178,12 @@ def collate(samples, model):
     def at_sampled(columns):
         return [column[t] for column, where in zip(columns, sampled) for t in where]
 
-    before = [position(i, t - 1) for i, where in enumerate(sampled) for t in where]
-    row_N, column_N, target_N = upload(device, *zip(*before), at_sampled([sample.ids for sample in samples]))
+    before = [columns[t - 1] for columns, where in zip(columns_of, sampled) for t in where]
+    column_N, target_N = upload(device, before, at_sampled([sample.ids for sample in samples]))
     weight_N = upload(device, [s.weight for s, where in zip(samples, sampled) for _ in where])[0]
     restricted = any(sample.allowed for sample in samples)
     allowed = [s.allowed.get(t) for s, where in zip(samples, sampled) for t in where] if restricted else None
-    return Microbatch(ids_1M, attention, (row_N, column_N), target_N, numbers("advantage"), weight_N,
+    return Microbatch(ids_1M, attention, column_N, target_N, numbers("advantage"), weight_N,
                       numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
 
 

@@ -25,7 +25,7 @@ import judge
 import labels
 import rollout
 import update
-from config import DAGGER_ROUND
+from config import DAGGER_ROUND, QUESTION_TOKENS
 from infra import checkpoint, files, parallel, plugins
 from infra.progress import progress
 from infra.signals import Interrupted
@@ -54,25 +54,27 @@ def cold_start(run):
         restore(run, optimizer)
     if rounds:
         # Within a round nothing can be saved
-        done, stop = steps - steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
+        policy_steps, stop = steps - steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
     else:
         episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate,
                                         lambda: run.stop_if_asked(None))
         policy = imitation_samples(episodes)
         batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
-        done, stop = len(batches), partial(save_or_stop, run, optimizer)
-        imitate(run, optimizer, batches[steps:], done, "cold start: policy", 0, min(steps, done), stop)
-    questions = judge_questions(run, lambda: stop(max(done, steps)))
+        policy_steps, stop = len(batches), partial(save_or_stop, run, optimizer)
+        imitate(run, optimizer, batches[steps:], policy_steps, "cold start: policy", 0,
+                min(steps, policy_steps), stop)
+    questions = judge_questions(run, lambda: stop(max(policy_steps, steps)))
     if config.dagger:
         if not rounds:
-            save(run, optimizer, 0, done)
-        batches, n = dagger(run, questions, optimizer, done), steps_before_round(run, len(rounds_of(config)))
+            save(run, optimizer, 0, policy_steps)
+        batches = dagger(run, questions, optimizer, policy_steps)
+        n = steps_before_round(run, len(rounds_of(config)))
         first, stop = steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
     else:
-        first = max(0, steps - done)
+        first = max(0, steps - policy_steps)
         batches = batches_of(run, policy + questions, len(episodes), config.judge_epochs)
         n, batches = len(batches), batches[first:]
-    imitate(run, optimizer, batches, n, "cold start: policy and judge", done, first, stop)
+    imitate(run, optimizer, batches, n, "cold start: policy and judge", policy_steps, first, stop)
 
 
 def steps_before_round(run, rounds):
@@ -116,24 +118,24 @@ def rounds_of(config):
     return [(k, min(DAGGER_ROUND, config.dagger - k)) for k in range(0, config.dagger, DAGGER_ROUND)]
 
 
-def dagger(run, questions, optimizer, done):
+def dagger(run, questions, optimizer, policy_steps):
     """A variant of DAgger (arXiv:1011.0686): yield batches from episodes that learner and expert share.
 
     In each episode a share of the turns, drawn uniformly from [0, 1], is played by the learner and the rest
     by the expert, who is so imitated in states that the learner's own mistakes lead to. DAgger imitates the
     expert's command in every visited state; here a turn in which the learner gave another command has weight
-    0. The judge's questions are spread over all rounds. optimizer: to save with the model. done: steps of the
-    first part.
+    0. The judge's questions are spread over all rounds. optimizer: to save with the model. policy_steps:
+    those before the first round.
     """
     config, ranks, rounds = run.config, run.ranks, rounds_of(run.config)
-    first = FIRST_DEMONSTRATION + config.demonstrations + config.judge_demonstrations
+    first_task = FIRST_DEMONSTRATION + config.demonstrations + config.judge_demonstrations
     resumed = run.cold_progress.get("rounds", 0)
     for i, (k, n) in list(enumerate(rounds))[resumed:]:
-        step = done + steps_before_round(run, i)
+        step = policy_steps + steps_before_round(run, i)
         if i > resumed and i % config.checkpoint_every == 0:
             save(run, optimizer, i, step)
         run.update_sampler()
-        tasks = train_tasks(run.environment, config.cold_start_types, first + k, n)
+        tasks = train_tasks(run.environment, config.cold_start_types, first_task + k, n)
         players = [DaggerPlayer(rollout.EpisodeSpec(task, j, stream(config.seed, DAGGER, k + j), j), run)
                    for j, task in enumerate(tasks) if j % ranks.world_size == ranks.rank]
         overrides = {player.spec.index: player.override for player in players}
@@ -144,7 +146,7 @@ def dagger(run, questions, optimizer, done):
             for turn, label in zip(episode.turns, player.expert_labels, strict=True):
                 turn.advantage = float((turn.action, turn.tag) == label)
         shares = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
-        run.log({"phase": "practice", "round": i, "step": step,
+        run.log({"phase": "dagger", "round": i, "step": step,
                  "success": shares["success"], "invalid_frac": shares["invalid_frac"]})
         pending = [sample for sample in questions if sample.episode % len(rounds) == i]
         rng = generator(config.seed, DAGGER_ORDER, k)         # equal on all ranks, and so are the batches
@@ -319,10 +321,8 @@ def judge_questions(run, stop):
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)
         by_endpoint = parallel.all_gather(given)[0]
     writes = asks and not run.chat.bare and config.judge_kind == "generative"
-    max_tokens = config.question_room
-    if not writes:
-        needed = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
-        max_tokens = min(max_tokens + config.judge_response_tokens, config.context - needed)
+    needed = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
+    max_tokens = config.question_room if writes else config.context - max(QUESTION_TOKENS, needed)
     candidates = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
     chosen = judge.choose(candidates, config.judge_labels, n // 2, seed)
     if not chosen:
@@ -354,15 +354,15 @@ def steps_of(run, n_episodes):
     return max(1, n_episodes // run.config.cold_start_batch)
 
 
-def imitate(run, optimizer, batches, n, name, done, first, stop):
+def imitate(run, optimizer, batches, n, name, steps_before, first, stop):
     """Imitate `batches` by cross-entropy: what remains of a part of n steps, from step `first` on.
 
-    done: steps of earlier parts. stop: called after each step with the number of steps so far.
+    steps_before: of earlier parts. stop: called after each step with the number of steps so far.
     """
     config, ranks = run.config, run.ranks
     objective = update.Objective(
-        judge_weight=config.judge_cold_start_weight, max_grad_norm=config.max_grad_norm,
-        microbatch_tokens=config.microbatch_tokens)
+        judge_weight=config.judge_cold_start_weight, value_judge=config.judge_kind == "value",
+        max_grad_norm=config.max_grad_norm, microbatch_tokens=config.microbatch_tokens)
     bar = progress(batches, desc=name, unit="step", initial=first, total=n, disable=ranks.rank > 0)
     for step, batch in enumerate(bar, first):
         mine = [s for s in batch if s.episode % ranks.world_size == ranks.rank]
@@ -370,11 +370,11 @@ def imitate(run, optimizer, batches, n, name, done, first, stop):
         metrics = update.update(run.model, optimizer, mine, objective, rate)
         if step % 20 == 0 or step == n - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
-            run.log({"phase": "cold_start", "stage": name, "step": done + step,
+            run.log({"phase": "cold_start", "stage": name, "step": steps_before + step,
                      "cold_start/loss": metrics["policy/nll_nats"],
                      "cold_start/judge_loss": metrics["judge/nll_nats"],
                      "cold_start/grad_norm": metrics["policy/grad_norm"]})
-        stop(done + step + 1)
+        stop(steps_before + step + 1)
 
 
 def shuffled_batches(samples, n, rng):

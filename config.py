@@ -43,6 +43,7 @@ def history_length(text):
 
 DAGGER_ROUND = 512   # most episodes that the cold start's expert and learner play with the same weights
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
+QUESTION_TOKENS = 64     # at most, of the judge's question
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
 NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")
@@ -304,8 +305,8 @@ class Config:
 
     @property
     def question_room(self):
-        """Tokens that an episode may have if it is to be judged: context less question (64) and answer."""
-        return self.context - self.judge_response_tokens - 64
+        """Tokens that an episode may have if it is to be judged: context less question and answer."""
+        return self.context - self.judge_response_tokens - QUESTION_TOKENS
 
     @property
     def evaluation_turns(self):

@@ -132,7 +132,7 @@ def correct(run, i, judged):
     count (ours; the paper gives no interval). All ranks call this and get the same.
     """
     config = run.config
-    if config.correction == "off" or (i + 1) % config.correction_every:
+    if (i + 1) % config.correction_every:
         return
     bad = [(question.index, kind_of(question.episode, question.t), critique(run.chat, question))
            for question in found_bad(judged)]

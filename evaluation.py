@@ -37,7 +37,7 @@ from infra.signals import Stop
 from infra.streams import EVALUATION, stream
 from labels import flaw_labels
 from lm import model as decoder
-from models import check_words, context_warning, open_chat, threads_for
+from models import check_vocabulary, context_warning, open_chat, threads_for
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer, known_sum
 from rollout import EpisodeSpec, success_rate, summary
 from session import drawn_tasks, make_games, split_tasks
@@ -220,9 +220,8 @@ def parse(argv):
     own = make_settings(Settings, {f.name: given.get(f.name, f.default) for f in fields(Settings)})
     kind = kind_of(own.player)
     unread = {"model": OF_SERVERS, "server": OF_MODELS, "script": (*OF_MODELS, *OF_WRITERS, *OF_SERVERS)}
-    for name in given:
-        if name in unread[kind]:
-            raise ValueError(f"{flag_of(name)}: not read if the player is a {kind}")
+    if wrong := [flag for flag in given if flag in unread[kind]]:
+        raise ValueError(f"{flag_of(wrong[0])}: not read if the player is a {kind}")
     protocol = given.get("protocol", "full")
     known = flags.PROTOCOLS.get(protocol)                     # an unknown one is refused below
     if "max_turns" in given and known and (turns := known.turns):
@@ -297,11 +296,13 @@ def open_player(own, config, given, resources):
             **({"extra": endpoint.extra} if endpoint.extra else {})}
     folder, ranks = Path(config.model), job.setup(config.device)
     chat = open_chat(config, folder, ranks, plays=True)
-    check_words(config, chat)
+    check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
     resources.enter_context(threads_for(chat))
     if warning := context_warning(config, chat):
         print(warning, file=sys.stderr)
     model = decoder.load_pretrained(folder, getattr(torch, config.dtype), ranks.device)
+    if config.dtype != "float32":                    # as a run's sampler: the same products, and faster
+        model.requires_grad_(False).fuse()
     return ModelPlayer(model, chat, config), facts | {
         "name": own.name or folder.resolve().name, "parameters": decoder.count_parameters(model.config),
         "weights": decoder.weights_hash(folder)}

@@ -40,7 +40,7 @@ from envs._terminal import printable
 from evaluation import evaluation
 from infra import checkpoint, files, job, parallel, plugins
 from infra.errors import EXPECTED, one_line
-from infra.progress import progress
+from infra.progress import progress, timed
 from infra.signals import Interrupted, Stop, Unbreakable, speaks_for_machine
 from infra.streams import CREDIT, JUDGE, ROLLOUT, stream
 from lm.optim import trained
@@ -65,59 +65,62 @@ def iteration(run, i, reference):
 
     reference: the model that the KL compares with, or None.
     """
-    config, times = run.config, [time.perf_counter()]
-    episodes, played = collect(run, i)
-    times.append(time.perf_counter())
-    judged, answers = judge_turns(run, i, episodes) if config.gcd else ([], [])
-    metrics = judge_metrics(run, judged, answers) if config.gcd else {}
-    correction.correct(run, i, judged)                       # the instruction of the next iterations, if any
-    times.append(time.perf_counter())
-    learned = [*episodes]                                    # to which the algorithm may add earlier ones
-    metrics |= assign_credit(run, i, learned, reference)
-    samples = [sample for episode in informative(run, learned) for sample in batching.samples_of(episode)]
-    samples += answers if config.judge_weight else []        # at lambda 0 the update never sees the judge
-    metrics |= optimize(run, i, samples, reference)
-    times.append(time.perf_counter())
+    config, seconds = run.config, {}
+    with timed(seconds, "time/rollout_s"):
+        episodes, played = collect(run, i)
+    with timed(seconds, "time/judge_s"):
+        judged, answers, metrics = judge_turns(run, i, episodes) if config.gcd else ([], [], {})
+        if config.correction != "off":
+            correction.correct(run, i, judged)               # the instruction of the next iterations
+    with timed(seconds, "time/update_s"):
+        learned = [*episodes]                                # to which the algorithm may add earlier ones
+        metrics |= assign_credit(run, i, learned, reference)
+        samples = [sample for episode in informative(run, learned) for sample in batching.samples_of(episode)]
+        samples += answers if config.judge_weight else []    # at lambda 0 the update never sees the judge
+        metrics |= optimize(run, i, samples, reference)
     metrics |= rollout_metrics(run, played)
     advise(run, i, learned, metrics)
     store(run, i, episodes)
-    names = ("time/rollout_s", "time/judge_s", "time/update_s")
-    seconds = {name: end - start for name, start, end in zip(names, times, times[1:])}
-    seconds |= {f"time/rollout_{name}_s": spent for name, spent in run.waits.items()}
-    return metrics | seconds
+    return metrics | seconds | {f"time/rollout_{name}_s": spent for name, spent in run.waits.items()}
 
 
 def collect(run, i):
     """Play this rank's episodes of iteration i with the model's weights of now. Returns the episodes to learn
-    from, and all that were played.
-
-    The two differ only with --dynamic-sampling refill. It plays up to MOST_ROUNDS rounds, until this rank has
-    its share of groups with unequal rewards, and learns from those alone; if it finds none, from the first
-    groups that were played.
+    from, and all that were played; the two differ only with --dynamic-sampling refill.
     """
     run.update_sampler()
     run.waits.clear()
-    run.slots.most_tokens = 0                                # of all rounds of play in this iteration
-    config, kept, played = run.config, [], []
-    refill = config.dynamic_sampling == "refill"
-    wanted = config.tasks // run.ranks.world_size * config.group_size
-    for refill_round in range(flags.MOST_ROUNDS if refill else 1):
+    run.slots.most_tokens = 0                                # of all that is played in this iteration
+    if run.config.dynamic_sampling == "refill":
+        episodes, played = refilled(run, i)
+    else:
+        episodes = played = run.play(episode_specs(run, i), run.sampling(), f"iteration {i}")
+    run.stop_if_asked({"iteration": i})          # then some are missing; --resume repeats the iteration
+    first = run.ranks.rank * (run.config.tasks // run.ranks.world_size) * run.config.group_size
+    for k, episode in enumerate(episodes, first):
+        episode.index = k
+    return episodes, played
+
+
+def refilled(run, i):
+    """`collect` with --dynamic-sampling refill: up to MOST_ROUNDS rounds of play, until this rank has its
+    share of groups with unequal rewards, from which alone it learns; if it finds none, from the first groups
+    that were played.
+    """
+    algorithm, kept, played = run.config.algorithm, [], []
+    for refill_round in range(flags.MOST_ROUNDS):
         name = f"refill {refill_round}" if refill_round else f"iteration {i}"
-        fresh = run.play(episode_specs(run, i, refill_round), run.sampling(), name)
-        if run.should_stop:                      # some episodes are missing; --resume repeats the iteration
+        specs = episode_specs(run, i, refill_round)
+        fresh = run.play(specs, run.sampling(), name)
+        if run.should_stop:
             break
         played += fresh
-        if refill:                               # rewards decide which groups are kept
-            rewards.write_rewards(fresh, config.algorithm.settings)
-            equal = config.algorithm.zero_variance_groups(fresh)
-            kept += [episode for episode in fresh if episode.group not in equal]
-            if len(kept) >= wanted:
-                break
-    run.stop_if_asked({"iteration": i})
-    episodes = (kept[:wanted] or played[:wanted]) if refill else played
-    for k, episode in enumerate(episodes):
-        episode.index = run.ranks.rank * wanted + k
-    return episodes, played
+        rewards.write_rewards(fresh, algorithm.settings)
+        equal = algorithm.zero_variance_groups(fresh)
+        kept += [episode for episode in fresh if episode.group not in equal]
+        if len(kept) >= len(specs):
+            break
+    return kept[:len(specs)] or played[:len(specs)], played
 
 
 def episode_specs(run, i, refill_round=0):
@@ -136,7 +139,8 @@ def episode_specs(run, i, refill_round=0):
 
 
 def judge_turns(run, i, episodes):
-    """GCD: label turns, and ask the actor about some. Returns the judged turns, and samples for `optimize`.
+    """GCD: label turns, and ask the actor about some. Returns the questions, samples for `optimize`, and
+    metrics over all ranks.
 
     With --judge-redraw, other turns are asked about in place of those whose answers all earn the same, which
     have no gradient.
@@ -158,38 +162,36 @@ def judge_turns(run, i, episodes):
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)
         judged += fresh
         if config.judge_kind == "value":
-            return judged, judge.value_samples(judged)
+            break
         sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
         judge.answer_questions(run.sampler, run.chat, fresh, config.judge_group_size, sampling, seed,
-                               judge.at_once(config.slots))
+                               judge.ANSWERS_PER_SLOT * config.slots)
         differing += [question for question in fresh if len(set(question.rewards)) > 1]
         found = parallel.all_sum(len(differing))                           # those that have a gradient
         drawn, pairs = {turn[:2] for turn in chosen}, (config.judge_turns - found) // 2       # still wanted
         candidates = [turn for turn in candidates if turn[:2] not in drawn]
         if not (chosen and pairs):
             break
-    return judged, judge.samples(differing if config.judge_redraw else judged, config.judge_normalize_std)
-
-
-def judge_metrics(run, judged, samples):
-    """Metrics of this iteration's judging, over all ranks."""
-    if run.config.judge_kind == "generative":
-        records = judge.verdict_records(judged)
-    else:
+    if config.judge_kind == "value":
+        samples = judge.value_samples(judged)
         probabilities = update.value_head_probabilities(run.model, samples, run.objective)
         records = judge.value_verdicts(judged, probabilities)
-    return judge.metrics(sum(parallel.all_gather(records), []))
+    else:
+        samples = judge.samples(differing if config.judge_redraw else judged, config.judge_normalize_std)
+        records = judge.verdict_records(judged)
+    return judged, samples, judge.metrics(sum(parallel.all_gather(records), []))
 
 
 def assign_credit(run, i, episodes, reference):
     """Write what each episode earned; the algorithm writes the turns' advantages. Returns its metrics."""
     config = run.config
     config.algorithm.rng = Random(stream(config.seed, CREDIT, i))
+    config.algorithm.lr_factor = lr_factor(config, i)
     rewards.write_rewards(episodes, config.algorithm.settings)
     if config.kl == "reward":
         rescored = config.dtype != "float32"
         update.write_kl(run.model, reference, episodes, run.objective, config.kl_coef, rescored)
-    metrics = config.algorithm.assign_checked(episodes, lr_factor(config, i))
+    metrics = config.algorithm.assign_checked(episodes)
     if config.kl == "reward":
         config.algorithm.subtract_kl(episodes)
     return metrics
@@ -222,10 +224,10 @@ def lr_factor(config, i):
 def optimize(run, i, samples, reference):
     """Take an iteration's optimizer steps. Returns the mean of their metrics.
 
-    In bf16 the sampler's logprobs are some 0.02 nats off, so old logprobs are the trainer's: for the first
-    step those of its own forward (ratio 1), for later ones computed before it. The gap that is logged,
-    sampler less trainer, is the first step's, for which both have the same weights. ValueError if a float32
-    run's gap is larger than rounding.
+    In bf16 the sampler's logprobs are some 0.02 nats off, so the trainer's take their place as old logprobs.
+    The first step uses those of its own forward (ratio 1); for later steps they are computed before the
+    first. The logged gap, sampler less trainer, is the first step's, when both have the same weights.
+    ValueError if a float32 run's gap is larger than rounding.
     """
     config, objective = run.config, run.objective
     parts = batching.minibatches(samples, config.minibatches)
@@ -324,11 +326,11 @@ def reinforcement(run):
     """The RL stage: iterations from 0 or, with --resume, from the checkpoint's."""
     config, algorithm, first = run.config, run.config.algorithm, run.done or 0
     algorithm.begin_checked(run.model, run.objective, config.minibatches, run.shard)
-    if run.done is not None:
-        critic = algorithm.critic if first else None         # before the first iteration it is made new
-        state = checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer, critic)
+    if first:
+        state = checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer,
+                                        algorithm.critic)
         algorithm.state |= state.get("algorithm", {})
-    if first == 0:
+    else:
         run.optimizer.state.clear()                  # the cold start's moments belong to another objective
     if config.lora:
         begin_adapters(run, first)

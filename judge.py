@@ -28,13 +28,15 @@ VERDICT = {"plain": r"\s*+(good|bad)\s*+",          # possessive: nothing is rea
            "think": r"(?s)(?:[^<]*+<think>(?:(?!</think>).)*+</think>)*+"
                     r"[^<]*+<judge>\s*+(good|bad)\s*+</judge>\s*+"}
 LONGEST_ANSWER = 100_000       # characters; a longer one is unreadable
+ANSWERS_PER_SLOT = 2           # sampled at once for each episode played at once: their rows are shorter, and
+                               # a GPU's decode step takes little longer
 
 
 @dataclass(slots=True)
-class JudgedTurn:
-    """A turn to be judged, the question about it, and the answers."""
+class Question:
+    """A turn to be judged: the prompt that asks about it, and the model's answers."""
 
-    index: int                    # number among all judged turns of this iteration, over all ranks
+    index: int                    # its number in this iteration, over all ranks
     episode: Episode
     t: int                        # the turn's index in the episode
     label: str                    # the rewarded answer, "good" or "bad" ("shuffled": by coin toss)
@@ -151,20 +153,13 @@ def why_none(candidates, kind, first="GCD: no turn was judged", instead="--no-gc
 
 
 def questions(chat, episodes, chosen, environment, first=0):
-    """JudgedTurns for the chosen turns that belong to these episodes, numbered from `first`."""
+    """Questions about the chosen turns that belong to these episodes, numbered from `first`."""
     here = {episode.index: episode for episode in episodes}
     for e in here.keys() & {e for e, _, _ in chosen}:
         oracle_labels(here[e], environment)
     turns = [(index, here[e], t, label) for index, (e, t, label) in enumerate(chosen, first) if e in here]
-    return [JudgedTurn(index, episode, t, label, question_ids(chat, episode.turns[t]),
+    return [Question(index, episode, t, label, question_ids(chat, episode.turns[t]),
                        environment.verb(episode.turns[t].action or "")) for index, episode, t, label in turns]
-
-
-def at_once(slots):
-    """How many answers are sampled at once, given how many episodes are played at once: twice as many. Their
-    rows are shorter, and a GPU's decode step takes little longer.
-    """
-    return 2 * slots
 
 
 def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):

@@ -37,7 +37,8 @@ def sequence_ratio(logprob_N, logprob_old_N, sequence_N):
 
     sequence_N: the number of each token's sequence, below N. Each token's s has the gradient of its own log
     pi (Eq. 14). If all tokens of a sequence have one advantage and weight, the loss's gradient is that of
-    Eq. 5. If its turns differ, each keeps its own; with Eq. 7's gradient they would share their mean.
+    Eq. 5. If a sequence's turns have different advantages, each token keeps its own; Eq. 7's gradient would
+    give all of them the mean.
     """
     numbers_2N = torch.stack([(logprob_N - logprob_old_N).detach(), torch.ones_like(logprob_N)])
     total_N, count_N = torch.zeros_like(numbers_2N).index_add_(1, sequence_N, numbers_2N)[:, sequence_N]

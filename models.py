@@ -6,7 +6,6 @@ Left out: the decoder and its files (lm/model.py), and prompts (lm/chat.py).
 import secrets
 import shutil
 from contextlib import contextmanager
-from pathlib import Path
 from random import Random
 
 import torch
@@ -88,11 +87,13 @@ def check_verdict(config, chat):
 
 
 def check_vocabulary(config, source, previous, tokenizer):
-    """ValueError if a small model's tokens are those of another environment.
+    """ValueError if a small model cannot read and write the words of the Config's environment.
 
     previous: the state of the run that trained the model. If that run was in this environment, by name and
     file, nothing is checked: other settings may have brought other phrases.
     """
+    if not is_small(tokenizer):
+        return
     then, now = resume.dict_in(previous, "settings").get("env"), plugins.content_hash(config.env)
     same_file = resume.dict_in(previous, "plugins").get("env", now) == now
     if same_file and plugins.name_of(then) == plugins.name_of(config.env):
@@ -102,13 +103,6 @@ def check_vocabulary(config, source, previous, tokenizer):
     if len(missing) > len(phrases) / 20:                      # real games' differ a little by the seed
         raise ValueError(f"--model={source}: has the vocabulary of another environment: {missing[0]!r}, of "
                          f"--env {config.env}, is none of its tokens; give the --env that it was trained in")
-
-
-def check_words(config, chat):
-    """ValueError if a small model cannot read and write the words of the Config's environment."""
-    if chat.small:
-        folder = Path(config.model)
-        check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
 
 
 def context_warning(config, chat):

@@ -7,6 +7,7 @@ its numbers is printed. Left out: reading and writing files (infra/files.py, inf
 import os
 import secrets
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from config import ROUNDING, changed
@@ -210,7 +211,8 @@ def check_resumed(config, state, first):
     done = done or 0
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
-    ignored, then = ["protocol", "correction_at_evaluation", "evaluate_tasks"], state.get("settings", {})
+    defaults = {field.name: field.default for field in fields(config)}       # of settings newer than the run
+    ignored, then = ["protocol", "correction_at_evaluation", "evaluate_tasks"], defaults | state["settings"]
     if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
     if hashed_games(config, state, first):

@@ -8,11 +8,12 @@ sampling of tokens (lm/engine.py).
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise, starmap
+from itertools import chain, starmap
 from time import perf_counter
 
-from envs import EpisodeLost, Task, wrong_in
+from envs import EpisodeLost, Task, wrong_reply
 from infra.plugins import refuse
+from infra.progress import timed
 from infra.signals import time_limit
 from infra.streams import stream
 from lm.engine import Response, Slots
@@ -186,7 +187,7 @@ class Conversation:
             raise
         finally:
             self.episode.game_s += perf_counter() - began
-        refuse(wrong_in(reply, first=not self.started), self.source, last_call)
+        refuse(wrong_reply(reply, first=not self.started), self.source, last_call)
         return reply
 
     def next_stream(self):
@@ -296,7 +297,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     Slots of this model, one per game, that keep their memory and CUDA graphs from one call to the next; None:
     new ones.
     """
-    n = min(len(games), len(specs))
+    n, waits = min(len(games), len(specs)), {} if waits is None else waits
     if slots:
         slots.restart(context, sampling)
     else:
@@ -349,34 +350,30 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     called, pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs], []
     # What follows a reply may call a game at once: a reset, an override
     while live and not should_stop:
-        clock, ready = [perf_counter()], []
-        slots.tick()                                             # the device starts to sample,
-        clock.append(perf_counter())
-        heard = [*map(received, pending)]                        # while games of other processes answer
-        clock.append(perf_counter())
-        for row, response in slots.pop_finished():
-            live[row].submit(response, on_truncation)
-            called.append(live[row])
-        clock.append(perf_counter())
-        pending = []
-        while (heard or called) and not should_stop:
-            pending += [conversation for conversation in called if conversation.in_flight]
-            heard += [received(conversation) for conversation in called if not conversation.in_flight]
-            followed, heard = [*filter(None, starmap(follow, heard))], []
-            called = [conversation for conversation in followed if conversation.due]
-            ready += [conversation for conversation in followed if not conversation.due]
-        clock.append(perf_counter())
-        if ready:
-            ready.sort(key=lambda conversation: conversation.row)
-            slots.begin([conversation.row for conversation in ready],
-                        [conversation.prompt for conversation in ready],
-                        [conversation.next_stream() for conversation in ready], share,
-                        [conversation.restriction() for conversation in ready] if admissible_only else None)
-        clock.append(perf_counter())
-        if waits is not None:
-            sampled, received_s, landing, answered_s, started = (b - a for a, b in pairwise(clock))
-            waits |= {"environments": waits.get("environments", 0.0) + received_s + answered_s,
-                      "device": waits.get("device", 0.0) + sampled + landing + started}
+        with timed(waits, "device"):
+            slots.tick()                                         # the device starts to sample,
+        with timed(waits, "environments"):
+            heard = [*map(received, pending)]                    # while games of other processes answer
+        with timed(waits, "device"):
+            for row, response in slots.pop_finished():
+                live[row].submit(response, on_truncation)
+                called.append(live[row])
+        pending, ready = [], []
+        with timed(waits, "environments"):
+            while (heard or called) and not should_stop:
+                pending += [conversation for conversation in called if conversation.in_flight]
+                heard += [received(conversation) for conversation in called if not conversation.in_flight]
+                followed, heard = [*filter(None, starmap(follow, heard))], []
+                called = [conversation for conversation in followed if conversation.due]
+                ready += [conversation for conversation in followed if not conversation.due]
+        with timed(waits, "device"):
+            if ready:
+                ready.sort(key=lambda conversation: conversation.row)
+                slots.begin(
+                    [conversation.row for conversation in ready],
+                    [conversation.prompt for conversation in ready],
+                    [conversation.next_stream() for conversation in ready], share,
+                    [conversation.restriction() for conversation in ready] if admissible_only else None)
     slots.first_prompts = {}                        # no longer needed, unlike the rest of the slots' memory
     return [ended[number] for number in sorted(ended)]
 

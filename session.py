@@ -52,7 +52,8 @@ class Run:
     out: Path                     # absolute: a game may change the working directory
     should_stop: object           # true once the run was asked to stop: see signals.Stop
     identity: dict                # what its checkpoint and metrics share: see resume.begin
-    # RL iterations in the resumed checkpoint; 0: its cold start has ended; None: not yet, or none is resumed
+    # RL iterations that the resumed checkpoint has done (0: only its cold start); None: none is resumed, or
+    # its cold start has not ended
     done: int | None = None
     endpoint: Endpoint | None = None                       # the large model's server, if any
     sink: object = None           # what --log sends metrics to: sink(metrics, iteration); rank 0 only
@@ -282,7 +283,7 @@ def prepare(config, ranks, should_stop, resources):
     if config.device == "auto" and ranks.device.type == "cpu" and not chat.small:
         parallel.print0(f"--device=auto: torch {torch.__version__} sees no CUDA device; this runs on the CPU",
                         file=sys.stderr)
-    if source and chat.small:
+    if source:
         models.check_vocabulary(config, source, previous, chat.tokenizer)      # may read hundreds of games
     here = os.getcwd()
     games = make_games(environment, episodes_at_once(config, ranks), resources)
@@ -365,6 +366,7 @@ def objective_of(config):
     return update.Objective(config.algorithm.loss, config.algorithm.ratio,
                             **{name: getattr(config, name) for name in names},
                             longest=config.max_turns * config.max_response_tokens,
+                            value_judge=config.judge_kind == "value",
                             kl_coef=config.kl_coef if config.kl == "loss" else 0.0)
 
 

@@ -41,6 +41,7 @@ class Objective:
     kl_coef: float = 0.0                  # weight of k3 in the loss; needs logprob_ref
     entropy_coef: float = 0.0             # weight of the entropy, which is subtracted from the policy's loss
     judge_weight: float = 0.1             # lambda
+    value_judge: bool = False             # a value head judges, and judge samples have a label
     temperature: float = 1.0              # the sampler's: logprobs are of the distribution sampled from
     max_grad_norm: float = 1.0            # 0: no clipping
     microbatch_tokens: int = 16384        # of a forward pass; a common prefix counts once
@@ -69,7 +70,7 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
     sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}
-    parts, judged = weighted_kinds(samples, objective, sums)
+    parts = weighted_kinds(samples, objective, sums)
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
@@ -77,15 +78,15 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     # With `compare` a gradient of each kind, not weighted yet; without, one of all, in grads["policy"]
     for name, kinds in ({kind: [kind] for kind in parts} if compare else {"policy": [*parts]}).items():
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
-        if in_tokens := [kind for kind in kinds if kind not in judged]:
+        by_head = [kind for kind in kinds if objective.value_judge and kind == "judge"]
+        if in_tokens := [kind for kind in kinds if kind not in by_head]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
             for batch in equal_microbatches(trained, objective.microbatch_tokens):
                 loss = token_loss(model, batch, objective, scale, sums) if batch else empty_loss(model)
                 loss.backward()
-        for kind in [kind for kind in kinds if kind in judged]:
+        for kind in by_head:
             for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
-                loss = value_head_loss(model, batch, judged[kind], sums[kind]) if batch else (
-                    empty_loss(model, "value"))
+                loss = value_head_loss(model, batch, sums[kind]) if batch else empty_loss(model, "value")
                 (scale[kind] * loss).backward()
         grads[name] = parallel.pop_grads(model)
     metrics = gradient_metrics(grads, weight) | loss_metrics(sums, objective)
@@ -108,9 +109,9 @@ def token_loss(model, batch, objective, scale, sums):
     given = collate(batch, model)
     advantage_N, sampler_N, device = given.advantage_N, given.sampler_N, given.target_N.device
     kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
-    logprob_N, entropy_N = token_logprobs(model, given.ids_1M, given.attention, given.select, given.target_N,
-                                          objective.temperature, given.allowed, entropies=True,
-                                          entropy_grad=objective.entropy_coef != 0)
+    logprob_N, entropy_N = token_logprobs(
+        model, given.ids_1M, given.attention, given.column_N, given.target_N, objective.temperature,
+        given.allowed, entropies=True, entropy_grad=objective.entropy_coef != 0)
     now_N = logprob_N.detach()
     old_N = now_N if given.old_N is None else given.old_N
     ratio_N = (logprob_N - old_N).exp()
@@ -125,8 +126,9 @@ def token_loss(model, batch, objective, scale, sums):
                                                      objective.clip_high, objective.dual_clip)
     corrected = {}
     if sampler_N is not None and objective.sampler_cap:
-        correction_N, cut_N = losses.sampler_weight(old_N, sampler_N, objective.sampler_cap)
-        loss_N, corrected = correction_N * loss_N, {"correction": correction_N, "cut": cut_N}
+        sampler_weight_N, cut_N = losses.sampler_weight(old_N, sampler_N, objective.sampler_cap)
+        loss_N = sampler_weight_N * loss_N
+        corrected = {"sampler_weight": sampler_weight_N, "sampler_cut_frac": cut_N}
     count_N = torch.tensor([sample.count for sample in batch for _ in range(sum(sample.sampled))],
                            device=device)
     moved_N = (now_N - old_N).clamp(-10, 10)              # by the steps before, as log ratio
@@ -140,8 +142,9 @@ def token_loss(model, batch, objective, scale, sums):
         if objective.entropy_coef:
             loss_N = loss_N - objective.entropy_coef * entropy_N.where(policy_N, 0.0)
     loss_N, gap_N = given.weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
-    measured = {"scored": torch.ones_like(now_N), "nll": -now_N, "entropy": entropy_N, "clipped": clipped_N,
-                "moved": moved_N.exp() - moved_N - 1, "kl": kl_N, **corrected, "gap": gap_N}
+    measured = {"scored": torch.ones_like(now_N), "nll_nats": -now_N, "entropy_nats": entropy_N,
+                "clip_frac": clipped_N, "approx_kl_nats": moved_N.exp() - moved_N - 1, "kl_nats": kl_N,
+                **corrected, "logprob_gap_nats": gap_N}
     counted = {"loss": loss_N} | {name: count_N * of_token_N for name, of_token_N in measured.items()}
     for kind in {*kinds}:
         here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=device)
@@ -167,20 +170,20 @@ def wrong_result(result, ratio_N):
     return ""
 
 
-def value_head_loss(model, batch, judged, sums):
-    """Binary cross-entropy of the value head's verdicts on a microbatch, divided by all `judged` turns."""
+def value_head_loss(model, batch, sums):
+    """Binary cross-entropy of the value head's verdicts on a microbatch, by the samples' weights."""
     logit_B = last_values(model, batch)
-    numbers = [(float(sample.label), sample.count) for sample in batch]
-    label_B, count_B = torch.tensor(numbers, device=logit_B.device).unbind(1)
+    numbers = [(float(sample.label), sample.count, sample.weight) for sample in batch]
+    label_B, count_B, weight_B = torch.tensor(numbers, device=logit_B.device).unbind(1)
     loss_B = F.binary_cross_entropy_with_logits(logit_B, label_B, reduction="none")
     now_B = logit_B.detach()
     entropy_B = F.binary_cross_entropy_with_logits(now_B, now_B.sigmoid(), reduction="none")
-    sums["nll"] += float((count_B * loss_B.detach()).sum())
-    sums["entropy"] += float((count_B * entropy_B).sum())
-    sums["gap"] = sums["clipped"] = sums["moved"] = math.nan             # nothing is sampled, and no ratio
-    for name in ("scored", "tokens"):
-        sums[name] += float(sum(sample.count for sample in batch))
-    loss = (count_B * loss_B).sum() / judged
+    sums["nll_nats"] += float((count_B * loss_B.detach()).sum())
+    sums["entropy_nats"] += float((count_B * entropy_B).sum())
+    for name in ("logprob_gap_nats", "clip_frac", "approx_kl_nats"):     # nothing is sampled, and no ratio
+        sums[name] = math.nan
+    sums["scored"] += float(count_B.sum())
+    loss = (weight_B * loss_B).sum()
     sums["loss"] += float(loss.detach())
     return loss
 
@@ -188,42 +191,35 @@ def value_head_loss(model, batch, judged, sums):
 def empty_loss(model, head="lm"):
     """A loss of 0 through a forward over padding, for a rank without samples: FSDP needs equal forwards."""
     ids_BT = torch.zeros(1, 16, dtype=torch.long, device=device_of(model))
-    return model(ids_BT, select=([0], [0]), head=head).sum() * 0.0
+    return model(ids_BT, column_N=[0], head=head).sum() * 0.0
 
 
 def weighted_kinds(samples, objective, sums):
     """Group samples by kind, write each sample's per-token weight, normalized over all ranks, and count the
     tokens in sums.
 
-    The policy's tokens are weighted by objective.reduction, the judge's all by 1: see losses.token_weight.
-    Returns {kind: this rank's samples} of the kinds that any rank has, and {kind: judged turns on all ranks}
-    of those that a value head judges, whose samples have a label.
+    The policy's tokens are weighted by objective.reduction, the judge's all by 1: see losses.token_weight. A
+    turn that a value head judges counts as one token. Returns {kind: this rank's samples} of the kinds that
+    any rank has.
     """
-    parts, weights, units = {}, {}, {}          # units: by (kind, whether its samples have a label)
+    parts, weights, units = {}, {}, {}
     for kind in KINDS:
         parts[kind] = part = [sample for sample in samples if sample.kind == kind]
-        labelled = any(sample.label is not None for sample in part)
-        assert all((sample.label is not None) == labelled for sample in part), (
-            f"{kind}: some samples have a label, some have none")
-        if labelled:
-            units[kind, True] = float(sum(sample.count for sample in part))
-        elif part:
-            reduction = objective.reduction if kind == "policy" else "token"
-            tokens_B = torch.tensor([sum(sample.sampled) * sample.count for sample in part])
-            episode_B = torch.tensor([sample.episode for sample in part])
-            assert (objective.ratio, kind) != ("episode", "policy") or len(episode_B.unique()) == len(part), (
-                "an episode in several samples has no ratio of its own")
-            weights[kind], units[kind, False] = losses.token_weight(tokens_B, episode_B, reduction,
-                                                                    objective.longest)
-            sums[kind]["tokens"] += float(tokens_B.sum())
-    units = {key: max(total, 1.0) for key, total in parallel.all_sum(units).items()}
+        if not part:
+            continue
+        by_head = kind == "judge" and objective.value_judge
+        reduction = objective.reduction if kind == "policy" else "token"
+        tokens_B = torch.tensor([sample.count * (1 if by_head else sum(sample.sampled)) for sample in part])
+        episode_B = torch.tensor([sample.episode for sample in part])
+        assert (objective.ratio, kind) != ("episode", "policy") or len(episode_B.unique()) == len(part), (
+            "an episode in several samples has no ratio of its own")
+        weights[kind], units[kind] = losses.token_weight(tokens_B, episode_B, reduction, objective.longest)
+        sums[kind]["tokens"] += float(tokens_B.sum())
+    units = {kind: max(total, 1.0) for kind, total in parallel.all_sum(units).items()}
     for kind, weight_B in weights.items():
         for sample, weight in zip(parts[kind], weight_B):
-            sample.weight = float(weight) * sample.count / units[kind, False]
-    present = {kind for kind, _ in units}
-    assert len(present) == len(units), f"{sorted(units)}: some samples have a label, some have none"
-    return ({kind: part for kind, part in parts.items() if kind in present},
-            {kind: total for (kind, labelled), total in units.items() if labelled})
+            sample.weight = float(weight) * sample.count / units[kind]
+    return {kind: part for kind, part in parts.items() if kind in units}
 
 
 def with_gradient(samples, objective):
@@ -250,8 +246,9 @@ def step(model, optimizer, weighted, norm, max_norm, lr):
 
 # Metrics
 
-COUNTED = ("loss", "tokens", "scored", "nll", "entropy", "clipped", "moved", "kl", "gap", "gap_max",
-           "correction", "cut")
+MEANS = "nll_nats", "entropy_nats", "clip_frac", "approx_kl_nats", "logprob_gap_nats"
+SAMPLER_MEANS = "sampler_weight", "sampler_cut_frac"
+COUNTED = ("loss", "tokens", "scored", "kl_nats", "gap_max", *MEANS, *SAMPLER_MEANS)
 
 
 def gradient_metrics(grads, weight):
@@ -272,15 +269,12 @@ def loss_metrics(sums, objective):
     """Metrics per kind, over all ranks: the loss before lambda, the number of tokens (a turn that the value
     head judges counts as one), and means over the tokens in the backward pass; nan if there were none."""
     metrics = {}
-    means = (("nll_nats", "nll"), ("entropy_nats", "entropy"), ("clip_frac", "clipped"),
-             ("approx_kl_nats", "moved"), ("logprob_gap_nats", "gap"))
-    weights = ("sampler_weight", "correction"), ("sampler_cut_frac", "cut")
     for kind, counted in sums.items():
         total, largest = parallel.all_sum(counted), parallel.all_max(counted["gap_max"])
-        measured = means + weights if total["correction"] else means       # never 0 where there is a weight
-        measured += (("kl_nats", "kl"),) if objective.kl_coef and kind == "policy" else ()
-        metrics |= {f"{kind}/{key}": total[name] / (total["scored"] or math.nan) for key, name in measured}
-        compared = total["scored"] and not math.isnan(total["gap"])
+        measured = MEANS + SAMPLER_MEANS if total["sampler_weight"] else MEANS     # never 0 where it is used
+        measured += ("kl_nats",) if objective.kl_coef and kind == "policy" else ()
+        metrics |= {f"{kind}/{name}": total[name] / (total["scored"] or math.nan) for name in measured}
+        compared = total["scored"] and not math.isnan(total["logprob_gap_nats"])
         metrics |= {f"{kind}/loss": total["loss"] if total["tokens"] else math.nan,
                     f"{kind}/tokens": total["tokens"],
                     f"{kind}/logprob_gap_max_nats": largest if compared else math.nan}
@@ -316,7 +310,7 @@ def logprobs(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids (0 where not sampled); no value head's."""
     def of_batch(batch):
         given = collate(batch, model)
-        logprob_N, _ = token_logprobs(model, given.ids_1M, given.attention, given.select, given.target_N,
+        logprob_N, _ = token_logprobs(model, given.ids_1M, given.attention, given.column_N, given.target_N,
                                       objective.temperature, given.allowed)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
@@ -367,7 +361,6 @@ def last_values(model, batch):
 
 def values_at(model, batch, positions):
     """value_N in fp32 at the listed positions of each sample of a microbatch."""
-    ids_1M, attention, position = layout(batch, model)
-    select = torch.tensor([position(i, t) for i, of_sample in enumerate(positions) for t in of_sample],
-                          device=ids_1M.device)
-    return model(ids_1M, attention, select.unbind(1), "value")
+    ids_1M, attention, columns_of = layout(batch, model)
+    columns = [columns[t] for columns, of_sample in zip(columns_of, positions) for t in of_sample]
+    return model(ids_1M, attention, torch.tensor(columns, device=ids_1M.device), "value")

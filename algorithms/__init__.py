@@ -45,6 +45,7 @@ class Method:
     critic = None                # (model, optimizer), if it does; set by `begin`
     state = None                 # what else it remembers from one iteration to the next; see `__init__`
     rng = None                   # a random.Random of the run's seed and the iteration, equal on all ranks
+    lr_factor = 1.0              # on its own learning rates in this iteration: the run's warm-up and decay
     ratio = "token"              # what a ratio is of; "turn" or "episode": see losses.sequence_ratio
     loss = None                  # None: losses.clipped_surrogate
 
@@ -66,28 +67,24 @@ class Method:
         self.begin(*arguments)
         plugins.refuse(wrong_critic(self) or wrong_state(self.state), self, "begin")
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write `turn.advantage` (and `turn.token_advantage`, if tokens differ) of this rank's episodes.
 
         All ranks call it; no group is split over ranks. It may add episodes to the list, with a group and an
-        index of their own. decay: factor on the algorithm's own learning rates in this iteration. Returns
-        metrics, equal on all ranks: {"group/name": number} in a group of its own.
+        index of their own. Returns metrics, equal on all ranks: {"group/name": number} in a group of its own.
         """
         raise NotImplementedError(type(self))
 
-    def assign_checked(self, episodes, decay=1.0):
+    def assign_checked(self, episodes):
         """`assign`. PluginError if it leaves no episode, an advantage is no finite number, a logprob is
         missing, a metric is no number, or the state cannot be saved. Returns the metrics.
         """
-        metrics = self.assign(episodes, decay)
-        if not episodes:
-            plugins.refuse("it left no episode; expected at least one", self, "assign")
-        turns = ((episode, t, turn) for episode in episodes for t, turn in enumerate(episode.turns, 1))
-        for episode, t, turn in turns:
-            if wrong := wrong_advantage(turn):
-                plugins.refuse(wrong, self, f"task {episode.task.id}, turn {t}")
-        if wrong := wrong_metrics(metrics) or wrong_state(self.state):
-            plugins.refuse(wrong, self, "assign")
+        metrics = self.assign(episodes)
+        plugins.refuse("" if episodes else "it left no episode; expected at least one", self, "assign")
+        for episode in episodes:
+            for t, turn in enumerate(episode.turns, 1):
+                plugins.refuse(wrong_advantage(turn), self, f"task {episode.task.id}, turn {t}")
+        plugins.refuse(wrong_metrics(metrics) or wrong_state(self.state), self, "assign")
         return metrics
 
     def zero_variance_groups(self, episodes):
@@ -149,10 +146,12 @@ def wrong_critic(method):
 
 def wrong_state(state):
     """What in an algorithm's state cannot be saved, or read without running code; "" if all can."""
-    return wrong_in(state, "state") if type(state) is dict else f"its state is {state!r:.60}; expected a dict"
+    if type(state) is not dict:
+        return f"its state is {state!r:.60}; expected a dict"
+    return wrong_part(state, "state")
 
 
-def wrong_in(value, name):
+def wrong_part(value, name):
     """`wrong_state` of a part of a state, which is called `name`."""
     parts = {}
     if type(value) is dict and {*map(type, value)} <= {str, int}:
@@ -162,7 +161,7 @@ def wrong_in(value, name):
     elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):
         return (f"its {name} is {value!r:.60}; expected a number of Python's own, a text, bytes, a tensor, a "
                 "list, or a dict with texts or numbers as keys")
-    return next(filter(None, (wrong_in(part, f"{name}[{key!r:.30}]") for key, part in parts.items())), "")
+    return next(filter(None, (wrong_part(part, f"{name}[{key!r:.30}]") for key, part in parts.items())), "")
 
 
 def wrong_advantage(turn):

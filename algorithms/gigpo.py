@@ -59,7 +59,7 @@ class Method(grpo.Method):
     Settings = Settings
     allows_refill = False
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write A^E + omega * A^S. Metrics: how often states are shared."""
         settings, code = self.settings, self.settings.variant == "code"
         won_E, turns_E, _, valid_S = rewards.episode_tensors(episodes, settings)

@@ -33,7 +33,7 @@ class Method(algorithms.Method):
     allows_refill = True
     code_defaults = algorithms.Method.code_defaults | dict(normalize_std=True)
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write `losses.group_relative_advantage` of the episodes (of the turns with --variant code)."""
         rewards.write_advantages(episodes, self._episode_level(episodes))
         return {}

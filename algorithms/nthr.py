@@ -83,7 +83,7 @@ def hidden_and_error(model, samples, columns, objective):
     def of_batch(batch):
         given = batching.collate(batch, model)
         read = logprobs.in_chunks(head, given.target_N, given.allowed)
-        outputs = model(given.ids_1M, given.attention, given.select, read)
+        outputs = model(given.ids_1M, given.attention, given.column_N, read)
         counts = [sum(sample.sampled) for sample in batch]
         return zip(*(output.split(counts) for output in outputs))
 
@@ -96,7 +96,7 @@ class Method(grpo.Method):
     Settings = Settings
     kl_in_reward = False
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write the token advantages. Needs the sampling policy's weights: call it before the first step."""
         super().assign(episodes)
         groups = rewards.groups_of(episodes).values()

@@ -168,12 +168,12 @@ class Method(algorithms.Method):
         super().begin(model, objective, minibatches, shard)
         self.critic = new_critic(model, shard)
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write advantages from the critic's values, whitened over all ranks; then train the critic."""
         with parallel.onloaded(self.model, *self.critic):
-            return self._assign(episodes, decay)
+            return self._assign(episodes)
 
-    def _assign(self, episodes, decay):
+    def _assign(self, episodes):
         """`assign`, with the critic on the device."""
         samples = [sample for e in episodes for sample in batching.samples_of(e, make=ValueSample)]
         for sample, value in zip(samples, values(self.critic[0], samples, self.objective)):
@@ -185,7 +185,7 @@ class Method(algorithms.Method):
         for sample, target_N in zip(samples, targets):
             sample.target = target_N.tolist()
         metrics, steps = value_metrics(samples), []
-        clip, rate = self.settings.value_clip, self.settings.critic_lr * decay
+        clip, rate = self.settings.value_clip, self.settings.critic_lr * self.lr_factor
         for part in batching.minibatches(samples, self.minibatches):
             if parallel.any_rank(part):
                 steps.append(update_critic(*self.critic, part, self.objective, clip, rate))

@@ -26,7 +26,7 @@ class Method(algorithms.Method):
     groups = False
     defaults = dict(tasks=128, group_size=1, dynamic_sampling="keep")
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write the episode's reward, minus later KL penalties if there are any, whitened over tokens."""
         for episode in episodes:
             kl = [turn.kl for turn in episode.turns]

@@ -23,7 +23,7 @@ class Method(algorithms.Method):
 
     allows_refill = True
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write `leave_one_out_advantage` of the episodes."""
         reward_E, group_E, turns_E = rewards.grouped_rewards(episodes, self.settings)
         advantage_E = leave_one_out_advantage(reward_E, group_E)

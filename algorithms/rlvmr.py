@@ -119,7 +119,7 @@ class Method(algorithms.Method):
         if settings.variant == "paper" and settings.step_weight > 1:
             raise ValueError(f"--step-weight={settings.step_weight}: 1 - alpha is at most 1")
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write both levels. Metrics: the share of turns in each group of tags ("none": monitor's, and those
         without a tag), and the mean tag reward.
         """

@@ -29,7 +29,7 @@ class Task:
 
 
 class Reply(NamedTuple):
-    """What a game answers to `reset` and to each command; `wrong_in` checks it."""
+    """What a game answers to `reset` and to each command; `wrong_reply` checks it."""
 
     observation: str
     admissible: list[str] = ()           # commands that are possible now, sorted; or templates, "open OBJ";
@@ -47,7 +47,7 @@ class Reply(NamedTuple):
 MOST_REWARD = 1e9      # advantages are computed in fp32, which still holds sums of its square
 
 
-def wrong_in(reply, first=False):
+def wrong_reply(reply, first=False):
     """What is wrong with a Reply: what came, and what was expected; "" if nothing is. first: to a reset."""
     if not isinstance(reply, Reply):
         return f"it returned {reply!r:.60}; expected a Reply"
@@ -145,7 +145,7 @@ def wrong_demonstration(demonstration):
     if not is_texts(commands) or len(replies) != len(commands) + 1 or len(mistakes) != len(commands):
         return (f"{len(commands)} commands, {len(replies)} replies, {len(mistakes)} mistakes; expected "
                 "texts, one reply more, and as many mistakes")
-    found = ((i, wrong_in(reply, i == 0)) for i, reply in enumerate(replies))
+    found = ((i, wrong_reply(reply, i == 0)) for i, reply in enumerate(replies))
     return next((f"reply {i}: {wrong}" for i, wrong in found if wrong), "")
 
 

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from . import Environment as Base
-from . import EpisodeLost, Reply, Task, wrong_in
+from . import EpisodeLost, Reply, Task, wrong_reply
 from ._workers import worker_games
 
 LONGEST = 100_000               # characters of an observation
@@ -62,7 +62,7 @@ class Game:
                           bool(terminated or truncated), reward=float(reward),
                           ended=next((name for name, is_so in (("won", won), ("terminated", terminated),
                                       ("truncated", truncated)) if is_so), ""))
-            if wrong := wrong_in(reply):
+            if wrong := wrong_reply(reply):
                 raise EpisodeLost(f"{self.name}: {method}: {wrong}")
             if len(observation) > LONGEST:
                 raise EpisodeLost(f"{self.name}: {method}: an observation of {len(observation)} "

@@ -42,7 +42,7 @@ class Method(algorithms.Method):
     Settings = Settings
     allows_refill = True                  # a group has a gradient exactly if its rewards are unequal
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write the advantages of this rank's episodes, which are full groups. Returns metrics."""
         _, turns_E, group_E, _ = rewards.episode_tensors(episodes, self.settings)
         tokens_E = torch.tensor([sum(len(turn.response_ids) for turn in e.turns) for e in episodes])

@@ -53,9 +53,9 @@ class Method(grpo.Method):
     Settings = Settings
     kl_in_reward = False                  # a replayed episode has no reward that a KL could be part of
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write GRPO's advantages, and add this rank's share of the replayed episodes with theirs."""
-        metrics, memory = super().assign(episodes, decay), self.state.get("won", [])
+        metrics, memory = super().assign(episodes), self.state.get("won", [])
         drawn = self.rng.sample(memory, min(self.settings.replays, len(memory)))
         won = sum(parallel.all_gather([record_of(episode) for episode in episodes if episode.won]), [])
         self.state["won"] = (memory + won)[-KEPT:]

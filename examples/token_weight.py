@@ -36,7 +36,7 @@ class Method(algorithms.Method):
     Settings = Settings
     allows_refill = True                  # unequal rewards always give a gradient: allows refill
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         """Write the advantages of this rank's episodes, which are full groups. Returns metrics."""
         reward_E, group_E, turns_E = rewards.grouped_rewards(episodes, self.settings)
         advantage_E = losses.group_relative_advantage(reward_E, group_E)

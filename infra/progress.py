@@ -1,13 +1,21 @@
-"""Progress bars: a live bar on a terminal, a line from time to time in a log."""
+"""Progress bars, live on a terminal, a line from time to time in a log; and how long a block took."""
 
 import io
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from tqdm import tqdm
 
 LOG_INTERVAL_S = 30          # between two lines of a bar in a log
+
+
+@contextmanager
+def timed(seconds, name):
+    """Add the seconds that this block takes to seconds[name], unless it raises."""
+    began = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def progress(*args, **options):

@@ -140,11 +140,6 @@ class Pool:
         """P, which is also the number of the slot for padding."""
         return self.kv[0].shape[1] - 1
 
-    @property
-    def bytes_per_token(self):
-        """Bytes of a position's keys and values, over all layers."""
-        return sum(kv[:, 0].nbytes for kv in self.kv)
-
     def fit(self, kept, needed, limit=math.inf):
         """Give each row b room for needed[b] positions, of which the first kept[b] are kept.
 
@@ -241,11 +236,6 @@ class Rectangle:
     def positions(self):
         """Positions for which there is memory."""
         return self.n_rows * self.largest
-
-    @property
-    def bytes_per_token(self):
-        """Bytes of a position's keys and values, over all layers."""
-        return sum(kv[:, 0, :, 0].nbytes for kv in self.kv)
 
     def fit(self, kept, needed, limit=math.inf):
         """Give each row room for max(needed) positions, of which the first kept[b] are kept, and for an

@@ -23,7 +23,10 @@ from lm.attention import Forked, kv_cache, upload
 from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
-PLANNED = 2048     # a decoding step is planned for a row length rounded up to a multiple of this
+# A decoding step is planned for a row length rounded up to a multiple of PLANNED, for each of which a CUDA
+# graph is captured. From it attention chooses how many blocks of threads share a row's keys; planned for much
+# longer rows, they hardly do.
+PLANNED = 2048
 KEPT = 8           # first prompts are kept in at most 1 / KEPT of the cache's size
 BLOCK = 1024       # weights that are added up one by one to draw a token
 
@@ -265,7 +268,7 @@ class Slots:
         """
         n = max(self.running, default=-1) + 1
         n = self.n if n and self.all_rows else n
-        planned = self.planned(TICK) if self.varlen and n else None
+        planned = min(bucket(self.longest_row(TICK), PLANNED), self.context) if self.varlen and n else None
         sync = self.device.type == "cpu" or self.restrictions
         use_graphs = self.device.type == "cuda" and not sync and self.varlen
         for _ in range(TICK if n else 0):
@@ -280,13 +283,6 @@ class Slots:
             else:
                 self.step(rows, planned or bucket(self.longest_row(1), 16))
             self.steps += 1
-
-    def planned(self, more):
-        """Upper bound on the rows' lengths after so many more steps, rounded up to a multiple of PLANNED, and
-        at most `context`: a CUDA graph is captured for each value. From it attention chooses how many blocks
-        of threads share a row's keys; planned for much longer rows, they hardly do.
-        """
-        return min(bucket(self.longest_row(more), PLANNED), self.context)
 
     def longest_row(self, more):
         """The largest `length_bound` after so many more steps."""
@@ -391,7 +387,7 @@ def run_chunks(model, cache, rows, chunks, starts, max_tokens=16384):
         layout = cache.append([rows[i] for i in block], [starts[i] for i in block], lengths)
         ids_N, last_R = upload(layout.position_BT.device, [token for i in block for token in chunks[i]],
                                [end - 1 for end in accumulate(lengths)])
-        logits.append(model(ids_N[None], layout, select=(torch.zeros_like(last_R), last_R)))
+        logits.append(model(ids_N[None], layout, last_R))
     return torch.cat(logits)
 
 

@@ -1,6 +1,6 @@
 """Logprobs and entropies of given tokens, computed inside the model's forward in chunks of bounded memory.
 
-Shapes: N tokens, V vocabulary, C hidden size.
+Shapes: M tokens of a sequence, N targets, V vocabulary, C hidden size.
 """
 
 import torch
@@ -11,15 +11,14 @@ from lm.restrict import restricted
 CHUNK_LOGITS = 2**26      # most logits computed at once: 256 MB in fp32; a step needs a few such tensors
 
 
-def token_logprobs(model, ids_BT, layout, select, target_N, temperature, allowed, entropies=False,
+def token_logprobs(model, ids_1M, layout, column_N, target_N, temperature, allowed, entropies=False,
                    entropy_grad=False):
     """Logprob of each target token and, if `entropies`, the entropy at its position (with a gradient if
     `entropy_grad`).
 
-    layout: attention layout (lm.attention). select: (row_N, column_N), the positions that predict the
-    targets. temperature: divides the logits. allowed: per target the ids that it was sampled from (None:
-    all); the distribution is renormalized to them. Returns logprob_N and entropy_N in fp32, in nats
-    (entropies are 0 unless requested).
+    layout: attention layout (lm.attention). column_N: the positions that predict the targets. temperature:
+    divides the logits. allowed: per target the ids that it was sampled from (None: all); the distribution is
+    renormalized to them. Returns logprob_N and entropy_N in fp32, in nats (entropies are 0 unless requested).
     """
     def head(hidden_NC, lm_head, target_N, allowed):
         logits_NV = lm_head(hidden_NC).float()
@@ -30,7 +29,7 @@ def token_logprobs(model, ids_BT, layout, select, target_N, temperature, allowed
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             return logprob_N1, entropy(logprob_NV) if entropies else torch.zeros(len(logprob_NV))
 
-    logprob_N1, entropy_N = model(ids_BT, layout, select, in_chunks(head, target_N, allowed))
+    logprob_N1, entropy_N = model(ids_1M, layout, column_N, in_chunks(head, target_N, allowed))
     return logprob_N1[:, 0], entropy_N
 
 

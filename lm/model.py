@@ -376,8 +376,8 @@ class Model(nn.Module):
         for block in self.model.layers:
             block.recompute = enabled
 
-    def forward(self, ids_BT, layout=None, select=None, head="lm"):
-        """Logits [B, T, V], or [N, V] at the positions `select` = (row_N, column_N).
+    def forward(self, ids_BT, layout=None, column_N=None, head="lm"):
+        """Logits [B, T, V], or [N, V] at the positions column_N of the first row, the only one then.
 
         layout: an attention layout of lm.attention; None: `Rows`, each row causal from position 0.
         head: what to compute from the final hidden states:
@@ -394,7 +394,7 @@ class Model(nn.Module):
                                self.config.rope_scaling)
         for block in self.model.layers:
             x_BTC = block(x_BTC, cos, sin, layout)
-        hidden = self.model.norm(x_BTC if select is None else x_BTC[select])
+        hidden = self.model.norm(x_BTC if column_N is None else x_BTC[0, column_N])
         if head == "value":    # in fp32: bf16 has three digits, and returns differ in the third
             return hidden.float() @ self.value_head.weight[0].float() + self.value_head.bias.float()
         if callable(head):

@@ -19,7 +19,7 @@ import agent
 import config
 from envs._terminal import terminal_session
 from lm.engine import Response
-from models import check_words
+from models import check_vocabulary
 from resume import prompting_of
 from rollout import Conversation, EpisodeSpec
 
@@ -83,7 +83,7 @@ def main(argv=None):
         given = config.parse(["--model", options.model, *prompting, *flags,
                                "--demonstrations", "0", "--dagger", "0"])
         player = agent.agent_of(given)
-        check_words(given, player.chat)
+        check_vocabulary(given, given.model, player.state, player.chat.tokenizer)
         task = agent.task_named(given.environment, options.game)
         (game,) = given.environment.make(1)
         with closing(game):

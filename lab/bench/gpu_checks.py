@@ -300,8 +300,9 @@ def decode_step(bench, rows, length=3000):
     model, slots = bench.sampler, filled(bench, rows, length)
     tokens = rows * (len(slots.running[0][0]) + 2 * engine.TICK)    # in the middle of the measured ticks
     seconds = bench.seconds(slots.tick) / engine.TICK
-    size, of_token = next(model.parameters()).element_size(), slots.cache.bytes_per_token
-    return seconds, size * sum(memory.multiplied_weights(model)) + tokens * of_token
+    dtype = next(model.parameters()).dtype
+    return seconds, (dtype.itemsize * sum(memory.multiplied_weights(model)) +
+                     tokens * memory.cached_bytes(model.config, dtype))
 
 
 def filled(bench, rows, length=3000):
@@ -426,7 +427,7 @@ def update_of(model, samples):
     """One microbatch's loss, forward and backward."""
     objective = replace(update.Objective(), microbatch_tokens=10**9)
     sums = {"policy": dict.fromkeys(update.COUNTED, 0.0)}
-    parts, _ = update.weighted_kinds(samples, objective, sums)
+    parts = update.weighted_kinds(samples, objective, sums)
     for batch in batching.equal_microbatches(parts["policy"], objective.microbatch_tokens):
         update.token_loss(model, batch, objective, {"policy": 1.0}, sums).backward()
 

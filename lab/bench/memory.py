@@ -14,9 +14,11 @@ loads other than LOADS.
 """
 
 import argparse
+import itertools
 import random
 import weakref
 from dataclasses import asdict, dataclass, replace
+from operator import itemgetter
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -166,17 +168,24 @@ def judge_bytes(model, settings, prompts, answers):
     return meter.peak
 
 
+def cached_bytes(config, dtype):
+    """Bytes of one token's keys and values, over all layers."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+
 def prompts_at_once(settings, answers):
     """How many prompts, with so many answers each, are answered at once."""
-    return max(1, judge.at_once(settings.slots) // answers)
+    return max(1, judge.ANSWERS_PER_SLOT * settings.slots // answers)
 
 
 def largest_microbatch(samples, settings):
-    """The microbatch with the most tokens, of all minibatches of these samples; and the tokens of all."""
-    batches = [batch for part in batching.minibatches(samples, settings.minibatches)
-               for batch in batching.microbatches(part, settings.microbatch_tokens)]
-    tokens = [len(batching.PrefixTree(batch).ids) for batch in batches]
-    return batches[tokens.index(max(tokens))], sum(tokens)
+    """The microbatch with the most tokens, of all minibatches of these samples; and each minibatch's tokens.
+    """
+    parts = [[(len(batching.PrefixTree(batch).ids), batch)
+              for batch in batching.microbatches(part, settings.microbatch_tokens)]
+             for part in batching.minibatches(samples, settings.minibatches)]
+    _, largest = max(itertools.chain(*parts), key=itemgetter(0))
+    return largest, [sum(tokens for tokens, _ in part) for part in parts]
 
 
 def update_bytes(model, batch):
@@ -188,7 +197,7 @@ def update_bytes(model, batch):
     with Meter() as meter:
         given = batching.collate(batch, model)
         logprob_N, entropy_N = logprobs.token_logprobs(
-            model, given.ids_1M, given.attention, given.select, given.target_N, 1.0, given.allowed,
+            model, given.ids_1M, given.attention, given.column_N, given.target_N, 1.0, given.allowed,
             entropies=True, entropy_grad=True)
         gain_N = given.advantage_N * (logprob_N - given.old_N).exp() + entropy_N
         (given.weight_N * gain_N).sum().backward()
@@ -235,11 +244,12 @@ def stages(model, ranks, settings, work):
     judging = judge_bytes(model, settings, questions, work.answers) if questions else 0
     resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0)
     gradients = resident.pop("gradients")
-    batch, _ = largest_microbatch(of_ranks[fullest], settings)
+    microbatches = [largest_microbatch(samples, settings) for samples in of_ranks]
+    batch, _ = microbatches[fullest]
     training = update_bytes(adapted, batch) + gathered_bytes(adapted) + gradients
     equal = slots.n * bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
                                  for turn in episode.turns) + settings.max_response_tokens, 1024)
-    of_token = slots.cache.bytes_per_token
+    of_token = cached_bytes(model.config, torch.bfloat16)
     more, copies = (equal - slots.cache.positions) * of_token, (work.answers - 1) * of_token * sum(
         sorted(map(len, questions))[-prompts_at_once(settings, work.answers):])
     sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,
@@ -249,7 +259,9 @@ def stages(model, ranks, settings, work):
              for samples, (_, slots_) in zip(of_ranks, played)]
     return {"bytes": {stage: SLACK * (sum(resident.values()) + size) + OUTSIDE
                       for stage, size in sizes.items()},
-            "counts": {name: max(counts[name] for counts in found) for name in found[0]},
+            "counts": {name: max(counts[name] for counts in found) for name in found[0]} | {
+                # in each optimizer step the ranks wait for the one with most tokens
+                "trained tokens": sum(map(max, zip(*(tokens for _, tokens in microbatches))))},
             "tokens": quantiles([len(sample.ids) for samples in of_ranks for sample in samples
                                  if sample.kind == "policy"])}
 
@@ -261,7 +273,7 @@ def questions_of(samples):
 
 
 def counts_of(samples, slots, work, settings):
-    """What takes time in a rank's iteration: steps, and tokens by kind."""
+    """What takes time in a rank's iteration, but for training: steps, and tokens by kind."""
     lengths = [len(sample.ids) for sample in samples if sample.kind == "policy"]
     answers = [sum(sample.sampled) for sample in samples if sample.kind == "judge"]
     questions = [*map(len, questions_of(samples))]
@@ -273,8 +285,7 @@ def counts_of(samples, slots, work, settings):
             "prefills": slots.prefills,
             "policy tokens": sum(lengths), "pairs": sum(n * n for n in lengths) // 2,
             "scored tokens": sum(sum(sample.sampled) for sample in samples),
-            "trained tokens": largest_microbatch(samples, settings)[1], "questions": sum(questions),
-            "judge steps": sum(of_batches),
+            "questions": sum(questions), "judge steps": sum(of_batches),
             "judge keys read": sum(read) + sum(n * (n - 1) // 2 for n in answers)}
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import gcd
 
 ROOT = Path(gcd.__file__).resolve().parent
-FIRST, LAST, LOSS = "write_rewards", "backward", ("clipped_surrogate", "clipped_policy_loss")
+FIRST, LAST, LOSS = "write_rewards", "backward", "clipped_surrogate"
 MODEL = ROOT / "lab" / "results" / "alfworld_model"          # plays well enough for groups of unequal rewards
 TINY = [*("--demonstrations 0 --evaluate none --iterations 1 --tasks 4 --group-size 8 --max-turns 8 --no-gcd "
           "--model").split(), str(MODEL)]
@@ -38,7 +38,7 @@ class Trip:
         if name == FIRST and file and not self.frames:
             self.on, self.files, self.entries = True, ["gcd.py", file], [("gcd.py", False), (file, False)]
             return
-        if name in LOSS and self.on and not self.frames:
+        if name == LOSS and self.on and not self.frames:
             self.frames = functions_from_iteration(frame)
         if name == LAST and self.frames and file is None:
             self.on = False

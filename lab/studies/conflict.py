@@ -52,7 +52,7 @@ def batch_gradients(run, iteration, n):
         trained = prepare(settings, job.setup(settings.device), False, resources)
         for i in range(run.iterations, run.iterations + n):
             episodes, _ = gcd.collect(trained, i)
-            _, answers = gcd.judge_turns(trained, i, episodes)
+            _, answers, _ = gcd.judge_turns(trained, i, episodes)
             gcd.assign_credit(trained, i, episodes, None)
             samples = [sample for episode in gcd.informative(trained, episodes)
                        for sample in batching.samples_of(episode)]

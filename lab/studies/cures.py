@@ -68,7 +68,6 @@ NEW = 10              # seeds from here on confirm what the first ten showed; no
 OWN_LUCK = 20         # seeds from here on draw outcomes and coins of their own; stored cells of earlier seeds
                       # share one set, but cells of these that are run again today do not
 DECISIVE, MOST = 30, 70       # these seeds decide whether GCD in RL beats GRPO after random answers
-AS_ONE = "first, as one, + own"       # the first seeds, which share their outcomes, as one, and the last
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
 
@@ -203,16 +202,16 @@ def constant_rate():
 def policy_held():
     """Within this block, the policy learns only once the judge is right: an AUC above RIGHT over LAST
     iterations."""
-    judge_metrics, informative, aucs, right = gcd.judge_metrics, gcd.informative, [], []
+    judge_turns, informative, aucs, right = gcd.judge_turns, gcd.informative, [], []
 
-    def noted(run, judged, samples):
-        metrics = judge_metrics(run, judged, samples)
+    def noted(run, i, episodes):
+        *found, metrics = judge_turns(run, i, episodes)
         aucs.append(metrics.get("judge/auc_oracle", 0.5))
         if len(aucs) >= LAST and sum(aucs[-LAST:]) / LAST > RIGHT:
             right.append(len(aucs))
-        return metrics
+        return *found, metrics
 
-    with mock.patch.multiple(gcd, judge_metrics=noted,
+    with mock.patch.multiple(gcd, judge_turns=noted,
                              informative=lambda run, episodes: informative(run, episodes) if right else []):
         yield
 
@@ -400,32 +399,13 @@ def merged(*tables):
             for name in dict.fromkeys(name for table in tables for name in table)}
 
 
-def again(*tables):
-    """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones, of those with
-    outcomes of their own, of all, and of all but the new ones, in which GCD's lead was seen; of these two
-    also `as_one`.
+def again(first, new, own):
+    """{arm that GCD is compared with: {seeds: `pooled` with a KL}} of first seeds, of new ones, in which
+    GCD's lead was first seen, and of the first with outcomes of their own.
     """
-    first, new, own = tables
-    sides = {"first": first, "new": new, "own": own, "first + own": merged(first, own),
-             "all": merged(*tables), "first + new": merged(first, new)}
-    found = {}
-    for other in ("GRPO", "+GCD, coins"):
-        of = {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1]) for seeds, side in sides.items()}
-        shared = of.pop("first + new")
-        found[other] = of | {AS_ONE: as_one(of["first"], of["own"]),
-                             "first + new, as one, + own": as_one(shared, of["own"])}
-    return found
-
-
-def as_one(shared, own):
-    """A `pooled` difference whose interval takes the seeds of `shared`, which have the same outcomes, as a
-    single one, their mean; None if one of the two is missing.
-    """
-    if shared is None or own is None:
-        return None
-    both = interval(own["seeds"] | {"shared": statistics.fmean(shared["seeds"].values())})
-    return both | {"removed": [*map(sum, zip(shared["removed"], own["removed"]))],
-                   "n": shared["n"] + own["n"]}
+    return {other: {seeds: pooled(side, "+GCD", other, COEFFICIENTS[:1])
+                    for seeds, side in {"first": first, "new": new, "own": own}.items()}
+            for other in ("GRPO", "+GCD, coins")}
 
 
 def elsewhere(table, own):
@@ -645,16 +625,15 @@ def lags_text(values, never):
     return f"{known} (n {len(values)}; {never} never had a right judge)"
 
 
-def figures_of(table, fresh, own, found):
+def figures_of(table, fresh, found):
     """What was found on the paper's claim, for the gallery. found: of `findings`."""
     def both(questions, arm, embeddings="tied", timing=""):
         return " and ".join(removed_in(table, questions, arm, kl, embeddings, timing=timing)
                             for kl in COEFFICIENTS)
 
     below, above = found["removed by leak"].values()
-    others = {other: pooled_text(of["first + own"]) for other, of in found["again"].items()}
-    single = " and ".join("not measurable" if of[AS_ONE] is None else with_half(of[AS_ONE], "+.2f")
-                          for of in found["again"].values())
+    lead = {other: pooled_text(found["decided"][f"+GCD less {other}"]["decisive"])
+            for other in ("GRPO", "+GCD, coins")}
     early, confirmed = (of[ALIVE[0]] for of in found["foretold"].values())
 
     def of_both(measure):
@@ -680,11 +659,10 @@ def figures_of(table, fresh, own, found):
                       f"untied embeddings, GCD {both('coins', '+GCD', 'untied')}, GRPO "
                       f"{both('coins', 'GRPO', 'untied')}; policy held until the judge is right "
                       f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
-                      f"{both('coins', '+GCD', timing='constant rate')}. Over seeds 0 to 9 and 20 to 29, "
-                      "without those of a first lead, with a KL and both kinds of embeddings, GCD's q_N less "
-                      f"GRPO's {others['GRPO']}, less that with coin tosses {others['+GCD, coins']}; with "
-                      f"the first ten, which share their outcomes, as a single one {single}.",
-             "agrees": verdict(merged(table, own))},
+                      f"{both('coins', '+GCD', timing='constant rate')}. In forty further seeds, with a KL "
+                      f"and both kinds of embeddings, GCD's q_N less GRPO's {lead['GRPO']}, less that with "
+                      f"coin tosses {lead['+GCD, coins']}.",
+             "agrees": verdict(table, found["decided"])},
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
              "found": "Of runs that end with less than half of a push on the action in P arriving in N "
@@ -710,21 +688,18 @@ def runs_away(table):
     return "yes" if all(kept) else "partly" if any(kept) else "no"
 
 
-def verdict(table):
-    """Whether GCD during RL removes the flaw where GRPO does not.
+def verdict(table, decided):
+    """Whether GCD during RL, after coins, removes the flaw where GRPO does not.
 
-    Over the pairs of arms from coins, by KL and embeddings: "yes" if the intervals of GCD - GRPO and of
-    GCD - coins lie below 0 in all, "partly" in some, "no" in none.
+    "yes" if the intervals of GCD - GRPO and of GCD - coins lie below 0 with a KL, in the decisive seeds, and
+    without, in the first ones; "partly" with one of the two, "no" with none.
     """
-    below = []
-    for kl in COEFFICIENTS:
-        for embeddings in EMBEDDINGS:
-            one = name_of(settings_of("coins", "+GCD", kl, embeddings))
-            differences = [against(table, one, name_of(settings_of("coins", arm, kl, embeddings)))
-                           for arm in ("GRPO", "+GCD, coins")]
-            if any(d is None or d["half"] is None for d in differences):
-                return "not measurable"
-            below.append(all(d["mean"] + d["half"] < 0 for d in differences))
+    others = "GRPO", "+GCD, coins"
+    settings = [[decided[f"+GCD less {other}"]["decisive"] for other in others],
+                [pooled(table, "+GCD", other, COEFFICIENTS[1:]) for other in others]]
+    if None in itertools.chain(*settings):
+        return "not measurable"
+    below = [all(of["mean"] + of["half"] < 0 for of in differences) for differences in settings]
     return "yes" if all(below) else "partly" if any(below) else "no"
 
 
@@ -776,7 +751,7 @@ def main(argv=None):
     text = page(tables, found, " ".join(command), there, options.iterations)
     rows = [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()]
     common.publish(options.out, "cures", command, there, {"rows": rows} | found,
-                   figures_of(table, fresh, own, found), text)
+                   figures_of(table, fresh, found), text)
     print(text)
     return 0
 

@@ -195,7 +195,7 @@ def similarity(model, candidates, seed):
 def response_logprobs(model, samples):
     """Log-probability of each response in nats, in the model's own precision, with gradient."""
     given = batching.collate(samples, model)
-    logprob_NV = model(given.ids_1M, given.attention, given.select).log_softmax(-1)
+    logprob_NV = model(given.ids_1M, given.attention, given.column_N).log_softmax(-1)
     token_N = logprob_NV.gather(1, given.target_N[:, None])[:, 0]
     return torch.stack([part.sum() for part in token_N.split([sum(sample.sampled) for sample in samples])])
 

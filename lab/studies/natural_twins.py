@@ -259,17 +259,17 @@ def read(model, chat, pairs):
             ids = prompt + response + question
             samples.append(batching.Sample(ids, [], [], None, 0))
             at.append([*range(len(prompt) - 1, len(prompt) + len(response) - 1), len(ids) - 1])
-        ids_1M, layout, position = batching.layout(samples, model)
-        where = torch.tensor([position(s, t) for s, columns in enumerate(at) for t in columns]).unbind(1)
-        x_NC, logprob_NV = model(ids_1M, layout, where, lambda x, lm_head: (
+        ids_1M, layout, columns_of = batching.layout(samples, model)
+        column_N = torch.tensor([columns_of[s][t] for s, tokens in enumerate(at) for t in tokens])
+        x_NC, logprob_NV = model(ids_1M, layout, column_N, lambda x, lm_head: (
             x.float(), lm_head(x).float().log_softmax(-1)))
         start = 0
-        for sample, columns in zip(samples, at):
-            here, n = logprob_NV[start:start + len(columns)], len(columns) - 1
-            response = sample.ids[columns[0] + 1:columns[0] + 1 + n]
+        for sample, tokens in zip(samples, at):
+            here, n = logprob_NV[start:start + len(tokens)], len(tokens) - 1
+            response = sample.ids[tokens[0] + 1:tokens[0] + 1 + n]
             token_n = here[range(n), response]
             found.append((x_NC[start], token_n[0], token_n.sum(), here[-1, good] - here[-1, bad]))
-            start += len(columns)
+            start += len(tokens)
     hidden, first, response, verdict = (torch.stack(column) for column in zip(*found))
     hidden_nsC = hidden.view(len(pairs), 2, 2, -1)[:, :, 0]              # the same before either command
     return hidden_nsC, *(column.view(len(pairs), 2, 2).double() for column in (first, response, verdict))

@@ -25,8 +25,7 @@ def probe(actor):
     for kind in "PN":
         tasks = [states.task(f"probe/{i}", "probe", kind) for i in range(PROBES)]
         ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
-        last = (list(range(PROBES)), [ids_BT.shape[1] - 1] * PROBES)
-        logprob_B = actor.model(ids_BT, select=last).float().log_softmax(-1)[:, R]
+        logprob_B = actor.model(ids_BT)[:, -1].float().log_softmax(-1)[:, R]
         found[f"q_{kind}"] = float(logprob_B.detach().exp().mean())
         logprob_B.mean().backward()
         pushed = [parameter.grad for parameter in actor.model.parameters() if parameter.grad is not None]
@@ -46,7 +45,7 @@ def linear_probe(actor):
     game, n = states.Game(0.0, Counter()), 4 * PROBES
     tasks = [states.task(f"probe/{i}", "probe", "PN"[i % 2]) for i in range(n)]
     ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
-    x_BC = actor.model(ids_BT, select=(list(range(n)), [ids_BT.shape[1] - 1] * n), head="hidden").double()
+    x_BC = actor.model(ids_BT, head="hidden")[:, -1].double()
     x_BC = torch.cat([x_BC, torch.ones(n, 1, dtype=x_BC.dtype)], 1)
     side_B = torch.tensor([1.0, -1.0], dtype=x_BC.dtype).repeat(n // 2)
     weights = torch.linalg.lstsq(x_BC[:n // 2], side_B[:n // 2, None], driver="gelsd").solution

@@ -217,7 +217,8 @@ def test_critic_steps_have_full_episodes_and_the_decayed_learning_rate(stub, var
     method = ppo_of(minibatches=3, variant=variant, critic_lr=0.5, value_clip=0.25)
     episodes = random_episodes(15, history=1, first=640)
     rewards.write_rewards(episodes, method.settings)
-    metrics = method.assign(episodes, decay=0.1)
+    method.lr_factor = 0.1
+    metrics = method.assign(episodes)
     assert [(clip, pytest.approx(rate)) for _, clip, rate in stub.parts] == [(0.25, 0.05)] * 3
     assert len(stub.samples) > len(episodes) and metrics["critic/loss"] == 2.0
     numbers = [{sample.episode for sample in samples} for samples, _, _ in stub.parts]

@@ -224,6 +224,7 @@ def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_pa
     assert (player.config.history, player.config.show_admissible) == (0, False)
     _, config, _ = evaluation.parse(["--player", str(folder), "--history", "1"])
     assert (config.prompt, config.history, config.show_admissible) == ("tags", 1, False)
+    assert config.admissible_only                          # whatever the last flag is
     del trainer["state"]["style"]                                     # as in older ones
     torch.save(trainer, folder / "trainer.pt")
     assert resume.prompting_of(folder, "household")["prompt"] == "auto"

@@ -386,7 +386,7 @@ def test_a_wrong_default_of_a_plugin_names_it(capsys, tmp_path, flag, value, kin
     package, path = {"env": "envs", "algo": "algorithms"}[flag], tmp_path / "mine.py"
     methods = {"env": "def make(self, n): pass\n    def split_tasks(self, name): pass\n"
                "    def train_tasks(self, types, start, n): pass\n",
-               "algo": "def assign(self, episodes, decay=1.0): pass\n"}[flag]
+               "algo": "def assign(self, episodes): pass\n"}[flag]
     path.write_text(f"import {package}\nclass {kind}({package}.{kind}):\n    defaults = {value}\n"
                     f"    {methods}")
     found = mistake(capsys, f"--{flag}", path)

@@ -21,7 +21,7 @@ import judge
 from envs.alfred import rooms
 from envs.alfred.problem import NOOP_MESSAGE
 from infra import parallel
-from judge import JudgedTurn
+from judge import Question
 from lm import model as decoder
 from lm import small
 from lm.chat import Chat
@@ -151,7 +151,7 @@ def bad_turns(chat, *critiques):
     """
     judged = []
     for i, t in enumerate((0, 2, 4, 5, 6, 7) * max(1, len(critiques) // 6)):
-        question = JudgedTurn(10 + i, scripted(chat, MISTAKES, won=False), t, "good", [])
+        question = Question(10 + i, scripted(chat, MISTAKES, won=False), t, "good", [])
         question.turn.verdicts = ["good", "bad", "bad"]
         why = critiques[i] if i < len(critiques) else ""
         question.answers = [response(chat, f"{text}<judge>{verdict}</judge>") for text, verdict in zip(
@@ -220,7 +220,6 @@ def test_a_writing_models_mistakes_are_counted_where_its_verdicts_have_no_reason
 def test_an_instruction_is_made_every_n_iterations(chat):
     made = [corrected(chat, bad_turns(chat), i, correction_every=3) for i in range(7)]
     assert [i for i, instruction in enumerate(made) if instruction] == [2, 5]
-    assert corrected(chat, bad_turns(chat), correction="off") is None
 
 
 @pytest.fixture

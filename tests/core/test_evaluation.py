@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -213,6 +214,12 @@ def test_any_folder_that_loads_is_evaluated(tmp_path, referee, monkeypatch):
     assert result["prompt"]["style"] == "plain" and "Answer with exactly one" in result["prompt"]["first"]
     assert result["prompt"]["first"].startswith("<|im_start|>system")
     rate = result["splits"]["L1"]["sampled"]
+    for dtype, fused in (("float32", False), ("bfloat16", True)):          # as a run's sampler is
+        own, config, given = evaluation.parse(["--player", str(folder), "--prompt", "plain", "--dtype", dtype,
+                                               "--device", "cpu"])
+        with ExitStack() as resources:
+            player, _ = evaluation.open_player(own, config, given, resources)
+        assert all((block.mlp.fused is not None) == fused for block in player.model.model.layers)
     assert rate["n"] == 2 and rate["response_tokens"] <= 2 * 2 * 8 < rate["prompt_tokens"]
 
 

@@ -22,7 +22,7 @@ import labels as turn_labels
 import rollout
 import update
 from envs import Task, household
-from judge import JudgedTurn, VerdictRecord
+from judge import Question, VerdictRecord
 from lm import chat as chat_module
 from lm.chat import Chat
 from lm.engine import Response, Sampling
@@ -483,7 +483,7 @@ def questions_of_two_episodes(chat):
 
 def questions_by(chat, n=6):
     episode = scripted(chat)
-    return [JudgedTurn(i, episode, i, ("good", "bad")[i % 2], judge.question_ids(chat, episode.turns[i]))
+    return [Question(i, episode, i, ("good", "bad")[i % 2], judge.question_ids(chat, episode.turns[i]))
             for i in range(n)]
 
 
@@ -524,7 +524,7 @@ def test_verdicts_and_rewards_are_read_from_the_answers(model, chat, monkeypatch
 
 def answered(chat, texts, index=0, label="good"):
     """A judged turn, the first of a scripted episode, with these answers to its question."""
-    question = JudgedTurn(index, scripted(chat), 0, label, [5, 6, 7])
+    question = Question(index, scripted(chat), 0, label, [5, 6, 7])
     question.answers = [Response(chat.encode(text) + chat.end_ids, [-0.5, -0.25], False)
                         for text in texts]
     judge.record(question, [judge.parse_verdict(text, "plain") for text in texts])
@@ -617,7 +617,7 @@ def test_a_large_models_text_is_the_answer_if_its_verdict_is_correct(tokenizer):
     """With its reasoning; if it is wrong, too long or contains a stop token, the bare verdict is imitated."""
     chat = Chat(tokenizer, "think")
     episode, labels = scripted(chat), ("good", "bad", "bad", "good", "good")
-    judged = [JudgedTurn(i, episode, i, label, [7, 8]) for i, label in enumerate(labels)]
+    judged = [Question(i, episode, i, label, [7, 8]) for i, label in enumerate(labels)]
     written = [" It was near. <judge>good</judge>\n", "<judge>good</judge>",
                "<think>Hm.</think> No. <judge>bad</judge>", "<think><|im_end|></think><judge>good</judge>",
                None]

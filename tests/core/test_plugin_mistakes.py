@@ -115,8 +115,8 @@ def test_a_game_that_is_done_at_its_reset_is_refused(tokenizer):
 @pytest.mark.fast
 def test_right_replies_are_accepted(tokenizer):
     played(tokenizer, Faulty(None, 99))
-    assert envs.wrong_in(Reply("", (), True, True, [], 100, True)) == ""
-    assert envs.wrong_in(Reply("x", ["a"], False, False, ("b",), -100.0, None)) == ""
+    assert envs.wrong_reply(Reply("", (), True, True, [], 100, True)) == ""
+    assert envs.wrong_reply(Reply("x", ["a"], False, False, ("b",), -100.0, None)) == ""
 
 
 @pytest.mark.fast
@@ -192,7 +192,7 @@ def credited(assign, change=lambda episodes: None, state=None):
     changes the list of episodes, and has this state.
     """
     class Method(algorithms.Method):
-        def assign(self, episodes, decay=1.0):
+        def assign(self, episodes):
             change(episodes)
             self.state = {} if state is None else state
             return assign([turn for e in episodes for turn in e.turns])

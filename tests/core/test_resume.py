@@ -130,7 +130,7 @@ def test_the_moments_of_the_cold_start_do_not_leak_into_rl(start, tmp_path, monk
 def assert_same_run(full, parts):
     """Two runs have the same weights and the same metrics but for times, line by line."""
     assert same(weights(full), weights(parts))
-    for phase in ("demonstrations", "judge demonstrations", "cold_start", "practice", "rl"):
+    for phase in ("demonstrations", "judge demonstrations", "cold_start", "dagger", "rl"):
         uninterrupted, resumed = ([without_times(row) for row in rows(out, phase)] for out in (full, parts))
         assert uninterrupted == resumed
 
@@ -156,7 +156,7 @@ def test_dagger_resumes_exactly_between_rounds(tmp_path, monkeypatch, capsys, ho
         assert train(parts, *flags) == (1 if how == "crashed" else 130)
     if how == "stopped":
         assert "holds the model after 11 steps of its cold start; --resume" in capsys.readouterr().err
-    before = len(rows(parts, "practice"))
+    before = len(rows(parts, "dagger"))
     assert train(parts, *flags, "--resume") == 0
     assert before == 3
     assert_same_run(full, parts)
@@ -185,7 +185,7 @@ class Method(replay.Method):
         critic = torch.nn.BatchNorm1d(1)
         self.critic = critic, torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
 
-    def assign(self, episodes, decay=1.0):
+    def assign(self, episodes):
         critic, optimizer = self.critic
         critic(torch.tensor([[episode.reward] for episode in episodes])).square().sum().backward()
         optimizer.step()
@@ -435,6 +435,18 @@ def test_games_elsewhere_are_refused_where_their_content_is_unknown(tmp_path, be
     refused = pytest.raises(ValueError, match="made with other settings: games was there, is here")
     with nullcontext() if began else refused:
         resume.check_resumed(settings, state, began)
+
+
+@pytest.mark.fast
+def test_a_setting_that_is_newer_than_the_run_had_its_default():
+    """It may have no flag, and another value by a preset."""
+    settings = config.parse(["--preset", "paper"])
+    then = {name: value for name, value in settings.settings().items() if name != "entropy_coef"}
+    with pytest.raises(ValueError, match=f"entropy_coef was 0.0, is {settings.entropy_coef}$"):
+        resume.check_resumed(settings, {"iteration": 1, "settings": then}, {})
+    other = config.parse([])
+    then = {name: value for name, value in other.settings().items() if name != "entropy_coef"}
+    resume.check_resumed(other, {"iteration": 1, "settings": then}, {})
 
 
 @pytest.mark.fast

@@ -339,7 +339,7 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
     for flags in ((), ("--judge-redraw",)):
         run = prepared(tmp_path, *start_from(start), "--judge-labels", kind, "--judge-turns", 8, *flags)
         episodes, _ = gcd.collect(run, 0)
-        judged, samples = gcd.judge_turns(run, 0, episodes)
+        judged, samples, _ = gcd.judge_turns(run, 0, episodes)
         assert all(any(sample.advantage) for sample in samples) == bool(flags)
         rounds[flags], rounds_of_turns[:] = list(rounds_of_turns), []
         assert len({*numbers_of}) == len(numbers_of)               # which name their answers' random streams
@@ -356,7 +356,7 @@ def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path)
     for name, flags in (("tied", ()), ("untied", ("--untied",))):
         run = prepared(tmp_path / name, *flags)
         ids = torch.tensor([[5, 300, 7, 301]])
-        folders[name] = run.model(ids, select=([0] * 4, range(4))).detach()
+        folders[name] = run.model(ids).detach()
         shared = run.model.lm_head.weight is run.model.model.embed_tokens.weight
         assert shared == (name == "tied")
     assert torch.equal(folders["tied"], folders["untied"])
@@ -745,7 +745,7 @@ def test_dagger_is_logged(tmp_path):
     assert train(tmp_path, "--demonstrations", 8, "--judge-demonstrations", 4, "--dagger", 6,
                  "--iterations", 0) == 0
     lines = files.read_lines(tmp_path / "metrics.jsonl")[0]
-    round_, = (line for line in lines if line.get("phase") == "practice")
+    round_, = (line for line in lines if line.get("phase") == "dagger")
     assert 0 <= round_["success"] <= 1 and 0 < round_["invalid_frac"] < 1
     assert {line["stage"] for line in lines if line.get("phase") == "cold_start"} == {
         "cold start: policy", "cold start: policy and judge"}

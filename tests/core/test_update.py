@@ -493,6 +493,9 @@ def headed(model):
     return with_value_head(model, bias=0.2)
 
 
+BY_HEAD = replace(PLAIN, value_judge=True)
+
+
 @pytest.fixture
 def turns():
     """Seven judged turns: four good, three bad; the first has count 2."""
@@ -514,7 +517,7 @@ def plain_cross_entropy(model, turns):
 
 @pytest.mark.parametrize("max_tokens", [1, 100, 16384])
 def test_labels_train_the_value_head_by_cross_entropy(headed, turns, max_tokens):
-    objective = replace(PLAIN, judge_weight=0.5, microbatch_tokens=max_tokens)
+    objective = replace(BY_HEAD, judge_weight=0.5, microbatch_tokens=max_tokens)
     got, metrics = gradient(headed, turns, objective)
     loss = plain_cross_entropy(headed, turns)
     assert_same(got, 0.5 * gradient_of(headed, loss))
@@ -539,7 +542,7 @@ def test_value_head_probabilities_are_those_at_the_last_token(headed, turns):
 def test_policy_and_classifier_add_up_by_the_same_formula(headed, samples, turns):
     policy = gradient_of(headed, plain_loss(headed, samples))
     judge = gradient_of(headed, plain_cross_entropy(headed, turns))
-    objective = replace(PLAIN, judge_weight=2.0)
+    objective = replace(BY_HEAD, judge_weight=2.0)
     assert_same(gradient(headed, samples + turns, objective)[0], policy + 2.0 * judge)
     got, metrics = gradient(headed, samples + turns, objective, compare=True)
     assert_same(got, policy + 2.0 * judge)
@@ -553,15 +556,10 @@ def test_an_unused_value_head_leaves_the_policys_gradient_bit_for_bit(model, hea
     assert metrics == pytest.approx(same, rel=0, abs=0, nan_ok=True)
 
 
-def test_answers_and_labels_do_not_mix(headed, turns, judgements):
-    with pytest.raises(AssertionError, match="some samples have a label, some have none"):
-        update.update(headed, Recorder(headed), turns + judgements, PLAIN, lr=0.0)
-
-
 def test_a_label_that_is_not_finite_stops_the_step(headed, turns):
     turns[2].label = math.nan
     with pytest.raises(update.NonFinite, match="judge loss nan"):
-        update.update(headed, Recorder(headed), turns, PLAIN, lr=1.0)
+        update.update(headed, Recorder(headed), turns, BY_HEAD, lr=1.0)
 
 
 # Episodes to samples

@@ -63,14 +63,14 @@ def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(chose
 def test_the_algorithm_gets_the_iterations_factor_on_learning_rates_and_random_numbers(monkeypatch):
     """These are the same in each run of a seed, on each rank."""
     seen = []
-    algorithm = SimpleNamespace(settings=None, assign_checked=lambda episodes, decay: seen.append(
-        (decay, algorithm.rng.random())) or {})
+    algorithm = SimpleNamespace(settings=None, assign_checked=lambda episodes: seen.append(
+        (algorithm.lr_factor, algorithm.rng.random())) or {})
     monkeypatch.setattr(gcd.rewards, "write_rewards", lambda *_: None)
     config = SimpleNamespace(algorithm=algorithm, kl="none", iterations=4, warmup=0, lr_decay=True)
     for config.seed in (7, 7, 8):
         for i in range(4):
             gcd.assign_credit(SimpleNamespace(config=config), i, [], None)
-    assert [decay for decay, _ in seen[:4]] == [1, 0.75, 0.5, 0.25] and seen[:4] == seen[4:8]
+    assert [factor for factor, _ in seen[:4]] == [1, 0.75, 0.5, 0.25] and seen[:4] == seen[4:8]
     assert len({number for _, number in seen}) == 8
 
 
@@ -112,11 +112,11 @@ def test_metrics_of_the_cache_and_of_the_games():
 
 @pytest.mark.fast
 @pytest.mark.parametrize("done, moments, critic", [
-    (None, {}, "none loaded"), (0, {}, None), (3, {"p": 1}, "its critic")])
+    (None, {}, []), (0, {}, []), (3, {"p": 1}, ["its critic"])])
 def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monkeypatch, done, moments,
                                                                             critic):
     """So does its algorithm."""
-    loaded, state = [], {} if done is None else {"seen": 5}
+    loaded, state = [], {"seen": 5} if done else {}
     monkeypatch.setattr(gcd.checkpoint, "load_trainer",
                         lambda *arguments: loaded.append(arguments[-1]) or {"algorithm": state})
     algorithm = SimpleNamespace(begin_checked=lambda *_: None, critic="its critic", state={"first": 1})
@@ -125,7 +125,7 @@ def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monk
     run = SimpleNamespace(config=config, model=None, objective=None, shard=None, done=done, out=Path("out"),
                           optimizer=SimpleNamespace(state={"p": 1}), ranks=RANKS)
     gcd.reinforcement(run)
-    assert run.optimizer.state == moments and (loaded or ["none loaded"]) == [critic]
+    assert run.optimizer.state == moments and loaded == critic
     assert algorithm.state == {"first": 1} | state
 
 
@@ -146,8 +146,8 @@ def test_imitation_weighs_the_judge_by_the_cold_starts_weight(monkeypatch):
     monkeypatch.setattr(update, "update", lambda model, optimizer, samples, objective, rate: (
         weights.append((objective.judge_weight, rate)) or {"policy/nll_nats": 0.0, "judge/nll_nats": 0.0,
                                                            "policy/grad_norm": 0.0}))
-    config = SimpleNamespace(judge_cold_start_weight=0.7, judge_weight=0.1, max_grad_norm=1.0,
-                             microbatch_tokens=64, cold_start_lr=1.0)
+    config = SimpleNamespace(judge_cold_start_weight=0.7, judge_weight=0.1, judge_kind="generative",
+                             max_grad_norm=1.0, microbatch_tokens=64, cold_start_lr=1.0)
     run = SimpleNamespace(config=config, ranks=RANKS, model=None, optimizer=None, log=lambda row: None)
     cold_start.imitate(run, run.optimizer, [[], []], 2, "stage", 0, 0, lambda step: None)
     assert weights == [(0.7, 1.0), (0.7, 0.5)]
@@ -222,18 +222,18 @@ def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypat
     monkeypatch.setattr(judge, "choose", lambda *_: [])
     monkeypatch.setattr(judge, "questions", lambda *_: [])
     monkeypatch.setattr(judge, "why_none", lambda *_: "")
-    monkeypatch.setattr(judge, "question_message", lambda chat: [1] * 5)
     monkeypatch.setattr(judge, "verdict_ids", lambda chat, label: [1] * 2)
-    for labels, context in (("rule+endpoint", 100), ("rule", 100), ("rule", 60)):
+    for labels, length in (("rule+endpoint", 5), ("rule", 5), ("rule", 65)):
+        monkeypatch.setattr(judge, "question_message", lambda chat, length=length: [1] * length)
         config = SimpleNamespace(judge_demonstrations=40, demonstrations=3, seed=0, judge_labels=labels,
-                                 judge_kind="generative", judge_response_tokens=10, question_room=50,
-                                 context=context)
+                                 judge_kind="generative", judge_response_tokens=50, question_room=86,
+                                 context=200)
         run = SimpleNamespace(config=config, warn_once=lambda *_: None, log=lambda row: None,
                               environment=None, chat=SimpleNamespace(bare=True),
                               endpoint_labels=lambda episodes, n, seed: requests.append((episodes, n)) or {})
         cold_start.judge_questions(run, None)
     assert requests == [(["an episode"], 80)]
-    assert room == [60, 60, 53]             # a bare verdict leaves the question more room, within the context
+    assert room == [136, 136, 133]          # a bare verdict leaves the question more room, within the context
 
 
 @pytest.mark.fast
@@ -275,7 +275,7 @@ def test_ranks_play_their_own_tasks_of_the_types_that_rl_trains_on(monkeypatch):
 
 @pytest.mark.fast
 def test_a_ranks_episodes_are_numbered_behind_those_of_the_ranks_before(monkeypatch):
-    monkeypatch.setattr(gcd, "episode_specs", lambda run, i, refill_round: ["a spec"] * 4)
+    monkeypatch.setattr(gcd, "episode_specs", lambda run, i: ["a spec"] * 4)
     config = SimpleNamespace(dynamic_sampling="drop", tasks=6, group_size=2)
     run = SimpleNamespace(
         config=config, ranks=SimpleNamespace(rank=2, world_size=3), update_sampler=lambda: None,
@@ -293,16 +293,16 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
     far in an iteration is mentioned.
     """
     given, episode = [], episode_with(0, 1.0)
-    for name, value in (("collect", ([episode], [episode])), ("judge_turns", ([], ["an answer"])),
-                        ("judge_metrics", {}), ("assign_credit", {}), ("informative", [episode]),
+    for name, value in (("collect", ([episode], [episode])), ("judge_turns", ([], ["an answer"], {})),
+                        ("assign_credit", {}), ("informative", [episode]),
                         ("rollout_metrics", {"rollout/success": 1.0, "rollout/truncated_frac": 0.0,
                                              "rollout/restarts": 0}), ("store", None)):
         monkeypatch.setattr(gcd, name, lambda *_, value=value: value)
-    monkeypatch.setattr(gcd.correction, "correct", lambda *_: None)
     monkeypatch.setattr(gcd.batching, "samples_of", lambda episode: ["of a turn"])
     monkeypatch.setattr(gcd, "optimize", lambda run, i, samples, reference: given.extend(samples) or {
         "policy/approx_kl_nats": weight})
-    config, warned = SimpleNamespace(gcd=True, judge_weight=weight, kl="none", warmup=0), []
+    config = SimpleNamespace(gcd=True, judge_weight=weight, kl="none", warmup=0, correction="off")
+    warned = []
     run = SimpleNamespace(config=config, waits={}, warn_once=lambda kind, message: warned.append(message))
     gcd.iteration(run, 0, None)
     assert given == seen
@@ -370,7 +370,7 @@ def test_a_large_models_answer_is_imitated_up_to_the_longest_length(monkeypatch,
     monkeypatch.setattr(judge, "parse_verdict", lambda text, style: "good")
     chat = SimpleNamespace(encode=lambda text: [7, 8, 9], end_ids=[0], style="think")
     monkeypatch.setattr(judge, "verdict_ids", lambda chat, label: [5])
-    question = judge.JudgedTurn(0, episode_with(0, 0.0), 0, "good", [1], "go")
+    question = judge.Question(0, episode_with(0, 0.0), 0, "good", [1], "go")
     (sample,), n = judge.demonstrations(chat, [question], ["It is good."], longest)
     assert n == n_written and sample.ids == [1, *([7, 8, 9, 0] if n_written else [5])]
 
@@ -379,7 +379,7 @@ def test_a_large_models_answer_is_imitated_up_to_the_longest_length(monkeypatch,
 @pytest.mark.parametrize("probability, verdict", [(0.49, "bad"), (0.5, "good"), (0.51, "good")])
 def test_a_value_head_says_good_from_one_half_on(probability, verdict):
     episode = episode_with(0, 0.0)
-    question = judge.JudgedTurn(0, episode, 0, "good", [1], "go")
+    question = judge.Question(0, episode, 0, "good", [1], "go")
     judge.value_verdicts([question], [probability])
     assert question.turn.verdicts == [verdict] and parallel.is_rank0()
 

@@ -386,7 +386,7 @@ def test_a_wrong_call_is_answered_and_changes_nothing(shop, text, answer):
         assert reply.observation.startswith("error: ") and answer in reply.observation
         assert (reply.won, reply.done, reply.taken) == (False, False, False)
         assert reply.answers == (reply.observation,)
-        assert envs.wrong_in(reply) == ""
+        assert envs.wrong_reply(reply) == ""
     assert shop.step(right) == expected
 
 

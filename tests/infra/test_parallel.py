@@ -267,7 +267,7 @@ def headed_step(actor, critic, ranks, name):
     samples = [sample for episode in episodes for sample in batching.samples_of(episode)]
     metrics |= {"good": parallel.all_sum(sum(update.value_head_probabilities(actor[0], turns, OBJECTIVE)))}
     update.rescore(actor[0], samples, OBJECTIVE)
-    stepped = update.update(*actor, samples + turns, OBJECTIVE, lr=1e-3)
+    stepped = update.update(*actor, samples + turns, replace(OBJECTIVE, value_judge=True), lr=1e-3)
     return metrics | {key: value for key, value in stepped.items() if "logprob_gap" not in key}    # rounding
 
 

@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,9 +58,9 @@ def test_equation_2_is_the_inner_product_of_output_layer_gradients(model, make):
     """With tied weights: the gradient through the output projection only."""
     model, grads, turns = make(model), [], make_turns(6)
     for turn in turns:
-        ids_BT, _, select, target_N, *_ = batching.collate([turn.sample], model)
+        ids_1M, _, column_N, target_N, *_ = batching.collate([turn.sample], model)
         head_Vd = model.lm_head.weight.detach().double().requires_grad_()
-        hidden_Nd = model(ids_BT, select=select, head="hidden").detach().double()
+        hidden_Nd = model(ids_1M, column_N=column_N, head="hidden").detach().double()
         logprob_N = (hidden_Nd @ head_Vd.T).log_softmax(-1).gather(1, target_N[:, None])
         grads.append(torch.autograd.grad(logprob_N.sum(), head_Vd)[0].flatten())
     want_SS = torch.stack(grads) @ torch.stack(grads).T
@@ -264,11 +265,11 @@ def test_a_value_heads_own_parameters_are_left_out(model):
     for i, sample in enumerate(samples):
         sample.label, sample.sampled = float(i % 4 > 1), [False] * len(sample.ids)
         sample.advantage = sample.logprob_old = [0.0] * len(sample.ids)
-    found = conflict.gradients(model, samples, OBJECTIVE)
+    found = conflict.gradients(model, samples, replace(OBJECTIVE, value_judge=True))
     shared = [p for name, p in model.named_parameters() if not name.startswith("value_head")]
     slow_X = torch.zeros_like(found["judge"])
     for sample in samples:
-        logit = model(torch.tensor([sample.ids]), select=([0], [len(sample.ids) - 1]), head="value")
+        logit = model(torch.tensor([sample.ids]), head="value")[:, -1]
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, torch.tensor([sample.label]))
         grads = torch.autograd.grad(loss, shared, materialize_grads=True)
         slow_X += torch.cat([g.flatten() for g in grads]) / len(samples)

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 import gcd
 import judge
 from infra import files
-from lab.bench.intervals import interval
 from lab.envs import twins as states
 from lab.studies import common, cures, twin_measures
 from rollout import Episode, Turn
@@ -127,17 +126,20 @@ def test_arms_are_unsettled_if_their_first_seeds_do_not_agree():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("gcd_ends, coins_ends, expected", [
-    ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), "yes"), ((0.9, 0.92, 0.9), (0.9, 0.91, 0.9), "no"),
-    ((0.1, 0.12, 0.1), (0.1, 0.11, 0.1), "no"), ((0.1,), (0.9,), "not measurable")])
-def test_the_verdict_needs_a_difference_from_grpo_and_from_coins(gcd_ends, coins_ends, expected):
-    table = {}
-    for arm, ends in (("GRPO", (0.9, 0.93, 0.9)), ("+GCD", gcd_ends), ("+GCD, coins", coins_ends)):
-        for kl in cures.COEFFICIENTS:
-            for embeddings in cures.EMBEDDINGS:
-                name = cures.name_of(cures.settings_of("coins", arm, kl, embeddings))
-                table[name] = {seed: result(0.3, end + (seed == 1) * 0.01) for seed, end in enumerate(ends)}
-    assert cures.verdict(table) == expected
+@pytest.mark.parametrize("gcd_ends, coins_ends, without, expected", [
+    ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), True, "yes"), ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), False, "partly"),
+    ((0.9, 0.92, 0.9), (0.9, 0.91, 0.9), True, "no"), ((0.1, 0.12, 0.1), (0.1, 0.11, 0.1), True, "no"),
+    ((0.1,), (0.9,), True, "not measurable")])
+def test_the_verdict_needs_a_difference_from_grpo_and_from_coins(gcd_ends, coins_ends, without, expected):
+    """With a KL in the decisive seeds, and without in the first, where GCD does as with one if `without`."""
+    def table_of(kl, ends):
+        return {cures.name_of(cures.settings_of("coins", arm, kl, embeddings)): {
+            seed: result(0.3, end + (seed == 1) * 0.01) for seed, end in enumerate(of_arm)}
+            for embeddings in cures.EMBEDDINGS for arm, of_arm in ends.items()}
+
+    ends = {"GRPO": (0.9, 0.93, 0.9), "+GCD": gcd_ends, "+GCD, coins": coins_ends}
+    found = cures.decided({}, table_of(0.01, ends))
+    assert cures.verdict(table_of(0.0, ends if without else ends | {"+GCD": coins_ends}), found) == expected
 
 
 @pytest.mark.fast
@@ -166,11 +168,7 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     further = [{name: {seed: result(0.3, 0.5)} for name in cures.LAST_ARMS} for seed in (2, 3)]
     found = cures.again(table, *further)
     assert found["GRPO"]["new"] is found["GRPO"]["own"] is None
-    assert [*found["GRPO"]["all"]["seeds"]] == [0, 1, 2, 3]
-    assert found["GRPO"][cures.AS_ONE] is None
-    sides = [{"seeds": {0: 0.1, 1: 0.5}, "removed": [2, 1], "n": 4},
-             {"seeds": {20: -0.3, 21: 0.0}, "removed": [1, 0], "n": 4}]
-    assert cures.as_one(*sides) == interval({20: -0.3, 21: 0.0, "shared": 0.3}) | {"removed": [3, 1], "n": 8}
+    assert [*found["GRPO"]["first"]["seeds"]] == [0, 1]
     own = {name: {seed: result(0.3, 0.1 * seed + 0.2 * name.startswith("GRPO")) for seed in (2, 3)}
            for name in cures.LAST_ARMS}
     found = cures.elsewhere({}, own)

@@ -16,7 +16,7 @@ from test_attention import by_loop, shared_by_loop
 
 import config
 import judge
-from envs import MessageLengths, wrong_in, wrong_tasks
+from envs import MessageLengths, wrong_reply, wrong_tasks
 from infra import files
 from lab.bench import gpu, gpu_checks, gpu_runs, lengths, memory
 from lab.bench import varlen as paths
@@ -243,7 +243,7 @@ def test_episodes_have_recorded_lengths_and_repeat():
     one, again, differently, elsewhere = (played(*pair) for pair in (
         (task, "a"), (task, "a"), (task, "b"), (other, "a")))
     assert one == again and one[0] == differently[0] and one[0] != elsewhere[0]
-    assert [*map(wrong_in, one)] == [""] * len(one)
+    assert [*map(wrong_reply, one)] == [""] * len(one)
     recorded = MessageLengths("alfworld").episodes
     totals = {tuple(a + b for a, b in zip(*episode)) for episode in recorded}
     lengths = [len(reply.observation.split()) for reply in one[:-1]]

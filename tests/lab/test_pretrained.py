@@ -43,9 +43,9 @@ def slowly(model, turns):
     """[(gradient of the response's log-probability by the output layer, mean hidden state)] by autograd."""
     found = []
     for turn in turns:
-        ids_BT, _, select, target_N, *_ = batching.collate([turn.sample], model)
+        ids_1M, _, column_N, target_N, *_ = batching.collate([turn.sample], model)
         head_Vd = model.lm_head.weight.detach().double().requires_grad_()
-        hidden_Nd = model(ids_BT, select=select, head="hidden").detach().double()
+        hidden_Nd = model(ids_1M, column_N=column_N, head="hidden").detach().double()
         logprob_N = (hidden_Nd @ head_Vd.T).log_softmax(-1).gather(1, target_N[:, None])
         found.append((torch.autograd.grad(logprob_N.sum(), head_Vd)[0].flatten(), hidden_Nd.mean(0)))
     return found

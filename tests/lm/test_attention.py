@@ -1,5 +1,5 @@
 """Proves that the layouts of lm/attention.py are equivalent: texts with common prefixes computed once = a
-padded row for each, and variable-length attention = masks.
+forward for each, and variable-length attention = masks.
 
     python -m pytest tests/lm/test_attention.py
 
@@ -133,17 +133,17 @@ def assert_close(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max().clamp(min=1)))
 
 
-def padded(samples, model):
-    """`batching.layout` with a padded row for each sample."""
-    T = max(len(sample.ids) for sample in samples)
-    ids_BT = torch.tensor([sample.ids + [77] * (T - len(sample.ids)) for sample in samples])
-    return ids_BT, attention.Rows(T, ids_BT.device), lambda i, t: (i, t)
+def plain(samples, model):
+    """`batching.layout` of a single sample, without a tree of prefixes."""
+    (sample,), T = samples, len(samples[0].ids)
+    return torch.tensor([sample.ids]), attention.Rows(T, torch.device("cpu")), [range(T)]
 
 
 def apart(run, model, samples, *settings):
-    """What `run` returns with each sample in a row of its own."""
+    """What `run` returns with each sample in a forward of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "layout", padded)
+        patch.setattr(batching, "layout", plain)
+        patch.setattr(batching, "microbatches", lambda samples, _: [[sample] for sample in samples])
         return run(model, samples, *settings)
 
 
@@ -155,7 +155,7 @@ def n_prefixes(samples):
 @pytest.mark.fast
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
 @pytest.mark.parametrize("packed", [False, True])
-def test_texts_with_common_prefixes_equal_a_padded_row_each(model, samples, with_varlen, packed, max_tokens):
+def test_texts_with_common_prefixes_equal_a_forward_each(model, samples, with_varlen, packed, max_tokens):
     """Loss, logprobs and gradient are equal, and common prefixes are run once."""
     want, expected = apart(gradient_of, model, samples)
     scores = apart(update.logprobs, model, samples, update.Objective())
@@ -726,7 +726,7 @@ def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, wit
     given = batching.collate(samples, meta)
     assert isinstance(given.attention, attention.Packed if packed else attention.Masked)
     with HostReads():
-        logprob_N, entropy_N = logprobs.token_logprobs(meta, given.ids_1M, given.attention, given.select,
+        logprob_N, entropy_N = logprobs.token_logprobs(meta, given.ids_1M, given.attention, given.column_N,
                                                        given.target_N, 1.0, given.allowed, entropies=True,
                                                        entropy_grad=bonus)
         loss_N, _ = clipped_surrogate((logprob_N - given.old_N).exp(), given.advantage_N, 0.2, 0.28, 0.0)

@@ -149,7 +149,7 @@ def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
     with torch.no_grad():
         engine.run_chunks(model, cache, rows, prefixes, [0] * 7)
         before = contents(cache)
-        model.register_forward_pre_hook(lambda module, args: runs.extend(args[1:]))
+        model.register_forward_pre_hook(lambda module, args: runs.extend(args[1:2]))
         logits = engine.run_chunks(model, cache, rows, chunks, [*map(len, prefixes)])
         assert len(runs) == 1
         groups = [(token_BT.shape, S) for _, token_BT, S, *_ in runs[0].groups]

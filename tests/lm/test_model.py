@@ -565,18 +565,18 @@ def test_a_value_head_starts_at_zero_and_changes_no_other_weight():
 
 def test_every_head_reads_the_same_hidden_states():
     model, ids = model_with_value_head(), random_ids(3, 9)
-    select = torch.tensor([2, 0]), torch.tensor([8, 4])
+    columns = torch.tensor([8, 4, 4])
     with torch.no_grad():
         hidden, logits = model(ids, head="hidden"), model(ids)
         value = hidden @ model.value_head.weight[0] + 0.5
         assert_close(hidden @ model.lm_head.weight.T, logits)
         assert_close(model(ids, head="value"), value)
         assert value.shape == (3, 9) and value.std() > 0.1
-        assert_close(model(ids, select=select, head="value"), value[select])
-        assert_close(model(ids, select=select, head="hidden"), hidden[select])
-        both = model(ids, select=select, head=lambda hidden, lm_head: (hidden, lm_head(hidden)))
+        assert_close(model(ids[:1], column_N=columns, head="value"), value[0, columns])
+        assert_close(model(ids[:1], column_N=columns, head="hidden"), hidden[0, columns])
+        both = model(ids[:1], column_N=columns, head=lambda hidden, lm_head: (hidden, lm_head(hidden)))
     for got, want in zip(both, (hidden, logits), strict=True):
-        assert_close(got, want[select])
+        assert_close(got, want[0, columns])
     with pytest.raises(AssertionError, match="no head 'logits'"):
         model(ids, head="logits")
 
