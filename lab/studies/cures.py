@@ -103,11 +103,12 @@ def controls():
 
 
 def variants():
-    """Arms of the decisive seeds alone, after coins: GCD at its default weight, and a judge that is asked for
-    the sign, whatever the command was.
+    """Arms of the decisive seeds alone: GCD at its default weight, after coins and after judge questions;
+    after coins, also a judge that is asked for the sign, whatever the command was.
     """
-    return [settings_of("coins", arm, COEFFICIENTS[0], embeddings)
-            for arm in ("+GCD, weight .1", "+sign") for embeddings in EMBEDDINGS]
+    return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
+        ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"))
+        for embeddings in EMBEDDINGS]
 
 
 def name_of(arm):
@@ -129,11 +130,9 @@ CONTROLS, VARIANTS = [*map(name_of, controls())], [*map(name_of, variants())]
 # Those after coins of all seeds with outcomes of their own: the three, and two at a constant rate
 AFTER_COINS = [name for name in NEW_ARMS if "after coins" in name] + [
     name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
-# Those of the last seeds: these, and where GCD was found to add nothing
-LAST_ARMS = AFTER_COINS + CONTROLS + [
-    name_of(settings_of("judge", arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
-    for arm in ("GRPO", "+GCD")]
-DECISIVE_ARMS = AFTER_COINS + VARIANTS
+AFTER_JUDGE = [name_of(settings_of("judge", arm, COEFFICIENTS[0], embeddings)) for embeddings in EMBEDDINGS
+               for arm in ("GRPO", "+GCD")]
+LAST_ARMS, DECISIVE_ARMS = AFTER_COINS + AFTER_JUDGE + CONTROLS, AFTER_COINS + AFTER_JUDGE + VARIANTS
 
 
 def cells_of(seeds, iterations=ITERATIONS, names=None):
@@ -376,14 +375,16 @@ def against(table, one, other):
     return common.paired_arms(table, one, other, final)
 
 
-def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", embeddings=EMBEDDINGS, timing=""):
+def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", other_questions=None,
+           embeddings=EMBEDDINGS, timing=""):
     """Final q_N of an arm minus another's: a seed's mean over these KLs and embeddings, its interval over the
     seeds that have all of them; and in how many runs of these seeds each removed the flaw.
 
-    None below two such seeds.
+    other_questions: the other arm's (None: the same). None below two such seeds.
     """
-    found = [[table.get(name_of(settings_of(questions, each, kl, embedded, timing)), {})
-              for kl in coefficients for embedded in embeddings] for each in (arm, other)]
+    found = [[table.get(name_of(settings_of(*each, kl, embedded, timing)), {})
+              for kl in coefficients for embedded in embeddings]
+             for each in ((questions, arm), (other_questions or questions, other))]
     seeds = sorted(set.intersection(*({*results} for side in found for results in side)))
     if len(seeds) < 2:
         return None
@@ -434,14 +435,19 @@ def compared(where, sides):
 
 
 def decided(own, decisive):
-    """`compared` of what judging in RL does after random answers, in the decisive seeds, and in all that have
-    outcomes of their own.
+    """`compared` of what judging in RL does after random answers and after right ones, in the decisive seeds,
+    and in all with outcomes of their own. "both halves": after right answers, less GRPO after random ones.
     """
     tied = {"timing": "constant rate", "embeddings": ("tied",)}
     where = {f"{arm} less {other}": (arm, other, {}) for arm, other in (
         ("+GCD", "GRPO"), ("+GCD", "+GCD, coins"), ("+GCD, coins", "GRPO"), ("+GCD, weight .1", "GRPO"),
         ("+sign", "GRPO"), ("+GCD", "+sign"))}
-    return compared(where | {"+GCD less GRPO, constant rate, tied": ("+GCD", "GRPO", tied)},
+    where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
+    for arm in ("+GCD", "+GCD, weight .1"):
+        where[f"{arm} less GRPO, after judge questions"] = arm, "GRPO", {"questions": "judge"}
+        where[f"both halves, {arm}, less neither"] = arm, "GRPO", {
+            "questions": "judge", "other_questions": "coins"}
+    return compared(where,
                     {"decisive": decisive, "all with outcomes of their own": merged(own, decisive)})
 
 
