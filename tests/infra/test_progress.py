@@ -1,10 +1,11 @@
-"""Tests of progress bars: a live bar on a terminal, a line from time to time in a log.
+"""Tests of progress bars, live on a terminal, a line from time to time in a log, and of a block's seconds.
 
     python -m pytest tests/infra/test_progress.py
 """
 
 import io
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -102,3 +103,14 @@ def test_without_stderr_the_work_is_done_nevertheless(clock, monkeypatch, stream
     closed.close()
     monkeypatch.setattr(sys, "stderr", None if stream == "none" else closed)
     assert list(progress(range(3))) == [0, 1, 2]
+
+
+def test_a_blocks_seconds_are_added_unless_it_raises(monkeypatch):
+    clock, seconds = iter([1.0, 3.0, 10.0, 10.5, 20.0]), {}
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    for _ in range(2):
+        with module.timed(seconds, "play"):
+            pass
+    with suppress(KeyError), module.timed(seconds, "play"):
+        raise KeyError
+    assert seconds == {"play": 2.5}
