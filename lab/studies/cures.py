@@ -424,7 +424,7 @@ def elsewhere(table, own):
              "after random answers, constant rate, tied": ("+GCD", "GRPO", tied),
              "after random answers, constant rate, tied, coin tosses for labels": (coins, "GRPO", tied),
              "after random answers, constant rate, tied, GCD less coin tosses": ("+GCD", coins, tied)}
-    return compared(where, {"first": table, "own": own, "all": merged(table, own)})
+    return compared(where, {"first": table, "own": own, "first and own": merged(table, own)})
 
 
 def compared(where, sides):
@@ -614,7 +614,7 @@ def page(tables, found, command, seeds, iterations):
         again="\n".join(markdown(["seeds", *(f"less that of {other}" for other in found["again"])], [
             [of_seeds, *(pooled_text(of[of_seeds]) for of in found["again"].values())]
             for of_seeds in found["again"]["GRPO"]])),
-        elsewhere="\n".join(markdown(["where", "first seeds", "own", "all"], [
+        elsewhere="\n".join(markdown(["where", "first seeds", "own", "both"], [
             [where, *map(pooled_text, of.values())] for where, of in found["elsewhere"].items()])),
         decided="\n".join(markdown(["final q_N of", "decisive seeds", "all with outcomes of their own"], [
             [name, *map(pooled_text, of.values())] for name, of in found["decided"].items()])),
