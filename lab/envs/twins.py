@@ -37,8 +37,8 @@ class Game:
     flawed, others = PULL, OTHERS                # the command that is flawed in N, and the rest
     commands = COMMANDS                          # all, sorted
 
-    def __init__(self, flaw, played):
-        self.flaw, self.played = flaw, played
+    def __init__(self, flaw, played, label_reward=0.0):
+        self.flaw, self.played, self.label_reward = flaw, played, label_reward
 
     def reset(self, task, seed=0):
         observation = self.observe(task.problem)
@@ -54,8 +54,10 @@ class Game:
     def step(self, command):
         if command not in self.commands:         # the episode ends: there is no second turn
             return Reply(Environment.noop_message, self.commands, False, True, taken=False)
-        won = self.luck < chance(self.kind, command == self.flawed, self.flaw)
-        return Reply(self.answers[won], self.commands, won, True)
+        flawed = command == self.flawed
+        won = self.luck < chance(self.kind, flawed, self.flaw)
+        best = flawed == (self.kind == "P")
+        return Reply(self.answers[won], self.commands, won, True, reward=self.label_reward * best)
 
     def close(self):
         pass
@@ -131,7 +133,9 @@ class Environment(envs.Environment):
 
     @dataclass(frozen=True)
     class Settings:
-        """Share of P tasks, size of the flaw, and how often the cold start gives the flawed command."""
+        """Share of P tasks, size of the flaw, how often the cold start gives the flawed command, and whether
+        the oracle's labels are rewarded.
+        """
         p_tasks: int = field(default=12, metadata={
             "help": "P tasks among each 16 training tasks: in them one command is right that is flawed in N",
             "low": 0, "high": 16})
@@ -140,6 +144,9 @@ class Environment(envs.Environment):
         likely: float = field(default=0.25, metadata={
             "help": "q0: share of the cold start's demonstrations that give it, in P and in N",
             "low": 0, "high": 1})
+        label_reward: float = field(default=0.0, metadata={
+            "help": "reward, in addition to that of winning, of a command that the oracle calls good",
+            "low": 0, "high": 100})
 
     _game = Game
     defaults = {"max_turns": 1, "context": 128, "hidden_size": 32, "layers": 2}
@@ -151,7 +158,7 @@ class Environment(envs.Environment):
     def make(self, n):
         """n games that share the counts of plays."""
         played = Counter()
-        return [self._game(self.settings.flaw, played) for _ in range(n)]
+        return [self._game(self.settings.flaw, played, self.settings.label_reward) for _ in range(n)]
 
     def train_tasks(self, types, start, n):
         """n training tasks: of each 16, the first --p-tasks are P for "part", the first 8 for "all"."""

@@ -60,6 +60,7 @@ QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", "0"),
 ARMS = {"GRPO": ("--no-gcd",),
         "+GCD": ("--judge-labels", "oracle"),
         "+GCD, coins": ("--judge-labels", "coins"),
+        "GRPO, labels as reward": ("--no-gcd", "--label-reward", "1"),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
         "+sign": ("--judge-labels", "signs"),
         "+sign, before": ("--judge-labels", "signs")}
@@ -104,10 +105,12 @@ def controls():
 
 def variants():
     """Arms of the decisive seeds alone: GCD at its default weight, after coins and after judge questions;
-    after coins, also a judge that is asked for the sign, whatever the command was.
+    after coins, also a judge that is asked for the sign, whatever the command was, and GRPO that is rewarded
+    for what GCD's judge is taught.
     """
     return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
-        ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"))
+        ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"),
+        ("coins", "GRPO, labels as reward"))
         for embeddings in EMBEDDINGS]
 
 
@@ -185,7 +188,7 @@ def run(name, settings, runs):
 def flags_of(arm):
     """The flags of an arm: the judge's weight is 1 unless the arm names another."""
     own = ARMS[arm]
-    return own if arm == "GRPO" or "--judge-weight" in own else ("--judge-weight", "1", *own)
+    return own if {"--no-gcd", "--judge-weight"} & {*own} else ("--judge-weight", "1", *own)
 
 
 # Changes of a run that no flag makes
@@ -441,7 +444,8 @@ def decided(own, decisive):
     tied = {"timing": "constant rate", "embeddings": ("tied",)}
     where = {f"{arm} less {other}": (arm, other, {}) for arm, other in (
         ("+GCD", "GRPO"), ("+GCD", "+GCD, coins"), ("+GCD, coins", "GRPO"), ("+GCD, weight .1", "GRPO"),
-        ("+sign", "GRPO"), ("+GCD", "+sign"))}
+        ("+sign", "GRPO"), ("+GCD", "+sign"), ("GRPO, labels as reward", "GRPO"),
+        ("+GCD", "GRPO, labels as reward"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
     for arm in ("+GCD", "+GCD, weight .1"):
         where[f"{arm} less GRPO, after judge questions"] = arm, "GRPO", {"questions": "judge"}

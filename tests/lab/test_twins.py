@@ -74,3 +74,14 @@ def test_labels():
     P, N = (f"You see oak {sign} elm." for sign in ("moon", "well"))
     assert environment().oracle([P, P, N, N, N], ["pull", "lift", "pull", "lift", "dance"]) == [
         "good", "bad", "bad", "good", "bad"]
+
+
+@pytest.mark.fast
+def test_the_oracles_labels_are_rewarded_if_told_to():
+    for worth in (0.0, 2.0):
+        env = environment(label_reward=worth)
+        for kind in "PN":
+            for command in twins.COMMANDS:
+                start, end = play(env.make(1)[0], twins.task("dev/0", "dev", kind), command)
+                assert end.reward == worth * (env.oracle([start.observation], [command]) == ["good"])
+        assert play(env.make(1)[0], twins.task("dev/0", "dev", "P"), "dance")[1].reward == 0
