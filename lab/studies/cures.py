@@ -447,6 +447,8 @@ def decided(own, decisive):
         ("+sign", "GRPO"), ("+GCD", "+sign"), ("GRPO, labels as reward", "GRPO"),
         ("+GCD", "GRPO, labels as reward"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
+    where["judge questions before RL alone, less neither"] = "GRPO", "GRPO", {
+        "questions": "judge", "other_questions": "coins"}
     for arm in ("+GCD", "+GCD, weight .1"):
         where[f"{arm} less GRPO, after judge questions"] = arm, "GRPO", {"questions": "judge"}
         where[f"both halves, {arm}, less neither"] = arm, "GRPO", {
