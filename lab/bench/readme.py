@@ -3,12 +3,12 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
 (bytes by stage), `room` (by layout of the cache), `gpu` (stages of an iteration), `cpu` (ratios), `share`
-(the engine's part of a step), `losses` (one seed), `cures` (seeds that removed the flaw), `decided`
-(what decides it), `gcd` (signs of its differences), `natural` (natural twins, by start), `trained` (costs of
-a trained token), `pretrained` (coupling: columns, too, end in backticks) or a benchmark (`hour`: ALFWorld in
-an hour; `early`; `ablation`, `admissible`: Table 3). A row is found by its first cell: the text in backticks
-at its end, if any, else all of it. The rows of a benchmark are rows or differences of lab.bench.table1, and
-the head of a column says what it contains:
+(the engine's part of a step), `losses` (one seed), `cures` (seeds that removed the flaw), `decided` and
+`twins` (what decides it; in `twins` columns, too, end in backticks), `gcd` (signs of its differences),
+`natural` (natural twins, by start), `trained` (costs of a trained token), `pretrained` (coupling: columns as
+in `twins`) or a benchmark (`hour`: ALFWorld in an hour; `early`; `ablation`, `admissible`: Table 3). A row is
+found by its first cell: the text in backticks at its end, if any, else all of it. The rows of a benchmark are
+rows or differences of lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -43,7 +43,7 @@ RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
          "gcd": ".", "cures": "studies/cures.json", "decided": "studies/cures.json",
-         "natural": "studies/natural_twins.json",
+         "twins": "studies/cures.json", "natural": "studies/natural_twins.json",
          "origin": "studies/origin.json", "memory": "memory.json", "room": "memory.json", "gpu": "gpu.jsonl",
          "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
          "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
@@ -220,6 +220,14 @@ def decided_row(result, name, _):
     return [name, cells[0], f"{one} and {other} of {n}", cells[1] if every["n"] > n else "–"]
 
 
+def twins_row(result, name, heads):
+    """Runs of the decisive seeds that removed the flaw, by the questions in the cold start (the row) and the
+    arm (the column).
+    """
+    found = [result["decisive"].get(f"{row_name(head)} after {name}") for head in heads[1:]]
+    return [name, *(f"{of['removed']} of {of['n']}" if of else "–" for of in found)]
+
+
 def natural_row(result, name, _):
     """A start of natural twins: the flawed command's final probability in N with a KL (GRPO, GCD, shuffled
     labels) and without (GRPO, GCD); GRPO's with a KL on untrained templates; the judge's AUC, with a KL, when
@@ -270,7 +278,7 @@ def pretrained_row(result, name, heads):
 
 ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
         "memory": memory_row, "room": room_row, "gpu": gpu_row, "cpu": cpu_row, "losses": losses_row,
-        "cures": cures_row, "decided": decided_row, "gcd": gcd_row,
+        "cures": cures_row, "decided": decided_row, "twins": twins_row, "gcd": gcd_row,
         "natural": natural_row, "share": share_row, "trained": trained_row, "pretrained": pretrained_row}
 
 

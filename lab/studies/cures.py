@@ -457,6 +457,19 @@ def decided(own, decisive):
                     {"decisive": decisive, "all with outcomes of their own": merged(own, decisive)})
 
 
+def of_decisive(decisive):
+    """{"ARM after QUESTIONS": {"removed", "n": runs, "q_N": mean final}} of the decisive seeds, with a KL, at
+    the decayed rate, over both kinds of embeddings.
+    """
+    ends = {}
+    for arm in arms():
+        if not arm["timing"] and arm["kl"] == COEFFICIENTS[0]:
+            ends.setdefault(f"{arm['arm']} after {arm['questions']}", []).extend(
+                map(final, decisive.get(name_of(arm), {}).values()))
+    return {name: {"removed": sum(end < 0.5 for end in of_arm), "n": len(of_arm),
+                   "q_N": statistics.fmean(of_arm)} for name, of_arm in ends.items() if of_arm}
+
+
 def of_confirming(fresh):
     """The new seeds' runs that `foretold` was predicted of."""
     return {name: fresh[name] for name in CONFIRMING if name in fresh}
@@ -483,7 +496,7 @@ def findings(table, fresh, own, decisive):
             "removed by leak": removed_by_leak(table),
             "foretold": {"first seeds": foretold(table), "new seeds": foretold(of_confirming(fresh))},
             "again": again(table, fresh, own), "elsewhere": elsewhere(table, own),
-            "decided": decided(own, decisive), "lags": lags(table),
+            "decided": decided(own, decisive), "decisive": of_decisive(decisive), "lags": lags(table),
             "in common": {"sign, judge": in_common(table, ("sign", "GRPO"), judge),
                           "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), judge)},
             "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},

@@ -188,6 +188,9 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     sign = found["+sign less GRPO"]["decisive"]
     assert (sign["n"], sign["mean"]) == (4, 0)
     assert found["+GCD less GRPO, constant rate, tied"]["decisive"]["n"] == 2
+    counts = cures.of_decisive(decisive)
+    assert counts["+GCD after coins"] == {"removed": 4, "n": 4, "q_N": pytest.approx(0.2)}
+    assert counts["GRPO after judge"]["removed"] == 0 and "GRPO after none" not in counts
     both = cures.decided({}, {name: {seed: result(0.3, 0.1 if "judge" in name else 0.8) for seed in (30, 31)}
                               for name in cures.DECISIVE_ARMS})
     assert both["both halves, +GCD, weight .1, less neither"]["decisive"]["mean"] == pytest.approx(-0.7)
