@@ -80,11 +80,13 @@ class Method:
         missing, a metric is no number, or the state cannot be saved. Returns the metrics.
         """
         metrics = self.assign(episodes)
-        plugins.refuse("" if episodes else "it left no episode; expected at least one", self, "assign")
         for episode in episodes:
             for t, turn in enumerate(episode.turns, 1):
-                plugins.refuse(wrong_advantage(turn), self, f"task {episode.task.id}, turn {t}")
-        plugins.refuse(wrong_metrics(metrics) or wrong_state(self.state), self, "assign")
+                if wrong := wrong_advantage(turn):
+                    plugins.refuse(wrong, self, f"task {episode.task.id}, turn {t}")
+        none = "" if episodes else "it left no episode; expected at least one"
+        if wrong := none or wrong_metrics(metrics) or wrong_state(self.state):
+            plugins.refuse(wrong, self, "assign")
         return metrics
 
     def zero_variance_groups(self, episodes):

@@ -886,7 +886,9 @@ def test_an_endpoint_that_dies_midway_and_works_again(serve, connect, tmp_path):
     with pytest.warns(UserWarning, match=failed):
         answers = endpoint.ask(questions)
     assert answers == [f"A: {q}" if i < 10 else None for i, q in enumerate(questions)]
-    assert endpoint.counts["failed"] == 190 and endpoint.counts["asked"] <= 10 + module.FAILURES_IN_A_ROW + 2
+    # a late good answer, of the other thread, may come after all but one failure, and their row begins again
+    most = 10 + (module.FAILURES_IN_A_ROW - 1) + module.FAILURES_IN_A_ROW + 1
+    assert endpoint.counts["failed"] == 190 and endpoint.counts["asked"] <= most
     assert sorted(row["answer"] for row in rows(tmp_path / "cache.jsonl")) == sorted(answers[:10])
 
     before = len(server.seen)

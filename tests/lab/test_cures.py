@@ -242,7 +242,7 @@ def test_a_linear_probe_finds_a_direction_and_nothing_where_there_is_none(study,
     for strength, low, high in ((4.0, 0.97, 1.0), (0.0, 0.35, 0.65)):
         hidden = noise.clone()
         hidden[:, 5] += strength * torch.tensor([1.0, -1.0]).repeat(2 * twin_measures.PROBES)
-        actor.model = lambda *arguments, hidden=hidden, **settings: hidden
+        actor.model = lambda *arguments, hidden=hidden[:, None], **settings: hidden
         assert low <= twin_measures.linear_probe(actor) <= high
 
 
