@@ -125,7 +125,7 @@ class Agent:
             question = prompt_ids + chat.closed(response_ids) + judge.question_message(chat)
             good, bad = (chat.encode(label) for label in judge.ANSWERS)
             if judge.question_style(chat) == "plain" and len(good) == len(bad) == 1:
-                logits_V = self.model(torch.tensor([question]))[0, -1]
+                logits_V = self.model(torch.tensor([question]), column_N=[-1])[0]
                 p_good, p_bad = logits_V.float().softmax(-1)[[good[0], bad[0]]].tolist()
                 readable = p_good + p_bad
             else:

@@ -46,6 +46,10 @@ class Objective:
     max_grad_norm: float = 1.0            # 0: no clipping
     microbatch_tokens: int = 16384        # of a forward pass; a common prefix counts once
 
+    def by_head(self, kind):
+        """Whether samples of this kind are turns that a value head judges."""
+        return kind == "judge" and self.value_judge
+
 
 class NonFinite(FloatingPointError):
     """A loss or gradient that is not finite; raised on every rank before the weights change.
@@ -78,13 +82,12 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     # With `compare` a gradient of each kind, not weighted yet; without, one of all, in grads["policy"]
     for name, kinds in ({kind: [kind] for kind in parts} if compare else {"policy": [*parts]}).items():
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
-        by_head = [kind for kind in kinds if objective.value_judge and kind == "judge"]
-        if in_tokens := [kind for kind in kinds if kind not in by_head]:
+        if in_tokens := [kind for kind in kinds if not objective.by_head(kind)]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
             for batch in equal_microbatches(trained, objective.microbatch_tokens):
                 loss = token_loss(model, batch, objective, scale, sums) if batch else empty_loss(model)
                 loss.backward()
-        for kind in by_head:
+        for kind in filter(objective.by_head, kinds):
             for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
                 loss = value_head_loss(model, batch, sums[kind]) if batch else empty_loss(model, "value")
                 (scale[kind] * loss).backward()
@@ -207,8 +210,9 @@ def weighted_kinds(samples, objective, sums):
         parts[kind] = part = [sample for sample in samples if sample.kind == kind]
         if not part:
             continue
-        by_head = kind == "judge" and objective.value_judge
-        reduction = objective.reduction if kind == "policy" else "token"
+        by_head, reduction = objective.by_head(kind), objective.reduction if kind == "policy" else "token"
+        assert all((sample.label is not None) == by_head for sample in part), (
+            f"{kind}: samples have labels where, and only where, a value head judges them")
         tokens_B = torch.tensor([sample.count * (1 if by_head else sum(sample.sampled)) for sample in part])
         episode_B = torch.tensor([sample.episode for sample in part])
         assert (objective.ratio, kind) != ("episode", "policy") or len(episode_B.unique()) == len(part), (

@@ -321,7 +321,7 @@ def seconds(model, settings, counts, machine, end):
     """
     shape_, weights = model.config, sum(multiplied_weights(model))
     layers, flops = shape_.num_hidden_layers, machine.flops * machine.of_flops[end]
-    kv_bytes = 4 * layers * shape_.num_key_value_heads * shape_.head_dim                      # per token
+    kv_bytes = cached_bytes(shape_, torch.bfloat16)                                           # per token
     policy, trained, scored = (counts[f"{name} tokens"] for name in ("policy", "trained", "scored"))
     once = forward_flops(model, policy, counts["pairs"], scored)
     all_once = forward_flops(model, trained, counts["pairs"] * trained / policy, scored)

@@ -56,8 +56,8 @@ class Game:
             return Reply(Environment.noop_message, self.commands, False, True, taken=False)
         flawed = command == self.flawed
         won = self.luck < chance(self.kind, flawed, self.flaw)
-        best = flawed == (self.kind == "P")
-        return Reply(self.answers[won], self.commands, won, True, reward=self.label_reward * best)
+        return Reply(self.answers[won], self.commands, won, True,
+                     reward=self.label_reward * is_best(self.kind, flawed))
 
     def close(self):
         pass
@@ -76,9 +76,9 @@ def kind_of(observation):
     return next(kind for kind, signs in SIGNS.items() if tokens & set(signs))
 
 
-def is_best(kind, command):
-    """Whether no other command has a higher probability to win."""
-    return (command == PULL) == (kind == "P") and command in COMMANDS
+def is_best(kind, flawed):
+    """Whether no other command has a higher probability to win. flawed: see `chance`."""
+    return flawed == (kind == "P")
 
 
 def coins(episode):
@@ -186,5 +186,5 @@ class Environment(envs.Environment):
 
     def oracle(self, observations, commands):
         """"good" for a best command under the observation's sign, else "bad", also for an invalid command."""
-        return ["good" if is_best(kind_of(observation), command) else "bad"
+        return ["good" if command in COMMANDS and is_best(kind_of(observation), command == PULL) else "bad"
                 for observation, command in zip(observations, commands)]

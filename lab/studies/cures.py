@@ -36,7 +36,7 @@ import torch
 import gcd
 import judge
 from infra import files
-from lab.bench.intervals import interval, markdown, mean_known, number, paired, with_half
+from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common
 from lab.studies.twin_measures import final, leak_of, linear_probe, probe
 from rollout import wilson
@@ -461,13 +461,13 @@ def of_decisive(decisive):
     """{"ARM after QUESTIONS": {"removed", "n": runs, "q_N": mean final}} of the decisive seeds, with a KL, at
     the decayed rate, over both kinds of embeddings.
     """
-    ends = {}
+    found = {}
     for arm in arms():
         if not arm["timing"] and arm["kl"] == COEFFICIENTS[0]:
-            ends.setdefault(f"{arm['arm']} after {arm['questions']}", []).extend(
-                map(final, decisive.get(name_of(arm), {}).values()))
-    return {name: {"removed": sum(end < 0.5 for end in of_arm), "n": len(of_arm),
-                   "q_N": statistics.fmean(of_arm)} for name, of_arm in ends.items() if of_arm}
+            found.setdefault(f"{arm['arm']} after {arm['questions']}", []).extend(
+                decisive.get(name_of(arm), {}).values())
+    return {name: {"removed": sum(map(removed, of_arm)), "n": len(of_arm),
+                   "q_N": statistics.fmean(map(final, of_arm))} for name, of_arm in found.items() if of_arm}
 
 
 def of_confirming(fresh):
@@ -684,9 +684,9 @@ def figures_of(table, fresh, found):
                       f"untied embeddings, GCD {both('coins', '+GCD', 'untied')}, GRPO "
                       f"{both('coins', 'GRPO', 'untied')}; policy held until the judge is right "
                       f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
-                      f"{both('coins', '+GCD', timing='constant rate')}. In forty further seeds, with a KL "
-                      f"and both kinds of embeddings, GCD's q_N less GRPO's {lead['GRPO']}, less that with "
-                      f"coin tosses {lead['+GCD, coins']}.",
+                      f"{both('coins', '+GCD', timing='constant rate')}. In {MOST - DECISIVE} "
+                      "further seeds, with a KL and both kinds of embeddings, GCD's q_N less GRPO's "
+                      f"{lead['GRPO']}, less that with coin tosses {lead['+GCD, coins']}.",
              "agrees": verdict(table, found["decided"])},
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
@@ -720,11 +720,11 @@ def verdict(table, decided):
     without, in the first ones; "partly" with one of the two, "no" with none.
     """
     others = "GRPO", "+GCD, coins"
-    settings = [[decided[f"+GCD less {other}"]["decisive"] for other in others],
-                [pooled(table, "+GCD", other, COEFFICIENTS[1:]) for other in others]]
-    if None in itertools.chain(*settings):
+    signs = [[sign_of(decided[f"+GCD less {other}"]["decisive"]) for other in others],
+             [sign_of(pooled(table, "+GCD", other, COEFFICIENTS[1:])) for other in others]]
+    if None in itertools.chain(*signs):
         return "not measurable"
-    below = [all(of["mean"] + of["half"] < 0 for of in differences) for differences in settings]
+    below = [{*of_setting} == {-1} for of_setting in signs]
     return "yes" if all(below) else "partly" if any(below) else "no"
 
 

@@ -556,6 +556,14 @@ def test_an_unused_value_head_leaves_the_policys_gradient_bit_for_bit(model, hea
     assert metrics == pytest.approx(same, rel=0, abs=0, nan_ok=True)
 
 
+def test_answers_and_labels_do_not_mix(headed, turns, judgements):
+    """Nor does a label mean anything without a value head's judge."""
+    for samples, objective in ((turns + judgements, BY_HEAD), (turns + judgements, PLAIN),
+                               (judgements, BY_HEAD), (turns, PLAIN)):
+        with pytest.raises(AssertionError, match="labels where, and only where, a value head judges"):
+            update.update(headed, Recorder(headed), samples, objective, lr=0.0)
+
+
 def test_a_label_that_is_not_finite_stops_the_step(headed, turns):
     turns[2].label = math.nan
     with pytest.raises(update.NonFinite, match="judge loss nan"):
