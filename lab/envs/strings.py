@@ -157,6 +157,9 @@ class Environment(envs.Environment):
         k: int = field(default=0, metadata={
             "help": "operations in a problem of RL; 0: any that --split has", "low": 0,
             "high": max(DEPTHS)})
+        omit_pair: int = field(default=-1, metadata={
+            "help": "the held-out pair of operations, from 0, that RL on --split composition omits; "
+                    "-1: none", "low": -1, "high": len(HELD_OUT) - 1})
         letters: int = field(default=12, metadata={"help": "letters of the alphabet", "low": 2, "high": 26})
         length: int = field(default=6, metadata={"help": "letters of a string in pretraining", "low": 2,
                                                  "high": 6})
@@ -177,6 +180,9 @@ class Environment(envs.Environment):
             known = " or ".join(map(str, self._depths(chosen.split)))
             raise ValueError(f"--k={chosen.k}: --split {chosen.split} has {known}; pretraining has at most "
                              f"{PRETRAINED_DEPTH}, --split depth has {', '.join(map(str, DEPTHS))}")
+        if chosen.omit_pair >= 0 and chosen.split != "composition":
+            raise ValueError(f"--omit-pair={chosen.omit_pair}: --split {chosen.split} has no held-out pair; "
+                             "--split composition has")
         if chosen.problems < len(HELD_OUT):
             raise ValueError(f"--problems={chosen.problems}: fewer than the {len(HELD_OUT)} held-out pairs "
                              "of operations; the split composition has each of them")
@@ -236,9 +242,11 @@ class Environment(envs.Environment):
         return Task(name, "train", kind, self._named_problem(name, kind))
 
     def _rl_task(self, name):
-        """A training task of --split."""
-        split = self.settings.split
-        return Task(name, "train", split, self._named_problem(name, split, k=self.settings.k))
+        """A task of --split, without the pair of --omit-pair."""
+        split, omitted = self.settings.split, self.settings.omit_pair
+        return Task(name, "train", split, self._named_problem(name, split, lambda problem: (
+            problem.part > 1 and (omitted < 0 or problem.operations != HELD_OUT[omitted])),
+            self.settings.k))
 
     def split_tasks(self, name):
         """The split's distinct problems, none of which is trained on.

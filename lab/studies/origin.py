@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from lab.bench.intervals import interval, markdown, mean_known, paired, percent, sign_of, with_half
-from lab.envs.strings import AXES
+from lab.envs.strings import AXES, HELD_OUT
 from lab.studies import common, origin_cells, tilting
 from lab.studies.origin_cells import (
     AGENT,
@@ -36,11 +36,13 @@ from lab.studies.origin_cells import (
     METHODS,
     METHODS_AT,
     MIDDLE,
+    OMITTING,
     RHOS,
     STEPS,
     TEMPERATURES,
     TOY_GROUP,
     base_at,
+    omitted_pair,
 )
 
 PAGE = Path(__file__).with_name("origin.page.md")
@@ -116,17 +118,21 @@ def findings(everything, results):
     """All numbers of the page, from the stored cells."""
     cells = [(settings, results[name]) for name, settings in everything.items() if name in results]
     bases = {(s["rho"], s["positions"], s["seed"]): result for s, result in cells if s["what"] == "base"}
-    trained, instead = {}, {}
+    trained, instead, omitting = {}, {}, {}
     for settings, result in cells:
         key = settings.get("rho"), settings.get("positions"), settings["seed"]
         if settings["what"] == "GRPO" and key in bases:
             trained.setdefault((settings["axis"], *key[:2]), {})[key[2]] = bases[key], result
         if settings["what"] in INSTEAD:
             instead.setdefault((settings["axis"], settings["what"]), {})[key[2]] = bases[key], result
+        if settings["what"] == OMITTING:
+            omitting.setdefault(settings["rho"], {})[key[2]] = result
     axes = [axis_row(*key, of_seed) for key, of_seed in trained.items()]
     return {"axes": axes, "gain": gains(trained),
             "saturation": saturation(cells),
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
+            "omitted": [row for rho, of_seed in omitting.items()
+                        for row in omitted_rows(rho, of_seed, trained["composition", rho, "rotary"])],
             "methods": [row for axis, rho in METHODS_AT
                         for row in method_rows(axis, rho, {s["seed"]: result for s, result in cells if (
                             s["what"], s.get("axis"), s.get("rho")) == ("methods", axis, rho)})],
@@ -225,6 +231,31 @@ def instead_row(axis, how, of_seed, trained):
               for seed, (base, result) in trained[axis, MIDDLE, "rotary"].items()}
     return {"axis": axis, "how": how, "gain": interval(gain[1]), "gain_256": interval(gain[EACH]),
             "less_GRPO": paired(gain[1], grpo_gain)}
+
+
+def omitted_rows(rho, of_seed, trained):
+    """The gains on composition, on the problems of the pair that RL omits and on those of the other five, of
+    RL without that pair and with all six, from the same base, and their difference, at k = 1 and 256.
+
+    of_seed: {seed: result} without the pair; trained: {seed: (base, result)} with all. Problem i of the split
+    has pair i, modulo their number.
+    """
+    seeds = [seed for seed in of_seed if seed in trained]
+    results = {"base": {seed: trained[seed][0] for seed in seeds}, "five": of_seed,
+               "six": {seed: trained[seed][1] for seed in seeds}}
+
+    def row(omitted):
+        curve = {}
+        for k in (1, EACH):
+            base, five, six = ({seed: passes(
+                [n for i, n in enumerate(of[seed]["right"]["composition"])
+                 if (i % len(HELD_OUT) == omitted_pair(seed)) == omitted], k) for seed in seeds}
+                for of in results.values())
+            curve[k] = {"base": interval(base), "five": paired(five, base), "six": paired(six, base),
+                        "five_less_six": paired(five, six)}
+        return {"rho": rho, "problems": "the omitted pair" if omitted else "the other five", "curve": curve}
+
+    return [row(True), row(False)]
 
 
 def method_rows(axis, rho, of_seed):
@@ -487,6 +518,9 @@ def page(found, command, seeds, there, requested):
                  for row in found["saturation"]]
     instead = [[row["axis"], row["how"], points_of(row["gain"]), points_of(row["less_GRPO"]),
                 points_of(row["gain_256"])] for row in found["instead"]]
+    omitted = [[f"{row['rho']:g}", row["problems"],
+                *(points_of(value) for of_k in row["curve"].values() for value in of_k.values())]
+               for row in found["omitted"]]
     columns = 1, KS[len(KS) // 2], KS[-1]
     methods = [[f"{row['axis']}, rho {row['rho']:g}", row["how"],
                 *(points_of(row["curve"][k]) for k in columns),
@@ -507,6 +541,9 @@ def page(found, command, seeds, there, requested):
         saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
         instead="\n".join(markdown(["axis", "alternative", "gain at pass@1", "minus GRPO's",
                                     "gain at pass@256"], instead)) if instead else "Not run.\n",
+        omitted="\n".join(markdown(["rho", "problems of", *(
+            head for k in (1, EACH) for head in (f"pass@{k} base", "GRPO on five", "on all six",
+                                                 "five minus six"))], omitted)) if omitted else "Not run.\n",
         methods="\n".join(markdown(["axis", "from one base", *(f"pass@{k}" for k in columns),
                                     "pass@1 minus GRPO's", f"pass@{KS[-1]} minus GRPO's"], methods))
         if methods else "Not run yet.\n",

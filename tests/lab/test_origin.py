@@ -23,7 +23,7 @@ TINY = {"ENVIRONMENT": ENVIRONMENT, "ALONG": (2,),
         "TOY": ("--letters", 2, "--length", 2, "--k", 1, "--problems", 6, *ENVIRONMENT[-4:]),
         "TOY_PRETRAINING": ("--demonstrations", 20,),
         "TOY_RL": ("--admissible-only", "--tasks", 2, "--group-size", 2, "--minibatches", 1,
-                   "--iterations", 2), "RHOS": (0.01,), "FEW": range(1), "EACH": 16,
+                   "--iterations", 2), "RHOS": (0.01,), "FEW": range(1), "EACH": 16, "OMITTING_AT": (0.01,),
         "KS": [1, 4, 16], "agent": lambda seed, root: {"base": [0, 3], "GRPO": [64, 2]}}
 
 
@@ -37,13 +37,14 @@ def tiny(monkeypatch):
 
 @pytest.mark.fast
 def test_the_cells_are_those_of_the_design():
-    """For five seeds: at each rho a base with positions and four axes, one without and its length axis.
+    """For five seeds: at each rho a base with positions and four axes, one without and its length axis; at
+    two of them also composition without a pair.
 
     At rho .01 also five checkpoints of pretraining, five kinds of toy, and for three seeds three alternatives
     and the agent. Of RL's methods a cell for each of two axes and each seed.
     """
     requested, alone = cells.cells_of(True, range(5)), cells.method_cells(range(5))
-    assert len(requested) == 5 * 4 * (1 + 4 + 1 + 1) + 5 * (5 + 5) + 3 * (3 * 4 + 1) + len(alone)
+    assert len(requested) == 5 * (4 * (1 + 4 + 1 + 1) + 2) + 5 * (5 + 5) + 3 * (3 * 4 + 1) + len(alone)
     assert len(alone) == 5 * 2 and {s["what"] for s in alone.values()} == {"methods"}
     assert alone.items() <= requested.items()
     default = cells.cells_of(False, range(1))
@@ -69,7 +70,7 @@ def test_the_full_study_at_minimal_size(tiny, tmp_path, capsys):
     assert origin.main(command) == 0
     path = tmp_path / "out" / "origin.jsonl"
     lines = path.read_text().splitlines()
-    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + (2 + 12) + 5 + 1 + 2
+    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + 1 + (2 + 12) + 5 + 1 + 2
     page = (tmp_path / "out" / "origin.md").read_text()
     assert "nan" not in page.lower() and all(axis in page for axis in AXES) and "Not run." not in page
     published = json.loads((tmp_path / "out" / "origin.json").read_text())
@@ -219,6 +220,20 @@ def test_a_base_passes_grpo_where_the_interval_of_the_gain_is_below_0():
     one = row([0, 0], [64, 64])
     assert one["crossing"] == 1 and one["passed"] is None
     assert row([48, 48], [47, 47])["passed"] == 1
+
+
+@pytest.mark.fast
+def test_a_gain_on_the_omitted_pair_is_apart_from_that_on_the_others():
+    """Twelve problems, two of each pair; seed 1 omits pair 1, seed 8 pair 2."""
+    def result(omitted, other, pair):
+        return {"right": {"composition": [omitted if i % 6 == pair else other for i in range(12)]}}
+
+    trained = {seed: (result(64, 0, pair), result(256, 192, pair)) for seed, pair in ((1, 1), (8, 2), (9, 3))}
+    five = {seed: result(128, 256, pair) for seed, pair in ((1, 1), (8, 2))}
+    omitted, others = (row["curve"][1] for row in origin.omitted_rows(0, five, trained))
+    means = [[row[which]["mean"] for which in row] for row in (omitted, others)]
+    assert means == [[0.25, 0.25, 0.75, -0.5], [0, 1, 0.75, 0.25]]
+    assert omitted["five"]["seeds"] == {1: 0.25, 8: 0.25}
 
 
 @pytest.mark.fast

@@ -141,6 +141,19 @@ def test_the_last_string_alone_counts_and_each_of_its_letters(split):
 
 
 @pytest.mark.fast
+def test_an_omitted_pair_is_not_trained_on():
+    def pairs(omitted):
+        tasks = environment(split="composition", omit_pair=omitted).train_tasks("part", 0, 200)
+        return {task.problem.operations for task in tasks}
+
+    assert pairs(-1) == HELD_OUT
+    for i, pair in enumerate(strings.HELD_OUT):
+        assert pairs(i) == HELD_OUT - {pair}
+    with pytest.raises(ValueError, match="--omit-pair=2: --split depth has no held-out pair"):
+        environment(split="depth", omit_pair=2)
+
+
+@pytest.mark.fast
 def test_the_expert_wins_with_one_response():
     expert = environment().expert([])
     for i, task in enumerate(environment(rho=0.2).train_tasks("all", 0, 100)):
