@@ -341,7 +341,7 @@ def referee(own, config, given, resources):
 
     Each episode is in episodes.jsonl as soon as it has ended. Status 1 if some games could not be played.
     """
-    out, should_stop = Path(config.out), Stop()
+    out, should_stop = Path(config.out).absolute(), Stop()          # a game may change the working directory
     resources.enter_context(files.locked(out))
     unplayed = is_unplayed(out)
     holds = files.holds_run(out) and not unplayed

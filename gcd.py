@@ -11,6 +11,7 @@ below. Each stage writes to --out as it goes: `checkpoint/` (a Hugging Face fold
 library: `load` and `train`. Left out: learning-rate schedules other than linear warm-up and decay.
 """
 
+import copy
 import itertools
 import math
 import sys
@@ -327,9 +328,9 @@ def reinforcement(run):
     config, algorithm, first = run.config, run.config.algorithm, run.done or 0
     algorithm.begin_checked(run.model, run.objective, config.minibatches, run.shard)
     if first:
-        state = checkpoint.load_trainer(run.out / files.CHECKPOINT, run.model, run.optimizer,
-                                        algorithm.critic)
-        algorithm.state |= state.get("algorithm", {})
+        # A copy of what is needed, since a file that stays mapped cannot be removed from an NFS disk.
+        algorithm.state |= copy.deepcopy(checkpoint.load_trainer(
+            run.out / files.CHECKPOINT, run.model, run.optimizer, algorithm.critic).get("algorithm", {}))
     else:
         run.optimizer.state.clear()                  # the cold start's moments belong to another objective
     if config.lora:

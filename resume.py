@@ -183,7 +183,7 @@ def place_of(ranks):
 
 def check_state(path, state):
     """ValueError unless a checkpoint's state has the entries and types that a run writes."""
-    kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": str | dict | None}
+    kinds = {"iteration": int | None, "settings": dict, "seconds": dict, "instruction": str | None}
     later = {"plugins": dict | None, "place": dict, "unmerged": dict, "style": str,   # older ones lack these
              "algorithm": dict, "cold_start_types": str | None}
     for name, kind in (kinds | {name: kind for name, kind in later.items() if name in state}).items():
@@ -260,8 +260,6 @@ def played_instruction(folder, state, env):
 
 def instruction_of(source, state):
     """The last instruction of the run that trained a model; "" if there is none."""
-    saved = state.get("instruction") or ""
-    text = saved.get("text") if isinstance(saved, dict) else saved              # older versions saved a dict
-    if not isinstance(text, str):
-        raise ValueError(f"{source / checkpoint.TRAINER_FILE}: not an instruction: {saved!r:.60}")
+    if not isinstance(text := state.get("instruction") or "", str):
+        raise ValueError(f"{source / checkpoint.TRAINER_FILE}: not an instruction: {text!r:.60}")
     return text

@@ -22,7 +22,6 @@ RLVMR has no dev and also trains on these. The task use-thermometer is in no spl
 """
 
 import argparse
-import json
 import math
 import os
 import random
@@ -82,9 +81,6 @@ VARIATIONS = {name: number for name, _, _, number in TASKS}
 ALL = tuple(range(29))                     # use-thermometer is in no split
 HELD_OUT = (1, 4, 8, 11, 13, 16, 18, 21, 24, 28)
 TYPES = {"all": ALL, "part": tuple(i for i in ALL if i not in HELD_OUT)}
-FILES = {"all": ("L0", "train"), "part": ("L2", "train"),
-         "L0": ("L0", "test"), "L1": ("L1", "test"), "L2": ("L2", "test")}
-LISTS = "L0_idx.json, L1_idx.json and L2_idx.json"
 # Becomes Java, which Linux then kills with the thread that started it, even while Java is stopped. It is a
 # program, since Popen's preexec_fn, which runs between fork and exec, may crash in a process with threads.
 STARTER = """\
@@ -106,8 +102,6 @@ class Environment(Base):
     @dataclass(frozen=True)
     class Settings:
         """The tasks."""
-        games: str = field(default="", metadata={
-            "help": f"RLVMR's splits: a folder with {LISTS}; empty: the same splits, built in"})
         task_ids: str = field(default="", metadata={
             "help": "only these tasks, numbers or names, e.g. 5,find-plant; empty: all"})
 
@@ -123,21 +117,15 @@ class Environment(Base):
 
     def __init__(self, settings=None, train_types="part", seed=0):
         super().__init__(settings, train_types, seed)
-        self.source, self.only = self.settings.games, ids_in(self.settings.task_ids)
-        if self.source and not any(Path(self.source).glob("L[012]_idx.json")):
-            raise ValueError(f"--games={self.source}: expected a folder with {LISTS}")
-        self.loaded = {}
+        self.only = ids_in(self.settings.task_ids)
 
     def make(self, n):
         """n games with a JVM each, see `make`."""
         return make(n)
 
     def _pairs(self, name):
-        """This run's (task id, variation) pairs under a key of FILES, cached."""
-        if name not in self.loaded:
-            found = read_official(self.source, name) if self.source else official(name)
-            self.loaded[name] = [pair for pair in found if not self.only or pair[0] in self.only]
-        return self.loaded[name]
+        """This run's (task id, variation) pairs of an evaluated split, or of training on "all" or "part"."""
+        return [pair for pair in official(name) if not self.only or pair[0] in self.only]
 
     def train_tasks(self, types, start, n):
         """n training tasks, from index `start` of an endless sequence that the seed fixes.
@@ -161,7 +149,7 @@ class Environment(Base):
         if name == "dev":
             pairs = [pair for pair in self._pairs(self.train_types) if is_dev(pair)]
         else:
-            pairs = list(self._pairs(name))
+            pairs = self._pairs(name)
         if not pairs:
             raise ValueError(f"--task-ids={self.settings.task_ids}: the split {name} has none of them")
         random.Random(0).shuffle(pairs)
@@ -478,31 +466,13 @@ def task_of(name, variation, split="train"):
 
 
 def official(name):
-    """(task id, variation) pairs of a key of FILES, from TASKS: equal to those in RLVMR's files."""
+    """(task id, variation) pairs of a split, or of the training on "all" or "part", from TASKS: those of
+    RLVMR's L0_idx.json, L1_idx.json and L2_idx.json.
+    """
     part = {"L0": slice(1, 3), "L1": slice(2, 4), "L2": slice(2, 4)}.get(name)
     ids = HELD_OUT if name == "L2" else TYPES.get(name, ALL)
     bounds = {i: TASKS[i][part] if part else (0, TASKS[i][1]) for i in ids}
     return [(i, variation) for i in ids for variation in range(*bounds[i])]
-
-
-def read_official(folder, name):
-    """The same pairs, read from a folder with RLVMR's L0_idx.json, L1_idx.json and L2_idx.json; sorted.
-
-    ValueError if the file is missing or has another form.
-    """
-    level, key = FILES[name]
-    path = Path(folder) / f"{level}_idx.json"
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))[key]
-        pairs = sorted((int(i), int(variation)) for i, variation in listed)
-    except OSError as error:
-        raise ValueError(f"--games={folder}: cannot read {path.name}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"--games={folder}: {path.name} has no pairs of numbers under {key!r}") from error
-    for i, variation in pairs:
-        if not (0 <= i < len(TASKS) and 0 <= variation < TASKS[i][3]):
-            raise ValueError(f"--games={folder}: {path.name}: no task {i} with a variation {variation}")
-    return pairs
 
 
 def is_dev(pair):

@@ -193,7 +193,8 @@ def wrong_value(value, schema):
                 return f"{what}; expected {len(of_each)} items"
             parts = [*zip(value, of_each)]
     elif isinstance(value, dict):
-        parts = [(item, schema.get("additionalProperties", {})) for item in value.values()]
+        parts = [*((key, {}) for key in value),
+                 *((item, schema.get("additionalProperties", {})) for item in value.values())]
     return next(filter(None, (wrong_value(*part) for part in parts)), "")
 
 

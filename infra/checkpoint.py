@@ -255,9 +255,7 @@ def load_trainer(folder, model, optimizer, critic=None):
     if critic is not None:
         if (saved := trainer["critic"]) is None:
             raise ValueError(f"{path}: no critic: saved by a run without one")
-        targets = tensors_of(critic[0])
-        tied = critic[0].state_dict().keys() - targets.keys()            # older checkpoints hold it twice
-        weights = {name: tensor for name, tensor in saved["weights"].items() if name not in tied}
+        targets, weights = tensors_of(critic[0]), saved["weights"]
         own, stored = ({(name, tensor.shape) for name, tensor in found.items()}
                        for found in (targets, weights))
         if own != stored:

@@ -471,7 +471,7 @@ class Cache:
     """
 
     def __init__(self, path):
-        self.path, self.lock = Path(path), threading.Lock()
+        self.path, self.lock = Path(path).absolute(), threading.Lock()      # a game may change the folder
         self.answers, self.offset, self.bad_lines = {}, 0, 0
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

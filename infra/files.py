@@ -179,7 +179,8 @@ def naming(path):
 
 
 def write_bytes(path, content):
-    """Replace a file atomically, by a temporary file and a rename. Missing folders are created.
+    """Replace a file atomically, by a temporary file, synced to the disk, and a rename. Missing folders are
+    created.
 
     OSError names the file.
     """
@@ -188,7 +189,10 @@ def write_bytes(path, content):
     with naming(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(content)
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())                     # else a power cut may leave an empty file
             os.replace(temporary, path)
         except OSError:
             with suppress(OSError):

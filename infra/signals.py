@@ -13,6 +13,7 @@ import time
 from contextlib import contextmanager, suppress
 
 SIGNAL_S = 1                       # a signal is heard within
+AGAIN_S = 10                       # a time limit strikes again
 
 
 class Interrupted(Exception):
@@ -39,10 +40,10 @@ class Stop:
     """True once this process was asked to stop, by a signal or because its parent process is gone.
 
     The first SIGINT (Ctrl-C), SIGTERM or SIGHUP sets it, the second raises KeyboardInterrupt, the third ends
-    the process. The parent counts if it supervises the run: torchrun, or run.sh, which sets $GCD_PARENT.
-    torchrun passes its signals on, so that one that a scheduler sends to all processes comes twice. Under it,
-    the first two count once if they are the same, however late the copy is handled (not before a long call in
-    C++ has ended), and so do two within REPEAT_S. Of a second Ctrl-C in a terminal it makes a SIGTERM.
+    the process. The parent counts if it supervises the run: torchrun, or run.sh, which sets $GCD_PARENT. Such
+    a parent passes its signals on, so that one that a scheduler sends to all processes comes twice: two
+    within REPEAT_S count once. Under torchrun so do the first two if they are the same, however late the copy
+    is handled (not before a long call in C++ has ended): of a second Ctrl-C in a terminal it makes a SIGTERM.
     """
 
     REPEAT_S = 2
@@ -79,7 +80,8 @@ class Stop:
             return
         now, before = time.monotonic(), self.last
         self.last, self.came = now, [*self.came, signum]
-        if self.by_torchrun and (self.came == [signum, signum] or now - before < self.REPEAT_S):
+        if self.parent is not None and (now - before < self.REPEAT_S
+                                        or self.by_torchrun and self.came == [signum, signum]):
             return
         self.signals += 1
         if self.signals > 2:
@@ -87,7 +89,8 @@ class Stop:
         if self.signals == 2:
             raise KeyboardInterrupt
         if speaks_for_machine():
-            print("\nstopping as soon as this can be saved (again: at once)", file=sys.stderr)
+            with suppress(OSError, RuntimeError):       # in the middle of a write to stderr there is no other
+                print("\nstopping as soon as this can be saved (again: at once)", file=sys.stderr)
 
 
 def as_completed(futures):
@@ -111,7 +114,8 @@ def as_completed(futures):
 
 @contextmanager
 def time_limit(seconds, error):
-    """Raise `error` in this block after `seconds`, and each second from then on, should it be swallowed.
+    """Raise `error` in this block after `seconds`, and every AGAIN_S from then on, should it be swallowed:
+    time enough to close what was interrupted.
 
     It interrupts Python code and waits, not a library's long computation. Only in the main thread: no other
     one can be interrupted, so there is no limit in it.
@@ -124,7 +128,7 @@ def time_limit(seconds, error):
         raise error
 
     before = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
         yield
     finally:

@@ -126,7 +126,8 @@ class Muon:
         for (part, parameter), state in zip(self._parameters(), saved, strict=True):
             if part.defaults.get("fused"):        # a fused AdamW counts steps on the parameter's device
                 state = {key: tensor.to(parameter.device) for key, tensor in state.items()}
-            part.state[parameter] = {key: parallel.shard_like(parameter, t) for key, t in state.items()}
+            part.state[parameter] = {key: parallel.shard_like(parameter, tensor.clone())  # else a file stays
+                                     for key, tensor in state.items()}                    # mapped
 
     def _parameters(self):
         """(optimizer part, parameter) pairs in a fixed order."""

@@ -116,6 +116,8 @@ def predicted_of(folder, name):
     """How many of the claims that were committed before a study's runs held; "" if there are none."""
     path = folder.parent / PREDICTIONS
     numbers = read.expect(files.read_json(path), dict, path).get(name)
+    if numbers and not (isinstance(numbers, list) and [type(n) for n in numbers] == [int] * 3):
+        raise ValueError(f"{path}, {name}: expected three numbers of claims, found {numbers!r:.60}")
     return "of {} claims about this study {} held and {} failed".format(*numbers) if numbers else ""
 
 

@@ -7,6 +7,7 @@ tests/core/test_train.py.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,6 +141,22 @@ def test_a_run_with_adapters_resumes_exactly(start, trained, tmp_path, monkeypat
     for phase in ("cold_start", "rl"):
         assert [without_times(row) for row in rows(trained, phase)] == [
             without_times(row) for row in rows(tmp_path, phase)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc (Linux)")
+def test_a_resumed_run_keeps_no_file_of_its_checkpoint_mapped(start, tmp_path, monkeypatch):
+    """Else one that was replaced keeps its room on the disk, and cannot be removed from an NFS one."""
+    mapped = []
+
+    def iteration(*arguments):
+        mapped.append([line for line in Path("/proc/self/maps").read_text().splitlines()
+                       if str(tmp_path / "checkpoint") in line])
+        return play_and_train(*arguments)
+
+    play_and_train = gcd.iteration
+    monkeypatch.setattr(gcd, "iteration", iteration)
+    train_in_two(monkeypatch, tmp_path, ["--model", start, *IMITATE, *LORA], 0)
+    assert len(mapped) == 2 and not any(mapped), mapped
 
 
 def test_a_crash_after_the_merge_merges_once(start, trained, tmp_path, monkeypatch):

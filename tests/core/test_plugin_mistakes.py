@@ -20,11 +20,12 @@ from tiny_runs import rows
 import algorithms
 import config
 import envs
+import evaluation
 import gcd
 import labels
 import rollout
 from envs import Demonstration, EpisodeLost, Reply, Task
-from infra import plugins
+from infra import files, plugins
 from infra.plugins import PluginError
 from infra.signals import Stop, time_limit
 from lm.chat import Chat
@@ -404,6 +405,11 @@ def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     with Stop.restored():
         assert gcd.main([*TINY, "--env", "mine.py", "--out", "runs/out"]) == 0
+        assert Path.cwd() != tmp_path
+        monkeypatch.chdir(tmp_path)
+        flags = ["--protocol", "sampled", "--evaluate-tasks", "2", "--out", "runs/evaluated"]
+        assert evaluation.main(["--player", "runs/out/checkpoint", "--env", "mine.py", *flags]) == 0
+    assert len(files.read_lines(tmp_path / "runs" / "evaluated" / "episodes.jsonl")[0]) > 1
     game = next(module for name, module in sys.modules.items() if name.endswith("_mine") and
                 hasattr(module, "LATER") and module.LATER.is_alive())
     game.EVENT.set()

@@ -184,7 +184,9 @@ def test_an_environment_that_cannot_be_made_again_loses_the_episode(monkeypatch)
 
 
 @pytest.mark.fast
-def test_a_step_that_hangs_is_interrupted():
+def test_a_step_that_hangs_is_interrupted_and_its_environment_has_time_to_close(monkeypatch):
+    closed = []
+    monkeypatch.setattr(Counter, "close", lambda self: (time.sleep(1.5), closed.append(self)))
     (game,) = environment("tests/hangs-v0", time_limit_s=0.2).make(1)
     local = rollout.LocalGame(game)
     for method, argument in (("reset", task()), ("step", "more")):
@@ -194,7 +196,7 @@ def test_a_step_that_hangs_is_interrupted():
     began = time.monotonic()
     with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
         local.receive()
-    assert time.monotonic() - began < 30 and game.env is None
+    assert time.monotonic() - began < 30 and game.env is None and len(closed) == 1
 
 
 @pytest.mark.fast

@@ -306,7 +306,8 @@ def test_numbers_and_texts_that_python_cannot_pass_on_are_refused():
     for value in (float("inf"), float("nan"), 2**63, -2**63, 10**400):
         assert "expected a number of at most 63 bits" in wrong_value(value, number)
     assert wrong_value(2**63 - 1, number) == "" and wrong_value("é\0", text) == ""
-    assert "expected text without unpaired surrogates" in wrong_value("\ud800", text)
+    for value, schema in (("\ud800", text), ({"\ud800": 1}, {"type": "object"})):
+        assert "expected text without unpaired surrogates" in wrong_value(value, schema)
 
 
 class Open(Game):

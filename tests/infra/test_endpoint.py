@@ -444,6 +444,17 @@ def test_a_question_at_which_a_second_process_just_failed_is_asked_once(serve, c
 
 
 @pytest.mark.fast
+def test_a_game_may_change_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = Cache("cache.jsonl")
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    cache.refresh()
+    cache.close()
+    assert not any((tmp_path / "there").iterdir())
+
+
+@pytest.mark.fast
 def test_the_wait_for_a_frozen_process_ends(tmp_path, lock):
     cache, key = Cache(tmp_path / "cache.jsonl"), "f" * 64
     lock(key)

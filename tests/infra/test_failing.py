@@ -6,6 +6,7 @@ The two ranks are this file run by torchrun: `main` below breaks one function of
 torchrun is configured to wait an hour for processes that do not end by themselves, as docs/gpus.md advises.
 """
 
+import io
 import os
 import signal
 import socket
@@ -157,22 +158,49 @@ def test_errors_of_other_kinds_do_not_count_as_out_of_memory(tmp_path):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("by_torchrun", [False, True])
-def test_a_signal_that_comes_twice_at_once_counts_once_under_torchrun(monkeypatch, by_torchrun):
+@pytest.mark.parametrize("parent", ["", "torchrun", "run.sh"])
+def test_a_signal_that_comes_twice_at_once_counts_once_under_a_parent_that_passes_it_on(monkeypatch, parent):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if by_torchrun:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.delenv("GCD_PARENT", raising=False)
+    if parent:
+        name, value = {"torchrun": ("TORCHELASTIC_RUN_ID", "job"), "run.sh": ("GCD_PARENT", str(os.getppid()))
+                       }[parent]
+        monkeypatch.setenv(name, value)
     with signals.Stop.restored():
         stop = signals.Stop()
         assert not stop
         stop.note(signal.SIGTERM, None)
-        with nullcontext() if by_torchrun else pytest.raises(KeyboardInterrupt):
+        with nullcontext() if parent else pytest.raises(KeyboardInterrupt):
             stop.note(signal.SIGTERM, None)
         assert stop
-        if by_torchrun:                                                           # one that comes later
+        if parent:                                                                # one that comes later
             stop.last -= stop.REPEAT_S
             with pytest.raises(KeyboardInterrupt):
                 stop.note(signal.SIGTERM, None)
+
+
+@pytest.mark.fast
+def test_a_signal_during_a_write_to_stderr_does_not_break_it(monkeypatch):
+    """The handler runs inside a buffered writer's own write, where another one raises RuntimeError."""
+    class Raw(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, content):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return len(content)
+
+    text = io.TextIOWrapper(io.BufferedWriter(Raw()), write_through=True)
+    monkeypatch.delenv("GCD_PARENT", raising=False)
+    with signals.Stop.restored(), monkeypatch.context() as patched:
+        stop = signals.Stop()
+        patched.setattr(sys, "stderr", text)
+        text.write("x")
+        text.buffer.flush()
+        assert stop.signals == 1
+        patched.setattr(stop, "signals", 0)                # what the detached stream flushes at its end
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        text.detach()
 
 
 @pytest.mark.fast

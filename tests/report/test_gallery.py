@@ -61,6 +61,9 @@ def test_an_entry_says_how_many_predictions_of_its_study_held(tmp_path):
     (tmp_path / gallery.PREDICTIONS).write_text("[1]")
     with pytest.raises(ValueError, match="predictions.json: expected an object"):
         gallery.predicted_of(tmp_path / "studies", "toy")
+    (tmp_path / "predictions.json").write_text('{"toy": [1, 2]}')
+    with pytest.raises(ValueError, match=r"predictions.json, toy: expected three numbers.*\[1, 2\]"):
+        gallery.predicted_of(tmp_path / "studies", "toy")
     (tmp_path / gallery.PREDICTIONS).write_text(json.dumps({"toy": [5, 3, 2]}))
     found = gallery.entries(gallery.studies(tmp_path / "studies"))
     assert {entry.predicted for entry in found if entry.paper != "Figure 8"} == {""}
