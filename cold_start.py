@@ -308,7 +308,7 @@ def judge_questions(run, stop):
     `demonstrate_on_rank0`.
     """
     config, n = run.config, run.config.judge_demonstrations
-    if not n:
+    if not (n and (config.judge_epochs or config.dagger)):        # DAgger's rounds show them, too
         return []
     episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, JUDGE_MISTAKES,
                                     stop, required=False)
@@ -317,12 +317,14 @@ def judge_questions(run, stop):
                       f"{config.max_turns} within --context={config.context} tokens; no question is shown")
         return []
     seed, by_endpoint, asks = stream(config.seed, QUESTIONS), None, config.judge_labels in labels.OF_ENDPOINT
-    if asks:
-        given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed)
-        by_endpoint = parallel.all_gather(given)[0]
     writes = asks and not run.chat.bare and config.judge_kind == "generative"
     needed = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
-    max_tokens = config.question_room if writes else config.context - max(QUESTION_TOKENS, needed)
+    max_tokens = config.context - max(QUESTION_TOKENS, needed)                 # of a bare verdict
+    if writes or config.judge_kind == "value":
+        max_tokens = config.question_room
+    if asks:
+        given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed, max_tokens)
+        by_endpoint = parallel.all_gather(given)[0]
     candidates = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
     chosen = judge.choose(candidates, config.judge_labels, n // 2, seed)
     if not chosen:

@@ -275,6 +275,8 @@ class Config:
         refuse(self.judge_turns % 2, f"--judge-turns={self.judge_turns}: expected an even number: half of "
                "the judged turns are good")
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
+        refuse(self.judge_redraw and labels == "endpoint", "--judge-redraw: --judge-labels endpoint asks for "
+               "the labels of --judge-turns turns, and no others are left to draw")
         refuse(wrong := envs.wrong_declared(self.environment), f"--env={self.env}: {wrong}")
         refuse(same := sorted({*LABELS} & {*self.environment.labels}),
                f"--env={self.env}: labels: {', '.join(same)} is a kind of the run's own; rename it")
@@ -287,6 +289,9 @@ class Config:
                f"--dagger={self.dagger}: {self.env} has no online_expert, which follows the learner's play")
         refuse(self.dagger and not (self.demonstrations and self.cold_start_epochs),
                f"--dagger={self.dagger}: needs --demonstrations and --cold-start-epochs first")
+        refuse(self.demonstrations and not (self.cold_start_epochs or self.judge_epochs or self.dagger),
+               "--cold-start-epochs=0 --judge-epochs=0: nothing would be imitated of "
+               f"--demonstrations={self.demonstrations}; expected 0")
         refuse(self.dagger and (self.instructions or self.thoughts == "endpoint"),
                f"--dagger={self.dagger}: not with --instructions, nor with --thoughts endpoint")
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
@@ -304,9 +309,17 @@ class Config:
                "small model learns to follow one")
 
     @property
+    def trains_all_tokens(self):
+        """Whether there is a gradient where no advantage is: of a KL or the entropy bonus."""
+        return self.kl != "none" or self.entropy_coef > 0
+
+    @property
     def question_room(self):
-        """Tokens that an episode may have if it is to be judged: context less question and answer."""
-        return self.context - self.judge_response_tokens - QUESTION_TOKENS
+        """An episode with fewer tokens than this can be judged: context less question and answer, of which a
+        value head needs none.
+        """
+        return self.context + 1 if self.judge_kind == "value" else (
+            self.context - self.judge_response_tokens - QUESTION_TOKENS)
 
     @property
     def evaluation_turns(self):
@@ -473,10 +486,15 @@ def defaults_blamed(flags, algorithm, environment):
 
 def other_shape(flags):
     """Which flag of a fresh small model contradicts --model's config.json; "" if none does."""
-    shape = shape_in(flags["model"]) if flags.get("model") else {}
-    for name, key in (("hidden_size", "hidden_size"), ("layers", "num_hidden_layers")):
-        if name in flags and shape.get(key, flags[name]) != flags[name]:
-            return f"{flag_of(name)}={flags[name]}: --model={flags['model']} has {shape[key]}"
+    if not (shape := shape_in(flags["model"]) if flags.get("model") else {}):
+        return ""
+    rope = shape.get("rope_parameters")
+    none = isinstance(rope, dict) and rope.get("rope_type") == "none"
+    there = {"hidden_size": shape.get("hidden_size"), "layers": shape.get("num_hidden_layers"),
+             "positions": "none" if none else "rotary", "untied": not shape.get("tie_word_embeddings")}
+    for name, value in there.items():
+        if value is not None and flags.get(name, value) != value:
+            return f"{flag_of(name)}={flags[name]}: --model={flags['model']} has {value}"
     return ""
 
 

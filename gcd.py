@@ -150,7 +150,7 @@ def judge_turns(run, i, episodes):
     by_endpoint = None
     if config.judge_labels in labels.OF_ENDPOINT:
         share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
-        by_endpoint = run.endpoint_labels(episodes, share, stream(seed, 2, ranks.rank))
+        by_endpoint = run.endpoint_labels(episodes, share, stream(seed, 2, ranks.rank), config.question_room)
     candidates = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
                               by_endpoint)
     candidates = sum(parallel.all_gather(candidates), [])
@@ -199,11 +199,12 @@ def assign_credit(run, i, episodes, reference):
 
 
 def informative(run, episodes):
-    """Drop groups in which every advantage is 0, unless --dynamic-sampling keep or --kl wants them.
+    """Drop groups in which every advantage is 0, unless --dynamic-sampling keep, --kl or an entropy bonus
+    wants them.
 
     They have no gradient; dropped, they do not count in the loss's divisor either.
     """
-    if run.config.dynamic_sampling == "keep" or run.config.kl != "none":
+    if run.config.dynamic_sampling == "keep" or run.config.trains_all_tokens:
         return episodes
     groups = {episode.group for episode in episodes if teaches([episode])}
     return [episode for episode in episodes if episode.group in groups]
@@ -285,7 +286,7 @@ def rollout_metrics(run, episodes):
 def advise(run, i, episodes, metrics):
     """Warn, once of each kind, where a run learns nothing, may forget its cold start, or loses games."""
     config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
-    if not metrics["rollout/success"] and config.kl == "none" and not parallel.any_rank(teaches(episodes)):
+    if not (metrics["rollout/success"] or config.trains_all_tokens or parallel.any_rank(teaches(episodes))):
         ways = {"more --max-response-tokens or --context (most were cut)": cut,
                 "more --demonstrations": run.environment.expert,
                 "--admissible-only": not (config.admissible_only or run.environment.templates)}

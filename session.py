@@ -165,11 +165,11 @@ class Run:
             self.warned.add(kind)
             parallel.print0(message, file=sys.stderr)
 
-    def endpoint_labels(self, episodes, n, seed):
+    def endpoint_labels(self, episodes, n, seed, max_tokens):
         """Ask the large model to label at most n turns; see judge.endpoint_labels. Logs the counts."""
         config = self.config
         given = parallel.collective(lambda: judge.endpoint_labels(
-            episodes, self.endpoint, n, seed, config.judge_labels))
+            episodes, self.endpoint, n, seed, config.judge_labels, max_tokens))
         values = [*given.values()]
         self.log({"phase": "labels"} | parallel.all_sum({
             "judge/asked": len(values), "judge/asked_good": values.count("good"),
@@ -288,7 +288,8 @@ def prepare(config, ranks, should_stop, resources):
     here = os.getcwd()
     games = make_games(environment, episodes_at_once(config, ranks), resources)
     for task in tasks:
-        first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0), games[0], chat, config.history)
+        first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0, instruction=instruction), games[0], chat,
+                                     config.history)
         while not first.started:
             try:
                 first.start()

@@ -217,7 +217,7 @@ def make_run(chat, *flags, ranks=1, rank=0, script=(), endpoint=None, **changes)
         games=[Game()], endpoint=endpoint, optimizer=None, log=rows.append, steps=model.steps, rows=rows,
         should_stop=False, stop_if_asked=lambda state: None, save=lambda state: None, cold_progress={},
         log_endpoint=lambda: None, warn_once=lambda kind, message: rows.append({"warning": message}),
-        endpoint_labels=lambda episodes, n, seed: None)
+        endpoint_labels=lambda episodes, n, seed, max_tokens: None)
 
 
 @pytest.fixture(autouse=True)

@@ -293,6 +293,8 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--demonstrations 0 --dagger 8", "--dagger=8: needs --demonstrations"),
     ("--cold-start-epochs 0 --dagger 8", "--dagger=8: needs --demonstrations"),
     ("--judge-epochs 2 --dagger 8", "--judge-epochs: only without --dagger"),
+    ("--cold-start-epochs 0 --judge-epochs 0", "--cold-start-epochs=0 --judge-epochs=0: nothing would be"),
+    ("--judge-labels endpoint --judge-redraw --endpoint http://127.0.0.1:9/v1", "--judge-redraw: --judge"),
     ("--instructions --dagger 8", "--dagger=8: not with --instructions"),
     ("--lr 1e300", "--lr=1e+300"), ("--invalid-penalty nan", "--invalid-penalty=nan"),
     ("--algo gigpo --group-size 1", "--group-size=1: --algo gigpo compares"),
@@ -400,4 +402,7 @@ def test_a_shape_that_is_not_the_models_is_refused(capsys):
     given = "--model", ROOT / "lab" / "results" / "alfworld_model"
     assert mistake(capsys, *given, "--layers", 5) == f"--layers=5: --model={given[1]} has 3"
     assert mistake(capsys, *given, "--hidden-size", 64) == f"--hidden-size=64: --model={given[1]} has 96"
-    assert parse(*given, "--hidden-size", 96, "--layers", 3).hidden_size == 96
+    for name, value, there in (("positions", "none", "rotary"), ("untied", True, False)):
+        flags = [f"--{name}", value] if value == "none" else [f"--{name}"]
+        assert mistake(capsys, *given, *flags) == f"--{name}={value}: --model={given[1]} has {there}"
+    assert parse(*given, "--hidden-size", 96, "--layers", 3, "--positions", "rotary").hidden_size == 96

@@ -6,6 +6,7 @@ Each found a line that could be changed with no test failing.
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from hand_made import GAME
 
 import cold_start
+import config as flags
 import evaluation
 import gcd
 import judge
@@ -81,12 +83,12 @@ def episode_with(group, advantage, of_token=None):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("sampling, kl, kept", [
-    ("drop", "none", [1, 1, 2]), ("drop", "loss", [0, 1, 1, 2]), ("drop", "reward", [0, 1, 1, 2]),
-    ("keep", "none", [0, 1, 1, 2])])
-def test_groups_without_any_advantage_are_dropped_unless_something_needs_them(sampling, kl, kept):
+@pytest.mark.parametrize("sampling, settings, kept", [
+    ("drop", {}, [1, 1, 2]), ("drop", {"kl": "loss"}, [0, 1, 1, 2]), ("drop", {"kl": "reward"}, [0, 1, 1, 2]),
+    ("drop", {"entropy_coef": 0.01}, [0, 1, 1, 2]), ("keep", {}, [0, 1, 1, 2])])
+def test_groups_without_any_advantage_are_dropped_unless_something_needs_them(sampling, settings, kept):
     episodes = [episode_with(0, 0.0), episode_with(1, 0.0), episode_with(1, 0.5), episode_with(2, 0.0, [0.1])]
-    run = SimpleNamespace(config=SimpleNamespace(dynamic_sampling=sampling, kl=kl))
+    run = SimpleNamespace(config=replace(flags.parse([]), dynamic_sampling=sampling, **settings))
     assert [episode.group for episode in gcd.informative(run, episodes)] == kept
     assert [gcd.teaches([episode]) for episode in episodes] == [False, False, True, True]
 
@@ -134,7 +136,8 @@ def test_judge_demonstrations_are_of_tasks_that_the_policys_are_not(monkeypatch)
     asked_for = []
     monkeypatch.setattr(cold_start, "demonstrate_on_rank0",
                         lambda run, first, n, *more, **options: asked_for.append((first, n)) or [])
-    config = SimpleNamespace(demonstrations=300, judge_demonstrations=100, max_turns=3, context=9)
+    config = SimpleNamespace(demonstrations=300, judge_demonstrations=100, judge_epochs=1, max_turns=3,
+                             context=9)
     run = SimpleNamespace(config=config, warn_once=lambda *_: None)
     assert cold_start.judge_questions(run, None) == []
     assert asked_for == [(cold_start.FIRST_DEMONSTRATION + 300, 100)]
@@ -226,13 +229,13 @@ def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypat
     for labels, length in (("rule+endpoint", 5), ("rule", 5), ("rule", 65)):
         monkeypatch.setattr(judge, "question_message", lambda chat, length=length: [1] * length)
         config = SimpleNamespace(judge_demonstrations=40, demonstrations=3, seed=0, judge_labels=labels,
-                                 judge_kind="generative", judge_response_tokens=50, question_room=86,
-                                 context=200)
+                                 judge_kind="generative", judge_epochs=1, judge_response_tokens=50,
+                                 question_room=86, context=200)
         run = SimpleNamespace(config=config, warn_once=lambda *_: None, log=lambda row: None,
                               environment=None, chat=SimpleNamespace(bare=True),
-                              endpoint_labels=lambda episodes, n, seed: requests.append((episodes, n)) or {})
+                              endpoint_labels=lambda *of: requests.append(of[:2] + of[3:]) or {})
         cold_start.judge_questions(run, None)
-    assert requests == [(["an episode"], 80)]
+    assert requests == [(["an episode"], 80, 136)]
     assert room == [136, 136, 133]          # a bare verdict leaves the question more room, within the context
 
 
@@ -242,7 +245,7 @@ def test_ranks_ask_a_large_model_about_their_shares(chosen):
     for rank in range(3):
         run = judging_run(judge_labels="rule+endpoint", judge_turns=32)
         run.ranks = SimpleNamespace(rank=rank, world_size=3)
-        run.endpoint_labels = lambda episodes, n, seed: requests.append((n, seed)) or {}
+        run.endpoint_labels = lambda episodes, n, seed, room: requests.append((n, seed)) or {}
         gcd.judge_turns(run, 0, [])
     assert [n for n, _ in requests] == [11, 11, 10] and len({seed for _, seed in requests}) == 3
 
@@ -253,7 +256,7 @@ def test_a_large_models_labels_are_counted(monkeypatch):
     monkeypatch.setattr(judge, "endpoint_labels", lambda *_: given)
     run = SimpleNamespace(config=SimpleNamespace(judge_labels="endpoint"), endpoint=None, log=rows.append,
                           log_endpoint=lambda: None)
-    assert session.Run.endpoint_labels(run, [], 9, 0) == given
+    assert session.Run.endpoint_labels(run, [], 9, 0, 99) == given
     assert rows == [{"phase": "labels", "judge/asked": 6, "judge/asked_good": 3,
                      "judge/asked_unreadable": 2}]
 
@@ -316,7 +319,7 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
     (0.1, print, False, ": more --demonstrations or --admissible-only may help"), (0.0, None, True, "")])
 def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited, hints):
     warned = []
-    run = SimpleNamespace(config=SimpleNamespace(kl="none", admissible_only=limited),
+    run = SimpleNamespace(config=SimpleNamespace(trains_all_tokens=False, admissible_only=limited),
                           environment=SimpleNamespace(expert=expert, templates=False),
                           warn_once=lambda kind, message: warned.append(message))
     metrics = {"rollout/success": 0.0, "rollout/truncated_frac": cut, "policy/approx_kl_nats": float("nan"),
