@@ -345,7 +345,9 @@ def judge_questions(run, stop):
 
 
 def batches_of(run, samples, n_episodes, epochs):
-    """Batches of several epochs; each holds pairs of a good and a bad judge question."""
+    """Batches of several epochs; each holds pairs of a good and a bad judge question. An epoch's order is of
+    its seed and number alone, so the second part of a cold start repeats the first's order of episodes.
+    """
     n = steps_of(run, n_episodes)
     return [batch for epoch in range(epochs)
             for batch in shuffled_batches(samples, n, generator(run.config.seed, COLD_START_ORDER, epoch))]
