@@ -289,9 +289,6 @@ class Config:
                f"--dagger={self.dagger}: {self.env} has no online_expert, which follows the learner's play")
         refuse(self.dagger and not (self.demonstrations and self.cold_start_epochs),
                f"--dagger={self.dagger}: needs --demonstrations and --cold-start-epochs first")
-        refuse(self.demonstrations and not (self.cold_start_epochs or self.judge_epochs or self.dagger),
-               "--cold-start-epochs=0 --judge-epochs=0: nothing would be imitated of "
-               f"--demonstrations={self.demonstrations}; expected 0")
         refuse(self.dagger and (self.instructions or self.thoughts == "endpoint"),
                f"--dagger={self.dagger}: not with --instructions, nor with --thoughts endpoint")
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
@@ -307,11 +304,6 @@ class Config:
         refuse(fresh and not (self.instructions and self.demonstrations),
                f"--correction={self.correction}: needs --instructions in --demonstrations, by which a fresh "
                "small model learns to follow one")
-
-    @property
-    def trains_all_tokens(self):
-        """Whether there is a gradient where no advantage is: of a KL or the entropy bonus."""
-        return self.kl != "none" or self.entropy_coef > 0
 
     @property
     def question_room(self):

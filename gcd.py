@@ -204,7 +204,8 @@ def informative(run, episodes):
 
     They have no gradient; dropped, they do not count in the loss's divisor either.
     """
-    if run.config.dynamic_sampling == "keep" or run.config.trains_all_tokens:
+    config = run.config
+    if config.dynamic_sampling == "keep" or config.kl != "none" or config.entropy_coef:
         return episodes
     groups = {episode.group for episode in episodes if teaches([episode])}
     return [episode for episode in episodes if episode.group in groups]
@@ -286,7 +287,8 @@ def rollout_metrics(run, episodes):
 def advise(run, i, episodes, metrics):
     """Warn, once of each kind, where a run learns nothing, may forget its cold start, or loses games."""
     config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
-    if not (metrics["rollout/success"] or config.trains_all_tokens or parallel.any_rank(teaches(episodes))):
+    if not (metrics["rollout/success"] or config.kl != "none" or config.entropy_coef
+            or parallel.any_rank(teaches(episodes))):
         ways = {"more --max-response-tokens or --context (most were cut)": cut,
                 "more --demonstrations": run.environment.expert,
                 "--admissible-only": not (config.admissible_only or run.environment.templates)}

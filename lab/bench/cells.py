@@ -20,7 +20,8 @@ PATH_FLAGS = ("out", "model", "resume", "overwrite", "evaluate", "games")     # 
 # Flags newer than some stored results: the value that describes a run made before the flag existed
 NEWER_FLAGS = {"dual_clip": 0.0, "entropy_coef": 0.0, "invalid": "admissible", "correction_from": "auto",
                "admissible_only": False, "judge_normalize_std": False, "positions": "rotary",
-               "rearranged": False, "untied": False, "judge_redraw": False}
+               "rearranged": False, "untied": False, "judge_redraw": False, "variant": "paper"}
+RENAMED = {"four": "part", "six": "all"}                      # values of --train-types and --cold-start-types
 
 
 # Stored and current settings
@@ -31,7 +32,9 @@ def today(then):
     A flag missing from the settings is newer than the run. Keys that are no longer flags stay: they are not
     compared.
     """
-    now = {"variant": "paper"} | NEWER_FLAGS | then
+    now = NEWER_FLAGS | then
+    now |= {name: RENAMED.get(now[name], now[name]) for name in ("train_types", "cold_start_types")
+            if name in now}
     return now | {"algo": "nthr"} if now.get("nthr") else now
 
 
@@ -61,8 +64,8 @@ def differences_of(then, cell, ignored=()):
 def check_results(cells):
     """Raise ValueError for flags that gcd.py rejects, and for results made with other settings or games.
 
-    Otherwise one row could mix results of different settings. Adopted results, which list their differences,
-    and rows that must not be run again are exempt from the check of settings.
+    Otherwise one row could mix results of different settings. Rows that must not be run again are exempt from
+    the check of settings.
     """
     games = {}
     for cell in cells:
@@ -71,7 +74,7 @@ def check_results(cells):
                 config_of(cell)
             continue
         stored = files.read_json(cell.result)
-        if "adopted" not in stored and not cell.rerun:
+        if not cell.rerun:
             check_settings(cell, stored)
         for split, played in (stored.get("games_hash") or {}).items():
             known, file = games.setdefault(split, (played, cell.result))

@@ -30,6 +30,7 @@ from lab.bench.study import ROOT, parse_clean
 
 OUT = ROOT / "lab" / "results" / "engine_share.json"
 MODEL = ROOT / "lab" / "results" / "alfworld_model"
+TASKS, GROUP_SIZE, MAX_TURNS = 4, 8, 30
 ENGINES = {"alfworld": envs.stock_environment, "household": AlfredTWEnv}
 
 
@@ -120,10 +121,6 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.bench.engine_share", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("--games", help="folder or .jsonl.gz file (default: $ALFWORLD_DATA/json_2.1.1)")
-    parser.add_argument("--tasks", type=int, default=4, help="tasks per step")
-    parser.add_argument("--group-size", type=int, default=8, help="episodes per task")
-    parser.add_argument("--max-turns", type=int, default=30, help="maximum turns of an episode")
-    parser.add_argument("--out", default=str(OUT), help="file of the result")
     options = parse_clean(parser, argv)
     if missing := [name for name in ("alfworld", "trl") if not envs.installed(name)]:
         parser.error(f"needs {', '.join(missing)}: pip install -r requirements-{missing[0]}.txt")
@@ -134,18 +131,18 @@ def main(argv=None):
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         settings = argparse.Namespace(
-            **vars(options) | {"model": str(MODEL), "steps": 2, "seed": 0, "lr": 1e-5,
-                               "max_response_tokens": 16, "out": f"{folder}/trl"})
+            model=str(MODEL), steps=2, seed=0, lr=1e-5, tasks=TASKS, group_size=GROUP_SIZE,
+            max_turns=MAX_TURNS, max_response_tokens=16, out=f"{folder}/trl")
         config = envs.written(tasks, f"{folder}/games")
         rows = [measure(settings, engine, config) for engine in ENGINES]
     if rows[0]["rewards"] != rows[1]["rewards"] or rows[0]["turns"] != rows[1]["turns"]:
         raise SystemExit(f"the engines played different episodes: {rows}")
-    files.write_json(options.out, {
+    files.write_json(OUT, {
         "what": "seconds of a step of TRL's GRPOTrainer, and the engine's part of them",
         "command": options.command, "commit": options.commit, "torch": torch.__version__,
         "alfworld": envs.installed("alfworld"), "textworld": envs.installed("textworld"),
         "trl": envs.installed("trl"), "cores": os.cpu_count(), "model": MODEL.relative_to(ROOT).as_posix(),
-        "episodes": options.tasks * options.group_size, "max_turns": options.max_turns, "rows": rows})
+        "episodes": TASKS * GROUP_SIZE, "max_turns": MAX_TURNS, "rows": rows})
     for row in rows:
         print(f"{row['row']}: {row['engine_s']:.2f} of {row['step_s']:.2f} s, "
               f"{row['engine_s'] / row['step_s']:.1%} of the step, {row['turns']} turns")

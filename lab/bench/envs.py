@@ -30,6 +30,8 @@ from envs.alfred.vector import Games
 PLACES = (expand_variables("$ALFWORLD_DATA/json_2.1.1"), "../shared/data/alfworld/games.jsonl.gz")
 NO_GAMES = ("no ALFWorld games: python -m envs.household download puts them into $ALFWORLD_DATA; --games "
             "takes another json_2.1.1 folder or a games.jsonl.gz")
+SPLIT = "valid_unseen"
+TURNS, STOCK_TURNS = 100_000, 150         # played in the household game, and in ALFWorld's own engine
 BATCHES = (1, 8)
 SIDE_BY_SIDE = 64         # games of the vectorised class
 
@@ -38,19 +40,16 @@ def main(argv=None):
     """Measure and print; returns the exit status, 2 if there are no games."""
     parser = argparse.ArgumentParser("python -m lab.bench.envs", description=__doc__, allow_abbrev=False)
     parser.add_argument("--games", help="folder or .jsonl.gz file (default: $ALFWORLD_DATA/json_2.1.1)")
-    parser.add_argument("--split", default="valid_unseen", help="split to play")
-    parser.add_argument("--turns", type=int, default=100_000, help="turns played in the household game")
-    parser.add_argument("--stock-turns", type=int, default=150, help="turns played in ALFWorld's own engine")
     options = parser.parse_args(argv)
     try:
-        tasks = load_games(options.games or found_games(), options.split)
+        tasks = load_games(options.games or found_games(), SPLIT)
     except ValueError as error:
         print(f"lab.bench.envs: {error}", file=sys.stderr)
         return 2
     random.Random(0).shuffle(tasks)
     print(json.dumps({
-        "bench": "envs", "split": options.split, "games": len(tasks),
-        **measured(tasks, options.turns, options.stock_turns), "python": platform.python_version(),
+        "bench": "envs", "split": SPLIT, "games": len(tasks),
+        **measured(tasks, TURNS, STOCK_TURNS), "python": platform.python_version(),
         "cores": os.cpu_count(), "alfworld": installed("alfworld"), "textworld": installed("textworld")}))
     return 0
 

@@ -43,6 +43,8 @@ def evaluations(folder=REFEREE):
         if result["protocol"] not in PROTOCOLS:
             raise ValueError(f"{name}.json: protocol {result['protocol']!r:.60}: expected one of "
                              f"{', '.join(PROTOCOLS)}")
+        if not re.fullmatch(r"\w*", style := str(result["prompt"].get("style", ""))):
+            raise ValueError(f"{name}.json: prompt's style {style!r:.60}: expected a word")
         if result["commit"].endswith("+"):
             raise ValueError(f"{name}.json: its commit {result['commit']} had local changes")
         if result.get("evaluate_tasks"):

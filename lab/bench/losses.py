@@ -8,7 +8,6 @@ alone differ. What is in runs/losses already is not run again.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from lab.studies import common
 OUT, RUNS = ROOT / "lab" / "results" / "losses.json", ROOT / "runs" / "losses"
 LOSSES = {"grpo": (), "gspo": (), "cispo": (), "dr_grpo": (), "gspo, per turn": ("--sequence", "turn")}
 EVALUATED = ("--evaluate", "L0", "--protocol", "sampled")
+SEED, ITERATIONS = 0, 80                     # gcd.py's default is 80
 LATE = 10                                    # iterations at the end over which a mean is taken
 
 
@@ -43,15 +43,14 @@ def evaluated(folder):
     return {split: modes["sampled"] for split, modes in splits.items()}
 
 
-def row(loss, flags, start, seed, iterations):
-    """Train with a loss. Returns the curves, the mean of the last, and the evaluation at temperature 1."""
-    folder = RUNS / f"seed{seed}_{iterations}" / loss.replace(", ", "_").replace(" ", "_")
+def row(loss, flags, start):
+    """Train with a loss. Returns the curves, and the evaluation at temperature 1."""
+    folder = RUNS / f"seed{SEED}_{ITERATIONS}" / loss.replace(", ", "_").replace(" ", "_")
     command = run(folder, "--model", f"{start.relative_to(ROOT)}/checkpoint", "--demonstrations", "0",
-                  "--no-gcd", "--algo", loss.partition(",")[0], *flags, *EVALUATED, "--seed", str(seed),
-                  "--iterations", str(iterations))
+                  "--no-gcd", "--algo", loss.partition(",")[0], *flags, *EVALUATED, "--seed", str(SEED),
+                  "--iterations", str(ITERATIONS))
     success, head = curve(folder, "rollout/success"), files.read_lines(folder / files.METRICS)[0][0]
     return {"loss": loss, "command": command, "commit": head["commit"], "success": success,
-            "late": round(statistics.fmean(success[-LATE:]), 4),
             "clip_frac": curve(folder, "policy/clip_frac"), "evaluated": evaluated(folder)}
 
 
@@ -71,22 +70,19 @@ def draw(rows, path):
 def main(argv=None):
     """Run what is missing, and write the file."""
     parser = argparse.ArgumentParser("python -m lab.bench.losses", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--iterations", type=int, default=80, help="gcd.py's default is 80")
-    options = parse_clean(parser, argv)
-    seed, iterations = options.seed, options.iterations
-    start = RUNS / f"seed{seed}" / "cold_start"
-    cold = run(start, "--iterations", "0", *EVALUATED, "--seed", str(seed))
-    rows = [row(loss, flags, start, seed, iterations) for loss, flags in LOSSES.items()]
+    parse_clean(parser, argv)
+    start = RUNS / f"seed{SEED}" / "cold_start"
+    cold = run(start, "--iterations", "0", *EVALUATED, "--seed", str(SEED))
+    rows = [row(loss, flags, start) for loss, flags in LOSSES.items()]
     header = files.read_lines(start / files.METRICS)[0][0]
-    result = {"command": f"python -m lab.bench.losses --seed {seed} --iterations {iterations}",
-              "seed": seed, "commit": header["commit"], "versions": header["versions"],
+    result = {"command": "python -m lab.bench.losses", "seed": SEED, "commit": header["commit"],
+              "versions": header["versions"],
               "cold_start": {"command": cold, "evaluated": evaluated(start)}, "rows": rows}
-    files.write_text(OUT, json.dumps(result) + "\n")
+    files.write_json(OUT, result, indent=None)
     draw(rows, OUT.with_suffix(".svg"))
     for found in rows:
         shares = {split: modes["success"] for split, modes in found["evaluated"].items()}
-        print(found["loss"], found["late"], shares)
+        print(found["loss"], f"{statistics.fmean(found['success'][-LATE:]):.3f}", shares)
 
 
 if __name__ == "__main__":

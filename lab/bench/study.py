@@ -33,7 +33,7 @@ KINDS = {"what": (str, object), "benchmark": (str, object), "paper_model": (str,
          "rows": (dict, dict), "differences": (list, list), "runs": (list, dict),
          "paper_of_cold_starts": (dict, str)}
 ROW, ROW_OPTIONAL = {"start", "flags", "paper"}, {"note", "rerun", "splits"}
-RUN, RUN_OPTIONAL = {"train_types", "splits"}, {"flags"}
+RUN = {"train_types", "splits"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,8 @@ def check_kinds(path, config):
 def check_shapes(path, config):
     """Check the keys of rows and training runs, and that the runs evaluate each split exactly once."""
     for run in config.get("runs", ()):
-        if not RUN <= set(run) <= RUN | RUN_OPTIONAL:
-            raise ValueError(f"{path}: a run has {', '.join(run)}: expected train_types, splits and "
-                             "optionally flags")
+        if set(run) != RUN:
+            raise ValueError(f"{path}: a run has {', '.join(run)}: expected train_types and splits")
     if config["cold_starts"] and "--preset" not in config["common"]:
         raise ValueError(f"{path}: common: name the --preset; it cannot be inferred from a cold start that "
                          "has not run yet")
@@ -201,7 +200,7 @@ def make_cell(config, name, seed, run, k, cold):
     environment = ["--env", config.get("env", config["benchmark"]), *games]
     splits = config["splits"] if is_cold and config.get("one_cold_start") else run["splits"]
     flags = [*environment, "--train-types", run["train_types"], "--evaluate", ",".join(splits),
-             *config["common"], *run.get("flags", ()), *row["flags"]]
+             *config["common"], *row["flags"]]
     return Cell(study=config.get("study", config["benchmark"]), row=name, seed=seed,
                 suffix=f"-{run['train_types']}" if k else "", splits=tuple(splits), flags=tuple(flags),
                 model=config.get("model", ""), start=start, cold=is_cold,

@@ -16,7 +16,6 @@ CONFIG_result.json and CONFIG.md. Left out: tuning of settings, figures, and run
 import argparse
 import json
 import signal
-import statistics
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from lab.bench.study import COLUMN, PAPER, add_dirty, cells_of, choose, read_con
 
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
-SHARES = ("invalid_frac", "repeated_frac", "truncated_frac", "turns", "score_100")
+SHARES = ("invalid_frac", "repeated_frac", "score_100")
 # Columns with a share of turns; the last is for pages alone
 OF_TURNS = {"refused": "invalid_frac", "flawed": "flawed_frac", "repeated": "repeated_frac"}
 NO_COLD_START = ", no cold start"                            # suffix of rows of the paper's Table 2
@@ -62,15 +61,13 @@ def summary(cells, split):
     modes = {cell["seed"]: cell["evaluation"][split] for cell in cells if split in cell["evaluation"]}
     if not modes:
         return interval({}) | {"n": [], "t0.4": None}
-    greedy = [mode["greedy"]["success"] for mode in modes.values() if "greedy" in mode]
     shares = {key: mean_known(mode["sampled"].get(key) for mode in modes.values()) for key in SHARES}
     if (flawed := mean_known(mode["sampled"].get("flawed_frac") for mode in modes.values())) is not None:
         shares["flawed_frac"] = flawed                        # not in older cells
     at_04 = {seed: mode["t0.4"]["success"] for seed, mode in modes.items() if "t0.4" in mode}
     return interval({seed: mode["sampled"]["success"] for seed, mode in modes.items()}) | {
         "n": sorted({mode["sampled"]["n"] for mode in modes.values()}),
-        "t0.4": interval(at_04) if at_04 else None,
-        "greedy": statistics.fmean(greedy) if len(greedy) == len(modes) else None} | shares
+        "t0.4": interval(at_04) if at_04 else None} | shares
 
 
 def difference(minuend, subtrahend):
@@ -112,7 +109,6 @@ def what_ran(config, stored):
     def distinct(key):
         texts = sorted({json.dumps(cell[key]) for cell in stored if cell[key] is not None})
         return [json.loads(text) for text in texts]
-    adopted = [cell for cell in stored if "adopted" in cell]
     sizes = {}
     for cell in stored:
         if cell["parameters"]:
@@ -120,9 +116,7 @@ def what_ran(config, stored):
     return {"model": models(config), "cells": len(stored),
             "parameters": {row: sorted(found) for row, found in sizes.items()}, "games": distinct("games"),
             "commits": sorted({commit for cell in stored for commit in cell["commits"]}),
-            "versions": distinct("versions"),
-            "adopted": sorted({f"{cell['row']} from {cell['adopted']}" for cell in adopted}),
-            "differs": {key: then for cell in stored for key, then in cell.get("differs", {}).items()}}
+            "versions": distinct("versions")}
 
 
 def judges(config, names, stored):
@@ -227,14 +221,10 @@ def count(n):
 
 
 def notes_text(result):
-    """Lines below the table: the config's notes on rows, and adopted results with other settings."""
+    """Lines below the table: the config's notes on rows."""
     lines = [f"- {', '.join(names)}: {note}" for note, names in result["notes"].items()]
     for reason, names in result["not_rerun"].items():
         lines.append(f"- {', '.join(names)}: not to be run again: {reason}")
-    if adopted := result["ran"]["adopted"]:
-        differs = result["ran"]["differs"].items()
-        differs = ", ".join(f"{key} {then} (here {now})" for key, (then, now) in differs)
-        lines.append(f"- Taken over: {'; '.join(adopted)}. Settings that differ: {differs or 'none'}.")
     return ["About the rows:", "", *lines, ""] if lines else []
 
 

@@ -592,7 +592,7 @@ def main(argv=None):
     draw(results, out)
     text = page(results, figures, shlex.join(command), without)
     common.publish(out, "coupling", command, options.seeds, {
-        "without": without, "cells": results.cells, "gradients": results.gradients(),
+        "without": without, "gradients": results.gradients(),
         "late gap, +GCD minus": {key: results.differences(key) for key in GAPS},
         "late gap minus GRPO's": {key: results.less_grpo(key) for key in GAPS},
         "similarity minus that of strings": {key: results.less_repetitive(key) for key in ("rms", "hidden")},

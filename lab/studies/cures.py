@@ -373,11 +373,6 @@ def unsettled(table):
             if len({removed(result) for seed, result in results.items() if seed < FIRST}) > 1]
 
 
-def against(table, one, other):
-    """Final q_N of an arm minus another's: `common.paired_arms`."""
-    return common.paired_arms(table, one, other, final)
-
-
 def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", other_questions=None,
            embeddings=EMBEDDINGS, timing=""):
     """Final q_N of an arm minus another's: a seed's mean over these KLs and embeddings, its interval over the
@@ -492,7 +487,8 @@ def findings(table, fresh, own, decisive):
     and of the decisive ones.
     """
     judge = "judge", "GRPO"
-    return {"differences": {f"{one} against {other}": against(table, one, other) for one, other in pairs()},
+    return {"differences": {f"{one} against {other}": common.paired_arms(table, one, other, final)
+                            for one, other in pairs()},
             "removed by leak": removed_by_leak(table),
             "foretold": {"first seeds": foretold(table), "new seeds": foretold(of_confirming(fresh))},
             "again": again(table, fresh, own), "elsewhere": elsewhere(table, own),

@@ -503,8 +503,7 @@ def agent_text(rows):
              f"{100 * row['GRPO']['mean']:.0f} % by GRPO, gain "
              f"{percent(row['gain'], len(row['gain']['seeds']), '+')} points"
              for k, row in rows.items() if k in (min(rows), max(rows))]
-    decided = any(row["gain"]["half"] is not None and abs(row["gain"]["mean"]) > row["gain"]["half"]
-                  for row in rows.values())
+    decided = any(sign_of(row["gain"]) for row in rows.values())
     return "; ".join(texts) + (". " if decided else ". No gain is distinguishable from 0. ") + (
         f"Seeds: {len(rows[1]['gain']['seeds'])}.")
 

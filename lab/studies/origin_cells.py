@@ -167,9 +167,8 @@ def run(name, settings, runs, results):
     first, base = load(base / files.CHECKPOINT, settings), base / files.CHECKPOINT
     if kind in (SFT, REJECTION):
         samples = (solutions if kind == SFT else correct_base_samples)(first, grpo_tokens(settings, results))
-        tokens = fine_tune(first, samples)
-        return {"right": {settings["axis"]: [len(of) for of in correct_responses(first, settings["axis"])]},
-                "tokens": tokens}
+        fine_tune(first, samples)
+        return {"right": {settings["axis"]: [len(of) for of in correct_responses(first, settings["axis"])]}}
     if kind == "methods":
         return methods(first, settings, base, runs / name)
     more = {LARGER: ("--tasks", 4, "--group-size", 32),
@@ -180,21 +179,19 @@ def run(name, settings, runs, results):
     return {"right": {settings["axis"]: [len(of) for of in correct],
                       "id": [len(of) for of in correct_responses(trained, "id", EACH // 16)]},
             "tokens": sum(line["rollout/response_tokens"] for line in lines),
-            "success": [line["rollout/success"] for line in lines[::10]],
             "rare": rare(first, settings["axis"], correct, drawn)}
 
 
 def methods(first, settings, base, out):
-    """Correct responses of a base at each of TEMPERATURES, and after each of METHODS at temperature 1; the
-    tokens that each method sampled. first: the base as an actor; base: its folder."""
-    axis, tokens = settings["axis"], {}
+    """Correct responses of a base at each of TEMPERATURES, and after each of METHODS at temperature 1. first:
+    the base as an actor; base: its folder."""
+    axis = settings["axis"]
     right = {base_at(temperature): [len(of) for of in correct_responses(first, axis, temperature=temperature)]
              for temperature in TEMPERATURES}
     for how, flags in METHODS.items():
-        trained, lines = grpo(settings, base, out / how, flags)
+        trained, _ = grpo(settings, base, out / how, flags)
         right[how] = [len(of) for of in correct_responses(trained, axis)]
-        tokens[how] = sum(line["rollout/response_tokens"] for line in lines)
-    return {"right": right, "tokens": tokens}
+    return {"right": right}
 
 
 def load(folder, settings):
@@ -241,7 +238,8 @@ def correct_responses(actor, split, each=None, temperature=1.0):
 
 
 def rare(base, split, correct, drawn):
-    """How many correct responses, and how many distinct ones, have a base probability below 1 / drawn.
+    """How many responses are correct ("right"), and of these how many have a base probability below 1 / drawn
+    ("below").
 
     RL, which sampled `drawn` responses, would not be expected to have met these. Also applied to the base's
     own responses, since a long tail of responses is not new. correct: lists of ids for each problem.
@@ -250,9 +248,8 @@ def rare(base, split, correct, drawn):
     counts = [(sample_of(prompt, ids), n) for prompt, found in zip(prompts, correct)
               for ids, n in sorted(Counter(map(tuple, found)).items())]
     scores = update.logprobs(base.model, [sample for sample, _ in counts], update.Objective())
-    below = [n for (_, n), score in zip(counts, scores) if sum(score) < -math.log(drawn)]
-    return {"right": sum(n for _, n in counts), "different": len(counts), "below": sum(below),
-            "different_below": len(below)}
+    below = sum(n for (_, n), score in zip(counts, scores) if sum(score) < -math.log(drawn))
+    return {"right": sum(n for _, n in counts), "below": below}
 
 
 def sample_of(prompt, response, episode=0, allowed=()):
@@ -302,14 +299,13 @@ def correct_base_samples(actor, tokens):
 
 
 def fine_tune(actor, samples):
-    """Fine-tune on the samples with cross-entropy, in place, at RATE decayed to 0; returns their tokens."""
+    """Fine-tune on the samples with cross-entropy, in place, at RATE decayed to 0."""
     optimizer, objective = adamw(actor.model), update.Objective()
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
     batches = [order[i:i + BATCH] for i in range(0, len(order), BATCH)]
     for i, batch in enumerate(batches):
         update.update(actor.model, optimizer, [samples[k] for k in batch], objective,
                       RATE * (1 - i / len(batches)))
-    return sum(sum(sample.sampled) for sample in samples)
 
 
 # The same question to the agent

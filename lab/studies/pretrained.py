@@ -464,7 +464,7 @@ def main(argv=None):
     draw(cells, rows, out)
     text = page(cells, rows, figures, shlex.join(command))
     common.publish(out, "pretrained", command, options.seeds, {
-        "rows": rows, "SmolLM2 minus small": differences(rows), "cells": cells}, figures, text)
+        "rows": rows, "SmolLM2 minus small": differences(rows)}, figures, text)
     print(text)
     return 0
 

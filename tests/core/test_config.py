@@ -293,7 +293,6 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--demonstrations 0 --dagger 8", "--dagger=8: needs --demonstrations"),
     ("--cold-start-epochs 0 --dagger 8", "--dagger=8: needs --demonstrations"),
     ("--judge-epochs 2 --dagger 8", "--judge-epochs: only without --dagger"),
-    ("--cold-start-epochs 0 --judge-epochs 0", "--cold-start-epochs=0 --judge-epochs=0: nothing would be"),
     ("--judge-labels endpoint --judge-redraw --endpoint http://127.0.0.1:9/v1", "--judge-redraw: --judge"),
     ("--instructions --dagger 8", "--dagger=8: not with --instructions"),
     ("--lr 1e300", "--lr=1e+300"), ("--invalid-penalty nan", "--invalid-penalty=nan"),

@@ -319,7 +319,7 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
     (0.1, print, False, ": more --demonstrations or --admissible-only may help"), (0.0, None, True, "")])
 def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited, hints):
     warned = []
-    run = SimpleNamespace(config=SimpleNamespace(trains_all_tokens=False, admissible_only=limited),
+    run = SimpleNamespace(config=SimpleNamespace(kl="none", entropy_coef=0.0, admissible_only=limited),
                           environment=SimpleNamespace(expert=expert, templates=False),
                           warn_once=lambda kind, message: warned.append(message))
     metrics = {"rollout/success": 0.0, "rollout/truncated_frac": cut, "policy/approx_kl_nats": float("nan"),

@@ -21,6 +21,7 @@ from tiny_runs import ROOT
 import batching
 import gcd
 import update
+from infra import files
 from lab.bench import jobs
 from lab.studies import common, conflict, coupling, influence, runs
 from lm import model as decoder
@@ -472,21 +473,22 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert status == 0 and len(lines.read_text().splitlines()) == 8
     assert [figure["paper"].split()[1] for figure in found["figures"]] == ["3a", "3b", "8", "9", "10b"]
     assert found["figures"][2]["agrees"] == "not measurable"                  # one seed has no interval
-    path = found["cells"]["grpo+gcd, seed 0"]["path"]
+    cells = cells_of(study)
+    path = cells["grpo+gcd, seed 0"]["path"]
     assert [point["iteration"] for point in path] == [0, 5]
-    assert "gradients, grpo, seed 0" not in found["cells"]
+    assert "gradients, grpo, seed 0" not in cells
     for arm in ("grpo+gcd", "grpo+value"):
-        points = found["cells"][f"gradients, {arm}, seed 0"]
+        points = cells[f"gradients, {arm}, seed 0"]
         assert [point["iteration"] for point in points] == [0, 5]
         assert all(point["policy"] is None or abs(point["policy"]) <= 1 for point in points)
-    start = found["cells"]["grpo, seed 0"]["path"][0]
+    start = cells["grpo, seed 0"]["path"][0]
     assert start == path[0]                                      # the same start and turns
     out = study.folder / "out"
     assert all((out / figure["picture"]).read_text().count("<svg") == 1 for figure in found["figures"])
     text = (out / "coupling.md").read_text()
     assert "{" not in text and "nan" not in text.lower().replace("nance", "")
-    again = {name.replace("seed 0", "seed 1"): cell for name, cell in found["cells"].items()}
-    results = coupling.Results(found["cells"] | again, [0, 1])
+    again = {name.replace("seed 0", "seed 1"): cell for name, cell in cells.items()}
+    results = coupling.Results(cells | again, [0, 1])
     coupling.draw(results, study.folder / "several")
     assert len([*(study.folder / "several").glob("*.svg")]) == 5
     page = coupling.page(results, [coupling.figure_8(results), coupling.figure_10b(results)], "", "")
@@ -497,10 +499,16 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert study(*flags)[0] == 0 and not (study.folder / "runs").exists()     # everything is in the cells
 
 
+def cells_of(study):
+    """{name: result} of the cells that a study has stored."""
+    return {record["cell"]: record["result"]
+            for record in files.read_lines(study.folder / "out" / "coupling.jsonl")[0]}
+
+
 def test_strings_are_measured_for_similarity_only(study):
     small = "--hidden-size 32 --layers 2 --demonstrations 100"
     status, found, _ = study("--environments", "strings", "--flags", small)
-    (cell,) = found["cells"].values()
+    (cell,) = cells_of(study).values()
     assert status == 0 and cell["heat"] is cell["tokens"] is None
     assert 0 < cell["similarity"]["rms"] <= 1 and 2 < cell["similarity"]["turns"] <= 16
     assert {figure["paper"]: figure["agrees"] for figure in found["figures"]}["Figure 3a"] == "not measurable"
@@ -509,7 +517,7 @@ def test_strings_are_measured_for_similarity_only(study):
 def test_missing_games_and_invalid_flags_are_reported(study, capsys):
     status, found, error = study("--environments", "twins,alfworld", "--games", "nowhere.gz")
     assert status == 0 and "nowhere.gz does not exist" in error and "nowhere.gz" in found["without"]
-    assert {*found["cells"]} == {"twin states, seed 0"}
+    assert {*cells_of(study)} == {"twin states, seed 0"}
     for flags, message in (("--environments mars", "--environments=mars: expected some of household"),
                            ("--seeds a", "--seeds=a: expected numbers"), ("--turns 1", "--turns=1: expected"),
                            ("--arms ppo", "--arms=ppo: expected some of grpo")):

@@ -214,14 +214,15 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert not [*study.folder.glob("runs/*/*/household/seed0/grpo+gcd")]           # cold starts come first
     monkeypatch.setattr(pretrained, "measure", measure)
     status, found, _ = study("--arms", "grpo+gcd")
-    assert status == 0 and [*found["cells"]] == [
+    cells = {record["cell"]: record["result"] for record in map(json.loads, lines.read_text().splitlines())}
+    assert status == 0 and {*cells} == {
         "SmolLM2, untrained, seed 0", "SmolLM2, 96 demonstrations, seed 0",
         "SmolLM2, with judge questions, seed 0", "small, untrained, seed 0",
-        "small, with judge questions, seed 0", "SmolLM2, grpo+gcd 5, seed 0", "small, grpo+gcd 5, seed 0"]
-    assert len({cell["texts"] for cell in found["cells"].values()}) == 1
-    assert len({cell["turns"] for cell in found["cells"].values()}) == 1 and len(count) == 3
+        "small, with judge questions, seed 0", "SmolLM2, grpo+gcd 5, seed 0", "small, grpo+gcd 5, seed 0"}
+    assert len({cell["texts"] for cell in cells.values()}) == 1
+    assert len({cell["turns"] for cell in cells.values()}) == 1 and len(count) == 3
     assert found["rows"]["small, untrained"].keys() == pretrained.NUMBERS.keys()
-    for cell in found["cells"].values():
+    for cell in cells.values():
         assert len(cell["whole"]["actions"]) == 9 and -1 <= cell["whole"]["agreement"] <= 1
         assert all(value is not None for value in pretrained.numbers(cell).values())
     out = study.folder / "out"

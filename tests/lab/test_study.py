@@ -17,8 +17,7 @@ SMALL = ("--preset", "small")
 
 
 def test_a_benchmark_with_two_runs_has_two_cells_per_row_each_with_its_cold_start(bench):
-    runs = [{"train_types": "all", "splits": ["L0"]},
-            {"train_types": "part", "splits": ["L2"], "flags": ["--mistake-rate", "0.1"]}]
+    runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
     bench.write(CONFIG | {"runs": runs})
     assert bench.main("--rows", "grpo", "--seeds", "1") == 0
     assert bench.calls() == [("cold", 1), ("cold-part", 1), ("grpo", 1), ("grpo-part", 1)]
@@ -26,7 +25,6 @@ def test_a_benchmark_with_two_runs_has_two_cells_per_row_each_with_its_cold_star
     assert second[second.index("--train-types") + 1] == "part"
     assert second[second.index("--evaluate") + 1] == "L2"
     assert second[second.index("--model") + 1].endswith("seed1/cold-part/checkpoint")
-    assert second[second.index("--mistake-rate") + 1] == "0.1" and "--mistake-rate" not in bench.argv(2)
     assert bench.result()["rows"]["grpo"]["L0"]["seeds"] == {"1": 0.6}
     assert bench.result()["rows"]["grpo"]["L2"]["seeds"] == {"1": 0.25}     # grpo-part is a separate run
 
