@@ -74,6 +74,16 @@ def add_cells(parser, jobs, runs, holds="runs and their cold starts"):
     add_dirty(parser)
 
 
+def command_of(parser, options):
+    """The command that remakes a study, a list: its flags that are not at their defaults, but for those of
+    place and speed.
+    """
+    changed = {name: value for name, value in vars(options).items()
+               if name not in ("jobs", "runs", "out", "dirty") and value != parser.get_default(name)}
+    return [*parser.prog.split(), *(text for name, value in changed.items()
+                                    for text in (f"--{name}", str(value)))]
+
+
 def check_ranges(parser, *ranges):
     """End the program with one line, as argparse does, if a flag's value is out of range.
 

@@ -561,17 +561,20 @@ def options_of(argv):
     parser.add_argument("--arms", default=",".join(RL), help="arms of household, for Figures 8 and 10b")
     parser.add_argument("--games", default=GAMES, help="real ALFWorld games, as gcd.py's flag")
     parser.add_argument("--flags", default="", help="further flags of gcd.py for all runs")
-    parser.add_argument("--jobs", type=int, default=2, help="runs, and then cells, in parallel")
+    parser.add_argument("--jobs", type=int, default=2,
+                        help="runs, and then cells, in parallel; 0: use stored cells only")
     parser.add_argument("--runs", default=str(runs.RUNS), help="folder of the runs")
     parser.add_argument("--out", default=str(common.OUT), help="output folder")
     common.add_dirty(parser)
     options = parser.parse_args(argv)
+    command = common.command_of(parser, options)
     common.split_lists(parser, options, environments=runs.ENVIRONMENTS, arms=RL)
     for name in ("environments", "arms"):
         if not getattr(options, name):
             parser.error(f"--{name}: expected one or more")
     common.check_ranges(parser, ("iterations", options.iterations, runs.EVERY, 10**4),
-                        ("turns", options.turns, 2, 10**4), ("jobs", options.jobs, 1, 256))
+                        ("turns", options.turns, 2, 10**4), ("jobs", options.jobs, 0, 256))
+    options.command = command
     return options
 
 
@@ -587,11 +590,10 @@ def main(argv=None):
     except (ValueError, jobs.Failed) as error:
         print(f"studies.coupling: error: {error}", file=sys.stderr)
         return 1
-    command = ["python", "-m", "lab.studies.coupling", *(sys.argv[1:] if argv is None else argv)]
     figures = [figure(results) for figure in (figure_3a, figure_3b, figure_8, figure_9, figure_10b)]
     draw(results, out)
-    text = page(results, figures, shlex.join(command), without)
-    common.publish(out, "coupling", command, options.seeds, {
+    text = page(results, figures, shlex.join(options.command), without)
+    common.publish(out, "coupling", options.command, options.seeds, {
         "without": without, "gradients": results.gradients(),
         "late gap, +GCD minus": {key: results.differences(key) for key in GAPS},
         "late gap minus GRPO's": {key: results.less_grpo(key) for key in GAPS},

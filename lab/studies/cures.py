@@ -470,6 +470,19 @@ def of_confirming(fresh):
     return {name: fresh[name] for name in CONFIRMING if name in fresh}
 
 
+def start_spread(tables):
+    """The largest difference of q_P or q_N at iteration 0 between arms of one cold start and seed: above 0
+    where a cold start was made again later, and came out otherwise by rounding.
+    """
+    starts = {name_of(arm): (arm["questions"], arm["embeddings"]) for arm in arms()}
+    found = {}
+    for name, seed, result in ((name, seed, result) for table in tables for name, of_seed in table.items()
+                               for seed, result in of_seed.items()):
+        found.setdefault((starts[name], seed), []).append(result["path"][0])
+    return max(max(point[q] for point in points) - min(point[q] for point in points)
+               for points in found.values() for q in ("q_P", "q_N"))
+
+
 def in_common(table, one, other):
     """[runs in which one removes the flaw, in which the other does, all runs] of two (questions, arm), over
     the settings and seeds that both have: an arm whose first seeds agree has no more.
@@ -496,6 +509,7 @@ def findings(table, fresh, own, decisive):
             "in common": {"sign, judge": in_common(table, ("sign", "GRPO"), judge),
                           "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), judge)},
             "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
+            "start spread": start_spread((table, fresh, own, decisive)),
             "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}}
 
 
@@ -633,6 +647,7 @@ def page(tables, found, command, seeds, iterations):
             [where, *map(pooled_text, of.values())] for where, of in found["elsewhere"].items()])),
         decided="\n".join(markdown(["final q_N of", "decisive seeds", "all with outcomes of their own"], [
             [name, *map(pooled_text, of.values())] for name, of in found["decided"].items()])),
+        spread=f"{found['start spread']:.4f}",
         new_seeds=seeds_text(fresh), own_seeds=seeds_text(own), decisive_seeds=seeds_text(decisive),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*counts)
                              for counts in found["held"].values()),

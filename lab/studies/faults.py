@@ -425,14 +425,13 @@ def main(argv=None):
             parser.error(error)
     results = common.run_cells(path, requested, functools.partial(run, options.runs), options)
     taught = lessons(results, draw(results, options.out))
-    changed = [argument for name in ("iterations", "seed", "cold", "flags") for argument in (
-        f"--{name}", str(getattr(options, name))) if getattr(options, name) != parser.get_default(name)]
-    command = ["python", "-m", "lab.studies.faults", *changed]
+    command = common.command_of(parser, options)
+    text = page(results, taught, shlex.join(command))
     common.publish(options.out, "faults", command, [options.seed], {
         "faults": taught, "rules": fired(results), "settings": requested[HEALTHY],
-        "curves": {name: result["curves"] for name, result in results.items() if not result["error"]}}, [],
-        page(results, taught, shlex.join(command)))
-    print(page(results, taught, shlex.join(command)))
+        "curves": {name: result["curves"] for name, result in results.items() if not result["error"]}},
+        [], text)
+    print(text)
     return 0
 
 

@@ -484,14 +484,13 @@ def check(parser, options):
     common.check_ranges(
         parser, ("iterations", options.iterations, 1, 10**4), ("every", options.every, 1, options.iterations),
         ("tasks", options.tasks, 2, 256), ("places", options.places, 1, 10**6),
-        ("jobs", options.jobs, 1, 256))
+        ("jobs", options.jobs, 0, 256))
     if options.iterations % options.every or options.every % runs.EVERY:
         parser.error(f"--every={options.every}: expected a multiple of {runs.EVERY} that divides "
                      f"--iterations={options.iterations}")
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else list(argv)
     parser = argparse.ArgumentParser("python -m lab.studies.flaws", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     for flag, default, text in (
@@ -502,7 +501,7 @@ def main(argv=None):
             ("every", 10, "iterations between measured models; doubled in a run twice as long"),
             ("tasks", 32, f"tasks of {SPLIT} that each model plays, {MEMBERS} episodes each"),
             ("places", 100, "states of each kind in which repeats are measured"),
-            ("jobs", 2, "parallel processes"),
+            ("jobs", 2, "parallel processes; 0: use stored cells only"),
             ("runs", str(runs.RUNS), "folder of the runs"),
             ("out", str(common.OUT), "output folder")):
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)
@@ -510,7 +509,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     check(parser, options)
     try:
-        print(study(options, ["python", "-m", "lab.studies.flaws", *argv]))
+        print(study(options, common.command_of(parser, options)))
     except (ValueError, jobs.Failed) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     return 0

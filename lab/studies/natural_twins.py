@@ -466,7 +466,7 @@ def unlike_text(table):
 
     text = "; ".join(f"after {start}, seed {seed}: {' / '.join(map(group, groups))}"
                      for (start, seed), groups in unlike(table).items())
-    return text and ("In some seeds a later session made a cold start again, and it came out otherwise, so "
+    return text and ("In some seeds a cold start was made again later, and came out otherwise, so "
                      "the arms before the slash began with one model and those behind it with another: "
                      f"{text}. The last column is of the seeds in which both arms began with one model.\n\n")
 

@@ -443,9 +443,11 @@ def options_of(argv):
     parser.add_argument("--out", default=str(common.OUT), help="output folder")
     common.add_dirty(parser)
     options = parser.parse_args(argv)
+    command = common.command_of(parser, options)
     common.split_lists(parser, options, models=MODELS, arms=ARMS)
     common.check_ranges(parser, ("iterations", options.iterations, runs.EVERY, 10**4),
                         ("jobs", options.jobs, 0, 256))
+    options.command = command
     return options
 
 
@@ -458,12 +460,11 @@ def main(argv=None):
     except (ValueError, jobs.Failed) as error:
         print(f"studies.pretrained: error: {error}", file=sys.stderr)
         return 1
-    command = ["python", "-m", "lab.studies.pretrained", *(sys.argv[1:] if argv is None else argv)]
     rows, out = rows_of(cells), Path(options.out)
     figures = figures_of(rows)
     draw(cells, rows, out)
-    text = page(cells, rows, figures, shlex.join(command))
-    common.publish(out, "pretrained", command, options.seeds, {
+    text = page(cells, rows, figures, shlex.join(options.command))
+    common.publish(out, "pretrained", options.command, options.seeds, {
         "rows": rows, "SmolLM2 minus small": differences(rows)}, figures, text)
     print(text)
     return 0
