@@ -71,9 +71,9 @@ def number(value, form=".1f"):
 
 
 def markdown(head, rows):
-    """Lines of a Markdown table, followed by an empty line. head: list of texts; rows: lists of texts."""
+    """A Markdown table as text, with a line end. head: list of texts; rows: lists of texts."""
     lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
-    return [lines[0], "|" + "---|" * len(head), *lines[1:], ""]
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:], ""])
 
 
 def range_of(values, form="{:.0f}"):

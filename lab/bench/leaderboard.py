@@ -128,15 +128,14 @@ def commands(found):
         parts = [f"--games={GAMES}" if word.startswith("--games=") else shlex.quote(word)
                  for word in shlex.split(result["command"]) if not word.startswith(("--seen=", "--name="))]
         lines.append(f"{' '.join(parts)} --out=runs/{shlex.quote(result['player']['name'])}")
-    return [*lines, "```", ""]
+    return "\n".join([*lines, "```", ""])
 
 
 def hashes(found):
     """The games of all rows: their hash and, if a row plays all of them, how many."""
     values = {split: value for result in found.values() for split, value in result["games_hash"].items()}
     numbers = {split: f" ({n} games)" for split, n in numbers_of_games(found).items()}
-    return [", ".join(f"{split} `{values[split]}`{numbers.get(split, '')}" for split in sorted(values)) + ".",
-            ""]
+    return ", ".join(f"{split} `{values[split]}`{numbers.get(split, '')}" for split in sorted(values)) + ".\n"
 
 
 def published(stored, paper):
@@ -165,15 +164,15 @@ def number(entry, split):
 
 def sources(stored):
     """What is known, and not known, of each source."""
-    return [f"- {entry['source']}. Protocol: {entry['protocol']}. Seen: {entry['seen']}. Unknown: "
-            f"{entry['unknown']}." for entry in stored["sources"].values()] + [""]
+    return "".join(f"- {entry['source']}. Protocol: {entry['protocol']}. Seen: {entry['seen']}. Unknown: "
+                   f"{entry['unknown']}.\n" for entry in stored["sources"].values())
 
 
 def filled(page, found, stored, paper):
     """The page's text with current tables."""
     blocks = {"rows": rows(found), "commands": commands(found), "games": hashes(found),
               "published": published(stored, paper), "sources": sources(stored)}
-    return BLOCK.sub(lambda match: match[1] + "\n".join(blocks[match[2]]) + match[3], page)
+    return BLOCK.sub(lambda match: match[1] + blocks[match[2]] + match[3], page)
 
 
 def current(page):

@@ -317,16 +317,16 @@ def page(groups):
              "rule of a verdict was mended afterwards, the claim or its section says so. This page is made "
              "from lab/predictions.json by `python -m lab.bench.predictions`, which fails on a claim without "
              "an outcome.", "",
-             *markdown(["study", "claims", "held", "**failed**", "not decided", "not run yet"],
-                       [counts(group["study"], found, [group]) for group in groups]
-                       + [counts("all", found, groups)])]
+             markdown(["study", "claims", "held", "**failed**", "not decided", "not run yet"],
+                      [counts(group["study"], found, [group]) for group in groups]
+                      + [counts("all", found, groups)])]
     for group in groups:
         lines += [f"## {group['study']}", "",
                   f"Committed in {', '.join(group['written'])}. Results: {group['results']}.", ""]
         lines += [group["before"], ""] if group["before"] else []
         for prediction in group["predictions"]:
             lines += [f"**{prediction['id']}.** {prediction['text']}", "",
-                      *markdown(["claim", "predicted", "came out", ""], found[prediction["id"]])]
+                      markdown(["claim", "predicted", "came out", ""], found[prediction["id"]])]
         lines += [group["after"], ""] if group["after"] else []
     return "\n".join(lines)
 

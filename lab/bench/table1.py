@@ -160,10 +160,10 @@ def text(result):
             for name, row in result["rows"].items()]
     pairs = [[name, *successes(row, seeds, "+")] for name, row in result["differences"].items()]
     lines = [f"# {result['what']}", "", *introduction(result), "",
-             *markdown([result["benchmark"], *columns, *shares, "n", "paper " + " / ".join(splits)], rows)]
+             markdown([result["benchmark"], *columns, *shares, "n", "paper " + " / ".join(splits)], rows)]
     if any("†" in row[-1] for row in rows):
         lines += [INFERRED, ""]
-    lines += ["Differences, paired by seed, in points:", "", *markdown(["difference", *columns], pairs)]
+    lines += ["Differences, paired by seed, in points:", "", markdown(["difference", *columns], pairs)]
     return "\n".join(lines + notes_text(result) + score_text(result, splits) + judge_text(result))
 
 
@@ -232,7 +232,7 @@ def score_text(result, splits):
     """Table of mean game scores; no lines if the game has none."""
     scores = {name: [row[split].get("score_100") for split in splits] for name, row in result["rows"].items()}
     rows = [[name, *map(number, score)] for name, score in scores.items() if set(score) != {None}]
-    return ["Mean score, of 100:", "", *markdown(["score", *splits], rows)] if rows else []
+    return ["Mean score, of 100:", "", markdown(["score", *splits], rows)] if rows else []
 
 
 def judge_text(result):
@@ -240,7 +240,7 @@ def judge_text(result):
     rows = [[name, *(number(judge[key], ".2f") + few_text(judge.get("of", {}).get(key)) for key in JUDGE)]
             for name, judge in result["judge"].items()]
     head = "The judge, mean over the last ten iterations of each row's first training run, over seeds:"
-    return [head, "", *markdown(["judge", *JUDGE], rows)] if rows else []
+    return [head, "", markdown(["judge", *JUDGE], rows)] if rows else []
 
 
 # The command

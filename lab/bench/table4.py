@@ -142,11 +142,11 @@ def text(taken, rows, splits, seeds):
     """The result as Markdown."""
     lines = [f"Seconds per iteration, {how_text(taken, rows)}; ×: multiples of the row without GCD, lowest "
              "and highest run; paper: Table 4.", ""]
-    lines += markdown(["seconds", *STAGES, "total", "×", "paper ×"], seconds_rows(rows))
+    lines.append(markdown(["seconds", *STAGES, "total", "×", "paper ×"], seconds_rows(rows)))
     head = ["success in points", "iterations", "time ×", *splits, "paper time ×", "paper L2"]
     lines += ["What GCD brings, with as many iterations and with fewer (temperature 1, paired by seed ± half "
               f"the 95 % t interval, {seeds} seeds):", ""]
-    return "\n".join([*lines, *markdown(head, gain_rows(rows, splits, seeds))])
+    return "\n".join([*lines, markdown(head, gain_rows(rows, splits, seeds))])
 
 
 def how_text(taken, rows):

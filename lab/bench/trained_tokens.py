@@ -96,7 +96,7 @@ def measure(commit, shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REP
 
 
 def table(found):
-    """The result as lines of Markdown."""
+    """The result as Markdown."""
     head = ["trained", "parameters", "tokens a CPU second", "ms a token", "times the whole model's rate"]
     return markdown(head, [
         [row["way"] or "the whole model", f"{row['trained_parameters'] / 1e6:.1f} million",
@@ -110,7 +110,7 @@ def main(argv=None):
     found = measure(parse_clean(parser, argv).commit)
     files.write_json(OUT, found)
     print("{name} ({capability}, one thread), torch {torch}".format(torch=found["torch"], **found["cpu"]))
-    print("\n".join(table(found)))
+    print(table(found))
     for row in found["rows"]:
         if row["merge_s"] is not None:
             print(f"{row['way']}: merging the adapters for an iteration's play: {row['merge_s']:.2f} CPU s")

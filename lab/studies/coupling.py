@@ -495,7 +495,7 @@ def page(results, figures, command, without):
     def table(names, part, columns):
         rows = [[name, *(number(results.mean(name, part, key), form) for _, key, form in columns)]
                 for name in names]
-        return "\n".join(markdown(["", *(title for title, _, _ in columns)], rows))
+        return markdown(["", *(title for title, _, _ in columns)], rows)
 
     similar = table(results.names, "similarity", (
         ("pairs with the same action", "same action", ".2f"), ("cosine of gradients, mean", "mean", ".3f"),
@@ -523,7 +523,7 @@ def page(results, figures, command, without):
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, results.seeds)), without=without, claims="\n".join(claims),
         tasks=influence.TASKS, batches=conflict.BATCHES, own=influence.STEP_NATS, similar=similar,
-        heats=heats, gaps="\n".join(gaps), gradients=gradients_table(results), tokens="\n".join(tokens),
+        heats=heats, gaps=gaps, gradients=gradients_table(results), tokens=tokens,
         counts=counts(results))
 
 
@@ -533,9 +533,9 @@ def gradients_table(results):
     rows = [[kind, text_of(found["cosine"]),
              "; ".join(f"{iteration}: {text_of(of)}" for iteration, of in found["stages"].items()),
              *(text_of(found[key]) for key in columns)] for kind, found in results.gradients().items()]
-    return "\n".join(markdown(["", "cosine of the expected gradients", "by iteration", "between two batches",
-                               "of two of the policy's", "of two of the judge's", "in one batch",
-                               "norm, times the policy's"], rows)) if rows else "Not measured.\n"
+    return markdown(["", "cosine of the expected gradients", "by iteration", "between two batches",
+                     "of two of the policy's", "of two of the judge's", "in one batch",
+                     "norm, times the policy's"], rows) if rows else "Not measured.\n"
 
 
 def counts(results):

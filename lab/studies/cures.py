@@ -556,14 +556,14 @@ def grid(table):
                      f"{rounded(row['leak_start'])} → {rounded(row['leak'])}",
                      f"{rounded(row['probe_start'])} → {rounded(row['probe'])}", rounded(row["auc"]),
                      times(row["right"]) if row["auc"] is not None else "–", times(row["away"])])
-    return "\n".join(markdown(head, rows))
+    return markdown(head, rows)
 
 
 def comparisons(differences):
     """The table of differences in final q_N."""
     rows = [[*name.split(" against "), with_half(difference, "+.2f")] for name, difference in
             differences.items() if difference is not None and difference["half"] is not None]
-    return "\n".join(markdown(["arm", "minus", "final q_N"], rows)) if rows else "Not measurable."
+    return markdown(["arm", "minus", "final q_N"], rows) if rows else "Not measurable."
 
 
 def pooled_text(found):
@@ -615,10 +615,10 @@ def foretold_text(found):
     def text(auc):
         return "–" if auc is None else "{:.2f} [{:.2f}, {:.2f}]".format(*auc)
 
-    return "\n".join(markdown(
+    return markdown(
         ["iteration", "runs with the flaw, and those of them that remove it later", *FORETELLING],
         [[str(iteration), f"{of['n']}, {of['removed']}", *(text(of[measure]) for measure in FORETELLING)]
-         for iteration, of in found.items()]))
+         for iteration, of in found.items()])
 
 
 def seeds_text(table):
@@ -640,13 +640,13 @@ def page(tables, found, command, seeds, iterations):
         less_grpo=pooled_text(found["pooled"]["GRPO"]),
         less_coins=pooled_text(found["pooled"]["+GCD, coins"]),
         sign=sign, added=added, foretold=early, confirmed=confirmed,
-        again="\n".join(markdown(["seeds", *(f"less that of {other}" for other in found["again"])], [
+        again=markdown(["seeds", *(f"less that of {other}" for other in found["again"])], [
             [of_seeds, *(pooled_text(of[of_seeds]) for of in found["again"].values())]
-            for of_seeds in found["again"]["GRPO"]])),
-        elsewhere="\n".join(markdown(["where", "first seeds", "own", "both"], [
-            [where, *map(pooled_text, of.values())] for where, of in found["elsewhere"].items()])),
-        decided="\n".join(markdown(["final q_N of", "decisive seeds", "all with outcomes of their own"], [
-            [name, *map(pooled_text, of.values())] for name, of in found["decided"].items()])),
+            for of_seeds in found["again"]["GRPO"]]),
+        elsewhere=markdown(["where", "first seeds", "own", "both"], [
+            [where, *map(pooled_text, of.values())] for where, of in found["elsewhere"].items()]),
+        decided=markdown(["final q_N of", "decisive seeds", "all with outcomes of their own"], [
+            [name, *map(pooled_text, of.values())] for name, of in found["decided"].items()]),
         spread=f"{found['start spread']:.4f}",
         new_seeds=seeds_text(fresh), own_seeds=seeds_text(own), decisive_seeds=seeds_text(decisive),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*counts)

@@ -376,7 +376,7 @@ def page(results, taught, command):
         [title, *(number(late(results[name]["curves"], metric)) for name in rules_fired)]
         for metric, title in CURVES.items()])
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, lessons=lessons_text, rules="\n".join(rules), ends="\n".join(ends),
+        command=command, lessons=lessons_text, rules=rules, ends=ends,
         gap=number(ahead(results["leak"]) - ahead(results[HEALTHY])),
         right=sum(row["told"] for row in taught), of=len(taught),
         alone=sum(rules_fired[name] == [name] for name in FAULTS),

@@ -382,7 +382,7 @@ def tables(found, results):
                           *(form(read(result, "models", i, temperature, *path))
                             + known_in(results[arm, twice], "models", i, temperature, *path)
                             for path, form in columns.values())] for temperature in DASHES]
-        return "\n".join(markdown(["arm", "iterations", "temperature", *columns], rows))
+        return markdown(["arm", "iterations", "temperature", *columns], rows)
 
     def three(value):
         return as_text(value, ".3f")
@@ -411,8 +411,8 @@ def tables(found, results):
         "differences": table({kind: (share_of(kind, "difference"), with_half) for kind in KINDS}
                              | {"r": (("own", "raised"), with_half)}),
         "confidence": table({name: (("confidence", name, "mean"), three) for name in CLASSES}),
-        "ways": "\n".join(markdown(["arm", "temperature", *(f"{kind}: {what}" for kind in CLASSES
-                                                            for what in ("risen", "fallen again"))], ways)),
+        "ways": markdown(["arm", "temperature", *(f"{kind}: {what}" for kind in CLASSES
+                                                  for what in ("risen", "fallen again"))], ways),
         "success": table({"success": (("own", "success"), three)}
                          | {kind: (("own", "shares", kind), three) for kind in KINDS})}
 

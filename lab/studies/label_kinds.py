@@ -159,7 +159,7 @@ def tables(results):
                     "bad refused", "bad precision", "bad, oracle good", "bad in lost", "flaw recall"))])
     head = ["model", "kind", "good", "right", "in won episodes", "found of good turns taken", "bad",
             "refusals", "of taken: right", "of taken: good", "of taken: in lost episodes", "found of flaws"]
-    return "\n".join(models), "\n".join(markdown(head, rows))
+    return models, markdown(head, rows)
 
 
 def draw(results, path):

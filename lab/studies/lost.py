@@ -143,7 +143,7 @@ def main(argv=None):
     command = shlex.join(["python", "-m", "lab.studies.lost", *(sys.argv[1:] if argv is None else argv)])
     rows = [[row, *cells] for row, cells in zip(ROWS, zip(*columns), strict=True)]
     lines = [f"`{command}`, commit {commit}", "",
-             *markdown([f"{options.split}, temperature {options.temperature:g}", *names], rows)]
+             markdown([f"{options.split}, temperature {options.temperature:g}", *names], rows)]
     text = "\n".join(lines)
     if options.out:
         files.write_text(Path(options.out), text)

@@ -443,7 +443,7 @@ def grids(table):
         shared[1].append([name, *(change("cosine", part) for part in of), change("apart", of[0]),
                           *(change("auc", part) for part in of), rounded(row["unreadable"]),
                           times(row["right"]), times(row["away"]), times(row["lag"])])
-    return ["\n".join(markdown(head, rows)) for head, rows in (policy, shared)]
+    return [markdown(head, rows) for head, rows in (policy, shared)]
 
 
 def comparisons(table):
@@ -456,7 +456,7 @@ def comparisons(table):
             rows.append([one, other, *(with_half(d, "+.2f") for d in differences),
                          "–" if same is None or same["mean"] is None else with_half(same, "+.2f")])
     head = ["arm", "minus", *MEASURED, "trained, same cold start"]
-    return "\n".join(markdown(head, rows)) if rows else "Not measurable."
+    return markdown(head, rows) if rows else "Not measurable."
 
 
 def unlike_text(table):

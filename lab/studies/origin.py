@@ -528,28 +528,28 @@ def page(found, command, seeds, there, requested):
     shift = found["gain"]["shift"]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, seeds=", ".join(map(str, seeds)), there=there, requested=requested,
-        axes="\n".join(axes_table(found["axes"])), toy="\n".join(toy_table(found["toy"])),
-        groups="\n".join(markdown(["groups of", "centered jointly", "penalty outside", "between them"], [
+        axes=axes_table(found["axes"]), toy=toy_table(found["toy"]),
+        groups=markdown(["groups of", "centered jointly", "penalty outside", "between them"], [
             [str(row["group"]), *(f"{value:+.3f}" for value in (row["joint"], row["outside"],
                                                                row["joint"] - row["outside"]))]
-            for row in found["groups"]])), decided=group_text(found), responses=response_text(found["toy"]),
+            for row in found["groups"]]), decided=group_text(found), responses=response_text(found["toy"]),
         steps=STEPS,
         shift="none" if shift is None else f"{shift:+.2f}", problems=found["gain"]["problems"],
-        fitted=found["gain"]["fitted"], unsolved="\n".join(unsolved_table(found["gain"]["unsolved"])),
-        bins="\n".join(markdown(["Q", "problems", "gain, points", "shift of log-odds"], bins)),
-        saturation="\n".join(markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated)),
-        instead="\n".join(markdown(["axis", "alternative", "gain at pass@1", "minus GRPO's",
-                                    "gain at pass@256"], instead)) if instead else "Not run.\n",
-        omitted="\n".join(markdown(["rho", "problems of", *(
+        fitted=found["gain"]["fitted"], unsolved=unsolved_table(found["gain"]["unsolved"]),
+        bins=markdown(["Q", "problems", "gain, points", "shift of log-odds"], bins),
+        saturation=markdown(["steps of pretraining", "base, pass@1 on id", "gain"], saturated),
+        instead=markdown(["axis", "alternative", "gain at pass@1", "minus GRPO's",
+                          "gain at pass@256"], instead) if instead else "Not run.\n",
+        omitted=markdown(["rho", "problems of", *(
             head for k in (1, EACH) for head in (f"pass@{k} base", "GRPO on five", "on all six",
-                                                 "five minus six"))], omitted)) if omitted else "Not run.\n",
-        methods="\n".join(markdown(["axis", "from one base", *(f"pass@{k}" for k in columns),
-                                    "pass@1 minus GRPO's", f"pass@{KS[-1]} minus GRPO's"], methods))
+                                                 "five minus six"))], omitted) if omitted else "Not run.\n",
+        methods=markdown(["axis", "from one base", *(f"pass@{k}" for k in columns),
+                          "pass@1 minus GRPO's", f"pass@{KS[-1]} minus GRPO's"], methods)
         if methods else "Not run yet.\n",
-        agent="\n".join(markdown(["k", "cold start", "GRPO", "gain"], agent)) if agent else "Not run.\n",
+        agent=markdown(["k", "cold start", "GRPO", "gain"], agent) if agent else "Not run.\n",
         agent_text=agent_text(found["agent"]),
-        agrees="\n".join(markdown(["claim", "agrees", "found"], [
-            [figure["claim"], figure["agrees"], figure["found"]] for figure in figures_of(found)])))
+        agrees=markdown(["claim", "agrees", "found"], [
+            [figure["claim"], figure["agrees"], figure["found"]] for figure in figures_of(found)]))
 
 
 def figures_of(found):

@@ -424,7 +424,7 @@ def page(cells, rows, figures, command):
     claims = [f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
               f"Agrees: {figure['agrees']}.\n" for figure in figures]
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, table="\n".join(table), tokens="\n".join(tokens), steps="\n".join(steps),
+        command=command, table=table, tokens=tokens, steps=steps,
         counts=counts, claims="\n".join(claims), tasks=TASKS, pairs=TURNS)
 
 

@@ -28,13 +28,13 @@ def test_a_wrong_number_and_a_missing_row_are_corrected():
 
 
 def test_every_row_has_its_numbers_and_command():
-    table = "\n".join(leaderboard.rows(EVALUATIONS))
+    table = leaderboard.rows(EVALUATIONS)
     for result in EVALUATIONS.values():
         for split in result["splits"]:
             for rate in result["splits"][split].values():
                 assert f"{100 * rate['success']:.1f} [{100 * rate['low']:.1f}," in table
     assert {"expert", "random", "first", "alfworld_model"} <= EVALUATIONS.keys()
-    block = "\n".join(leaderboard.commands(EVALUATIONS))
+    block = leaderboard.commands(EVALUATIONS)
     assert block.count("python evaluation.py --player") == len(EVALUATIONS)
     assert block.count(f"--games={leaderboard.GAMES} ") == len(EVALUATIONS) and "shared" not in block
 
@@ -81,7 +81,7 @@ def test_the_games_are_those_of_all_rows_and_drawn_ones_are_not_counted(tmp_path
     files.write_json(tmp_path / "a.json", stored | of["L0"] | drawn)
     files.write_json(tmp_path / "b.json", stored | of["L2"] | {"protocol": "eight"})
     found = leaderboard.evaluations(tmp_path)
-    assert leaderboard.hashes(found)[0] == "L0 `74d433dde27dbad5`, L2 `b34382daf0744198` (38 games)."
+    assert leaderboard.hashes(found) == "L0 `74d433dde27dbad5`, L2 `b34382daf0744198` (38 games).\n"
     files.write_json(tmp_path / "c.json", stored)
     found = leaderboard.evaluations(tmp_path)
     assert leaderboard.hashes(found) == leaderboard.hashes(EVALUATIONS)
@@ -89,7 +89,7 @@ def test_the_games_are_those_of_all_rows_and_drawn_ones_are_not_counted(tmp_path
 
 def test_a_strangers_text_stays_text():
     result = json.loads(json.dumps(EVALUATIONS["expert"])) | {"seen": "a | b\n<img src=x> [x](http://y) `c`"}
-    (line,) = [line for line in leaderboard.rows({"x": result}) if "img" in line]
+    (line,) = [line for line in leaderboard.rows({"x": result}).splitlines() if "img" in line]
     assert len(re.findall(r"(?<!\\)\|", line)) == 10
     assert "a \\| b &#60;img src=x&#62; \\[x\\](http://y) \\`c\\` |" in line
 
@@ -98,9 +98,9 @@ def test_published_numbers_are_as_printed_with_what_128_draws_leave_open():
     assert leaderboard.number({"L0": 90.8, "half": {"L0": 1.3}}, "L0") == "90.8 ± 1.3 (5.0)"
     assert leaderboard.number({"L0": 90.8}, "L1") == "–"
     stored, paper = files.read_json(leaderboard.PUBLISHED), files.read_json(leaderboard.PAPER)
-    table = leaderboard.published(stored, paper)
+    table = leaderboard.published(stored, paper).splitlines()
     cells = "Qwen2.5-1.5B | arXiv:2509.23870, Table 1 | 89.8 (5.2) | 88.2 (5.6) | 81.5 (6.7) |"
     assert f"| GRPO with GCD | {cells}" in table
-    assert len(table) == 3 + len(stored["rows"]) + 16
+    assert len(table) == 2 + len(stored["rows"]) + 16
     for source in stored["sources"].values():
         assert source["unknown"] and source["protocol"] and "arXiv" in source["source"]

@@ -208,7 +208,7 @@ def test_problems_that_the_base_never_solves_are_listed_by_axis():
                           ("length", 0.1, "none"): run("length", [0, 256], [0, 256])})
     assert found["problems"] == 4 and found["fitted"] == 1 and found["bins"][0]["gain"] == 0.125
     assert [(row["n"], row["gain"]) for row in found["unsolved"]] == [(1, 0.25), (1, 0)]
-    assert origin.unsolved_table(found["unsolved"])[2:4] == ["| depth | +25.0 (1) | – |",
+    assert origin.unsolved_table(found["unsolved"]).splitlines()[2:4] == ["| depth | +25.0 (1) | – |",
                                                              "| length, no positions | – | +0.0 (1) |"]
 
 

@@ -116,7 +116,7 @@ def test_a_judges_metric_of_fewer_seeds_has_their_number():
               for ratio in (None, 2.0, 4.0)]
     found = table1.judges(config, ["a"], stored)
     assert found["a"]["of"] == {"grad_ratio": [2, 3]} and found["a"]["grad_ratio"] == 3
-    assert "| a | – | 0.50 | – | – | – | – | 3.00 (2/3) | – |" in table1.judge_text({"judge": found})
+    assert "| a | – | 0.50 | – | – | – | – | 3.00 (2/3) | – |" in "".join(table1.judge_text({"judge": found}))
 
 
 @pytest.mark.fast
