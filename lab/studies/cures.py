@@ -476,9 +476,10 @@ def start_spread(tables):
     """
     starts = {name_of(arm): (arm["questions"], arm["embeddings"]) for arm in arms()}
     found = {}
-    for name, seed, result in ((name, seed, result) for table in tables for name, of_seed in table.items()
-                               for seed, result in of_seed.items()):
-        found.setdefault((starts[name], seed), []).append(result["path"][0])
+    for table in tables:
+        for name, of_seed in table.items():
+            for seed, result in of_seed.items():
+                found.setdefault((starts[name], seed), []).append(result["path"][0])
     return max(max(point[q] for point in points) - min(point[q] for point in points)
                for points in found.values() for q in ("q_P", "q_N"))
 
