@@ -60,7 +60,11 @@ def percent(result, seeds, sign=""):
 
 
 def with_half(result, form=".2f"):
-    """Format a mean ± half its interval, if known. form: format of both; a "+" applies to the mean only."""
+    """Format a mean ± half its interval, if known; None, or an interval without values, is a dash. form: of
+    both numbers; a "+" applies to the mean only.
+    """
+    if result is None or result["mean"] is None:
+        return "–"
     half = "" if result["half"] is None else f" ± {result['half']:{form.lstrip('+')}}"
     return f"{result['mean']:{form}}{half}"
 

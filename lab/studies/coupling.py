@@ -485,9 +485,7 @@ def draw_conflict(plotted, results, path):
 
 # The study
 
-def text_of(found):
-    """An interval as text; a dash without values."""
-    return "–" if found is None or found["mean"] is None else with_half(found, ".3f")
+text_of = partial(with_half, form=".3f")
 
 
 def page(results, figures, command, without):

@@ -454,7 +454,7 @@ def comparisons(table):
         if all(d is not None and d["half"] is not None for d in differences):
             same = same_start(table, one, other)
             rows.append([one, other, *(with_half(d, "+.2f") for d in differences),
-                         "–" if same is None or same["mean"] is None else with_half(same, "+.2f")])
+                         with_half(same, "+.2f")])
     head = ["arm", "minus", *MEASURED, "trained, same cold start"]
     return markdown(head, rows) if rows else "Not measurable."
 

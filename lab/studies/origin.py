@@ -462,7 +462,7 @@ def toy_table(toy):
     """The table of the toy."""
     rows = []
     for kind, row in toy.items():
-        rows.append([kind, "–" if row["shift"]["mean"] is None else with_half(row["shift"]),
+        rows.append([kind, with_half(row["shift"]),
                      "–" if row["distance"] is None else f"{100 * row['distance']:.1f}",
                      f"{row['grown_most_nats']:.2f}", f"{row['at_an_end']:.0%}"])
     return markdown(["kind", "shift of log-odds", "points from its closed form",

@@ -305,11 +305,6 @@ def differences(rows):
     return {key: paired(*(row[key]["seeds"] for row in pair)) for key in NUMBERS} if all(pair) else {}
 
 
-def text_of(found, form=".2f"):
-    """An interval as text; a dash without values."""
-    return "–" if found is None or found["mean"] is None else with_half(found, form)
-
-
 def figures_of(rows):
     """What was found on the paper's figures, for the gallery."""
     less, trained = differences(rows), {
@@ -317,7 +312,7 @@ def figures_of(rows):
     ours = {row: found for row, found in trained.items() if row.startswith("SmolLM2")}
 
     def texts(key, of=rows):
-        return "; ".join(f"{row} {text_of(found[key])}" for row, found in of.items())
+        return "; ".join(f"{row} {with_half(found[key])}" for row, found in of.items())
 
     def tests(first, second, factor=1.0):
         return [found[first]["mean"] > factor * abs(found[second]["mean"]) for found in ours.values()
@@ -334,8 +329,8 @@ def figures_of(rows):
          "claim": "An agent's samples are similar because a language model's representations are.",
          "found": f"On the same turns, pairs of different tasks. Hidden states' cosine: {texts('hidden')}. "
                   f"Root mean square cosine of the output layer's gradients: {texts('rms')}. With judge "
-                  f"questions, SmolLM2 less the small model: hidden {text_of(less.get('hidden'))}, gradients "
-                  f"{text_of(less.get('rms'))}.{alone}", "agrees": coupling.verdict(similar)},
+                  f"questions, SmolLM2 less the small model: hidden {with_half(less.get('hidden'))}, "
+                  f"gradients {with_half(less.get('rms'))}.{alone}", "agrees": coupling.verdict(similar)},
         {"paper": "Figure 3b (a pretrained model)", "picture": "pretrained.heat.svg",
          "claim": "A gradient step on a sample raises those with the same action on other inputs most.",
          "found": f"Steps on the whole model, turns of one command: {texts('whole same', ours)}; of other "
@@ -408,7 +403,7 @@ def draw(cells, rows, out):
 def page(cells, rows, figures, command):
     """The page's text, from its template in this folder."""
     table = markdown(["", *NUMBERS.values()],
-                     [[row, *(text_of(found[key]) for key in NUMBERS)] for row, found in rows.items()])
+                     [[row, *(with_half(found[key]) for key in NUMBERS)] for row, found in rows.items()])
     kinds = dict.fromkeys(kind for result in cells.values() for kind in result["tokens"])
     tokens = markdown(["", *kinds], [[cell, *(
         "{influence:.1%} of {tokens:.1%}".format(**shares[kind]) if kind in shares else "–"
