@@ -52,7 +52,8 @@ def test_the_codes_turn_rewards_by_hand():
 
 def run_of(method, dynamic_sampling="drop", kl="none"):
     """A run with the settings that gcd.informative reads."""
-    return SimpleNamespace(config=SimpleNamespace(algorithm=method, dynamic_sampling=dynamic_sampling, kl=kl))
+    return SimpleNamespace(config=SimpleNamespace(algorithm=method, dynamic_sampling=dynamic_sampling, kl=kl,
+                                                  entropy_coef=0.0))
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "nthr", "rlvmr"])
