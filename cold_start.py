@@ -229,7 +229,7 @@ def demonstrate(run, first, n, mistake_rate, required=True):
             thoughts = [correction.plain_text(text or "") for text in run.endpoint.ask(pending)]
             counts["thoughts not written"] += thoughts.count("")            # they are the template's
             episode = replay(run.chat, spec, demonstration, config.history, search_verbs, thoughts)
-        if max(len(turn.prompt_ids) + len(turn.response_ids) for turn in episode.turns) > config.context:
+        if max(turn.tokens for turn in episode.turns) > config.context:
             counts["too long"] += 1
             continue
         write_weights(episode, demonstration.mistakes, instruction)

@@ -75,7 +75,7 @@ def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", max_token
     endpoint: any object with `ask(questions) -> answers`.
     """
     wanted = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
-              if (kind == "endpoint" or label is None) and length_at(episode.turns[t]) < max_tokens]
+              if (kind == "endpoint" or label is None) and episode.turns[t].tokens < max_tokens]
     drawn = [wanted[i] for i in torch.randperm(len(wanted), generator=generator(seed))[:n].tolist()]
     answers = endpoint.ask([transcript(episodes[e], t) for e, t in drawn])
     return {turn: parse_verdict(answer or "", "think") for turn, answer in zip(drawn, answers, strict=True)}
@@ -110,11 +110,6 @@ def parse_verdict(text, style):
     return match[1] if match else None
 
 
-def length_at(turn):
-    """Tokens of a conversation up to and including a turn."""
-    return len(turn.prompt_ids) + len(turn.response_ids)
-
-
 def candidates(episodes, kind, max_tokens, environment, endpoint=None):
     """[(episode.index, t, label)] of labelled turns with fewer than max_tokens tokens, prompt included.
 
@@ -125,7 +120,7 @@ def candidates(episodes, kind, max_tokens, environment, endpoint=None):
         of_episode = {t: label for (position, t), label in (endpoint or {}).items() if position == e}
         labels = label_turns(episode, kind, environment, of_episode)
         result += [(episode.index, t, label) for t, (turn, label) in enumerate(zip(episode.turns, labels))
-                   if label and length_at(turn) < max_tokens]
+                   if label and turn.tokens < max_tokens]
     return result
 
 

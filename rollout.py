@@ -47,6 +47,11 @@ class Turn:
     allowed: list = field(default_factory=list)   # per response token, the ids it was sampled from (None:
                                                   # all); empty: unrestricted
 
+    @property
+    def tokens(self):
+        """Number of tokens of the conversation up to and including this turn."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
 
 @dataclass(slots=True)
 class Episode:

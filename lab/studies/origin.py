@@ -131,8 +131,8 @@ def findings(everything, results):
     return {"axes": axes, "gain": gains(trained),
             "saturation": saturation(cells),
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
-            "omitted": [row for rho, of_seed in omitting.items()
-                        for row in omitted_rows(rho, of_seed, trained["composition", rho, "rotary"])],
+            "omitted": [row for rho, of_seed in omitting.items() for row in omitted_rows(
+                rho, of_seed, trained.get(("composition", rho, "rotary"), {}))],
             "methods": [row for axis, rho in METHODS_AT
                         for row in method_rows(axis, rho, {s["seed"]: result for s, result in cells if (
                             s["what"], s.get("axis"), s.get("rho")) == ("methods", axis, rho)})],

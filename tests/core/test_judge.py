@@ -282,7 +282,7 @@ def test_which_turns_a_large_model_is_asked_about(chat, kind, n_places):
     episodes = [scripted(chat), scripted(chat, won=False)]
     rule = [turn_labels.rule_labels(episode) for episode in episodes]
     assert len(judge.endpoint_labels(episodes, Large(), 1000, 0, kind)) == n_places
-    room = judge.length_at(episodes[1].turns[6])                     # six turns of the second are shorter
+    room = episodes[1].turns[6].tokens                     # six turns of the second are shorter
     found = judge.endpoint_labels(episodes, Large(), 1000, 0, kind, room)
     assert {t for e, t in found if e} == {t for t in range(6) if kind == "endpoint" or rule[1][t] is None}
     often = Counter()
