@@ -319,9 +319,8 @@ def judge_questions(run, stop):
     seed, by_endpoint, asks = stream(config.seed, QUESTIONS), None, config.judge_labels in labels.OF_ENDPOINT
     writes = asks and not run.chat.bare and config.judge_kind == "generative"
     needed = len(judge.question_message(run.chat)) + len(judge.verdict_ids(run.chat, "good"))
-    max_tokens = config.context - max(QUESTION_TOKENS, needed)                 # of a bare verdict
-    if writes or config.judge_kind == "value":
-        max_tokens = config.question_room
+    max_tokens = config.question_room if writes or config.judge_kind == "value" else (
+        config.context - max(QUESTION_TOKENS, needed))                         # of a bare verdict
     if asks:
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed, max_tokens)
         by_endpoint = parallel.all_gather(given)[0]

@@ -242,7 +242,7 @@ class Environment(envs.Environment):
         return Task(name, "train", kind, self._named_problem(name, kind))
 
     def _rl_task(self, name):
-        """A task of --split, without the pair of --omit-pair."""
+        """A training task of --split, without the pair of --omit-pair."""
         split, omitted = self.settings.split, self.settings.omit_pair
         return Task(name, "train", split, self._named_problem(name, split, lambda problem: (
             problem.part > 1 and (omitted < 0 or problem.operations != HELD_OUT[omitted])),
