@@ -204,6 +204,11 @@ def test_the_papers_preset_has_the_entropy_in_its_objective():
     assert session.objective_of(config.parse([])).entropy_coef == 0
 
 
+def test_the_weight_of_a_kl_in_the_loss_is_its_flags():
+    for kl, weight in (("loss", 0.3), ("reward", 0.0)):
+        assert session.objective_of(config.parse(["--kl", kl, "--kl-coef", "0.3"])).kl_coef == weight
+
+
 def test_the_entropy_is_the_policys_alone_in_any_chunks(model, samples, judgements, monkeypatch):
     """Subtracted from its loss, also of samples without an advantage; the judge's answers keep their
     gradient."""

@@ -7,7 +7,7 @@ Each found a line that could be changed with no test failing.
 
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,14 +32,28 @@ GAME_TASK = Task("t", "train", "look", None)
 
 
 @pytest.fixture
-def chosen(monkeypatch):
-    """The seeds of `judge.choose` in the order of its calls, in runs of `judge_turns` on two candidates."""
-    seeds, places = [], [(0, 0, "good"), (0, 1, "bad")]
-    monkeypatch.setattr(judge, "candidates", lambda *_: places)
-    monkeypatch.setattr(judge, "choose", lambda found, kind, pairs, seed: seeds.append(seed) or places)
-    monkeypatch.setattr(judge, "questions", lambda *_: [])
-    monkeypatch.setattr(judge, "answer_questions", lambda *_: None)
-    return seeds
+def given(monkeypatch):
+    """What `judge_turns` gives to parts of the judge, by name, in the order of the calls.
+
+    Of each round's two turns one has answers of unequal reward.
+    """
+    calls, places = {"candidates": [], "choose": [], "answer_questions": []}, [(0, 0, "good"), (0, 1, "bad")]
+
+    def record(name, result):
+        monkeypatch.setattr(judge, name, lambda *arguments: calls[name].append(arguments) or result)
+    record("candidates", places)
+    record("choose", places)
+    record("answer_questions", None)
+    monkeypatch.setattr(judge, "questions", lambda *_: [SimpleNamespace(rewards=[0, 1]),
+                                                        SimpleNamespace(rewards=[0, 0])])
+    for name in ("samples", "verdict_records"):
+        monkeypatch.setattr(judge, name, lambda *_: [])
+    return calls
+
+
+def seeds_of(calls):
+    """The last argument of each."""
+    return [arguments[-1] for arguments in calls]
 
 
 def judging_run(**settings):
@@ -48,17 +62,35 @@ def judging_run(**settings):
                   judge_response_tokens=4, judge_group_size=2, judge_normalize_std=False, question_room=99,
                   slots=4) | settings
     return SimpleNamespace(config=SimpleNamespace(**config), ranks=RANKS, environment=None, chat=None,
-                           sampler=None, sampling=lambda **_: None)
+                           sampler=None, sampling=lambda **changes: changes)
 
 
 @pytest.mark.fast
-def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(chosen):
-    for i in (0, 1, 0):
-        gcd.judge_turns(judging_run(), i, [])
-    assert chosen[0] == chosen[2] != chosen[1]
-    chosen.clear()
-    gcd.judge_turns(judging_run(judge_redraw=True), 0, [])
-    assert len(chosen) == len({*chosen}) == gcd.flags.MOST_ROUNDS
+def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(given):
+    for seed, i in ((7, 0), (7, 1), (7, 0), (8, 0)):
+        gcd.judge_turns(judging_run(seed=seed), i, [])
+    for seeds in (seeds_of(given["choose"]), [arguments[5] for arguments in given["answer_questions"]]):
+        assert seeds[0] == seeds[2] and len({*seeds}) == 3
+    given["choose"].clear()
+    gcd.judge_turns(judging_run(judge_redraw=True, judge_turns=40), 0, [])
+    assert len(given["choose"]) == len({*seeds_of(given["choose"])}) == gcd.flags.MOST_ROUNDS
+
+
+@pytest.mark.fast
+def test_questions_and_answers_get_the_room_that_the_flags_leave_them(given):
+    gcd.judge_turns(judging_run(), 0, [])
+    (_, _, room, *_), = given["candidates"]
+    (*_, group_size, sampling, _, at_once), = given["answer_questions"]
+    assert (room, group_size, sampling, at_once) == (
+        99, 2, {"max_response_tokens": 4}, judge.ANSWERS_PER_SLOT * 4)
+
+
+@pytest.mark.fast
+def test_ranks_stop_redrawing_when_all_of_them_together_have_enough(given, monkeypatch):
+    """Else they would leave the loop in different rounds, and wait for each other for ever."""
+    monkeypatch.setattr(parallel, "all_sum", lambda n: n + 5)                     # what other ranks found
+    gcd.judge_turns(judging_run(judge_redraw=True, judge_turns=8), 0, [])
+    assert [pairs for _, _, pairs, _ in given["choose"]] == [4, 1]
 
 
 @pytest.mark.fast
@@ -263,17 +295,18 @@ def test_a_large_models_labels_are_counted(monkeypatch):
 
 @pytest.mark.fast
 def test_ranks_play_their_own_tasks_of_the_types_that_rl_trains_on(monkeypatch):
-    """Each episode has draws of its own."""
+    """Each episode of each iteration, round and seed has draws of its own; all have the instruction."""
     requests, specs = [], []
     monkeypatch.setattr(gcd, "train_tasks", lambda environment, types, start, n: requests.append(
         (types, start, n)) or [GAME_TASK] * n)
-    config = SimpleNamespace(tasks=4, group_size=2, train_types="part", cold_start_types="all", seed=3)
-    for rank in (0, 1):
+    config = SimpleNamespace(tasks=4, group_size=2, train_types="part", cold_start_types="all")
+    for config.seed, i, refill_round, rank in product((3, 4), (5, 6), (0, 1), (0, 1)):
         ranks = SimpleNamespace(rank=rank, world_size=2)
-        run = SimpleNamespace(config=config, ranks=ranks, instruction="", environment=None)
-        specs += gcd.episode_specs(run, 5)
-    assert requests == [("part", 20, 2), ("part", 22, 2)]
-    assert len({spec.stream for spec in specs}) == len(specs) == 8
+        run = SimpleNamespace(config=config, ranks=ranks, instruction="Look first.", environment=None)
+        specs += gcd.episode_specs(run, i, refill_round)
+    assert requests[:2] == [("part", 20, 2), ("part", 22, 2)]
+    assert len({spec.stream for spec in specs}) == len(specs) == 64
+    assert {spec.instruction for spec in specs} == {"Look first."}
 
 
 @pytest.mark.fast
@@ -427,13 +460,13 @@ def test_a_gap_that_rounding_cannot_explain_ends_a_float32_run():
 def test_a_kl_in_the_reward_is_of_the_trainers_logprobs_in_bf16(monkeypatch, dtype, rescored):
     seen = []
     monkeypatch.setattr(gcd.rewards, "write_rewards", lambda *_: None)
-    monkeypatch.setattr(update, "write_kl", lambda *given: seen.append(given[-1]))
+    monkeypatch.setattr(update, "write_kl", lambda *given: seen.append(given[-2:]))
     algorithm = SimpleNamespace(settings=None, assign_checked=lambda *_: {},
                                 subtract_kl=lambda episodes: seen.append("subtracted"))
     config = SimpleNamespace(algorithm=algorithm, kl="reward", kl_coef=0.1, dtype=dtype, iterations=1, seed=0,
                              warmup=0, lr_decay=False)
     gcd.assign_credit(SimpleNamespace(config=config, model=None, objective=None), 0, [], None)
-    assert seen == [rescored, "subtracted"]
+    assert seen == [(0.1, rescored), "subtracted"]
 
 
 @pytest.mark.fast
