@@ -27,7 +27,7 @@ import torch
 import config as flags
 import resume
 from envs import EpisodeLost
-from envs._terminal import printable, printed
+from envs._terminal import printed
 from infra import files, job, parallel, plugins
 from infra.endpoint import Endpoint, checked_extra, checked_url, without_path
 from infra.errors import EXPECTED, one_line
@@ -543,7 +543,7 @@ def main(argv=None):
             return 130
         except EXPECTED as error:
             why = one_line(error, parsed[1].out, known=EpisodeLost)
-            print(f"evaluation.py: error: {printable(why)}", file=sys.stderr)
+            print(f"evaluation.py: error: {why}", file=sys.stderr)
             return 1
 
 

@@ -37,12 +37,12 @@ from agent import load
 from algorithms import rewards
 from cold_start import cold_start
 from envs import EpisodeLost
-from envs._terminal import printable
+from envs._terminal import Printed
 from evaluation import evaluation
 from infra import checkpoint, files, job, parallel, plugins
 from infra.errors import EXPECTED, one_line
 from infra.progress import progress, timed
-from infra.signals import Interrupted, Stop, Unbreakable, speaks_for_machine
+from infra.signals import Interrupted, Stop, speaks_for_machine
 from infra.streams import CREDIT, JUDGE, ROLLOUT, stream
 from lm.optim import trained
 from rollout import EpisodeSpec, success_rate, summary
@@ -142,45 +142,62 @@ def episode_specs(run, i, refill_round=0):
 def judge_turns(run, i, episodes):
     """GCD: label turns, and ask the actor about some. Returns the questions, samples for `optimize`, and
     metrics over all ranks.
-
-    With --judge-redraw, other turns are asked about in place of those whose answers all earn the same, which
-    have no gradient.
     """
-    config, ranks, seed = run.config, run.ranks, stream(run.config.seed, JUDGE, i)
-    by_endpoint = None
-    if config.judge_labels in labels.OF_ENDPOINT:
-        share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
-        by_endpoint = run.endpoint_labels(episodes, share, stream(seed, 2, ranks.rank), config.question_room)
-    candidates = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment,
-                              by_endpoint)
-    candidates = sum(parallel.all_gather(candidates), [])
-    judged, differing, pairs = [], [], config.judge_turns // 2
-    for redraw in range(flags.MOST_ROUNDS if config.judge_redraw else 1):
-        chosen = judge.choose(candidates, config.judge_labels, pairs,
-                              stream(seed, 3, redraw) if redraw else seed)
-        if not (chosen or redraw):
-            run.warn_once("no turn was judged", judge.why_none(candidates, config.judge_labels))
-        fresh = judge.questions(run.chat, episodes, chosen, run.environment, redraw * config.judge_turns)
-        judged += fresh
-        if config.judge_kind == "value":
-            break
-        sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
-        judge.answer_questions(run.sampler, run.chat, fresh, config.judge_group_size, sampling, seed,
-                               judge.ANSWERS_PER_SLOT * config.slots)
-        differing += [question for question in fresh if len(set(question.rewards)) > 1]
-        found = parallel.all_sum(len(differing))                           # those that have a gradient
-        drawn, pairs = {turn[:2] for turn in chosen}, (config.judge_turns - found) // 2       # still wanted
-        candidates = [turn for turn in candidates if turn[:2] not in drawn]
-        if not (chosen and pairs):
-            break
+    config, seed = run.config, stream(run.config.seed, JUDGE, i)
+    candidates = labelled_turns(run, episodes, seed)
+    chosen = judge.choose(candidates, config.judge_labels, config.judge_turns // 2, seed)
+    if not chosen:
+        run.warn_once("no turn was judged", judge.why_none(candidates, config.judge_labels))
+    judged = judge.questions(run.chat, episodes, chosen, run.environment)
     if config.judge_kind == "value":
         samples = judge.value_samples(judged)
         probabilities = update.value_head_probabilities(run.model, samples, run.objective)
         records = judge.value_verdicts(judged, probabilities)
     else:
-        samples = judge.samples(differing if config.judge_redraw else judged, config.judge_normalize_std)
+        judged = trained = answered(run, judged, seed)
+        if config.judge_redraw:
+            judged = redraw(run, episodes, candidates, chosen, judged, seed)
+            trained = [question for question in judged if question.has_gradient]
+        samples = judge.samples(trained, config.judge_normalize_std)
         records = judge.verdict_records(judged)
     return judged, samples, judge.metrics(sum(parallel.all_gather(records), []))
+
+
+def labelled_turns(run, episodes, seed):
+    """The turns of all ranks that may be judged, see judge.candidates."""
+    config, ranks, by_endpoint = run.config, run.ranks, None
+    if config.judge_labels in labels.OF_ENDPOINT:
+        share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
+        by_endpoint = run.endpoint_labels(episodes, share, stream(seed, 2, ranks.rank), config.question_room)
+    own = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment, by_endpoint)
+    return sum(parallel.all_gather(own), [])
+
+
+def answered(run, questions, seed):
+    """The questions, with the actor's answers."""
+    config = run.config
+    sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
+    judge.answer_questions(run.sampler, run.chat, questions, config.judge_group_size, sampling, seed,
+                           judge.ANSWERS_PER_SLOT * config.slots)
+    return questions
+
+
+def redraw(run, episodes, candidates, chosen, judged, seed):
+    """--judge-redraw: ask about other turns in place of those whose answers all earn the same, until none is
+    wanted or left, or MOST_ROUNDS rounds were asked. Returns all questions.
+    """
+    config = run.config
+    for k in range(1, flags.MOST_ROUNDS):
+        found = parallel.all_sum(sum(question.has_gradient for question in judged))
+        pairs = (config.judge_turns - found) // 2                                           # still wanted
+        if not (chosen and pairs):
+            break
+        drawn = {turn[:2] for turn in chosen}
+        candidates = [turn for turn in candidates if turn[:2] not in drawn]
+        chosen = judge.choose(candidates, config.judge_labels, pairs, stream(seed, 3, k))
+        fresh = judge.questions(run.chat, episodes, chosen, run.environment, k * config.judge_turns)
+        judged = judged + answered(run, fresh, seed)
+    return judged
 
 
 def assign_credit(run, i, episodes, reference):
@@ -383,7 +400,7 @@ def run_stages(run):
     return 0
 
 
-def finish(run):
+def run_or_stop(run):
     """Run all stages; if the run is asked to stop, save and say what is saved. Returns the exit status."""
     folder, state = run.out / files.CHECKPOINT, None
     try:
@@ -405,14 +422,20 @@ def finish(run):
     return 130
 
 
+def run_all(config, resources):
+    """Connect, set up, and run all stages. Returns the exit status. resources: the caller's ExitStack."""
+    should_stop = Stop()                                     # hears signals while ranks connect, too
+    resources.push(job.on_exit)
+    with plugins.blamed(EpisodeLost):
+        ranks = job.setup(config.device, within=config.shard_within)
+        return run_or_stop(prepare(config, ranks, should_stop, resources))
+
+
 def attempt(config, resources):
     """Set up and run everything. An error is printed as one line, and one rank's error ends all ranks."""
     out = Path(config.out).absolute()                 # a game may change the working directory
     try:
-        should_stop = Stop()
-        with plugins.blamed(EpisodeLost):
-            ranks = job.setup(config.device, within=config.shard_within)
-            status = finish(prepare(config, ranks, should_stop, resources))
+        status = run_all(config, resources)
         if status == 0 and (config.demonstrations or config.iterations):
             parallel.print0(f"{config.out}/{files.CHECKPOINT} holds the model; python -m report {config.out} "
                             "shows its training")
@@ -425,7 +448,7 @@ def attempt(config, resources):
         first = job.failure(error)       # if another rank failed first, this error follows from that
         why = f"{first}, so this one ends" if first else one_line(error, out, known=EpisodeLost)
         if job.is_news(why, first or hasattr(error, "rank")):
-            print(f"gcd.py: error: {printable(why)}\n", end="", file=sys.stderr)   # one write: ranks share it
+            print(f"gcd.py: error: {why}\n", end="", file=sys.stderr)   # one write: ranks share it
         status = 1
     except Exception as error:
         job.on_exit(type(error), error, None)         # before games are closed: the other ranks wait
@@ -451,10 +474,8 @@ def train(**settings):
     trains = config.demonstrations or config.iterations       # else the model is only evaluated
     if not (trains or config.model):
         raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
-    with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
-        resources.push(job.on_exit)
-        ranks = job.setup(config.device, within=config.shard_within)
-        if finish(prepare(config, ranks, Stop(), resources)):
+    with ExitStack() as resources, Stop.restored():
+        if run_all(config, resources):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in flags.WHERE}
     return load(folder if trains else config.model, **given)
@@ -463,9 +484,8 @@ def train(**settings):
 def main(argv=None):
     """The command. Exit status 0; 1 for an error after the start, 2 for a wrong flag, 130 if interrupted."""
     config = parse_or_exit(argv)
-    with redirect_stdout(Unbreakable(sys.stdout)), redirect_stderr(Unbreakable(sys.stderr)):
+    with redirect_stdout(Printed(sys.stdout)), redirect_stderr(Printed(sys.stderr)):
         with ExitStack() as resources:
-            resources.push(job.on_exit)
             status = attempt(config, resources)
         if left := [thread.name for thread in threading.enumerate()
                     if not thread.daemon and thread is not threading.main_thread()]:

@@ -50,6 +50,16 @@ class Question:
         """The rollout.Turn, to which label, oracle label and verdicts are written."""
         return self.episode.turns[self.t]
 
+    @property
+    def has_gradient(self):
+        """Whether its answers differ in reward."""
+        return len(set(self.rewards)) > 1
+
+    @property
+    def pair(self):
+        """The number of its pair of a good and a bad turn, by which samples are split."""
+        return self.index // 2
+
 
 TRANSCRIPT_HEAD = ('An agent plays a text game. This is what it has seen, and after each ">" the command '
                    'that it gave:')
@@ -213,23 +223,19 @@ def samples(judged, normalize_std=False):
             if (ids := tuple(given.ids)) in distinct:
                 distinct[ids].count += 1
             else:
-                answered = sample(question, question.prompt_ids, given.ids, advantage, given.logprob)
-                distinct[ids] = replace(answered, episode=question.episode.index, turns=[question.turn])
+                distinct[ids] = sample(question.prompt_ids, given.ids, advantage, question.episode.index,
+                                       given.logprob, turns=[question.turn])
         result += distinct.values()
     return result
 
 
-def sample(question, prompt, answer_ids, advantage, logprob_old=None, label=None):
-    """A Sample of one answer to one prompt. logprob_old: None of an answer to imitate, and of a value head's
-    sample, which has a label (1 good, 0 bad) in place of an answer.
-
-    Its `episode` is the number of the question's pair, by which a cold start spreads questions over its
-    steps; `samples` writes that of the judged episode.
+def sample(prompt, answer_ids, advantage, episode, logprob=None, **more):
+    """A Sample of one answer to one prompt. episode, more: see batching.Sample. logprob: of the answer's
+    tokens; None if it is to be imitated, or if there is a label (of a value head) in place of an answer.
     """
     n, m = len(prompt), len(answer_ids)
-    old = None if logprob_old is None else [0.0] * n + logprob_old
-    return Sample(prompt + answer_ids, [False] * n + [True] * m, [0.0] * n + [advantage] * m, old,
-                  question.index // 2, "judge", label=label)
+    return Sample(prompt + answer_ids, [False] * n + [True] * m, [0.0] * n + [advantage] * m,
+                  None if logprob is None else [0.0] * n + logprob, episode, "judge", **more)
 
 
 def demonstrations(chat, judged, written=None, longest=math.inf):
@@ -245,13 +251,13 @@ def demonstrations(chat, judged, written=None, longest=math.inf):
         fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
         n_written += fits
         ids = ids if fits else verdict_ids(chat, question.label)
-        result.append(sample(question, question.prompt_ids, ids, 1.0))
+        result.append(sample(question.prompt_ids, ids, 1.0, question.pair))
     return result, n_written
 
 
 def value_samples(judged):
     """Samples for the value head: prompt and response, with the label at the last token."""
-    return [sample(question, question.turn.prompt_ids + question.turn.response_ids, [], 0.0,
+    return [sample(question.turn.prompt_ids + question.turn.response_ids, [], 0.0, question.pair,
                    label=float(question.label == "good")) for question in judged]
 
 

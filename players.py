@@ -5,6 +5,7 @@ environment's expert, a random player, and one that always gives the first admis
 games are played, and what is counted (evaluation.py).
 """
 
+import math
 import random
 import re
 from collections import Counter
@@ -109,7 +110,7 @@ class TextPlayer:
                 conversations, pending, free = pending, [], []
                 for conversation in conversations:
                     try:
-                        over = self.receive(conversation, max_turns)
+                        over = conversation.receive(max_turns, math.inf)
                     except EpisodeLost as loss:
                         pending.append(rollout.restarted(conversation, loss))
                         continue
@@ -131,13 +132,6 @@ class TextPlayer:
                 if not self.is_dead():
                     pending += [Conversation(spec, ended.source, self.chat, self.history)
                                 for ended, spec in zip(free, specs)]
-
-    def receive(self, conversation, max_turns):
-        """Receive the game's reply; True if the episode has ended."""
-        if conversation.started:
-            return conversation.receive(max_turns, float("inf"))
-        conversation.start()
-        return False
 
     def tokens(self, conversation):
         """(prompt tokens, response tokens) of a conversation so far; (None, None) if unknown."""

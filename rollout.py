@@ -243,6 +243,9 @@ class Conversation:
         episode.ended is then the game's own reason, or "won", "over" (the game's end without a reason), "turn
         limit", "context full" or "response too long".
         """
+        if not self.started:
+            self.start()
+            return False
         episode, turn, self.due = self.episode, self.episode.turns[-1], False
         if episode.truncated:
             return True
@@ -313,12 +316,13 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
 
     def received(conversation):
         """(conversation, whether the episode has ended, or the EpisodeLost), by the game's reply."""
+        started = conversation.started
         try:
-            if conversation.started:
-                return conversation, conversation.receive(max_turns, max_prompt)
-            conversation.start()
+            over = conversation.receive(max_turns, max_prompt)
         except EpisodeLost as loss:
             return conversation, loss
+        if started:
+            return conversation, over
         spec = conversation.spec
         check_first_prompt(spec.task, conversation.prompt, sampling.max_response_tokens, context)
         start = (spec.task.id, conversation.prompt)

@@ -78,10 +78,9 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
-    grads = {}
-    # With `compare` a gradient of each kind, not weighted yet; without, one of all, in grads["policy"]
-    for name, kinds in ({kind: [kind] for kind in parts} if compare else {"policy": [*parts]}).items():
-        scale = dict.fromkeys(kinds, 1.0) if compare else weight
+
+    def gradient(kinds, scale):
+        """That of the sum of these kinds' losses, each times its scale."""
         if in_tokens := [kind for kind in kinds if not objective.by_head(kind)]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
             for batch in equal_microbatches(trained, objective.microbatch_tokens):
@@ -91,7 +90,12 @@ def update(model, optimizer, samples, objective, lr, compare=False):
             for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
                 loss = value_head_loss(model, batch, sums[kind]) if batch else empty_loss(model, "value")
                 (scale[kind] * loss).backward()
-        grads[name] = parallel.pop_grads(model)
+        return parallel.pop_grads(model)
+
+    if compare:
+        grads = {kind: gradient([kind], {kind: 1.0}) for kind in parts}
+    else:                                               # of both at once, under the policy's name
+        grads = {"policy": gradient([*parts], weight)}
     metrics = gradient_metrics(grads, weight) | loss_metrics(sums, objective)
     check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
@@ -110,53 +114,58 @@ def token_loss(model, batch, objective, scale, sums):
     if the algorithm's loss returns something else.
     """
     given = collate(batch, model)
-    advantage_N, sampler_N, device = given.advantage_N, given.sampler_N, given.target_N.device
     kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
     logprob_N, entropy_N = token_logprobs(
         model, given.ids_1M, given.attention, given.column_N, given.target_N, objective.temperature,
         given.allowed, entropies=True, entropy_grad=objective.entropy_coef != 0)
-    now_N = logprob_N.detach()
+    now_N, device = logprob_N.detach(), logprob_N.device
     old_N = now_N if given.old_N is None else given.old_N
     ratio_N = (logprob_N - old_N).exp()
     if objective.ratio != "token":
         ratio_N = losses.sequence_ratio(logprob_N, old_N, sequences(batch, objective.ratio).to(device))
     if objective.loss:
-        result = objective.loss(ratio_N, advantage_N)
+        result = objective.loss(ratio_N, given.advantage_N)
         plugins.refuse(wrong_result(result, ratio_N), objective.loss, "loss")
         loss_N, clipped_N = result
     else:
-        loss_N, clipped_N = losses.clipped_surrogate(ratio_N, advantage_N, objective.clip_low,
+        loss_N, clipped_N = losses.clipped_surrogate(ratio_N, given.advantage_N, objective.clip_low,
                                                      objective.clip_high, objective.dual_clip)
-    corrected = {}
-    if sampler_N is not None and objective.sampler_cap:
-        sampler_weight_N, cut_N = losses.sampler_weight(old_N, sampler_N, objective.sampler_cap)
+    log_ratio_N = (now_N - old_N).clamp(-10, 10)          # how far the steps before have moved the policy
+    measured = {"nll_nats": -now_N, "entropy_nats": entropy_N, "clip_frac": clipped_N,
+                "approx_kl_nats": log_ratio_N.exp() - log_ratio_N - 1}
+    if given.sampler_N is not None and objective.sampler_cap:
+        sampler_weight_N, cut_N = losses.sampler_weight(old_N, given.sampler_N, objective.sampler_cap)
         loss_N = sampler_weight_N * loss_N
-        corrected = {"sampler_weight": sampler_weight_N, "sampler_cut_frac": cut_N}
-    count_N = torch.tensor([sample.count for sample in batch for _ in range(sum(sample.sampled))],
-                           device=device)
-    moved_N = (now_N - old_N).clamp(-10, 10)              # by the steps before, as log ratio
-    kl_N = torch.zeros_like(now_N)
+        measured |= {"sampler_weight": sampler_weight_N, "sampler_cut_frac": cut_N}
     if "policy" in kinds and (objective.kl_coef or objective.entropy_coef):
         policy_N = torch.tensor([kind == "policy" for kind in kinds], device=device)
         if objective.kl_coef:
-            reference_N = given.reference_N.where(policy_N, now_N)        # the judge's KL is 0
-            kl_N = losses.kl_k3(logprob_N, reference_N)
+            kl_N = losses.kl_k3(logprob_N, given.reference_N.where(policy_N, now_N))    # the judge's is 0
             loss_N = loss_N + objective.kl_coef * kl_N
+            measured["kl_nats"] = kl_N
         if objective.entropy_coef:
             loss_N = loss_N - objective.entropy_coef * entropy_N.where(policy_N, 0.0)
-    loss_N, gap_N = given.weight_N * loss_N, (now_N - (old_N if sampler_N is None else sampler_N)).abs()
-    measured = {"scored": torch.ones_like(now_N), "nll_nats": -now_N, "entropy_nats": entropy_N,
-                "clip_frac": clipped_N, "approx_kl_nats": moved_N.exp() - moved_N - 1, "kl_nats": kl_N,
-                **corrected, "logprob_gap_nats": gap_N}
+    loss_N = given.weight_N * loss_N
+    gap_N = (now_N - (old_N if given.sampler_N is None else given.sampler_N)).abs()
+    measure(sums, batch, kinds, loss_N, gap_N, measured)
+    return (torch.tensor([scale[kind] for kind in kinds], device=device) * loss_N).sum()
+
+
+def measure(sums, batch, kinds, loss_N, gap_N, measured):
+    """Add to sums[kind] a microbatch's loss, its largest gap, and each of `measured`, times the count of the
+    token's sample. kinds: that of each token.
+    """
+    counts = [sample.count for sample in batch for _ in range(sum(sample.sampled))]
+    count_N = torch.tensor(counts, device=loss_N.device)
+    measured = {"scored": torch.ones_like(gap_N)} | measured | {"logprob_gap_nats": gap_N}
     counted = {"loss": loss_N} | {name: count_N * of_token_N for name, of_token_N in measured.items()}
     for kind in {*kinds}:
-        here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=device)
+        here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=loss_N.device)
         totals = [of_token_N.detach()[here].double().sum() for of_token_N in counted.values()]
         *totals, largest = torch.stack([*totals, gap_N[here].double().max()]).tolist()
         for name, total in zip(counted, totals):
             sums[kind][name] += total
         sums[kind]["gap_max"] = max(sums[kind]["gap_max"], largest)
-    return (torch.tensor([scale[kind] for kind in kinds], device=device) * loss_N).sum()
 
 
 def wrong_result(result, ratio_N):

@@ -31,12 +31,14 @@ class StdoutError(Exception):
 
 
 class Printed:
-    """A wrapper of an output stream (None: there is none) that writes text as `printable`.
+    """A wrapper of an output stream (None: there is none) that writes text as `printable`, line by line.
 
-    What the stream cannot encode is escaped as well. `fail` is called with the OSError of a write or flush.
+    What the stream cannot encode is escaped as well. What cannot be written, as the stream is closed, or its
+    terminal, its pipe or the room on its disk is gone, is dropped. fail: then called with the OSError, and
+    all that follows is dropped, too; None: later text is tried again, as a disk may have room again.
     """
 
-    def __init__(self, stream, fail):
+    def __init__(self, stream, fail=None):
         self.stream, self.fail = stream, fail
 
     def __getattr__(self, name):
@@ -46,6 +48,8 @@ class Printed:
         """Write the text."""
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         self.attempt("write", printable(text).encode(encoding, "backslashreplace").decode(encoding))
+        if "\n" in text:
+            self.flush()
         return len(text)
 
     def flush(self):
@@ -53,17 +57,23 @@ class Printed:
         self.attempt("flush")
 
     def attempt(self, method, *arguments):
-        """Call this method of the stream.
-
-        After an OSError all goes to the null device: Python would report what is still buffered at exit.
-        """
+        """Call this method of the stream."""
+        if self.stream is None or getattr(self.stream, "closed", False):
+            return
         try:
-            if self.stream is not None:
-                getattr(self.stream, method)(*arguments)
+            getattr(self.stream, method)(*arguments)
         except OSError as error:
             with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            self.fail(error)
+                own, null = self.stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+                kept = os.dup(own)
+                os.dup2(null, own)
+                self.stream.flush()                # else Python reports what is buffered when it exits
+                if self.fail is None:
+                    os.dup2(kept, own)
+                os.close(kept)
+                os.close(null)
+            if self.fail:
+                self.fail(error)
 
 
 def stop_printing(error):
@@ -81,7 +91,7 @@ def printed(program):
     of stdout, such as a full disk, ends it with one line and status 2.
     """
     with (redirect_stdout(Printed(sys.stdout, stop_printing)) as stdout,
-          redirect_stderr(Printed(sys.stderr, lambda error: None))):
+          redirect_stderr(Printed(sys.stderr))):
         try:
             try:
                 yield

@@ -1,4 +1,4 @@
-"""Stopping a run early: signals, a parent process that is gone, a terminal that is gone; a call's time limit.
+"""Stopping a run early: signals, a parent process that is gone; a call's time limit.
 
 Left out: what is saved then (session.Run.save), and the run folder's lock (infra/files.py).
 """
@@ -134,50 +134,3 @@ def time_limit(seconds, error):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-class Unbreakable:
-    """A wrapper of an output stream whose terminal, pipe or log file may vanish without ending the run.
-
-    Each line is flushed, and what cannot be written is dropped at once: Python would report what is still
-    buffered when it exits, with a status of its own.
-    """
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
-        """Write to the stream; do nothing if it is gone."""
-        self.attempt("write", text)
-        if "\n" in text:
-            self.flush()
-        return len(text)
-
-    def flush(self):
-        """Flush the stream; do nothing if it is gone."""
-        self.attempt("flush")
-
-    def attempt(self, method, *arguments):
-        """Call this method of the stream; drop what it cannot write."""
-        with suppress(OSError, ValueError, AttributeError):        # the latter two: it is closed, or None
-            try:
-                getattr(self.stream, method)(*arguments)
-            except OSError:
-                with self.null_device():
-                    self.stream.flush()
-
-    @contextmanager
-    def null_device(self):
-        """A block in which the stream's file is the null device."""
-        descriptor, null = self.stream.fileno(), os.open(os.devnull, os.O_WRONLY)
-        kept = os.dup(descriptor)
-        os.dup2(null, descriptor)
-        try:
-            yield
-        finally:
-            os.dup2(kept, descriptor)
-            os.close(kept)
-            os.close(null)

@@ -10,9 +10,9 @@ import operator
 import torch
 
 MASK64 = (1 << 64) - 1
-# Purposes: the first number after the seed. No two may be equal (tests/infra/test_streams.py).
-DEMONSTRATIONS, QUESTIONS, COLD_START_ORDER, ROLLOUT, JUDGE, EVALUATION, DAGGER, DAGGER_ORDER, CORRECTION, \
-    LORA, CREDIT = 2, 3, 4, 5, 6, 8, 9, 10, 7, 11, 12
+# Purposes: the first number after the seed
+DEMONSTRATIONS, QUESTIONS, COLD_START_ORDER, ROLLOUT, JUDGE, CORRECTION, EVALUATION, DAGGER, DAGGER_ORDER, \
+    LORA, CREDIT = range(2, 13)
 # Of an iteration's JUDGE stream: 0 chooses turns, 1 samples answers, 2 chooses a large model's, 3 redraws
 
 

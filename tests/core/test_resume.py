@@ -730,7 +730,7 @@ def test_lines_logged_after_the_last_checkpoint_are_not_duplicated(start, tmp_pa
         patch.setattr(gcd, "lr_factor", lambda config, i: dies() if i == 2 else 1 - i / config.iterations)
         assert train(parts, *flags, "--checkpoint-every", 1) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(gcd, "finish", dies)
+        patch.setattr(gcd, "run_or_stop", dies)
         patch.setattr(checkpoint, "save_checkpoint", dies)
         assert train(parts, *flags, "--resume") == 1
     with monkeypatch.context() as patch:

@@ -44,8 +44,8 @@ def given(monkeypatch):
     record("candidates", places)
     record("choose", places)
     record("answer_questions", None)
-    monkeypatch.setattr(judge, "questions", lambda *_: [SimpleNamespace(rewards=[0, 1]),
-                                                        SimpleNamespace(rewards=[0, 0])])
+    monkeypatch.setattr(judge, "questions", lambda *_: [SimpleNamespace(has_gradient=True),
+                                                        SimpleNamespace(has_gradient=False)])
     for name in ("samples", "verdict_records"):
         monkeypatch.setattr(judge, name, lambda *_: [])
     return calls
@@ -272,7 +272,7 @@ def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypat
 
 
 @pytest.mark.fast
-def test_ranks_ask_a_large_model_about_their_shares(chosen):
+def test_ranks_ask_a_large_model_about_their_shares(given):
     requests = []
     for rank in range(3):
         run = judging_run(judge_labels="rule+endpoint", judge_turns=32)

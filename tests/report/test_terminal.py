@@ -20,8 +20,7 @@ from tiny_runs import ROOT
 import config
 import gcd
 from envs import Reply, _terminal
-from envs._terminal import StdoutError, printable, printed
-from infra.signals import Unbreakable
+from envs._terminal import Printed, StdoutError, printable, printed
 from report import __main__ as report
 from report import play
 
@@ -205,7 +204,7 @@ def test_an_error_of_stdout_is_not_one_of_a_file(monkeypatch):
 def test_a_runs_log_goes_on_once_the_disk_has_room(tmp_path, buffering):
     """And what could not be written is gone, so that closing the stream is no error."""
     with open("/dev/full", "w", buffering) as stream:
-        log = Unbreakable(stream)
+        log = Printed(stream)
         print("lost", file=log)
         print("lost too", file=log, flush=True)
         disk = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
@@ -220,4 +219,4 @@ def test_a_run_without_stdout_or_with_a_closed_one_goes_on():
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed):
-        print("text", file=Unbreakable(stream), flush=True)
+        print("text", file=Printed(stream), flush=True)
