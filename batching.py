@@ -37,6 +37,15 @@ class Sample:
     allowed: dict = field(default_factory=dict)     # {position: ids it was sampled from}; absent: all ids
 
 
+def sample_of(prompt, response, advantage=0.0, episode=0, logprob=None, **more):
+    """A Sample of one response to one prompt. logprob: the old ones of the response's tokens, if there are
+    any. more: other fields of the sample.
+    """
+    n, m = len(prompt), len(response)
+    return Sample([*prompt, *response], [False] * n + [True] * m, [0.0] * n + [advantage] * m,
+                  None if logprob is None else [0.0] * n + logprob, episode, **more)
+
+
 def samples_of(episode, make=Sample):
     """Convert an episode's turns to samples that carry the turns' (or their tokens') advantages.
 

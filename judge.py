@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from batching import Sample
+from batching import sample_of
 from infra.streams import generator, stream
 from labels import label_turns, oracle_labels, rule_labels
 from lm.engine import Response, answer
@@ -223,19 +223,10 @@ def samples(judged, normalize_std=False):
             if (ids := tuple(given.ids)) in distinct:
                 distinct[ids].count += 1
             else:
-                distinct[ids] = sample(question.prompt_ids, given.ids, advantage, question.episode.index,
-                                       given.logprob, turns=[question.turn])
+                distinct[ids] = sample_of(question.prompt_ids, given.ids, advantage, question.episode.index,
+                                          given.logprob, kind="judge", turns=[question.turn])
         result += distinct.values()
     return result
-
-
-def sample(prompt, answer_ids, advantage, episode, logprob=None, **more):
-    """A Sample of one answer to one prompt. episode, more: see batching.Sample. logprob: of the answer's
-    tokens; None if it is to be imitated, or if there is a label (of a value head) in place of an answer.
-    """
-    n, m = len(prompt), len(answer_ids)
-    return Sample(prompt + answer_ids, [False] * n + [True] * m, [0.0] * n + [advantage] * m,
-                  None if logprob is None else [0.0] * n + logprob, episode, "judge", **more)
 
 
 def demonstrations(chat, judged, written=None, longest=math.inf):
@@ -251,14 +242,14 @@ def demonstrations(chat, judged, written=None, longest=math.inf):
         fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
         n_written += fits
         ids = ids if fits else verdict_ids(chat, question.label)
-        result.append(sample(question.prompt_ids, ids, 1.0, question.pair))
+        result.append(sample_of(question.prompt_ids, ids, 1.0, question.pair, kind="judge"))
     return result, n_written
 
 
 def value_samples(judged):
     """Samples for the value head: prompt and response, with the label at the last token."""
-    return [sample(question.turn.prompt_ids + question.turn.response_ids, [], 0.0, question.pair,
-                   label=float(question.label == "good")) for question in judged]
+    return [sample_of(question.turn.prompt_ids + question.turn.response_ids, [], 0.0, question.pair,
+                      kind="judge", label=float(question.label == "good")) for question in judged]
 
 
 def value_verdicts(judged, probabilities):

@@ -494,9 +494,8 @@ def decode(bench, n):
 
 def samples_of(prompts, ids, logprobs):
     """Samples of prompts and the responses decoded after them."""
-    return [batching.Sample(p + r, [False] * len(p) + [True] * len(r), [0.0] * len(p + r),
-                            [0.0] * len(p) + old, i)
-            for i, (p, r, old) in enumerate(zip(prompts, ids, logprobs))]
+    return [batching.sample_of(prompt, response, 0.0, i, old)
+            for i, (prompt, response, old) in enumerate(zip(prompts, ids, logprobs))]
 
 
 def gaps(model, samples, temperature=1.0):

@@ -85,8 +85,7 @@ def response_probabilities(model, pieces, temperature):
 
     pieces: pairs (prompt ids, response ids). Returns a list of floats.
     """
-    samples = [batching.Sample(prompt + response, [False] * len(prompt) + [True] * len(response),
-                             [0.0] * (len(prompt) + len(response)), None, 0) for prompt, response in pieces]
+    samples = [batching.sample_of(*piece) for piece in pieces]
     objective = update.Objective(temperature=temperature, microbatch_tokens=2048)
     scores = update.logprobs(model, samples, objective)
     return [math.exp(math.fsum(score)) for score in scores]

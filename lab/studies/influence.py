@@ -66,9 +66,7 @@ def turns_of(episodes, chat, environment):
         labels = oracle_labels(episode, environment)
         for turn, label in zip(episode.turns, labels):
             if turn.action is not None:
-                n, m = len(turn.prompt_ids), len(turn.response_ids)
-                sample = batching.Sample(turn.prompt_ids + turn.response_ids, [False] * n + [True] * m,
-                                         [0.0] * (n + m), None, episode.index)
+                sample = batching.sample_of(turn.prompt_ids, turn.response_ids, episode=episode.index)
                 found.append(MeasuredTurn(sample, episode.task.id, turn.action,
                                           label if turn.valid else "refused",
                                           token_kinds(chat, turn.response_ids, receptacles)))

@@ -187,9 +187,7 @@ def lesson(chat, pairs):
     found = []
     for one, command in with_commands(pairs):
         ids, answer = sum(question_on(chat, one, command), []), judge.verdict_ids(chat, one.label(command))
-        found.append(batching.Sample(
-            ids + answer, [False] * len(ids) + [True] * len(answer), [0.0] * len(ids) + [1.0] * len(answer),
-            None, len(found), "judge"))
+        found.append(batching.sample_of(ids, answer, 1.0, len(found), kind="judge"))
     return found
 
 

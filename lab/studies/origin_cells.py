@@ -245,18 +245,11 @@ def rare(base, split, correct, drawn):
     own responses, since a long tail of responses is not new. correct: lists of ids for each problem.
     """
     prompts = [prompt_of(base, task) for task in base.config.environment.split_tasks(split)]
-    counts = [(sample_of(prompt, ids), n) for prompt, found in zip(prompts, correct)
+    counts = [(batching.sample_of(prompt, ids), n) for prompt, found in zip(prompts, correct)
               for ids, n in sorted(Counter(map(tuple, found)).items())]
     scores = update.logprobs(base.model, [sample for sample, _ in counts], update.Objective())
     below = sum(n for (_, n), score in zip(counts, scores) if sum(score) < -math.log(drawn))
     return {"right": sum(n for _, n in counts), "below": below}
-
-
-def sample_of(prompt, response, episode=0, allowed=()):
-    """A response to a prompt as a Sample for fine-tuning or scoring."""
-    ids, n = [*prompt, *response], len(response)
-    return batching.Sample(ids, [False] * len(prompt) + [True] * n, [0.0] * len(prompt) + [1.0] * n, None,
-                         episode, allowed=dict(enumerate(allowed, len(prompt))))
 
 
 # Alternatives to GRPO
@@ -278,7 +271,7 @@ def solutions(actor, tokens):
     samples = []
     for task in tasks_of(actor):
         solution = actor.chat.respond(task.problem.response)
-        samples.append(sample_of(prompt_of(actor, task), solution, len(samples)))
+        samples.append(batching.sample_of(prompt_of(actor, task), solution, 1.0, len(samples)))
         tokens -= sum(samples[-1].sampled)
         if tokens <= 0:
             return samples
@@ -291,7 +284,7 @@ def correct_base_samples(actor, tokens):
     """
     each = actor.config.group_size
     tasks = list(itertools.islice(tasks_of(actor), actor.config.tasks * value_of(RL, "--iterations")))
-    found = [sample_of(prompt_of(actor, task), response.ids)
+    found = [batching.sample_of(prompt_of(actor, task), response.ids, 1.0)
              for task, responses in zip(tasks, respond(actor, tasks, each, seed=1))
              for response in responses if is_correct(actor, task, response)]
     passes = min(PASSES, tokens // max(1, sum(sum(sample.sampled) for sample in found)))
@@ -356,5 +349,6 @@ def response_logprobs(actor, problem):
         ids, restriction = actor.chat.respond(text), actor.chat.restriction(possible)
         for token in ids:
             restriction.take(token)
-        samples.append(sample_of(prompt, ids, allowed=restriction.allowed))
+        allowed = dict(enumerate(restriction.allowed, len(prompt)))
+        samples.append(batching.sample_of(prompt, ids, allowed=allowed))
     return [sum(scores) for scores in update.logprobs(actor.model, samples, update.Objective())]

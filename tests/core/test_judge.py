@@ -590,7 +590,7 @@ def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):
     apart = []
     for one in judged:
         mean = sum(one.rewards) / 8
-        apart += [judge.sample(one.prompt_ids, a.ids, r - mean, 0, a.logprob)
+        apart += [batching.sample_of(one.prompt_ids, a.ids, r - mean, 0, a.logprob, kind="judge")
                   for a, r in zip(one.answers, one.rewards)]
     merged = judge.samples(judged)
     assert len(merged) < len(apart) == 48 == sum(s.count for s in merged)
