@@ -145,7 +145,7 @@ def dagger(run, questions, optimizer, policy_steps):
         for episode, player in zip(episodes, players, strict=True):
             for turn, label in zip(episode.turns, player.expert_labels, strict=True):
                 turn.advantage = float((turn.action, turn.tag) == label)
-        shares = rollout.success_rate(parallel.all_sum(rollout.summary(episodes)))
+        shares = rollout.shares_of(parallel.all_sum(rollout.counts_of(episodes)))
         run.log({"phase": "dagger", "round": i, "step": step,
                  "success": shares["success"], "invalid_frac": shares["invalid_frac"]})
         pending = [sample for sample in questions if sample.episode % len(rounds) == i]

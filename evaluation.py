@@ -39,7 +39,7 @@ from labels import flaw_labels
 from lm import model as decoder
 from models import check_vocabulary, context_warning, open_chat, threads_for
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer, known_sum
-from rollout import EpisodeSpec, success_rate, summary
+from rollout import EpisodeSpec, counts_of, shares_of
 from session import drawn_tasks, make_games, split_tasks
 
 # Stage 3 of a run
@@ -47,7 +47,7 @@ from session import drawn_tasks, make_games, split_tasks
 def evaluation(run):
     """Evaluate each split in each mode. Writes evaluation.json, and some episodes to episodes.jsonl.
 
-    Returns {split: {mode: rollout.success_rate}}. All ranks call this, and share the games.
+    Returns {split: {mode: rollout.shares_of}}. All ranks call this, and share the games.
     """
     config, started = run.config, time.perf_counter()
     protocol = flags.PROTOCOLS[config.protocol]
@@ -66,7 +66,7 @@ def evaluation(run):
             episodes = run.play(specs, sampling, f"{name} {mode}", config.evaluation_turns) if specs else []
             run.stop_if_asked(None)
             of_mode = sum(parallel.all_gather([ending(mode, episode) for episode in episodes]), [])
-            counts = summary(episodes) | flawed(episodes, run.environment)
+            counts = counts_of(episodes) | flawed(episodes, run.environment)
             splits[name][mode] = scores(parallel.all_sum(counts), plays, of_mode)
             ended += of_mode
             if mode == "sampled":
@@ -136,12 +136,12 @@ def plays_a_game(numbers):
 
 
 def scores(counts, plays, ended):
-    """rollout.success_rate of `summary`'s counts, with the 95 % interval over games, from their `ending`s.
+    """rollout.shares_of(counts), with the 95 % interval over games, from their `ending`s.
 
     "games": how many different ones; "plays": how often each was played or, where games are drawn, 1.
     """
     numbers = Counter(game for _, _, game, _, _ in ended).values()
-    return success_rate(counts, plays_a_game(numbers)) | {"games": len(numbers), "plays": plays}
+    return shares_of(counts, plays_a_game(numbers)) | {"games": len(numbers), "plays": plays}
 
 
 def by_type(outcomes, mode):
@@ -150,7 +150,7 @@ def by_type(outcomes, mode):
     for name in sorted({entry["type"] for entry in outcomes}):
         digits = [entry[mode] for entry in outcomes if entry["type"] == name and entry.get(mode)]
         won, numbers = sum(text.count("1") for text in digits), [len(text) for text in digits]
-        rate = success_rate(Counter(won=won, episodes=sum(numbers)), plays_a_game(numbers))
+        rate = shares_of(Counter(won=won, episodes=sum(numbers)), plays_a_game(numbers))
         found[name] = {key: rate[key] for key in ("success", "n", "low", "high")} | {"games": len(digits)}
     return found
 
@@ -458,7 +458,7 @@ def play_missing(config, head, player, games, out, should_stop):
                     before, clock = clock, time.perf_counter()
                     files.append(out / files.EPISODES, {
                         "phase": "evaluation", "split": split, "mode": mode, "index": episode.index,
-                        "counts": counts_of(episode, config.environment), "prompt_tokens": prompt_tokens,
+                        "counts": all_counts(episode, config.environment), "prompt_tokens": prompt_tokens,
                         "response_tokens": response_tokens, "seconds": clock - before,
                         **files.episode_record(episode, credited=False)})
                     missing -= 1
@@ -470,9 +470,9 @@ def play_missing(config, head, player, games, out, should_stop):
     return missing
 
 
-def counts_of(episode, environment):
-    """rollout.summary of an episode, its flawed turns, and those without a command."""
-    return summary([episode]) | flawed([episode], environment) | {
+def all_counts(episode, environment):
+    """rollout.counts_of of an episode, its flawed turns, and those without a command."""
+    return counts_of([episode]) | flawed([episode], environment) | {
         "malformed": sum(turn.action is None for turn in episode.turns)}
 
 

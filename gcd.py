@@ -45,7 +45,7 @@ from infra.progress import progress, timed
 from infra.signals import Interrupted, Stop, speaks_for_machine
 from infra.streams import CREDIT, JUDGE, ROLLOUT, stream
 from lm.optim import trained
-from rollout import EpisodeSpec, success_rate, summary
+from rollout import EpisodeSpec, counts_of, shares_of
 from session import begin_adapters, kl_reference, prepare, train_tasks
 
 __all__ = ["load", "train", "main"]
@@ -286,10 +286,10 @@ def rollout_metrics(run, episodes):
     algorithm = run.config.algorithm
     equal = algorithm.zero_variance_groups(episodes) if algorithm.groups else ()
     used, room = run.slots.usage
-    counts = parallel.all_sum(summary(episodes) | {
+    counts = parallel.all_sum(counts_of(episodes) | {
         "reward": sum(e.reward for e in episodes), "equal": sum(e.group in equal for e in episodes),
         "used": used, "room": room})
-    shares = success_rate(counts)
+    shares = shares_of(counts)
     keys = ("success", "turns", "invalid_frac", "repeated_frac", "truncated_frac", "score_100")
     metrics = {f"rollout/{key}": shares[key] for key in keys if key in shares}
     if algorithm.groups:

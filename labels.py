@@ -104,20 +104,24 @@ def label_turns(episode, kind, environment, endpoint=None):
     replaces them by coin tosses. endpoint: {t: label} of a large model. "rule+oracle" leaves out what the two
     dispute.
     """
-    others = [(endpoint or {}).get(t) for t in range(len(episode.turns))]
-    if kind in ("oracle", "rule+oracle"):
-        others = oracle_labels(episode, environment)
-    if kind in ("oracle", "endpoint"):
-        labels = others
-    elif kind == "flaws":
-        labels = flaw_labels(episode, environment)
-    elif kind in ("rule+oracle", "rule+endpoint"):
-        labels = [combine(rule, other, kind == "rule+oracle")
-                  for rule, other in zip(rule_labels(episode), others, strict=True)]
-    else:
-        rules = {"rule": rule_labels, "dense": dense_labels, "taken": taken_labels, "shuffled": dense_labels}
-        labels = (environment.labels | rules)[kind](episode)
-        refuse(wrong_labels(labels, episode), environment, f"labels {kind}, task {episode.task.id}")
+    by_endpoint = [(endpoint or {}).get(t) for t in range(len(episode.turns))]
+    match kind:
+        case "oracle":
+            labels = oracle_labels(episode, environment)
+        case "flaws":
+            labels = flaw_labels(episode, environment)
+        case "endpoint":
+            labels = by_endpoint
+        case "rule+endpoint":
+            labels = [*map(combine, rule_labels(episode), by_endpoint)]
+        case "rule+oracle":
+            pairs = zip(rule_labels(episode), oracle_labels(episode, environment), strict=True)
+            labels = [combine(rule, oracle, undisputed=True) for rule, oracle in pairs]
+        case _:
+            rules = {"rule": rule_labels, "dense": dense_labels, "taken": taken_labels,
+                     "shuffled": dense_labels}
+            labels = (environment.labels | rules)[kind](episode)
+            refuse(wrong_labels(labels, episode), environment, f"labels {kind}, task {episode.task.id}")
     for turn, label in zip(episode.turns, labels, strict=True):
         turn.label = label
     return labels

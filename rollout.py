@@ -410,8 +410,8 @@ def repeated_turns(episode):
     return len(pairs) - len(set(pairs))
 
 
-def summary(episodes):
-    """Counts over episodes, to be summed over ranks before `success_rate` divides them."""
+def counts_of(episodes):
+    """Counts over episodes, to be summed over ranks before `shares_of` divides them."""
     turns = [turn for episode in episodes for turn in episode.turns]
     return {
         "episodes": len(episodes), "won": sum(e.won for e in episodes),
@@ -424,8 +424,8 @@ def summary(episodes):
         "score_100": sum(e.score_100 or 0.0 for e in episodes)}
 
 
-def success_rate(counts, plays=1):
-    """Shares of episodes or turns from `summary`'s counts; success with its 95 % Wilson interval.
+def shares_of(counts, plays=1):
+    """Shares of episodes or turns from `counts_of`'s counts; success with its 95 % Wilson interval.
 
     A count "flawed", of turns that the game took and an oracle calls bad, gives "flawed_frac", a share of all
     turns.

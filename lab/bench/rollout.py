@@ -99,7 +99,7 @@ def ours(model, chat, tasks, observations, turns, slots):
         started = time.perf_counter()
         episodes = rollout.play(model, chat, games, specs, sampling, turns, CONTEXT, slots=slots)
         seconds = time.perf_counter() - started
-    return (seconds, rollout.summary(episodes)["response_tokens"], sum(positions),
+    return (seconds, rollout.counts_of(episodes)["response_tokens"], sum(positions),
             sum(len(episode.turns[-1].prompt_ids) for episode in episodes))
 
 

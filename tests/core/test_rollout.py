@@ -371,7 +371,7 @@ def test_a_lost_episode_restarts(model, chat, monkeypatch, deaths, kind):
     monkeypatch.setattr(rollout, "perf_counter", itertools.count().__next__)     # each reply takes a second
     lost, again = played(kind, specs), played(kind, specs)
     assert sum(episode.game_s for episode in again) == Fragile.calls
-    assert sum(e.restarts for e in lost) == len(deaths) == rollout.summary(lost)["restarts"]
+    assert sum(e.restarts for e in lost) == len(deaths) == rollout.counts_of(lost)["restarts"]
     new = [replace(spec, stream=streams.stream(spec.stream, 1 << 40, e.restarts)) if e.restarts else spec
            for spec, e in zip(specs, lost)]
     for episodes in zip(lost, again, played(Corridor, new), strict=True):
@@ -451,7 +451,7 @@ def turn(anchor, action, valid=True, tokens=2):
     return Turn(anchor, [1], [2] * tokens, [0.0] * tokens, action or "", action, valid, anchor)
 
 
-def test_summary_and_success_rate_by_hand():
+def test_counts_and_shares_by_hand():
     task = Task("a", "train", "walk", None)
     turns = [turn("x", "look"), turn("x", "look"), turn("y", "look"), turn("x", "look"),
              turn("x", None, valid=False), turn("x", None, valid=False, tokens=5)]
@@ -460,20 +460,20 @@ def test_summary_and_success_rate_by_hand():
                 Episode(task, 0, turns=[turn("x", "left", tokens=1)], truncated=True, score_100=-100.0),
                 Episode(task, 1, turns=[turn("x", "left")], overflowed=True, score_100=50.0),
                 Episode(task, 1, turns=[turn("x", "left")])]
-    counts = rollout.summary(episodes)
+    counts = rollout.counts_of(episodes)
     assert counts == {"episodes": 4, "won": 1, "truncated": 2, "turns": 9, "invalid": 2, "repeated": 2,
                       "response_tokens": 5 * 2 + 5 + 1 + 2 * 2, "restarts": 0, "game_s": 0.0, "scored": 2,
                       "score_100": -50.0}
-    shares = rollout.success_rate(counts)
+    shares = rollout.shares_of(counts)
     assert (shares["success"], shares["n"], shares["turns"], shares["truncated_frac"]) == (0.25, 4, 2.25, 0.5)
     assert (shares["invalid_frac"], shares["repeated_frac"], shares["score_100"]) == (2 / 9, 2 / 9, -25.0)
     assert (shares["low"], shares["high"]) == pytest.approx((0.0456, 0.6994), abs=1e-4)  # Wilson's, of 1 in 4
-    again = rollout.success_rate({name: 8 * count for name, count in counts.items()}, plays=8)
+    again = rollout.shares_of({name: 8 * count for name, count in counts.items()}, plays=8)
     assert again == shares | {"n": 32}            # eight plays of a game count as one game
 
 
 def test_no_episodes_have_success_0_without_a_division_by_0():
-    shares = rollout.success_rate(rollout.summary([]))
+    shares = rollout.shares_of(rollout.counts_of([]))
     assert shares["success"] == 0 and (shares["low"], shares["high"]) == (0.0, 1.0)
 
 

@@ -210,8 +210,8 @@ def dagger_batches(monkeypatch, play, rounds, labels=()):
         config=config, ranks=RANKS, cold_progress={}, environment=None, log=lambda row: None,
         update_sampler=lambda: None, sampling=lambda: None, stop_if_asked=lambda state: None,
         play=lambda given, *_, **options: [play(spec) for spec in given])
-    monkeypatch.setattr(cold_start.rollout, "summary", lambda episodes: {})
-    monkeypatch.setattr(cold_start.rollout, "success_rate", lambda counts: {"success": 0, "invalid_frac": 0})
+    monkeypatch.setattr(cold_start.rollout, "counts_of", lambda episodes: {})
+    monkeypatch.setattr(cold_start.rollout, "shares_of", lambda counts: {"success": 0, "invalid_frac": 0})
     return list(cold_start.dagger(run, [], None, 0)), specs, orders
 
 
