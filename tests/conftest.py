@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import psutil
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer
+from waiting import wait_for
 
 import envs
 import rollout
@@ -171,10 +171,7 @@ def suspend(pid):
     """Stop a process, and wait until each of its threads has stopped: on a busy machine one may still answer
     after the signal."""
     os.kill(pid, signal.SIGSTOP)
-    deadline = time.monotonic() + 10
-    while any(state_in(stat) != "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: all(state_in(stat) == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat")))
 
 
 def flat(tensors):

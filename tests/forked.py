@@ -8,11 +8,12 @@ watching), which has tests of its own in infra/test_nodes.py and infra/test_fail
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+
+from waiting import free_port
 
 LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
              "safetensors.torch", "transformers.models.auto.tokenization_auto")
@@ -44,9 +45,7 @@ def run(arguments, environment, folder, ranks, nodes=1, timeout=300):
     returncode, the first of a rank that is not 0, and text, all they printed. The ranks are killed after
     `timeout` seconds; returncode is then that of the signal.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     outputs, started = [folder / f"rank{rank}.txt" for rank in range(ranks)], time.monotonic()
     forks = context()
     processes = [forks.Process(target=program, args=(

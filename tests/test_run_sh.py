@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from conftest import is_alive
+from waiting import PATIENCE_S, wait_for
 
 import config
 from lab.bench.study import cells_of, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE_S = 90                   # limit on a busy machine; on an idle one nothing takes a second
 CONTINUES = "run.sh: the same command continues\n"
 STAND_IN = """#!/usr/bin/env bash
 out=$(printf '%s\\n' "$@" | grep -A1 -x -e --out | tail -1)
@@ -66,7 +66,7 @@ def with_both_waiting(folder):
         (folder / f"plan-{name}").write_text("wait")
     process = run_sh(folder)
     for name in ("grpo", "grpo+gcd"):
-        wait_for(folder / f"pid-{name}")
+        wait_for_lines(folder / f"pid-{name}")
     return process
 
 
@@ -80,12 +80,9 @@ def is_running(folder, name):
     return is_alive(int((folder / f"pid-{name}").read_text()))
 
 
-def wait_for(path, lines=1):
+def wait_for_lines(path, lines=1):
     """Wait until a file has this many lines."""
-    end = time.monotonic() + PATIENCE_S
-    while not (path.exists() and path.read_text().count("\n") >= lines):
-        assert time.monotonic() < end, path
-        time.sleep(0.02)
+    wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines)
 
 
 def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
@@ -162,7 +159,7 @@ def test_a_second_signal_is_passed_on_too(folder):
     (folder / "times").write_text("2")
     process = with_both_waiting(folder)
     process.send_signal(signal.SIGINT)
-    wait_for(folder / "signals", lines=2)
+    wait_for_lines(folder / "signals", lines=2)
     time.sleep(0.3)
     assert process.poll() is None and is_running(folder, "grpo")
     process.send_signal(signal.SIGINT)
@@ -174,7 +171,7 @@ def test_a_second_signal_is_passed_on_too(folder):
 def test_a_signal_during_the_cold_start_is_passed_to_it(folder):
     (folder / "plan-cold_start").write_text("wait")
     process = run_sh(folder)
-    wait_for(folder / "pid-cold_start")
+    wait_for_lines(folder / "pid-cold_start")
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 130
     assert (folder / "signals").read_text() == "cold_start\n" and stages(folder) == ["cold_start"]
@@ -245,7 +242,7 @@ def test_smollm_plays_imitates_and_plays_again_each_once(folder):
 def test_smollms_interrupted_stage_runs_again(folder):
     (folder / "plan-cold_start").write_text("wait")
     process = run_sh(folder, "smollm")
-    wait_for(folder / "pid-cold_start")
+    wait_for_lines(folder / "pid-cold_start")
     process.send_signal(signal.SIGINT)
     assert process.wait(PATIENCE_S) == 130 and not is_running(folder, "cold_start")
     (folder / "plan-cold_start").unlink()

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen, tiny_model
 from tiny_runs import ENVIRONMENT, ROOT
+from waiting import wait_for
 
 import config
 import envs.household
@@ -40,7 +41,7 @@ CELL = ROOT / "lab" / "results" / "cells" / "alfworld_hour" / "grpo+gcd" / "seed
 GAMES = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.gz"
 needs_games = pytest.mark.skipif(not GAMES.is_file(), reason=f"needs ALFWorld's games: {GAMES}")
 SECRET = "sk-THISisTHEkey0123456789"
-PATIENCE_S, HANG_S, OWN_WAIT_S = 120, 60, Endpoint.wait_s
+HANG_S, OWN_WAIT_S = 60, Endpoint.wait_s
 # The referee in another process, on the first 12 games of each split
 SHORT = """
 import sys
@@ -582,9 +583,7 @@ def test_a_server_that_plays_the_expert_killed_and_resumed(serve, short, referee
                "--slots", "2", *flags_of(server)]
     environment = ENVIRONMENT | dict(os.environ)
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + PATIENCE_S
-    while len(files.read_lines(out / "episodes.jsonl")[0]) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: len(files.read_lines(out / "episodes.jsonl")[0]) >= 5, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept, _ = files.read_lines(out / "episodes.jsonl")
@@ -664,8 +663,6 @@ def test_a_server_that_recovers_loses_no_game(serve, short, referee, broken):
 @pytest.mark.parametrize("case", ["500", "too slow", "half a line", "refused at once"])
 def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee, case, monkeypatch):
     """They count neither as lost nor as won, the run ends, and --resume plays them."""
-    monkeypatch.setattr(evaluation, "ANSWER_S", 0.15)
-
     def dead(question, nth):
         if case == "too slow":
             server.released.wait(5)
@@ -673,7 +670,9 @@ def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee
                 "refused at once": (400, "{}")}.get(case, (200, completion("look")))
 
     server = serve(dead)
-    status, result, error = referee(*flags_of(server, "--max-turns", "1"))
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "ANSWER_S", 0.15 if case == "too slow" else evaluation.ANSWER_S)
+        status, result, error = referee(*flags_of(server, "--max-turns", "1"))
     server.released.set()
     assert status == 1 and "12 plays without an answer" in error and "--resume continues" in error
     assert result["complete"] is False and result["splits"]["L1"] == {}
@@ -720,8 +719,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(serve, short, ref
     server, started = serve(interrupting), time.monotonic()
     status, _, error = referee(*flags_of(server), "--max-turns", "1")
     assert status == 130 and "stopped at once" in error
-    while any(thread.name.startswith("player") for thread in threading.enumerate()):
-        time.sleep(0.01)
+    wait_for(lambda: not any(thread.name.startswith("player") for thread in threading.enumerate()))
     assert time.monotonic() - started < HANG_S
 
 

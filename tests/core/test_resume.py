@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from unittest.mock import Mock
 
@@ -36,6 +35,7 @@ from tiny_runs import (
     weights,
     without_times,
 )
+from waiting import wait_for
 
 import cold_start
 import config
@@ -284,7 +284,7 @@ def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
     with open(tmp_path / "stderr", "w") as stderr:
         run = subprocess.Popen([str(part) for part in command], stderr=stderr, env=ENVIRONMENT)
     try:
-        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) >= 2, run)
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) >= 2, run, 300)
         run.send_signal(signal.SIGHUP)
         assert run.wait(timeout=300) == 130
     finally:
@@ -295,13 +295,6 @@ def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
     assert (state["iteration"], state["instruction"]) == (len(rows(tmp_path)), "")
     assert state["seconds"]["rl"] > 0
     assert not same(weights(tmp_path), load_file(start / "model.safetensors"))
-
-
-def wait_for(condition, run, limit_s=300):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert run.poll() is None and time.monotonic() < end, f"exit code {run.poll()}"
-        time.sleep(0.1)
 
 
 # Resuming needs the same run

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from test_household import (
     task_of,
     write_game,
 )
+from waiting import wait_for
 
 from envs import EpisodeLost, alfworld
 from envs._workers import set_timeout
@@ -253,10 +253,7 @@ def test_workers_end_with_a_killed_main_process():
     assert len(pids) == 2 and all(map(is_alive, pids))
     main.kill()
     main.communicate()
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
+    wait_for(lambda: not any(map(is_alive, pids)))
 
 
 # Bad input

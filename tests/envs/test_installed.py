@@ -8,18 +8,18 @@ The ways in are the examples of docs/household.md, as they stand there; TRL's is
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tarfile
-import time
 import urllib.request
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from test_household import goal_of, kitchen
 from test_tw_env import write_game
+from waiting import free_port, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "household.md"
@@ -190,18 +190,11 @@ def test_the_openenv_face_serves_from_the_same_environment(python, data, tmp_pat
                           capture_output=True, timeout=500)
     if done.returncode:
         pytest.skip(f"openenv cannot be installed: {done.stderr.strip().splitlines()[-1]}")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([python, "-m", "household.alfred.openenv", "--port", str(port),
                                "--sessions", "2"], cwd=tmp_path, env=clean())
     try:
-        until = time.monotonic() + 100
-        while time.monotonic() < until and server.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(0.5)
+        wait_for(lambda: answers(f"http://127.0.0.1:{port}/health"), server)
         for text, expected in ((example("openenv"), EXAMPLES["openenv"][1]),
                                (SESSIONS, "same\n.*CAPACITY.*\n")):
             printed = run([python, "-c", text.replace("8000", str(port))], cwd=tmp_path, env=clean())
@@ -209,6 +202,12 @@ def test_the_openenv_face_serves_from_the_same_environment(python, data, tmp_pat
     finally:
         server.terminate()
         server.wait(30)
+
+
+def answers(url):
+    """Whether a server does."""
+    with suppress(OSError), urllib.request.urlopen(url, timeout=5):
+        return True
 
 
 SESSIONS = """

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from conftest import is_alive, suspend
+from waiting import wait_for
 
 import config
 from envs import EpisodeLost, Reply, scienceworld
@@ -506,10 +507,7 @@ def test_java_ends_with_the_main_process(end):
         suspend(pid)
     _, errors = main.communicate(end.split()[0] + "\n", timeout=30)
     assert main.returncode == (-9 if end.startswith("kill") else 0) and errors == ""
-    deadline = time.monotonic() + 10
-    while is_alive(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: not is_alive(pid))
 
 
 @PLAYS

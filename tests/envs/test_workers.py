@@ -11,10 +11,10 @@ import subprocess
 import time
 
 import pytest
+from waiting import PATIENCE_S, wait_for
 
 from envs import EpisodeLost, Reply, Task, _workers
 
-PATIENCE_S = 60
 TASK = Task("train/1", "train", "count", 1)
 
 
@@ -76,14 +76,6 @@ def make():
     yield games
     for game in made:
         game.close()
-
-
-def wait_for(what):
-    """Wait until what() is true."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not what() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert what()
 
 
 @pytest.mark.parametrize("command, error, reason", [

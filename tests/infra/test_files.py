@@ -5,6 +5,7 @@
 
 import errno
 import math
+import os
 import sys
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from tiny_runs import start_from, train
 import config
 import gcd
 from envs import household
-from infra import files
+from infra import checkpoint, files
 from report import __main__ as report
 from rollout import Episode, Turn
 
@@ -31,6 +32,19 @@ def holders(folder):
     """The files in a folder, and the links and folders, whose content or name has the secret."""
     return [path for path in folder.rglob("*")
             if SECRET in path.name or path.is_file() and SECRET.encode() in path.read_bytes()]
+
+
+@pytest.mark.fast
+def test_what_is_written_is_synced_to_the_disk_before_it_replaces_anything(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, lambda *given, name=name, call=getattr(os, name): [
+            done.append(name), call(*given)])
+    files.write_text(tmp_path / "a", "text")
+    assert done == ["fsync", "replace"]
+    files.append(tmp_path / "a.jsonl", {})
+    checkpoint.sync(tmp_path, tmp_path / "a")
+    assert done[2:] == ["fsync"] * 3
 
 
 @pytest.mark.fast

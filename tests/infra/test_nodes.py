@@ -29,6 +29,7 @@ from conftest import is_alive
 from test_parallel import SINGLE, assert_same_checkpoint
 from test_train import nearest_draws, numbers
 from tiny_runs import ENVIRONMENT, ROOT, TINY, assert_one_error, rows, start_from, train
+from waiting import free_port, wait_for
 
 import config
 import gcd
@@ -41,12 +42,6 @@ from lm.optim import adamw
 HOST = socket.gethostname()
 # A file of the distributed checkpoint, and one of the weights
 PARTS = "trainer/__5_0.distcp", "model-00002-of-00008.safetensors"
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 VARIABLES = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/infra:{ROOT}/tests/core",
@@ -80,13 +75,6 @@ def signal_node(node, signum):
     """Send a signal to a node's torchrun and to its ranks, as if the machine was lost."""
     for pid in (node.pid, *workers(node)):
         os.kill(pid, signum)
-
-
-def wait_for(condition, limit_s=240):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "nothing to see within the time limit"
-        time.sleep(0.1)
 
 
 def main(kind, out, *arguments):
@@ -315,12 +303,12 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
         out = tmp_path / str(silent)
         out.mkdir()
         nodes = start_nodes(__file__, "wait", out, ranks=1)
-        wait_for(lambda: len([*out.iterdir()]) == 2)
+        wait_for(lambda: len([*out.iterdir()]) == 2, limit_s=240)
         stopped = [nodes[silent].pid, *workers(nodes[silent])]
         signal_node(nodes[silent], signal.SIGSTOP)
         began = time.monotonic()
         watching = workers(nodes[other])
-        wait_for(lambda: not any(map(is_alive, watching)), 60)
+        wait_for(lambda: not any(map(is_alive, watching)))
         longest_s = job.BEAT_S * job.LOST_BEATS + job.PATIENCE_S + 5
         assert longest_s < 60 and time.monotonic() - began < longest_s
         for pid in (*stopped, nodes[other].pid):

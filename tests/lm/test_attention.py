@@ -11,6 +11,7 @@ import itertools
 import math
 import random
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
@@ -637,6 +638,25 @@ def test_a_step_is_captured_for_rows_and_for_a_length_that_none_exceeds(model, w
     slots.device = torch.device("cuda")
     slots.tick()
     assert keys == [key] * engine.TICK
+
+
+@pytest.mark.fast
+def test_a_step_is_captured_once_for_each_temperature(model, chat, monkeypatch):
+    """With stand-ins for CUDA's: a graph keeps the temperature that it was captured with."""
+    replayed, temperatures = [], []
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(engine, "side_stream", lambda device: stream)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(
+        current_stream=lambda: stream, stream=nullcontext, graph_pool_handle=object,
+        graph=lambda graph, **more: nullcontext(),
+        CUDAGraph=lambda: SimpleNamespace(replay=lambda: replayed.append(temperatures[-1]))))
+    monkeypatch.setattr(Slots, "step", lambda slots, *given: temperatures.append(slots.sampling.temperature))
+    slots = Slots(model, 2, 64, chat.stop_ids, Sampling(1.0, 4))
+    for temperature, limit in ((1.0, 4), (1.0, 3), (0.4, 4)):
+        slots.restart(64, Sampling(temperature, limit))
+        slots.replay(2, 64)
+    assert temperatures == [1.0] * 3 + [0.4] * 3               # two to warm up, and the capture
+    assert replayed == [1.0, 1.0, 0.4] and len(slots.graphs) == 2
 
 
 @pytest.mark.fast
