@@ -1,7 +1,8 @@
 """TextArena's one-player games as Gymnasium environments.
 
-    pip install textarena
-    PYTHONPATH=examples python gcd.py --env gymnasium:textarena_gym:TextArena/GuessTheNumber-v0
+    pip install -r requirements-textarena.txt
+    PYTHONPATH=examples python gcd.py --env gymnasium:textarena_gym:TextArena/GuessTheNumber-v0 --no-gcd \
+        --out runs/textarena
 
 TextArena repeats the whole conversation in each observation; here each holds what is new. A game's reward, -1
 to 1, comes with its end. Left out: games of several players, and games that need word lists from the net.

@@ -10,7 +10,7 @@ from infra.files import is_number
 from report.tables import captions, interval, mean_and_half, split_names
 
 TONES = 7                                  # number of classes in style.css; used in turns
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 44, 10, 8, 30     # of a chart, in SVG units
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 52, 10, 8, 30     # of a chart, in SVG units
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,11 @@ PANELS = (
           (("judge/auc", "against labels"), ("judge/auc_oracle", "against oracle")), reference=0.5),
     Panel("Judge: groups with variance", "%", "Questions whose verdicts differ; only these have a gradient.",
           (("judge/variance_frac", "with variance"),)),
-    Panel("Judge: gradient", "", "Norm relative to the policy's gradient, and the cosine between the two.",
-          (("judge/grad_ratio", "ratio"), ("judge/grad_cosine", "cosine")), reference=0),
-    Panel("Cold start: loss", "nats", "Cross-entropy of the responses' tokens, mistakes included.",
+    Panel("Judge: gradient norm", "", "Relative to the policy's gradient; large where that one is small.",
+          (("judge/grad_ratio", "ratio"),)),
+    Panel("Judge: gradient cosine", "", "With the policy's gradient. At 0 they do not touch each other.",
+          (("judge/grad_cosine", "cosine"),), reference=0),
+    Panel("Cold start: loss", "nats", "Cross-entropy of a token of the expert's responses. Should fall.",
           (("cold_start/loss", "loss"),)),
 )
 

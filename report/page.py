@@ -73,7 +73,7 @@ def facts(runs, summary):
     minutes = sum(summary["seconds"].get(run.name) or 0 for run in runs) / 60
     found = {"Methods": methods, "Games": [run.evaluation.get("games") for run in runs],
              "Started": [header.get("started") for header in headers][:1],
-             "Time of all runs": [f"{minutes:.1f} min"] if minutes else [], "Versions": versions,
+             "Time, runs added up": [f"{minutes:.1f} min"] if minutes else [], "Versions": versions,
              "Commit": [commit for header in headers for commit in (header.get("commit") or "").split(", ")]}
     joined = {name: ", ".join(dict.fromkeys(part for part in parts if part)) for name, parts in found.items()}
     return {name: text for name, text in joined.items() if text}

@@ -23,6 +23,8 @@ from models import check_vocabulary
 from resume import prompting_of
 from rollout import Conversation, EpisodeSpec
 
+KEYS = "Enter: the model's command; any other line is yours; Ctrl-D ends."
+
 
 def opinion(player, prompt_ids, response_ids):
     """The judge's P(good) of a response, as text; says so if there is no verdict that can be read."""
@@ -48,6 +50,7 @@ def play(player, task, game, commands):
     print(conversation.reply.observation)
     if line := reliability(player):
         print(f"\n{line}")
+    print(f"\n{KEYS}")
     max_prompt, over = settings.context - settings.max_response_tokens, False
     while not over:
         turn, prompt = len(conversation.episode.turns) + 1, conversation.prompt
@@ -72,8 +75,9 @@ def play(player, task, game, commands):
 def main(argv=None):
     """Play one game with a model."""
     parser = argparse.ArgumentParser("python -m report.play", allow_abbrev=False,
-                                     description="Play a game with a model, on the CPU in fp32; other flags "
-                                     "are gcd.py's, as far as they concern the game and the prompt.")
+                                     description="Play a game with a model, on the CPU in fp32. "
+                                     f"{KEYS} Other flags are gcd.py's, as far as they concern the game and "
+                                     "the prompt.")
     parser.add_argument("--model", required=True, help="its folder")
     parser.add_argument("--game", default="L0/0", help="SPLIT/NUMBER, or a task's id")
     with terminal_session(parser, undecodable="replace"):        # a tokenizer takes no lone surrogate

@@ -18,11 +18,14 @@ function copyOf(id, texts) {                     // copy of a template; texts: c
 // Charts: a vertical line and the values at the nearest iteration
 const tip = byId("tip");
 
-function hover(svg, chart, event) {
+function nearestTo(svg, chart, event) {
   const box = svg.getBoundingClientRect();
   const at = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
   const distance = i => Math.abs(chart.positions[i] - at);
-  const nearest = chart.positions.reduce((best, x, i) => distance(i) < distance(best) ? i : best, 0);
+  return chart.positions.reduce((best, x, i) => distance(i) < distance(best) ? i : best, 0);
+}
+
+function showValues(svg, chart, nearest, at) {   // at: the tip's place, in pixels of the window
   const rule = svg.querySelector(".rule");
   for (const end of ["x1", "x2"]) rule.setAttribute(end, chart.positions[nearest]);
   rule.setAttribute("visibility", "visible");
@@ -34,16 +37,36 @@ function hover(svg, chart, event) {
     tip.append(line);
   }
   tip.style.display = "block";
-  tip.style.left = Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)) + "px";
-  tip.style.top = Math.max(4, Math.min(event.clientY + 14, innerHeight - tip.offsetHeight - 8)) + "px";
+  tip.style.left = Math.max(4, Math.min(at.x + 14, innerWidth - tip.offsetWidth - 8)) + "px";
+  tip.style.top = Math.max(4, Math.min(at.y + 14, innerHeight - tip.offsetHeight - 8)) + "px";
 }
 
 for (const svg of document.querySelectorAll("svg[data-hover]")) {
   const chart = JSON.parse(svg.dataset.hover);
-  svg.addEventListener("pointermove", event => hover(svg, chart, event));
-  svg.addEventListener("pointerleave", () => {
+  const last = chart.positions.length - 1;
+  let chosen = last;
+  const point = event => {
+    chosen = nearestTo(svg, chart, event);
+    showValues(svg, chart, chosen, {x: event.clientX, y: event.clientY});
+  };
+  const choose = number => {
+    chosen = Math.max(0, Math.min(number, last));
+    const box = svg.getBoundingClientRect();
+    const x = box.left + chart.positions[chosen] / svg.viewBox.baseVal.width * box.width;
+    showValues(svg, chart, chosen, {x, y: box.top});
+  };
+  const hide = () => {
     svg.querySelector(".rule").setAttribute("visibility", "hidden");
     tip.style.display = "none";
+  };
+  for (const name of ["pointermove", "pointerdown"]) svg.addEventListener(name, point);
+  for (const name of ["pointerleave", "blur"]) svg.addEventListener(name, hide);
+  svg.addEventListener("focus", () => svg.matches(":focus-visible") && choose(chosen));
+  svg.addEventListener("keydown", event => {
+    const step = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (!step) return;
+    event.preventDefault();
+    choose(chosen + step);
   });
 }
 
@@ -130,8 +153,6 @@ function show(index) {
   fill("stage", firstOf(ofMethod, stage), stage(episode));
   fill("episode", new Map(ofStage.map(i => [i, outcome(episodes[i])])), current);
   byId("position").textContent = `${current + 1} of ${episodes.length}`;
-  byId("previous").disabled = current === 0;
-  byId("next").disabled = current === episodes.length - 1;
   const turns = episode.turns || [], cards = turns.map((turn, i) => turnCard(turn, i + 1));
   byId("strip").replaceChildren(...turns.map((turn, i) => stripCell(turn, i + 1, cards[i])));
   byId("turns").replaceChildren(...cards, endCard(episode));
@@ -155,11 +176,13 @@ if (episodes.length) {
   byId("previous").onclick = () => go(current - 1);
   byId("next").onclick = () => go(current + 1);
   addEventListener("keydown", event => {
-    if (event.altKey || event.ctrlKey || event.metaKey || event.target.tagName === "SELECT") return;
+    if (event.defaultPrevented || event.altKey || event.ctrlKey || event.metaKey) return;
+    const box = byId("viewer").getBoundingClientRect();
+    if (event.target.tagName === "SELECT" || box.top > innerHeight / 2 || box.bottom < 0) return;     // unseen
     if (event.key === "ArrowLeft") go(current - 1);
     if (event.key === "ArrowRight") go(current + 1);
   });
   addEventListener("hashchange", fromAddress);
   fromAddress();
-  if (current < 0) show(0);
+  if (current < 0) show(Math.max(0, episodes.findIndex(e => (e.turns || []).some(turn => turn.advantage))));
 }

@@ -121,8 +121,8 @@ def seeds_caption(seeds, summary):
     splits = [s for s in split_names(summary) if any(s in scores for scores in seeds.scores.values())]
     scores = [f"{name} " + " / ".join(mean_and_half(seeds.scores[name].get(split)) for split in splits)
               for name in summary["methods"] if name in seeds.scores]
-    return (f"This is one seed. Mean of {seeds.count} seeds at the settings of {seeds.file} on "
-            f"{' / '.join(splits)} (± half the 95 % CI): {', '.join(scores)}.")
+    return (f"One seed, in which the order of the methods means little. Mean of {seeds.count} seeds at the "
+            f"settings of {seeds.file} on {' / '.join(splits)} (± half the 95 % CI): {', '.join(scores)}.")
 
 
 def mean_and_half(score):

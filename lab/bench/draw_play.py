@@ -34,7 +34,7 @@ def lines_of(agent, episode):
     replies = [turn.observation for turn in episode.turns[1:]] + [episode.final_observation]
     for number, (turn, reply) in enumerate(zip(episode.turns, replies)):
         opinion = f"judge: {agent.judge(episode, number):.0%} good"
-        command = f"> {turn.action or turn.response}"
+        command = f"[{number + 1}] > {turn.action or turn.response}"
         steps.append([("command", f"{command:<{COLUMNS - len(opinion)}}"), ("note", opinion)]
                      + [("", text) for text in textwrap.wrap(reply, COLUMNS)])
     steps.append([("won" if episode.won else "note", "Won." if episode.won else "Not won.")])
@@ -75,7 +75,7 @@ def main(argv=None):
     parser.parse_args(argv)
     agent = gcd.load(ROOT / MODEL)
     episode = agent.play("household", TASK)
-    title = f"python -m report.play --model {MODEL} --game {TASK}"
+    title = f"The committed model in generated rooms, game {TASK}"
     write_text(OUT, drawn(lines_of(agent, episode), title))
     print(f"wrote {OUT.relative_to(ROOT)}")
 

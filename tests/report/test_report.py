@@ -400,8 +400,9 @@ def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
     for name in ("grpo", "grpo+gcd"):
         write_method(tmp_path / "run", name, rl_lines(), success={"L0": 0.5, "L2": 0.5})
     _, caption = write(tmp_path / "run", results=tmp_path / "lab" / "results")
-    assert caption == ["This is one seed. Mean of 5 seeds at the settings of lab/results/"
-                       "table1_x_result.json on L0 (± half the 95 % CI): grpo 59.3 ± 5.8."]
+    assert caption == ["One seed, in which the order of the methods means little. Mean of 5 seeds at the "
+                       "settings of lab/results/table1_x_result.json on L0 (± half the 95 % CI): "
+                       "grpo 59.3 ± 5.8."]
     text = " ".join(Page((tmp_path / "run" / "report.html").read_text()).texts)
     assert "5 seeds: 59.3 ± 5.8" in text and "lab/results/table1_x_result.json" in text
 
