@@ -19,7 +19,7 @@ import config as flags
 import judge
 import resume
 import rollout
-from batching import Sample
+from batching import Sample, device_of
 from infra import files, job, plugins
 from infra.streams import stream
 from lm import model as decoder
@@ -125,7 +125,8 @@ class Agent:
             question = prompt_ids + chat.closed(response_ids) + judge.question_message(chat)
             good, bad = (chat.encode(label) for label in judge.ANSWERS)
             if judge.question_style(chat) == "plain" and len(good) == len(bad) == 1:
-                logits_V = self.model(torch.tensor([question]), column_N=[-1])[0]
+                ids = torch.tensor([question], device=device_of(self.model))
+                logits_V = self.model(ids, column_N=[-1])[0]
                 p_good, p_bad = logits_V.float().softmax(-1)[[good[0], bad[0]]].tolist()
                 readable = p_good + p_bad
             else:
@@ -163,7 +164,8 @@ class Agent:
 def load(folder, **settings):
     """Load the agent of a checkpoint, or of any Hugging Face folder that gcd.py can train.
 
-    settings: flags under which it plays, such as max_turns=30; it is prompted as in its run, and in its
+    settings: flags under which it plays, such as max_turns=30, device="cuda" or dtype="bfloat16" (by default
+    it plays on the CPU, in fp32); it is prompted as in its run, and in its
     environment limited to admissible commands if the run was, unless other flags are given. The run's other
     settings are not restored, and have to be given: those of the environment, such as task_ids, and
     max_turns, context and max_response_tokens. ValueError for a folder without weights, an unknown
@@ -181,11 +183,14 @@ def load(folder, **settings):
 
 
 def agent_of(config, settings=()):
-    """The Agent of the model folder in a Config, on the CPU. settings: see Agent; without a dtype, fp32."""
-    folder = Path(config.model)
-    chat = open_chat(config, folder, job.Ranks(0, 1, torch.device("cpu")), plays=True)
+    """The Agent of the model folder in a Config. settings: see Agent; without a device and a dtype among them
+    the CPU's and fp32.
+    """
+    folder, device = Path(config.model), torch.device("cuda" if config.device == "cuda" else "cpu")
+    job.check_device(config.device)
+    chat = open_chat(config, folder, job.Ranks(0, 1, device), plays=True)
     dtype = getattr(torch, config.dtype) if "dtype" in settings else torch.float32
-    return Agent(decoder.load_pretrained(folder, dtype), chat, config, dict(settings),
+    return Agent(decoder.load_pretrained(folder, dtype, device), chat, config, dict(settings),
                  resume.state_beside(folder))
 
 

@@ -150,7 +150,8 @@ def dagger(run, questions, optimizer, policy_steps):
                  "success": shares["success"], "invalid_frac": shares["invalid_frac"]})
         pending = [sample for sample in questions if sample.episode % len(rounds) == i]
         rng = generator(config.seed, DAGGER_ORDER, k)         # equal on all ranks, and so are the batches
-        order, batches = torch.randperm(n, generator=rng), shuffled_batches(pending, steps_of(run, n), rng)
+        order = torch.randperm(n, generator=rng)
+        batches = shuffled_batches(pending, steps_of(run, n), rng, ranks)
         for sample in imitation_samples(episodes):
             batches[order[sample.episode] % len(batches)].append(sample)
         yield from batches
@@ -344,12 +345,13 @@ def judge_questions(run, stop):
 
 
 def batches_of(run, samples, n_episodes, epochs):
-    """Batches of several epochs; each holds pairs of a good and a bad judge question. An epoch's order is of
-    its seed and number alone, so the second part of a cold start repeats the first's order of episodes.
+    """This rank's batches of several epochs; each holds pairs of a good and a bad judge question. An epoch's
+    order is of its seed and number alone, so the second part of a cold start repeats the first's order.
     """
     n = steps_of(run, n_episodes)
     return [batch for epoch in range(epochs)
-            for batch in shuffled_batches(samples, n, generator(run.config.seed, COLD_START_ORDER, epoch))]
+            for batch in shuffled_batches(samples, n, generator(run.config.seed, COLD_START_ORDER, epoch),
+                                          run.ranks)]
 
 
 def steps_of(run, n_episodes):
@@ -358,19 +360,18 @@ def steps_of(run, n_episodes):
 
 
 def imitate(run, optimizer, batches, n, name, steps_before, first, stop):
-    """Imitate `batches` by cross-entropy: what remains of a part of n steps, from step `first` on.
+    """Imitate a rank's `batches` by cross-entropy: what remains of a part of n steps, from step `first` on.
 
     steps_before: of earlier parts. stop: called after each step with the number of steps so far.
     """
-    config, ranks = run.config, run.ranks
+    config = run.config
     objective = update.Objective(
         judge_weight=config.judge_cold_start_weight, value_judge=config.judge_kind == "value",
         max_grad_norm=config.max_grad_norm, microbatch_tokens=config.microbatch_tokens)
-    bar = progress(batches, desc=name, unit="step", initial=first, total=n, disable=ranks.rank > 0)
+    bar = progress(batches, desc=name, unit="step", initial=first, total=n, disable=run.ranks.rank > 0)
     for step, batch in enumerate(bar, first):
-        mine = [s for s in batch if s.episode % ranks.world_size == ranks.rank]
         rate = config.cold_start_lr * (1 - step / n)
-        metrics = update.update(run.model, optimizer, mine, objective, rate)
+        metrics = update.update(run.model, optimizer, batch, objective, rate)
         if step % 20 == 0 or step == n - 1:
             bar.set_postfix(nll=f"{metrics['policy/nll_nats']:.3f}")
             run.log({"phase": "cold_start", "stage": name, "step": steps_before + step,
@@ -380,12 +381,14 @@ def imitate(run, optimizer, batches, n, name, steps_before, first, stop):
         stop(steps_before + step + 1)
 
 
-def shuffled_batches(samples, n, rng):
-    """Shuffle samples into n batches by whole episodes, and by judge pairs (neighbours in the list)."""
+def shuffled_batches(samples, n, rng, ranks):
+    """This rank's share of samples that all ranks have, shuffled into n batches by whole episodes, and by
+    judge pairs (neighbours in the list). rng: the same on all ranks, whose shares are equally large.
+    """
     batches = [[] for _ in range(n)]
     for kind in update.KINDS:
         of_kind = [sample for sample in samples if sample.kind == kind]
         groups = [list(group) for _, group in itertools.groupby(of_kind, lambda sample: sample.episode)]
         for i, k in enumerate(torch.randperm(len(groups), generator=rng).tolist()):
-            batches[i % n] += groups[k]
+            batches[i % n] += groups[k] if i // n % ranks.world_size == ranks.rank else []
     return batches

@@ -306,6 +306,11 @@ class Config:
                "small model learns to follow one")
 
     @property
+    def compares_gradients(self):
+        """Whether the policy's and the judge's gradients are at times computed apart, see gcd.optimize."""
+        return bool(self.iterations and self.gcd and self.judge_weight)
+
+    @property
     def question_room(self):
         """An episode with fewer tokens than this can be judged: context less question and answer, of which a
         value head needs none.

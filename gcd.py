@@ -39,7 +39,7 @@ from cold_start import cold_start
 from envs import EpisodeLost
 from envs._terminal import Printed
 from evaluation import evaluation
-from infra import checkpoint, files, job, parallel, plugins
+from infra import checkpoint, files, job, memory, parallel, plugins
 from infra.errors import EXPECTED, one_line
 from infra.progress import progress, timed
 from infra.signals import Interrupted, Stop, speaks_for_machine
@@ -79,7 +79,7 @@ def iteration(run, i, reference):
         samples = [sample for episode in informative(run, learned) for sample in batching.samples_of(episode)]
         samples += answers if config.judge_weight else []    # at lambda 0 the update never sees the judge
         metrics |= optimize(run, i, samples, reference)
-    metrics |= rollout_metrics(run, played)
+    metrics |= rollout_metrics(run, played) | memory.peaks(run.ranks.device)
     advise(run, i, learned, metrics)
     store(run, i, episodes)
     return metrics | seconds | {f"time/rollout_{name}_s": spent for name, spent in run.waits.items()}

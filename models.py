@@ -40,8 +40,8 @@ def open_chat(config, folder, ranks, plays=False):
         model = choose_trained(decoder.Model(shape), config)
     parameters, trains = decoder.count_parameters(shape), config.demonstrations or config.iterations
     numbers = sum(parameter.numel() for parameter in trained(model)) if trains else 0
-    state = ({"weights": dtype.itemsize * parameters} if plays
-             else state_bytes(parameters, ranks.shards, dtype, numbers, config.lora > 0, ranks.copies))
+    state = ({"weights": dtype.itemsize * parameters} if plays else state_bytes(
+        parameters, ranks.shards, dtype, numbers, config.lora > 0, ranks.copies, config.compares_gradients))
     check_memory(state, parameters, ranks.world_size, dtype, ranks.device)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")

@@ -16,7 +16,7 @@ import rollout
 from envs import EpisodeLost, Reply
 from infra.endpoint import FAILURES_IN_A_ROW, LIMITED, STOPPED, Failure
 from lm.chat import Chat
-from lm.engine import Response, Sampling
+from lm.engine import Response, Sampling, Slots
 from rollout import Conversation
 
 SCRIPTS = ("expert", "random", "first")
@@ -32,6 +32,7 @@ class ModelPlayer:
 
     def __init__(self, model, chat, config):
         self.model, self.chat, self.config = model, chat, config
+        self.slots = None                     # kept from one split and temperature to the next, as in a run
 
     def describe(self):
         """The prompt's style and templates."""
@@ -44,8 +45,9 @@ class ModelPlayer:
                    sum(len(turn.response_ids) for turn in episode.turns))
 
         config, sampling = self.config, Sampling(temperature, self.config.max_response_tokens)
+        self.slots = self.slots or Slots(self.model, len(games), config.context, self.chat.stop_ids, sampling)
         rollout.play(self.model, self.chat, games, specs, sampling, max_turns, config.context, config.history,
-                     config.on_truncation, ended, should_stop, config.admissible_only)
+                     config.on_truncation, ended, should_stop, config.admissible_only, slots=self.slots)
 
 
 class MessageChat(Chat):

@@ -58,8 +58,7 @@ def setup(device="auto", timeout_s=2 * 3600, within="all"):
     copy of the weights, "all" or those of a "node". ValueError for a device that is not there, or for
     inconsistent environment variables.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device=cuda: torch sees no CUDA device")
+    check_device(device)
     numbers = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
     if not all(number.isdecimal() for number in numbers.values()):
         raise ValueError(f"RANK={numbers['RANK']} WORLD_SIZE={numbers['WORLD_SIZE']}: expected numbers")
@@ -76,6 +75,12 @@ def setup(device="auto", timeout_s=2 * 3600, within="all"):
     if world_size > 1:
         connect(own_device, timeout_s)
     return Ranks(rank, world_size, own_device, machines() if within == "node" else 1)
+
+
+def check_device(device):
+    """ValueError for "cuda" where there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device=cuda: torch sees no CUDA device")
 
 
 def connect(device, timeout_s):

@@ -8,9 +8,10 @@ about as many tokens; messages have the lengths of envs/lengths.json. Targets ar
 
 A command ends within ten minutes: a check starts if ENOUGH of its time limit is left, and if that was not
 enough it is left to the next one. What --out holds of this GPU, torch and target is not run again, but for
-checks that ended by an error, which come last: while checks are left, the exit status is 3 (1 if one fell
-short), and the same command goes on. A line of a check that fails, dies or hangs has its traceback, and what
-it had measured before. The checks are in gpu_checks.py (the engine) and gpu_runs.py (training).
+checks that were skipped, and for those that ended by an error, which come last: while checks are left, the
+exit status is 3 (1 if one fell short), and the same command goes on. A line of a check that fails, dies or
+hangs has its traceback, and what it had measured before. The checks are in gpu_checks.py (the engine) and
+gpu_runs.py (training).
 
     python -m lab.bench.gpu --minutes 10      # what would change the design; 30: all, in several commands
     python -m lab.bench.gpu --tiny            # the checks on any device in seconds: tests/lab/test_gpu.py
@@ -60,6 +61,7 @@ CHECKS = [Check(*row) for row in (
     ("trainer_gap", ENGINE, 10, 120, "twice bf16's rounding at most, under .1 nats; over .1 with faults"),
     ("update_16k", ENGINE, 10, 120, "the estimate's share of the data sheet's FLOPs, counted where computed"),
     ("iteration", RUNS, 10, 400, "gcd.py: each stage's seconds and bytes at most 15 % over the estimate"),
+    ("ranks", RUNS, 10, 300, "on all GPUs a cold start's losses within 2 % of one's; RL, Ctrl-C, --resume"),
     ("floor", ENGINE, 10, 90, "a decode step of long rows at most 15 % over the estimate"),
     ("lengths", ENGINE, 10, 120, "under .3 nats, of later prompts and answers too"),
     ("offload", ENGINE, 30, 120, "under 15 s, equal outputs, no memory left allocated"),
@@ -91,7 +93,7 @@ def main(argv=None):
         here = device_and_torch(context) if stored else None
         known = {line["check"]: line for line in stored               # without a device: a process that died
                  if (line.get("device"), line.get("torch")) in (here, (None, None))}
-        done = {name: line for name, line in known.items() if "error" not in line
+        done = {name: line for name, line in known.items() if not {"error", "skipped"} & {*line}
                 and line.get("target") in [check.target for check in wanted if check.name == name]}
         lines = [done[check.name] for check in wanted if check.name in done]
         left = [check for check in wanted if check.name not in done]

@@ -4,6 +4,7 @@ Each check takes a `Bench` and returns its measurements, a dict, and whether the
 names. In a process of its own, each loads what it needs from the bench's folder, which the first one fills.
 """
 
+import gc
 import json
 import random
 import re
@@ -38,7 +39,8 @@ from lm.optim import adamw
 # Bytes and bf16 FLOPs per second by the data sheets, dense, by the first pattern in the device's name
 SHEETS = {r"\bH100 PCIe": (2.0e12, 756e12), r"\bH100 NVL": (3.9e12, 835e12), r"\bH100": (3.35e12, 989e12),
           r"\bH200 NVL": (4.8e12, 835e12), r"\bH200": (4.8e12, 989e12), r"\bB200": (8.0e12, 2250e12),
-          r"\bA100.*40GB": (1.56e12, 312e12), r"\bA100": (2.04e12, 312e12)}
+          r"\bA100.*40GB": (1.56e12, 312e12), r"\bA100": (2.04e12, 312e12),
+          r"RTX 4090": (1.008e12, 165.2e12)}
 OVER = 1.15         # times the estimate: at most this much is right
 NAMED = 14          # kernels of a step, the others together
 OFFLOAD_S = 15      # of a round trip: 18.5 GB each way, at 2.5 GB/s from memory that is not pinned
@@ -382,6 +384,8 @@ def trainer_gap(bench):
         found |= {f"{name}_mean_nats": statistics.fmean(nats), f"{name}_largest_nats": max(nats)}
         logprobs[name] = [logprob for sample in samples for logprob in sample.logprob_old]
         bench.report(found)
+        del model
+        gc.collect()                                       # a sharded model is part of cycles
     n, faults = len(nats), (found["other_temperature_mean_nats"], found["other_weights_mean_nats"])
     rounding = sum(abs(a - b) for a, b in zip(logprobs["equal"], logprobs["fp32"])) / n
     within = found["equal_mean_nats"] < max(2 * rounding, 1e-5)            # on a CPU both are fp32

@@ -8,6 +8,7 @@ measurements and whether they meet the target. `pretrained` trains a real model,
 """
 
 import itertools
+import math
 import os
 import random
 import shutil
@@ -51,6 +52,8 @@ def iteration(bench, *flags):
     """
     out, start = unused(bench.folder / "iteration"), time.perf_counter()
     command = [*arguments(bench, out), *flags]
+    if reason := too_small(bench, config.parse(command)):
+        return {"skipped": reason}, True
     with as_in_a_run(bench) as found:
         status = gcd.main([*command, "--iterations", "2", "--overwrite"])
     run_s, lines = time.perf_counter() - start, rl_lines(out)
@@ -63,6 +66,22 @@ def iteration(bench, *flags):
     shutil.rmtree(out)                                                     # 18 GB
     return {"run_s": run_s, **compared, **{name: last[name] for name in MEASURED if name in last}}, (
         complete and right)
+
+
+def too_small(bench, settings):
+    """Why a GPU has no room for the run; "" if it has."""
+    if bench.device.type != "cuda" or bench.tiny:
+        return ""
+    there = torch.cuda.get_device_properties(bench.device).total_memory
+    sizes = estimated(bench, settings)["bytes"]
+    required = max(sizes[stage] for stage in (*STAGES, "step"))
+    return f"needs {required / 1e9:.0f} GB by lab.bench.memory, has {there / 1e9:.0f}" * (required > there)
+
+
+def estimated(bench, settings):
+    """The estimate of an iteration on this machine, see lab.bench.memory."""
+    work = bench.work if settings.gcd else replace(bench.work, judged=0)
+    return memory.estimate("1.5B", 1, settings, work, bench.machine)
 
 
 def no_gcd(bench):
@@ -80,7 +99,7 @@ def pretrained(bench):
     command = [sys.executable, "gcd.py", "--out", str(out), "--algo", "grpo", "--iterations", str(iterations),
                "--checkpoint-every", "1", "--evaluate", "none", "--device", bench.device.type,
                *(TINY if bench.tiny else SMOLLM2 if weights else SMALL)]
-    killed, stderr = killed_in_rl([*command, "--overwrite"], out, iterations // 2)
+    killed, stderr = stopped_in_rl([*command, "--overwrite"], out, iterations // 2, signal.SIGKILL)
     resumed = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
     lines = rl_lines(out)
     found = {"model": "SmolLM2-135M" if weights else f"fresh, for want of weights: {smollm2.HOW}",
@@ -92,16 +111,45 @@ def pretrained(bench):
                    and [line["iteration"] for line in lines] == [*range(iterations)])
 
 
-def killed_in_rl(command, out, iterations):
-    """Start a run and kill it -9 once so many iterations are logged. Returns how many were, 0 if it ended,
-    and what it wrote to stderr.
+def ranks(bench):
+    """A small model's cold start on all GPUs, with sharded weights: losses beside those on one. Then RL,
+    which is interrupted and resumed.
+    """
+    n = 2 if bench.tiny else min(8, torch.cuda.device_count())
+    if n < 2:
+        return {"skipped": "needs several GPUs"}, True
+
+    def command(size, *flags):
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
+                "gcd.py", "--out", str(bench.folder / f"ranks-{size}"), "--evaluate", "none", "--device",
+                bench.device.type, *flags, *(TINY if bench.tiny else SMALL)]
+
+    alone, shared = (unused(bench.folder / f"ranks-{size}") for size in (1, n))
+    subprocess.run(command(1, "--iterations", "0"), cwd=ROOT, capture_output=True)
+    parts = command(n, "--iterations", "3", "--checkpoint-every", "1")
+    stopped, stderr = stopped_in_rl(parts, shared, 1, signal.SIGINT)
+    resumed = subprocess.run([*parts, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    of_one, of_all = ([line["cold_start/loss"] for line in files.read_lines(out / files.METRICS)[0]
+                       if line.get("phase") == "cold_start"] for out in (alone, shared))
+    gap = max((abs(a / b - 1) for a, b in zip(of_all, of_one)), default=math.inf)
+    found = {"ranks": n, "losses": len(of_one), "largest_gap": gap, "stopped_after": stopped,
+             "exit_status": resumed.returncode, "iterations": len(rl_lines(shared))}
+    if resumed.returncode or not stopped:
+        found["stderr"] = stderr[-300:] + resumed.stderr[-300:]
+    return found, (gap < 0.02 and len(of_one) == len(of_all) and 0 < stopped < 3 and resumed.returncode == 0
+                   and [line["iteration"] for line in rl_lines(shared)] == [0, 1, 2])
+
+
+def stopped_in_rl(command, out, iterations, signum):
+    """Start a run and send it a signal once so many iterations are logged. Returns how many were, 0 if it
+    ended, and what it wrote to stderr.
     """
     with tempfile.TemporaryFile("w+") as stderr:
         process, done = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr), 0
         while process.poll() is None:
             done = len(rl_lines(out))
             if done >= iterations and (out / files.CHECKPOINT).is_dir():
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(process.pid, signum)
                 process.wait()
                 break
             done = 0
@@ -211,8 +259,7 @@ def beside_estimate(bench, settings, line, measured):
              "steps": {stage: [measured[stage][1]] for stage in stages if stage != "update"}}
     if bench.device.type != "cuda":
         return found, True
-    work = bench.work if settings.gcd else replace(bench.work, judged=0)
-    estimate = memory.estimate("1.5B", 1, settings, work, bench.machine)
+    estimate = estimated(bench, settings)
     size = {stage: (total - memory.OUTSIDE) / memory.SLACK for stage, total in estimate["bytes"].items()}
     size["update"] = max(size["update"], size["step"])
     slow = {stage: ends[0] for stage, ends in estimate["seconds"].items()}

@@ -242,7 +242,8 @@ def stages(model, ranks, settings, work):
     playing, kept, _, slots = rollout_bytes(model, settings, ranks, work, fullest)
     questions = questions_of(of_ranks[fullest])
     judging = judge_bytes(model, settings, questions, work.answers) if questions else 0
-    resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0)
+    resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0,
+                           compared=settings.compares_gradients)
     gradients = resident.pop("gradients")
     microbatches = [largest_microbatch(samples, settings) for samples in of_ranks]
     batch, _ = microbatches[fullest]

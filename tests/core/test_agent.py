@@ -52,6 +52,22 @@ def player():
     return gcd.load(COMMITTED)
 
 
+@pytest.mark.fast
+def test_it_plays_where_it_is_told_to(monkeypatch):
+    """On the CPU by default, and never silently there if it was to be a GPU."""
+    devices, load = [], decoder.load_pretrained
+    monkeypatch.setattr(decoder, "load_pretrained", lambda folder, dtype, device: [
+        devices.append(device.type), load(folder, dtype)][1])
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="--device=cuda: torch sees no CUDA device"):
+            gcd.load(COMMITTED, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1e9))
+    for settings in ({}, {"device": "cpu"}, {"device": "cuda"}):
+        gcd.load(COMMITTED, **settings)
+    assert devices == ["cpu", "cpu", "cuda"]
+
+
 def options(flags):
     """A list of flags and values, as arguments of gcd.train."""
     pairs = zip(flags[::2], flags[1::2], strict=True)

@@ -724,6 +724,19 @@ def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(serve, short, ref
 
 
 @pytest.mark.fast
+def test_the_referees_plays_share_a_cache(monkeypatch, chat):
+    """Else each split and temperature would allocate it, and capture CUDA graphs, again."""
+    slots = []
+    monkeypatch.setattr(players.rollout, "play", lambda *_, **named: slots.append(named["slots"]))
+    settings = SimpleNamespace(max_response_tokens=4, context=90, history=0, on_truncation="fail",
+                               admissible_only=False)
+    player = players.ModelPlayer(tiny_model(chat.tokenizer), chat, settings)
+    for temperature in (1.0, 0.4):
+        player.play([], ["a game"] * 3, temperature, 7, None, False)
+    assert slots[0] is slots[1] and slots[0].n == 3
+
+
+@pytest.mark.fast
 def test_ctrl_c_during_a_game_does_not_wait_for_a_server_that_hangs(serve, short, referee, monkeypatch):
     def hang(question, nth):
         server.released.wait(HANG_S)

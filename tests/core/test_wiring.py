@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hand_made import GAME
 
 import cold_start
@@ -27,7 +28,7 @@ from infra import files, parallel
 from lm.engine import Response
 from rollout import Conversation, Episode, Turn
 
-RANKS = SimpleNamespace(rank=0, world_size=1)
+RANKS = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
 GAME_TASK = Task("t", "train", "look", None)
 
 
@@ -194,9 +195,9 @@ def dagger_batches(monkeypatch, play, rounds, labels=()):
     """
     specs, orders, shuffled = [], [], cold_start.shuffled_batches
 
-    def shuffle(samples, n, rng):
+    def shuffle(samples, n, rng, ranks):
         orders.append(rng.get_state().tolist())
-        return shuffled(samples, n, rng)
+        return shuffled(samples, n, rng, ranks)
 
     monkeypatch.setattr(cold_start, "train_tasks", lambda environment, types, start, n: [GAME] * n)
     monkeypatch.setattr(cold_start, "DaggerPlayer", lambda spec, run: specs.append(spec) or SimpleNamespace(
@@ -339,7 +340,8 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
         "policy/approx_kl_nats": weight})
     config = SimpleNamespace(gcd=True, judge_weight=weight, kl="none", warmup=0, correction="off")
     warned = []
-    run = SimpleNamespace(config=config, waits={}, warn_once=lambda kind, message: warned.append(message))
+    run = SimpleNamespace(config=config, waits={}, ranks=RANKS,
+                          warn_once=lambda kind, message: warned.append(message))
     gcd.iteration(run, 0, None)
     assert given == seen
     assert [message.partition(". ")[0] for message in warned] == [

@@ -56,6 +56,7 @@ def test_every_check_runs_and_the_faults_are_detected(capsys):
     assert stage == "rollout" and {*host} == {*gpu_runs.HOST} and found["iteration"]["steps"][stage][0] > 0
     assert [*found["iteration"]["steps"]] == ["rollout", "judge"] and [*found["no_gcd"]["gb"]] == ["rollout",
                                                                                                "update"]
+    assert found["ranks"]["losses"] >= 1 and found["ranks"]["largest_gap"] < 1e-4
     assert found["pretrained"]["killed_after"] >= 1 and found["pretrained"]["iterations"] == 3
 
 
@@ -148,7 +149,8 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
 @pytest.mark.parametrize("name, bandwidth", [
     ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.0e12), ("NVIDIA H100 NVL", 3.9e12),
     ("NVIDIA H200", 4.8e12), ("NVIDIA A100-SXM4-80GB", 2.04e12), ("NVIDIA A100-SXM4-40GB", 1.56e12),
-    ("NVIDIA GH200 480GB", None), ("NVIDIA GB200", None), ("CPU", None)])
+    ("NVIDIA GeForce RTX 4090", 1.008e12), ("NVIDIA GH200 480GB", None), ("NVIDIA GB200", None),
+    ("CPU", None)])
 def test_a_gpus_data_sheet_is_that_of_its_whole_name(name, bandwidth):
     assert (gpu_checks.sheet_of(name) or [None])[0] == bandwidth
 
@@ -186,6 +188,19 @@ def test_an_iteration_stands_beside_its_estimate(monkeypatch):
     del peaks["judge"]
     found, right = gpu_runs.beside_estimate(bench, SimpleNamespace(gcd=False), line, peaks)
     assert right and [*found["gb"]] == ["rollout", "update"] and [*found["steps"]] == ["rollout"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("there, reason", [(24e9, "needs 45 GB by lab.bench.memory, has 24"), (46e9, "")])
+def test_a_gpu_without_room_for_an_iteration_skips_it(monkeypatch, there, reason):
+    """As no failure: it says what is needed."""
+    sizes = {"rollout": 30e9, "judge": 35e9, "update": 40e9, "step": 45e9, "rollout, equal rooms": 90e9}
+    monkeypatch.setattr(memory, "estimate", lambda *_: {"bytes": sizes})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=there))
+    bench = SimpleNamespace(device=torch.device("cuda"), tiny=False, work=Work(), machine=memory.Machine())
+    assert gpu_runs.too_small(bench, SimpleNamespace(gcd=True)) == reason
+    bench.device = torch.device("cpu")
+    assert gpu_runs.too_small(bench, SimpleNamespace(gcd=True)) == ""
 
 
 @pytest.mark.fast

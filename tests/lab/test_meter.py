@@ -269,6 +269,7 @@ def test_state_bytes_are_those_of_a_model_and_its_optimizer():
     assert state_bytes(n, 1, torch.float32, trained=300, adapters=True) == {
         "master weights": 4 * (n + 300), "Adam's moments": 8 * 300, "gradients": 8 * 300, "sampler": 4 * n}
     assert state_bytes(n, 1, torch.float32, copies=2)["sampler"] == 4 * n     # wrapped, so it needs a copy
+    assert state_bytes(n, 1, torch.float32, compared=False)["gradients"] == 4 * n
     halves = state_bytes(n, 2, torch.bfloat16)
     assert halves == {"master weights": 2 * n, "Adam's moments": 2 * moments, "gradients": 4 * n,
                       "sampler": 2 * n}
@@ -303,19 +304,22 @@ def test_a_model_that_does_not_fit_is_rejected_with_its_size(monkeypatch):
         check_memory(state, int(parameters), ranks, dtype, device)
 
     with pytest.raises(ValueError, match=r"--dtype=float32: .* 1\.5 billion parameters take 30 GB on each of "
-                                         r"1 ranks, which has 24; --dtype bfloat16, or more ranks"):
+                                         r"1 ranks, which has 24; --dtype bfloat16, or more ranks, or --lora "
+                                         "without a critic"):
         check(1.5e9, 1, torch.float32)
     check(1.5e9, 1, torch.float32, torch.device("cpu"))
     check(1.5e9, 2, torch.float32)
     check(1e9, 1, torch.bfloat16)
     check(1.5e9, 1, torch.float32, trained=int(2e7), adapters=True)
-    with pytest.raises(ValueError, match="3.5 billion parameters take 28 GB"):
+    with pytest.raises(ValueError, match="3.5 billion parameters take 28 GB .* bfloat16, or more ranks$"):
         check(3.5e9, 1, torch.float32, trained=int(2e7), adapters=True)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, plays, times", [
-    ("", False, 20), ("--dtype bfloat16", False, 22), ("--demonstrations 0 --iterations 0", False, 4),
+    ("", False, 20), ("--dtype bfloat16", False, 22), ("--no-gcd", False, 16),
+    ("--judge-weight 0", False, 16), ("--iterations 0", False, 16),
+    ("--demonstrations 0 --iterations 0", False, 4),
     ("--demonstrations 0 --iterations 0 --dtype bfloat16", False, 6), ("--dtype bfloat16", True, 2)])
 def test_what_is_not_trained_needs_no_memory_to_train(monkeypatch, flags, plays, times):
     """Bytes per parameter; the referee's model only plays. The others have fp32 weights, too."""
