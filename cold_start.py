@@ -26,6 +26,7 @@ import labels
 import rollout
 import update
 from config import DAGGER_ROUND, QUESTION_TOKENS
+from envs import _checks
 from infra import checkpoint, files, parallel, plugins
 from infra.progress import progress
 from infra.signals import Interrupted
@@ -200,7 +201,7 @@ def demonstrate(run, first, n, mistake_rate, required=True):
     """
     config, search_verbs = run.config, run.environment.search_verbs
     expert = run.environment.expert([*map(rollout.limited, run.games)])
-    wrong = envs.wrong_expert(expert) or plugins.wrong_calls(expert, envs.EXPERT)
+    wrong = _checks.wrong_expert(expert) or plugins.wrong_calls(expert, envs.EXPERT)
     plugins.refuse(wrong, run.environment, "expert")
     episodes, counts, restarts = [], Counter(), expert.restarts
     tasks = train_tasks(run.environment, config.cold_start_types, first, n)
@@ -217,7 +218,7 @@ def demonstrate(run, first, n, mistake_rate, required=True):
         except Exception as error:
             error.add_note(f"expert.show, task {task.id}")
             raise
-        plugins.refuse(envs.wrong_demonstration(demonstration), expert, f"expert.show, task {task.id}")
+        plugins.refuse(_checks.wrong_demonstration(demonstration), expert, f"expert.show, task {task.id}")
         counts[f"tries {demonstration.tries}"] += 1
         if not demonstration.won:
             counts["not won"] += 1

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import envs
+from envs import _checks
 from envs._terminal import printed
 from infra import files, plugins
 from infra.endpoint import checked_url, without_path
@@ -248,7 +249,7 @@ class Config:
         refuse(not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable),
                "--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
-        refuse(wrong := algorithms.wrong_loss(algorithm), f"--algo={self.algo}: {wrong}")
+        refuse(wrong := algorithms._checks.wrong_loss(algorithm), f"--algo={self.algo}: {wrong}")
         refuse(self.lora and self.train_layers,
                f"--lora={self.lora}: not with --train-layers={self.train_layers}; each says what is trained")
         refuse(self.lora and self.judge_kind == "value",
@@ -277,7 +278,7 @@ class Config:
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
         refuse(self.judge_redraw and labels == "endpoint", "--judge-redraw: --judge-labels endpoint asks for "
                "the labels of --judge-turns turns, and no others are left to draw")
-        refuse(wrong := envs.wrong_declared(self.environment), f"--env={self.env}: {wrong}")
+        refuse(wrong := _checks.wrong_declared(self.environment), f"--env={self.env}: {wrong}")
         refuse(same := sorted({*LABELS} & {*self.environment.labels}),
                f"--env={self.env}: labels: {', '.join(same)} is a kind of the run's own; rename it")
         asks = self.demonstrations and self.judge_demonstrations

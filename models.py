@@ -11,10 +11,9 @@ from random import Random
 import torch
 
 import correction
-import envs
 import judge
 import resume
-from envs import Reply
+from envs import Reply, _checks
 from infra import checkpoint, files, parallel, plugins
 from infra.memory import check_memory, state_bytes
 from infra.streams import LORA, generator
@@ -228,7 +227,7 @@ def fresh_folder(config, out):
 def vocabulary_of(config):
     """The phrases that are a fresh small model's tokens: the environment's, the judge's, the method's."""
     own = config.environment.vocabulary()
-    plugins.refuse(envs.wrong_vocabulary(own), config.environment, "vocabulary")
+    plugins.refuse(_checks.wrong_vocabulary(own), config.environment, "vocabulary")
     phrases = [*own, judge.QUESTION["plain"], *judge.ANSWERS]
     if config.prompt == "tags" or config.algorithm.tags:
         phrases += [f"<{tag}>" for tag in TAGS]

@@ -11,7 +11,8 @@ from functools import partial
 from itertools import chain, starmap
 from time import perf_counter
 
-from envs import EpisodeLost, Task, wrong_reply
+from envs import EpisodeLost, Task
+from envs._checks import wrong_reply
 from infra.plugins import refuse
 from infra.progress import timed
 from infra.signals import time_limit

@@ -23,6 +23,7 @@ import resume
 import rollout
 import update
 from config import DAGGER_ROUND, PROTOCOLS
+from envs import _checks
 from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
 from infra.errors import reported
@@ -206,14 +207,14 @@ def check_tasks(config, ranks):
 def train_tasks(environment, types, start, n):
     """Environment.train_tasks. PluginError if it returns anything but n Tasks."""
     tasks = environment.train_tasks(types, start, n)
-    plugins.refuse(envs.wrong_tasks(tasks, n), environment, f"train_tasks({types!r}, {start}, {n})")
+    plugins.refuse(_checks.wrong_tasks(tasks, n), environment, f"train_tasks({types!r}, {start}, {n})")
     return tasks
 
 
 def split_tasks(environment, name):
     """Environment.split_tasks. PluginError unless it returns Tasks, one at least, each with its own id."""
     tasks = environment.split_tasks(name)
-    wrong = envs.wrong_tasks(tasks) or envs.repeated_id(tasks)
+    wrong = _checks.wrong_tasks(tasks) or _checks.repeated_id(tasks)
     plugins.refuse(wrong, environment, f"split_tasks({name!r})")
     return tasks
 
@@ -239,7 +240,7 @@ def episodes_at_once(config, ranks):
 def make_games(environment, n, resources):
     """Environment.make; `resources` close the games. PluginError if it returns anything but n Games."""
     games = environment.make(n)
-    wrong = envs.wrong_games(games, n) or plugins.wrong_calls(games[0], envs.GAME)
+    wrong = _checks.wrong_games(games, n) or plugins.wrong_calls(games[0], envs.GAME)
     plugins.refuse(wrong, environment, f"make({n})")
     for game in games:
         resources.callback(reported(game.close, "a game's close"))

@@ -19,7 +19,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from . import Environment as Base
-from . import EpisodeLost, Reply, Task, wrong_reply
+from . import EpisodeLost, Reply, Task
+from ._checks import wrong_reply
 from ._workers import worker_games
 
 LONGEST = 100_000               # characters of an observation

@@ -25,7 +25,7 @@ import evaluation
 import gcd
 import labels
 import rollout
-from envs import Demonstration, EpisodeLost, Reply, Task
+from envs import Demonstration, EpisodeLost, Reply, Task, _checks
 from infra import files, plugins, signals
 from infra.plugins import PluginError
 from infra.signals import Stop, time_limit
@@ -117,8 +117,8 @@ def test_a_game_that_is_done_at_its_reset_is_refused(tokenizer):
 @pytest.mark.fast
 def test_right_replies_are_accepted(tokenizer):
     played(tokenizer, Faulty(None, 99))
-    assert envs.wrong_reply(Reply("", (), True, True, [], 100, True)) == ""
-    assert envs.wrong_reply(Reply("x", ["a"], False, False, ("b",), -100.0, None)) == ""
+    assert _checks.wrong_reply(Reply("", (), True, True, [], 100, True)) == ""
+    assert _checks.wrong_reply(Reply("x", ["a"], False, False, ("b",), -100.0, None)) == ""
 
 
 @pytest.mark.fast
@@ -331,15 +331,15 @@ def test_wrong_labels_are_refused(given):
     (Demonstration([Reply("a", [], True, True)], [], []), "reply 0: done is True; expected False"),
     (Demonstration([Reply("a", [], False, False)], [], [True]), "0 commands, 1 replies, 1 mistakes")])
 def test_a_wrong_demonstration_is_described(demonstration, expected):
-    assert expected in envs.wrong_demonstration(demonstration)
+    assert expected in _checks.wrong_demonstration(demonstration)
 
 
 @pytest.mark.fast
 def test_wrong_tasks_are_described():
     task = Task("a", "train", "walk", None)
-    assert envs.wrong_tasks([task]) == envs.wrong_tasks([task], 1) == envs.wrong_tasks([], 0) == ""
+    assert _checks.wrong_tasks([task]) == _checks.wrong_tasks([task], 1) == _checks.wrong_tasks([], 0) == ""
     for tasks, n in ((None, None), ([], None), ([task], 2), (["a"], 1), ("ab", 2)):
-        assert "expected a list of" in envs.wrong_tasks(tasks, n)
+        assert "expected a list of" in _checks.wrong_tasks(tasks, n)
 
 
 # Through the command

@@ -18,7 +18,7 @@ import pytest
 
 import config
 import envs
-from envs import Task
+from envs import Task, _checks
 from envs.tools import (
     CALL,
     Game,
@@ -241,14 +241,14 @@ ONE = [{"type": "function", "function": {"name": "bake", "parameters": {"type": 
     ([{"function": {"name": "bake"}}], "tools: it has {"),
     ([{"function": {"name": "bake", "parameters": {}}}], "tools: it has")])
 def test_what_tools_returns_is_checked(returned, message):
-    wrong = envs.wrong_declared(environment_of(tools=lambda self: returned))
+    wrong = _checks.wrong_declared(environment_of(tools=lambda self: returned))
     assert wrong.startswith(message) and bool(wrong) == bool(message)
 
 
 @pytest.mark.fast
 def test_an_environment_with_tools_has_to_define_them(tmp_path):
     """It used to train without any, and nothing told so."""
-    assert envs.wrong_declared(environment_of()).startswith("tools: it returned []")
+    assert _checks.wrong_declared(environment_of()).startswith("tools: it returned []")
     path = tmp_path / "shop_without.py"
     text = (ROOT / "examples" / "shop.py").read_text(encoding="utf-8")
     assert "    def tools(self):" in text
@@ -387,7 +387,7 @@ def test_a_wrong_call_is_answered_and_changes_nothing(shop, text, answer):
         assert reply.observation.startswith("error: ") and answer in reply.observation
         assert (reply.won, reply.done, reply.taken) == (False, False, False)
         assert reply.answers == (reply.observation,)
-        assert envs.wrong_reply(reply) == ""
+        assert _checks.wrong_reply(reply) == ""
     assert shop.step(right) == expected
 
 
@@ -464,7 +464,7 @@ def test_the_expert_wins_and_the_oracle_finds_its_mistakes(module):
     assert {task.id for task in test} & {task.id for task in environment.train_tasks("part", 0, 500)} == set()
     for task in [*environment.train_tasks("part", 0, 60), *test[:30]]:
         demonstration = environment.expert([game]).show(task, 0, 0.0, limit)
-        assert demonstration.won and not envs.wrong_demonstration(demonstration)
+        assert demonstration.won and not _checks.wrong_demonstration(demonstration)
         assert set(environment.oracle(demonstration.observations, demonstration.commands)) == {"good"}
         assert demonstration == environment.expert([game]).show(task, 0, 0.0, limit)
         texts |= {*demonstration.observations, *demonstration.commands}

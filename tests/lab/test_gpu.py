@@ -16,7 +16,8 @@ from test_attention import by_loop, shared_by_loop
 
 import config
 import judge
-from envs import MessageLengths, wrong_reply, wrong_tasks
+from envs import MessageLengths
+from envs._checks import wrong_reply, wrong_tasks
 from infra import files
 from lab.bench import gpu, gpu_checks, gpu_runs, lengths, memory
 from lab.bench import varlen as paths
