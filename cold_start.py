@@ -238,6 +238,15 @@ def demonstrate(run, first, n, mistake_rate, required=True):
         episodes.append(episode)
     if restarts := expert.restarts - restarts:
         counts["restarts"] = restarts
+    report_kept(run, n, tasks, episodes, counts, required)
+    return episodes
+
+
+def report_kept(run, n, tasks, episodes, counts, required):
+    """Log how many demonstrations were kept, and why others were not; warn if few were, or if one is too
+    long. ValueError if none is left and one is required.
+    """
+    config = run.config
     run.log({"phase": "demonstrations", "asked": n, "kept": len(episodes)} | counts)
     if 0 < len(episodes) < n / 2:
         given = f"--{'' if required else 'judge-'}demonstrations={n}"
@@ -249,7 +258,6 @@ def demonstrate(run, first, n, mistake_rate, required=True):
     if required and not episodes:
         raise ValueError(f"--demonstrations={n}: none was won in --max-turns={config.max_turns} within "
                          f"--context={config.context} tokens: {dict(counts)}")
-    return episodes
 
 
 def few_kept(config, counts, tasks, episodes):

@@ -21,6 +21,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -65,7 +66,8 @@ def evaluation(run):
             sampling = run.sampling(temperature=temperature)
             episodes = run.play(specs, sampling, f"{name} {mode}", config.evaluation_turns) if specs else []
             run.stop_if_asked(None)
-            of_mode = sum(parallel.all_gather([ending(mode, episode) for episode in episodes]), [])
+            of_mode = sum(parallel.all_gather([
+                Ending(mode, e.index, e.task.id, e.task.task_type, e.won) for e in episodes]), [])
             counts = counts_of(episodes) | flawed(episodes, run.environment)
             splits[name][mode] = scores(parallel.all_sum(counts), plays, of_mode)
             ended += of_mode
@@ -109,20 +111,25 @@ def examples(episodes):
 
 # Outcomes: games are the units, their plays are not
 
-def ending(mode, episode):
-    """How an episode ended: (mode, its index, the game's id and type, whether it was won)."""
-    return mode, episode.index, episode.task.id, episode.task.task_type, episode.won
+class Ending(NamedTuple):
+    """How an episode ended: its mode and index, the game's id and type, whether it was won."""
+
+    mode: str
+    index: int
+    game: str
+    type: str
+    won: bool
 
 
 def outcomes_of(ended):
-    """Each game's outcomes, from `ending`s: [{"game": id, "type": its type, mode: "1101"}, ...].
+    """Each game's outcomes, from `Ending`s: [{"game": id, "type": its type, mode: "1101"}, ...].
 
     A mode's text has a digit for each play, 1 if it was won; games that are drawn often have long ones.
     """
     games = {}
-    for mode, _, game, task_type, won in sorted(ended, key=lambda entry: entry[1]):
-        found = games.setdefault(game, {"game": game, "type": task_type})
-        found[mode] = found.get(mode, "") + str(int(won))
+    for end in sorted(ended, key=lambda end: end.index):
+        found = games.setdefault(end.game, {"game": end.game, "type": end.type})
+        found[end.mode] = found.get(end.mode, "") + str(int(end.won))
     return list(games.values())
 
 
@@ -136,11 +143,11 @@ def plays_a_game(numbers):
 
 
 def scores(counts, plays, ended):
-    """rollout.shares_of(counts), with the 95 % interval over games, from their `ending`s.
+    """rollout.shares_of(counts), with the 95 % interval over games, from their `Ending`s.
 
     "games": how many different ones; "plays": how often each was played or, where games are drawn, 1.
     """
-    numbers = Counter(game for _, _, game, _, _ in ended).values()
+    numbers = Counter(end.game for end in ended).values()
     return shares_of(counts, plays_a_game(numbers)) | {"games": len(numbers), "plays": plays}
 
 
@@ -483,8 +490,8 @@ def result_of(config, head, out):
     plays, expected = flags.PROTOCOLS[config.protocol].plays, 0
     for split in config.splits:
         n = plays * len(drawn_tasks(config, split))
-        ended = [(record["mode"], record["index"], record["task_id"], record["task_type"], record["won"])
-                 for record in records if record["split"] == split]
+        ended = [Ending(record["mode"], record["index"], record["task_id"], record["task_type"],
+                        record["won"]) for record in records if record["split"] == split]
         outcomes[split], splits[split] = outcomes_of(ended), {}
         for mode in head["temperatures"]:
             expected += n
@@ -497,7 +504,7 @@ def result_of(config, head, out):
             turns, spent = counts["turns"] or 1, sum(record["seconds"] for record in here)
             tokens = {key: known_sum([record[key] for record in here])
                       for key in ("prompt_tokens", "response_tokens")}
-            splits[split][mode] = scores(counts, plays, [entry for entry in ended if entry[0] == mode]) | {
+            splits[split][mode] = scores(counts, plays, [end for end in ended if end.mode == mode]) | {
                 "malformed_frac": counts["malformed"] / turns, **tokens}
             seconds += spent
             types.setdefault(split, {})[mode] = by_type(outcomes[split], mode)

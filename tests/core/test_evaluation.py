@@ -156,8 +156,8 @@ def test_another_try_of_a_lost_episode_has_an_expert_of_its_own():
 @pytest.mark.fast
 def test_outcomes_and_intervals_of_drawn_games():
     """Three draws of game a, one of b: 4 plays are worth 16/10 independent ones if those of a game agree."""
-    ended = [("sampled", 3, "a", "x", False), ("sampled", 0, "a", "x", True), ("sampled", 2, "a", "x", True),
-             ("sampled", 1, "b", "y", False)]
+    ended = [evaluation.Ending("sampled", *rest) for rest in (
+        (3, "a", "x", False), (0, "a", "x", True), (2, "a", "x", True), (1, "b", "y", False))]
     assert evaluation.outcomes_of(ended) == [{"game": "a", "type": "x", "sampled": "110"},
                                              {"game": "b", "type": "y", "sampled": "0"}]
     assert evaluation.plays_a_game([3, 1]) == 10 / 4
@@ -165,7 +165,8 @@ def test_outcomes_and_intervals_of_drawn_games():
     counts = Counter(episodes=4, won=2)
     rate = evaluation.scores(counts, 1, ended)
     assert (rate["success"], rate["games"], rate["n"]) == (0.5, 2, 4)
-    half = evaluation.scores(counts, 1, [("sampled", i, str(i), "x", i < 2) for i in range(4)])
+    half = evaluation.scores(counts, 1, [evaluation.Ending("sampled", i, str(i), "x", i < 2)
+                                         for i in range(4)])
     assert rate["low"] < half["low"] < half["high"] < rate["high"]
     twice = [{"game": "a", "type": "x", "t": "10"}, {"game": "b", "type": "x", "t": "11"}]
     assert evaluation.by_type(twice, "t")["x"]["success"] == 0.75
@@ -226,7 +227,7 @@ def test_any_folder_that_loads_is_evaluated(tmp_path, referee, monkeypatch):
 
 @pytest.mark.fast
 def test_the_games_own_score_is_printed_where_it_is_known(capsys):
-    ended = [("sampled", i, f"a/{i}", "a", i == 0) for i in range(4)]
+    ended = [evaluation.Ending("sampled", i, f"a/{i}", "a", i == 0) for i in range(4)]
     for known in (True, False):
         counts = Counter(episodes=4, won=1, turns=8, scored=4 * known, score_100=150.0 * known)
         rate = evaluation.scores(counts, 1, ended)
