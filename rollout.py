@@ -238,8 +238,8 @@ class Conversation:
             self.call("step", action)
 
     def receive(self, max_turns, max_prompt):
-        """Receive the reply and build the next prompt; True at the end. More than max_prompt tokens end the
-        episode.
+        """Receive the reply, the first of which starts the episode, and build the next prompt; True at the
+        end. More than max_prompt tokens end the episode.
 
         episode.ended is then the game's own reason, or "won", "over" (the game's end without a reason), "turn
         limit", "context full" or "response too long".
