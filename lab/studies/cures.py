@@ -62,6 +62,7 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+GCD, coins": ("--judge-labels", "coins"),
         "GRPO, labels as reward": ("--no-gcd", "--label-reward", "1"),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
+        "+GCD, coins, weight .1": ("--judge-labels", "coins", "--judge-weight", "0.1"),
         "+sign": ("--judge-labels", "signs"),
         "+sign, before": ("--judge-labels", "signs")}
 FIRST = 3             # seeds of every arm; further ones of those that they do not settle, and of GCD's own
@@ -105,12 +106,12 @@ def controls():
 
 def variants():
     """Arms of the decisive seeds alone: GCD at its default weight, after coins and after judge questions;
-    after coins, also a judge that is asked for the sign, whatever the command was, and GRPO that is rewarded
-    for what GCD's judge is taught.
+    after coins, also coin tosses for labels at that weight, a judge that is asked for the sign, whatever the
+    command was, and GRPO that is rewarded for what GCD's judge is taught.
     """
     return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
         ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"),
-        ("coins", "GRPO, labels as reward"))
+        ("coins", "GRPO, labels as reward"), ("coins", "+GCD, coins, weight .1"))
         for embeddings in EMBEDDINGS]
 
 
@@ -440,7 +441,8 @@ def decided(own, decisive):
     where = {f"{arm} less {other}": (arm, other, {}) for arm, other in (
         ("+GCD", "GRPO"), ("+GCD", "+GCD, coins"), ("+GCD, coins", "GRPO"), ("+GCD, weight .1", "GRPO"),
         ("+sign", "GRPO"), ("+GCD", "+sign"), ("GRPO, labels as reward", "GRPO"),
-        ("+GCD", "GRPO, labels as reward"))}
+        ("+GCD", "GRPO, labels as reward"), ("+GCD, weight .1", "+GCD, coins, weight .1"),
+        ("+GCD, coins, weight .1", "GRPO"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
     where["judge questions before RL alone, less neither"] = "GRPO", "GRPO", {
         "questions": "judge", "other_questions": "coins"}

@@ -36,14 +36,14 @@ def test_the_arms_are_those_of_the_design():
     assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
     assert len(cures.OWN) == 12 and set(cures.OWN) < set(names)
     few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
-    assert len(few) == 3 * (len(names) - 9 - 8) and len(more) == len(few) + 2
+    assert len(few) == 3 * (len(names) - 9 - 10) and len(more) == len(few) + 2
     new = cures.cells_of(range(cures.NEW, cures.NEW + 2), 24, {names[0]})
     assert len(new) == 2 * len(cures.NEW_ARMS) == 16
     assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
     last = cures.cells_of(range(cures.OWN_LUCK, cures.OWN_LUCK + 2), 24)
     assert len(last) == 2 * len(cures.LAST_ARMS) == 42
     decisive = cures.cells_of(range(cures.DECISIVE, cures.DECISIVE + 2), 24)
-    assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 40 and set(cures.DECISIVE_ARMS) < set(names)
+    assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 44 and set(cures.DECISIVE_ARMS) < set(names)
     weights = {arm: cures.flags_of(arm) for arm in cures.ARMS}
     assert "--judge-weight" not in weights["GRPO"] and weights["+GCD, weight .1"][-1] == "0.1"
     assert all(flags.count("--judge-weight") == (not arm.startswith("GRPO"))
