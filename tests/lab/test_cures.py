@@ -32,7 +32,7 @@ def test_the_arms_are_those_of_the_design():
     KL, tied and untied; nine of the last seeds and eight of the decisive ones alone; six of timing, and four
     that are asked before the command."""
     names = [cures.name_of(arm) for arm in cures.arms()]
-    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 8 + 6 + 4
+    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 10 + 6 + 4
     assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
     assert len(cures.OWN) == 12 and set(cures.OWN) < set(names)
     few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
