@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen, tiny_model
+from test_household import GAMES, needs_games
 from tiny_runs import ENVIRONMENT, ROOT
 from waiting import wait_for
 
@@ -38,8 +39,6 @@ from lm.chat import ASK, RULES
 COMMITTED = ROOT / "lab" / "results" / "alfworld_model"
 REFEREE = ROOT / "lab" / "results" / "referee"
 CELL = ROOT / "lab" / "results" / "cells" / "alfworld_hour" / "grpo+gcd" / "seed0.json"
-GAMES = ROOT.parent / "shared" / "data" / "alfworld" / "games.jsonl.gz"
-needs_games = pytest.mark.skipif(not GAMES.is_file(), reason=f"needs ALFWorld's games: {GAMES}")
 SECRET = "sk-THISisTHEkey0123456789"
 HANG_S, OWN_WAIT_S = 60, Endpoint.wait_s
 # The referee in another process, on the first 12 games of each split

@@ -8,11 +8,11 @@ import random
 import re
 import statistics
 from contextlib import ExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import QWEN_TOKENIZER, needs_qwen
+from test_household import GAMES, needs_games
 from tiny_runs import random_qwen
 
 import config
@@ -119,11 +119,11 @@ def test_an_environment_knows_its_lengths_where_its_games_are_real():
 
 
 @needs_qwen
-@pytest.mark.skipif(not Path(lengths.GAMES).exists(), reason=f"needs ALFWorld's games, {lengths.GAMES}")
+@needs_games
 def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys):
     """And not with a window of past exchanges, which bounds the prompt."""
     folder = random_qwen(tmp_path / "model", QWEN_TOKENIZER)
-    flags = ["--model", str(folder), "--games", lengths.GAMES, "--demonstrations", "0", "--context", "3000",
+    flags = ["--model", str(folder), "--games", str(GAMES), "--demonstrations", "0", "--context", "3000",
              "--evaluate", "none", "--device", "cpu", "--slots", "1", "--out", str(tmp_path / "run")]
     evaluated = ["--iterations", "0", "--evaluate", "L0", "--protocol", "verl-agent", "--overwrite"]
     window = ["--history", "2", "--overwrite"]

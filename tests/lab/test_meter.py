@@ -63,7 +63,7 @@ def test_backward_is_counted_too():
 
 
 @needs_qwen
-@pytest.mark.skipif(not Path(lengths.GAMES).exists(), reason=f"needs ALFWorld's games, {lengths.GAMES}")
+@pytest.mark.skipif(not (ROOT / lengths.GAMES).exists(), reason=f"needs ALFWorld's games, {lengths.GAMES}")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_real_run_takes_the_predicted_steps_and_bytes():
     """Within 15 %. Of the tokens of all messages, the games of the run and those of envs/lengths.json are two
