@@ -78,9 +78,10 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
-
-    def gradient(kinds, scale):
-        """That of the sum of these kinds' losses, each times its scale."""
+    # with `compare` a gradient of each kind, not weighted yet; else one of all, under the policy's name
+    grads, wanted = {}, {kind: [kind] for kind in parts} if compare else {"policy": [*parts]}
+    for name, kinds in wanted.items():
+        scale = dict.fromkeys(kinds, 1.0) if compare else weight
         if in_tokens := [kind for kind in kinds if not objective.by_head(kind)]:
             trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
             for batch in equal_microbatches(trained, objective.microbatch_tokens):
@@ -90,12 +91,7 @@ def update(model, optimizer, samples, objective, lr, compare=False):
             for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
                 loss = value_head_loss(model, batch, sums[kind]) if batch else empty_loss(model, "value")
                 (scale[kind] * loss).backward()
-        return parallel.pop_grads(model)
-
-    if compare:
-        grads = {kind: gradient([kind], {kind: 1.0}) for kind in parts}
-    else:                                               # of both at once, under the policy's name
-        grads = {"policy": gradient([*parts], weight)}
+        grads[name] = parallel.pop_grads(model)
     metrics = gradient_metrics(grads, weight) | loss_metrics(sums, objective)
     check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
