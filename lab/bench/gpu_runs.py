@@ -50,16 +50,19 @@ def iteration(bench, *flags):
     """Two iterations of GRPO with GCD, with set-up and checkpoint: of the second, which finds its memory
     allocated, seconds and peak bytes by stage.
     """
-    out, start = unused(bench.folder / "iteration"), time.perf_counter()
+    out = unused(bench.folder / "iteration")
     command = [*arguments(bench, out), *flags]
-    if reason := too_small(bench, config.parse(command)):
+    settings = config.parse(command)
+    estimate = estimated(bench, settings) if bench.device.type == "cuda" else None
+    if reason := too_small(bench, estimate):
         return {"skipped": reason}, True
+    start = time.perf_counter()
     with as_in_a_run(bench) as found:
         status = gcd.main([*command, "--iterations", "2", "--overwrite"])
     run_s, lines = time.perf_counter() - start, rl_lines(out)
     assert len(lines) == 2 and status == 0, f"{len(lines)} iterations, exit status {status}"
-    settings, last = config.parse(command), lines[-1]
-    compared, right = beside_estimate(bench, settings, last, found)
+    last = lines[-1]
+    compared, right = beside_estimate(settings, last, found, estimate)
     trained = last["policy/grad_norm"] > 0 and (not settings.gcd or last["judge/tokens"] > 0)
     complete = trained and last["policy/steps"] == settings.minibatches and (
         out / files.CHECKPOINT / "model.safetensors").exists()
@@ -68,13 +71,12 @@ def iteration(bench, *flags):
         complete and right)
 
 
-def too_small(bench, settings):
-    """Why a GPU has no room for the run; "" if it has."""
-    if bench.device.type != "cuda" or bench.tiny:
+def too_small(bench, estimate):
+    """Why a GPU has no room for a run with this estimate; "" if it has, and without an estimate."""
+    if not estimate or bench.tiny:
         return ""
     there = torch.cuda.get_device_properties(bench.device).total_memory
-    sizes = estimated(bench, settings)["bytes"]
-    required = max(sizes[stage] for stage in (*STAGES, "step"))
+    required = max(estimate["bytes"][stage] for stage in (*STAGES, "step"))
     return f"needs {required / 1e9:.0f} GB by lab.bench.memory, has {there / 1e9:.0f}" * (required > there)
 
 
@@ -246,20 +248,19 @@ def outside_allocator(device):
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def beside_estimate(bench, settings, line, measured):
+def beside_estimate(settings, line, measured, estimate):
     """{"seconds", "gb", "steps": {stage: [measured, estimated]}} of an iteration, by its line of
     metrics.jsonl; whether seconds and bytes are at most OVER times the estimate.
 
     Estimated are the slow end of the seconds and the bytes that torch allocates, without slack. "update" is
-    the larger of update and step, and its seconds include the scoring passes. On a CPU nothing is estimated.
+    the larger of update and step, and its seconds include the scoring passes. estimate: None on a CPU.
     """
     stages = [stage for stage in STAGES if stage != "judge" or settings.gcd]
     found = {"seconds": {stage: [line[f"time/{stage}_s"]] for stage in stages},
              "gb": {stage: [measured[stage][0] / 1e9] for stage in stages},
              "steps": {stage: [measured[stage][1]] for stage in stages if stage != "update"}}
-    if bench.device.type != "cuda":
+    if not estimate:
         return found, True
-    estimate = estimated(bench, settings)
     size = {stage: (total - memory.OUTSIDE) / memory.SLACK for stage, total in estimate["bytes"].items()}
     size["update"] = max(size["update"], size["step"])
     slow = {stage: ends[0] for stage, ends in estimate["seconds"].items()}
