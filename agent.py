@@ -165,11 +165,10 @@ def load(folder, **settings):
     """Load the agent of a checkpoint, or of any Hugging Face folder that gcd.py can train.
 
     settings: flags under which it plays, such as max_turns=30, device="cuda" or dtype="bfloat16" (by default
-    it plays on the CPU, in fp32); it is prompted as in its run, and in its
-    environment limited to admissible commands if the run was, unless other flags are given. The run's other
-    settings are not restored, and have to be given: those of the environment, such as task_ids, and
-    max_turns, context and max_response_tokens. ValueError for a folder without weights, an unknown
-    architecture, or wrong settings.
+    it plays on the CPU, in fp32); it is prompted as in its run, and in its environment limited to admissible
+    commands if the run was, unless other flags are given. The run's other settings are not restored, and have
+    to be given: those of the environment, such as task_ids, and max_turns, context and max_response_tokens.
+    ValueError for a folder without weights, an unknown architecture, or wrong settings.
 
     >>> agent = load("lab/results/alfworld_model")
     >>> agent.model.config.hidden_size

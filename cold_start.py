@@ -399,5 +399,6 @@ def shuffled_batches(samples, n, rng, ranks):
         of_kind = [sample for sample in samples if sample.kind == kind]
         groups = [list(group) for _, group in itertools.groupby(of_kind, lambda sample: sample.episode)]
         for i, k in enumerate(torch.randperm(len(groups), generator=rng).tolist()):
-            batches[i % n] += groups[k] if i // n % ranks.world_size == ranks.rank else []
+            if i // n % ranks.world_size == ranks.rank:
+                batches[i % n] += groups[k]
     return batches

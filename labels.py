@@ -113,7 +113,7 @@ def label_turns(episode, kind, environment, endpoint=None):
         case "endpoint":
             labels = by_endpoint
         case "rule+endpoint":
-            labels = [*map(combine, rule_labels(episode), by_endpoint)]
+            labels = [combine(*pair) for pair in zip(rule_labels(episode), by_endpoint, strict=True)]
         case "rule+oracle":
             pairs = zip(rule_labels(episode), oracle_labels(episode, environment), strict=True)
             labels = [combine(rule, oracle, undisputed=True) for rule, oracle in pairs]

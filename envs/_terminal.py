@@ -58,22 +58,27 @@ class Printed:
 
     def attempt(self, method, *arguments):
         """Call this method of the stream."""
-        if self.stream is None or getattr(self.stream, "closed", False):
-            return
-        try:
-            getattr(self.stream, method)(*arguments)
-        except OSError as error:
-            with suppress(OSError):
-                own, null = self.stream.fileno(), os.open(os.devnull, os.O_WRONLY)
-                kept = os.dup(own)
-                os.dup2(null, own)
-                self.stream.flush()                # else Python reports what is buffered when it exits
-                if self.fail is None:
+        with suppress(ValueError, AttributeError):                  # it is closed; there is none
+            try:
+                getattr(self.stream, method)(*arguments)
+            except OSError as error:
+                self.drop()
+                if self.fail:
+                    self.fail(error)
+
+    def drop(self):
+        """Write what is buffered to the null device: Python would report it when it exits."""
+        with suppress(OSError):
+            own, null = self.stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+            kept = os.dup(own)
+            os.dup2(null, own)
+            try:
+                self.stream.flush()
+            finally:
+                if self.fail is None:                               # else it goes there from now on
                     os.dup2(kept, own)
                 os.close(kept)
                 os.close(null)
-            if self.fail:
-                self.fail(error)
 
 
 def stop_printing(error):

@@ -44,7 +44,7 @@ CODE = TOP + sorted(path for folder in FOLDERS if folder != TESTS for path in fo
                     if path not in NOTEBOOKS)
 # What a common flag offers as its value is that flag's word, whatever else has the name: --protocol rlvmr
 CHOICES = {choice for setting in fields(Config) for choice in setting.metadata.get("choices") or ()}
-DISTRIBUTED = re.compile(r"torch\.distributed(?!\.run\b)|\bdist\.\w+|\bfsdp\b|\bDTensor\b")
+DISTRIBUTED = re.compile(r"torch\.distributed|\bdist\.\w+|\bfsdp\b|\bDTensor\b")
 DEFINITIONS = ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign
 
 

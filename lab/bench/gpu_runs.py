@@ -19,6 +19,7 @@ import tempfile
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -121,16 +122,19 @@ def ranks(bench):
     if n < 2:
         return {"skipped": "needs several GPUs"}, True
 
+    folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    torchrun = shutil.which("torchrun", path=folders)
+
     def command(size, *flags):
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
-                "gcd.py", "--out", str(bench.folder / f"ranks-{size}"), "--evaluate", "none", "--device",
-                bench.device.type, *flags, *(TINY if bench.tiny else SMALL)]
+        out = str(bench.folder / f"ranks-{size}")
+        return [torchrun, "--standalone", "--nproc-per-node", str(size), "gcd.py", "--out", out, "--evaluate",
+                "none", "--device", bench.device.type, *flags, *(TINY if bench.tiny else SMALL)]
 
     alone, shared = (unused(bench.folder / f"ranks-{size}") for size in (1, n))
     subprocess.run(command(1, "--iterations", "0"), cwd=ROOT, capture_output=True)
-    parts = command(n, "--iterations", "3", "--checkpoint-every", "1")
-    stopped, stderr = stopped_in_rl(parts, shared, 1, signal.SIGINT)
-    resumed = subprocess.run([*parts, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    on_all = command(n, "--iterations", "3", "--checkpoint-every", "1")
+    stopped, stderr = stopped_in_rl(on_all, shared, 1, signal.SIGINT)
+    resumed = subprocess.run([*on_all, "--resume"], cwd=ROOT, capture_output=True, text=True)
     of_one, of_all = ([line["cold_start/loss"] for line in files.read_lines(out / files.METRICS)[0]
                        if line.get("phase") == "cold_start"] for out in (alone, shared))
     gap = max((abs(a / b - 1) for a, b in zip(of_all, of_one)), default=math.inf)

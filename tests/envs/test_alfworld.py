@@ -253,7 +253,7 @@ def test_workers_end_with_a_killed_main_process():
     assert len(pids) == 2 and all(map(is_alive, pids))
     main.kill()
     main.communicate()
-    wait_for(lambda: not any(map(is_alive, pids)))
+    wait_for(lambda: not any(map(is_alive, pids)), limit_s=10)
 
 
 # Bad input

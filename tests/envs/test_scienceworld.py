@@ -507,7 +507,7 @@ def test_java_ends_with_the_main_process(end):
         suspend(pid)
     _, errors = main.communicate(end.split()[0] + "\n", timeout=30)
     assert main.returncode == (-9 if end.startswith("kill") else 0) and errors == ""
-    wait_for(lambda: not is_alive(pid))
+    wait_for(lambda: not is_alive(pid), limit_s=10)
 
 
 @PLAYS

@@ -476,9 +476,10 @@ def test_a_server_that_fails_twice_is_asked_three_times(serve, connect, status):
 
 
 @pytest.mark.parametrize("value, waited_s", [
-    ("0.4", 0.4), ("3600", 0.5), ("Tue, 01 Jan 2999 00:00:00 GMT", 0.5), ("-3", 0.0), ("nan", 0.0)])
+    ("0.4", 0.4), ("3600", 0.5), ("Tue, 01 Jan 2999 00:00:00 GMT", 0.5), ("-3", 0.0), ("nan", 0.0),
+    ("soon", 0.5)])
 def test_retry_after_is_obeyed_up_to_a_maximum(serve, connect, monkeypatch, value, waited_s):
-    """Another text than a number or a date is ignored."""
+    """Another text than a number or a date is ignored: the endpoint's own wait would be the maximum."""
     monkeypatch.setattr(module, "MAX_WAIT_S", 0.5)
     times = []
 
@@ -486,10 +487,10 @@ def test_retry_after_is_obeyed_up_to_a_maximum(serve, connect, monkeypatch, valu
         times.append(time.monotonic())
         return good(question, nth) if nth else (429, "{}", {"Retry-After": value})
 
-    endpoint = connect(serve(busy_once), first_wait_s=60.0)                # its own wait would be the maximum
+    endpoint = connect(serve(busy_once), first_wait_s=60.0)
     assert endpoint.wait_s(0, module.retry_after_s({"retry-after": value})) == waited_s
-    assert endpoint.ask(["a"]) == ["A: a"] and times[1] - times[0] >= waited_s
-    assert module.retry_after_s({"retry-after": "soon"}) is None and endpoint.wait_s(0, None) == 0.5
+    assert endpoint.ask(["a"]) == ["A: a"]
+    assert waited_s <= times[1] - times[0] < waited_s + PATIENCE_S
 
 
 @pytest.mark.fast

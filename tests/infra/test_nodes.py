@@ -308,7 +308,7 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
         signal_node(nodes[silent], signal.SIGSTOP)
         began = time.monotonic()
         watching = workers(nodes[other])
-        wait_for(lambda: not any(map(is_alive, watching)))
+        wait_for(lambda: not any(map(is_alive, watching)), limit_s=60)
         longest_s = job.BEAT_S * job.LOST_BEATS + job.PATIENCE_S + 5
         assert longest_s < 60 and time.monotonic() - began < longest_s
         for pid in (*stopped, nodes[other].pid):
