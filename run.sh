@@ -4,7 +4,7 @@
 #   bash run.sh          about 4 minutes on 2 CPU cores, and some to install; uses no GPU, downloads no data or
 #                        weights, needs no compiler
 #   bash run.sh alfworld the same on the real games in $ALFWORLD_DATA (default: ALFWorld's own folder), in
-#                        under an hour: six task types for L0 and L1, four for L2
+#                        an hour or two: six task types for L0 and L1, four for L2
 #   bash run.sh smollm   a pretrained language model, SmolLM2-135M, in 8 minutes: an episode of it untrained, 96
 #                        demonstrations imitated, the same episode again, 32 tasks of L0 and of L2
 #   bash run.sh test     install the tests' requirements and run them (other arguments go to pytest: -m fast)

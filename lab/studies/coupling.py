@@ -23,8 +23,6 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from lab.bench import jobs
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common, conflict, influence, runs
@@ -116,7 +114,6 @@ def runs_for(settings, games, root):
 
 def work(games, root, name, settings):
     """Measure one cell."""
-    torch.set_num_threads(1)
     run = runs_for(settings, games, root)[settings["arm"], settings["seed"]]
     measure = gradients if "batches" in settings else trajectory if settings.get("along") else snapshot
     return measure(run, settings)
@@ -303,7 +300,8 @@ def figure_9(results):
     text = "; ".join(f"{name} {of_influence:.1%} of the influence, {of_tokens:.1%} of the tokens"
                      for name, (of_influence, of_tokens) in content.items())
     return {"paper": "Figure 9", "picture": "coupling.tokens.svg",
-            "claim": "The tokens that cause the similarity of an agent's samples are those of its reasoning.",
+            "claim": "The tokens that cause the similarity of an agent's samples are those of its actions "
+            "and of its reasoning.",
             "found": "A small model's responses have no reasoning: verbs, names, words between them, and the "
             "stop token, whose choice is certain and so has no gradient. That verbs and names carry the "
             f"influence could not come out otherwise: {text or 'no two turns'}.", "agrees": "not measurable"}

@@ -679,7 +679,7 @@ def figures_of(table, fresh, found):
         return ", ".join(f"{name} " + "{:.2f} [{:.2f}, {:.2f}]".format(*of[measure]) for name, of in (
             ("seeds 0 to 9", early), (f"new {seeds_text(fresh)}", confirmed)) if of[measure])
 
-    return [{"paper": "Section 3.3 (danger zone)", "picture": "cures.svg",
+    return [{"paper": "Section 3.2 (similar samples)", "picture": "cures.svg",
              "claim": "Next to a right action in similar states a flawed one can run away, although its "
                       "advantage is negative.",
              "found": "GRPO from a cold start without questions, with the action right in three of four "

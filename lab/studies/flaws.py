@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from lab.bench import jobs
 from lab.bench.intervals import interval, markdown, mean_known, paired
 from lab.studies import common, runs
@@ -60,7 +58,6 @@ def requested_runs(arms, twice, seeds, iterations, root):
 
 def cell(made, name, settings):
     """Measure one run. made: {cell's name: Run}."""
-    torch.set_num_threads(1)
     tasks = made[name].actor(0).config.environment.split_tasks(SPLIT)[:settings["tasks"]]
     actors = ((done, made[name].actor(done)) for done in settings["models"])
     return measured(actors, tasks, settings["places"], settings["seed"])
@@ -256,8 +253,8 @@ def entries(found, results, gains, iterations):
          "repeat any command where one could, in states of the start model's episodes: "
          f"{ends('1.0', 'repeats', 'confidence')}; at 0.4: {ends('0.4', 'repeats', 'confidence')}.",
          repeats_survive(first)),
-        ("2", "Flawed actions are more frequent in failed episodes than in successful ones, as Lemma 3.1 "
-         "assumes.",
+        ("2", "Flawed actions are more frequent in failed episodes than in successful ones, so that their "
+         "expected advantage is negative.",
          f"Shares of turns in lost episodes minus those in won ones, {title(next(iter(short)))} at its "
          f"end: {lost}. Within a task, an early flaw of the initial model goes with a probability to lose "
          f"that is higher by r = {raised}.", flaws_lose(first)),

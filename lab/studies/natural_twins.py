@@ -11,7 +11,7 @@ Measured along each run, on the templates of RL and on as many that nothing was 
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
 judge's AUC: so when the judge became right, and when the flaw ran away.
 
-    OMP_NUM_THREADS=1 python -m lab.studies.natural_twins --jobs 2    # 75 cells, some 8 core-hours
+    python -m lab.studies.natural_twins --jobs 2            # 75 cells, some 8 core-hours
     python -m lab.studies.natural_twins --small --seeds 3   # the small model from scratch: minutes
     python -m lab.studies.natural_twins --jobs 0            # only the page, of the stored cells
 
@@ -524,8 +524,9 @@ def figures_of(table, model, name):
                                        for arm in (ARMS if start != "detail" else ("GRPO",)))
         for start in QUESTIONS)
     return [{"paper": "Section 4 (in a language model)", "picture": f"{name}.svg",
-             "claim": "In a language model, where pretraining couples similar situations, a flawed command "
-                      "next to a right one runs away under GRPO; judging one's own actions takes it back.",
+             "claim": "A flawed action next to a right one in similar states runs away under GRPO; judging "
+                      "one's own actions takes it back (asked here: of situations in English, and of a "
+                      "pretrained model?).",
              "found": f"{named}, situations in English. Final probability of the flawed command with a KL of "
                       f".01, by the cold start's questions, in parentheses on untrained templates: {found}.",
              "agrees": verdict(table)}]

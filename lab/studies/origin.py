@@ -553,7 +553,8 @@ def page(found, command, seeds, there, requested):
 
 
 def figures_of(found):
-    """What was found on each claim of the paper's abstract: dicts of claim, finding and verdict.
+    """What was found on each claim of the paper's abstract and, of the tilt, its public reviews: dicts of
+    claim, finding and verdict.
 
     Each verdict's rule was fixed before the runs, but that of sharpening was changed after them.
     """

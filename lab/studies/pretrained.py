@@ -258,7 +258,6 @@ def requested_cells(options, seed):
 
 def work(root, name, settings):
     """Measure one cell."""
-    torch.set_num_threads(1)
     return measure(run_of(settings, root).actor(settings["iteration"]), settings["seed"])
 
 
@@ -326,7 +325,8 @@ def figures_of(rows):
               if found["share"]["half"] is not None]
     return [
         {"paper": "Figure 3a (a pretrained model)", "picture": "pretrained.svg",
-         "claim": "An agent's samples are similar because a language model's representations are.",
+         "claim": "Samples whose inputs are similar have correlated hidden states, and so coupled gradients "
+                  "(asked here: more so in a pretrained model?).",
          "found": f"On the same turns, pairs of different tasks. Hidden states' cosine: {texts('hidden')}. "
                   f"Root mean square cosine of the output layer's gradients: {texts('rms')}. With judge "
                   f"questions, SmolLM2 less the small model: hidden {with_half(less.get('hidden'))}, "

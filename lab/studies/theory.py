@@ -2,8 +2,9 @@
 
 Lemma 3.1, Theorem 3.2, Figure 4 and section 3.3, Theorem A.1. Each formula is a function, and is checked by a
 second method: sampling, one step of the softmax, or integration in time. The paper's formulas of Theorems 3.2
-and A.1 were not readable; here they are derived from its text. Left out: coupling by gradients, which needs a
-model (lab/studies/cures.py).
+and A.1 were not readable; here they are derived from its text. Left out: several good samples that push one
+flawed action (section 3.3's last argument), and coupling by gradients, which needs a model
+(lab/studies/cures.py).
 
     python -m lab.studies.theory     # lab/results/studies/theory.json, .md and .svg; a minute on one core
 """
@@ -337,11 +338,12 @@ def figures_of(found, pictures):
          "yes" if largest and off < 4 else "no"),
         ("Section 3.3", "regimes", "Pushed up by similar samples, a flawed action with q < 1/2 is safe, "
          "because the penalty grows with q; above 1/2 it is in danger and runs away.",
-         f"Below 1/2 it converges to a floor that is never 0 ({floors}). It runs away only above a tipping "
-         f"point that is higher than 1/2 ({tipping}), and from everywhere if c > r / 4. Coupled to a good "
+         f"Under a push c below r / 4 it converges from below 1/2 to a floor that is never 0 ({floors}), and "
+         f"runs away only above a tipping point that is higher than 1/2 ({tipping}). From c = r / 4 on it "
+         "runs away from everywhere: no start is safe. Coupled to a good "
          f"action by {shared} it peaks at {peaks}, and then falls. The gap between the two widens at every "
          f"step in log-odds; in probabilities it first narrows, by at most {narrowing:.3f}.",
-         "no" if not all(safe) else "yes" if all(danger) else "partly"),
+         "no" if not all(safe) else "yes" if all(danger) and settled == found["regimes"] else "partly"),
         ("Theorem A.1", "turning", "A flawed action that similar good samples push up starts to fall once "
          "the good logit is a certain multiple of its original value.",
          "The theorem is not tested: its multiple, of logits taken to be linear in the advantages, was not "

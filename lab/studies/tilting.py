@@ -1,9 +1,9 @@
 """What GRPO does to a base model, in closed form: the tilted optimum, and the fixed point of each estimator.
 
 Q is the base model's probability of a correct response, p the trained policy's; beta is the coefficient of
-the KL term. All results are for a reward of 0 or 1. The theorems are those of arXiv:2510.15990, as far as its
-abstract states them; formulas and recursions are derived here. Left out: runs (lab/studies/origin.py compares
-them with these formulas).
+the KL term. All results are for a reward of 0 or 1. The theorems are those of arXiv:2510.15990, as its
+public reviews describe them (its abstract has no formula); formulas and recursions are derived here. Left
+out: runs (lab/studies/origin.py compares them with these formulas).
 """
 
 import math
