@@ -53,6 +53,8 @@ NEEDS_CORRECTION = (lambda values: values["correction"] != "off", "only with --c
 NEEDS_ENDPOINT = (lambda values: bool(values["endpoint"]), "only with --endpoint")
 NEEDS_BF16 = (lambda values: values["dtype"] == "bfloat16", "only with --dtype bfloat16")
 NEEDS_LORA = (lambda values: values["lora"] and values["model"], "only with --lora, of a --model")
+NEEDS_ANSWERS = (lambda values: values["model"] and values["judge_kind"] == "generative",
+                 "only with --judge-kind generative, for a model that writes (--model)")
 NEEDS_GENERATIVE = (lambda values: values["judge_kind"] == "generative", "only with --judge-kind generative")
 
 
@@ -185,7 +187,7 @@ class Config:
                               ("generative", "value"))
     judge_labels: str = setting("dense", f"good and bad turns: {', '.join(LABELS)}, or the environment's")
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
-    judge_group_size: int = setting(8, "answers to each question", low=2)
+    judge_group_size: int = setting(8, "answers to each question", low=2, needs=NEEDS_GENERATIVE)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
                                         needs=NEEDS_GENERATIVE, rare=True)
     judge_redraw: bool = setting(False, "ask about other turns in place of those whose answers earn the "
@@ -193,13 +195,11 @@ class Config:
                                  rare=True)
     judge_weight: float = setting(0.1, "lambda; 0: the judge is only logged, the policy unchanged bit for "
                                   "bit", low=0)
-    judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=NEEDS_WRITER)
+    judge_response_tokens: int = setting(4, "tokens in an answer", low=2, needs=NEEDS_ANSWERS)
     correction: str = setting("off", "put an instruction before later tasks: from mistakes that the judge "
-                              "found, or (control) irrelevant text of equal length",
+                              "found (its critiques, or counts where verdicts are one word: small model, "
+                              "--prompt plain), or (control) irrelevant text of equal length",
                               ("off", "critiques", "irrelevant"), section="correction and large models")
-    correction_from: str = setting("auto", "auto: from critiques that the model writes; where verdicts have "
-                                   "none (small model, --prompt plain), and with counts: from counts by kind",
-                                   ("auto", "counts"), needs=NEEDS_CORRECTION)
     correction_every: int = setting(10, "iterations between new instructions", low=1, needs=NEEDS_CORRECTION)
     correction_at_evaluation: bool = setting(True, "keep the instruction at evaluation", rare=True)
     endpoint: str = setting("", "URL of a large model's OpenAI-compatible server, such as "
@@ -292,8 +292,9 @@ class Config:
                f"--dagger={self.dagger}: needs --demonstrations and --cold-start-epochs first")
         refuse(self.dagger and (self.instructions or self.thoughts == "endpoint"),
                f"--dagger={self.dagger}: not with --instructions, nor with --thoughts endpoint")
+        labelled = (self.gcd or asks) and labels in OF_ENDPOINT
         wanting = [flag for flag, on in (("--thoughts=endpoint", self.thoughts == "endpoint"),
-                                         (f"--judge-labels={labels}", labels in OF_ENDPOINT)) if on]
+                                         (f"--judge-labels={labels}", labelled)) if on]
         refuse(wanting and not self.endpoint, f"{' '.join(wanting)}: needs --endpoint")
         learns = self.demonstrations or self.iterations
         refuse(self.endpoint and learns and not wanting and self.correction == "off",
@@ -301,6 +302,9 @@ class Config:
                "endpoint, or --correction")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
                f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
+        refuse(self.correction != "off" and 0 < self.iterations < self.correction_every,
+               f"--correction-every={self.correction_every}: above --iterations={self.iterations}, so no "
+               "instruction is made")
         fresh = self.correction != "off" and not self.model
         refuse(fresh and not (self.instructions and self.demonstrations),
                f"--correction={self.correction}: needs --instructions in --demonstrations, by which a fresh "

@@ -137,8 +137,7 @@ def correct(run, i, judged):
     bad = [(question.index, kind_of(question.episode, question.t), critique(run.chat, question))
            for question in found_bad(judged)]
     bad, seed = sorted(sum(parallel.all_gather(bad), [])), stream(config.seed, CORRECTION, i)
-    counted = config.correction_from == "counts" or run.chat.bare
-    if counted:
+    if run.chat.bare:
         made_from = dict(Counter(kind for _, kind, _ in bad).most_common())
         text = counted_instruction(made_from)
     else:
@@ -152,8 +151,7 @@ def correct(run, i, judged):
     else:
         reasons = sum(bool(why) for *_, why in bad)
         run.warn_once("no instruction", f"--correction={config.correction}: iteration {i} made no "
-                      f"instruction: {len(bad)} judged turns were found bad, {reasons} with a reason"
-                      + (" (--correction-from counts needs none)" if bad and not counted else ""))
+                      f"instruction: {len(bad)} judged turns were found bad, {reasons} with a reason")
 
 
 def instruction_phrases():

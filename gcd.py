@@ -355,7 +355,7 @@ def reinforcement(run):
         run.optimizer.state.clear()                  # the cold start's moments belong to another objective
     if config.lora:
         begin_adapters(run, first)
-    reference = kl_reference(run, first) if config.kl != "none" else None
+    reference = kl_reference(run, first) if config.kl != "none" and first < config.iterations else None
     if config.keep_checkpoints and first == 0:
         run.keep(0)
     for i in (bar := progress(range(first, config.iterations), desc="RL", unit="iteration", initial=first,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from config import ROUNDING, changed
 from infra import checkpoint, files, parallel, plugins
+from infra.flags import flag_of
 from lm import model as decoder
 
 
@@ -48,11 +49,11 @@ def starting_point(config, out, ranks):
             raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside "
                              "and starts over")
         given = config.settings()
-        for name in ("model", "env", "algo", "games"):
+        for name in ("model", "env", "algo", "games", *(("endpoint_cache",) if config.endpoint else ())):
             there = Path(given.get(name) or out)
             if out.resolve() in there.resolve().parents and there.exists():
-                raise ValueError(f"--{name}={given[name]}: lies in --out={out}, which --overwrite would set "
-                                 "aside")
+                raise ValueError(f"{flag_of(name)}={given[name]}: lies in --out={out}, which --overwrite "
+                                 "would set aside")
         parallel.on_rank0(lambda: files.check_can_be_set_aside(out))
     return Path(config.model) if config.model else None, None
 
@@ -65,7 +66,7 @@ def begin(config, out, state, previous, resources):
     tree. previous: the state of the run that trained the model.
     """
     if state:
-        if not trains_on(config, state) and evaluates_otherwise(config, out):
+        if not trains_on(config, state) and evaluates_otherwise(config, out, state):
             aside = files.set_aside(out / files.EVALUATION)
             print(f"--resume: the evaluation that {out} held is now {aside}", file=sys.stderr)
         files.truncate_logs(out, state["iteration"] or 0, state.get("cold"), trains_on(config, state))
@@ -78,12 +79,16 @@ def begin(config, out, state, previous, resources):
             "plugins": plugin_hashes(config)}
 
 
-def evaluates_otherwise(config, out):
-    """Whether the run will evaluate, and OUT holds an evaluation of other splits or by another protocol."""
+def evaluates_otherwise(config, out, state):
+    """Whether the run will evaluate, and OUT holds an evaluation of other splits, by another protocol, or
+    under an instruction where this one has none (or the reverse).
+    """
     stored = files.read_json(out / files.EVALUATION)
     then = stored if isinstance(stored, dict) else {}                            # another file, if any
     now = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
-    other = sorted(dict_in(then, "splits")) != sorted(config.splits) or differing(then, now)
+    instructed = bool(config.correction_at_evaluation and state.get("instruction"))
+    other = (sorted(dict_in(then, "splits")) != sorted(config.splits) or differing(then, now)
+             or bool(then.get("instruction")) != instructed)
     return bool(stored and config.splits and other)
 
 
@@ -253,13 +258,14 @@ def played_instruction(folder, state, env):
 
     folder, state: the model's, and that of `state_beside` it.
     """
-    then = dict_in(state, "settings")
-    plays = is_of(then, env) and then.get("correction_at_evaluation", True)
-    return instruction_of(folder, state) if plays else ""
+    plays = dict_in(state, "settings").get("correction_at_evaluation", True)
+    return instruction_of(folder, state, env) if plays else ""
 
 
-def instruction_of(source, state):
-    """The last instruction of the run that trained a model; "" if there is none."""
+def instruction_of(source, state, env):
+    """The last instruction of the run that trained a model; "" if there is none, or if that run was not in
+    the environment `env`.
+    """
     if not isinstance(text := state.get("instruction") or "", str):
         raise ValueError(f"{source / checkpoint.TRAINER_FILE}: not an instruction: {text!r:.60}")
-    return text
+    return text if is_of(dict_in(state, "settings"), env) else ""

@@ -270,10 +270,12 @@ def prepare(config, ranks, should_stop, resources):
     source, state = resume.starting_point(config, out, ranks)
     previous = state or resume.state_beside(source)               # of the run that trained the model, if any
     keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
-    instruction = resume.instruction_of(source, previous) if keeps else ""
+    instruction = resume.instruction_of(source, previous, config.env) if keeps else ""
     chat = models.open_chat(config, source, ranks) if source else None
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
+    if config.demonstrations and config.cold_start_types != config.train_types:
+        tasks += train_tasks(environment, config.cold_start_types, 0, 1)
     tasks = [*tasks, *(split_tasks(environment, split)[0] for split in config.splits)]  # one of every kind
     check_copies(config, source, tasks)
     with nullcontext(source) if source else models.fresh_folder(config, out) as folder:

@@ -43,18 +43,24 @@ def wrong_demonstration(demonstration):
     if not isinstance(demonstration, Demonstration):
         return f"it returned {demonstration!r:.60}; expected a Demonstration"
     replies, commands, mistakes = demonstration.replies, demonstration.commands, demonstration.mistakes
+    for name, given in (("replies", replies), ("commands", commands), ("mistakes", mistakes)):
+        if not isinstance(given, (list, tuple)):
+            return f"{name} is {given!r:.60}; expected a list"
     if not is_texts(commands) or len(replies) != len(commands) + 1 or len(mistakes) != len(commands):
         return (f"{len(commands)} commands, {len(replies)} replies, {len(mistakes)} mistakes; expected "
                 "texts, one reply more, and as many mistakes")
     found = ((i, wrong_reply(reply, i == 0)) for i, reply in enumerate(replies))
-    return next((f"reply {i}: {wrong}" for i, wrong in found if wrong), "")
+    if wrong := next((f"reply {i}: {wrong}" for i, wrong in found if wrong), ""):
+        return wrong
+    return "it is won without a command; expected at least one" if replies[0].won else ""
 
 
 def wrong_tasks(tasks, n=None):
     """What is wrong with a list of n tasks (None: at least one); "" if nothing is."""
     right = isinstance(tasks, (list, tuple)) and all(isinstance(task, Task) for task in tasks)
     if right and (len(tasks) == n if n is not None else tasks):
-        return ""
+        return next((f"it returned {task!r:.60}; expected text in id, split and task_type" for task in tasks
+                     if not is_texts([task.id, task.split, task.task_type])), "")
     return f"it returned {tasks!r:.60}; expected a list of {'Tasks' if n is None else f'{n} Tasks'}"
 
 

@@ -134,8 +134,8 @@ class Environment(Base):
         """
         pairs = [pair for pair in self._pairs(types) if not is_dev(pair)]
         if not pairs:
-            raise ValueError(f"--task-ids={self.settings.task_ids}: none of them is trained on with "
-                             f"--train-types {types}")
+            raise ValueError(f"--task-ids={self.settings.task_ids}: none of them is among the task types "
+                             f"{types!r} of --train-types or --cold-start-types")
         random.Random(self.seed).shuffle(pairs)
         return [self._task(pairs[(start + i) % len(pairs)], "train") for i in range(n)]
 

@@ -63,6 +63,8 @@ def setup(device="auto", timeout_s=2 * 3600, within="all"):
     if not all(number.isdecimal() for number in numbers.values()):
         raise ValueError(f"RANK={numbers['RANK']} WORLD_SIZE={numbers['WORLD_SIZE']}: expected numbers")
     rank, world_size = map(int, numbers.values())
+    if rank >= world_size:                            # a leftover of a shell: it would write and play nothing
+        raise ValueError(f"RANK={rank} WORLD_SIZE={world_size}: expected a rank below the number of ranks")
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if world_size > 1 and missing:                                                  # it would wait forever
         raise ValueError(f"WORLD_SIZE={world_size}: set without {', '.join(missing)}; torchrun sets them all")

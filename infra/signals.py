@@ -27,7 +27,7 @@ class Interrupted(Exception):
 
 def speaks_for_machine():
     """Whether this process prints what every rank of its machine would: the first of these does."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+    return os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def signals_here():
@@ -124,13 +124,19 @@ def time_limit(seconds, error):
         yield
         return
 
+    inside = True
+
     def expired(signum, frame):
-        raise error
+        if inside:
+            raise error
 
     before = signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
     try:
-        yield
+        try:
+            yield
+        finally:
+            inside = False                # an alarm just before this raises here, and the outer block disarms
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

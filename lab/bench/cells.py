@@ -18,7 +18,7 @@ from lm import smollm2
 
 PATH_FLAGS = ("out", "model", "resume", "overwrite", "evaluate", "games")     # paths of a machine: not stored
 # Flags newer than some stored results: the value that describes a run made before the flag existed
-NEWER_FLAGS = {"dual_clip": 0.0, "entropy_coef": 0.0, "invalid": "admissible", "correction_from": "auto",
+NEWER_FLAGS = {"dual_clip": 0.0, "entropy_coef": 0.0, "invalid": "admissible",
                "admissible_only": False, "judge_normalize_std": False, "positions": "rotary",
                "rearranged": False, "untied": False, "judge_redraw": False, "variant": "paper"}
 RENAMED = {"four": "part", "six": "all"}                      # values of --train-types and --cold-start-types

@@ -151,7 +151,7 @@ METHODS = {
     "ppo+gcd": "--algo ppo --tasks 4 --group-size 1 --variant code", "nthr": "--algo nthr --no-gcd",
     "rloo": "--algo rloo --no-gcd", "reinforce": "--algo reinforce --tasks 4 --group-size 1 --no-gcd",
     "correction": "--correction critiques --correction-every 1",
-    "control": "--correction irrelevant --correction-every 1 --correction-from counts",
+    "control": "--correction irrelevant --correction-every 1 --prompt plain",
     "value head": "--judge-kind value"}
 BENCHMARKS = {"household": ["--games"], "alfworld": ["--env", "alfworld", "--slots", 4, "--games"],
               "scienceworld": ["--env", "scienceworld", "--task-ids", "17,19", "--slots", 2]}

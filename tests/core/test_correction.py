@@ -176,8 +176,8 @@ def test_a_critique_is_the_text_before_the_verdict(chat, texts, why):
 
 def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(), seed=0, slots=4, **changes):
     """What `correct` logs of the instruction that it gives a run, or None. Asserts that it is the run's."""
-    settings = SimpleNamespace(**{"correction": "critiques", "correction_every": 1, "correction_from": "auto",
-                                  "seed": seed, "slots": slots} | changes)
+    settings = SimpleNamespace(**{"correction": "critiques", "correction_every": 1, "seed": seed,
+                                  "slots": slots} | changes)
     rows, warned = [], []
     run = SimpleNamespace(config=settings, chat=chat, sampler=model, endpoint=endpoint, instruction="",
                           sampling=lambda: sampling, log=rows.append, log_endpoint=lambda: None,
@@ -200,13 +200,6 @@ def test_a_small_models_instruction_counts_its_mistakes(chat):
     assert control == made | {"control": True, "text": text}
     for too_few in ([], bad_turns(chat)[:1]):
         assert corrected(chat, too_few) is None
-
-
-@pytest.mark.fast
-def test_a_writing_models_mistakes_are_counted_if_the_flag_asks_for_it(tokenizer):
-    chat = Chat(tokenizer, "plain")
-    made = corrected(chat, bad_turns(chat), correction_from="counts")
-    assert made["made_from"] == {"refused": 3, "other": 2, "repeated": 1}
 
 
 @pytest.mark.fast

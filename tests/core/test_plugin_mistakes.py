@@ -3,6 +3,7 @@
     python -m pytest tests/core/test_plugin_mistakes.py
 """
 
+import inspect
 import math
 import re
 import signal
@@ -158,6 +159,27 @@ def test_an_experts_calls_of_a_game_with_a_time_limit_are_limited_too():
         game.step("left")
     free = Corridor()
     assert rollout.limited(free) is free
+
+
+@pytest.mark.fast
+def test_an_alarm_just_after_the_block_leaves_no_alarm_behind():
+    """It strikes after the last line of the block, before the alarm is switched off."""
+    lines, first = inspect.getsourcelines(time_limit)
+    last = first + next(i for i, line in enumerate(lines) if "inside = False" in line)
+
+    def strike(frame, event, argument):
+        if frame.f_code is time_limit.__wrapped__.__code__:
+            if event == "line" and frame.f_lineno == last:
+                signal.raise_signal(signal.SIGALRM)
+            return strike
+
+    before, tracing = signal.getsignal(signal.SIGALRM), sys.gettrace()
+    try:
+        with pytest.raises(EpisodeLost), time_limit(60, EpisodeLost("late")):
+            sys.settrace(strike)
+    finally:
+        sys.settrace(tracing)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) is before
 
 
 def test_in_another_thread_there_is_no_time_limit(tokenizer):
@@ -329,7 +351,10 @@ def test_wrong_labels_are_refused(given):
     (Demonstration([], ["x"], [False]), "1 commands, 0 replies, 1 mistakes"),
     (Demonstration([None, None], ["x"], [False]), "reply 0: it returned None; expected a Reply"),
     (Demonstration([Reply("a", [], True, True)], [], []), "reply 0: done is True; expected False"),
-    (Demonstration([Reply("a", [], False, False)], [], [True]), "0 commands, 1 replies, 1 mistakes")])
+    (Demonstration([Reply("a", [], False, False)], [], [True]), "0 commands, 1 replies, 1 mistakes"),
+    (Demonstration([Reply("a", [], True, False)], [], []), "it is won without a command"),
+    (Demonstration([Reply("a", [], False, False)], [], None), "mistakes is None; expected a list"),
+    (Demonstration(iter([]), [], []), "expected a list")])
 def test_a_wrong_demonstration_is_described(demonstration, expected):
     assert expected in _checks.wrong_demonstration(demonstration)
 
@@ -340,6 +365,8 @@ def test_wrong_tasks_are_described():
     assert _checks.wrong_tasks([task]) == _checks.wrong_tasks([task], 1) == _checks.wrong_tasks([], 0) == ""
     for tasks, n in ((None, None), ([], None), ([task], 2), (["a"], 1), ("ab", 2)):
         assert "expected a list of" in _checks.wrong_tasks(tasks, n)
+    for names in ((1, "train", "walk"), ("a", None, "walk"), ("a", "train", 3)):
+        assert "expected text in id, split and task_type" in _checks.wrong_tasks([task, Task(*names, None)])
 
 
 # Through the command

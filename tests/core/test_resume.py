@@ -411,13 +411,26 @@ def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_o
     (["--evaluate", "none"], False), (["--protocol", "eight"], True), (["--evaluate-tasks", "5"], True)])
 def test_an_evaluation_by_another_protocol_is_another(tmp_path, flags, other):
     settings = config.parse(["--evaluate", "L0,L1", "--protocol", "sampled", *flags])
-    assert resume.evaluates_otherwise(settings, tmp_path) is False                         # it holds none yet
-    files.write_json(tmp_path / files.EVALUATION,
-                     {"splits": {"L0": {}, "L1": {}}, "protocol": "sampled", "evaluate_tasks": 0})
-    assert resume.evaluates_otherwise(settings, tmp_path) is other
+    assert resume.evaluates_otherwise(settings, tmp_path, {}) is False                     # it holds none yet
+    stored = {"splits": {"L0": {}, "L1": {}}, "protocol": "sampled", "evaluate_tasks": 0}
+    files.write_json(tmp_path / files.EVALUATION, stored)
+    assert resume.evaluates_otherwise(settings, tmp_path, {}) is other
     for broken in ({"splits": 3}, [1]):
         files.write_json(tmp_path / files.EVALUATION, broken)
-        assert resume.evaluates_otherwise(settings, tmp_path) is bool(settings.splits)
+        assert resume.evaluates_otherwise(settings, tmp_path, {}) is bool(settings.splits)
+    instructed = {"instruction": "Look first."}
+    files.write_json(tmp_path / files.EVALUATION, stored | instructed)
+    assert resume.evaluates_otherwise(settings, tmp_path, instructed) is other
+    without = config.parse(["--evaluate", "L0,L1", "--protocol", "sampled", "--no-correction-at-evaluation"])
+    assert resume.evaluates_otherwise(without, tmp_path, instructed)
+
+
+@pytest.mark.fast
+def test_an_instruction_stays_in_its_environment(tmp_path):
+    state = {"instruction": "Look first.", "settings": {"env": "household"}}
+    assert resume.instruction_of(tmp_path, state, "household") == "Look first."
+    assert resume.instruction_of(tmp_path, state, "lamps.py") == ""
+    assert resume.instruction_of(tmp_path, {}, "household") == ""
 
 
 @pytest.mark.fast
@@ -611,13 +624,17 @@ def test_overwrite_does_not_rename_the_working_directory(start, finished, monkey
 
 
 @pytest.mark.fast
-def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys):
-    for flag, name in (("--env", "mine.py"), ("--games", "games.jsonl.gz"), ("--model", "checkpoint")):
+def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    for flag, name in (("--env", "mine.py"), ("--games", "games.jsonl.gz"), ("--model", "checkpoint"),
+                       ("--endpoint-cache", "answers.jsonl")):
         needed = finished / name
         if name == "mine.py":
             shutil.copy(ROOT / "examples" / "guess.py", needed)
         flags = {"--model": start, "--demonstrations": 0, flag: needed}
         needed.touch()
+        if name == "answers.jsonl":
+            flags |= {"--endpoint": "http://127.0.0.1:1/v1", "--judge-labels": "endpoint"}
         assert train(finished, *(part for pair in flags.items() for part in pair), "--overwrite") == 1
         assert_one_error(capsys, f"{flag}={needed}: lies in --out={finished}, which --overwrite would set")
     assert not finished.with_name("out.old-1").exists()
@@ -668,6 +685,15 @@ def test_without_the_kls_reference_a_run_starts_over_if_it_may(start, tmp_path, 
     assert contents(out) == before
     assert train(out, *more, "--overwrite") == 0
     assert "so it starts over" in capsys.readouterr().err and len(rows(out)) == 2
+
+
+def test_a_finished_run_with_a_kl_is_evaluated_again_without_its_reference(start, tmp_path):
+    out, flags = tmp_path / "out", [*start_from(start), "--kl", "loss", "--iterations", 1]
+    flags += ["--evaluate-tasks", 3]
+    assert train(out, *flags) == 0
+    shutil.rmtree(out / "reference")
+    assert train(out, *flags, "--resume", "--evaluate", "L1", "--protocol", "sampled") == 0
+    assert [*files.read_json(out / "evaluation.json")["splits"]] == ["L1"]
 
 
 def test_a_checkpoint_that_cannot_be_read_today_is_neither_broken_nor_started_over(start, finished, capsys,

@@ -551,7 +551,8 @@ def test_rl_unlearns_invalid_turns(start, tmp_path):
 @pytest.mark.parametrize("flags, message", [
     ("--preset small --model OUT/nowhere", "nowhere: no such folder"), ("--resume", "holds no checkpoint"),
     ("--out OUT/file", "file"), ("--context 34 --no-gcd", "--context=34: the first prompt of task train/"),
-    ("--context 5000", "--context=5000"), ("--correction critiques", "had no --instructions"),
+    ("--context 5000", "--context=5000"),
+    ("--correction critiques --correction-every 1", "had no --instructions"),
     ("--algo rlvmr", "--algo=rlvmr: this model's cold start had no tags"),
     ("--device cuda", "--device=cuda")])
 def test_an_impossible_run_fails_before_any_work(start, tmp_path, capsys, flags, message):
@@ -589,7 +590,7 @@ def with_state(folder, **entries):
 @pytest.mark.fast
 @pytest.mark.parametrize("change, flags, message", [
     (None, "--context 5000", "--context=5000"), (None, "--prompt tags", "cold start had no tags"),
-    (None, "--correction critiques", "had no --instructions"),
+    (None, "--correction critiques --correction-every 1", "had no --instructions"),
     (None, "--prompt think", "no words to think in"), (None, "--resume", "holds no checkpoint"),
     (None, "--judge-labels endpoint --endpoint http://127.0.0.1:9/v1 --endpoint-key-variable NOT_SET",
      "NOT_SET"),
@@ -778,7 +779,9 @@ def test_a_run_outlives_its_terminal(start, tmp_path):
 
 @pytest.mark.parametrize("variables, message", [
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set without RANK, MASTER_ADDR, MASTER_PORT"),
-    ({"RANK": "first"}, "RANK=first WORLD_SIZE=1: expected numbers")])
+    ({"RANK": "first"}, "RANK=first WORLD_SIZE=1: expected numbers"),
+    ({"RANK": "1"}, "RANK=1 WORLD_SIZE=1: expected a rank below the number of ranks"),
+    ({"WORLD_SIZE": "0"}, "RANK=0 WORLD_SIZE=0: expected a rank below the number of ranks")])
 def test_incomplete_torchrun_variables_are_named(start, tmp_path, capsys, monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -136,7 +136,7 @@ def test_task_ids_select_tasks():
     with pytest.raises(ValueError, match="--task-ids=5: the split L2 has none of them"):
         environment(train_types="part", task_ids="5").split_tasks("L2")
     with pytest.raises(ValueError,
-                       match="--task-ids=8,11: none of them is trained on with --train-types part"):
+                       match="--task-ids=8,11: none of them is among the task types 'part'"):
         environment(train_types="part", task_ids="8,11").train_tasks("part", 0, 1)
 
 

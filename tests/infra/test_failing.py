@@ -205,8 +205,10 @@ def test_a_signal_during_a_write_to_stderr_does_not_break_it(monkeypatch):
 
 @pytest.mark.fast
 def test_the_first_rank_of_a_machine_speaks_for_all_of_it(monkeypatch, capsys):
-    for local_rank, lines in (("0", 1), ("1", 0)):
+    """A process alone speaks for itself, whatever its shell has left in the variables."""
+    for local_rank, ranks, lines in (("0", "2", 1), ("1", "2", 0), ("1", "1", 1)):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
+        monkeypatch.setenv("WORLD_SIZE", ranks)
         with signals.Stop.restored():
             signals.Stop().note(signal.SIGTERM, None)
         assert capsys.readouterr().err.count("stopping as soon as this can be saved") == lines
