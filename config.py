@@ -187,7 +187,7 @@ class Config:
                               ("generative", "value"))
     judge_labels: str = setting("dense", f"good and bad turns: {', '.join(LABELS)}, or the environment's")
     judge_turns: int = setting(32, "turns judged per iteration (over all ranks), half of them good", low=2)
-    judge_group_size: int = setting(8, "answers to each question", low=2, needs=NEEDS_GENERATIVE)
+    judge_group_size: int = setting(8, "answers to each question", low=2)
     judge_normalize_std: bool = setting(False, "divide an answer's advantage by the std over its question's",
                                         needs=NEEDS_GENERATIVE, rare=True)
     judge_redraw: bool = setting(False, "ask about other turns in place of those whose answers earn the "
