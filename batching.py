@@ -25,7 +25,7 @@ class Sample:
     sampled: list[bool]                   # False: prompt and observations, which carry no loss
     advantage: list[float]                # 0 where not sampled
     logprob_old: list[float] | None       # nats, 0 where not sampled; None: on-policy (ratio 1)
-    episode: int                          # by which samples are split into minibatches and over ranks: its
+    episode: int                          # samples of one number share a minibatch and a rank: the episode's
                                           # index or, of judge demonstrations and value-head samples, a pair's
     kind: str = "policy"                  # or "judge", which has its own denominator and weight
     count: int = 1                        # multiplicity: equal judge answers are stored once

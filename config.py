@@ -317,8 +317,8 @@ class Config:
 
     @property
     def question_room(self):
-        """An episode with fewer tokens than this can be judged: context less question and answer, of which a
-        value head needs none.
+        """A turn can be judged if its conversation has fewer tokens than this: the context less question and
+        answer, of which a value head needs none.
         """
         return self.context + 1 if self.judge_kind == "value" else (
             self.context - self.judge_response_tokens - QUESTION_TOKENS)

@@ -151,16 +151,15 @@ def judge_turns(run, i, episodes):
     judged = judge.questions(run.chat, episodes, chosen, run.environment)
     if config.judge_kind == "value":
         samples = judge.value_samples(judged)
-        probabilities = update.value_head_probabilities(run.model, samples, run.objective)
-        records = judge.value_verdicts(judged, probabilities)
+        judge.value_verdicts(judged, update.value_head_probabilities(run.model, samples, run.objective))
     else:
         judged = trained = answered(run, judged, seed)
         if config.judge_redraw:
             judged = redraw(run, episodes, candidates, chosen, judged, seed)
             trained = [question for question in judged if question.has_gradient]
         samples = judge.samples(trained, config.judge_normalize_std)
-        records = judge.verdict_records(judged)
-    return judged, samples, judge.metrics(sum(parallel.all_gather(records), []))
+    records = sum(parallel.all_gather(judge.verdict_records(judged)), [])
+    return judged, samples, judge.metrics(records)
 
 
 def labelled_turns(run, episodes, seed):
@@ -216,10 +215,10 @@ def assign_credit(run, i, episodes, reference):
 
 
 def informative(run, episodes):
-    """Drop groups in which every advantage is 0, unless --dynamic-sampling keep, --kl or an entropy bonus
-    wants them.
+    """The episodes without the groups in which every advantage is 0; with --dynamic-sampling keep, a KL or an
+    entropy bonus all of them.
 
-    They have no gradient; dropped, they do not count in the loss's divisor either.
+    Those groups have no gradient; without them they do not count in the loss's divisor either.
     """
     config = run.config
     if config.dynamic_sampling == "keep" or config.kl != "none" or config.entropy_coef:

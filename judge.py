@@ -9,7 +9,7 @@ Left out: a small model's reasoning before its one-word verdict.
 
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -44,6 +44,7 @@ class Question:
     verb: str = ""                # of its command: see `auc`
     answers: list[Response] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    probability: float | None = None                          # of "good", by the value head
 
     @property
     def turn(self):
@@ -78,17 +79,18 @@ def transcript(episode, t, question=JUDGE_TURN):
 
 
 def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", max_tokens=math.inf):
-    """Ask the large model about at most n turns. Returns {(episode's position in the list, t): label}.
+    """Ask the large model about at most n turns. Returns {(episode.index, t): label}.
 
     Turns are drawn at random from those with fewer than max_tokens tokens that the rule leaves unlabelled, or
     for kind "endpoint" from all of that length. A label is None if there is no answer or an unreadable one.
     endpoint: any object with `ask(questions) -> answers`.
     """
-    wanted = [(e, t) for e, episode in enumerate(episodes) for t, label in enumerate(rule_labels(episode))
+    wanted = [(episode, t) for episode in episodes for t, label in enumerate(rule_labels(episode))
               if (kind == "endpoint" or label is None) and episode.turns[t].tokens < max_tokens]
     drawn = [wanted[i] for i in torch.randperm(len(wanted), generator=generator(seed))[:n].tolist()]
-    answers = endpoint.ask([transcript(episodes[e], t) for e, t in drawn])
-    return {turn: parse_verdict(answer or "", "think") for turn, answer in zip(drawn, answers, strict=True)}
+    answers = endpoint.ask([transcript(*turn) for turn in drawn])
+    return {(episode.index, t): parse_verdict(answer or "", "think")
+            for (episode, t), answer in zip(drawn, answers, strict=True)}
 
 
 def question_style(chat):
@@ -120,18 +122,14 @@ def parse_verdict(text, style):
     return match[1] if match else None
 
 
-def candidates(episodes, kind, max_tokens, environment, endpoint=None):
+def candidates(episodes, kind, max_tokens, environment, by_endpoint=None):
     """[(episode.index, t, label)] of labelled turns with fewer than max_tokens tokens, prompt included.
 
-    kind: see labels.label_turns. endpoint: the result of `endpoint_labels` for these episodes.
+    kind, by_endpoint: see labels.label_turns.
     """
-    result = []
-    for e, episode in enumerate(episodes):
-        of_episode = {t: label for (position, t), label in (endpoint or {}).items() if position == e}
-        labels = label_turns(episode, kind, environment, of_episode)
-        result += [(episode.index, t, label) for t, (turn, label) in enumerate(zip(episode.turns, labels))
-                   if label and turn.tokens < max_tokens]
-    return result
+    return [(episode.index, t, label) for episode in episodes for t, (turn, label) in enumerate(
+                zip(episode.turns, label_turns(episode, kind, environment, by_endpoint), strict=True))
+            if label and turn.tokens < max_tokens]
 
 
 def choose(candidates, kind, per_class, seed):
@@ -154,7 +152,8 @@ def choose(candidates, kind, per_class, seed):
 def why_none(candidates, kind, first="GCD: no turn was judged", instead="--no-gcd"):
     """A warning where no turn can be judged: which class is missing, and what to try.
 
-    candidates: see `candidates`, which leaves out turns without room for a question.
+    candidates: see `candidates`, which leaves out turns without room for a question. first: how the warning
+    begins. instead: the flag that does without.
     """
     counts = {label: sum(candidate[2] == label for candidate in candidates) for label in ANSWERS}
     return (f"{first}: of the turns with room for a question in --context, --judge-labels {kind} labels "
@@ -253,13 +252,12 @@ def value_samples(judged):
 
 
 def value_verdicts(judged, probabilities):
-    """Write verdicts ("good" from probability 1/2 on) and rewards to the turns; return VerdictRecords.
-
-    probabilities: of "good", from the value head.
+    """Write each question's probability of "good", from the value head, its verdict ("good" from 1/2 on) and
+    its reward.
     """
     for question, probability in zip(judged, probabilities, strict=True):
+        question.probability = probability
         record(question, ["good" if probability >= 0.5 else "bad"])
-    return [replace(verdicts, probability=p) for verdicts, p in zip(verdict_records(judged), probabilities)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +283,8 @@ class VerdictRecord:
 def verdict_records(judged):
     """VerdictRecords of this rank's judged turns."""
     return [VerdictRecord(question.label, question.turn.oracle, question.verb,
-                          tuple(question.turn.verdicts), tuple(question.rewards)) for question in judged]
+                          tuple(question.turn.verdicts), tuple(question.rewards), question.probability)
+            for question in judged]
 
 
 def agreement(records, truth):

@@ -90,7 +90,7 @@ def wrong_labels(labels, episode):
 
 
 def combine(rule, other, undisputed=False):
-    """The rule's label; where it has none, "good" if `other` is, a large model's label or the oracle's.
+    """The rule's label; where it has none, "good" if `other`, the large model's or the oracle's label, is.
 
     The paper does not say how it combines the two. undisputed: None where they contradict each other.
     """
@@ -98,23 +98,23 @@ def combine(rule, other, undisputed=False):
     return None if disputed else rule or ("good" if other == "good" else None)
 
 
-def label_turns(episode, kind, environment, endpoint=None):
+def label_turns(episode, kind, environment, by_endpoint=None):
     """Label each turn of an episode, write the labels to turn.label, and return them.
 
     kind: one of LABELS, or a kind of the environment's own. "shuffled" gives dense labels here; judge.choose
-    replaces them by coin tosses. endpoint: {t: label} of a large model. "rule+oracle" leaves out what the two
-    dispute.
+    replaces them by coin tosses. by_endpoint: {(episode.index, t): label} of a large model. "rule+oracle"
+    leaves out what the two dispute.
     """
-    by_endpoint = [(endpoint or {}).get(t) for t in range(len(episode.turns))]
+    of_model = [(by_endpoint or {}).get((episode.index, t)) for t in range(len(episode.turns))]
     match kind:
         case "oracle":
             labels = oracle_labels(episode, environment)
         case "flaws":
             labels = flaw_labels(episode, environment)
         case "endpoint":
-            labels = by_endpoint
+            labels = of_model
         case "rule+endpoint":
-            labels = [combine(*pair) for pair in zip(rule_labels(episode), by_endpoint, strict=True)]
+            labels = [combine(*pair) for pair in zip(rule_labels(episode), of_model, strict=True)]
         case "rule+oracle":
             pairs = zip(rule_labels(episode), oracle_labels(episode, environment), strict=True)
             labels = [combine(rule, oracle, undisputed=True) for rule, oracle in pairs]

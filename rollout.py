@@ -428,11 +428,9 @@ def counts_of(episodes):
 def shares_of(counts, plays=1):
     """Shares of episodes or turns from `counts_of`'s counts; success with its 95 % Wilson interval.
 
-    A count "flawed", of turns that the game took and an oracle calls bad, gives "flawed_frac", a share of all
-    turns.
-
-    plays: how often each game was played; the interval's n is the number of games, because plays of one game
-    are not independent.
+    plays: how often each game was played. The interval counts games, episodes / plays, as plays of one game
+    are not independent; the entry "n" counts episodes. A count "flawed", of turns that the game took and an
+    oracle calls bad, gives "flawed_frac", a share of all turns.
     """
     n, turns = max(counts["episodes"], 1), max(counts["turns"], 1)
     low, high = wilson(counts["won"] / plays, counts["episodes"] / plays)

@@ -111,9 +111,8 @@ def token_loss(model, batch, objective, scale, sums):
     """
     given = collate(batch, model)
     kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
-    logprob_N, entropy_N = token_logprobs(
-        model, given.ids_1M, given.attention, given.column_N, given.target_N, objective.temperature,
-        given.allowed, entropies=True, entropy_grad=objective.entropy_coef != 0)
+    logprob_N, entropy_N = token_logprobs(model, given, objective.temperature, entropies=True,
+                                          entropy_grad=objective.entropy_coef != 0)
     now_N, device = logprob_N.detach(), logprob_N.device
     old_N = now_N if given.old_N is None else given.old_N
     ratio_N = (logprob_N - old_N).exp()
@@ -148,8 +147,8 @@ def token_loss(model, batch, objective, scale, sums):
 
 
 def measure(sums, batch, kinds, loss_N, gap_N, measured):
-    """Add to sums[kind] a microbatch's loss, its largest gap, and each of `measured`, times the count of the
-    token's sample. kinds: that of each token.
+    """Add to sums[kind] a microbatch's loss (whose weights hold the counts), its largest gap, and each of
+    `measured` times the count of its token's sample. kinds: that of each token.
     """
     counts = [sample.count for sample in batch for _ in range(sum(sample.sampled))]
     count_N = torch.tensor(counts, device=loss_N.device)
@@ -318,9 +317,7 @@ def per_sample(model, samples, objective, of_batch):
 def logprobs(model, samples, objective):
     """Each sample's logprobs under `model`, aligned with its ids (0 where not sampled); no value head's."""
     def of_batch(batch):
-        given = collate(batch, model)
-        logprob_N, _ = token_logprobs(model, given.ids_1M, given.attention, given.column_N, given.target_N,
-                                      objective.temperature, given.allowed)
+        logprob_N, _ = token_logprobs(model, collate(batch, model), objective.temperature)
         return [part.tolist() for part in logprob_N.split([sum(sample.sampled) for sample in batch])]
 
     flat = itertools.chain.from_iterable(per_sample(model, samples, objective, of_batch))

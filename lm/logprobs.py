@@ -11,14 +11,14 @@ from lm.restrict import restricted
 CHUNK_LOGITS = 2**26      # most logits computed at once: 256 MB in fp32; a step needs a few such tensors
 
 
-def token_logprobs(model, ids_1M, layout, column_N, target_N, temperature, allowed, entropies=False,
-                   entropy_grad=False):
+def token_logprobs(model, given, temperature, entropies=False, entropy_grad=False):
     """Logprob of each target token and, if `entropies`, the entropy at its position (with a gradient if
     `entropy_grad`).
 
-    layout: attention layout (lm.attention). column_N: the positions that predict the targets. temperature:
-    divides the logits. allowed: per target the ids that it was sampled from (None: all); the distribution is
-    renormalized to them. Returns logprob_N and entropy_N in fp32, in nats (entropies are 0 unless requested).
+    given: a batching.Microbatch: ids_1M with their attention layout, the positions column_N that predict the
+    tokens target_N, and per target the ids `allowed` that it was sampled from (None: all), to which the
+    distribution is renormalized. temperature: divides the logits. Returns logprob_N and entropy_N in fp32, in
+    nats (entropies are 0 unless requested).
     """
     def head(hidden_NC, lm_head, target_N, allowed):
         logits_NV = lm_head(hidden_NC).float()
@@ -29,7 +29,8 @@ def token_logprobs(model, ids_1M, layout, column_N, target_N, temperature, allow
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             return logprob_N1, entropy(logprob_NV) if entropies else torch.zeros(len(logprob_NV))
 
-    logprob_N1, entropy_N = model(ids_1M, layout, column_N, in_chunks(head, target_N, allowed))
+    chunked = in_chunks(head, given.target_N, given.allowed)
+    logprob_N1, entropy_N = model(given.ids_1M, given.attention, given.column_N, chunked)
     return logprob_N1[:, 0], entropy_N
 
 

@@ -196,9 +196,7 @@ def update_bytes(model, batch):
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with Meter() as meter:
         given = batching.collate(batch, model)
-        logprob_N, entropy_N = logprobs.token_logprobs(
-            model, given.ids_1M, given.attention, given.column_N, given.target_N, 1.0, given.allowed,
-            entropies=True, entropy_grad=True)
+        logprob_N, entropy_N = logprobs.token_logprobs(model, given, 1.0, entropies=True, entropy_grad=True)
         gain_N = given.advantage_N * (logprob_N - given.old_N).exp() + entropy_N
         (given.weight_N * gain_N).sum().backward()
     return meter.peak

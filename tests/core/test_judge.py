@@ -260,15 +260,15 @@ def test_how_the_labels_of_the_rule_are_combined_with_others(rule, other, expect
 @pytest.mark.fast
 def test_labels_and_candidates_with_a_large_model(chat):
     """The rule calls turns 1, 2 and 5 bad, and 10 good."""
-    by_large = {0: "good", 1: "bad", 2: "good", 3: "bad", 4: None, 10: "bad"}
+    by_large = {(41, t): label for t, label in (
+        (0, "good"), (1, "bad"), (2, "good"), (3, "bad"), (4, None), (10, "bad"))}
     expected = {"endpoint": {0: "good", 1: "bad", 2: "good", 3: "bad", 10: "bad"},
                 "rule+endpoint": {0: "good", 1: "bad", 2: "bad", 5: "bad", 10: "good"}}
     episodes = [scripted(chat, won=False, index=40), scripted(chat, index=41)]
-    by_place = {(1, t): label for t, label in by_large.items()}
     for kind, labels in expected.items():
         got = turn_labels.label_turns(episodes[1], kind, ENVIRONMENT, by_large)
         assert got == [labels.get(t) for t in range(len(SCRIPT))]
-        places = judge.candidates(episodes, kind, 10_000, ENVIRONMENT, by_place)
+        places = judge.candidates(episodes, kind, 10_000, ENVIRONMENT, by_large)
         assert {t: label for e, t, label in places if e == 41} == labels
         assert (40, 0, "good") not in places                     # which is the other episode's label
     without_large = turn_labels.label_turns(episodes[1], "rule+endpoint", ENVIRONMENT)
@@ -279,12 +279,13 @@ def test_labels_and_candidates_with_a_large_model(chat):
 @pytest.mark.fast
 @pytest.mark.parametrize("kind, n_places", [("rule+endpoint", 7 + 8), ("endpoint", 22)])
 def test_which_turns_a_large_model_is_asked_about(chat, kind, n_places):
-    episodes = [scripted(chat), scripted(chat, won=False)]
-    rule = [turn_labels.rule_labels(episode) for episode in episodes]
+    episodes = [scripted(chat, index=40), scripted(chat, won=False, index=41)]
+    rule = {episode.index: turn_labels.rule_labels(episode) for episode in episodes}
     assert len(judge.endpoint_labels(episodes, Large(), 1000, 0, kind)) == n_places
     room = episodes[1].turns[6].tokens                     # six turns of the second are shorter
     found = judge.endpoint_labels(episodes, Large(), 1000, 0, kind, room)
-    assert {t for e, t in found if e} == {t for t in range(6) if kind == "endpoint" or rule[1][t] is None}
+    assert {t for e, t in found if e == 41} == {
+        t for t in range(6) if kind == "endpoint" or rule[41][t] is None}
     often = Counter()
     for seed in range(200):
         large = Large("<judge>good</judge>", "<judge>bad</judge>", "Well.", None)
@@ -674,7 +675,8 @@ def test_a_value_heads_probabilities_are_logged_like_verdicts(chat):
     """label, oracle, probability: good good .9, good good .4, bad good .6, bad bad .1."""
     chosen = [(0, t, label) for t, label in ((7, "good"), (4, "good"), (0, "bad"), (5, "bad"))]
     judged = judge.questions(chat, [scripted(chat)], chosen, ENVIRONMENT)
-    rows = judge.value_verdicts(judged, [0.9, 0.4, 0.6, 0.1])
+    judge.value_verdicts(judged, [0.9, 0.4, 0.6, 0.1])
+    rows = judge.verdict_records(judged)
     assert [(r.verb, r.share_good, r.verdicts) for r in rows] == [
         ("take", 0.9, ("good",)), ("go", 0.4, ("bad",)), ("go", 0.6, ("good",)), ("go", 0.1, ("bad",))]
     assert [r.oracle for r in rows] == ["good", "good", "good", "bad"]

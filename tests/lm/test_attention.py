@@ -746,9 +746,7 @@ def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, wit
     given = batching.collate(samples, meta)
     assert isinstance(given.attention, attention.Packed if packed else attention.Masked)
     with HostReads():
-        logprob_N, entropy_N = logprobs.token_logprobs(meta, given.ids_1M, given.attention, given.column_N,
-                                                       given.target_N, 1.0, given.allowed, entropies=True,
-                                                       entropy_grad=bonus)
+        logprob_N, entropy_N = logprobs.token_logprobs(meta, given, 1.0, entropies=True, entropy_grad=bonus)
         loss_N, _ = clipped_surrogate((logprob_N - given.old_N).exp(), given.advantage_N, 0.2, 0.28, 0.0)
         (given.weight_N * (loss_N - entropy_N)).sum().backward()
     assert all(p.grad is not None for p in meta.parameters())
