@@ -37,11 +37,6 @@ with deferred(*HEAVY):
     import algorithms
 
 
-def history_length(text):
-    """The value of --history: a number, or "full" for 0."""
-    return 0 if text == "full" else int(text)
-
-
 DAGGER_ROUND = 512   # most episodes that the cold start's expert and learner play with the same weights
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 QUESTION_TOKENS = 64     # at most, of the judge's question
@@ -126,8 +121,7 @@ class Config:
                           ("auto", "plain", "think", "tags"))
     show_admissible: bool = setting(True, "list the admissible commands in prompts; not of --prompt plain",
                                     needs=NEEDS_WRITER)
-    history: int = setting(0, "past exchanges in a prompt; full (or 0): all, append-only", low=0,
-                           read=history_length)
+    history: int = setting(0, "past exchanges in a prompt; 0: all, append-only", low=0)
     demonstrations: int = setting(3000, "expert episodes imitated; 0: no cold start", low=0,
                                   section="cold start")
     cold_start_types: str = setting("all", "task types of the demonstrations: all, or part (without L2's); "
@@ -257,7 +251,7 @@ class Config:
         refuse(self.lora and algorithm.trains_critic,
                f"--lora={self.lora}: not with {algo}, which trains a second network")
         refuse(algorithm.ratio == "episode" and self.history, f"--history={self.history}: {algo} has one "
-               "ratio for an episode, which must then be one sample; expected full, or a ratio for each turn")
+               "ratio for an episode, which must then be one sample; expected 0, or a ratio for each turn")
         refuse(self.warmup >= self.iterations > 0,
                f"--warmup={self.warmup}: not below --iterations={self.iterations}")
         refuse(algorithm.groups and self.iterations and self.group_size < 2,
@@ -514,7 +508,8 @@ def environment_in(env):
 
 def inherited(algorithm):
     """What an algorithm and its base classes change of the run's other defaults."""
-    return ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__))
+    without_groups = {} if algorithm.groups else algorithms.WITHOUT_GROUPS
+    return ChainMap(*(vars(base).get("defaults", {}) for base in algorithm.__mro__), without_groups)
 
 
 def values_of(flags, sources, algorithm, environment):

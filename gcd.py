@@ -396,14 +396,14 @@ def run_stages(run):
         line = "{success:.1%} [{low:.1%}, {high:.1%}], {games} games, {n} plays".format(
             **result[split]["sampled"])
         parallel.print0(f"{split}: success {line}")
-    return 0
 
 
 def run_or_stop(run):
     """Run all stages; if the run is asked to stop, save and say what is saved. Returns the exit status."""
-    folder, state = run.out / files.CHECKPOINT, None
+    folder = run.out / files.CHECKPOINT
     try:
-        return run_stages(run)
+        run_stages(run)
+        return 0
     except Interrupted as stopped:
         state = stopped.state
     except update.NonFinite as error:

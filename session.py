@@ -247,6 +247,21 @@ def make_games(environment, n, resources):
     return games
 
 
+def check_first_prompts(config, tasks, game, chat, instruction):
+    """ValueError if a task's first prompt leaves no room, or lists no command where one is needed."""
+    for task in tasks:
+        first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0, instruction=instruction), game, chat,
+                                     config.history)
+        while not first.started:
+            try:
+                first.start()
+            except envs.EpisodeLost as loss:
+                first = rollout.restarted(first, loss)
+        rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
+        if config.admissible_only:
+            first.restriction()
+
+
 def prepare(config, ranks, should_stop, resources):
     """Set up a run: everything is made, loaded and checked before anything is trained or overwritten.
 
@@ -290,17 +305,7 @@ def prepare(config, ranks, should_stop, resources):
         models.check_vocabulary(config, source, previous, chat.tokenizer)      # may read hundreds of games
     here = os.getcwd()
     games = make_games(environment, episodes_at_once(config, ranks), resources)
-    for task in tasks:
-        first = rollout.Conversation(rollout.EpisodeSpec(task, 0, 0, instruction=instruction), games[0], chat,
-                                     config.history)
-        while not first.started:
-            try:
-                first.start()
-            except envs.EpisodeLost as loss:
-                first = rollout.restarted(first, loss)
-        rollout.check_first_prompt(task, first.prompt, config.max_response_tokens, config.context)
-        if config.admissible_only:
-            first.restriction()                                   # ValueError if no command is listed
+    check_first_prompts(config, tasks, games[0], chat, instruction)
     os.chdir(here)                                                # a game may have changed it
     if warning := models.context_warning(config, chat):
         parallel.print0(warning, file=sys.stderr)

@@ -18,6 +18,7 @@ from algorithms import rewards
 from infra import parallel, plugins
 
 RATIOS = ("token", "turn", "episode")
+WITHOUT_GROUPS = dict(tasks=128, group_size=1, dynamic_sampling="keep")    # defaults of a run without groups
 PLAIN = {type(None), bool, int, float, str, bytes}
 GROUPS_OF_THE_RUN = ("policy", "judge", "rollout", "time", "memory")       # of metrics, "group/name"
 
@@ -37,7 +38,8 @@ class Method:
     Settings = rewards.Settings  # a frozen dataclass: each field is a flag of this algorithm
     defaults = {}                # changed defaults of the run's other settings; those of base classes add up
     code_defaults = dict(success_reward=10.0, invalid="format", invalid_unit="turn")    # with --variant code
-    groups = True                # True: compares a task's episodes; a group needs at least two
+    groups = True                # True: compares a task's episodes; a group needs at least two.
+                                 # False: the defaults WITHOUT_GROUPS
     allows_refill = False        # True: a group has a gradient exactly if its rewards are unequal
     tags = False                 # True: needs RLVMR's tags in the responses
     kl_in_reward = True          # True: supports --kl reward

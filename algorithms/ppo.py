@@ -158,7 +158,6 @@ class Method(algorithms.Method):
     """PPO with a critic of its own."""
 
     Settings = Settings
-    defaults = dict(tasks=128, group_size=1, dynamic_sampling="keep")
     groups = False
     kl_in_reward = False
     trains_critic = True

@@ -24,7 +24,6 @@ class Method(algorithms.Method):
     """Rewards whitened over the batch, without groups."""
 
     groups = False
-    defaults = dict(tasks=128, group_size=1, dynamic_sampling="keep")
 
     def assign(self, episodes):
         """Write the episode's reward, minus later KL penalties if there are any, whitened over tokens."""

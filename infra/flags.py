@@ -9,17 +9,16 @@ from dataclasses import field, fields
 LIMIT = 1e6          # bound on a number's magnitude by default; a larger number is a mistake or overflows
 
 
-def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, read=None, section="", needs=None,
-            rare=False):
+def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, section="", needs=None, rare=False):
     """Return a dataclass field for one setting: its default, its meaning and unit, its allowed values.
 
-    read: a function from text to value, if the type is not enough. section: heading that begins here in
+    section: heading that begins here in
     --help. needs: (predicate of all settings, message): where the predicate is False, the setting's value
     changes nothing that one could want, and giving its flag is a ValueError with the message. rare: only
     --help all lists it.
     """
     return field(default=default, metadata=dict(
-        help=help, choices=choices, low=low, high=high, read=read, section=section, needs=needs, rare=rare))
+        help=help, choices=choices, low=low, high=high, section=section, needs=needs, rare=rare))
 
 
 def flag_of(name):
@@ -54,8 +53,7 @@ class Parser(argparse.ArgumentParser):
                 group = self.add_argument_group(meta["section"])
             if meta.get("help") and (rare or is_used(meta, values) and not meta.get("rare")):
                 kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {
-                    "type": meta.get("read") or f.type,
-                    "metavar": "|".join(meta.get("choices") or (f.type.__name__,))}
+                    "type": f.type, "metavar": "|".join(meta.get("choices") or (f.type.__name__,))}
                 unused = "" if not values or is_used(meta, values) else f"; {meta['needs'][1]}"
                 group.add_argument(flag_of(f.name), help=(meta["help"] + unused).replace("%", "%%"), **kind,
                                    default=values[f.name] if values else argparse.SUPPRESS)

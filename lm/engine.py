@@ -446,10 +446,12 @@ def answer(model, prompts, streams, stop_ids, sampling, n_slots):
     prefilled and cached once for all its answers. n_slots: most answers that are sampled at once, but all
     of at least one prompt.
     """
-    answers, per_prompt = [], max(map(len, streams), default=1)
+    if not prompts:
+        return []
+    answers, per_prompt = [], len(streams[0])
     per_batch = min(max(1, n_slots // per_prompt), len(prompts))
-    slots = Answers(model, per_batch, per_prompt, stop_ids, sampling) if prompts else None
-    for a in range(0, len(prompts), per_batch or 1):
+    slots = Answers(model, per_batch, per_prompt, stop_ids, sampling)
+    for a in range(0, len(prompts), per_batch):
         batch = [prompt for prompt in prompts[a:a + per_batch] for _ in range(per_prompt)]
         slots.restart(slots.context, sampling)
         responses = generate(slots, batch, [*chain(*streams[a:a + per_batch])])

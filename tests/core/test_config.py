@@ -119,7 +119,7 @@ def test_every_algorithms_flags_are_valid_and_no_two_owners_share_one(algo):
 
 
 def test_settings_are_all_settings_of_a_run():
-    flags = "--algo ppo --env scienceworld --task-ids 5,6 --gae-lambda 0.5 --lr 1e-3 --history full"
+    flags = "--algo ppo --env scienceworld --task-ids 5,6 --gae-lambda 0.5 --lr 1e-3 --history 0"
     found = parse(*flags.split()).settings()
     assert (found["algo"], found["env"], found["task_ids"], found["gae_lambda"], found["lr"]) == (
         "ppo", "scienceworld", "5,6", 0.5, 1e-3)
@@ -170,7 +170,7 @@ def test_the_papers_preset_works_with_every_algorithm(algo):
     ("", "rule+oracle", "part"), ("--train-types all", "rule+oracle", "all"),
     ("--env scienceworld", "rule", "part"),
     ("--env scienceworld --endpoint http://127.0.0.1:1/v1", "rule+endpoint", "part"),
-    ("--endpoint http://127.0.0.1:1/v1 --judge-labels endpoint --history full", "endpoint", "part")])
+    ("--endpoint http://127.0.0.1:1/v1 --judge-labels endpoint --history 0", "endpoint", "part")])
 def test_the_papers_preset_follows_the_environment_and_the_endpoint(flags, labels, types):
     settings = parse("--preset", "paper", *flags.split())
     assert (settings.judge_labels, settings.cold_start_types, settings.history) == (labels, types, 0)

@@ -244,6 +244,17 @@ def test_the_algorithm_of_the_example_by_hand():
 
 # Plug-ins outside the tree
 
+@pytest.mark.fast
+def test_an_algorithm_without_groups_plays_each_task_once(tmp_path):
+    """By default; its own defaults come first."""
+    path = tmp_path / "mine.py"
+    for own, tasks in (("{}", 128), ("dict(tasks=32)", 32)):
+        path.write_text("import algorithms\n\n\nclass Method(algorithms.Method):\n    groups = False\n"
+                        f"    defaults = {own}\n\n    def assign(self, episodes):\n        return {{}}\n")
+        found = config.parse(["--algo", str(path)])
+        assert (found.tasks, found.group_size, found.dynamic_sampling) == (tasks, 1, "keep")
+
+
 @pytest.fixture(scope="module")
 def outside(tmp_path_factory):
     """A folder outside the checkout with all examples."""
