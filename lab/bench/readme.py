@@ -1,14 +1,10 @@
 """Fills the tables and code blocks of README.md and docs/*.md from lab/results and from the source files.
 
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
-filled. NAME is `table4` (the cost of GCD), `chaos` (attacks survived), `origin` (axes of the study), `memory`
-(bytes by stage), `room` (by layout of the cache), `gpu` (stages of an iteration), `cpu` (ratios), `share`
-(the engine's part of a step), `losses` (one seed), `cures` (seeds that removed the flaw), `decided` and
-`twins` (what decides it; in `twins` columns, too, end in backticks), `gcd` (signs of its differences),
-`natural` (natural twins, by start), `trained` (costs of a trained token), `pretrained` (coupling: columns as
-in `twins`) or a benchmark (`hour`: ALFWorld in an hour; `early`; `ablation`, `admissible`: Table 3). A row is
-found by its first cell: the text in backticks at its end, if any, else all of it. The rows of a benchmark are
-rows or differences of lab.bench.table1, and the head of a column says what it contains:
+filled: NAME is a key of TABLES, whose function says what a row has, or a benchmark, lab/results/
+table1_NAME_result.json. A row is found by its first cell: the text in backticks at its end, if any, else all
+of it; so is a column of `twins` and `pretrained`. The rows of a benchmark are rows or differences of
+lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
     L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
@@ -41,20 +37,11 @@ JUDGED = re.compile(r"\+(gcd|taken|oracle|dense|flaws)(_[.\d]+)*(_std$|_redrawn$
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
 RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-FILES = {"table4": "table4_household.json", "chaos": "chaos.json",     # default: table1_NAME_result.json
-         "gcd": ".", "cures": "studies/cures.json", "decided": "studies/cures.json",
-         "twins": "studies/cures.json", "natural": "studies/natural_twins.json",
-         "origin": "studies/origin.json", "memory": "memory.json", "room": "memory.json", "gpu": "gpu.jsonl",
-         "cpu": "cpu.json", "losses": "losses.json", "share": "engine_share.json",
-         "trained": "trained_tokens.json", "pretrained": "studies/pretrained.json",
-         "admissible": "table3_admissible_result.json",
-         "ablation": "table3_household_result.json", "hour": "table1_alfworld_hour_result.json",
-         "early": "table1_alfworld_early_result.json"}
 
 
 def result_path(name):
     """The file that fills the tables of this name."""
-    return RESULTS / FILES.get(name, f"table1_{name}_result.json")
+    return RESULTS / (TABLES[name][0] if name in TABLES else f"table1_{name}_result.json")
 
 
 def stored(path):
@@ -276,10 +263,28 @@ def pretrained_row(result, name, heads):
     return [name, *(with_half(result["rows"][name][key]).replace("-", "−") for key in keys)]
 
 
-ROWS = {"table4": table4_row, "chaos": chaos_row, "origin": origin_row,
-        "memory": memory_row, "room": room_row, "gpu": gpu_row, "cpu": cpu_row, "losses": losses_row,
-        "cures": cures_row, "decided": decided_row, "twins": twins_row, "gcd": gcd_row,
-        "natural": natural_row, "share": share_row, "trained": trained_row, "pretrained": pretrained_row}
+# {table's name: (file below lab/results, function of a row)}; any other is a benchmark's, of lab.bench.table1
+TABLES = {
+    "ablation": ("table3_household_result.json", result_row),
+    "admissible": ("table3_admissible_result.json", result_row),
+    "chaos": ("chaos.json", chaos_row),
+    "cpu": ("cpu.json", cpu_row),
+    "cures": ("studies/cures.json", cures_row),
+    "decided": ("studies/cures.json", decided_row),
+    "early": ("table1_alfworld_early_result.json", result_row),
+    "gcd": (".", gcd_row),
+    "gpu": ("gpu.jsonl", gpu_row),
+    "hour": ("table1_alfworld_hour_result.json", result_row),
+    "losses": ("losses.json", losses_row),
+    "memory": ("memory.json", memory_row),
+    "natural": ("studies/natural_twins.json", natural_row),
+    "origin": ("studies/origin.json", origin_row),
+    "pretrained": ("studies/pretrained.json", pretrained_row),
+    "room": ("memory.json", room_row),
+    "share": ("engine_share.json", share_row),
+    "table4": ("table4_household.json", table4_row),
+    "trained": ("trained_tokens.json", trained_row),
+    "twins": ("studies/cures.json", twins_row)}
 
 
 def cells_of(line):
@@ -313,7 +318,7 @@ def filled(text):
             return found[0]
         result = stored(result_path(name))
         labels = [cells_of(line)[0] for line in lines]
-        heads, row_of = cells_of(head), ROWS.get(name, result_row)
+        heads, row_of = cells_of(head), TABLES[name][1] if name in TABLES else result_row
         done = [[label, *row_of(result, row_name(label), heads)[1:]] for label in labels]
         return "\n".join([f"<!-- {name} -->", head, rule, *(f"| {' | '.join(row)} |" for row in done), ""])
 
