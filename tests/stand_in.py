@@ -53,8 +53,8 @@ if flag("--evaluate") == "none":
 (out / "stages.json").write_text(json.dumps({"rl": 1.0}))
 '''
 CONFIG = {
-    "what": "a test", "benchmark": "household", "model": "", "games": "", "splits": ["L0", "L2"],
-    "seeds": [0, 1], "paper_model": "Qwen2.5-1.5B",
+    "what": "a test", "benchmark": "household", "model": "", "games": "",
+    "runs": [{"train_types": "part", "splits": ["L0", "L2"]}], "seeds": [0, 1], "paper_model": "Qwen2.5-1.5B",
     "common": ["--preset", "small", "--lr", "6e-4", "--iterations", "12"],
     "cold_starts": {"cold_plain": ["--demonstrations", "5"], "cold": ["--demonstrations", "7"]},
     "rows": {"vanilla": {"start": None, "flags": ["--demonstrations", "0", "--iterations", "0"],

@@ -15,6 +15,7 @@ interval the mean is compared, of a list every value. A query is a path or a cal
 
     ["studies/twins.json", "rows", {"cold": "coins", "arm": "GRPO"}, "final"]     # a file below lab/results
     ["over", QUERY, QUERY]                                                      # a function of CALLS
+    ["given", QUERY, QUERY]                                        # the second's value, once the first has one
 
 A step of a path is a key, an index, [start, end] (a slice), "*" (each element), or {field: value} (the one
 element of a list that has these fields). Numbers and texts among a call's arguments are constants; those of
@@ -304,9 +305,8 @@ def outcomes(groups):
     return found
 
 
-def page(groups):
-    """The page's text."""
-    found = outcomes(groups)
+def page(groups, found):
+    """The page's text. found: of `outcomes`."""
     lines = ["# Predicted, and came out", "",
              "Every prediction that was committed before the runs that it is about (except where a section "
              "says which runs were known), in the wording of that time; only paths follow the files. What "
@@ -338,11 +338,11 @@ def counts(name, found, groups):
     return [name, *map(str, (len(verdicts), *(verdicts.count(one) for one in (HELD, FAILED, OPEN, PENDING))))]
 
 
-def by_study(groups):
+def by_study(groups, found):
     """{NAME: [claims, held, failed]} of the groups whose results are on the page studies/NAME.md; without
     claims whose runs are to come.
     """
-    found, named = outcomes(groups), {}
+    named = {}
     for group in groups:
         for name in re.findall(r"studies/(\w+)\.md", group["results"]):
             named.setdefault(name, []).append(group)
@@ -356,7 +356,8 @@ def main(argv=None):
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     try:
         groups = files.read_json(SOURCE)
-        text, numbers = page(groups), by_study(groups)
+        found = outcomes(groups)
+        text, numbers = page(groups, found), by_study(groups, found)
     except ValueError as error:
         print(f"lab.bench.predictions: error: {below_root(SOURCE)}: {error}", file=sys.stderr)
         return 1

@@ -24,14 +24,13 @@ PAPER = ROOT / "lab" / "results" / "paper.json"
 GCD = (sys.executable, "gcd.py")
 # The paper's column that a benchmark is compared with
 COLUMN = {"household": "ALFWorld", "alfworld": "ALFWorld", "scienceworld": "ScienceWorld"}
-NEEDED = {"what", "benchmark", "splits", "seeds", "paper_model", "common", "cold_starts", "rows",
-          "differences"}
-OPTIONAL = {"study", "env", "model", "games", "runs", "paper_of_cold_starts", "one_cold_start", "processes"}
+OPTIONAL = {"study", "env", "paper_of_cold_starts", "one_cold_start", "processes"}
 # Types of entries, and of what these hold
 KINDS = {"what": (str, object), "benchmark": (str, object), "paper_model": (str, object),
-         "splits": (list, str), "seeds": (list, int), "common": (list, str), "cold_starts": (dict, list),
-         "rows": (dict, dict), "differences": (list, list), "runs": (list, dict),
-         "paper_of_cold_starts": (dict, str)}
+         "model": (str, object), "games": (str, object), "runs": (list, dict), "seeds": (list, int),
+         "common": (list, str), "cold_starts": (dict, list), "rows": (dict, dict),
+         "differences": (list, list), "study": (str, object), "env": (str, object),
+         "paper_of_cold_starts": (dict, str), "one_cold_start": (bool, object), "processes": (int, object)}
 ROW, ROW_OPTIONAL = {"start", "flags", "paper"}, {"note", "rerun", "splits"}
 RUN = {"train_types", "splits"}
 
@@ -92,7 +91,7 @@ def read_config(path):
         raise ValueError(f"--config={path}: no such file")
     config = files.read_json(path)
     check_kinds(path, config)
-    if wrong := sorted(NEEDED - set(config) | set(config) - NEEDED - OPTIONAL):
+    if wrong := sorted(KINDS.keys() - OPTIONAL - set(config) | set(config) - KINDS.keys()):
         raise ValueError(f"{path}: missing or unknown {', '.join(wrong)}")
     if config["benchmark"] not in COLUMN:
         raise ValueError(f"{path}: benchmark {config['benchmark']!r}: expected one of {', '.join(COLUMN)}")
@@ -126,8 +125,8 @@ def check_kinds(path, config):
 
 
 def check_shapes(path, config):
-    """Check the keys of rows and training runs, and that the runs evaluate each split exactly once."""
-    for run in config.get("runs", ()):
+    """Check the keys of rows and training runs, and that no two runs evaluate the same split."""
+    for run in config["runs"]:
         if set(run) != RUN:
             raise ValueError(f"{path}: a run has {', '.join(run)}: expected train_types and splits")
     if config["cold_starts"] and "--preset" not in config["common"]:
@@ -137,11 +136,11 @@ def check_shapes(path, config):
         if not ROW <= set(row) <= ROW | ROW_OPTIONAL:
             raise ValueError(f"{path}: row {name} has {', '.join(row)}: expected start, flags, paper and "
                              "optionally note, rerun, splits")
-        if unknown := set(row.get("splits", ())) - set(config["splits"]):
+        if unknown := set(row.get("splits", ())) - set(splits_of(config)):
             raise ValueError(f"{path}: row {name}: splits {', '.join(sorted(unknown))}: expected some of "
-                             f"{', '.join(config['splits'])}")
-    if sorted(split for run in runs_of(config) for split in run["splits"]) != sorted(config["splits"]):
-        raise ValueError(f"{path}: runs must evaluate each of the splits {config['splits']} once")
+                             f"{', '.join(splits_of(config))}")
+    if len({*splits_of(config)}) < len(splits_of(config)):
+        raise ValueError(f"{path}: runs evaluate {', '.join(splits_of(config))}: expected each split once")
 
 
 def check_names(path, config):
@@ -157,9 +156,9 @@ def check_names(path, config):
         raise ValueError(f"{path}: {', '.join(sorted(duplicates))}: a row and a cold start of the same name")
 
 
-def runs_of(config):
-    """The training runs of each row; default: one run, trained without L2's task types."""
-    return config.get("runs") or [{"train_types": "part", "splits": config["splits"]}]
+def splits_of(config):
+    """The splits that a config's training runs evaluate."""
+    return [split for run in config["runs"] for split in run["splits"]]
 
 
 # Cells
@@ -174,7 +173,7 @@ def cells_of(config):
     cells, cold = [], {}
     for name in dict.fromkeys([*order, *config["cold_starts"]]):        # last: cold starts that no row needs
         for seed in config["seeds"]:
-            for k, run in enumerate(runs_of(config)):
+            for k, run in enumerate(config["runs"]):
                 if k and name in config["cold_starts"] and config.get("one_cold_start"):
                     cold[name, seed, k] = cold[name, seed, 0]
                     continue
@@ -196,14 +195,14 @@ def make_cell(config, name, seed, run, k, cold):
     cold_start = {"start": None, "flags": [*config["cold_starts"].get(name, ()), "--iterations", "0"]}
     row = cold_start if is_cold else config["rows"][name]
     start = cold[row["start"], seed, k] if row["start"] else None
-    games = ["--games", config["games"]] if config.get("games") else []
+    games = ["--games", config["games"]] if config["games"] else []
     environment = ["--env", config.get("env", config["benchmark"]), *games]
-    splits = config["splits"] if is_cold and config.get("one_cold_start") else run["splits"]
+    splits = splits_of(config) if is_cold and config.get("one_cold_start") else run["splits"]
     flags = [*environment, "--train-types", run["train_types"], "--evaluate", ",".join(splits),
              *config["common"], *row["flags"]]
     return Cell(study=config.get("study", config["benchmark"]), row=name, seed=seed,
                 suffix=f"-{run['train_types']}" if k else "", splits=tuple(splits), flags=tuple(flags),
-                model=config.get("model", ""), start=start, cold=is_cold,
+                model=config["model"], start=start, cold=is_cold,
                 processes=config.get("processes", 1), rerun=row.get("rerun", ""))
 
 

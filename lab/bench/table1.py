@@ -23,7 +23,7 @@ from infra import files
 from lab.bench.cells import check_results
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, percent
 from lab.bench.jobs import run_due, to_run
-from lab.bench.study import COLUMN, PAPER, add_dirty, cells_of, choose, read_config, runs_of
+from lab.bench.study import COLUMN, PAPER, add_dirty, cells_of, choose, read_config, splits_of
 
 JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "auc_oracle_within_verbs",
          "variance_frac", "grad_ratio", "grad_cosine")
@@ -44,13 +44,13 @@ def collect(config, cells):
     names = dict.fromkeys([*config["cold_starts"], *config["rows"]])
     paper = files.read_json(PAPER)
     rows = {name: {split: summary([cell for cell in stored if cell["row"] == name], split)
-                          | paper_number(paper, config, name, split) for split in config["splits"]}
+                          | paper_number(paper, config, name, split) for split in splits_of(config)}
             for name in names}
     for part in (part for row in rows.values() for part in row.values()):
         if len(part["seeds"]) < len(config["seeds"]):
             part["of"] = len(config["seeds"])
-    return {key: config[key] for key in ("what", "benchmark", "seeds", "splits", "paper_model")} | {
-        "ran": what_ran(config, stored), "rows": rows,
+    return {key: config[key] for key in ("what", "benchmark", "seeds", "paper_model")} | {
+        "splits": splits_of(config), "ran": what_ran(config, stored), "rows": rows,
         "differences": {f"{a} - {b}": difference(rows[a], rows[b]) for a, b in config["differences"]},
         "judge": judges(config, names, stored), "notes": texts(config, "note"),
         "not_rerun": texts(config, "rerun")}
@@ -126,7 +126,7 @@ def judges(config, names, stored):
     """
     result = {}
     for name in names:
-        for run in runs_of(config):
+        for run in config["runs"]:
             found = [cell["judge"] for cell in stored
                      if cell["row"] == name and {*cell["splits"]} <= {*run["splits"]}]
             found = [judge for judge in found if judge.get("auc") is not None]

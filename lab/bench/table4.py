@@ -24,7 +24,7 @@ from tqdm import tqdm
 from infra import files
 from lab.bench.cells import config_of
 from lab.bench.intervals import markdown, number, percent
-from lab.bench.study import PAPER, ROOT, below_root, cells_of, read_config
+from lab.bench.study import PAPER, ROOT, below_root, cells_of, read_config, splits_of
 
 STAGES = ("rollout", "judge", "update")
 LATER = "@75"                         # suffix of rows that train for 75 % of the iterations
@@ -224,7 +224,7 @@ def main(argv=None):
     except (ValueError, OSError) as error:
         print(f"lab.bench.table4: error: {error}", file=sys.stderr)
         return 2
-    printed = text(taken, rows, config["splits"], len(config["seeds"]))
+    printed = text(taken, rows, splits_of(config), len(config["seeds"]))
     files.write_json(file, {"taken": taken, "rows": rows})
     files.write_text(file.with_suffix(".md"), printed + "\n")
     print(printed)

@@ -12,6 +12,7 @@ from lab.bench import predictions
 
 pytestmark = pytest.mark.fast
 STORED = json.loads(predictions.SOURCE.read_text(encoding="utf-8"))
+FOUND = predictions.outcomes(STORED)
 RESULT = {
     "rows": [{"arm": "a", "n": 3, "lr": 1, "final": {"mean": 0.5, "half": 0.2, "seeds": {"10": 1, "2": 0.2}}},
              {"arm": "b", "n": 5, "lr": 1, "final": {"mean": 0.1, "half": None, "seeds": {"0": 0.1}}}],
@@ -43,13 +44,13 @@ def claim(query, **bound):
 # The page
 
 def test_the_page_is_up_to_date():
-    assert predictions.PAGE.read_text(encoding="utf-8") == predictions.page(STORED), (
+    assert predictions.PAGE.read_text(encoding="utf-8") == predictions.page(STORED, FOUND), (
         "run python -m lab.bench.predictions")
-    assert json.loads(predictions.COUNTS.read_text(encoding="utf-8")) == predictions.by_study(STORED)
+    assert json.loads(predictions.COUNTS.read_text(encoding="utf-8")) == predictions.by_study(STORED, FOUND)
 
 
 def test_the_page_has_each_prediction_and_claim_once_with_its_verdict():
-    page = predictions.page(STORED)
+    page = predictions.page(STORED, FOUND)
     every = [prediction for group in STORED for prediction in group["predictions"]]
     assert len(every) > 50
     for prediction in every:
@@ -124,7 +125,7 @@ def test_a_prediction_without_an_outcome_stops_the_script(broken, tmp_path, monk
     error = capsys.readouterr().err
     assert "theory-1" in error and error.count("\n") == 1
     source.write_text(json.dumps(STORED))
-    assert predictions.main([]) == 0 and page.read_text() == predictions.page(STORED)
+    assert predictions.main([]) == 0 and page.read_text() == predictions.page(STORED, FOUND)
 
 
 def test_runs_to_come_are_said_until_there_is_a_value(results):

@@ -111,7 +111,7 @@ def test_a_temperature_that_was_not_evaluated_is_a_dash():
 
 @pytest.mark.fast
 def test_a_judges_metric_of_fewer_seeds_has_their_number():
-    config = {"splits": ["L0"], "seeds": [0, 1, 2], "runs": [{"train_types": "all", "splits": ["L0"]}]}
+    config = {"seeds": [0, 1, 2], "runs": [{"train_types": "all", "splits": ["L0"]}]}
     stored = [{"row": "a", "splits": ["L0"], "judge": {"auc": 0.5, "grad_ratio": ratio}}
               for ratio in (None, 2.0, 4.0)]
     found = table1.judges(config, ["a"], stored)
