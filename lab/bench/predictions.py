@@ -15,7 +15,7 @@ interval the mean is compared, of a list every value. A query is a path or a cal
 
     ["studies/twins.json", "rows", {"cold": "coins", "arm": "GRPO"}, "final"]     # a file below lab/results
     ["over", QUERY, QUERY]                                                      # a function of CALLS
-    ["given", QUERY, QUERY]                                        # the second's value, once the first has one
+    ["given", QUERY, QUERY]                                       # the second's value, once the first has one
 
 A step of a path is a key, an index, [start, end] (a slice), "*" (each element), or {field: value} (the one
 element of a list that has these fields). Numbers and texts among a call's arguments are constants; those of
