@@ -290,6 +290,12 @@ def publish(out, name, command, seeds, found, figures, page):
     files.write_text(Path(out) / f"{name}.md", page)
 
 
+def claims_text(figures):
+    """A page's paragraphs on the paper's claims. figures: see `publish`."""
+    return "\n".join(f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
+                     f"Agrees: {figure['agrees']}.\n" for figure in figures)
+
+
 def result_of_table(parser, config_path):
     """The result that lab.bench.table1 wrote for a config; ends with the parser's error if there is none."""
     path = config_path.with_name(f"{config_path.stem}_result.json")

@@ -121,7 +121,7 @@ def work(games, root, name, settings):
 
 def measured(options, environments):
     """The result of every cell; the runs of missing cells are made first."""
-    path, root, needed = Path(options.out) / "coupling.jsonl", Path(options.runs).resolve(), {}
+    path, root, needed = options.out / "coupling.jsonl", options.runs.resolve(), {}
     cells = requested_cells(options, environments)
     missing = common.missing_cells(path, cells, options)
     for settings in missing.values():
@@ -514,13 +514,11 @@ def page(results, figures, command, without):
     tokens = markdown(["", *kinds], [[name, *(
         "{influence:.1%} of {tokens:.1%}".format(**of_name[kind]) if kind in of_name else "–"
         for kind in kinds)] for name, of_name in shares.items()])
-    claims = [f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
-              f"Agrees: {figure['agrees']}.\n" for figure in figures]
     return PAGE.read_text(encoding="utf-8").format(
-        command=command, seeds=", ".join(map(str, results.seeds)), without=without, claims="\n".join(claims),
-        tasks=influence.TASKS, batches=conflict.BATCHES, own=influence.STEP_NATS, similar=similar,
-        heats=heats, gaps=gaps, gradients=gradients_table(results), tokens=tokens,
-        counts=counts(results))
+        command=command, seeds=", ".join(map(str, results.seeds)), without=without,
+        claims=common.claims_text(figures), tasks=influence.TASKS, batches=conflict.BATCHES,
+        own=influence.STEP_NATS, similar=similar, heats=heats, gaps=gaps, gradients=gradients_table(results),
+        tokens=tokens, counts=counts(results))
 
 
 def gradients_table(results):
@@ -557,11 +555,7 @@ def options_of(argv):
     parser.add_argument("--arms", default=",".join(RL), help="arms of household, for Figures 8 and 10b")
     parser.add_argument("--games", default=GAMES, help="real ALFWorld games, as gcd.py's flag")
     parser.add_argument("--flags", default="", help="further flags of gcd.py for all runs")
-    parser.add_argument("--jobs", type=int, default=2,
-                        help="runs, and then cells, in parallel; 0: use stored cells only")
-    parser.add_argument("--runs", default=str(runs.RUNS), help="folder of the runs")
-    parser.add_argument("--out", default=str(common.OUT), help="output folder")
-    common.add_dirty(parser)
+    common.add_cells(parser, 2, runs.RUNS)
     options = parser.parse_args(argv)
     command = common.command_of(parser, options)
     common.split_lists(parser, options, environments=runs.ENVIRONMENTS, arms=RL)
@@ -576,7 +570,7 @@ def options_of(argv):
 
 def main(argv=None):
     options = options_of(argv)
-    out, environments, without = Path(options.out), options.environments, ""
+    out, environments, without = options.out, options.environments, ""
     if "alfworld" in environments and not (common.ROOT / options.games).exists():
         environments = [environment for environment in environments if environment != "alfworld"]
         without = f"Real ALFWorld was not measured: {options.games} does not exist (`--games`)."

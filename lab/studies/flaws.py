@@ -430,8 +430,8 @@ def by_seed(differences, base):
 def study(options, command):
     """Make missing runs, measure missing cells, and write the files; returns the page."""
     arms, twice = options.arms.split(","), [arm for arm in options.twice.split(",") if arm]
-    seeds, out = [int(seed) for seed in options.seeds.split(",")], Path(options.out)
-    kept = requested_runs(arms, twice, seeds, options.iterations, Path(options.runs))
+    seeds, out = [int(seed) for seed in options.seeds.split(",")], options.out
+    kept = requested_runs(arms, twice, seeds, options.iterations, options.runs)
     made = {f"{arm} {length} seed{seed}": run for (arm, length, seed), run in kept.items() if length}
     requested = {name: {"arm": run.row, "iterations": run.iterations, "seed": run.seed,
                         "tasks": options.tasks, "places": options.places,
@@ -497,12 +497,9 @@ def main(argv=None):
             ("iterations", runs.ITERATIONS, "RL iterations"),
             ("every", 10, "iterations between measured models; doubled in a run twice as long"),
             ("tasks", 32, f"tasks of {SPLIT} that each model plays, {MEMBERS} episodes each"),
-            ("places", 100, "states of each kind in which repeats are measured"),
-            ("jobs", 2, "parallel processes; 0: use stored cells only"),
-            ("runs", str(runs.RUNS), "folder of the runs"),
-            ("out", str(common.OUT), "output folder")):
+            ("places", 100, "states of each kind in which repeats are measured")):
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)
-    common.add_dirty(parser)
+    common.add_cells(parser, 2, runs.RUNS)
     options = parser.parse_args(argv)
     check(parser, options)
     try:

@@ -263,7 +263,7 @@ def work(root, name, settings):
 
 def measured(options):
     """{cell: its result}; the runs of missing cells are made first, cold starts before any RL."""
-    path, root, found = Path(options.out) / "pretrained.jsonl", Path(options.runs).resolve(), {}
+    path, root, found = options.out / "pretrained.jsonl", options.runs.resolve(), {}
     for cells in (cells for seed in options.seeds for cells in requested_cells(options, seed) if cells):
         missing = common.missing_cells(path, cells, options)
         needed = [run_of(settings, root) for settings in missing.values()]
@@ -416,11 +416,9 @@ def page(cells, rows, figures, command):
         f"seed {cell.rpartition(' ')[2]}: {result['turns']} turns, {result['leak']['good']} good, "
         f"{result['leak']['flawed']} flawed, {result['leak']['pairs']} pairs of a good and a flawed one with "
         "one command" for cell, result in cells.items()))
-    claims = [f"**{figure['paper']}.** The paper: {figure['claim']} Here: {figure['found']} "
-              f"Agrees: {figure['agrees']}.\n" for figure in figures]
     return PAGE.read_text(encoding="utf-8").format(
         command=command, table=table, tokens=tokens, steps=steps,
-        counts=counts, claims="\n".join(claims), tasks=TASKS, pairs=TURNS)
+        counts=counts, claims=common.claims_text(figures), tasks=TASKS, pairs=TURNS)
 
 
 def options_of(argv):
@@ -432,11 +430,7 @@ def options_of(argv):
     parser.add_argument("--arms", default=",".join(ARMS), help="arms of RL; empty: cold starts alone")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each arm")
     parser.add_argument("--flags", default="", help="further flags of gcd.py for all runs")
-    parser.add_argument("--jobs", type=int, default=1,
-                        help="runs, and then cells, in parallel; 0: use stored cells only")
-    parser.add_argument("--runs", default=str(runs.RUNS / "pretrained"), help="folder of the runs")
-    parser.add_argument("--out", default=str(common.OUT), help="output folder")
-    common.add_dirty(parser)
+    common.add_cells(parser, 1, runs.RUNS / "pretrained")
     options = parser.parse_args(argv)
     command = common.command_of(parser, options)
     common.split_lists(parser, options, models=MODELS, arms=ARMS)
@@ -451,11 +445,11 @@ def main(argv=None):
     try:
         cells = measured(options)
         if not cells:
-            raise ValueError(f"--jobs={options.jobs}: {Path(options.out) / 'pretrained.jsonl'} has no cell")
+            raise ValueError(f"--jobs={options.jobs}: {options.out / 'pretrained.jsonl'} has no cell")
     except (ValueError, jobs.Failed) as error:
         print(f"studies.pretrained: error: {error}", file=sys.stderr)
         return 1
-    rows, out = rows_of(cells), Path(options.out)
+    rows, out = rows_of(cells), options.out
     figures = figures_of(rows)
     draw(cells, rows, out)
     text = page(cells, rows, figures, shlex.join(options.command))
