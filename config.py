@@ -296,9 +296,6 @@ class Config:
                "endpoint, or --correction")
         refuse(self.correction != "off" and not (self.gcd and self.judge_kind == "generative"),
                f"--correction={self.correction}: needs --gcd and --judge-kind generative (verdicts)")
-        refuse(self.correction != "off" and 0 < self.iterations < self.correction_every,
-               f"--correction-every={self.correction_every}: above --iterations={self.iterations}, so no "
-               "instruction is made")
         fresh = self.correction != "off" and not self.model
         refuse(fresh and not (self.instructions and self.demonstrations),
                f"--correction={self.correction}: needs --instructions in --demonstrations, by which a fresh "
@@ -565,17 +562,26 @@ def is_small(folder):
 
 def flags_of(settings):
     """The settings of a run, {name: value}, that are flags and that the run read. Of a plug-in's file all are
-    kept: the file is not imported, because looking at a run must run no code that it names.
+    kept: the file is not imported, because looking at a run must run no code that it names. Without one,
+    those that are no flags any more are left out.
     """
-    sources = [Config]
+    sources, foreign = [Config], False
     for find, kind in ((find_algorithm, "algo"), (find_environment, "env")):
-        if not (name := str(settings.get(kind))).endswith(".py"):
-            with contextlib.suppress(ValueError):            # of a run of another version
-                sources.append(find(name).Settings)
+        try:
+            name = str(settings.get(kind))
+            sources += [] if name.endswith(".py") else [find(name).Settings]
+            foreign |= name.endswith(".py")
+        except ValueError:                                   # of a run of another version
+            foreign = True
     known = {f.name: f for source in sources for f in fields(source)}
     values = {name: f.default for name, f in known.items()} | settings
-    return {name: value for name, value in settings.items() if name not in known
-            or known[name].metadata.get("help") and is_used(known[name].metadata, values)}
+
+    def kept(name):
+        if name not in known:
+            return foreign
+        return known[name].metadata.get("help") and is_used(known[name].metadata, values)
+
+    return {name: value for name, value in settings.items() if kept(name)}
 
 
 def why_unknown(flag, settings):

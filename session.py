@@ -286,11 +286,15 @@ def prepare(config, ranks, should_stop, resources):
     previous = state or resume.state_beside(source)               # of the run that trained the model, if any
     keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
     instruction = resume.instruction_of(source, previous, config.env) if keeps else ""
+    if config.correction != "off" and 0 < config.iterations < config.correction_every and not (
+            instruction or state):
+        raise ValueError(f"--correction-every={config.correction_every}: above --iterations="
+                         f"{config.iterations}, so no instruction is made")
     chat = models.open_chat(config, source, ranks) if source else None
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
     if config.demonstrations and config.cold_start_types != config.train_types:
-        tasks += train_tasks(environment, config.cold_start_types, 0, 1)
+        tasks = [*tasks, *train_tasks(environment, config.cold_start_types, 0, 1)]
     tasks = [*tasks, *(split_tasks(environment, split)[0] for split in config.splits)]  # one of every kind
     check_copies(config, source, tasks)
     with nullcontext(source) if source else models.fresh_folder(config, out) as folder:

@@ -79,7 +79,8 @@ class Method:
 
     def assign_checked(self, episodes):
         """`assign`. PluginError if it leaves no episode, an advantage is no finite number, a logprob is
-        missing, a metric is no number, or the state cannot be saved. Returns the metrics.
+        missing, a metric is no number, or the state or the critic's optimizer cannot be saved. Returns the
+        metrics.
         """
         metrics = self.assign(episodes)
         for episode in episodes:
@@ -89,6 +90,8 @@ class Method:
         none = "" if episodes else "it left no episode; expected at least one"
         if wrong := none or wrong_metrics(metrics) or wrong_state(self.state):
             plugins.refuse(wrong, self, "assign")
+        if self.critic:
+            plugins.refuse(wrong_optimizer(self.critic[1]), self, "critic")
         return metrics
 
     def zero_variance_groups(self, episodes):
@@ -145,6 +148,16 @@ def wrong_critic(method):
     own = {*map(id, critic[0].parameters())}
     if not all(id(parameter) in own for group in critic[1].param_groups for parameter in group["params"]):
         return "the critic's optimizer has a parameter that is not the critic's"
+    return ""
+
+
+def wrong_optimizer(optimizer):
+    """What in an optimizer's state infra.checkpoint could not restore; "" if it can."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not (isinstance(value, torch.Tensor) and value.shape in ((), parameter.shape)):
+                return (f"its optimizer {type(optimizer).__name__} has {key} {value!r:.60}; expected tensors "
+                        "of one number or of their parameter's shape")
     return ""
 
 

@@ -197,16 +197,8 @@ def save_trainer(trainer, path):
 
 
 def optimizer_state(model, optimizer):
-    """Return an optimizer's state by parameter name, with tensors sharded as they are.
-
-    ValueError for a state that `load_optimizer` could not restore.
-    """
+    """Return an optimizer's state by parameter name, with tensors sharded as they are."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            if not (isinstance(value, torch.Tensor) and value.shape in ((), parameter.shape)):
-                raise ValueError(f"{type(optimizer).__name__} cannot be saved: {name_of[id(parameter)]} has "
-                                 f"{key} {value!r:.60}; expected a tensor of one number or of its shape")
     groups = [group | {"params": [name_of[id(parameter)] for parameter in group["params"]]}
               for group in optimizer.param_groups]
     return {"state": {name_of[id(parameter)]: dict(state) for parameter, state in optimizer.state.items()},

@@ -70,7 +70,8 @@ def setup(device="auto", timeout_s=2 * 3600, within="all"):
         raise ValueError(f"WORLD_SIZE={world_size}: set without {', '.join(missing)}; torchrun sets them all")
     own_device = torch.device("cpu")
     if device != "cpu" and torch.cuda.is_available():
-        if (local := int(os.environ.get("LOCAL_RANK", 0))) >= torch.cuda.device_count():
+        local = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else 0
+        if local >= torch.cuda.device_count():
             raise ValueError(f"--nproc-per-node: no GPU {local}, there are {torch.cuda.device_count()}")
         own_device = torch.device("cuda", local)
         torch.cuda.set_device(own_device)

@@ -114,6 +114,9 @@ def check_kinds(path, config):
     for key, (kind, of) in KINDS.items():
         if key in config:
             expect(f"{key}: ", config[key], kind, of)
+    for run in config.get("runs", ()):
+        expect("runs: splits: ", run.get("splits", []), list, str)
+        expect("runs: train_types: ", run.get("train_types", ""), str)
     for name, row in config.get("rows", {}).items():
         expect(f"row {name}: flags: ", row.get("flags", []), list, str)
         for key in ("start", "paper", "note", "rerun"):
@@ -125,7 +128,7 @@ def check_kinds(path, config):
 
 
 def check_shapes(path, config):
-    """Check the keys of rows and training runs, and that no two runs evaluate the same split."""
+    """Check the keys of rows and training runs, and that the runs evaluate each split once."""
     for run in config["runs"]:
         if set(run) != RUN:
             raise ValueError(f"{path}: a run has {', '.join(run)}: expected train_types and splits")
@@ -139,8 +142,8 @@ def check_shapes(path, config):
         if unknown := set(row.get("splits", ())) - set(splits_of(config)):
             raise ValueError(f"{path}: row {name}: splits {', '.join(sorted(unknown))}: expected some of "
                              f"{', '.join(splits_of(config))}")
-    if len({*splits_of(config)}) < len(splits_of(config)):
-        raise ValueError(f"{path}: runs evaluate {', '.join(splits_of(config))}: expected each split once")
+    if not splits_of(config) or len({*splits_of(config)}) < len(splits_of(config)):
+        raise ValueError(f"{path}: runs evaluate {splits_of(config)}: expected splits, each once")
 
 
 def check_names(path, config):

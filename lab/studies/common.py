@@ -131,7 +131,7 @@ def stored_cells(path, requested):
 def results_of(todo, work, jobs):
     """Run cells in `jobs` processes and yield (name, result) of each as it finishes.
 
-    Each on one thread: the models are small, and two processes with a thread per core took seven times as
+    Each on one thread (more cores: more jobs): two processes of two threads on two cores took seven times as
     long. An interrupt or a failed cell cancels the cells that have not started, and is raised.
     """
     if jobs == 1 or not todo:

@@ -253,8 +253,8 @@ def entries(found, results, gains, iterations):
          "repeat any command where one could, in states of the start model's episodes: "
          f"{ends('1.0', 'repeats', 'confidence')}; at 0.4: {ends('0.4', 'repeats', 'confidence')}.",
          repeats_survive(first)),
-        ("2", "Flawed actions are more frequent in failed episodes than in successful ones, so that their "
-         "expected advantage is negative.",
+        ("2", "Some flawed actions are more frequent in failed episodes than in successful ones, so that "
+         "their expected advantage is negative.",
          f"Shares of turns in lost episodes minus those in won ones, {title(next(iter(short)))} at its "
          f"end: {lost}. Within a task, an early flaw of the initial model goes with a probability to lose "
          f"that is higher by r = {raised}.", flaws_lose(first)),

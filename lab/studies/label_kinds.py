@@ -193,7 +193,7 @@ def figures_of(results):
     """What was found on the paper's rule, on observations as they are, for the gallery."""
     precise = [numbers(result["counts"]["literal"])["bad precision"] or 0 for result in results.values()]
     return [{"paper": "Section 4.1 (labels)", "picture": "label_kinds.svg",
-             "claim": "An observation that occurs again later shows that the step was useless.",
+             "claim": "An observation that occurs again later shows that the step may have been useless.",
              "found": f"Of the turns that the rule calls bad {span(results, 'literal', 'bad refused')} were "
                       f"refused; of the others {span(results, 'literal', 'bad precision')} are bad by the "
                       f"oracle and {span(results, 'literal', 'bad, oracle good')} good: the actor came back "

@@ -3,7 +3,7 @@
 Lemma 3.1, Theorem 3.2, Figure 4 and section 3.3, Theorem A.1. Each formula is a function, and is checked by a
 second method: sampling, one step of the softmax, or integration in time. The paper's formulas of Theorems 3.2
 and A.1 were not readable; here they are derived from its text. Left out: several good samples that push one
-flawed action (section 3.3's last argument), and coupling by gradients, which needs a model
+flawed action (section 3.3, Appendix A.3), and coupling by gradients, which needs a model
 (lab/studies/cures.py).
 
     python -m lab.studies.theory     # lab/results/studies/theory.json, .md and .svg; a minute on one core

@@ -266,7 +266,6 @@ def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo
     ("--endpoint http://127.0.0.1:1/v1", "--endpoint: nothing asks it; expected --judge-labels endpoint"),
     ("--endpoint http://127.0.0.1:1/v1 --judge-labels endpoint --no-gcd --judge-demonstrations 0",
      "--endpoint: nothing asks it"),
-    ("--correction critiques --instructions --iterations 8", "--correction-every=10: above --iterations=8"),
     (f"--judge-kind value --model '{ROOT}/lab/results/alfworld_model' --judge-response-tokens 9",
      "--judge-response-tokens: only with --judge-kind generative, for a model that writes (--model)"),
     ("--endpoint http://127.0.0.1:1/v1 --judge-labels endpoint --endpoint-cache=",

@@ -213,9 +213,9 @@ ADAM = torch.optim.Adam(LINEAR.parameters())
 TURNS = [("left", "A room.", None, 3), ("right", "Another room.", None, 3)]
 
 
-def credited(assign, change=lambda episodes: None, state=None):
+def credited(assign, change=lambda episodes: None, state=None, critic=None):
     """Call `assign_checked` of a method whose `assign` is this function on two episodes of two turns. It also
-    changes the list of episodes, and has this state.
+    changes the list of episodes, and has this state and critic.
     """
     class Method(algorithms.Method):
         def assign(self, episodes):
@@ -223,8 +223,9 @@ def credited(assign, change=lambda episodes: None, state=None):
             self.state = {} if state is None else state
             return assign([turn for e in episodes for turn in e.turns])
 
-    episodes = [make_episode(TURNS, won=True), make_episode(TURNS)]
-    return Method(algorithms.Method.Settings()).assign_checked(episodes)
+    method = Method(algorithms.Method.Settings())
+    method.critic = critic
+    return method.assign_checked([make_episode(TURNS, won=True), make_episode(TURNS)])
 
 
 def writes(name, value):
@@ -295,6 +296,30 @@ def test_a_state_that_could_not_be_read_again_is_refused(state, expected):
     with pytest.raises(PluginError) as refused:
         credited(lambda turns: {}, state=state)
     assert f"assign: {expected}" in str(refused.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind, key", [(torch.optim.Adafactor, "row_var"), (torch.optim.LBFGS, "func_evals"),
+                                       (torch.optim.SGD, None), (torch.optim.AdamW, None)])
+def test_a_critics_optimizer_that_could_not_be_restored_is_refused(kind, key):
+    """In the first iteration, before anything is saved."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = kind(model.parameters())
+
+    def loss():
+        optimizer.zero_grad()
+        (found := model(torch.ones(1, 3)).square().sum()).backward()
+        return found
+
+    def learned(turns):
+        optimizer.step(loss)
+        return {}
+
+    if key is None:
+        credited(learned, critic=(model, optimizer))
+        return
+    with pytest.raises(PluginError, match=f"critic: its optimizer {kind.__name__} has {key} "):
+        credited(learned, critic=(model, optimizer))
 
 
 @pytest.mark.fast

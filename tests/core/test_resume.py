@@ -217,14 +217,20 @@ def test_an_algorithm_resumes_exactly_with_its_memory_random_numbers_and_critic_
     assert all(len(files.read_lines(path)[0]) == 32 for path in (full / "rollouts").iterdir())
 
 
-def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_factory, monkeypatch):
+def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_factory, monkeypatch, capsys):
+    """So does a run that begins from its model, and may then be too short to make one of its own."""
     full, parts = tmp_path / "full", tmp_path / "parts"
     find_every_turn_bad(monkeypatch)
-    flags = [*start_from(cold_started(tmp_path_factory, "--instructions")), "--correction", "critiques",
-             "--correction-every", 2, "--judge-turns", 40, "--iterations", 4]
+    cold = cold_started(tmp_path_factory, "--instructions")
+    flags = [*start_from(cold), "--correction", "critiques", "--correction-every", 2, "--judge-turns", 40,
+             "--iterations", 4]
     assert train(full, *flags) == 0
     train_in_two(monkeypatch, parts, flags, 2)
     assert len(rows(full, "correction")) == 2 and same(weights(full), weights(parts))
+    short = ["--correction", "critiques", "--iterations", 1]
+    assert train(tmp_path / "more", *start_from(full / "checkpoint"), *short) == 0
+    assert train(tmp_path / "none", *start_from(cold), *short) == 1
+    assert_one_error(capsys, "--correction-every=10: above --iterations=1, so no instruction is made")
 
 
 def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(start, tmp_path, monkeypatch,
