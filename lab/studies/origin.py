@@ -31,8 +31,10 @@ from lab.studies.origin_cells import (
     INSTEAD,
     K1,
     K1_PAIRS,
+    K3,
     KINDS,
     KS,
+    LONGER,
     METHODS,
     METHODS_AT,
     MIDDLE,
@@ -282,7 +284,6 @@ def agent_rows(of_seed):
 
 # Closed forms of p that need nothing but Q; k3's needs the base's probability of each token
 FORMS = {K1: tilting.tilted, K1_PAIRS: tilting.tilted, "k1, reward over its std": tilting.std_mass}
-K3 = "k3 in the loss"
 
 
 def toy_row(kind, results):
@@ -297,7 +298,7 @@ def toy_row(kind, results):
     grown = [after - before for result in results for problem in result["problems"]
              for before, after in zip(problem["before"], problem["after"])]
     points, forms, more = [point for run in runs for point in run], None, {}
-    if kind in FORMS:
+    if (kind := kind.removesuffix(LONGER)) in FORMS:
         forms = [FORMS[kind](q, BETA) for q, _ in points]
     elif kind == K3:
         forms = [tilting.k3_tokens(token_probabilities(problem["before"], problem["right"]), BETA, TOY_GROUP)
@@ -312,6 +313,11 @@ def toy_row(kind, results):
             else None,
             "at_an_end": statistics.fmean(min(p, 1 - p) < 0.02 for _, p in points),
             "at_one": statistics.fmean(p > 0.98 for _, p in points)} | more
+
+
+def longest(toy):
+    """{kind: row} of the toy's longest runs of each kind. toy: {kind: row} of all runs."""
+    return {kind: toy.get(kind + LONGER, row) for kind, row in toy.items() if not kind.endswith(LONGER)}
 
 
 def token_probabilities(logprob_Y, right):
@@ -387,7 +393,7 @@ def draw_masses(found, path):
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
     colors = dict(zip(KINDS, ("tab:blue", "tab:orange", "tab:green", "tab:gray", "tab:purple")))
     grid = [i / 400 for i in range(1, 400)]
-    for kind, row in found["toy"].items():
+    for kind, row in longest(found["toy"]).items():
         left.scatter(*zip(*row["points"]), s=9, color=colors[kind], alpha=0.6, linewidths=0, label=kind)
         if kind in FORMS:
             left.plot(grid, [FORMS[kind](q, BETA) for q in grid], color=colors[kind], linewidth=1)
@@ -470,9 +476,9 @@ def toy_table(toy):
 
 
 def group_text(found):
-    """Which of the two shifts the toy's runs leave possible, in groups of either size, as sentences."""
-    return " ".join(sizes_text(row, found["toy"].get(kind)) for kind, row in zip((K1_PAIRS, K1),
-                                                                                found["groups"]))
+    """Which of the two shifts the toy's longest runs leave possible, in groups of either size: sentences."""
+    toy = longest(found["toy"])
+    return " ".join(sizes_text(row, toy.get(kind)) for kind, row in zip((K1_PAIRS, K1), found["groups"]))
 
 
 def sizes_text(group, toy):
@@ -492,7 +498,7 @@ def sizes_text(group, toy):
 
 def response_text(toy):
     """How far k3's runs are from the form of whole responses, in points."""
-    return f"{100 * toy[K3]['distance_of_whole_responses']:.1f}" if K3 in toy else "not measured"
+    return f"{100 * longest(toy)[K3]['distance_of_whole_responses']:.1f}" if K3 in toy else "not measured"
 
 
 def agent_text(rows):
@@ -576,17 +582,25 @@ def figures_of(found):
 
 
 def tilt_verdict(toy):
-    """Yes if k1 in the reward ends within 3 points of the tilted optimum, with a shift within .1 of it."""
-    row = toy.get("k1 in the reward")
-    if row is None or row["shift"]["mean"] is None:
+    """Yes if k1 in the reward ends within 3 points of the tilted optimum, with a shift within .1 of it.
+
+    That was to be so after 300 iterations, and was with an older model's bases; with today's these are too
+    few for rare responses, so the longer runs decide.
+    """
+    rows, early = longest(toy), toy.get(K1)
+    if early is None or early["shift"]["mean"] is None:
         return "not measurable", "The toy was not run."
+    row = rows[K1]
     fits = row["distance"] < 0.03 and abs(row["shift"]["mean"] - 1 / BETA) <= 0.1
+    when = "" if row is early else (
+        f" after 1,200 iterations (after 300 {100 * early['distance']:.1f} points and "
+        f"{with_half(early['shift'])}: rare responses arrive late)")
     return ("yes" if fits else "no",
             f"On a toy with k1 in the reward, beta {BETA:g}, runs end {100 * row['distance']:.1f} points "
-            f"from the optimum; log-odds shift by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}). "
+            f"from the optimum; log-odds shift by {with_half(row['shift'])} (1 / beta = {1 / BETA:g}){when}. "
             "Rewards over their std and runs without KL go to 0 or 1 (the runs on strings are without KL). "
             "k3 in the loss ends elsewhere"
-            + (f", {100 * toy[K3]['distance']:.1f} points from its own fixed point." if K3 in toy else "."))
+            + (f", {100 * rows[K3]['distance']:.1f} points from its own fixed point." if K3 in rows else "."))
 
 
 def discovery_verdict(rows):

@@ -40,11 +40,11 @@ def test_the_cells_are_those_of_the_design():
     """For five seeds: at each rho a base with positions and four axes, one without and its length axis; at
     two of them also composition without a pair.
 
-    At rho .01 also five checkpoints of pretraining, five kinds of toy, and for three seeds three alternatives
-    and the agent. Of RL's methods a cell for each of two axes and each seed.
+    At rho .01 also five checkpoints of pretraining, five kinds of toy, three of these also longer, and for
+    three seeds three alternatives and the agent. Of RL's methods a cell for each of two axes and each seed.
     """
     requested, alone = cells.cells_of(True, range(5)), cells.method_cells(range(5))
-    assert len(requested) == 5 * (4 * (1 + 4 + 1 + 1) + 2) + 5 * (5 + 5) + 3 * (3 * 4 + 1) + len(alone)
+    assert len(requested) == 5 * (4 * (1 + 4 + 1 + 1) + 2) + 5 * (5 + 8) + 3 * (3 * 4 + 1) + len(alone)
     assert len(alone) == 5 * 2 and {s["what"] for s in alone.values()} == {"methods"}
     assert alone.items() <= requested.items()
     default = cells.cells_of(False, range(1))
@@ -321,6 +321,12 @@ def test_the_toys_row_compares_runs_with_their_closed_form():
     assert off["distance"] == pytest.approx(0.9 - tilting.tilted(0.3, origin.BETA))
     assert off["grown_most_nats"] == pytest.approx(math.log(3))
     assert origin.tilt_verdict({"k1 in the reward": off})[0] == "no"
+    longer = {origin.K1: off, origin.K1 + origin.LONGER: exact}
+    assert origin.longest(longer) == {origin.K1: exact}
+    agrees, text = origin.tilt_verdict(longer)
+    assert agrees == "yes" and "after 1,200 iterations (after 300 " in text
+    of_longer = origin.toy_row(origin.K1 + origin.LONGER, [result(tilting.tilted(0.3, origin.BETA))])
+    assert of_longer["distance"] == pytest.approx(0, abs=1e-9)
     assert origin.tilt_verdict({})[0] == "not measurable"
 
 
