@@ -48,7 +48,7 @@ def test_the_cells_are_those_of_the_design():
     assert len(alone) == 5 * 2 and {s["what"] for s in alone.values()} == {"methods"}
     assert alone.items() <= requested.items()
     default = cells.cells_of(False, range(1))
-    assert len(default) == 1 + 4 + 5 + 5 and {s.get("rho", 0.01) for s in default.values()} == {0.01}
+    assert len(default) == 1 + 4 + 5 + 8 and {s.get("rho", 0.01) for s in default.values()} == {0.01}
     names = list(requested)
     for name, settings in requested.items():
         if settings["what"] in cells.INSTEAD:                # the GRPO cell comes before its alternatives
