@@ -8,8 +8,8 @@ alternatives to GRPO; and other methods of RL beside the base sampled at lower t
 responses can be enumerated, the end points of GRPO with each kind of KL are compared with closed forms
 (lab/studies/tilting.py). Left out: text games, except for one comparison.
 
-    python -m lab.studies.origin              # one seed, rho .01: a quarter of an hour on two cores
-    python -m lab.studies.origin --all        # five seeds of everything; about six core-hours
+    python -m lab.studies.origin              # one seed, rho .01: ten minutes on two cores
+    python -m lab.studies.origin --all        # five seeds of everything; about four core-hours
     python -m lab.studies.origin --jobs 0     # only the page, which always covers all stored cells
 """
 
