@@ -476,24 +476,20 @@ def toy_table(toy):
 
 
 def group_text(found):
-    """Which of the two shifts the toy's longest runs leave possible, in groups of either size: sentences."""
+    """How far the shifts of the toy's longest runs are from the two values, in groups of either size."""
     toy = longest(found["toy"])
     return " ".join(sizes_text(row, toy.get(kind)) for kind, row in zip((K1_PAIRS, K1), found["groups"]))
 
 
 def sizes_text(group, toy):
     """A sentence on groups of one size. group: a row of `group_rows`; toy: the toy's row, None if not run."""
-    size, apart = group["group"], group["joint"] - group["outside"]
+    size = group["group"]
     if toy is None or toy["shift"]["half"] is None:
-        return (f"In groups of {size} they are {apart:.3f} apart; the toy was not run so with two seeds or "
-                "more.")
+        return f"In groups of {size} the toy was not run with two seeds or more."
     shift = toy["shift"]
-    inside = [f"{group[name]:.3f} ({text})" for name, text in (("joint", "centered jointly"),
-                                                               ("outside", "penalty outside"))
-              if abs(group[name] - shift["mean"]) <= shift["half"]]
-    return (f"The runs, which center jointly, shift by {with_half(shift, '.3f')} in groups of {size}. Of the "
-            f"two this interval includes {' and '.join(inside) or 'neither'}; it is {2 * shift['half']:.3f} "
-            f"wide, and they are {apart:.3f} apart.")
+    joint, outside = (abs(group[name] - shift["mean"]) for name in ("joint", "outside"))
+    return (f"The runs, which center jointly, shift by {with_half(shift, '.3f')} in groups of {size}: "
+            f"{joint:.3f} from the first and {outside:.3f} from the second.")
 
 
 def response_text(toy):
