@@ -11,7 +11,7 @@ Measured along each run, on the templates of RL and on as many that nothing was 
 of the flawed command in N, the cosine of the hidden states of P and N where the command is chosen, and the
 judge's AUC: so when the judge became right, and when the flaw ran away.
 
-    python -m lab.studies.natural_twins                     # 75 cells, some 8 core-hours
+    python -m lab.studies.natural_twins --jobs 2            # 75 cells, some 8 core-hours
     python -m lab.studies.natural_twins --small --seeds 3   # the small model from scratch: minutes
     python -m lab.studies.natural_twins --jobs 0            # only the page, of the stored cells
 
@@ -566,7 +566,7 @@ def main(argv=None):
                         help=f"those to run and to show, of {','.join(QUESTIONS)} (default: all)")
     parser.add_argument("--small", action="store_true", help="the small model from scratch, not SmolLM2")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
-    common.add_cells(parser, 2, RUNS)
+    common.add_cells(parser, 1, RUNS)
     options = parser.parse_args(argv)
     common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
                         ("jobs", options.jobs, 0, 256))

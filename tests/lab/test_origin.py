@@ -23,7 +23,9 @@ TINY = {"ENVIRONMENT": ENVIRONMENT, "ALONG": (2,),
         "TOY": ("--letters", 2, "--length", 2, "--k", 1, "--problems", 6, *ENVIRONMENT[-4:]),
         "TOY_PRETRAINING": ("--demonstrations", 20,),
         "TOY_RL": ("--admissible-only", "--tasks", 2, "--group-size", 2, "--minibatches", 1,
-                   "--iterations", 2), "RHOS": (0.01,), "FEW": range(1), "EACH": 16, "OMITTING_AT": (0.01,),
+                   "--iterations", 2),
+        "KINDS": {kind: flags and (*flags, "--iterations", 2) for kind, flags in cells.KINDS.items()},
+        "RHOS": (0.01,), "FEW": range(1), "EACH": 16, "OMITTING_AT": (0.01,),
         "KS": [1, 4, 16], "agent": lambda seed, root: {"base": [0, 3], "GRPO": [64, 2]}}
 
 
@@ -70,7 +72,7 @@ def test_the_full_study_at_minimal_size(tiny, tmp_path, capsys):
     assert origin.main(command) == 0
     path = tmp_path / "out" / "origin.jsonl"
     lines = path.read_text().splitlines()
-    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + 1 + (2 + 12) + 5 + 1 + 2
+    assert len(lines) == len(cells.cells_of(True, range(1))) == 7 + 1 + (2 + 12) + 8 + 1 + 2
     page = (tmp_path / "out" / "origin.md").read_text()
     assert "nan" not in page.lower() and all(axis in page for axis in AXES) and "Not run." not in page
     published = json.loads((tmp_path / "out" / "origin.json").read_text())
