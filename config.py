@@ -567,10 +567,11 @@ def flags_of(settings):
     """
     sources, foreign = [Config], False
     for find, kind in ((find_algorithm, "algo"), (find_environment, "env")):
+        if (name := str(settings.get(kind))).endswith(".py"):
+            foreign = True
+            continue
         try:
-            name = str(settings.get(kind))
-            sources += [] if name.endswith(".py") else [find(name).Settings]
-            foreign |= name.endswith(".py")
+            sources.append(find(name).Settings)
         except ValueError:                                   # of a run of another version
             foreign = True
     known = {f.name: f for source in sources for f in fields(source)}
