@@ -306,7 +306,9 @@ def train_scripted(monkeypatch, qwen_folder, short_games, engines, tmp_path):
 def test_every_method_trains_a_hugging_face_model_and_some_on_the_engines(train_scripted, qwen_folder,
                                                                           tmp_path, benchmark, method):
     """Two iterations in which half of the episodes are won: every part of the method has an effect."""
-    flags, judged = METHODS[method], ["--judge-labels", "dense", "--judge-response-tokens", 16]
+    flags, judged = METHODS[method], ["--judge-labels", "dense"]
+    if method != "value head":
+        judged += ["--judge-response-tokens", 16]
     found = train_scripted(benchmark, *judged, *flags.split())
     assert not same(weights(tmp_path), load_file(qwen_folder / "model.safetensors"))
     assert len(found) == 2
