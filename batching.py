@@ -32,7 +32,7 @@ class Sample:
     logprob_ref: list[float] | None = None
     logprob_sampler: list[float] | None = None      # where it is not logprob_old: see `update.rescore`
     label: float | None = None            # value-head judge only: 1 good, 0 bad
-    weight: float = 1.0                   # per-token loss weight, set by `update.weighted_kinds`
+    weight: float = 1.0                   # per-token loss weight, set by `update.write_weights`
     turns: list = field(default_factory=list)       # the rollout.Turns it consists of, or is a question about
     allowed: dict = field(default_factory=dict)     # {position: ids it was sampled from}; absent: all ids
 

@@ -22,13 +22,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from random import Random
 
-from config import parse_or_exit
+from config import MOST_ROUNDS, WHERE, arguments, parse, parse_or_exit
 
 if __name__ == "__main__":
     parse_or_exit()                    # answers --help and wrong flags, before the imports below load torch
 
 import batching
-import config as flags
 import correction
 import judge
 import labels
@@ -70,14 +69,14 @@ def iteration(run, i, reference):
     with timed(seconds, "time/rollout_s"):
         episodes, played = collect(run, i)
     with timed(seconds, "time/judge_s"):
-        judged, answers, metrics = judge_turns(run, i, episodes) if config.gcd else ([], [], {})
+        judged, of_judge, metrics = judge_turns(run, i, episodes) if config.gcd else ([], [], {})
         if config.correction != "off":
             correction.correct(run, i, judged)               # the instruction of the next iterations
     with timed(seconds, "time/update_s"):
         learned = [*episodes]                                # to which the algorithm may add earlier ones
         metrics |= assign_credit(run, i, learned, reference)
         samples = [sample for episode in informative(run, learned) for sample in batching.samples_of(episode)]
-        samples += answers if config.judge_weight else []    # at lambda 0 the update never sees the judge
+        samples += of_judge if config.judge_weight else []   # at lambda 0 the update never sees the judge
         metrics |= optimize(run, i, samples, reference)
     metrics |= rollout_metrics(run, played) | memory.peaks(run.ranks.device)
     advise(run, i, learned, metrics)
@@ -109,7 +108,7 @@ def refilled(run, i):
     that were played.
     """
     algorithm, kept, played = run.config.algorithm, [], []
-    for refill_round in range(flags.MOST_ROUNDS):
+    for refill_round in range(MOST_ROUNDS):
         name = f"refill {refill_round}" if refill_round else f"iteration {i}"
         specs = episode_specs(run, i, refill_round)
         fresh = run.play(specs, run.sampling(), name)
@@ -140,8 +139,8 @@ def episode_specs(run, i, refill_round=0):
 
 
 def judge_turns(run, i, episodes):
-    """GCD: label turns, and ask the actor about some. Returns the questions, samples for `optimize`, and
-    metrics over all ranks.
+    """GCD: label turns, and ask the actor about some. Returns the questions with its answers, samples of
+    these for `optimize`, and metrics over all ranks.
     """
     config, seed = run.config, stream(run.config.seed, JUDGE, i)
     candidates = labelled_turns(run, episodes, seed)
@@ -153,11 +152,12 @@ def judge_turns(run, i, episodes):
         samples = judge.value_samples(judged)
         judge.value_verdicts(judged, update.value_head_probabilities(run.model, samples, run.objective))
     else:
-        judged = trained = answered(run, judged, seed)
+        ask(run, judged, seed)
+        taught = judged
         if config.judge_redraw:
             judged = redraw(run, episodes, candidates, chosen, judged, seed)
-            trained = [question for question in judged if question.has_gradient]
-        samples = judge.samples(trained, config.judge_normalize_std)
+            taught = [question for question in judged if question.has_gradient]
+        samples = judge.samples(taught, config.judge_normalize_std)
     records = sum(parallel.all_gather(judge.verdict_records(judged)), [])
     return judged, samples, judge.metrics(records)
 
@@ -172,13 +172,12 @@ def labelled_turns(run, episodes, seed):
     return sum(parallel.all_gather(own), [])
 
 
-def answered(run, questions, seed):
-    """The questions, with the actor's answers."""
+def ask(run, questions, seed):
+    """Let the actor answer the questions; answers, rewards and verdicts are written to them."""
     config = run.config
     sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
     judge.answer_questions(run.sampler, run.chat, questions, config.judge_group_size, sampling, seed,
                            judge.ANSWERS_PER_SLOT * config.slots)
-    return questions
 
 
 def redraw(run, episodes, candidates, chosen, judged, seed):
@@ -186,7 +185,7 @@ def redraw(run, episodes, candidates, chosen, judged, seed):
     wanted or left, or MOST_ROUNDS rounds were asked. Returns all questions.
     """
     config = run.config
-    for k in range(1, flags.MOST_ROUNDS):
+    for k in range(1, MOST_ROUNDS):
         found = parallel.all_sum(sum(question.has_gradient for question in judged))
         pairs = (config.judge_turns - found) // 2                                           # still wanted
         if not (chosen and pairs):
@@ -195,7 +194,8 @@ def redraw(run, episodes, candidates, chosen, judged, seed):
         candidates = [turn for turn in candidates if turn[:2] not in drawn]
         chosen = judge.choose(candidates, config.judge_labels, pairs, stream(seed, 3, k))
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, k * config.judge_turns)
-        judged = judged + answered(run, fresh, seed)
+        ask(run, fresh, seed)
+        judged = judged + fresh
     return judged
 
 
@@ -468,7 +468,7 @@ def train(**settings):
     >>> beginner.model.config.hidden_size
     64
     """
-    config = flags.parse(flags.arguments(settings))
+    config = parse(arguments(settings))
     folder = Path(config.out).absolute() / files.CHECKPOINT
     trains = config.demonstrations or config.iterations       # else the model is only evaluated
     if not (trains or config.model):
@@ -476,7 +476,7 @@ def train(**settings):
     with ExitStack() as resources, Stop.restored():
         if run_all(config, resources):
             raise KeyboardInterrupt
-    given = {name: value for name, value in settings.items() if name not in flags.WHERE}
+    given = {name: value for name, value in settings.items() if name not in WHERE}
     return load(folder if trains else config.model, **given)
 
 

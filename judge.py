@@ -132,15 +132,15 @@ def candidates(episodes, kind, max_tokens, environment, by_endpoint=None):
             if label and turn.tokens < max_tokens]
 
 
-def choose(candidates, kind, per_class, seed):
+def choose(labelled, kind, per_class, seed):
     """Draw equally many good and bad turns at random, at most per_class of each; none if a class is empty.
 
-    candidates: see `candidates`, those of all ranks; every rank makes the same choice. Good and bad alternate
+    labelled: the `candidates` of all ranks; every rank makes the same choice. Good and bad alternate
     in the result, good first, so that any cut between pairs stays balanced. For "shuffled", each label is
     then replaced by a fair coin toss.
     """
     rng = generator(seed, 0)
-    by_class = [[candidate for candidate in candidates if candidate[2] == label] for label in ANSWERS]
+    by_class = [[turn for turn in labelled if turn[2] == label] for label in ANSWERS]
     picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
               for members in by_class]
     chosen = [candidate for pair in zip(*picked) for candidate in pair]  # as many as the smaller class has
@@ -149,13 +149,13 @@ def choose(candidates, kind, per_class, seed):
     return tossed if kind == "shuffled" else chosen
 
 
-def why_none(candidates, kind, first="GCD: no turn was judged", instead="--no-gcd"):
+def why_none(labelled, kind, first="GCD: no turn was judged", instead="--no-gcd"):
     """A warning where no turn can be judged: which class is missing, and what to try.
 
-    candidates: see `candidates`, which leaves out turns without room for a question. first: how the warning
+    labelled: `candidates`, which leaves out turns without room for a question. first: how the warning
     begins. instead: the flag that does without.
     """
-    counts = {label: sum(candidate[2] == label for candidate in candidates) for label in ANSWERS}
+    counts = {label: sum(turn[2] == label for turn in labelled) for label in ANSWERS}
     return (f"{first}: of the turns with room for a question in --context, --judge-labels {kind} labels "
             f"{counts['good']} good and {counts['bad']} bad, and both are needed; try another kind, a larger "
             f"--context, or {instead}")
@@ -178,9 +178,10 @@ def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):
     """
     streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
     prompts = [question.prompt_ids for question in judged]
-    for question, given in zip(judged, answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)):
-        question.answers = given
-        record(question, read_verdicts(chat, given))
+    answered = answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)
+    for question, answers in zip(judged, answered):
+        question.answers = answers
+        record(question, read_verdicts(chat, answers))
 
 
 def read_verdicts(chat, answers):
@@ -218,12 +219,13 @@ def samples(judged, normalize_std=False):
     result = []
     for question in judged:
         distinct = {}
-        for given, advantage in zip(question.answers, advantages(question.rewards, normalize_std)):
-            if (ids := tuple(given.ids)) in distinct:
+        for response, advantage in zip(question.answers, advantages(question.rewards, normalize_std)):
+            if (ids := tuple(response.ids)) in distinct:
                 distinct[ids].count += 1
             else:
-                distinct[ids] = sample_of(question.prompt_ids, given.ids, advantage, question.episode.index,
-                                          given.logprob, kind="judge", turns=[question.turn])
+                distinct[ids] = sample_of(question.prompt_ids, response.ids, advantage,
+                                          question.episode.index, response.logprob, kind="judge",
+                                          turns=[question.turn])
         result += distinct.values()
     return result
 

@@ -41,7 +41,8 @@ class Turn:
     kl: list[float] | None = None                 # kl_coef * k1 per response token (--kl reward)
     advantage: float = 0.0                        # by the algorithm; in a demonstration, the turn's weight
     token_advantage: list[float] | None = None    # one per response token, if they differ
-    label: str | None = None                      # "good" or "bad", for the judge
+    label: str | None = None                      # "good" or "bad", for the judge (shuffled: a judged turn's
+                                                  # is the coin's)
     oracle: str | None = None                     # the environment's oracle label
     verdicts: list[str | None] = field(default_factory=list)      # the actor's own; None: unreadable
     judge_reward: float | None = None             # mean over the verdicts
@@ -312,7 +313,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     else:
         slots = Slots(model, n, context, chat.stop_ids, sampling)
     max_prompt = context - sampling.max_response_tokens
-    share = len({spec.group for spec in specs}) < len(specs)
+    share = len({spec.group for spec in specs}) < len(specs)       # a group's first prompt is prefilled once
     waiting, ended, first_prompt = iter(range(n, len(specs))), {}, {}
 
     def received(conversation):
@@ -335,7 +336,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     def place(row, conversation):
         """Put a new conversation into a row, whose cached tokens are dropped; returns it."""
         conversation.row, slots.cached[row] = row, []
-        live[row:row + 1] = [conversation]
+        live[row:row + 1] = [conversation]                   # in the last one's place, or a row more
         return conversation
 
     def follow(conversation, outcome):
@@ -356,9 +357,8 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
             conversation.submit(Response(ids, [], False))
         return conversation
 
-    live, pairs = [], enumerate(zip(specs, games))
+    live, pairs = [], enumerate(zip(specs, games))                  # live[row]: the conversation in this row
     called, pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs], []
-    # What follows a reply may call a game at once: a reset, an override
     while live and not should_stop:
         with timed(waits, "device"):
             slots.tick()                                         # the device starts to sample,
@@ -370,7 +370,8 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
                 called.append(live[row])
         pending, ready = [], []
         with timed(waits, "environments"):
-            while (heard or called) and not should_stop:
+            while (heard or called) and not should_stop:     # what follows a reply may call a game at once:
+                                                             # a reset, an override
                 pending += [conversation for conversation in called if conversation.in_flight]
                 heard += [received(conversation) for conversation in called if not conversation.in_flight]
                 followed, heard = [*filter(None, starmap(follow, heard))], []

@@ -73,8 +73,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     norms and cosine.
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
-    sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}
-    parts = weighted_kinds(samples, objective, sums)
+    sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}      # to which the functions below add
+    parts = write_weights(samples, objective, sums)
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
@@ -109,39 +109,39 @@ def token_loss(model, batch, objective, scale, sums):
     batch: Samples, policy's and judge's mixed. Adds what `loss_metrics` reports to sums[kind]. PluginError
     if the algorithm's loss returns something else.
     """
-    given = collate(batch, model)
+    micro = collate(batch, model)
     kinds = [sample.kind for sample in batch for _ in range(sum(sample.sampled))]
-    logprob_N, entropy_N = token_logprobs(model, given, objective.temperature, entropies=True,
+    logprob_N, entropy_N = token_logprobs(model, micro, objective.temperature, entropies=True,
                                           entropy_grad=objective.entropy_coef != 0)
     now_N, device = logprob_N.detach(), logprob_N.device
-    old_N = now_N if given.old_N is None else given.old_N
+    old_N = now_N if micro.old_N is None else micro.old_N
     ratio_N = (logprob_N - old_N).exp()
     if objective.ratio != "token":
         ratio_N = losses.sequence_ratio(logprob_N, old_N, sequences(batch, objective.ratio).to(device))
     if objective.loss:
-        result = objective.loss(ratio_N, given.advantage_N)
+        result = objective.loss(ratio_N, micro.advantage_N)
         plugins.refuse(wrong_result(result, ratio_N), objective.loss, "loss")
         loss_N, clipped_N = result
     else:
-        loss_N, clipped_N = losses.clipped_surrogate(ratio_N, given.advantage_N, objective.clip_low,
+        loss_N, clipped_N = losses.clipped_surrogate(ratio_N, micro.advantage_N, objective.clip_low,
                                                      objective.clip_high, objective.dual_clip)
     log_ratio_N = (now_N - old_N).clamp(-10, 10)          # how far the steps before have moved the policy
     measured = {"nll_nats": -now_N, "entropy_nats": entropy_N, "clip_frac": clipped_N,
                 "approx_kl_nats": log_ratio_N.exp() - log_ratio_N - 1}
-    if given.sampler_N is not None and objective.sampler_cap:
-        sampler_weight_N, cut_N = losses.sampler_weight(old_N, given.sampler_N, objective.sampler_cap)
+    if micro.sampler_N is not None and objective.sampler_cap:
+        sampler_weight_N, cut_N = losses.sampler_weight(old_N, micro.sampler_N, objective.sampler_cap)
         loss_N = sampler_weight_N * loss_N
         measured |= {"sampler_weight": sampler_weight_N, "sampler_cut_frac": cut_N}
     if "policy" in kinds and (objective.kl_coef or objective.entropy_coef):
         policy_N = torch.tensor([kind == "policy" for kind in kinds], device=device)
         if objective.kl_coef:
-            kl_N = losses.kl_k3(logprob_N, given.reference_N.where(policy_N, now_N))    # the judge's is 0
+            kl_N = losses.kl_k3(logprob_N, micro.reference_N.where(policy_N, now_N))    # the judge's is 0
             loss_N = loss_N + objective.kl_coef * kl_N
             measured["kl_nats"] = kl_N
         if objective.entropy_coef:
             loss_N = loss_N - objective.entropy_coef * entropy_N.where(policy_N, 0.0)
-    loss_N = given.weight_N * loss_N
-    gap_N = (now_N - (old_N if given.sampler_N is None else given.sampler_N)).abs()
+    loss_N = micro.weight_N * loss_N
+    gap_N = (now_N - (old_N if micro.sampler_N is None else micro.sampler_N)).abs()
     measure(sums, batch, kinds, loss_N, gap_N, measured)
     return (torch.tensor([scale[kind] for kind in kinds], device=device) * loss_N).sum()
 
@@ -201,13 +201,12 @@ def empty_loss(model, head="lm"):
     return model(ids_BT, column_N=[0], head=head).sum() * 0.0
 
 
-def weighted_kinds(samples, objective, sums):
-    """Group samples by kind, write each sample's per-token weight, normalized over all ranks, and count the
-    tokens in sums.
+def write_weights(samples, objective, sums):
+    """Write each sample's per-token weight, normalized over all ranks, and count the tokens in sums. Returns
+    {kind: this rank's samples} of the kinds that any rank has.
 
     The policy's tokens are weighted by objective.reduction, the judge's all by 1: see losses.token_weight. A
-    turn that a value head judges counts as one token. Returns {kind: this rank's samples} of the kinds that
-    any rank has.
+    turn that a value head judges counts as one token.
     """
     parts, weights, units = {}, {}, {}
     for kind in KINDS:

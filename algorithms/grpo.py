@@ -1,9 +1,10 @@
 """GRPO: an episode's reward relative to the mean reward of its task's group (arXiv:2402.03300).
 
-Every turn of an episode has the episode's advantage. The default does not divide by the group's std (Dr.
-GRPO, arXiv:2503.20783); --normalize-std does. The paper compares episodes. verl-agent's code compares turns:
-a turn's reward is its episode's success reward minus its own penalty, and the std is unbiased (--variant
-code). The run's defaults are DAPO's clip and mean over tokens, without a KL; as first published:
+Every turn of an episode has the episode's advantage. The paper compares episodes. verl-agent's code compares
+turns: a turn's reward is its episode's success reward minus its own penalty, and the std is unbiased
+(--variant code). --preset small does not divide by the group's std (Dr. GRPO, arXiv:2503.20783), and has
+DAPO's clip and mean over tokens, without a KL; --preset paper divides, and has a KL and equal clips. As first
+published:
 
     --normalize-std --reduction episode --clip-high .2 --kl loss --kl-coef .04 --minibatches 1
     --dynamic-sampling keep
@@ -34,7 +35,9 @@ class Method(algorithms.Method):
     code_defaults = algorithms.Method.code_defaults | dict(normalize_std=True)
 
     def assign(self, episodes):
-        """Write `losses.group_relative_advantage` of the episodes (of the turns with --variant code)."""
+        """Write `losses.group_relative_advantage` of the episodes (of the turns with --variant code), whose
+        rewards are known.
+        """
         rewards.write_advantages(episodes, self._episode_level(episodes))
         return {}
 
@@ -43,4 +46,4 @@ class Method(algorithms.Method):
         settings, (reward, group, turns) = self.settings, rewards.grouped_rewards(episodes, self.settings)
         advantage = losses.group_relative_advantage(reward, group, settings.normalize_std,
                                                     correction=int(settings.variant == "code"))
-        return advantage.repeat_interleave(turns)
+        return advantage.repeat_interleave(turns)            # an episode's, to each of its turns

@@ -81,9 +81,9 @@ def hidden_and_error(model, samples, columns, objective):
         return hidden_Nd.float(), prediction_error(logits_NV, target_N, column_V)
 
     def of_batch(batch):
-        given = batching.collate(batch, model)
-        read = logprobs.in_chunks(head, given.target_N, given.allowed)
-        outputs = model(given.ids_1M, given.attention, given.column_N, read)
+        micro = batching.collate(batch, model)
+        read = logprobs.in_chunks(head, micro.target_N, micro.allowed)
+        outputs = model(micro.ids_1M, micro.attention, micro.column_N, read)
         counts = [sum(sample.sampled) for sample in batch]
         return zip(*(output.split(counts) for output in outputs))
 

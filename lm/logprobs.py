@@ -11,11 +11,11 @@ from lm.restrict import restricted
 CHUNK_LOGITS = 2**26      # most logits computed at once: 256 MB in fp32; a step needs a few such tensors
 
 
-def token_logprobs(model, given, temperature, entropies=False, entropy_grad=False):
+def token_logprobs(model, micro, temperature, entropies=False, entropy_grad=False):
     """Logprob of each target token and, if `entropies`, the entropy at its position (with a gradient if
     `entropy_grad`).
 
-    given: a batching.Microbatch: ids_1M with their attention layout, the positions column_N that predict the
+    micro: a batching.Microbatch: ids_1M with their attention layout, the positions column_N that predict the
     tokens target_N, and per target the ids `allowed` that it was sampled from (None: all), to which the
     distribution is renormalized. temperature: divides the logits. Returns logprob_N and entropy_N in fp32, in
     nats (entropies are 0 unless requested).
@@ -29,8 +29,8 @@ def token_logprobs(model, given, temperature, entropies=False, entropy_grad=Fals
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             return logprob_N1, entropy(logprob_NV) if entropies else torch.zeros(len(logprob_NV))
 
-    chunked = in_chunks(head, given.target_N, given.allowed)
-    logprob_N1, entropy_N = model(given.ids_1M, given.attention, given.column_N, chunked)
+    chunked = in_chunks(head, micro.target_N, micro.allowed)
+    logprob_N1, entropy_N = model(micro.ids_1M, micro.attention, micro.column_N, chunked)
     return logprob_N1[:, 0], entropy_N
 
 

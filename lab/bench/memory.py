@@ -195,10 +195,10 @@ def update_bytes(model, batch):
     for parameter in trained(model):                     # FSDP reduces a layer's gradients at once
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     with Meter() as meter:
-        given = batching.collate(batch, model)
-        logprob_N, entropy_N = logprobs.token_logprobs(model, given, 1.0, entropies=True, entropy_grad=True)
-        gain_N = given.advantage_N * (logprob_N - given.old_N).exp() + entropy_N
-        (given.weight_N * gain_N).sum().backward()
+        micro = batching.collate(batch, model)
+        logprob_N, entropy_N = logprobs.token_logprobs(model, micro, 1.0, entropies=True, entropy_grad=True)
+        gain_N = micro.advantage_N * (logprob_N - micro.old_N).exp() + entropy_N
+        (micro.weight_N * gain_N).sum().backward()
     return meter.peak
 
 

@@ -74,7 +74,7 @@ def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(given
         assert seeds[0] == seeds[2] and len({*seeds}) == 3
     given["choose"].clear()
     gcd.judge_turns(judging_run(judge_redraw=True, judge_turns=40), 0, [])
-    assert len(given["choose"]) == len({*seeds_of(given["choose"])}) == gcd.flags.MOST_ROUNDS
+    assert len(given["choose"]) == len({*seeds_of(given["choose"])}) == gcd.MOST_ROUNDS
 
 
 @pytest.mark.fast
