@@ -243,7 +243,7 @@ class Config:
         refuse(not re.fullmatch(r"[A-Z_][A-Z0-9_]*", self.endpoint_key_variable),
                "--endpoint-key-variable: expected the name of an environment variable in capitals, such as "
                "OPENAI_API_KEY; what was given is none, and not repeated: it may be the key itself")
-        refuse(wrong := algorithms._checks.wrong_loss(algorithm), f"--algo={self.algo}: {wrong}")
+        refuse(wrong := algorithms.wrong_loss(algorithm), f"--algo={self.algo}: {wrong}")
         refuse(self.lora and self.train_layers,
                f"--lora={self.lora}: not with --train-layers={self.train_layers}; each says what is trained")
         refuse(self.lora and self.judge_kind == "value",
