@@ -83,7 +83,8 @@ class Config:
                               "--resume, only if that run cannot be continued")
     seed: int = setting(0, "fixes weights, tasks and every random draw, at any number of ranks (except which "
                         "turns a large model labels, and --dynamic-sampling refill)", low=0, high=99)
-    device: str = setting("auto", "where tensors live", ("auto", "cpu", "cuda"))
+    device: str = setting("auto", "where tensors live; auto: on a GPU if there is one, those of a small "
+                          "model on the CPU", ("auto", "cpu", "cuda"))
     dtype: str = setting("float32", "compute dtype; weights stay float32", ("float32", "bfloat16"))
     shard_within: str = setting("all", "the ranks that share a copy of the weights: all, or those of a node, "
                                 "so that weights are gathered within machines and only gradients are "
@@ -514,10 +515,12 @@ def values_of(flags, sources, algorithm, environment):
     values = {f.name: f.default for settings in sources for f in fields(settings)}
     preset, model = flags.get("preset", "auto"), flags.get("model")
     planned = preset != "auto" and model and not os.path.isfile(Path(model) / "tokenizer.json")     # to come
-    writes = model and not planned and not is_small(model)
+    small = not model or not planned and is_small(model)
+    writes = not (small or planned)
     if preset == "auto":
         preset = "paper" if writes else "small"
-    changes = {"on_truncation": "invalid"} if writes else {}         # at first such a model talks
+    changes = {"device": "cpu"} if small else {}
+    changes |= {"on_truncation": "invalid"} if writes else {}        # at first such a model talks
     changes |= inherited(algorithm)
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
         labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"

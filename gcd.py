@@ -2,7 +2,7 @@
 
     python gcd.py                                   # everything: small model, generated rooms
     python gcd.py --algo gigpo --no-gcd             # another algorithm, without the judge
-    torchrun --nproc-per-node 8 gcd.py --model DIR  # a Qwen2, 2.5, 3 or Llama folder on eight GPUs
+    torchrun --nproc-per-node gpu gcd.py --model DIR     # a Qwen2, 2.5, 3 or Llama folder on all GPUs
     python gcd.py --help all                        # every flag, with its meaning and unit
 
 Start reading at `iteration`, one iteration of RL, and continue with the functions that it calls, in the order

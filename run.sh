@@ -72,7 +72,7 @@ if [ "${1:-}" = chaos ]; then
     OMP_NUM_THREADS=1 exec .venv/bin/python tests/chaos "${@:2}"
 fi
 # Flags of all runs, of the cold start, of RL
-common=(--env household --device cpu) cold_start=(--iterations 0) rl=(--demonstrations 0)
+common=(--env household) cold_start=(--iterations 0) rl=(--demonstrations 0)
 if [ "${1:-}" = alfworld ]; then        # the flags of lab/results/table1_alfworld_hour.json
     [ $# = 1 ] || unknown "$2"
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1

@@ -302,7 +302,7 @@ def prepare(config, ranks, should_stop, resources):
         resources.enter_context(models.threads_for(chat))
         models.check_verdict(config, chat)
         model = models.load_model(config, folder, ranks, chat.small, state)
-    if config.device == "auto" and ranks.device.type == "cpu" and not chat.small:
+    if config.device == "auto" and ranks.device.type == "cpu":
         parallel.print0(f"--device=auto: torch {torch.__version__} sees no CUDA device; this runs on the CPU",
                         file=sys.stderr)
     if source:

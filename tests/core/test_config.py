@@ -181,6 +181,7 @@ def test_a_hugging_face_folder_gets_the_papers_settings(hub_folder):
     assert implied.preset == "paper" and implied.settings() == explicit.settings()
     assert (implied.demonstrations, implied.lr, implied.dtype) == (300, 1e-6, "bfloat16")
     assert (implied.kl, implied.on_truncation, implied.dynamic_sampling) == ("loss", "invalid", "keep")
+    assert implied.device == "auto"
     small = parse("--model", hub_folder, "--preset", "small")
     assert (small.preset, small.lr, small.dtype) == ("small", 6e-4, "float32")
 
@@ -199,7 +200,7 @@ def test_no_default_context_is_beyond_the_models_positions(hub_folder, preset, m
 
 def test_a_small_checkpoint_gets_the_small_models_settings(tokenizer_folder):
     loaded, fresh = parse("--model", tokenizer_folder).settings(), parse().settings()
-    assert loaded | {"model": ""} == fresh and fresh["preset"] == "small"
+    assert loaded | {"model": ""} == fresh and (fresh["preset"], fresh["device"]) == ("small", "cpu")
 
 
 @pytest.mark.parametrize("algo", ["gigpo", "grpo", "nthr", "ppo", "rlvmr"])
