@@ -72,7 +72,8 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for module in (*model.model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
-        module.set_gradient_divide_factor(1.0)
+        if ranks.world_size > 1:                          # one rank would divide a copy of its gradients by 1
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)    # gloo has no scaled sum
     model.compute_dtype = compute_dtype
     return with_memory(model, ranks.device) if empty else model

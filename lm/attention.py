@@ -93,9 +93,9 @@ def can_split():
 def cached_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B):
     """`Varlen.cached`, by the operator under varlen_attn: torch 2.11's varlen_attn has no seqused_k.
 
-    For single queries several blocks of threads share a row's keys, since one alone would leave a GPU idle.
-    From torch 2.13 on they are longest_k / SPLIT_KEYS; earlier ones choose how many, by longest_k, and fewer
-    the more rows there are.
+    For single queries several blocks of threads share a row's keys, since one alone would leave a GPU idle,
+    but only in models whose query heads share keys. From torch 2.13 on they are longest_k / SPLIT_KEYS;
+    earlier ones choose how many, by longest_k, and fewer the more rows there are.
     """
     (left, right), splits = window(longest_q), {}
     if can_split():

@@ -473,6 +473,7 @@ def save_pretrained(model, folder, weights=None):
 def load_pretrained(folder, dtype=torch.float32, device="cpu", value_head=None):
     """Load the model of a Hugging Face folder; see `open_pretrained` and `load_weights`."""
     model = open_pretrained(folder, value_head).to(dtype)
+    model.compute_dtype = dtype
     load_weights(parallel.with_memory(model, device), folder)
     return model
 

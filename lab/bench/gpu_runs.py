@@ -118,7 +118,7 @@ def ranks(bench):
     """A small model's cold start on all GPUs, with sharded weights: losses beside those on one. Then RL,
     which is interrupted and resumed.
     """
-    n = 2 if bench.tiny else min(8, torch.cuda.device_count())
+    n = 2 if bench.tiny else max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())   # divide --tasks
     if n < 2:
         return {"skipped": "needs several GPUs"}, True
 
