@@ -28,15 +28,15 @@ def starting_point(config, out, ranks):
             if found is None:
                 raise ValueError(f"--resume: {out / files.CHECKPOINT} holds no checkpoint")
             checkpoint.check_whole(found)
-            state = parallel.collective(lambda: checkpoint.read_trainer(found)["state"])
+            state = as_rank0(lambda: checkpoint.read_trainer(found)["state"])
             check_state(found / checkpoint.TRAINER_FILE, state)
             first = parallel.on_rank0(lambda: first_record(out))
-            check_resumed(config, state, first)
+            parallel.collective(lambda: check_resumed(config, state, first))
             if foreign := parallel.on_rank0(lambda: not_its_own(config, out, state, first)):
                 raise ValueError(f"--resume: {foreign}")                   # on every rank
             if config.kl != "none" and not config.lora and state["iteration"] and trains_on(config, state):
                 # Opened here, before the logs are truncated: with --overwrite the run can still start over.
-                parallel.collective(lambda: decoder.open_pretrained(out / files.REFERENCE))
+                as_rank0(lambda: decoder.open_pretrained(out / files.REFERENCE))
             parallel.on_rank0(lambda: print_changes(config, out, state, first, ranks))
             return found, state
         except ValueError as cannot:
@@ -56,6 +56,21 @@ def starting_point(config, out, ranks):
                                  "would set aside")
         parallel.on_rank0(lambda: files.check_can_be_set_aside(out))
     return Path(config.model) if config.model else None, None
+
+
+def as_rank0(read):
+    """`read()` on every rank, of a file that rank 0 sees. ValueError on all if rank 0 raises one; if only
+    another rank does, its machine's file system is to blame, and it is an OSError: no run starts over for it.
+    """
+    def call():
+        try:
+            return read()
+        except ValueError as error:
+            if parallel.is_rank0():
+                raise
+            raise OSError(f"{error} (rank 0 can read it)") from error
+
+    return parallel.collective(call)
 
 
 def begin(config, out, state, previous, resources):

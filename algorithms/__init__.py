@@ -175,6 +175,8 @@ def wrong_part(value, name):
         parts = value
     elif type(value) in (list, tuple):
         parts = {} if {*map(type, value)} <= PLAIN else dict(enumerate(value))        # fast for a long list
+    elif parallel.is_sharded(value):
+        return f"its {name} is this rank's part of a tensor; expected all of it: infra.parallel.full_tensor"
     elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):
         return (f"its {name} is {value!r:.60}; expected a number of Python's own, a text, bytes, a tensor, a "
                 "list, or a dict with texts or numbers as keys")

@@ -50,10 +50,10 @@ class Ranks:
         return self.world_size // self.copies
 
 
-def setup(device="auto", timeout_s=2 * 3600, within="all"):
+def setup(device="auto", timeout_s=24 * 3600, within="all"):
     """Join the process group that torchrun started and return this process's Ranks; alone without torchrun.
 
-    device: "auto" is CUDA if available. timeout_s: how long a rank waits for the others; hours by default,
+    device: "auto" is CUDA if available. timeout_s: how long a rank waits for the others; a day by default,
     because rank 0 alone generates the demonstrations and queries large models. within: the ranks that share a
     copy of the weights, "all" or those of a "node". ValueError for a device that is not there, or for
     inconsistent environment variables.
@@ -89,7 +89,7 @@ def check_device(device):
 def connect(device, timeout_s):
     """Join the process group, try each of its backends, and start to watch the other ranks.
 
-    A backend that does not connect may wait for hours: after CONNECT_S this process ends.
+    A backend that does not connect may wait for a day: after CONNECT_S this process ends.
     """
     backends = parallel.BACKENDS[device.type]
 

@@ -164,6 +164,11 @@ def full_tensor(tensor):
     return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
 
 
+def is_sharded(tensor):
+    """Whether a tensor is distributed over ranks, as a sharded model's parameters are."""
+    return isinstance(tensor, DTensor)
+
+
 def own_rows(tensor):
     """Return this rank's part of a sharded tensor, in the same memory, and the slice of the full tensor's
     rows that it is; of an unsharded one, all.

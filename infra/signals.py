@@ -49,7 +49,7 @@ class Stop:
     REPEAT_S = 2
 
     def __init__(self):
-        self.by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self.by_torchrun = {"TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE"} <= {*os.environ}
         supervised = self.by_torchrun or os.environ.get("GCD_PARENT") == str(os.getppid())
         self.came, self.signals = [], 0                       # those that came, and how many of them count
         self.parent = os.getppid() if supervised else None

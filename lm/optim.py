@@ -49,10 +49,12 @@ class Orthogonal(torch.optim.Optimizer):
 
     As torch.optim.Muon with adjust_lr_fn="match_rms_adamw" and no weight decay, and equal to it bit for bit
     where `product_dtype` is bfloat16; torch's is always. The caller sets the learning rate before each step.
+    All ranks create one together.
     """
 
     def __init__(self, matrices):
         super().__init__(matrices, {"lr": 0.0})
+        self.dtype = product_dtype(matrices[0].device)
 
     @torch.no_grad()
     def step(self):
@@ -63,7 +65,7 @@ class Orthogonal(torch.optim.Optimizer):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(matrix)
                 average = state["momentum_buffer"].lerp_(matrix.grad, 0.05)
-                direction = orthogonalized(matrix.grad.lerp(average, 0.95), product_dtype(matrix.device))
+                direction = orthogonalized(matrix.grad.lerp(average, 0.95), self.dtype)
                 matrix.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(matrix.shape)))
 
 
@@ -83,8 +85,9 @@ def orthogonalized(matrix, dtype):
 
 
 def product_dtype(device):
-    """bfloat16, except on CPUs on which float32 is faster."""
-    return torch.float32 if device.type == "cpu" and slow_bf16() else torch.bfloat16
+    """bfloat16, or float32 on CPUs if it is faster on any rank's: each updates whole matrices, all alike."""
+    on_cpu = device.type == "cpu"
+    return torch.float32 if on_cpu and parallel.any_rank(slow_bf16()) else torch.bfloat16
 
 
 class Muon:

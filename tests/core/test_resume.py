@@ -43,7 +43,7 @@ import gcd
 import resume
 import rollout
 import session
-from infra import checkpoint, files, job
+from infra import checkpoint, files, job, parallel
 
 
 def interrupting(function, argument):
@@ -711,6 +711,23 @@ def test_a_checkpoint_that_cannot_be_read_today_is_neither_broken_nor_started_ov
             patched.setattr(torch, "load", Mock(side_effect=error))
             assert train(finished, *start_from(start), "--resume", "--overwrite") == 1
         assert contents(finished) == before and "starts over" not in capsys.readouterr().err
+
+
+def test_all_ranks_hear_that_a_run_may_not_continue(start, finished, monkeypatch):
+    """--games may differ between machines, so that one rank alone refuses."""
+    collective, depth, checked = parallel.collective, [], []
+
+    def recorded(action):
+        depth.append(action)
+        try:
+            return collective(action)
+        finally:
+            depth.pop()
+
+    monkeypatch.setattr(parallel, "collective", recorded)
+    monkeypatch.setattr(resume, "check_resumed", lambda *arguments: checked.append(len(depth)))
+    assert train(finished, *start_from(start), "--resume") == 0
+    assert checked == [1]
 
 
 def test_resume_refuses_the_metrics_or_weights_of_a_different_run(start, finished, tmp_path, capsys):

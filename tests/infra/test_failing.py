@@ -163,9 +163,10 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_a_parent_that_passe
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.delenv("GCD_PARENT", raising=False)
     if parent:
-        name, value = {"torchrun": ("TORCHELASTIC_RUN_ID", "job"), "run.sh": ("GCD_PARENT", str(os.getppid()))
-                       }[parent]
-        monkeypatch.setenv(name, value)
+        names = {"torchrun": {"TORCHELASTIC_RUN_ID": "job", "RANK": "0", "WORLD_SIZE": "1"},
+                 "run.sh": {"GCD_PARENT": str(os.getppid())}}[parent]
+        for name, value in names.items():
+            monkeypatch.setenv(name, value)
     with signals.Stop.restored():
         stop = signals.Stop()
         assert not stop
@@ -177,6 +178,18 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_a_parent_that_passe
             stop.last -= stop.REPEAT_S
             with pytest.raises(KeyboardInterrupt):
                 stop.note(signal.SIGTERM, None)
+
+
+@pytest.mark.fast
+def test_what_torchrun_left_in_a_shell_makes_no_parent_of_it(monkeypatch):
+    """Its end would stop a run that nohup began there."""
+    for name in ("RANK", "GCD_PARENT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "job", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with signals.Stop.restored():
+        stop = signals.Stop()
+        assert stop.parent is None and not stop.by_torchrun
 
 
 @pytest.mark.fast
@@ -222,7 +235,8 @@ def test_the_first_rank_of_a_machine_speaks_for_all_of_it(monkeypatch, capsys):
                          ids=["a copy that is handled late", "a second Ctrl-C, of which it makes SIGTERM"])
 def test_of_two_signals_under_torchrun_only_an_equal_one_is_a_copy(monkeypatch, came):
     """No handler runs before a call in C++ has ended; in a terminal only torchrun gets a Ctrl-C."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    for name, value in {"TORCHELASTIC_RUN_ID": "job", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     *before, last = came
     with signals.Stop.restored():
         stop = signals.Stop()

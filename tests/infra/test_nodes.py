@@ -85,6 +85,10 @@ def main(kind, out, *arguments):
         return restarted(out, *arguments)
     if kind == "run":
         return gcd.main([*TINY, "--out", str(out), *arguments])
+    if kind == "blind":                        # as on a machine whose network file system is behind
+        is_file, hidden = Path.is_file, checkpoint.TRAINER_FILE if os.environ["RANK"] == "1" else ""
+        Path.is_file = lambda path: path.name != hidden and is_file(path)
+        return gcd.main([*TINY, "--out", str(out), *arguments])
     ranks = job.setup("cpu", timeout_s=240, within="all" if kind == "resume" else "node")
     if kind == "train":
         single.train_and_save(ranks, out)
@@ -319,6 +323,16 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(falls_silent, *case) for case in cases]:
             done.result()
+
+
+def test_no_run_starts_over_for_a_checkpoint_that_one_rank_alone_cannot_see(start, tmp_path):
+    out, flags = tmp_path / "run", [str(flag) for flag in start_from(start)]
+    assert train(out, *flags) == 0
+    command = [__file__, "blind", out, *flags, "--resume", "--overwrite"]
+    done = forked.run(command, VARIABLES, tmp_path, ranks=2)
+    assert done.returncode == 1 and "trainer.pt: not found" in done.text, done.text[-4000:]
+    assert "rank 0 can read it" in done.text and "starts over" not in done.text
+    assert not (tmp_path / "run.old-1").exists() and len(rows(out)) == 2
 
 
 def test_a_rank_that_has_left_is_not_lost(tmp_path):

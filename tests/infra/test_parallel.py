@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+import algorithms
 import batching
 import update
 from algorithms import nthr, ppo, rewards
@@ -585,6 +586,9 @@ def test_bf16_keeps_fp32_masters_on_one_rank():
         torch.optim.SGD(model.parameters(), lr=1e-4).step()
         moved = parallel.full_weights(model)["model.norm.weight"] - 1
         torch.testing.assert_close(moved, -1e-4 * plain_grads[-1], rtol=0.1, atol=1e-6)
+        state = {"average": [p.detach().clone() for p in model.parameters()]}
+        assert "state['average'][0] is this rank's part of a tensor" in algorithms.wrong_state(state)
+        assert not algorithms.wrong_state({"average": [*map(parallel.full_tensor, state["average"])]})
     finally:
         job.shutdown()
 

@@ -14,6 +14,7 @@ import torch
 from hand_made import PLAIN, make_sample
 
 import update
+from infra import parallel
 from lm import optim
 from lm.optim import Muon
 
@@ -83,6 +84,9 @@ def test_products_are_in_bfloat16_only_where_that_is_fast(monkeypatch):
         monkeypatch.setattr(optim, "slow_bf16", lambda slow=slow: slow)
         assert optim.product_dtype(cpu) == dtype
         assert optim.product_dtype(torch.device("cuda")) == torch.bfloat16
+    monkeypatch.setattr(optim, "slow_bf16", lambda: False)
+    monkeypatch.setattr(parallel, "any_rank", lambda slow: True)                # another rank's CPU is slow
+    assert optim.product_dtype(cpu) == torch.float32
 
 
 @pytest.mark.parametrize("fused", [True, False])
