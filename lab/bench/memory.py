@@ -120,7 +120,7 @@ class Row:
         return config.parse([*model, "--evaluate", "none", *" ".join(self.flags).split()])
 
 
-ROWS = (Row("1.5B", 1), Row("1.5B", 1, turns=30), Row("1.5B", 8), Row("7B", 8),
+ROWS = (Row("1.5B", 1), Row("1.5B", 1, turns=30), Row("1.5B", 4), Row("1.5B", 8), Row("7B", 8),
         Row("1.5B", 1, flags=("--lora 16",)), Row("7B", 4, flags=("--lora 16",)),
         Row("0.5B", 1, "24 GB", ("--slots 64",)), Row("1.5B", 1, "24 GB", ("--lora 16", "--slots 32")),
         Row("1.5B", 1, "141 GB"), Row("1.5B", 1, "141 GB", ("--checkpoint-activations off",)))
