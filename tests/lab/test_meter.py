@@ -85,7 +85,7 @@ def test_the_stored_table_is_current_and_fits():
         pytest.skip("this torch has no variable-length attention to count with")
     stored = json.loads(memory.OUT.read_text())
     rows = {row["row"]: row["loads"] for row in stored["rows"]}
-    for row in memory.table("", [memory.ROWS[0], memory.ROWS[4]])["rows"]:
+    for row in memory.table("", [memory.ROWS[0], next(row for row in memory.ROWS if row.flags)])["rows"]:
         for load, found in row["loads"].items():
             for key in ("bytes", "counts", "tokens"):
                 assert rows[row["row"]][load][key] == pytest.approx(found[key], rel=0.02), (
