@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import config
 import gcd
 import rollout
 from infra import files
-from infra.signals import as_completed
+from infra.signals import Stop, as_completed, signals_here
 from lab.bench.intervals import paired
 from lab.bench.study import ROOT, add_dirty, below_root
 from lm import model as decoder
@@ -132,20 +133,25 @@ def results_of(todo, work, jobs):
     """Run cells in `jobs` processes and yield (name, result) of each as it finishes.
 
     Each on one thread (more cores: more jobs): two processes of two threads on two cores took seven times as
-    long. An interrupt or a failed cell cancels the cells that have not started, and is raised.
+    long. An interrupt, SIGTERM too, or a failed cell ends all others, and is raised.
     """
     if jobs == 1 or not todo:
         for name, settings in todo.items():
             torch.set_num_threads(1)
             yield name, work(name, settings)
         return
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with Stop.restored(), ProcessPoolExecutor(jobs, spawn, torch.set_num_threads, (1,)) as pool:
+        for signum in signals_here():
+            signal.signal(signum, signal.default_int_handler)
         futures = {pool.submit(work, name, settings): name for name, settings in todo.items()}
         try:
             for done in as_completed(futures):
                 yield futures[done], done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             raise
 
 

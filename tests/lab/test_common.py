@@ -1,0 +1,54 @@
+"""Tests of what all studies have in common.
+
+    python -m pytest tests/lab/test_common.py
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import is_alive
+from tiny_runs import ENVIRONMENT, ROOT
+from waiting import wait_for
+
+from lab.studies import common
+
+
+def wait(name, settings):
+    """A cell that says that it runs, and takes ten minutes."""
+    (Path(settings["folder"]) / name).touch()
+    time.sleep(600)
+
+
+def fail_once_others_run(name, settings):
+    """Cell "a" fails once the others run."""
+    if name != "a":
+        wait(name, settings)
+    wait_for((Path(settings["folder"]) / "b").exists)
+    raise ArithmeticError(name)
+
+
+def test_a_study_that_is_killed_leaves_no_worker(tmp_path):
+    program = ("from lab.studies import common\nimport test_common\n"
+               f"cells = {{name: {{'folder': {str(tmp_path)!r}}} for name in 'abc'}}\n"
+               "print(*common.results_of(cells, test_common.wait, 2))")
+    study = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT | {
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "lab")))})
+    wait_for(lambda: len([*tmp_path.iterdir()]) == 2, study)
+    workers = [child.pid for child in psutil.Process(study.pid).children(recursive=True)]
+    study.terminate()
+    assert study.wait(60) != 0
+    wait_for(lambda: not any(map(is_alive, workers)))
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+def test_a_cell_that_fails_ends_the_others(tmp_path):
+    cells = {name: {"folder": str(tmp_path)} for name in "ab"}
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError, match="a"):
+        list(common.results_of(cells, fail_once_others_run, 2))
+    assert time.monotonic() - began < 300
