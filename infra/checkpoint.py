@@ -326,9 +326,15 @@ def fill(folder, targets, tensors, prefix):
 
 
 def find_checkpoint(folder):
-    """Return the folder as a Path if it holds a checkpoint (after `repair`), else None. All ranks call it."""
+    """Return the folder as a Path if it holds a checkpoint (after `repair`), or what is left of one that
+    `check_whole` can replace by the one before; else None. All ranks call it.
+    """
     folder = Path(folder).resolve()
-    return folder if parallel.on_rank0(lambda: repair(folder)) else None
+
+    def is_there():
+        return repair(folder) or folder.is_dir() and (siblings(folder)[1] / TRAINER_FILE).is_file()
+
+    return folder if parallel.on_rank0(is_there) else None
 
 
 def siblings(folder):

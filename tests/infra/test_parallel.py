@@ -550,15 +550,20 @@ def test_a_fingerprint_tells_files_of_other_lengths_and_of_other_last_blocks_apa
 
 
 @pytest.mark.fast
-def test_a_broken_checkpoint_takes_the_place_of_an_earlier_broken_one(tmp_path):
+@pytest.mark.parametrize("missing", ["model.safetensors", checkpoint.TRAINER_FILE])
+def test_a_broken_checkpoint_takes_the_place_of_an_earlier_broken_one(tmp_path, missing):
     """And a new one whose save was cut short goes, which could be taken for complete."""
     folder, pair = tmp_path / "checkpoint", with_optimizer(new_model(), SINGLE)
     for name in ("checkpoint", "checkpoint.old", "checkpoint.broken", "checkpoint.writing"):
         save(tmp_path / name, *pair, {"saved as": name})
-    (folder / "model.safetensors").unlink()
+    (folder / missing).unlink()
+    assert checkpoint.find_checkpoint(folder) == folder
     checkpoint.check_whole(folder)
-    states = {path.name: checkpoint.read_trainer(path)["state"]["saved as"] for path in tmp_path.iterdir()}
-    assert states == {"checkpoint": "checkpoint.old", "checkpoint.broken": "checkpoint"}
+    states = {path.name: checkpoint.read_trainer(path)["state"]["saved as"]
+              for path in tmp_path.iterdir() if (path / checkpoint.TRAINER_FILE).exists()}
+    broken = {} if missing == checkpoint.TRAINER_FILE else {"checkpoint.broken": "checkpoint"}
+    assert states == {"checkpoint": "checkpoint.old"} | broken and (tmp_path / "checkpoint.broken").is_dir()
+    assert not (tmp_path / "checkpoint.writing").exists()
 
 
 @pytest.mark.fast
