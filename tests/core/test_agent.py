@@ -474,3 +474,10 @@ def test_each_kind_of_warning_is_printed_once(capsys):
     for kind, message in (("a", "first"), ("a", "second"), ("b", "third")):
         session.Run.warn_once(run, kind, message)
     assert capsys.readouterr().err == "first\nthird\n"
+
+
+@pytest.mark.fast
+def test_the_task_after_the_last_is_none():
+    environment = SimpleNamespace(splits=("dev",), split_tasks=lambda name: [Task("x", "dev", "look", None)])
+    with pytest.raises(ValueError, match="dev has tasks 0 to 0"):
+        agent.task_named(environment, "dev/1")

@@ -637,6 +637,7 @@ def test_an_episode_that_starts_again_has_a_new_expert(chat):
         turns[:] = [SimpleNamespace(action="look", observation="here", anchor="here", valid=True)] * played
         player.override(conversation)
     assert made == [7, 7] and len(player.expert_labels) == 2
+    assert player.share != random.Random(7).random()               # not what an expert of this seed draws
 
 
 @pytest.mark.fast
@@ -697,3 +698,29 @@ def test_dagger_replaces_the_second_stages_demonstrations(dagger_run):
         [run.config.cold_start_lr * (1 - step / 4) for step in range(4)])
     n_questions = len(cold_start.judge_questions(run, never))
     assert sum(s.kind == "judge" for batch, _ in run.steps for s in batch) == n_questions > 0
+
+
+@pytest.mark.fast
+def test_dagger_gives_a_right_command_under_another_tag_no_weight(tokenizer):
+    chat, by_learner = Chat(tokenizer, "tags"), []
+    run = make_run(chat, "--demonstrations", 4, "--dagger", 4)
+
+    def play(specs, sampling, name, overrides):
+        for spec in specs:
+            conversation, ended = rollout.Conversation(spec, Game(), chat, 0).start(), False
+            while not ended:
+                if not (ids := overrides[spec.index](conversation)):
+                    command, tag = overrides[spec.index].__self__.expert_labels[-1]
+                    by_learner.append((spec.index, len(conversation.episode.turns)))
+                    ids = chat.respond(command, "explore" if tag != "explore" else "monitor")
+                ended = conversation.act(Response(ids, [], False), 20, math.inf)
+            played.append(conversation.episode)
+        return played
+
+    played, run.sampler, run.sampling, run.play = [], "copy", lambda: None, play
+    run.update_sampler = lambda: None
+    list(cold_start.dagger(run, [], None, 0))
+    assert by_learner
+    for e, episode in enumerate(played):
+        for t, turn in enumerate(episode.turns):
+            assert turn.advantage == float((e, t) not in by_learner)

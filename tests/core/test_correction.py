@@ -319,3 +319,13 @@ def test_an_instruction_forbids_the_kinds_that_it_names(chat):
         assert correction.forbidden(text, episode) == [line[2] in kinds for line in MISTAKES]
         assert not any(correction.forbidden(correction.irrelevant(text, chat), episode))
     assert not any(correction.forbidden("", episode))
+
+
+def test_each_merge_has_random_draws_of_its_own(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(correction, "merged", lambda run, critiques, seed: seeds.append(seed) or "")
+    run = SimpleNamespace(config=SimpleNamespace(correction_every=1, seed=3, correction="critiques"),
+                          chat=SimpleNamespace(bare=False), warn_once=lambda *_: None)
+    for i in (0, 1):
+        correction.correct(run, i, [])
+    assert seeds[0] != seeds[1]

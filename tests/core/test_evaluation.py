@@ -27,6 +27,7 @@ import config
 import envs.household
 import evaluation
 import players
+from envs import Task
 from envs.alfred import rooms
 from envs.alfred.game import Game
 from infra import files
@@ -911,3 +912,28 @@ def test_a_player_whose_name_is_too_long_for_a_file_gives_one_line(capsys):
     assert evaluation.main(["--player", "a" * 300]) == 2
     error = capsys.readouterr().err
     assert error.startswith("evaluation.py: error: ") and error.count("\n") == 1 and "a" * 300 in error
+
+
+@pytest.mark.fast
+def test_an_episode_is_played_again_at_another_temperature(tmp_path, monkeypatch):
+    """Each mode has episodes of the same numbers."""
+    tasks, plays = [Task(f"L0/{g}", "L0", "look", None) for g in range(3)], []
+    monkeypatch.setattr(evaluation, "drawn_tasks", lambda config, split: tasks)
+    for index in range(3):
+        files.append(tmp_path / files.EPISODES, {"split": "L0", "mode": "sampled", "index": index})
+    player = SimpleNamespace(
+        play=lambda specs, games, temperature, *_: plays.append((temperature, len(specs))))
+    settings = SimpleNamespace(protocol="full", splits=["L0"], seed=0)
+    head = {"temperatures": {"sampled": 1.0, "greedy": 0.0}, "instruction": "", "max_turns": 3}
+    assert evaluation.play_missing(settings, head, player, [], tmp_path, False) == 3
+    assert plays == [(0.0, 3)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind, refusals", [("model", 0), ("server", 1)])
+def test_only_a_servers_full_context_is_its_refusal(tmp_path, kind, refusals):
+    files.append(tmp_path / files.EPISODES,
+                 {"split": "L9", "mode": "sampled", "ended": "context full", "lost": ""})
+    head = {"player": {"kind": kind}, "temperatures": {"sampled": 1.0}}
+    found = evaluation.result_of(SimpleNamespace(protocol="sampled", splits=[]), head, tmp_path)
+    assert found["refusals"]["plays"] == refusals

@@ -799,3 +799,10 @@ def test_a_verdict_after_several_thoughts_is_parsed():
     assert judge.parse_verdict("<judge>bad</judge>", "think") == "bad"
     assert judge.parse_verdict("<think>x</think><judge>bad</judge> or <judge>good</judge>", "think") is None
     assert judge.parse_verdict("good" + " " * judge.LONGEST_ANSWER, "plain") is None
+
+
+@pytest.mark.fast
+def test_a_written_answer_is_imitated_up_to_the_longest_length(tokenizer):
+    chat, text = Chat(tokenizer, "think"), "It was near. <judge>good</judge>"
+    judged, n = [Question(0, scripted(chat), 0, "good", [7, 8])], len(chat.encode(text) + chat.end_ids)
+    assert [judge.demonstrations(chat, judged, [text], longest)[1] for longest in (n, n - 1)] == [1, 0]

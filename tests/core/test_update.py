@@ -257,8 +257,9 @@ def test_policy_and_judge_add_up_by_the_stated_formula(model, samples, judgement
         assert metrics["judge/grad_cosine"] == pytest.approx(cosine, abs=1e-4)
 
 
-def test_the_judge_alone_is_weighted_too(model, judgements):
-    got, metrics = gradient(model, judgements, replace(PLAIN, judge_weight=0.25))
+@pytest.mark.parametrize("compare", [False, True])
+def test_the_judge_alone_is_weighted_too(model, judgements, compare):
+    got, metrics = gradient(model, judgements, replace(PLAIN, judge_weight=0.25), compare)
     assert_same(got, 0.25 * plain_gradient(model, judgements))
     assert metrics["policy/grad_norm"] == pytest.approx(got.norm().item(), rel=1e-4)
 
@@ -664,3 +665,8 @@ def test_a_tokens_kl_is_the_log_ratio_to_the_reference(model, chat, rescored, hi
 def test_the_mean_of_steps_leaves_out_what_was_not_measured():
     steps = [{"a": 1.0, "b": math.nan}, {"a": 2.0, "b": 5.0, "c": math.nan}]
     assert update.mean_of(steps) == pytest.approx({"a": 1.5, "b": 5.0, "c": math.nan}, nan_ok=True)
+
+
+def test_a_sample_whose_advantages_cancel_has_a_gradient():
+    sample = Sample([1, 2, 3], [False, True, True], [0.0, 1.0, -1.0], None, 0)
+    assert update.with_gradient([sample], PLAIN) == [sample]

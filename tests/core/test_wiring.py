@@ -7,6 +7,7 @@ Each found a line that could be changed with no test failing.
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,8 @@ def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(given
     given["choose"].clear()
     gcd.judge_turns(judging_run(judge_redraw=True, judge_turns=40), 0, [])
     assert len(given["choose"]) == len({*seeds_of(given["choose"])}) == gcd.MOST_ROUNDS
+    first, *later = [labelled for labelled, *_ in given["choose"]]
+    assert len(first) == 2 and not any(later)                            # both were asked about in the first
 
 
 @pytest.mark.fast
@@ -506,7 +509,10 @@ def test_ranks_share_an_evaluation_and_play_it_by_its_flags(monkeypatch, tmp_pat
     tasks, plays = [Task(f"L0/{g}", "L0", "look", None) for g in range(3)], []
     monkeypatch.setattr(evaluation, "drawn_tasks", lambda config, split: tasks)
     for rank in (1, 2):
-        evaluation.evaluation(evaluation_run(tmp_path, rank, 3, corrected, plays))
+        run = evaluation_run(tmp_path, rank, 3, corrected, plays)
+        run.update_sampler = partial(plays.append, "weights of now")
+        evaluation.evaluation(run)
+    assert plays.pop(4) == plays.pop(0) == "weights of now"                 # before each rank's first play
     (first, hot, turns), stored, (_, cold, _) = plays[:3]
     assert (hot, cold, turns) == (1.0, 0.4, 7)
     assert [spec.index for spec in first] == [*range(1, 24, 3)]       # of 3 games, each eight times
@@ -556,3 +562,14 @@ def test_tasks_of_a_part_of_a_split_are_drawn(monkeypatch):
     assert len({*few}) == 10 and few != [*range(10)]
     assert few == drawn(evaluate_tasks=10, seed=1)                 # seeds are compared on the same tasks
     assert len(drawn(protocol="rlvmr")) == 128 and drawn(protocol="rlvmr") != drawn(protocol="rlvmr", seed=1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("i, warmup, expected", [(4, 0, True), (5, 0, False), (4, 3, False)])
+def test_a_warm_up_is_advised_in_the_first_iterations_of_a_run_without_one(i, warmup, expected):
+    warned = []
+    run = SimpleNamespace(config=SimpleNamespace(kl="loss", warmup=warmup),
+                          warn_once=lambda kind, message: warned.append(message))
+    gcd.advise(run, i, [], {"rollout/success": 1.0, "rollout/truncated_frac": 0.0, "rollout/restarts": 0,
+                            "policy/approx_kl_nats": 0.2})
+    assert ["--warmup 5" in message for message in warned] == [expected]

@@ -8,7 +8,7 @@ import pytest
 from test_household import GAMES, needs_games, needs_transcripts, recorded
 
 from envs import Task
-from envs.alfred import rooms
+from envs.alfred import expert, rooms
 from envs.alfred.expert import Belief, SearchExpert, demonstrate, learn_prior, oracle_labels, parse_goal
 from envs.alfred.game import Game
 from envs.alfred.games import load_games
@@ -541,3 +541,28 @@ def test_the_experts_turns_are_never_bad_and_its_mistakes_often_are(prior):
             by_source[erred][label] += 1
     assert by_source[False]["bad"] == 0
     assert by_source[True]["bad"] > 0.5 * by_source[True].total()
+
+
+@pytest.mark.fast
+def test_the_expert_searches_where_one_place_is_likeliest():
+    """Three cabinets share what the prior gives their kind; one drawer has all of its."""
+    belief = Belief("You see a cabinet 1, a cabinet 2, a cabinet 3, and a drawer 1.\n\n"
+                    "Your task is to: put a mug in shelf.")
+    prior = {"mug": {"cabinet": 0.6, "drawer": 0.4}}
+    assert SearchExpert(prior, random.Random(0)).act(belief) == "go to drawer 1"
+
+
+@pytest.mark.fast
+def test_the_expert_prefers_a_place_that_it_knows_to_be_open():
+    belief = Belief("You see a drawer 1, and a drawer 2.\n\nYour task is to: put a mug in drawer.")
+    belief.holding, belief.searched = "mug 1", {"drawer 2"}
+    belief.opened, belief.closed = {"drawer 2"}, {"drawer 1"}
+    assert SearchExpert({}, random.Random(0)).act(belief) == "go to drawer 2"
+
+
+@pytest.mark.fast
+def test_a_mistake_that_is_the_experts_own_command_is_none(monkeypatch):
+    monkeypatch.setattr(expert, "mistake",
+                        lambda belief, *_: SearchExpert({}, random.Random(0)).act(belief))
+    played = demonstrate(Game(), rooms.task("L0", 0), {}, seed=0, mistake_rate=1.0, max_turns=3)
+    assert not any(played.mistakes)

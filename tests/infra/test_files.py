@@ -204,3 +204,8 @@ def test_numbers_that_json_has_not_are_null_and_only_training_has_rewards_and_ad
     records = [files.episode_record(episode, credited) for credited in (True, False)]
     assert [(record["reward"], record["turns"][0]["advantage"]) for record in records] == [
         (-0.04, 2.0), (None, None)]
+
+
+def test_a_truth_value_is_no_number():
+    assert [files.is_number(value) for value in (True, False, 1, 0.5, "1", None)] == [
+        False, False, True, True, False, False]

@@ -277,3 +277,28 @@ def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
     _, token, logprob = draws(LOGITS, n=50, temperature=0.0)
     assert set(token.tolist()) == {2}
     assert logprob[0] == pytest.approx(LOGITS.log_softmax(0)[2].item(), rel=1e-5)
+
+
+@pytest.mark.fast
+def test_a_longer_limit_holds_from_the_next_rollout_on(model):
+    """Two rows that begin one after the other, so that one goes on when the other is finished."""
+    slots = engine.Slots(model, 2, 64, (), Sampling(max_response_tokens=19))
+    slots.restart(64, Sampling(max_response_tokens=20))
+    slots.begin([0], [[1, 2, 3]], [5])
+    slots.tick()
+    slots.begin([1], [[1, 2, 4]], [6])
+    found = {}
+    while slots.running:
+        slots.tick()
+        found |= slots.pop_finished()
+    fresh = engine.Slots(model, 1, 64, (), Sampling(max_response_tokens=20))
+    (expected,) = engine.generate(fresh, [[1, 2, 3]], [5])
+    assert found[0].ids == expected.ids and found[0].logprob == pytest.approx(expected.logprob, abs=1e-4)
+
+
+@pytest.mark.fast
+def test_a_restart_forgets_the_cached_tokens(model):
+    slots = engine.Slots(model, 1, 64, (), Sampling(max_response_tokens=4))
+    engine.generate(slots, [[1, 2, 3]], [5])
+    slots.restart(64, Sampling(max_response_tokens=4))
+    assert slots.cached == [[]]
