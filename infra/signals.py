@@ -31,9 +31,13 @@ def speaks_for_machine():
 
 
 def signals_here():
-    """The signals that stop a run; none outside the main thread, which alone may handle them."""
-    main = threading.current_thread() is threading.main_thread()
-    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if main else ()
+    """The signals that stop a run: without SIGHUP where nohup ignores it; none outside the main thread, which
+    alone may handle them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    heard = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+    return signal.SIGINT, signal.SIGTERM, *heard
 
 
 class Stop:
@@ -55,8 +59,7 @@ class Stop:
         self.parent = os.getppid() if supervised else None
         self.last, self.pid = -math.inf, os.getpid()          # when the last signal came; whom it stops
         for signum in signals_here():
-            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:       # nohup ignores it
-                signal.signal(signum, self.note)
+            signal.signal(signum, self.note)
 
     @classmethod
     @contextmanager

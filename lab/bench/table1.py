@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 from infra import files
+from infra.signals import signals_here
 from lab.bench.cells import check_results
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, percent
 from lab.bench.jobs import run_due, to_run
@@ -281,9 +282,8 @@ def work(options, config, cells):
 
 def main(argv=None):
     options = parse(argv)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):    # SIGINT too: background jobs ignore it
-        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:      # ignored: under nohup
-            signal.signal(signum, signal.default_int_handler)
+    for signum in signals_here():                            # SIGINT, too: background jobs ignore it
+        signal.signal(signum, signal.default_int_handler)
     try:
         config = read_config(options.config)
         cells = cells_of(config)

@@ -181,6 +181,16 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_a_parent_that_passe
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_sighup_that_nohup_ignores_stays_ignored(ignored):
+    with signals.Stop.restored():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        stop = signals.Stop()
+        assert signal.getsignal(signal.SIGTERM) == stop.note
+        assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else stop.note)
+
+
+@pytest.mark.fast
 def test_what_torchrun_left_in_a_shell_makes_no_parent_of_it(monkeypatch):
     """Its end would stop a run that nohup began there."""
     for name in ("RANK", "GCD_PARENT"):

@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from conftest import is_alive
 from tiny_runs import ENVIRONMENT, ROOT
 from waiting import wait_for
 
+from infra.signals import Stop
 from lab.studies import common
 
 
@@ -44,6 +46,21 @@ def test_a_study_that_is_killed_leaves_no_worker(tmp_path):
     assert study.wait(60) != 0
     wait_for(lambda: not any(map(is_alive, workers)))
     assert len([*tmp_path.iterdir()]) == 2
+
+
+def name_of(name, settings):
+    """A short cell."""
+    return name
+
+
+def test_a_study_hears_sigterm_but_no_sighup_that_nohup_ignores():
+    with Stop.restored():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        found = common.results_of({"a": {}, "b": {}}, name_of, 2)
+        first = next(found)
+        assert signal.getsignal(signal.SIGTERM) == signal.default_int_handler
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert {first, *found} == {("a", "a"), ("b", "b")}
 
 
 def test_a_cell_that_fails_ends_the_others(tmp_path):
