@@ -21,8 +21,9 @@ def rule_labels(episode):
     """The paper's rule (§4.1) on anchors, one label per turn.
 
     "good": the last turn of a won episode. Of the others, "bad": one whose anchor occurs again later in the
-    episode, so that it led nowhere. Otherwise None. Ours: anchors in place of observations
-    (lab/studies/label_kinds.py measures both). Of a lost episode's last turn the paper says nothing.
+    episode, also after its last turn, so that it led nowhere. Otherwise None. Ours: anchors in place of
+    observations (lab/studies/label_kinds.py measures both); "good" in won episodes alone, where the paper
+    calls each last step good, and before the rule of repetition, where the paper has it after.
     """
     seen = anchors(episode)
     labels = ["bad" if seen[t] in seen[t + 1:] else None for t in range(len(episode.turns))]

@@ -33,7 +33,8 @@ class Settings(rewards.Settings):
     gae_lambda: float = setting(0.95, "lambda of GAE over turns", low=0, high=1, needs=(
         lambda values: values["variant"] == "paper", "only with --variant paper"))
     critic_lr: float = setting(3e-3, "learning rate of the critic", low=0)
-    value_clip: float = setting(0.5, "largest change of a value in an iteration; 0: no clip", low=0)
+    value_clip: float = setting(0.5, "a value that moved toward its target by more in an iteration has no "
+                                "gradient; 0: no clip", low=0)
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ PANELS = (
           (("policy/entropy_nats", "entropy"),)),
     Panel("Gradient norm", "", "Before clipping. Spikes are an early sign of instability.",
           (("policy/grad_norm", "norm"),)),
-    Panel("Clip fraction", "%", "Tokens whose gradient the clip takes away.",
+    Panel("Clip fraction", "%", "Tokens at a bound on the ratio; all losses but CISPO's drop their gradient.",
           (("policy/clip_frac", "clipped"),)),
     Panel("Logprob gap", "nats", "Sampler against trainer on the same tokens. Should be about 0.",
           (("policy/logprob_gap_nats", "gap"),)),
@@ -54,7 +54,7 @@ PANELS = (
           (("judge/grad_ratio", "ratio"),)),
     Panel("Judge: gradient cosine", "", "With the policy's gradient. At 0 they do not touch each other.",
           (("judge/grad_cosine", "cosine"),), reference=0),
-    Panel("Cold start: loss", "nats", "Cross-entropy of a token of the expert's responses. Should fall.",
+    Panel("Cold start: loss", "nats", "Cross-entropy per response token, mistakes and DAgger's learner too.",
           (("cold_start/loss", "loss"),)),
 )
 
