@@ -166,17 +166,15 @@ class DaggerPlayer:
 
     def __init__(self, spec, run):
         self.spec, self.chat, self.search_verbs = spec, run.chat, run.environment.search_verbs
-        self.new_expert = partial(run.environment.online_expert, spec.task, spec.stream)
+        self.expert = rollout.OnlineExpert(run.environment, spec)
         self.rng, self.expert_labels = random.Random(stream(spec.stream, DAGGER)), []   # not the expert's
         self.share = self.rng.random()
 
     def override(self, conversation):
         """Token ids of the expert's response to the coming turn; None: the learner plays it."""
-        turns = conversation.episode.turns
-        if not turns:
-            self.expert, self.expert_labels = self.new_expert(), []        # it starts, or starts again
-        self.expert.observe(conversation.reply.observation, (turns[-1].action or "") if turns else None)
-        command = self.expert.command()
+        command = self.expert.command(conversation)
+        if not conversation.episode.turns:                     # it starts, or starts again
+            self.expert_labels = []
         tag = rule_tag(conversation.episode, command, self.search_verbs)
         self.expert_labels.append((command, tag if self.chat.style == "tags" else None))
         return None if self.rng.random() < self.share else self.chat.respond(command, tag)

@@ -39,6 +39,7 @@ with deferred(*HEAVY):
 
 DAGGER_ROUND = 512   # most episodes that the cold start's expert and learner play with the same weights
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
+CHOSEN_FIRST = ("algo", "env", "preset", "model")       # by flags alone: no plug-in's default can change them
 QUESTION_TOKENS = 64     # at most, of the judge's question
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
@@ -524,14 +525,15 @@ def values_of(flags, sources, algorithm, environment):
     changes |= inherited(algorithm)
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
         labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"
-        types = flags.get("train_types", Config.train_types)
+        types = (environment.defaults | flags).get("train_types", Config.train_types)
         changes = PAPER | dict(judge_labels=labels, cold_start_types=types) | changes
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
     changes |= environment.defaults
     for plugin, defaults in ((algorithm, inherited(algorithm)), (environment, environment.defaults)):
-        if unknown := [name for name in defaults if name not in values]:
+        if wrong := [name for name in defaults if name not in values or name in CHOSEN_FIRST]:
+            why = "is chosen before defaults are known" if wrong[0] in values else "is no setting of the run"
             raise ValueError(f"{plugins.origin_of(plugin)}: class {plugin.__name__}: defaults: "
-                             f"{unknown[0]!r} is no setting of the run")
+                             f"{wrong[0]!r} {why}")
     changes = {name: value for name, value in changes.items() if name in values}
     values |= changes
     longest = shape_in(model).get("max_position_embeddings") if model and not planned else None

@@ -40,7 +40,7 @@ from labels import flaw_labels
 from lm import model as decoder
 from models import check_vocabulary, context_warning, open_chat, threads_for
 from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer, known_sum
-from rollout import EpisodeSpec, counts_of, shares_of
+from rollout import EpisodeSpec, OnlineExpert, counts_of, shares_of
 from session import drawn_tasks, make_games, split_tasks
 
 # Stage 3 of a run
@@ -202,7 +202,7 @@ RECORD = {"split", "mode", "index", "counts", "task_id", "task_type", "won", "pr
 # What has to be equal to continue an evaluation
 IDENTITY = ("player", "prompt", "world", "games_hash", "evaluate_tasks", "protocol", "seed", "max_turns",
             "temperatures", "max_response_tokens", "history", "admissible_only", "context", "dtype",
-            "on_truncation", "instruction", "commit", "settings", "plugins")
+            "on_truncation", "instruction", "commit", "versions", "settings", "plugins")
 
 
 def parse(argv):
@@ -234,7 +234,8 @@ def parse(argv):
     if "max_turns" in given and known and (turns := known.turns):
         raise ValueError(f"--max-turns={given['max_turns']}: --protocol {protocol} has {turns} turns")
     of_run = {name: value for name, value in given.items() if name not in vars(own)}
-    of_run |= {"demonstrations": 0, "dagger": 0, "iterations": 0, "minibatches": 1, "gcd": False}
+    of_run |= {"demonstrations": 0, "dagger": 0, "iterations": 0, "minibatches": 1, "gcd": False,
+               "kl": "none", "correction": "off", "dynamic_sampling": "keep"}    # whatever it is trained with
     if kind == "model":
         of_run = resume.prompting_of(Path(own.player), name) | of_run | {"model": own.player}
     else:
@@ -288,6 +289,9 @@ def open_player(own, config, given, resources):
     """The player, and the facts about it that the evaluation's file holds. ValueError if it cannot play."""
     facts = {"kind": (kind := kind_of(own.player)), "name": own.name or own.player}
     if kind == "script":
+        if own.player == "expert":
+            first = split_tasks(config.environment, config.splits[0])[0]
+            OnlineExpert(config.environment, EpisodeSpec(first, 0, 0)).begin()
         return ScriptPlayer(own.player, config.environment), facts
     if kind == "server":
         if config.environment.tools():
@@ -329,7 +333,7 @@ def head_of(own, config, given, player, facts):
             "max_response_tokens": config.max_response_tokens, "history": config.history,
             "instruction": instruction, "plugins": resume.plugin_hashes(config),
             "settings": {name: value for name, value in asdict(config.environment.settings).items()
-                         if name != "games"},                 # these have a hash
+                         if name not in config.environment.sources},           # these have a hash
             "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,
             "on_truncation": config.on_truncation, "command": command_of(given)}
 

@@ -254,8 +254,8 @@ class ScriptPlayer(TextPlayer):
 
     def begin(self, conversation):
         """Choose the next command."""
-        command = self.command(conversation) or ""
-        self.waiting.append((conversation, Response([{"role": "assistant", "content": command}], [], False)))
+        message = {"role": "assistant", "content": self.command(conversation)}
+        self.waiting.append((conversation, Response([message], [], False)))
 
     def finished(self):
         """The chosen commands."""
@@ -264,18 +264,13 @@ class ScriptPlayer(TextPlayer):
 
     def command(self, conversation):
         """The next command. ValueError if a command has to be chosen and the game lists none."""
-        admissible, turns, index = (conversation.reply.admissible, conversation.episode.turns,
-                                    conversation.spec.index)
+        admissible, spec = conversation.reply.admissible, conversation.spec
         if self.script == "expert":
-            if not turns:
-                seed = conversation.spec.stream
-                self.experts[index] = self.environment.online_expert(conversation.spec.task, seed)
-            self.experts[index].observe(conversation.reply.observation,
-                                        (turns[-1].action or "") if turns else None)
-            return self.experts[index].command()
+            new = rollout.OnlineExpert(self.environment, spec)
+            return self.experts.setdefault(spec.index, new).command(conversation)
         if not admissible:
-            raise ValueError(f"--player={self.script}: task {conversation.spec.task.id} lists no command "
-                             f"before turn {len(turns) + 1}")
+            raise ValueError(f"--player={self.script}: task {spec.task.id} lists no command before turn "
+                             f"{len(conversation.episode.turns) + 1}")
         if self.script == "random":
             return random.Random(conversation.next_stream()).choice(admissible)
         return admissible[0]

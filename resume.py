@@ -49,8 +49,9 @@ def starting_point(config, out, ranks):
             raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside "
                              "and starts over")
         given = config.settings()
-        for name in ("model", "env", "algo", "games", *(("endpoint_cache",) if config.endpoint else ())):
-            there = Path(given.get(name) or out)
+        cache = ("endpoint_cache",) if config.endpoint else ()
+        for name in ("model", "env", "algo", *config.environment.sources, *cache):
+            there = Path(given[name] or out)
             if out.resolve() in there.resolve().parents and there.exists():
                 raise ValueError(f"{flag_of(name)}={given[name]}: lies in --out={out}, which --overwrite "
                                  "would set aside")
@@ -151,9 +152,9 @@ def other_games(config, out, state, first):
     then, iterations = began
     if (now := files.train_hash(config, iterations)) == then:
         return ""
-    games = config.settings().get("games")
-    flag = f"--games={games}" if games else f"--env={config.env}"
-    return f"{flag}: other games than {out} has trained on (hash {then}, now {now})"
+    given, sources = config.settings(), config.environment.sources
+    named = [f"{flag_of(name)}={given[name]}" for name in sources if given[name]] or [f"--env={config.env}"]
+    return f"{named[0]}: other games than {out} has trained on (hash {then}, now {now})"
 
 
 def hashed_games(config, state, first):
@@ -236,7 +237,7 @@ def check_resumed(config, state, first):
     if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
     if hashed_games(config, state, first):
-        ignored.append("games")
+        ignored += config.environment.sources
     if other := changed(then, config, ignored):
         differences = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())
         raise ValueError(f"--resume: {config.out} was made with other settings: {differences}")

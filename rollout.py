@@ -12,7 +12,7 @@ from itertools import chain, starmap
 from time import perf_counter
 
 from envs import EpisodeLost, Task
-from envs._checks import wrong_reply
+from envs._checks import wrong_online_expert, wrong_reply
 from infra.plugins import refuse
 from infra.progress import timed
 from infra.signals import time_limit
@@ -110,20 +110,27 @@ class Limited:
         self.game = game
 
     def __getattr__(self, name):
+        if name == "game" or name.startswith("__"):          # of a copy that has no attributes yet
+            raise AttributeError(name)
         attribute = getattr(self.game, name)
         return partial(self.within_limit, attribute) if name in ("reset", "step") else attribute
 
-    def within_limit(self, method, *arguments):
+    def within_limit(self, method, *arguments, **named):
         """Call a method of the game."""
         seconds = self.game.time_limit_s
         with time_limit(seconds, EpisodeLost(f"no answer within {seconds:g} s")):
-            return method(*arguments)
+            return method(*arguments, **named)
 
 
 def limited(game):
     """The game, as Limited if it has a time limit and is of this process."""
-    limits = getattr(game, "time_limit_s", None) is not None and not hasattr(game, "send")
+    limits = getattr(game, "time_limit_s", None) is not None and not is_remote(game)
     return Limited(game) if limits else game
+
+
+def is_remote(game):
+    """Whether a game works elsewhere between `send` and `receive`."""
+    return hasattr(game, "send") and hasattr(game, "receive")
 
 
 class LocalGame:
@@ -155,7 +162,7 @@ class Conversation:
     def __init__(self, spec, game, chat, history, number=0):
         self.spec, self.chat, self.history, self.stream = spec, chat, history, spec.stream
         self.number, self.started = number, False
-        self.source, self.game = game, game if hasattr(game, "send") else LocalGame(game)
+        self.source, self.game = game, game if is_remote(game) else LocalGame(game)
         self.episode = Episode(spec.task, spec.group, spec.index)
         self.call("reset", spec.task, 0)
 
@@ -230,7 +237,8 @@ class Conversation:
         action, tag = (None, None) if response.truncated else self.chat.parse(text)
         episode.turns.append(Turn(
             before.observation, self.prompt, response.ids, response.logprob, text, action,
-            action is not None and (not before.admissible or action in before.admissible),
+            action is not None and (not before.admissible or bool(before.objects)
+                                    or action in before.admissible),
             episode.final_anchor, response.truncated, tag, allowed=response.allowed))
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
@@ -271,6 +279,30 @@ class Conversation:
         elif limit or episode.overflowed:
             episode.ended = "turn limit" if limit else "context full"
         return bool(episode.ended)
+
+
+class OnlineExpert:
+    """The environment's online_expert, which follows the episode of a spec, also if it starts again."""
+
+    def __init__(self, environment, spec):
+        self.environment, self.spec = environment, spec
+
+    def begin(self):
+        """Make the expert. PluginError if it is none."""
+        self.expert = self.environment.online_expert(self.spec.task, self.spec.stream)
+        refuse(wrong_online_expert(self.expert), self.environment, "online_expert")
+
+    def command(self, conversation):
+        """What it would do now in its episode's Conversation. PluginError unless it is text."""
+        turns = conversation.episode.turns
+        if not turns:
+            self.begin()
+        self.expert.observe(conversation.reply.observation, (turns[-1].action or "") if turns else None)
+        command = self.expert.command()
+        wrong = "" if isinstance(command, str) else f"command() returned {command!r:.60}; expected text"
+        where = f"online_expert, task {self.spec.task.id}, turn {len(turns) + 1}"
+        refuse(wrong, self.environment, where)
+        return command
 
 
 def check_first_prompt(task, prompt, max_response_tokens, context):

@@ -310,6 +310,8 @@ def prepare(config, ranks, should_stop, resources):
     here = os.getcwd()
     games = make_games(environment, episodes_at_once(config, ranks), resources)
     check_first_prompts(config, tasks, games[0], chat, instruction)
+    if config.dagger:
+        rollout.OnlineExpert(environment, rollout.EpisodeSpec(tasks[0], 0, 0)).begin()
     os.chdir(here)                                                # a game may have changed it
     if warning := models.context_warning(config, chat):
         parallel.print0(warning, file=sys.stderr)
@@ -338,7 +340,7 @@ def check_command(config):
     lie: on one of several machines the job's script may be an older one.
     """
     settings = config.settings()
-    for name in ("out", "model", "games"):
+    for name in ("out", "model", *config.environment.sources):
         settings.pop(name, None)
     if found := first_difference(settings):
         name, (first, ours), (other, theirs) = found

@@ -31,7 +31,8 @@ class Reply(NamedTuple):
 
     observation: str
     admissible: list[str] = ()           # commands that are possible now, sorted; or templates, "open OBJ";
-                                         # empty: not listed, and a command is valid unless `taken` is False
+                                         # with templates, or empty, not listed: a command is valid unless
+                                         # `taken` is False
     won: bool = False
     done: bool = False                   # no more commands are taken; the caller enforces the turn limit
     objects: tuple[str, ...] = ()        # what may replace OBJ, if `admissible` holds templates
@@ -54,9 +55,9 @@ EXPERT = {"show": ("task", "seed", "mistake_rate", "max_turns")}
 class Game(Protocol):
     """One playable instance, which plays one task at a time (Gymnasium calls this an environment).
 
-    A game that runs in another process also has `send` ("reset" or "step", and its arguments) and `receive`
-    (the Reply), so that all games can work before any is waited for; its `reset` and `step` are a send and a
-    receive. Both may raise EpisodeLost. Of a game without `send`, an attribute `time_limit_s` limits the
+    A game that runs in another process has both `send` ("reset" or "step", and its arguments) and `receive`
+    (the Reply), too, so that all games can work before any is waited for; its `reset` and `step` are a send
+    and a receive. Both may raise EpisodeLost. Of a game without them, an attribute `time_limit_s` limits the
     seconds of each call: it is interrupted, as if it had raised EpisodeLost.
     """
 
@@ -154,6 +155,8 @@ class Environment:
     search_verbs = ()                    # first words of commands that search for something
     templates = False                    # whether replies list templates, "open OBJ", instead of commands
     known_phrases = ()                   # some of `vocabulary`'s phrases, if listing all of them takes long
+    sources = ()                         # names of its settings that say where its games are: these may move,
+                                         # since equal games have an equal `tasks_hash`
 
     # expert(games): has .show(task, seed, mistake_rate, max_turns) -> Demonstration, and .restarts, the
     # number of its engines that died

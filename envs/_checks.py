@@ -3,6 +3,7 @@ clause; "" if nothing is. The contracts themselves are in __init__.py.
 """
 
 from collections import Counter
+from dataclasses import fields
 from itertools import product
 
 from . import Demonstration, Reply, Task
@@ -90,6 +91,12 @@ def wrong_expert(expert):
     return "" if isinstance(getattr(expert, "restarts", None), int) else f"{of_class} number `restarts`"
 
 
+def wrong_online_expert(expert):
+    """What is wrong with what `Environment.online_expert` returned; "" if nothing is."""
+    return next((f"it returned an expert of class {type(expert).__name__}, which has no method {name}"
+                 for name in ("observe", "command") if not callable(getattr(expert, name, None))), "")
+
+
 def wrong_vocabulary(phrases):
     """What is wrong with an environment's phrases; "" if nothing is."""
     if not is_texts(phrases):
@@ -116,10 +123,12 @@ def wrong_declared(environment):
     """What is wrong with the values that an environment declares, and its tools; "" if nothing is."""
     if wrong := wrong_tools(environment.tools(), some="tools" in environment._required):
         return f"tools: {wrong}"
+    settings = [f.name for f in fields(environment.settings)]
     for name, values, kind, right in (
             ("splits", environment.splits, "a text", lambda value: isinstance(value, str)),
             ("captions", environment.captions.values(), "a text", lambda value: isinstance(value, str)),
-            ("labels", environment.labels.values(), "a function of an episode", callable)):
+            ("labels", environment.labels.values(), "a function of an episode", callable),
+            ("sources", environment.sources, "the name of a setting", settings.__contains__)):
         if wrong := [value for value in values if not right(value)]:
             return f"{name} has {wrong[0]!r:.60}; expected {kind}"
     return ""

@@ -183,9 +183,9 @@ def serve(descriptor):
     """
     pipe, requests = Connection(descriptor), queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(pipe, requests), daemon=True).start()
-    factory, settings = requests.get()
-    module, _, function = factory.partition(":")
-    make, engines = getattr(importlib.import_module(module), function)(settings), {}
+    if (first := requests.get()) is None:
+        return
+    make, engines = engine_maker(*first), {}
     for game, number, method, argument in iter(requests.get, None):
         try:
             if game not in engines:
@@ -203,6 +203,21 @@ def serve(descriptor):
     for engine in engines.values():
         close(engine)
     os.killpg(0, signal.SIGKILL)                               # also what an engine has started
+
+
+def engine_maker(factory, settings):
+    """The function that the factory returns or, if it cannot be imported or raises, one that says why."""
+    module, _, function = factory.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)(settings)
+    except Exception as error:
+        traceback.print_exc()
+        why = str(error) if isinstance(error, ValueError) else f"{factory}: {type(error).__name__}: {error}"
+
+    def make():
+        raise ValueError(why)
+
+    return make
 
 
 def close(engine):

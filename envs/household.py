@@ -43,6 +43,7 @@ class Environment(Base):
             "needs": (lambda values: bool(values["games"]), "only with --games")})
 
     captions = splits.CAPTIONS
+    sources = ("games",)
     noop_message = NOOP_MESSAGE
     search_verbs = ("go", "open", "examine", "look")
     _rearranges = True         # can play real games rearranged
@@ -100,7 +101,11 @@ class Environment(Base):
     @cached_property
     def _searcher(self):
         """The search expert; its prior is counted once, at the first use."""
-        return expert.Expert(self.train_tasks("all", *PRIOR))
+        try:
+            tasks = self.train_tasks("all", *PRIOR)
+        except ValueError as error:
+            raise ValueError(f"{error}; the expert counts over it where things are") from None
+        return expert.Expert(tasks)
 
     def expert(self, games):
         """The search expert. It always plays its own pure Python game, so `games` are not used."""

@@ -236,8 +236,9 @@ class Jvm:
         # the simulator writes a constant table into its working directory: one folder for all JVMs
         folder = Path(tempfile.gettempdir()) / f"scienceworld-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
+        self.errors = tempfile.TemporaryFile()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        stderr=subprocess.DEVNULL, start_new_session=True, cwd=folder)
+                                        stderr=self.errors, start_new_session=True, cwd=folder)
         self.socket = self.lines = None
         try:
             self._connect(timeout_s)
@@ -253,15 +254,24 @@ class Jvm:
             raise TimeoutError(f"no port from Java within {timeout_s * SLOW_FACTOR} s")
         port, password = (self.process.stdout.readline().decode().strip() for _ in range(2))
         if not port.isdigit():
-            raise ConnectionError("Java did not start")
+            raise ConnectionError(f"Java did not start: {self._last_error()}")
         self.socket = socket.create_connection(("127.0.0.1", int(port)), timeout_s)
         self.lines = self.socket.makefile("rwb")
         self.ask("A", password)
         # the simulator prints a lot, and would block on a pipe that is not read
         nowhere = self.ask("c", "z:java.io.OutputStream", "nullOutputStream", "e")
         stream = self.ask("i", "java.io.PrintStream", "r" + nowhere, "e")
-        self.ask("c", "z:java.lang.System", "setOut", "r" + stream, "e")
+        for method in ("setOut", "setErr"):
+            self.ask("c", "z:java.lang.System", method, "r" + stream, "e")
         self.simulator = self.ask("i", SIMULATOR, "e")
+
+    def _last_error(self):
+        """The last line of the process' standard error, once it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)
+        self.errors.seek(0)
+        lines = self.errors.read().decode("utf-8", "replace").split("\n")
+        return next((line[:300] for line in reversed(lines) if line.strip()), "it gave no reason")
 
     def ask(self, *lines):
         """The answer to a request. Raises OSError if the JVM is dead or hangs, JavaError for an exception."""
@@ -292,7 +302,8 @@ class Jvm:
         """Kill the process and close its pipes and socket."""
         self.process.kill()
         self.process.wait()
-        for file in filter(None, (self.lines, self.socket, self.process.stdin, self.process.stdout)):
+        pipes = self.process.stdin, self.process.stdout, self.errors
+        for file in filter(None, (self.lines, self.socket, *pipes)):
             with suppress(OSError):        # unsent output is lost
                 file.close()
 
@@ -406,6 +417,9 @@ class ScienceWorld(SentGame):
 
     def _load(self, task):
         self.turns = 0
+        if self.guide and task.id not in self.paths:             # demonstrations have ended
+            self.guide.kill()
+            self.guide = None
         self.jvm = self.jvm or Jvm(HEAP, self.timeout_s)
         self.jvm.call("load", *task.problem, SIMPLIFICATIONS, False)
         look = self.jvm.call("step", "look around")

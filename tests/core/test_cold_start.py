@@ -628,7 +628,7 @@ def test_an_episode_that_starts_again_has_a_new_expert(chat):
     made = []
     environment = SimpleNamespace(search_verbs=(), online_expert=lambda task, seed: made.append(seed) or (
         SimpleNamespace(observe=lambda *seen: None, command=lambda: "look")))
-    spec = EpisodeSpec(None, 0, 7)
+    spec = EpisodeSpec(Task("train/1", "train", "look", 0), 0, 7)
     player = cold_start.DaggerPlayer(spec, SimpleNamespace(environment=environment, chat=chat))
     turns = []
     conversation = SimpleNamespace(

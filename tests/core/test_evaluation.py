@@ -146,9 +146,9 @@ def test_another_try_of_a_lost_episode_has_an_expert_of_its_own():
     spec = SimpleNamespace(task=task, stream=0, index=0)
     start = SimpleNamespace(spec=spec, reply=Game().reset(task), episode=SimpleNamespace(turns=[]))
     player.command(start)
-    first = player.experts[0]
+    first = player.experts[0].expert
     player.command(start)
-    assert player.experts[0] is not first
+    assert player.experts[0].expert is not first
 
 
 # Games are the units
@@ -409,17 +409,23 @@ def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, 
 
 
 @pytest.mark.fast
-def test_an_environment_with_other_settings_or_another_file_does_not_continue(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["hints", "games"])                # as household names where its games are
+def test_an_environment_with_other_settings_or_another_file_does_not_continue(tmp_path, capsys, name):
     path = tmp_path / "mine.py"
     text, field = (ROOT / "examples" / "guess.py").read_text(), "        highest: int = field("
-    more = "        hints: int = field(default=0, metadata={'help': 'x'})\n"
+    more = f"        {name}: int = field(default=0, metadata={{'help': 'x'}})\n"
     path.write_text(text.replace(field, more + field), encoding="utf-8")
     flags = ["--player", "first", "--env", str(path), "--evaluate", "dev", "--protocol", "sampled",
              "--max-turns", "2", "--out", str(tmp_path / "out")]
     assert evaluation.main(flags) == 0
     assert evaluation.main([*flags, "--resume"]) == 0
-    assert evaluation.main([*flags, "--hints", "1", "--resume"]) == 1
-    assert "settings was {'hints': 0" in capsys.readouterr().err
+    assert evaluation.main([*flags, f"--{name}", "1", "--resume"]) == 1
+    assert f"settings was {{'{name}': 0" in capsys.readouterr().err
+    versions = "def versions(self):\n        return {'engine': '2'}\n\n    def vocabulary("
+    path.write_text(text.replace(field, more + field).replace("def vocabulary(", versions), encoding="utf-8")
+    assert evaluation.main([*flags, "--resume"]) == 1
+    assert "versions was {" in capsys.readouterr().err
+    path.write_text(text.replace(field, more + field), encoding="utf-8")
     with open(path, "a", encoding="utf-8") as file:
         file.write("\n# another version\n")
     assert evaluation.main([*flags, "--resume"]) == 1
@@ -431,7 +437,9 @@ def test_an_environments_defaults_for_training_do_not_matter_to_the_referee(tmp_
     text = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
     path, defaults, field = tmp_path / "mine.py", '{"max_turns": 8}', "        highest: int = field("
     assert text.count(defaults) == text.count(field) == 1
-    path.write_text(text.replace(defaults, '{"tasks": 2, "group_size": 2, "dagger": 9, "slots": 3}'))
+    training = {"tasks": 2, "group_size": 2, "dagger": 9, "slots": 3, "dynamic_sampling": "refill",
+                "kl": "reward", "correction": "critiques", "instructions": True}
+    path.write_text(text.replace(defaults, repr(training)))
     flags = ["--env", str(path), "--evaluate", "dev", "--protocol"]
     _, settings, _ = evaluation.parse(["--player", "first", *flags, "sampled"])
     assert settings.slots == 3
@@ -440,6 +448,38 @@ def test_an_environments_defaults_for_training_do_not_matter_to_the_referee(tmp_
     path.write_text(text.replace(field, f"        name: str = ''\n{field}"))
     assert evaluation.main(["--player", "first", *flags, "sampled"]) == 2
     assert "has settings that the referee has, too: name" in capsys.readouterr().err
+
+
+FOLLOWER = """
+class _Follower:
+    def __init__(self, says):
+        self.says = says
+
+    def observe(self, observation, command=None):
+        pass
+
+    def command(self):
+        return self.says
+
+
+"""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("body, expected", [
+    ("return None", "online_expert: it returned an expert of class NoneType, which has no method observe"),
+    ("return _Follower(7)", "online_expert, task dev/1, turn 1: command() returned 7; expected text"),
+    ("return _Follower(None)", "turn 1: command() returned None; expected text"),
+    ("raise ValueError('--highest=9: too low')", "--highest=9: too low")])
+def test_an_online_expert_that_is_none_or_says_no_text_is_one_line(tmp_path, capsys, body, expected):
+    text = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
+    hook = f"    def online_expert(self, task, seed):\n        {body}\n\n    def oracle("
+    path, start = tmp_path / "mine.py", "class Environment("
+    path.write_text(text.replace(start, FOLLOWER + start).replace("    def oracle(", hook), encoding="utf-8")
+    flags = ["--env", str(path), "--evaluate", "dev", "--protocol", "sampled", "--out", str(tmp_path / "out")]
+    assert evaluation.main(["--player", "expert", *flags]) == 1
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
 
 
 @pytest.mark.fast

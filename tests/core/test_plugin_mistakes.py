@@ -3,6 +3,7 @@
     python -m pytest tests/core/test_plugin_mistakes.py
 """
 
+import copy
 import inspect
 import math
 import re
@@ -159,6 +160,53 @@ def test_an_experts_calls_of_a_game_with_a_time_limit_are_limited_too():
         game.step("left")
     free = Corridor()
     assert rollout.limited(free) is free
+
+
+@pytest.mark.fast
+def test_a_game_with_a_time_limit_takes_named_arguments_and_can_be_copied():
+    """As an expert may that plans ahead."""
+    game = rollout.limited(Hanging())
+    assert game.reset(task=Task("train/7", "train", "walk", (2, 4)), seed=3).observation
+    ahead = copy.deepcopy(game)
+    ahead.step("left")
+    assert ahead.game is not game.game and ahead.steps == 1 and not hasattr(game, "steps")
+    with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
+        ahead.step("left")
+
+
+class Mailing(Hanging):
+    """A game with a method of its own named `send`."""
+
+    def send(self, to, text):
+        raise AssertionError("no call of the run's")
+
+
+@pytest.mark.fast
+def test_a_game_of_this_process_may_have_a_method_named_send(tokenizer):
+    with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
+        played(tokenizer, Mailing())
+
+
+class Templates(Corridor):
+    """Lists templates, and does not say whether a command was taken."""
+
+    taken = None
+
+    def step(self, command):
+        return super().step(command)._replace(admissible=["go OBJ"], objects=("left",), taken=self.taken)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("taken, valid", [(None, True), (True, True), (False, False)])
+def test_where_templates_are_listed_a_command_is_valid_unless_it_was_not_taken(tokenizer, taken, valid):
+    game, chat = Templates(), Chat(tokenizer, "plain")
+    game.taken = taken
+    spec = rollout.EpisodeSpec(Task("train/7", "train", "walk", (2, 4)), 0, 1)
+    conversation = rollout.Conversation(spec, game, chat, 0).start()
+    for _ in range(2):
+        ids = chat.respond("left")
+        conversation.act(rollout.Response(ids, [0.0] * len(ids), False), 9, 400)
+    assert conversation.episode.turns[1].valid is valid
 
 
 @pytest.mark.fast
@@ -531,6 +579,9 @@ DEFAULTS, SPLITS = '    defaults = {"max_turns": 8}', "    def unseen_splits(sel
      "oracle(self, episode); expected oracle(self, observations, commands)"),
     (MAKE, f"    def __init__(self):\n        pass\n\n{MAKE}", "__init__(self); expected __init__(self, set"),
     (DEFAULTS, '    defaults = {"max_turn": 8}', "class Environment: defaults: 'max_turn' is no setting"),
+    (DEFAULTS, '    defaults = {"algo": "ppo"}', "defaults: 'algo' is chosen before defaults are known"),
+    (DEFAULTS, '    defaults = {"preset": "paper"}', "'preset' is chosen before defaults are known"),
+    (DEFAULTS, '    defaults = {}\n    sources = ("lowest",)', "sources has 'lowest'; expected the name of"),
     ("int = field(default=20, ", "int = field(default_factory=int, ", "Settings.highest has no default"),
     ('{"halves": halves}', '{"halves": "good"}', "labels has 'good'; expected a function"),
     ('{"halves": halves}', '{"dense": halves}', "labels: dense is a kind of the run's own"),

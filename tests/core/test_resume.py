@@ -630,6 +630,19 @@ def test_overwrite_does_not_rename_the_working_directory(start, finished, monkey
 
 
 @pytest.mark.fast
+def test_overwrite_takes_no_setting_of_a_plugin_for_a_path(tmp_path):
+    """Household's --games is one; another environment's may be a number."""
+    text = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
+    field, more = "        highest: int = ", "        games: int = field(default=5, metadata={'help': 'x'})\n"
+    (tmp_path / "mine.py").write_text(text.replace(field, more + field), encoding="utf-8")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / files.METRICS).write_text("{}\n", encoding="utf-8")
+    settings = config.parse(["--env", str(tmp_path / "mine.py"), "--overwrite", "--out", str(out)])
+    assert resume.starting_point(settings, out, job.Ranks(0, 1, torch.device("cpu"))) == (None, None)
+
+
+@pytest.mark.fast
 def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     for flag, name in (("--env", "mine.py"), ("--games", "games.jsonl.gz"), ("--model", "checkpoint"),

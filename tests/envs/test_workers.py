@@ -63,6 +63,11 @@ def engines(folder):
     return lambda: Engine(folder)
 
 
+def refuses(cups):
+    """A factory that refuses its settings."""
+    raise ValueError(f"--cups={cups}: too many")
+
+
 @pytest.fixture
 def make():
     """make(folder): two games on one worker, closed after the test, and the pids of what they started."""
@@ -94,6 +99,18 @@ def test_an_engines_error_is_its_own_games_alone(make, tmp_path, command, error,
     assert first.worker.process is worker
     assert first.step("more").observation == ("3" if error is ValueError else "1")
     assert second.step("more").observation == "2"
+
+
+@pytest.mark.parametrize("factory, settings, reason", [
+    ("no_such_module:engines", 0, "^no_such_module:engines: ModuleNotFoundError: No module named"),
+    (f"{__name__}:none", 0, f"^{__name__}:none: AttributeError: "),
+    (f"{__name__}:refuses", 5, "^--cups=5: too many$")])
+def test_a_factory_that_makes_no_engine_is_an_error_and_no_lost_episode(factory, settings, reason):
+    (game,) = _workers.worker_games(1, 1, factory, PATIENCE_S, lambda task: 0, settings)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=reason):
+            game.reset(TASK)
+    game.close()
 
 
 def test_engines_are_closed_with_the_last_game(make, tmp_path):
