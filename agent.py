@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-import config as flags
 import judge
 import resume
 import rollout
 from batching import Sample, device_of
+from config import Config, arguments, environment_in, parse
 from infra import files, job, plugins
 from infra.streams import stream
 from lm import model as decoder
@@ -46,7 +46,7 @@ class Agent:
 
     model: decoder.Model
     chat: Chat
-    config: flags.Config
+    config: Config
     settings: dict = field(default_factory=dict)
     state: dict = field(default_factory=dict)
 
@@ -175,28 +175,26 @@ def load(folder, **settings):
     96
     """
     folder = smollm2.named(folder)
-    settings = resume.prompting_of(Path(folder), settings.get("env", flags.Config.env)) | settings
-    settings |= flags.environment_in(settings.get("env", flags.Config.env))[1]
+    settings = resume.prompting_of(Path(folder), settings.get("env", Config.env)) | settings
+    settings |= environment_in(settings.get("env", Config.env))[1]
     decoder.ModelConfig.load(folder)                                    # of a wrong folder the clearest error
     return agent_of(playing(str(Path(folder).resolve()), settings), settings)        # the caller may move
 
 
 def agent_of(config, settings=()):
-    """The Agent of the model folder in a Config. settings: see Agent; without a device and a dtype among them
-    the CPU's and fp32.
+    """The Agent of the model folder in a Config. settings: see Agent; without a device among them the CPU's.
     """
     folder, device = Path(config.model), torch.device("cuda" if config.device == "cuda" else "cpu")
     job.check_device(config.device)
     chat = open_chat(config, folder, job.Ranks(0, 1, device), plays=True)
-    dtype = getattr(torch, config.dtype) if "dtype" in settings else torch.float32
-    return Agent(decoder.load_pretrained(folder, dtype, device), chat, config, dict(settings),
-                 resume.state_beside(folder))
+    model = decoder.load_pretrained(folder, getattr(torch, config.dtype), device)
+    return Agent(model, chat, config, dict(settings), resume.state_beside(folder))
 
 
 def playing(folder, settings):
-    """The Config of a run that only plays with the model in `folder`, with these settings."""
+    """The Config of a run that only plays with the model in `folder`, in fp32 unless the settings differ."""
     fixed = {"model": folder, "demonstrations": 0, "dagger": 0, "evaluate": "none"}
-    return flags.parse(flags.arguments(settings | fixed))
+    return parse(arguments({"dtype": "float32"} | settings | fixed))
 
 
 def task_named(environment, name):

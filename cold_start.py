@@ -48,14 +48,17 @@ def cold_start(run):
     A stop saves a checkpoint between steps, from which --resume continues. Within a DAgger round nothing is
     saved, and --resume continues from the last saved round.
     """
-    config, steps, rounds = run.config, 0, 0
+    config = run.config
     optimizer = Muon(run.model) if run.chat.small else run.optimizer     # RL begins with a fresh AdamW
+    steps, rounds = (run.cold_progress.get(name, 0) for name in ("steps", "rounds"))
     if run.cold_progress:
-        steps, rounds = run.cold_progress["steps"], run.cold_progress["rounds"]
         restore(run, optimizer)
+
+    def stop_unsaved(step):
+        run.stop_if_asked(None)
+
     if rounds:
-        # Within a round nothing can be saved
-        policy_steps, stop = steps - steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
+        policy_steps, stop = steps - steps_before_round(run, rounds), stop_unsaved
     else:
         episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate,
                                         lambda: run.stop_if_asked(None))
@@ -64,15 +67,14 @@ def cold_start(run):
         policy_steps, stop = len(batches), partial(save_or_stop, run, optimizer)
         imitate(run, optimizer, batches[steps:], policy_steps, "cold start: policy", 0,
                 min(steps, policy_steps), stop)
-    questions = judge_questions(run, lambda: stop(max(policy_steps, steps)))
+    questions = judge_samples(run, lambda: stop(max(policy_steps, steps)))
+    first = max(0, steps - policy_steps)
     if config.dagger:
         if not rounds:
             save(run, optimizer, 0, policy_steps)
         batches = dagger(run, questions, optimizer, policy_steps)
-        n = steps_before_round(run, len(rounds_of(config)))
-        first, stop = steps_before_round(run, rounds), lambda step: run.stop_if_asked(None)
+        n, stop = steps_before_round(run, len(rounds_of(config))), stop_unsaved
     else:
-        first = max(0, steps - policy_steps)
         batches = batches_of(run, policy + questions, len(episodes), config.judge_epochs)
         n, batches = len(batches), batches[first:]
     imitate(run, optimizer, batches, n, "cold start: policy and judge", policy_steps, first, stop)
@@ -310,7 +312,7 @@ def rule_tag(episode, command, search_verbs):
     return "explore" if new and command.split(" ")[0] in search_verbs else "monitor"
 
 
-def judge_questions(run, stop):
+def judge_samples(run, stop):
     """Judge samples from n = --judge-demonstrations further episodes: at most n questions, about equally many
     good and bad turns. More mistakes are injected there, because few turns would be bad otherwise. stop: see
     `demonstrate_on_rank0`.

@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 import torch
 
-import config as flags
 import resume
+from config import PAPER, PROTOCOLS, Config, arguments, environment_in, find_environment
+from config import parse as parse_run
 from envs import EpisodeLost
 from envs._terminal import printed
 from infra import files, job, parallel, plugins
@@ -48,10 +49,10 @@ from session import drawn_tasks, make_games, split_tasks
 def evaluation(run):
     """Evaluate each split in each mode. Writes evaluation.json, and some episodes to episodes.jsonl.
 
-    Returns {split: {mode: rollout.shares_of}}. All ranks call this, and share the games.
+    Returns {split: {mode: `scores`}}. All ranks call this, and share the games.
     """
     config, started = run.config, time.perf_counter()
-    protocol = flags.PROTOCOLS[config.protocol]
+    protocol = PROTOCOLS[config.protocol]
     modes, plays = protocol.temperatures, protocol.plays
     instruction = run.instruction if config.correction_at_evaluation else ""
     splits, outcomes = {}, {}
@@ -194,25 +195,25 @@ OF_SERVERS = ("endpoint_model", "endpoint_key_variable", "endpoint_limit", "endp
 Flags = make_dataclass("Flags", [
     (f.name, f.type, field(default=f.default, metadata=f.metadata | {
         "needs": None, "help": HELP.get(f.name, f.metadata["help"])}))
-    for f in fields(flags.Config) if f.name in SHARED], bases=(Settings,), frozen=True)
+    for f in fields(Config) if f.name in SHARED], bases=(Settings,), frozen=True)
 TEXT_SLOTS = 8       # games, and so requests, at once, for a player that is no model of this process
-# What a record in episodes.jsonl has; one that lacks some of it is played again
-RECORD = {"split", "mode", "index", "counts", "task_id", "task_type", "won", "prompt_tokens",
-          "response_tokens", "seconds"}
+# What a record in episodes.jsonl has, beside its numbers; one that lacks some of it is played again
+RECORD = {"split": str, "mode": str, "index": int, "task_id": str, "task_type": str, "won": bool,
+          "counts": dict}
 # What has to be equal to continue an evaluation
 IDENTITY = ("player", "prompt", "world", "games_hash", "evaluate_tasks", "protocol", "seed", "max_turns",
             "temperatures", "max_response_tokens", "history", "admissible_only", "context", "dtype",
-            "on_truncation", "instruction", "commit", "versions", "settings", "plugins")
+            "on_truncation", "instruction", "commit", "settings", "plugins")
 
 
 def parse(argv):
-    """The command line as (Settings, config.Config, {flag: value} as given). ValueError for a wrong one."""
+    """The command line as (Settings, Config, {setting: value} as given). ValueError for a wrong one."""
     program = "evaluation.py"
     argv = list(sys.argv[1:] if argv is None else argv)
-    named = parse_known(program, argv, Flags)[0].get("env", flags.Config.env)
-    name, given = flags.environment_in(named)
-    argv += flags.arguments(given)
-    environment = flags.find_environment(name)
+    named = parse_known(program, argv, Flags)[0].get("env", Config.env)
+    name, given = environment_in(named)
+    argv += arguments(given)
+    environment = find_environment(name)
     if twice := {f.name for f in fields(Flags)} & {f.name for f in fields(environment.Settings)}:
         raise ValueError(f"--env={name}: has settings that the referee has, too: {', '.join(sorted(twice))}")
     given, unknown = parse_known(program, argv, Flags, environment.Settings)
@@ -230,7 +231,7 @@ def parse(argv):
     if wrong := [flag for flag in given if flag in unread[kind]]:
         raise ValueError(f"{flag_of(wrong[0])}: not read if the player is a {kind}")
     protocol = given.get("protocol", "full")
-    known = flags.PROTOCOLS.get(protocol)                     # an unknown one is refused below
+    known = PROTOCOLS.get(protocol)                     # an unknown one is refused below
     if "max_turns" in given and known and (turns := known.turns):
         raise ValueError(f"--max-turns={given['max_turns']}: --protocol {protocol} has {turns} turns")
     of_run = {name: value for name, value in given.items() if name not in vars(own)}
@@ -241,7 +242,7 @@ def parse(argv):
     else:
         of_run = {"preset": "paper", "slots": environment.defaults.get("slots", TEXT_SLOTS)} | of_run
         most = 1 + min(given.get("max_response_tokens", 0), 10**6 - 1)
-        of_run["context"] = max(flags.PAPER["context"], most)                                     # not read
+        of_run["context"] = max(PAPER["context"], most)                                     # not read
     if kind == "server":
         of_run["endpoint"] = checked_url(own.player, "--player")
         if "temperature" in checked_extra(own.endpoint_extra) and protocol != "sampled":
@@ -254,7 +255,7 @@ def parse(argv):
             raise ValueError(f"--env={named}: has no split but {', '.join(environment.splits)}; give it by "
                              "--evaluate")
     with naming_player():
-        config = flags.parse(flags.arguments(of_run))
+        config = parse_run(arguments(of_run))
     if not config.splits:
         raise ValueError(f"--evaluate={config.evaluate}: no split to evaluate")
     if kind == "script":
@@ -321,7 +322,7 @@ def open_player(own, config, given, resources):
 
 def head_of(own, config, given, player, facts):
     """What is known of an evaluation before it begins."""
-    modes = flags.PROTOCOLS[config.protocol].temperatures
+    modes = PROTOCOLS[config.protocol].temperatures
     if facts["kind"] == "script":                             # it knows no temperature
         modes = {"sampled": None}
     folder = config.model and Path(config.model)
@@ -344,7 +345,7 @@ def command_of(given):
     """
     repeated = {name: without_path(value) for name, value in given.items()
                 if name not in ("out", "resume", "overwrite")}
-    return shlex.join(["python", "evaluation.py", *flags.arguments(repeated)])
+    return shlex.join(["python", "evaluation.py", *arguments(repeated)])
 
 
 def referee(own, config, given, resources):
@@ -391,25 +392,25 @@ def referee(own, config, given, resources):
 
 def first_of_each_play(config, head):
     """A predicate of the records that --resume keeps: the first one of each play of this evaluation."""
-    plays = flags.PROTOCOLS[config.protocol].plays
+    plays = PROTOCOLS[config.protocol].plays
     due = {(split, mode, spec.index): spec.task.id for split in config.splits
            for m, mode in enumerate(head["temperatures"])
            for spec in episode_specs(config, drawn_tasks(config, split), m, plays)}
 
     def keep(record):
-        key = is_record(record) and (record["split"], record["mode"], record["index"])
-        return bool(key) and due.get(key) == record["task_id"] and due.pop(key) is not None
+        if not is_record(record):
+            return False
+        key = record["split"], record["mode"], record["index"]
+        return due.get(key) == record["task_id"] and due.pop(key) is not None
 
     return keep
 
 
 def is_record(record):
     """Whether a record of episodes.jsonl has what the referee writes."""
-    return (RECORD <= record.keys() and isinstance(record["counts"], dict) and type(record["won"]) is bool
-            and all(isinstance(record[name], str) for name in ("split", "mode", "task_id", "task_type"))
-            and type(record["index"]) is int
-            and all(map(files.is_number, (record["seconds"], *record["counts"].values())))
-            and all(record[name] is None or files.is_number(record[name])
+    return (all(type(record.get(name)) is kind for name, kind in RECORD.items())
+            and all(map(files.is_number, (record.get("seconds"), *record["counts"].values())))
+            and all(record.get(name, "") is None or files.is_number(record.get(name))
                     for name in ("prompt_tokens", "response_tokens")))
 
 
@@ -432,7 +433,9 @@ def continues(config, head, out):
     """Whether --resume continues what OUT holds. ValueError if it cannot be continued, unless --overwrite."""
     if config.resume:
         try:
-            check_same(files.read_json(out / files.EVALUATION), head, out)
+            stored = files.read_json(out / files.EVALUATION)
+            check_same(stored, head, out)
+            resume.print_versions(out, stored, config.environment)
             return True
         except ValueError:
             if not config.overwrite:
@@ -455,7 +458,7 @@ def play_missing(config, head, player, games, out, should_stop):
     """Play every episode that episodes.jsonl does not hold. Returns how many it does not hold in the end."""
     stored, _ = files.read_lines(out / files.EPISODES)
     done = {(record["split"], record["mode"], record["index"]) for record in stored}
-    plays, missing, clock = flags.PROTOCOLS[config.protocol].plays, 0, time.perf_counter()
+    plays, missing, clock = PROTOCOLS[config.protocol].plays, 0, time.perf_counter()
     for split in config.splits:
         tasks = drawn_tasks(config, split)
         for m, (mode, temperature) in enumerate(head["temperatures"].items()):
@@ -491,7 +494,7 @@ def result_of(config, head, out):
     """Scores and outcomes of the episodes in episodes.jsonl."""
     splits, outcomes, types, seconds = {}, {}, {}, 0.0
     records, _ = files.read_lines(out / files.EPISODES)
-    plays, expected = flags.PROTOCOLS[config.protocol].plays, 0
+    plays, expected = PROTOCOLS[config.protocol].plays, 0
     for split in config.splits:
         n = plays * len(drawn_tasks(config, split))
         ended = [Ending(record["mode"], record["index"], record["task_id"], record["task_type"],

@@ -190,8 +190,8 @@ def redraw(run, episodes, candidates, chosen, judged, seed):
         pairs = (config.judge_turns - found) // 2                                           # still wanted
         if not (chosen and pairs):
             break
-        drawn = {turn[:2] for turn in chosen}
-        candidates = [turn for turn in candidates if turn[:2] not in drawn]
+        drawn = {(e, t) for e, t, _ in chosen}
+        candidates = [candidate for candidate in candidates if candidate[:2] not in drawn]
         chosen = judge.choose(candidates, config.judge_labels, pairs, stream(seed, 3, k))
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, k * config.judge_turns)
         ask(run, fresh, seed)

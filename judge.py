@@ -9,6 +9,7 @@ Left out: a small model's reasoning before its one-word verdict.
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -140,7 +141,7 @@ def choose(labelled, kind, per_class, seed):
     then replaced by a fair coin toss.
     """
     rng = generator(seed, 0)
-    by_class = [[turn for turn in labelled if turn[2] == label] for label in ANSWERS]
+    by_class = [[candidate for candidate in labelled if candidate[2] == label] for label in ANSWERS]
     picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
               for members in by_class]
     chosen = [candidate for pair in zip(*picked) for candidate in pair]  # as many as the smaller class has
@@ -155,7 +156,7 @@ def why_none(labelled, kind, first="GCD: no turn was judged", instead="--no-gcd"
     labelled: `candidates`, which leaves out turns without room for a question. first: how the warning
     begins. instead: the flag that does without.
     """
-    counts = {label: sum(turn[2] == label for turn in labelled) for label in ANSWERS}
+    counts = Counter(label for _, _, label in labelled)
     return (f"{first}: of the turns with room for a question in --context, --judge-labels {kind} labels "
             f"{counts['good']} good and {counts['bad']} bad, and both are needed; try another kind, a larger "
             f"--context, or {instead}")

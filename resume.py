@@ -182,8 +182,13 @@ def print_changes(config, out, state, first, ranks):
         changes = "; ".join(f"{name} was {then[name]}, is {now[name]}" for name in other)
         print(f"--resume: {changes}: sums are rounded differently from here on, so the run may differ from "
               "an undisturbed one", file=sys.stderr)
-    then = {name: first[name] for name in ("commit",) if name in first} | dict_in(first, "versions")
-    now = {"commit": files.commit()} | files.versions_of(config.environment)
+    print_versions(out, first, config.environment)
+
+
+def print_versions(out, origin, environment):
+    """Print which versions, of the code and of what it runs on, are others now than in a record's origin."""
+    then = {name: origin[name] for name in ("commit",) if name in origin} | dict_in(origin, "versions")
+    now = {"commit": files.commit()} | files.versions_of(environment)
     if other := differing(then, now):
         was, now = (", ".join(f"{name} {of[name] or 'unknown'}" for name in other) for of in (then, now))
         print(f"--resume: {out} was begun with {was}; it continues with {now}", file=sys.stderr)

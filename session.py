@@ -190,18 +190,19 @@ class Run:
             raise Interrupted(state)
 
 
-def check_tasks(config, ranks):
+def check_tasks(config, world_size):
     """ValueError, which says what to set, unless the iterations' tasks can be shared by so many ranks."""
     tasks, size = config.tasks, config.group_size
-    if not (config.iterations and tasks % ranks):
+    if not (config.iterations and tasks % world_size):
         return
-    wrong = "fewer than" if tasks < ranks else "not a multiple of"
-    more = -(-tasks // ranks) * ranks
-    fewer = max(n for n in range(1, tasks + 1) if tasks % n == 0 and n < ranks)
+    wrong = "fewer than" if tasks < world_size else "not a multiple of"
+    more = -(-tasks // world_size) * world_size
+    fewer = max(n for n in range(1, tasks + 1) if tasks % n == 0 and n < world_size)
     smaller, rest = divmod(tasks * size, more)
     same = f" --group-size {smaller}, for as many episodes" if smaller > 1 and not rest else ""
-    raise ValueError(f"--tasks={tasks}: {wrong} the {ranks} ranks, each of which plays whole groups: --tasks "
-                     f"{more}{same}; or start {fewer} ranks (torchrun --nnodes times --nproc-per-node)")
+    raise ValueError(f"--tasks={tasks}: {wrong} the {world_size} ranks, each of which plays whole groups: "
+                     f"--tasks {more}{same}; or start {fewer} ranks (torchrun --nnodes times "
+                     "--nproc-per-node)")
 
 
 def train_tasks(environment, types, start, n):

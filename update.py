@@ -260,7 +260,10 @@ COUNTED = ("loss", "tokens", "scored", "kl_nats", "gap_max", *MEANS, *SAMPLER_ME
 
 def gradient_metrics(grads, weight):
     """Norm of the weighted sum before clipping; with both kinds also the ratio judge/policy of the unweighted
-    norms, and their cosine."""
+    norms, and their cosine.
+
+    grads: {kind: a gradient or None for each parameter}; one that is not kept by kind stands under "policy".
+    """
     policy, judge = (parallel.norm(grads[kind]) if kind in grads else 0.0 for kind in KINDS)
     metrics = {"policy/grad_norm": weight["policy"] * policy + weight["judge"] * judge}
     if len(grads) == 2:

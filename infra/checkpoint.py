@@ -338,7 +338,7 @@ def find_checkpoint(folder):
 
 
 def siblings(folder):
-    """Return two temporary paths: of the new checkpoint being written, and of the old one during `swap`."""
+    """Return the paths of the new checkpoint being written, and of the old one that `swap` sets aside."""
     return folder.with_name(folder.name + ".writing"), folder.with_name(folder.name + ".old")
 
 

@@ -119,7 +119,7 @@ def check_can_be_set_aside(folder):
 
 
 def set_aside(folder):
-    """Rename a run's folder to the first free name among FOLDER.old-1, -2, ...; return that path.
+    """Rename a run's folder or a file to the first free name among NAME.old-1, -2, ...; return that path.
 
     Of a link the link itself is renamed: what it points to stays where it is.
     """

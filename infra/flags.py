@@ -12,10 +12,9 @@ LIMIT = 1e6          # bound on a number's magnitude by default; a larger number
 def setting(default, help="", choices=None, low=-LIMIT, high=LIMIT, section="", needs=None, rare=False):
     """Return a dataclass field for one setting: its default, its meaning and unit, its allowed values.
 
-    section: heading that begins here in
-    --help. needs: (predicate of all settings, message): where the predicate is False, the setting's value
-    changes nothing that one could want, and giving its flag is a ValueError with the message. rare: only
-    --help all lists it.
+    section: heading that begins here in --help. needs: (predicate of all settings, message): where the
+    predicate is False, the setting's value changes nothing that one could want, and giving its flag is a
+    ValueError with the message. rare: only --help all lists it.
     """
     return field(default=default, metadata=dict(
         help=help, choices=choices, low=low, high=high, section=section, needs=needs, rare=rare))

@@ -266,12 +266,13 @@ class Slots:
         restricted responses, which sync anyway; then, if under half of the rows are active, only those are
         run.
         """
-        n = max(self.running, default=-1) + 1
-        n = self.n if n and self.all_rows else n
-        planned = min(bucket(self.longest_row(TICK), PLANNED), self.context) if self.varlen and n else None
+        if not self.running:
+            return
+        n = self.n if self.all_rows else max(self.running) + 1
+        planned = min(bucket(self.longest_row(TICK), PLANNED), self.context) if self.varlen else None
         sync = self.device.type == "cpu" or self.restrictions
         use_graphs = self.device.type == "cuda" and not sync and self.varlen
-        for _ in range(TICK if n else 0):
+        for _ in range(TICK):
             rows = slice(0, n)
             if sync and 2 * len(active := self.active_B[:n].nonzero()[:, 0]) < n:
                 if not len(active):

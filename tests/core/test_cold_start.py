@@ -292,7 +292,7 @@ def test_with_a_history_window_every_turn_must_fit_not_only_the_last(chat):
 def test_without_a_demonstration_for_the_judge_no_question_is_shown(chat):
     """The policy's are needed, these are not: the policy is trained by then."""
     run = make_run(chat, "--judge-demonstrations", 2, script=[scripted(won=False)] * 2)
-    assert cold_start.judge_questions(run, never) == []
+    assert cold_start.judge_samples(run, never) == []
     assert run.rows[0]["kept"] == 0
     assert run.rows[1]["warning"].startswith("--judge-demonstrations=2: none was won in --max-turns=30")
 
@@ -437,7 +437,7 @@ def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokeni
 @pytest.mark.parametrize("kind", ["generative", "value"])
 def test_judge_questions_are_balanced(chat, kind):
     run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "oracle", "--judge-kind", kind)
-    samples = cold_start.judge_questions(run, never)
+    samples = cold_start.judge_samples(run, never)
     assert [sample.episode for sample in samples] == [i // 2 for i in range(20)]
     assert {sample.kind for sample in samples} == {"judge"}
     if kind == "value":
@@ -457,7 +457,7 @@ def test_judge_questions_are_balanced(chat, kind):
 def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(chat, monkeypatch):
     monkeypatch.setattr(judge, "label_turns", lambda episode, *more: ["good"] * len(episode.turns))
     run = make_run(chat, "--judge-demonstrations", 4)
-    assert cold_start.judge_questions(run, never) == []
+    assert cold_start.judge_samples(run, never) == []
     (warning,) = (row["warning"] for row in run.rows if "warning" in row)
     assert warning.startswith("--judge-demonstrations=4: no question is shown: of the turns with room")
     assert " and 0 bad" in warning and warning.endswith(", or --judge-demonstrations 0")
@@ -471,7 +471,7 @@ def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeyp
         f"Reason {number}. <judge>{('good', 'bad')[number % 2]}</judge>" for number in range(len(questions))])
     run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "rule+endpoint", "--context", 99_999,
                    "--endpoint", "http://127.0.0.1:1", endpoint=endpoint, judge_response_tokens=60)
-    samples = cold_start.judge_questions(run, never)
+    samples = cold_start.judge_samples(run, never)
     assert samples and len(batches) == 1 and run.rows[-1]["written"] == len(samples) == len(batches[0])
     for number, (sample, question) in enumerate(zip(samples, batches[0])):
         text = tokenizer.decode(sample.ids)
@@ -482,7 +482,7 @@ def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeyp
 
 @pytest.mark.fast
 def test_no_judge_demonstrations_no_questions(chat):
-    assert cold_start.judge_questions(make_run(chat, "--judge-demonstrations", 0), never) == []
+    assert cold_start.judge_samples(make_run(chat, "--judge-demonstrations", 0), never) == []
 
 
 # Steps
@@ -696,7 +696,7 @@ def test_dagger_replaces_the_second_stages_demonstrations(dagger_run):
     assert len(run.steps) == 2 + 4
     assert [rate for _, rate in run.steps[2:]] == pytest.approx(
         [run.config.cold_start_lr * (1 - step / 4) for step in range(4)])
-    n_questions = len(cold_start.judge_questions(run, never))
+    n_questions = len(cold_start.judge_samples(run, never))
     assert sum(s.kind == "judge" for batch, _ in run.steps for s in batch) == n_questions > 0
 
 

@@ -409,6 +409,15 @@ def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, 
 
 
 @pytest.mark.fast
+def test_other_versions_are_said_when_an_evaluation_goes_on(short, referee, monkeypatch):
+    """They may have changed the games."""
+    assert "begun with" not in referee("--player", "first", "--max-turns", 2)[2]
+    monkeypatch.setattr(files, "versions_of", lambda environment: {"torch": "99"})
+    assert "was begun with torch " in (error := referee("--player", "first", "--max-turns", 2, "--resume")[2])
+    assert "it continues with torch 99" in error
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ["hints", "games"])                # as household names where its games are
 def test_an_environment_with_other_settings_or_another_file_does_not_continue(tmp_path, capsys, name):
     path = tmp_path / "mine.py"
@@ -421,11 +430,6 @@ def test_an_environment_with_other_settings_or_another_file_does_not_continue(tm
     assert evaluation.main([*flags, "--resume"]) == 0
     assert evaluation.main([*flags, f"--{name}", "1", "--resume"]) == 1
     assert f"settings was {{'{name}': 0" in capsys.readouterr().err
-    versions = "def versions(self):\n        return {'engine': '2'}\n\n    def vocabulary("
-    path.write_text(text.replace(field, more + field).replace("def vocabulary(", versions), encoding="utf-8")
-    assert evaluation.main([*flags, "--resume"]) == 1
-    assert "versions was {" in capsys.readouterr().err
-    path.write_text(text.replace(field, more + field), encoding="utf-8")
     with open(path, "a", encoding="utf-8") as file:
         file.write("\n# another version\n")
     assert evaluation.main([*flags, "--resume"]) == 1

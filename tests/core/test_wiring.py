@@ -24,7 +24,7 @@ import judge
 import rollout
 import session
 import update
-from envs import Task
+from envs import Reply, Task
 from infra import files, parallel
 from lm.engine import Response
 from rollout import Conversation, Episode, Turn
@@ -175,7 +175,7 @@ def test_judge_demonstrations_are_of_tasks_that_the_policys_are_not(monkeypatch)
     config = SimpleNamespace(demonstrations=300, judge_demonstrations=100, judge_epochs=1, max_turns=3,
                              context=9)
     run = SimpleNamespace(config=config, warn_once=lambda *_: None)
-    assert cold_start.judge_questions(run, None) == []
+    assert cold_start.judge_samples(run, None) == []
     assert asked_for == [(cold_start.FIRST_DEMONSTRATION + 300, 100)]
 
 
@@ -270,7 +270,7 @@ def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypat
         run = SimpleNamespace(config=config, warn_once=lambda *_: None, log=lambda row: None,
                               environment=None, chat=SimpleNamespace(bare=True),
                               endpoint_labels=lambda *of: requests.append(of[:2] + of[3:]) or {})
-        cold_start.judge_questions(run, None)
+        cold_start.judge_samples(run, None)
     assert requests == [(["an episode"], 80, 136)]
     assert room == [136, 136, 133]          # a bare verdict leaves the question more room, within the context
 
@@ -480,7 +480,7 @@ def test_a_kl_in_the_reward_is_of_the_trainers_logprobs_in_bf16(monkeypatch, dty
 def test_any_command_is_valid_where_a_game_lists_none(admissible, command, valid):
     episode = Episode(GAME, 0)
     conversation = SimpleNamespace(
-        episode=episode, reply=SimpleNamespace(admissible=admissible, observation="o"), prompt=[1],
+        episode=episode, reply=Reply("o", admissible), prompt=[1],
         chat=SimpleNamespace(decode=lambda ids: "text", parse=lambda text: (command, None)),
         call=lambda *given: None)
     Conversation.submit(conversation, Response([2], [0.0], False))
