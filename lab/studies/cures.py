@@ -47,6 +47,7 @@ ITERATIONS, POINTS = 240, 24                  # of a run; its measurements
 DEMONSTRATIONS = 2000                         # of the cold start
 LAST = 10                                     # iterations over which the judge's AUC is averaged
 RIGHT = 0.9                                   # AUC from which a judge counts as right
+START = 0.25                                  # the flaw's probability before RL, nearly
 ALIVE = (10, 40, 100)                         # iterations at which runs whose flaw is alive are compared
 FORETELLING = {"cosine": itemgetter("cosine"), "leak": leak_of, "q_N": itemgetter("q_N")}
 DRAWS = 1000                                  # of a bootstrap over seeds
@@ -61,6 +62,7 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+GCD": ("--judge-labels", "oracle"),
         "+GCD, coins": ("--judge-labels", "coins"),
         "GRPO, labels as reward": ("--no-gcd", "--label-reward", "1"),
+        "GRPO, labels as reward, thrice the KL": ("--no-gcd", "--label-reward", "1", "--kl-coef", "0.03"),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
         "+GCD, coins, weight .1": ("--judge-labels", "coins", "--judge-weight", "0.1"),
         "+sign": ("--judge-labels", "signs"),
@@ -107,11 +109,13 @@ def controls():
 def variants():
     """Arms of the decisive seeds alone: GCD at its default weight, after coins and after judge questions;
     after coins, also coin tosses for labels at that weight, a judge that is asked for the sign, whatever the
-    command was, and GRPO that is rewarded for what GCD's judge is taught.
+    command was, and GRPO that is rewarded for what GCD's judge is taught: beside the same KL, and beside
+    thrice that, since this reward makes the right command in P worth thrice as much (1.5 where it was .5).
     """
     return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
         ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"),
-        ("coins", "GRPO, labels as reward"), ("coins", "+GCD, coins, weight .1"))
+        ("coins", "GRPO, labels as reward"), ("coins", "+GCD, coins, weight .1"),
+        ("coins", "GRPO, labels as reward, thrice the KL"))
         for embeddings in EMBEDDINGS]
 
 
@@ -442,7 +446,9 @@ def decided(own, decisive):
         ("+GCD", "GRPO"), ("+GCD", "+GCD, coins"), ("+GCD, coins", "GRPO"), ("+GCD, weight .1", "GRPO"),
         ("+sign", "GRPO"), ("+GCD", "+sign"), ("GRPO, labels as reward", "GRPO"),
         ("+GCD", "GRPO, labels as reward"), ("+GCD, weight .1", "+GCD, coins, weight .1"),
-        ("+GCD, coins, weight .1", "GRPO"))}
+        ("+GCD, coins, weight .1", "GRPO"), ("GRPO, labels as reward, thrice the KL", "GRPO"),
+        ("GRPO, labels as reward, thrice the KL", "GRPO, labels as reward"),
+        ("+GCD, weight .1", "GRPO, labels as reward, thrice the KL"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
     where["judge questions before RL alone, less neither"] = "GRPO", "GRPO", {
         "questions": "judge", "other_questions": "coins"}
@@ -455,8 +461,8 @@ def decided(own, decisive):
 
 
 def of_decisive(decisive):
-    """{"ARM after QUESTIONS": {"removed", "n": runs, "q_N": mean final}} of the decisive seeds, with a KL, at
-    the decayed rate, over both kinds of embeddings.
+    """{"ARM after QUESTIONS": {"removed", "n": runs, "lowered": of them, ending below START, "q_N": mean
+    final}} of the decisive seeds, with a KL, at the decayed rate, over both kinds of embeddings.
     """
     found = {}
     for arm in arms():
@@ -464,6 +470,7 @@ def of_decisive(decisive):
             found.setdefault(f"{arm['arm']} after {arm['questions']}", []).extend(
                 decisive.get(name_of(arm), {}).values())
     return {name: {"removed": sum(map(removed, of_arm)), "n": len(of_arm),
+                   "lowered": sum(final(result) < START for result in of_arm),
                    "q_N": statistics.fmean(map(final, of_arm))} for name, of_arm in found.items() if of_arm}
 
 
@@ -502,11 +509,13 @@ def findings(table, fresh, own, decisive):
     """What the runs show beyond the arms' rows: of first and new seeds, of those with outcomes of their own,
     and of the decisive ones.
     """
-    judge = "judge", "GRPO"
+    judge, later = ("judge", "GRPO"), merged(own, decisive)
     return {"differences": {f"{one} against {other}": common.paired_arms(table, one, other, final)
                             for one, other in pairs()},
             "removed by leak": removed_by_leak(table),
-            "foretold": {"first seeds": foretold(table), "new seeds": foretold(of_confirming(fresh))},
+            "removed by leak, later seeds": removed_by_leak(later),
+            "foretold": {"first seeds": foretold(table), "new seeds": foretold(of_confirming(fresh)),
+                         "later seeds": foretold(later)},
             "again": again(table, fresh, own), "elsewhere": elsewhere(table, own),
             "decided": decided(own, decisive), "decisive": of_decisive(decisive), "lags": lags(table),
             "in common": {"sign, judge": in_common(table, ("sign", "GRPO"), judge),
@@ -634,7 +643,7 @@ def page(tables, found, command, seeds, iterations):
     """The page's text, from its template in this folder. tables: of `results_of`; found: of `findings`."""
     table, fresh, own, decisive = tables
     sign, added = ("{0} and {1} of {2}".format(*counts) for counts in found["in common"].values())
-    early, confirmed = map(foretold_text, found["foretold"].values())
+    early, confirmed, later = map(foretold_text, found["foretold"].values())
     return PAGE.read_text(encoding="utf-8").format(
         command=command, iterations=iterations, there=sum(map(len, table.values())),
         seeds=f"{min(seeds)} to {max(seeds)}", grid=grid(table),
@@ -642,7 +651,7 @@ def page(tables, found, command, seeds, iterations):
         unsettled="; ".join(unsettled(table)) or "none",
         less_grpo=pooled_text(found["pooled"]["GRPO"]),
         less_coins=pooled_text(found["pooled"]["+GCD, coins"]),
-        sign=sign, added=added, foretold=early, confirmed=confirmed,
+        sign=sign, added=added, foretold=early, confirmed=confirmed, later=later,
         again=markdown(["seeds", *(f"less that of {other}" for other in found["again"])], [
             [of_seeds, *(pooled_text(of[of_seeds]) for of in found["again"].values())]
             for of_seeds in found["again"]["GRPO"]]),
@@ -655,7 +664,8 @@ def page(tables, found, command, seeds, iterations):
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*counts)
                              for counts in found["held"].values()),
         **{f"lags_{side}": lags_text(*of_side) for side, of_side in found["lags"].items()},
-        **{f"leak_{side}": f"{gone} of {n}" for side, (gone, n) in found["removed by leak"].items()})
+        **{f"{start}_{side}": f"{gone} of {n}" for start, of in (("leak", ""), ("later", ", later seeds"))
+           for side, (gone, n) in found[f"removed by leak{of}"].items()})
 
 
 def lags_text(values, never):
@@ -673,11 +683,11 @@ def figures_of(table, fresh, found):
     below, above = found["removed by leak"].values()
     lead = {other: pooled_text(found["decided"][f"+GCD less {other}"]["decisive"])
             for other in ("GRPO", "+GCD, coins")}
-    early, confirmed = (of[ALIVE[0]] for of in found["foretold"].values())
+    foretelling = {name: of[ALIVE[0]] for name, of in found["foretold"].items()}
 
-    def of_both(measure):
-        return ", ".join(f"{name} " + "{:.2f} [{:.2f}, {:.2f}]".format(*of[measure]) for name, of in (
-            ("seeds 0 to 9", early), (f"new {seeds_text(fresh)}", confirmed)) if of[measure])
+    def of_all(measure):
+        return ", ".join(f"{name} " + "{:.2f} [{:.2f}, {:.2f}]".format(*of[measure])
+                         for name, of in foretelling.items() if of[measure])
 
     return [{"paper": "Section 3.2 (similar samples)", "picture": "cures.svg",
              "claim": "Next to a right action in similar states a flawed one can run away, although its "
@@ -708,8 +718,8 @@ def figures_of(table, fresh, found):
                       f"{below[0]} of {below[1]} removed the flaw, of the others {above[0]} of {above[1]}; "
                       "but by then the flaw is gone as well. Of runs of one arm that still have it at "
                       f"iteration {ALIVE[0]}, a smaller cosine of the gradients in P and in N foretells that "
-                      f"it will be removed with an AUC of {of_both('cosine')}; q_N does so with one of "
-                      f"{of_both('q_N')}, the leak of {of_both('leak')}. An association; and it does not "
+                      f"it will be removed with an AUC of {of_all('cosine')}; q_N does so with one of "
+                      f"{of_all('q_N')}, the leak of {of_all('leak')}. An association; and it does not "
                       "take a judge: see the questions about the sign.",
              "agrees": "partly" if below[0] / max(below[1], 1) > above[0] / max(above[1], 1) else "no"}]
 
