@@ -79,10 +79,18 @@ def evaluation(run):
         files.write_json(run.out / files.EVALUATION, {
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},
             "splits": splits, "seed": config.seed, "protocol": config.protocol, "instruction": instruction,
-            "evaluate_tasks": config.evaluate_tasks,
-            "max_turns": config.evaluation_turns, "temperature": modes["sampled"],
-            "seconds": time.perf_counter() - started, "outcomes": outcomes})
+            "evaluate_tasks": config.evaluate_tasks, **conditions_of(config),
+            "temperature": modes["sampled"], "seconds": time.perf_counter() - started, "outcomes": outcomes})
     return splits
+
+
+def conditions_of(config):
+    """What else of the settings changes how a player plays, or what it plays: {name: value}."""
+    return {"max_turns": config.evaluation_turns, "plugins": resume.plugin_hashes(config),
+            "settings": {name: value for name, value in asdict(config.environment.settings).items()
+                         if name not in config.environment.sources},           # these have a hash
+            **{name: getattr(config, name) for name in (
+                "max_response_tokens", "history", "admissible_only", "context", "dtype", "on_truncation")}}
 
 
 def episode_specs(config, tasks, m, plays, instruction=""):
@@ -329,14 +337,8 @@ def head_of(own, config, given, player, facts):
     instruction = resume.played_instruction(folder, resume.state_beside(folder), config.env) if folder else ""
     return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
             **files.origin_of(config), "evaluate_tasks": config.evaluate_tasks, "protocol": config.protocol,
-            "seed": config.seed,
-            "max_turns": config.evaluation_turns, "temperature": modes["sampled"], "temperatures": modes,
-            "max_response_tokens": config.max_response_tokens, "history": config.history,
-            "instruction": instruction, "plugins": resume.plugin_hashes(config),
-            "settings": {name: value for name, value in asdict(config.environment.settings).items()
-                         if name not in config.environment.sources},           # these have a hash
-            "admissible_only": config.admissible_only, "context": config.context, "dtype": config.dtype,
-            "on_truncation": config.on_truncation, "command": command_of(given)}
+            "seed": config.seed, **conditions_of(config), "temperature": modes["sampled"],
+            "temperatures": modes, "instruction": instruction, "command": command_of(given)}
 
 
 def command_of(given):

@@ -90,6 +90,11 @@ elif [ $# != 0 ]; then
     unknown "$1"
 fi
 OUT=${OUT:-runs/main}
+began=$OUT/cold_start/metrics.jsonl     # its header has the flags
+for seed in $(sed -n 's/.*"config": {.*"seed": \([0-9]*\).*/\1/p' "$began" 2> /dev/null); do
+    [ "$seed" = "$SEED" ] || {
+        echo "run.sh: SEED=$SEED: $OUT holds runs of seed $seed; give another OUT" >&2; exit 2; }
+done
 install requirements.txt
 
 method() {                              # one RL method, from the cold start or from its own checkpoint

@@ -323,7 +323,7 @@ def prepare(config, ranks, should_stop, resources):
     slots = Slots(sampler, len(games), config.context, chat.stop_ids,
                   Sampling(config.temperature, config.max_response_tokens))
     identity = parallel.on_rank0(lambda: resume.begin(config, out, state, previous, resources))
-    sink = sinks.opened(config.log, out, identity["run"], config.settings(), state, resources)
+    sink = sinks.opened(config.log, out.absolute(), identity["run"], config.settings(), state, resources)
     return Run(config, ranks, model, sampler, adamw(model), objective_of(config), chat, games, out.absolute(),
                should_stop, identity, state and state["iteration"], endpoint, sink, instruction, slots=slots,
                seconds=dict(state.get("seconds", {}) if state else {}),

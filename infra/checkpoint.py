@@ -8,11 +8,13 @@ other file.
 Left out: the other files of a run (infra/files.py).
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -349,6 +351,8 @@ def swap(folder, keep=False):
     """
     new, old = siblings(folder)
     shutil.rmtree(old, ignore_errors=True)
+    if old.exists():                               # NFS keeps a file that another process has open
+        old.rename(tempfile.mkdtemp(prefix=f"{old.name}-", dir=folder.parent))
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
@@ -373,10 +377,13 @@ def check_replaceable(folder):
 
 
 def sync(*paths):
-    """Sync files, and the entries of folders, to the disk."""
+    """Sync files and, where the file system can, the entries of folders to the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:                   # some network and shared file systems sync no folder
+            if not (os.path.isdir(path) and error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EBADF)):
+                raise
         finally:
             os.close(descriptor)

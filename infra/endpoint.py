@@ -37,6 +37,8 @@ POLL_S = 0.05                  # between two checks of a question that another p
 MIN_SECRET_LENGTH = 8          # shorter keys are local servers' placeholders, like EMPTY, and are not masked
 # A base URL without the parts that hold keys: user and password, query, fragment
 URL = re.compile(r"(?ai)https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d*)?(/[\w.,:;~%!$&'()*+=/-]*)?")
+# Why a server broke an answer off, with status 200: DeepSeek's, OpenRouter's, vLLM's
+BROKEN_OFF = ("insufficient_system_resource", "error", "abort")
 MALFORMED = (ValueError, LookupError, TypeError, RecursionError)    # errors of reading JSON of a wrong form
 
 
@@ -132,7 +134,7 @@ class Endpoint:
         self.errors = (openai.OpenAIError, httpx2.HTTPError, TimeoutError, *MALFORMED)
         self.cache = Cache(cache) if cache else None
         self.counts = dict.fromkeys(("cached", "failed", "limited", *REQUESTS), 0)
-        self.failures_in_a_row, self.last_reason = 0, ""
+        self.failures_in_a_row, self.last_reason, self.has_answered = 0, "", False
         self.lock, self.stop = threading.Lock(), threading.Event()
 
     def abort(self):
@@ -162,7 +164,7 @@ class Endpoint:
         conversations = [self.messages(question) for question in questions]
         keys = [self.cache_key(messages) for messages in conversations]
         self.cache.refresh()
-        distinct, failed_before = dict(zip(keys, conversations)), self.counts["failed"]
+        distinct, before = dict(zip(keys, conversations)), dict(self.counts)
         todo = [(key, messages) for key, messages in distinct.items() if key not in self.cache.answers]
         self.counts["cached"] += len(distinct) - len(todo)
         if self.is_dead():
@@ -172,7 +174,10 @@ class Endpoint:
             self.counts["failed"] += len(todo)
         else:
             self.ask_concurrently(todo, self.retries)
-        if failed := self.counts["failed"] - failed_before:
+        if self.counts["limited"] > before["limited"] and self.limit:
+            warnings.warn(f"--endpoint-limit={self.limit}: reached, so from here on questions that are not "
+                          "in the cache have no answer", stacklevel=2)
+        if failed := self.counts["failed"] - before["failed"]:
             warnings.warn(f"--endpoint={self.shown_url}: {failed} of {len(distinct)} questions failed, "
                           f"the last one with {self.last_reason}", stacklevel=2)
         return [self.cache.answers.get(key) for key in keys]
@@ -388,8 +393,12 @@ class Endpoint:
                 raise TypeError("content is not a string")
             items = usage.items() if isinstance(usage, dict) else ()
             counts = {self.clean(name): count for name, count in items if type(count) is int}
-            cut = choice.get("finish_reason") == "length"
+            reason = choice.get("finish_reason")
+            if choice.get("error") or reason in BROKEN_OFF:
+                raise ValueError(f"an answer that the server broke off: {choice.get('error') or reason}")
+            cut = reason == "length"
             reasoned = any(choice["message"].get(name) for name in ("reasoning_content", "reasoning"))
+            self.has_answered = True
             return {"answer": self.clean(text or ""), "cut": cut, "usage": counts, "reasoned": reasoned}
         except NotSent as stopped:
             return stopped.args[0]
@@ -403,15 +412,18 @@ class Endpoint:
         for part in self.path_parts:
             text = text.replace(part, "[path]")
         reason = f"{type(error).__name__}: {text[:300]}"
-        if status in (401, 403):
+        body = getattr(error, "body", None)
+        moderated = isinstance(body, dict) and isinstance(body.get("metadata"), dict) and bool(
+            body["metadata"].get("reasons"))                  # OpenRouter's 403 for this one question
+        if status == 401 or status == 403 and not moderated:
             return Failure(reason, user_error=f"--endpoint-key-variable={self.key_variable}: --endpoint="
                                               f"{self.shown_url} refuses the key in it ({reason})")
-        if status == 404:
+        if status == 404 and not self.has_answered:       # later it is a gateway's, whose server restarts
             return Failure(reason, user_error=f"--endpoint-model={self.model}: unknown to --endpoint="
                                               f"{self.shown_url}, or no server is at that address ({reason})")
-        retry = status is None or status in (408, 409, 429) or status >= 500
+        retry = status is None or status in (404, 408, 409, 429) or status >= 500
         return Failure(reason, retry, retry_after_s(error.response.headers) if status else None,
-                       refused=status in (400, 413, 422))
+                       refused=status in (400, 403, 413, 422))
 
 
 def checked_url(url, flag="--endpoint"):

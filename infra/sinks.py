@@ -5,6 +5,7 @@ evaluation.json have them.
 """
 
 import sys
+from unittest import mock
 
 from infra import files, parallel
 from infra.errors import reported
@@ -51,7 +52,8 @@ def wandb(out, run, settings, state, resources):
     Of an iteration that a resumed run repeats, wandb keeps the first record.
     """
     import wandb
-    logged = wandb.init(project="gcd", id=run, name=out.name, dir=out, config=settings, resume="allow")
+    with mock.patch.object(sys, "argv", sys.argv[:1]):    # it stores the flags; an endpoint's may hold a key
+        logged = wandb.init(project="gcd", id=run, name=out.name, dir=out, config=settings, resume="allow")
     resources.callback(reported(logged.finish, "--log=wandb: finish"))
     return lambda metrics, iteration: logged.log(metrics, step=iteration)
 

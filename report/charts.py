@@ -120,10 +120,11 @@ def ticks(low, high):
 
 
 def tones(runs):
-    """{method: class of its color}: grey without RL iterations, else one color after the other."""
-    trained = [run.name for run in runs if run.iterations]
-    return {run.name: "tone-0" for run in runs} | {
-        name: f"tone-{1 + i % (TONES - 1)}" for i, name in enumerate(trained)}
+    """{method: class of its color}: grey if it alone has no RL iterations, else one color after the other."""
+    untrained = [run.name for run in runs if not run.iterations]
+    colored = [run.name for run in runs if run.iterations] + (untrained if len(untrained) > 1 else [])
+    return dict.fromkeys(untrained, "tone-0") | {
+        name: f"tone-{1 + i % (TONES - 1)}" for i, name in enumerate(colored)}
 
 
 # Coordinates and paths

@@ -24,7 +24,10 @@ from infra import files
 from report import page, read
 
 SAME = ("world", "protocol", "max_turns")                # of two evaluations that are compared as they are
-NAMED = ("games", "seed", "temperature", "instruction", "commit")      # differences that are printed only
+# Differences that are printed only; of the last ones, if both files have them, as older ones do not
+NAMED = ("games", "seed", "temperature", "instruction", "commit")
+CONDITIONS = ("admissible_only", "history", "context", "max_response_tokens", "on_truncation", "dtype",
+              "settings", "plugins")
 COLUMN = 48                                              # characters, at least, of a transcript
 Z = statistics.NormalDist().inv_cdf(0.975)
 
@@ -248,9 +251,11 @@ def share(entry):
 def named_differences(a, b):
     """Differences that do not forbid a comparison, as clauses: who plays, with which prompt and seed."""
     found = [f"A: {a.name} ({a.path})", f"B: {b.name} ({b.path})"]
-    facts = [(key, a.facts.get(key), b.facts.get(key)) for key in NAMED]
+    both = [key for key in CONDITIONS if key in a.facts and key in b.facts]
+    facts = [(key, a.facts.get(key), b.facts.get(key)) for key in (*NAMED, *both)]
     ours, theirs = (one.facts.get("prompt") or {} for one in (a, b))
     facts += [(f"prompt {key}", ours.get(key), theirs.get(key)) for key in ("style", "admissible")]
+    facts.append(("--endpoint-extra", *((one.facts.get("player") or {}).get("extra") for one in (a, b))))
     return found + [f"{key}: {one} and {two}" for key, one, two in facts if one != two]
 
 

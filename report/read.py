@@ -6,6 +6,7 @@ out: repair of broken files, except lines that are cut short: of a killed run, o
 """
 
 import json
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -179,7 +180,8 @@ def read_run(folder):
     header = headers[0] | {"config": files.settings_in(headers),
                            "commit": ", ".join(commits)} if headers else {}
     lines = [record for record in records if "config" not in record]
-    return Run(folder.resolve().name, header, lines, evaluation, stages, episodes, notes + more_notes)
+    name = Path(os.path.abspath(folder)).name                    # of a link its own, which differ where
+    return Run(name, header, lines, evaluation, stages, episodes, notes + more_notes)
 
 
 def read_runs(folder):

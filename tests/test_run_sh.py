@@ -6,6 +6,7 @@
 "wait" (until it is signalled), "fail", or, without a file, finish the stage.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -99,6 +100,18 @@ def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
 
 
 @pytest.mark.fast
+def test_another_seed_needs_another_folder(folder, monkeypatch):
+    """Else the stages that have run are those of the first seed."""
+    (folder / "runs/main/cold_start").mkdir(parents=True)
+    header = {"run": "a", "config": {"lr": 0.001, "seed": 3, "slots": 4}, "commit": "b"}
+    (folder / "runs/main/cold_start/metrics.jsonl").write_text(json.dumps(header) + '\n{"phase": "x"}\n')
+    process = run_sh(folder)
+    assert process.wait(PATIENCE_S) == 2 and not (folder / "calls").exists()
+    assert process.stderr.read() == "run.sh: SEED=0: runs/main holds runs of seed 3; give another OUT\n"
+    monkeypatch.setenv("SEED", "3")
+    assert run_sh(folder).wait(PATIENCE_S) == 0 and stages(folder)[0] == "cold_start"
+
+
 def test_from_another_folder_paths_are_the_callers(folder, tmp_path_factory):
     """And CDPATH, which a shell may export, leads to no other clone."""
     caller = tmp_path_factory.mktemp("caller")

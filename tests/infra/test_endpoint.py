@@ -31,7 +31,7 @@ from infra.endpoint import Cache, Endpoint  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = "sk-THISisTHEkey0123456789"
-quiet = pytest.mark.filterwarnings("ignore:--endpoint=")
+quiet = pytest.mark.filterwarnings("ignore:--endpoint")
 
 
 def completion(text, **more):
@@ -768,6 +768,7 @@ def test_a_redirect_loop_is_cut_and_every_request_of_it_is_counted(serve, connec
 
 
 @pytest.mark.fast
+@quiet
 def test_the_limit_counts_redirects(serve, connect):
     server = serve(lambda question, nth: redirect(307, "/v1/chat/completions"))
     endpoint = connect(server, limit=3)
@@ -877,18 +878,50 @@ def test_a_request_that_was_read_and_will_never_be_answered_is_told_from_others(
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("status, flag", [(401, "--endpoint-key-variable=LARGE_KEY"),
-                                          (403, "--endpoint-key-variable=LARGE_KEY"),
-                                          (404, "--endpoint-model=large")])
-def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, flag):
+@pytest.mark.parametrize("status, flag, known", [
+    (401, "--endpoint-key-variable=LARGE_KEY", "abc"), (403, "--endpoint-key-variable=LARGE_KEY", "abc"),
+    (404, "--endpoint-model=large", "")])
+def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, flag, known):
     refused = status, '{"error": {"message": "no such"}}'
-    server = serve(lambda q, nth: good(q, nth) if q in "abc" else refused)
+    server = serve(lambda q, nth: good(q, nth) if q in known else refused)
     endpoint = connect(server, concurrency=1)
     with pytest.raises(ValueError, match=flag) as raised:
-        endpoint.ask(["a", "b", "c", *map(str, range(50))])
+        endpoint.ask([*known, *map(str, range(50))])
     assert server.shown_url in str(raised.value) and "no such" in str(raised.value)
-    assert server.seen == ["a", "b", "c", "0"]
-    assert connect(server, limit=0).ask(["a", "b", "c"]) == ["A: a", "A: b", "A: c"]   # all cached
+    assert server.seen == [*known, "0"]
+    assert connect(server, limit=0).ask([*known]) == [f"A: {q}" for q in known]               # all cached
+
+
+@pytest.mark.fast
+@quiet
+def test_a_question_that_is_refused_by_moderation_fails_alone(serve, connect):
+    """OpenRouter's form, which may be the answer to the first question of a process."""
+    flagged = {"error": {"code": 403, "message": "flagged", "metadata": {"reasons": ["violence"]}}}
+    server = serve(lambda q, nth: (403, json.dumps(flagged)) if q == "axe" else good(q, nth))
+    endpoint = connect(server, concurrency=1)
+    assert endpoint.ask(["axe", "a", "b"]) == [None, "A: a", "A: b"]
+    assert server.seen == ["axe", "a", "b"] and endpoint.counts["failed"] == 1
+    fresh = connect(server)
+    assert fresh.answer(fresh.messages("axe"), 3).refused
+
+
+@pytest.mark.fast
+def test_a_404_after_an_answer_is_tried_again(serve, connect):
+    """A gateway's, while the server behind it starts again."""
+    server = serve(lambda q, nth: good(q, nth) if q == "a" or nth else (404, "{}"))
+    assert connect(server, concurrency=1).ask(["a", "b"]) == ["A: a", "A: b"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("broken", [
+    {"finish_reason": "insufficient_system_resource"}, {"finish_reason": "abort"},
+    {"finish_reason": "error", "error": {"code": 502, "message": "upstream"}}])
+def test_an_answer_that_the_server_broke_off_is_none(serve, connect, broken):
+    """It is asked again, and not kept."""
+    part = {"choices": [{"message": {"role": "assistant", "content": "<thi"}} | broken]}
+    server = serve(lambda q, nth: good(q, nth) if nth else (200, json.dumps(part)))
+    assert connect(server).ask(["a"]) == ["A: a"] and server.seen == ["a", "a"]
+    assert connect(server, limit=0).ask(["a"]) == ["A: a"]
 
 
 def test_an_endpoint_that_dies_midway_and_works_again(serve, connect, tmp_path):
@@ -926,10 +959,12 @@ def test_an_address_without_a_server(connect):
 
 
 @pytest.mark.fast
+@quiet
 def test_the_limit_counts_requests(serve, connect):
     server = serve(lambda question, nth: good(question, nth) if nth else (500, ""))
     endpoint = connect(server, limit=5, concurrency=1)
-    assert endpoint.ask(["a", "b", "c", "d"]) == ["A: a", "A: b", None, None]      # c is not retried
+    with pytest.warns(UserWarning, match="--endpoint-limit=5: reached, so from here on questions"):
+        assert endpoint.ask(["a", "b", "c", "d"]) == ["A: a", "A: b", None, None]      # c is not retried
     assert len(server.seen) == 5
     assert endpoint.counts == counts(sent=3, retried=2, limited=2)
     assert endpoint.ask(["a", "e"]) == ["A: a", None]
@@ -937,6 +972,7 @@ def test_the_limit_counts_requests(serve, connect):
 
 
 @pytest.mark.fast
+@quiet
 def test_the_limit_applies_to_concurrent_requests(serve, connect):
     server = serve()
     endpoint = connect(server, limit=7)

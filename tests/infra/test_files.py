@@ -48,6 +48,23 @@ def test_what_is_written_is_synced_to_the_disk_before_it_replaces_anything(tmp_p
 
 
 @pytest.mark.fast
+def test_a_folder_that_cannot_be_synced_fails_no_save(tmp_path, monkeypatch):
+    """As on some shared file systems; a file has to be synced."""
+    def fails(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    number = errno.EINVAL
+    checkpoint.sync(tmp_path)
+    (tmp_path / "a").touch()
+    with pytest.raises(OSError):
+        checkpoint.sync(tmp_path, tmp_path / "a")
+    number = errno.EIO
+    with pytest.raises(OSError):
+        checkpoint.sync(tmp_path)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("url", [f"https://me:{SECRET}@host/v1", f"https://{SECRET}@host/v1", SECRET,
                                  f"https://host/v1?key={SECRET}", f"https://host/v1#{SECRET}",
                                  f"ftp://host/{SECRET}/v1"])

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -728,6 +729,20 @@ def test_all_that_was_written_is_synced_before_its_folder_is_renamed(tmp_path, m
 
     checkpoint.replace(tmp_path / "checkpoint", write)
     assert synced == [{"part", "trainer", "checkpoint.writing"}, {tmp_path.name}]
+
+
+@pytest.mark.fast
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_prevent_a_save(tmp_path, monkeypatch):
+    """NFS keeps a file in it that another process has open."""
+    folder, remove = tmp_path / "checkpoint", shutil.rmtree
+    for name, text in (("checkpoint", "two"), ("checkpoint.old", "one")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(text)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **more: (
+        path.name == "checkpoint.old" or remove(path, **more)))
+    checkpoint.replace(folder, lambda new: (new / "file").write_text("three"))
+    assert (folder / "file").read_text() == "three"
+    assert sorted(path.read_text() for path in tmp_path.glob("checkpoint.old*/file")) == ["one", "two"]
 
 
 @pytest.mark.fast

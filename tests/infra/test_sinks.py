@@ -17,7 +17,7 @@ from tiny_runs import assert_one_error, cold_started, rows, start_from, train
 import config
 
 WANDB = '''"""A stand-in for wandb, which notes its calls in a file."""
-import json, os
+import json, os, sys
 
 def note(*call):
     with open(os.environ["NOTES"], "a") as file:
@@ -26,7 +26,7 @@ def note(*call):
 def init(**options):
     if os.environ.get("NO_KEY"):
         raise RuntimeError("api_key not configured")
-    note("init", {name: str(value) for name, value in options.items()})
+    note("init", {name: str(value) for name, value in options.items()} | {"argv": sys.argv[1:]})
     return Logged()
 
 class Logged:
@@ -88,7 +88,7 @@ def test_wandb_gets_each_iterations_metrics_and_a_resumed_run_is_the_same_one(st
     assert metrics.keys() >= {"rollout/success", "policy/loss", "time/update_s"}
     assert options["project"] == "gcd" and "'iterations': 1" in options["config"]
     first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
-    assert options["id"] == first["run"] and options["resume"] == "allow"
+    assert options["id"] == first["run"] and options["resume"] == "allow" and options["argv"] == []
     assert train(out, *start, "--log", "wandb", "--iterations", 1, "--resume", lr_decay=False) == 0
     (_, again), finish = wandb()                    # no iteration was left to do
     assert again["id"] == options["id"] and finish == ["finish"]

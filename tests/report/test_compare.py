@@ -161,6 +161,19 @@ def test_what_differs_is_named_and_refused_or_left_out(tmp_path, capsys, games, 
 
 
 @pytest.mark.fast
+def test_what_else_differs_is_named(tmp_path, capsys):
+    """If both say it; older files do not."""
+    a = write(tmp_path / "a.json", {"a": {"sampled": "1"}}, admissible_only=True, history=0, dtype="float32",
+              settings={"games": 5}, player={"name": "x", "extra": {"top_p": 0.9}})
+    b = write(tmp_path / "b.json", {"a": {"sampled": "0"}}, admissible_only=False, history=0,
+              settings={"games": 6}, player={"name": "x"})
+    status, out, _ = run(capsys, a, b)
+    assert status == 0 and "admissible_only: True and False\n" in out and "history" not in out
+    assert "settings: {'games': 5} and {'games': 6}\n" in out and "dtype" not in out
+    assert "--endpoint-extra: {'top_p': 0.9} and None\n" in out
+
+
+@pytest.mark.fast
 def test_splits_and_modes_in_common(tmp_path, capsys):
     a = write(tmp_path / "a.json", {"a": {"sampled": "1", "greedy": "1"}})
     b = write(tmp_path / "b.json", {"a": {"sampled": "1", "t0.4": "1"}})

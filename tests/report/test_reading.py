@@ -72,6 +72,17 @@ def test_a_run_is_read_at_every_point_of_its_writing(tmp_path, tmp_path_factory,
 
 
 @pytest.mark.fast
+def test_linked_runs_have_the_names_of_their_links(tmp_path):
+    """Two seeds of one method, collected in a folder."""
+    (tmp_path / "both").mkdir()
+    for seed in ("0", "1"):
+        write_method(tmp_path / seed, "grpo", rl_lines(3))
+        (tmp_path / "both" / f"seed{seed}").symlink_to(tmp_path / seed / "grpo")
+    assert [run.name for run in read.read_runs(tmp_path / "both")] == ["seed0", "seed1"]
+    assert [run.name for run in read.read_runs(tmp_path / "0" / "grpo" / ".." / "grpo")] == ["grpo"]
+
+
+@pytest.mark.fast
 def test_a_run_that_is_set_aside_at_this_moment_is_left_out(tmp_path, monkeypatch):
     for name in ("grpo", "ppo"):
         write_method(tmp_path, name, rl_lines(3))

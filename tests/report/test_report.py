@@ -121,6 +121,10 @@ def test_a_method_has_a_color_and_colors_repeat(tmp_path):
     tones = charts.tones(read.read_runs(tmp_path))
     assert tones["start"] == "tone-0" and tones["method0"] == tones["method6"] == "tone-1"
     assert len(set(tones.values())) == charts.TONES
+    write_method(tmp_path, "start, again")
+    assert len({*charts.tones(read.read_runs(tmp_path)).values()} - {"tone-0"}) == charts.TONES - 1
+    two = [run for run in read.read_runs(tmp_path) if not run.iterations]
+    assert [*charts.tones(two).values()] == ["tone-1", "tone-2"]
     style = page.templates().get_template("style.css").render()
     names = [f"tone-{i}" for i in range(charts.TONES)] + [f"stage-{i}" for i in range(len(charts.STAGES))]
     assert all(f".{name} {{ --tone:" in style for name in names)
