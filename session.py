@@ -127,8 +127,8 @@ class Run:
         checkpoint.replace((self.out / files.KEPT / f"{done:05d}").resolve(), fill)
 
     def update_sampler(self):
-        """Give the sampler the model's weights, adapters merged. All ranks call it."""
-        parallel.copy_weights(self.model, self.sampler, lora.merged)
+        """Give the sampler the model's weights. All ranks call it."""
+        parallel.copy_weights(self.model, self.sampler)
 
     def spent(self):
         """{stage: seconds} so far, including those before a --resume."""
@@ -317,7 +317,8 @@ def prepare(config, ranks, should_stop, resources):
     if warning := models.context_warning(config, chat):
         parallel.print0(warning, file=sys.stderr)
     dtype = getattr(torch, config.dtype)
-    sampler = parallel.unsharded_copy(model, lambda: decoder.Model(model.config), dtype, config.lora > 0)
+    sampler = parallel.unsharded_copy(
+        model, lambda: models.choose_trained(decoder.Model(model.config), config), dtype)
     if sampler is not model:
         sampler.fuse()
     slots = Slots(sampler, len(games), config.context, chat.stop_ids,

@@ -23,18 +23,19 @@ def state_bytes(parameters, ranks, dtype, trained=None, adapters=False, copies=1
     """Return {name: bytes per rank} of training a model with AdamW in compute dtype `dtype`.
 
     parameters: number of its parameters. ranks: those that share a copy of the weights. trained: number of
-    parameters that are trained (None: all); with `adapters` they are not among `parameters`, and the sampler
-    is a copy with the adapters merged. copies: of the weights, each on ranks of its own. compared: whether
-    the policy's and the judge's gradients are computed separately at times, so that there are two sets.
+    parameters that are trained (None: all); with `adapters` they are not among `parameters`. copies: of the
+    weights, each on ranks of its own. compared: whether the policy's and the judge's gradients are computed
+    separately at times, so that there are two sets.
 
     Where nothing is trained (0), there are no moments and no gradients. Left out: models that are offloaded
     meanwhile (the KL's reference; PPO's critic and its state).
     """
     compute, trained = torch.finfo(dtype).bits // 8, parameters if trained is None else trained
-    samples_itself = ranks * copies == 1 and dtype == torch.float32 and not adapters       # without a copy
-    return {"master weights": 4 * (parameters + adapters * trained) / ranks,
+    samples_itself = ranks * copies == 1 and dtype == torch.float32       # without a copy
+    numbers = parameters + adapters * trained
+    return {"master weights": 4 * numbers / ranks,
             "Adam's moments": 8 * trained / ranks, "gradients": 4 * (1 + compared) * trained / ranks,
-            "sampler": 0 if samples_itself else compute * parameters}
+            "sampler": 0 if samples_itself else compute * numbers}
 
 
 def check_memory(state, parameters, ranks, dtype, device):

@@ -85,14 +85,13 @@ def with_memory(model, device):
     return model
 
 
-def unsharded_copy(model, make, dtype, always=False):
-    """Return an unsharded copy of a sharded model, for generation; an unsharded model is returned itself,
-    unless `always`.
+def unsharded_copy(model, make, dtype):
+    """Return an unsharded copy of a sharded model, for generation; an unsharded model is returned itself.
 
-    The copy is make(), a model of the same shape, in `dtype` on every rank, without FSDP's hooks and at fixed
-    addresses. Its weights are undefined until `copy_weights`.
+    The copy is make(), a model of the same parameters, in `dtype` on every rank, without FSDP's hooks and at
+    fixed addresses. Its weights are undefined until `copy_weights`.
     """
-    if not (always or isinstance(model, FSDPModule)):
+    if not isinstance(model, FSDPModule):
         return model
     with torch.device("meta"):
         copy = make()
@@ -108,17 +107,15 @@ def reshard(model):
 
 
 @torch.no_grad()
-def copy_weights(model, copy, merged=dict.items):
+def copy_weights(model, copy):
     """Copy a model's current weights into its `unsharded_copy`. All ranks call it.
 
-    merged: yields (name, tensor) of the copy's parameters from the model's {name: parameter}, such as
-    lora.merged. Ranks may then call the copy's forward different numbers of times. Costs one all-gather per
-    parameter.
+    Adapters are copied as they are: merged in bf16, most of a small update would be rounded away. Ranks may
+    then call the copy's forward different numbers of times. Costs one all-gather per parameter.
     """
     if copy is not model:
         reshard(model)
-        sources = merged(dict(model.named_parameters()))
-        for target, (_, source) in zip(copy.parameters(), sources, strict=True):
+        for target, source in zip(copy.parameters(), model.parameters(), strict=True):
             target.copy_(full_tensor(source))
 
 

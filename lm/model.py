@@ -358,14 +358,16 @@ class Model(nn.Module):
 
     def fuse(self):
         """Compute q, k and v of a layer as one product, and gate and up, for which their weights are moved in
-        memory: faster for few tokens, and the parameters are the same. Not for a model that is trained, or
-        that is moved or copied afterwards.
+        memory: faster for few tokens, and the parameters are the same. Not those with adapters, nor a model
+        that is trained, or that is moved or copied afterwards.
         """
         assert not any(parameter.requires_grad for parameter in self.parameters()), "it is trained"
         for block in self.model.layers:
             attention, mlp = block.self_attn, block.mlp
-            attention.fused = adjacent([attention.q_proj, attention.k_proj, attention.v_proj])
-            mlp.fused = adjacent([mlp.gate_proj, mlp.up_proj])
+            for part, layers in ((attention, [attention.q_proj, attention.k_proj, attention.v_proj]),
+                                 (mlp, [mlp.gate_proj, mlp.up_proj])):
+                if all(type(layer) is Linear for layer in layers):
+                    part.fused = adjacent(layers)
 
     def recompute_layers(self, enabled):
         """Turn activation checkpointing of every layer on or off (arXiv:1604.06174).

@@ -4,7 +4,7 @@ A random model of SmolLM2-135M's shape takes optimizer steps (update.update) on 
 length of an episode in a small room. All tokens of a sequence are trained, so each passes lm_head; where
 prompts are only read, as in a run, all ways are cheaper. Seconds are CPU seconds of one thread, which
 other processes lengthen less than a clock's; the ways take turns, and a first step of each is not measured.
-Left out: playing, which costs all the same, but for the merge of adapters, which is measured, and for bf16.
+Left out: playing, in which adapters cost some products more, and bf16 a copy.
 
     python -m lab.bench.trained_tokens       # writes lab/results/trained_tokens.json, in some ten minutes
 """
@@ -23,7 +23,6 @@ from infra.progress import progress
 from lab.bench.intervals import interval, markdown, with_half
 from lab.bench.machine import this_cpu
 from lab.bench.study import ROOT, parse_clean
-from lm import lora
 from lm import model as decoder
 from lm.optim import adamw, trained
 from models import choose_trained
@@ -61,17 +60,6 @@ class Way:
         update.update(self.model, self.optimizer, samples, update.Objective(microbatch_tokens=2048), lr=1e-4)
         self.seconds.append(time.process_time() - began)
 
-    def merge_seconds(self):
-        """CPU seconds of giving a sampler the merged weights, once an iteration; None without adapters."""
-        if "--lora" not in self.flags:
-            return None
-        sampler = parallel.unsharded_copy(self.model, lambda: decoder.Model(self.model.config),
-                                          self.model.compute_dtype, always=True)
-        parallel.copy_weights(self.model, sampler, lora.merged)
-        began = time.process_time()
-        parallel.copy_weights(self.model, sampler, lora.merged)
-        return time.process_time() - began
-
 
 def measure(commit, shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REPEATS):
     """The content of OUT: for each way its trained tokens a CPU second, and how many times the whole model's
@@ -84,8 +72,8 @@ def measure(commit, shape=SHAPE, sequences=SEQUENCES, tokens=TOKENS, repeats=REP
     n, full = sequences * (tokens - 1), ways[0].seconds[1:]
     rows = [{"way": way.flags, "trained_parameters": sum(p.numel() for p in trained(way.model)),
              "tokens_per_cpu_s": interval({k: n / s for k, s in enumerate(way.seconds[1:])}),
-             "times_full": interval({k: a / b for k, (a, b) in enumerate(zip(full, way.seconds[1:]))}),
-             "merge_s": way.merge_seconds()} for way in ways]
+             "times_full": interval({k: a / b for k, (a, b) in enumerate(zip(full, way.seconds[1:]))})}
+            for way in ways]
     job.shutdown()
     return {"what": "optimizer steps on this CPU, one thread; CPU seconds",
             "command": "python -m lab.bench.trained_tokens", "commit": commit,
@@ -111,9 +99,6 @@ def main(argv=None):
     files.write_json(OUT, found)
     print("{name} ({capability}, one thread), torch {torch}".format(torch=found["torch"], **found["cpu"]))
     print(table(found))
-    for row in found["rows"]:
-        if row["merge_s"] is not None:
-            print(f"{row['way']}: merging the adapters for an iteration's play: {row['merge_s']:.2f} CPU s")
 
 
 if __name__ == "__main__":

@@ -195,10 +195,10 @@ def test_dagger_resumes_exactly_between_rounds(start, tmp_path, monkeypatch, cho
 
 
 def test_a_finished_run_is_evaluated_again_with_the_same_weights(trained, tmp_path, monkeypatch, start):
-    """Resumed for its evaluation alone, the sampler has the merged weights of the checkpoint, bit for bit."""
+    """Resumed for its evaluation alone, the sampler has the checkpoint's weights once merged, bit for bit."""
     found, score = [], dict.fromkeys(("success", "low", "high", "games", "n"), 0)
     monkeypatch.setattr(gcd, "evaluation", lambda run: run.update_sampler() or found.append(
-        parallel.full_weights(run.sampler)) or {"L0": {"sampled": score}})
+        dict(lora.merged(parallel.full_weights(run.sampler)))) or {"L0": {"sampled": score}})
     assert train(trained, "--model", start, *IMITATE, *LORA, "--kl", "loss", "--keep-checkpoints", 1,
                  "--resume", "--evaluate", "L0") == 0
     expected = weights(trained)
