@@ -589,8 +589,11 @@ def weight_files(folder):
 def load_tokenizer(folder):
     """Load a folder's tokenizer with AutoTokenizer, with the folder's `declared_ends` as an attribute.
 
-    ValueError if it has none, or one that loses text.
+    Texts are split as tokenizer.json says: for some classes, such as GPT2Tokenizer, transformers 5 puts
+    another rule in its place, and SmolLM2's digits would be other tokens than those it was trained on.
+    ValueError if there is no tokenizer, or one that loses text.
     """
+    from tokenizers import Tokenizer
     from transformers import AutoTokenizer  # takes seconds to import; only this function needs it
 
     if not (path := Path(folder) / "tokenizer.json").is_file():
@@ -598,6 +601,8 @@ def load_tokenizer(folder):
     sample = "You see a drawer 1, and\n  a caf\u00e9's mug 12.\n\n> go to drawer 1"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if (rule := Tokenizer.from_file(str(path)).pre_tokenizer) is not None:
+            tokenizer.backend_tokenizer.pre_tokenizer = rule
         back = tokenizer.decode(tokenizer.encode(sample, add_special_tokens=False))
         max(tokenizer.get_vocab().values()), tokenizer.all_special_ids    # raise here if they will later
     except Exception as error:              # the libraries raise a dozen types of errors for a broken file

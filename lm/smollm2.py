@@ -66,6 +66,7 @@ def convert(path, folder):
     one. ValueError for a file that is no GGUF or of another architecture; OSError names the folder.
     """
     import torch
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from infra import checkpoint
@@ -81,6 +82,8 @@ def convert(path, folder):
     except Exception as error:              # the libraries raise many types of errors for a broken file
         raise ValueError(f"{path}: not read: {' '.join(str(error).split())[:200]}") from None
     del theirs.config.quantization_config   # what is saved is not quantized
+    # SmolLM2's rule (tokenizer.ggml.pre is "smollm"), which transformers does not read from the file
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(True), ByteLevel(add_prefix_space=False)])
 
     def fill(new):
         (new / "config.json").write_text(theirs.config.to_json_string(), encoding="utf-8")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import rounding
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -631,6 +631,26 @@ def test_a_tokenizer_that_loses_text_is_refused(tmp_path):
     small_config().save(tmp_path)
     with pytest.raises(ValueError, match="loses text"):
         m.load_tokenizer(tmp_path)
+
+
+def test_text_is_split_as_tokenizer_json_says(tmp_path):
+    """transformers' GPT2Tokenizer has no rule for digits of its own."""
+    byte_level = Tokenizer(models.BPE())
+    byte_level.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    byte_level.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    byte_level.train_from_iterator(["mug 12.\n\n1.  22"] * 9, trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False))
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<end>")
+    settings = json.dumps({"tokenizer_class": "GPT2Tokenizer"} | named)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    small_config().save(tmp_path)
+    for text in ("mug 12.\n\n1.  22", "You see a drawer 1, and\n\n2 mugs."):
+        ids = m.load_tokenizer(tmp_path).encode(text, add_special_tokens=False)
+        assert ids == byte_level.encode(text, add_special_tokens=False).ids
+    assert "\u010a\u010a" in byte_level.encode("mug 12.\n\n1.").tokens
 
 
 def test_a_special_token_without_an_id_is_an_error_of_the_tokenizer(tmp_path):

@@ -130,6 +130,14 @@ def test_logits_and_greedy_text_equal_transformers(folder, theirs):
 
 
 @needs_weights
+def test_digits_are_tokens_of_their_own_as_smollm2_was_trained(folder):
+    """llama.cpp's rule "smollm": digits are split off first."""
+    tokenizer = decoder.load_tokenizer(folder)
+    space, line = "\u0120", "\u010a"
+    assert tokenizer.tokenize("\n\n1. a  12") == [2 * line, "1", ".", space + "a", 2 * space, "1", "2"]
+
+
+@needs_weights
 def test_the_chat_is_its_templates_token_for_token(folder, theirs):
     chat, messages = Chat(decoder.load_tokenizer(folder), "plain"), []
     ids = []
