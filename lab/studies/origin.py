@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from lab.bench.intervals import interval, markdown, mean_known, paired, percent, sign_of, with_half
+from lab.envs import strings
 from lab.envs.strings import AXES, HELD_OUT
 from lab.studies import common, origin_cells, tilting
 from lab.studies.origin_cells import (
@@ -135,6 +136,7 @@ def findings(everything, results):
             "instead": [instead_row(axis, how, of_seed, trained) for (axis, how), of_seed in instead.items()],
             "omitted": [row for rho, of_seed in omitting.items() for row in omitted_rows(
                 rho, of_seed, trained.get(("composition", rho, "rotary"), {}))],
+            "composing": composing_rows(trained, omitting),
             "methods": [row for axis, rho in METHODS_AT
                         for row in method_rows(axis, rho, {s["seed"]: result for s, result in cells if (
                             s["what"], s.get("axis"), s.get("rho")) == ("methods", axis, rho)})],
@@ -235,12 +237,57 @@ def instead_row(axis, how, of_seed, trained):
             "less_GRPO": paired(gain[1], grpo_gain)}
 
 
-def omitted_rows(rho, of_seed, trained):
+def composing():
+    """The places in the composition split of the problems that compose something: the last operation of the
+    others changes nothing, as `reverse` does after `mirror`, whose result is a palindrome.
+    """
+    problems = [task.problem for task in strings.Environment().split_tasks("composition")]
+    return [i for i, problem in enumerate(problems)
+            if len({*strings.solution(problem.text, problem.operations, problem.letters)[-2:]}) == 2]
+
+
+def composing_rows(trained, omitting):
+    """What composition shows on all of its problems and on those alone that compose something: the gain, new
+    solutions by pair of operations, and `omitted_rows`, by rho of the omitted pairs' runs. {} without these.
+    """
+    if not omitting:
+        return {}
+    kept, n = composing(), len(strings.Environment().split_tasks("composition"))
+    found = {"idle": n - len(kept), "problems": n}
+    for name, places in {"all": range(n), "composing": kept}.items():
+        of_rho = {rho: trained.get(("composition", rho, "rotary"), {}) for rho in omitting}
+        found[name] = {
+            "gain": {rho: compared(*({seed: passes([pair[k]["right"]["composition"][i] for i in places], 1)
+                                      for seed, pair in of_seed.items()} for k in (0, 1)))
+                     for rho, of_seed in of_rho.items()},
+            "new": new_by_pair([pair for of_seed in of_rho.values() for pair in of_seed.values()], places),
+            "omitted": [row for rho, of_seed in omitting.items()
+                        for row in omitted_rows(rho, of_seed, of_rho[rho], places)]}
+    return found
+
+
+def new_by_pair(runs, places):
+    """{"base solves others of the pair" or "base solves none of it": [new solutions, problems that the base
+    does not solve]} of (base, result), among these places of the split.
+    """
+    found = {"base solves others of the pair": [0, 0], "base solves none of it": [0, 0]}
+    for base, result in runs:
+        before, after = base["right"]["composition"], result["right"]["composition"]
+        for pair in range(len(HELD_OUT)):
+            here = [i for i in places if i % len(HELD_OUT) == pair]
+            unsolved = [i for i in here if not before[i]]
+            side = [*found][len(unsolved) == len(here)]
+            found[side][0] += sum(after[i] > 0 for i in unsolved)
+            found[side][1] += len(unsolved)
+    return found
+
+
+def omitted_rows(rho, of_seed, trained, places=None):
     """The gains on composition, on the problems of the pair that RL omits and on those of the other five, of
     RL without that pair and with all six, from the same base, and their difference, at k = 1 and 256.
 
-    of_seed: {seed: result} without the pair; trained: {seed: (base, result)} with all. Problem i of the split
-    has pair i, modulo their number.
+    of_seed: {seed: result} without the pair; trained: {seed: (base, result)} with all. places: the problems
+    of the split that count (None: all). Problem i of the split has pair i, modulo their number.
     """
     seeds = [seed for seed in of_seed if seed in trained]
     results = {"base": {seed: trained[seed][0] for seed in seeds}, "five": of_seed,
@@ -251,7 +298,8 @@ def omitted_rows(rho, of_seed, trained):
         for k in (1, EACH):
             base, five, six = ({seed: passes(
                 [n for i, n in enumerate(of[seed]["right"]["composition"])
-                 if (i % len(HELD_OUT) == omitted_pair(seed)) == omitted], k) for seed in seeds}
+                 if (i % len(HELD_OUT) == omitted_pair(seed)) == omitted
+                 and (places is None or i in places)], k) for seed in seeds}
                 for of in results.values())
             curve[k] = {"base": interval(base), "five": paired(five, base), "six": paired(six, base),
                         "five_less_six": paired(five, six)}
@@ -522,6 +570,12 @@ def page(found, command, seeds, there, requested):
     omitted = [[f"{row['rho']:g}", row["problems"],
                 *(points_of(value) for of_k in row["curve"].values() for value in of_k.values())]
                for row in found["omitted"]]
+    composed = [[name, *map(points_of, (of["gain"][rho]["base"], of["gain"][rho]["gain"])),
+                 *(" of ".join(map(str, counts)) for counts in of["new"].values()),
+                 *(points_of(row["curve"][1][how]) for row in of["omitted"]
+                   if (row["rho"], row["problems"]) == (rho, "the omitted pair") for how in ("five", "six"))]
+                for name in ("all", "composing") if found["composing"]
+                for of in [found["composing"][name]] for rho in of["gain"]]
     columns = 1, KS[len(KS) // 2], KS[-1]
     methods = [[f"{row['axis']}, rho {row['rho']:g}", row["how"],
                 *(points_of(row["curve"][k]) for k in columns),
@@ -545,6 +599,10 @@ def page(found, command, seeds, there, requested):
         omitted=markdown(["rho", "problems of", *(
             head for k in (1, EACH) for head in (f"pass@{k} base", "GRPO on five", "on all six",
                                                  "five minus six"))], omitted) if omitted else "Not run.\n",
+        idle="{idle} of its {problems}".format(**found["composing"]) if found["composing"] else "none",
+        composing=markdown(["problems", "base, pass@1", "gain", "new, of pairs that the base solves in part",
+                            "of pairs that it does not solve", "omitted pair, trained on five", "on all six"],
+                           composed) if composed else "Not run.\n",
         methods=markdown(["axis", "from one base", *(f"pass@{k}" for k in columns),
                           "pass@1 minus GRPO's", f"pass@{KS[-1]} minus GRPO's"], methods)
         if methods else "Not run yet.\n",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from infra import files
+from lab.envs import strings
 from lab.envs.strings import AXES
 from lab.studies import common, origin, tilting
 from lab.studies import origin_cells as cells
@@ -226,6 +227,26 @@ def test_a_base_passes_grpo_where_the_interval_of_the_gain_is_below_0():
     one = row([0, 0], [64, 64])
     assert one["crossing"] == 1 and one["passed"] is None
     assert row([48, 48], [47, 47])["passed"] == 1
+
+
+@pytest.mark.fast
+def test_problems_whose_last_operation_changes_nothing_are_known():
+    """All of mirror, reverse: mirror's result is a palindrome."""
+    places = origin.composing()
+    problems = [str(task.problem) for task in strings.Environment().split_tasks("composition")]
+    idle = [problem for i, problem in enumerate(problems) if i not in places]
+    assert {problem for problem in problems if problem.endswith("mirror reverse")} < {*idle}
+    assert {"iiijii double rotate", "bbcgkj rotate swap"} < {*idle} and len(idle) == 12
+
+
+@pytest.mark.fast
+def test_new_solutions_are_counted_by_what_the_base_solves_of_their_pair():
+    """Twelve problems of six pairs: the base solves one of pair 0, none of pair 1 and both of the others."""
+    base, after = [[5, 0] + [9] * 4 + [0, 0] + [9] * 4, [5, 0] + [9] * 4 + [1, 3] + [9] * 4]
+    runs = [tuple({"right": {"composition": right}} for right in (base, after))]
+    some, none = origin.new_by_pair(runs, range(12)).values()
+    assert (some, none) == ([1, 1], [1, 2])
+    assert [*origin.new_by_pair(runs, [1, 2, 6]).values()] == [[0, 0], [1, 2]]
 
 
 @pytest.mark.fast
