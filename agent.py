@@ -130,7 +130,8 @@ class Agent:
                 p_good, p_bad = logits_V.float().softmax(-1)[[good[0], bad[0]]].tolist()
                 readable = p_good + p_bad
             else:
-                streams = [stream(self.config.seed, len(question), i) for i in range(JUDGE_SAMPLES)]
+                own = stream(self.config.seed, *question)
+                streams = [stream(own, i) for i in range(JUDGE_SAMPLES)]
                 (given,) = answer(self.model, [question], [streams], chat.stop_ids,
                                   Sampling(1.0, self.config.judge_response_tokens), JUDGE_SAMPLES)
                 verdicts = judge.read_verdicts(chat, given)
