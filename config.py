@@ -39,7 +39,8 @@ with deferred(*HEAVY):
 
 DAGGER_ROUND = 512   # most episodes that the cold start's expert and learner play with the same weights
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
-CHOSEN_FIRST = ("algo", "env", "preset", "model")       # by flags alone: no plug-in's default can change them
+# Decide other defaults, so by flags alone: no plug-in's default can change them
+CHOSEN_FIRST = ("algo", "env", "preset", "model", "variant", "endpoint")
 QUESTION_TOKENS = 64     # at most, of the judge's question
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
@@ -525,7 +526,8 @@ def values_of(flags, sources, algorithm, environment):
     changes |= inherited(algorithm)
     if preset == "paper":                # its labels are the rule's and DeepSeek-V3's, which is --endpoint's
         labels = "rule+endpoint" if flags.get("endpoint") else "rule+oracle" if environment.oracle else "rule"
-        types = (environment.defaults | flags).get("train_types", Config.train_types)
+        given = dict(inherited(algorithm)) | environment.defaults | flags
+        types = given.get("train_types", Config.train_types)
         changes = PAPER | dict(judge_labels=labels, cold_start_types=types) | changes
     changes |= algorithm.code_defaults if flags.get("variant") == "code" else {}
     changes |= environment.defaults

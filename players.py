@@ -153,8 +153,9 @@ class ServerPlayer(TextPlayer):
 
     A request whose failure may pass is retried, then its episode is left out; after FAILURES_IN_A_ROW of
     these, or at the limit of requests, no further episode begins. A request that is refused for good although
-    the server accepted an earlier one of the same episode has become too long for it: the episode ends there,
-    not won, as one that overflows its context, and `lost` has the server's reason.
+    the server accepted an earlier one of the same episode has become too long for it, or fails its
+    moderation: the episode ends there, not won, as one that overflows its context, and `lost` has the
+    server's reason.
     """
 
     def __init__(self, endpoint, chat, history):

@@ -56,7 +56,7 @@ class Game(Protocol):
     """One playable instance, which plays one task at a time (Gymnasium calls this an environment).
 
     A game that runs in another process has both `send` ("reset" or "step", and its arguments) and `receive`
-    (the Reply), too, so that all games can work before any is waited for; its `reset` and `step` are a send
+    (the Reply), so that all games can work before any is waited for; its `reset` and `step` are a send
     and a receive. Both may raise EpisodeLost. Of a game without them, an attribute `time_limit_s` limits the
     seconds of each call: it is interrupted, as if it had raised EpisodeLost.
     """

@@ -123,12 +123,12 @@ def wrong_declared(environment):
     """What is wrong with the values that an environment declares, and its tools; "" if nothing is."""
     if wrong := wrong_tools(environment.tools(), some="tools" in environment._required):
         return f"tools: {wrong}"
-    settings = [f.name for f in fields(environment.settings)]
+    settings = [f.name for f in fields(environment.settings) if f.type in (str, "str")]
     for name, values, kind, right in (
             ("splits", environment.splits, "a text", lambda value: isinstance(value, str)),
             ("captions", environment.captions.values(), "a text", lambda value: isinstance(value, str)),
             ("labels", environment.labels.values(), "a function of an episode", callable),
-            ("sources", environment.sources, "the name of a setting", settings.__contains__)):
+            ("sources", environment.sources, "the name of a text setting", settings.__contains__)):
         if wrong := [value for value in values if not right(value)]:
             return f"{name} has {wrong[0]!r:.60}; expected {kind}"
     return ""

@@ -104,7 +104,7 @@ class Environment(Base):
         try:
             tasks = self.train_tasks("all", *PRIOR)
         except ValueError as error:
-            raise ValueError(f"{error}; the expert counts over it where things are") from None
+            raise ValueError(f"{error}; the expert's counts of where things are need it") from None
         return expert.Expert(tasks)
 
     def expert(self, games):

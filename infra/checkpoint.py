@@ -350,7 +350,8 @@ def swap(folder, keep=False):
     keep: do not delete the old one.
     """
     new, old = siblings(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    for left in (old, *folder.parent.glob(f"{old.name}-*")):
+        shutil.rmtree(left, ignore_errors=True)
     if old.exists():                               # NFS keeps a file that another process has open
         old.rename(tempfile.mkdtemp(prefix=f"{old.name}-", dir=folder.parent))
     if folder.exists():

@@ -158,8 +158,8 @@ class Endpoint:
         """Return the answers in the order of the questions; None for a question without an answer.
 
         questions: texts, or lists of messages {"role": ..., "content": ...}. Equal questions are asked once.
-        ValueError if the server refuses the key or the model, or redirects to another server, because every
-        other question would fail too.
+        ValueError if the server refuses the key or, before its first answer, the model, or redirects to
+        another server, because every other question would fail too.
         """
         conversations = [self.messages(question) for question in questions]
         keys = [self.cache_key(messages) for messages in conversations]

@@ -358,8 +358,8 @@ class Model(nn.Module):
 
     def fuse(self):
         """Compute q, k and v of a layer as one product, and gate and up, for which their weights are moved in
-        memory: faster for few tokens, and the parameters are the same. Not those with adapters, nor a model
-        that is trained, or that is moved or copied afterwards.
+        memory: faster for few tokens, and the parameters are the same. Layers with adapters are left out. Not
+        for a model that is trained, or that is moved or copied afterwards.
         """
         assert not any(parameter.requires_grad for parameter in self.parameters()), "it is trained"
         for block in self.model.layers:
@@ -589,8 +589,8 @@ def weight_files(folder):
 def load_tokenizer(folder):
     """Load a folder's tokenizer with AutoTokenizer, with the folder's `declared_ends` as an attribute.
 
-    Texts are split as tokenizer.json says: for some classes, such as GPT2Tokenizer, transformers 5 puts
-    another rule in its place, and SmolLM2's digits would be other tokens than those it was trained on.
+    Texts are split as tokenizer.json says, if it does: for some classes, such as GPT2Tokenizer, transformers
+    5 puts another rule in its place, and SmolLM2's digits would be other tokens than those it was trained on.
     ValueError if there is no tokenizer, or one that loses text.
     """
     from tokenizers import Tokenizer

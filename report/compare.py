@@ -28,6 +28,7 @@ SAME = ("world", "protocol", "max_turns")                # of two evaluations th
 NAMED = ("games", "seed", "temperature", "instruction", "commit")
 CONDITIONS = ("admissible_only", "history", "context", "max_response_tokens", "on_truncation", "dtype",
               "settings", "plugins")
+OF_MODELS = ("admissible_only", "context", "dtype", "on_truncation")     # not read by scripts and servers
 COLUMN = 48                                              # characters, at least, of a transcript
 Z = statistics.NormalDist().inv_cdf(0.975)
 
@@ -251,7 +252,9 @@ def share(entry):
 def named_differences(a, b):
     """Differences that do not forbid a comparison, as clauses: who plays, with which prompt and seed."""
     found = [f"A: {a.name} ({a.path})", f"B: {b.name} ({b.path})"]
-    both = [key for key in CONDITIONS if key in a.facts and key in b.facts]
+    read_by_all = {(one.facts.get("player") or {}).get("kind", "model") for one in (a, b)} == {"model"}
+    both = [key for key in CONDITIONS if key in a.facts and key in b.facts
+            and (read_by_all or key not in OF_MODELS)]
     facts = [(key, a.facts.get(key), b.facts.get(key)) for key in (*NAMED, *both)]
     ours, theirs = (one.facts.get("prompt") or {} for one in (a, b))
     facts += [(f"prompt {key}", ours.get(key), theirs.get(key)) for key in ("style", "admissible")]

@@ -173,8 +173,10 @@ def run(name, settings, runs):
     """Run a cell from its cold start, which must exist; returns what is measured during the run."""
     cold, out = cold_folder(settings, runs) / files.CHECKPOINT, runs / name
     shutil.rmtree(out, ignore_errors=True)
-    kl = ["--kl", "loss", "--kl-coef", settings["kl"]] if settings["kl"] else []
-    flags = [*COMMON, "--seed", settings["seed"], *kl, *flags_of(settings["arm"]), "--model", cold,
+    own = flags_of(settings["arm"])
+    coefficient = [] if "--kl-coef" in own else ["--kl-coef", settings["kl"]]
+    kl = ["--kl", "loss", *coefficient] if settings["kl"] else []
+    flags = [*COMMON, "--seed", settings["seed"], *kl, *own, "--model", cold,
              "--demonstrations", 0, "--iterations", settings["iterations"],
              "--keep-checkpoints", settings["iterations"] // POINTS, "--checkpoint-every", 10**6]
     with ExitStack() as changes:
@@ -674,7 +676,7 @@ def lags_text(values, never):
     return f"{known} (n {len(values)}; {never} never had a right judge)"
 
 
-def figures_of(table, fresh, found):
+def figures_of(table, found):
     """What was found on the paper's claim, for the gallery. found: of `findings`."""
     def both(questions, arm, embeddings="tied", timing=""):
         return " and ".join(removed_in(table, questions, arm, kl, embeddings, timing=timing)
@@ -800,7 +802,7 @@ def main(argv=None):
     text = page(tables, found, " ".join(command), there, options.iterations)
     rows = [{"name": name} | arm_row(of_seed) for name, of_seed in table.items()]
     common.publish(options.out, "cures", command, there, {"rows": rows} | found,
-                   figures_of(table, fresh, found), text)
+                   figures_of(table, found), text)
     print(text)
     return 0
 

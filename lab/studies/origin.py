@@ -287,9 +287,11 @@ def omitted_rows(rho, of_seed, trained, places=None):
     RL without that pair and with all six, from the same base, and their difference, at k = 1 and 256.
 
     of_seed: {seed: result} without the pair; trained: {seed: (base, result)} with all. places: the problems
-    of the split that count (None: all). Problem i of the split has pair i, modulo their number.
+    of the split that count (None: all); a seed whose pair has none of them is left out. Problem i of the
+    split has pair i, modulo their number.
     """
-    seeds = [seed for seed in of_seed if seed in trained]
+    seeds = [seed for seed in of_seed if seed in trained and (
+        places is None or any(i % len(HELD_OUT) == omitted_pair(seed) for i in places))]
     results = {"base": {seed: trained[seed][0] for seed in seeds}, "five": of_seed,
                "six": {seed: trained[seed][1] for seed in seeds}}
 

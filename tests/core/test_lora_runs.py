@@ -118,7 +118,7 @@ def test_only_the_last_layer_is_trained(start, tmp_path, flags):
 
 
 def test_adapters_train_in_bf16(start, tmp_path):
-    """With fp32 masters under FSDP; the sampler has the merged weights in bf16."""
+    """With fp32 masters under FSDP; the sampler has weights and adapters in bf16."""
     assert train(tmp_path, *start_from(start), *LORA, "--dtype", "bfloat16", "--lr", 1e-2) == 0
     assert {tensor.dtype for tensor in unmerged(tmp_path).values()} == {torch.float32}
     assert all(row["policy/logprob_gap_max_nats"] < 0.2 for row in rows(tmp_path))

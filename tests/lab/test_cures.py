@@ -48,6 +48,9 @@ def test_the_arms_are_those_of_the_design():
     assert "--judge-weight" not in weights["GRPO"] and weights["+GCD, weight .1"][-1] == "0.1"
     assert all(flags.count("--judge-weight") == (not arm.startswith("GRPO"))
                for arm, flags in weights.items())
+    thrice = "GRPO, labels as reward, thrice the KL"
+    assert [arm for arm, flags in weights.items() if "--kl-coef" in flags] == [thrice]
+    assert weights[thrice][-2:] == ("--kl-coef", "0.03")
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 

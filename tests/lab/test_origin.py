@@ -261,6 +261,8 @@ def test_a_gain_on_the_omitted_pair_is_apart_from_that_on_the_others():
     means = [[row[which]["mean"] for which in row] for row in (omitted, others)]
     assert means == [[0.25, 0.25, 0.75, -0.5], [0, 1, 0.75, 0.25]]
     assert omitted["five"]["seeds"] == {1: 0.25, 8: 0.25}
+    one, _ = (row["curve"][1] for row in origin.omitted_rows(0, five, trained, [0, 1, 3, 7]))
+    assert one["five"]["seeds"] == {1: 0.25}                     # no problem of seed 8's pair is counted
 
 
 @pytest.mark.fast

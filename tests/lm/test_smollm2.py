@@ -181,8 +181,10 @@ def test_the_name_stands_for_the_folder_which_is_made_once(monkeypatch, tmp_path
     assert smollm2.named("smollm2") == str(smollm2.FOLDER) and calls == [smollm2.FOLDER]
     assert "Apache-2.0" in capsys.readouterr().err
     smollm2.FOLDER.mkdir(parents=True)
-    (smollm2.FOLDER / "config.json").touch()
+    (smollm2.FOLDER / "README.md").write_text(smollm2.RULE)
     assert smollm2.named("smollm2") == str(smollm2.FOLDER) and len(calls) == 1
+    (smollm2.FOLDER / "README.md").write_text("made with another rule")
+    assert smollm2.named("smollm2") == str(smollm2.FOLDER) and len(calls) == 2
     (tmp_path / "smollm2").mkdir()
     assert smollm2.named("smollm2") == "smollm2" and smollm2.named("other") == "other"
 
