@@ -111,8 +111,8 @@ def variants():
     """Arms of the decisive seeds alone: GCD at its default weight, after coins and after judge questions;
     after coins, also coin tosses for labels at that weight, a judge that is asked for the sign, whatever the
     command was, and GRPO that is rewarded for what GCD's judge is taught: beside the same KL, and beside
-    thrice that, since this reward makes the right command in P worth thrice as much (1.5 where it was .5); and
-    GRPO beside thrice the KL alone.
+    thrice that, since this reward makes the right command in P worth thrice as much (1.5 where it was .5);
+    and GRPO beside thrice the KL alone.
     """
     return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
         ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"),

@@ -29,8 +29,8 @@ def result(*q_N, auc=(), probe=(0.5, 1.0)):
 @pytest.mark.fast
 def test_the_arms_are_those_of_the_design():
     """GRPO after five kinds of questions, two more arms after coins, and the recipe, each with and without a
-    KL, tied and untied; nine of the last seeds and fourteen of the decisive ones alone; six of timing, and four
-    that are asked before the command."""
+    KL, tied and untied; nine of the last seeds and fourteen of the decisive ones alone; six of timing, and
+    four that are asked before the command."""
     names = [cures.name_of(arm) for arm in cures.arms()]
     assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 14 + 6 + 4
     assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
