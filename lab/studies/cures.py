@@ -64,6 +64,8 @@ ARMS = {"GRPO": ("--no-gcd",),
         "GRPO, labels as reward": ("--no-gcd", "--label-reward", "1"),
         "GRPO, labels as reward, thrice the KL": ("--no-gcd", "--label-reward", "1", "--kl-coef", "0.03"),
         "GRPO, thrice the KL": ("--no-gcd", "--kl-coef", "0.03"),
+        "+GCD, weight .1, thrice the KL": ("--judge-labels", "oracle", "--judge-weight", "0.1",
+                                           "--kl-coef", "0.03"),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
         "+GCD, coins, weight .1": ("--judge-labels", "coins", "--judge-weight", "0.1"),
         "+sign": ("--judge-labels", "signs"),
@@ -112,12 +114,13 @@ def variants():
     after coins, also coin tosses for labels at that weight, a judge that is asked for the sign, whatever the
     command was, and GRPO that is rewarded for what GCD's judge is taught: beside the same KL, and beside
     thrice that, since this reward makes the right command in P worth thrice as much (1.5 where it was .5);
-    and GRPO beside thrice the KL alone.
+    and GRPO, and GCD at its default weight, beside thrice the KL alone.
     """
     return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
         ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"),
         ("coins", "GRPO, labels as reward"), ("coins", "+GCD, coins, weight .1"),
-        ("coins", "GRPO, labels as reward, thrice the KL"), ("coins", "GRPO, thrice the KL"))
+        ("coins", "GRPO, labels as reward, thrice the KL"), ("coins", "GRPO, thrice the KL"),
+        ("coins", "+GCD, weight .1, thrice the KL"))
         for embeddings in EMBEDDINGS]
 
 
@@ -454,7 +457,8 @@ def decided(own, decisive):
         ("GRPO, labels as reward, thrice the KL", "GRPO, labels as reward"),
         ("+GCD, weight .1", "GRPO, labels as reward, thrice the KL"), ("GRPO, thrice the KL", "GRPO"),
         ("GRPO, labels as reward, thrice the KL", "GRPO, thrice the KL"),
-        ("+GCD, weight .1", "GRPO, thrice the KL"))}
+        ("+GCD, weight .1", "GRPO, thrice the KL"),
+        ("+GCD, weight .1, thrice the KL", "GRPO, thrice the KL"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
     where["judge questions before RL alone, less neither"] = "GRPO", "GRPO", {
         "questions": "judge", "other_questions": "coins"}
