@@ -693,6 +693,8 @@ def figures_of(table, found):
     below, above = found["removed by leak"].values()
     lead = {other: pooled_text(found["decided"][f"+GCD less {other}"]["decisive"])
             for other in ("GRPO", "+GCD, coins")}
+    heavier, added = (pooled_text(found["decided"][name]["decisive"]) for name in (
+        "GRPO, thrice the KL less GRPO", "+GCD, weight .1, thrice the KL less GRPO, thrice the KL"))
     foretelling = {name: of[ALIVE[0]] for name, of in found["foretold"].items()}
 
     def of_all(measure):
@@ -720,7 +722,8 @@ def figures_of(table, found):
                       f"{both('coins', '+GCD', timing='held')}, at the same constant rate without holding "
                       f"{both('coins', '+GCD', timing='constant rate')}. In {MOST - DECISIVE} "
                       "further seeds, with a KL and both kinds of embeddings, GCD's q_N less GRPO's "
-                      f"{lead['GRPO']}, less that with coin tosses {lead['+GCD, coins']}.",
+                      f"{lead['GRPO']}, less that with coin tosses {lead['+GCD, coins']}. But GRPO with a KL "
+                      f"of .03, without a judge, less GRPO {heavier}; GCD at .1 adds to that {added}.",
              "agrees": verdict(table, found["decided"])},
             {"paper": "Section 4 (why it works)", "picture": "cures.svg",
              "claim": "The flawed action disappears because a push on the right one no longer reaches it.",
