@@ -252,7 +252,9 @@ def composing_rows(trained, omitting):
     """
     if not omitting:
         return {}
-    kept, n = composing(), len(strings.Environment().split_tasks("composition"))
+    n = min(len(result["right"]["composition"]) for of_seed in omitting.values()
+            for result in of_seed.values())                                    # a small study has fewer
+    kept = [i for i in composing() if i < n]
     found = {"idle": n - len(kept), "problems": n}
     for name, places in {"all": range(n), "composing": kept}.items():
         of_rho = {rho: trained.get(("composition", rho, "rotary"), {}) for rho in omitting}

@@ -24,7 +24,7 @@ import judge
 import rollout
 import session
 import update
-from envs import Reply, Task
+from envs import Reply, Task, household
 from infra import files, parallel
 from lm.engine import Response
 from rollout import Conversation, Episode, Turn
@@ -495,7 +495,9 @@ def evaluation_run(tmp_path, rank, world_size, corrected, plays):
         return [Episode(spec.task, spec.group, index=spec.index, turns=[turn]) for spec in specs]
 
     config = SimpleNamespace(protocol="eight", correction_at_evaluation=corrected, splits=["L0"], seed=0,
-                             evaluation_turns=7, evaluate_tasks=0)
+                             evaluation_turns=7, evaluate_tasks=0, algo="grpo", env="household",
+                             environment=household.Environment(), max_response_tokens=8, history=0,
+                             admissible_only=False, context=64, dtype="float32", on_truncation="fail")
     return SimpleNamespace(config=config, ranks=SimpleNamespace(rank=rank, world_size=world_size), play=play,
                            instruction="Look first.", update_sampler=lambda: None,
                            sampling=lambda temperature: temperature, stop_if_asked=lambda state: None,

@@ -161,7 +161,7 @@ def test_of_several_that_start_together_one_converts(monkeypatch, tmp_path):
         calls.append(folder)
         time.sleep(0.2)
         folder.mkdir()
-        (folder / "config.json").touch()
+        (folder / "README.md").write_text(smollm2.RULE)
 
     monkeypatch.setattr(smollm2, "convert", convert)
     threads = [threading.Thread(target=smollm2.named, args=("smollm2",)) for _ in range(4)]
