@@ -350,10 +350,11 @@ def swap(folder, keep=False):
     keep: do not delete the old one.
     """
     new, old = siblings(folder)
-    for left in (old, *folder.parent.glob(f"{old.name}-*")):
+    left_behind = f"{old.name}.left-"              # no name of a run that was set aside, as old-1 would be
+    for left in (old, *folder.parent.glob(f"{left_behind}*")):
         shutil.rmtree(left, ignore_errors=True)
     if old.exists():                               # NFS keeps a file that another process has open
-        old.rename(tempfile.mkdtemp(prefix=f"{old.name}-", dir=folder.parent))
+        old.rename(tempfile.mkdtemp(prefix=left_behind, dir=folder.parent))
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
