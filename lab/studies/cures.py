@@ -66,6 +66,9 @@ ARMS = {"GRPO": ("--no-gcd",),
         "GRPO, thrice the KL": ("--no-gcd", "--kl-coef", "0.03"),
         "+GCD, weight .1, thrice the KL": ("--judge-labels", "oracle", "--judge-weight", "0.1",
                                            "--kl-coef", "0.03"),
+        "+GCD, coins, weight .1, thrice the KL": ("--judge-labels", "coins", "--judge-weight", "0.1",
+                                                  "--kl-coef", "0.03"),
+        "GRPO, ten times the KL": ("--no-gcd", "--kl-coef", "0.1"),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
         "+GCD, coins, weight .1": ("--judge-labels", "coins", "--judge-weight", "0.1"),
         "+sign": ("--judge-labels", "signs"),
@@ -114,13 +117,15 @@ def variants():
     after coins, also coin tosses for labels at that weight, a judge that is asked for the sign, whatever the
     command was, and GRPO that is rewarded for what GCD's judge is taught: beside the same KL, and beside
     thrice that, since this reward makes the right command in P worth thrice as much (1.5 where it was .5);
-    and GRPO, and GCD at its default weight, beside thrice the KL alone.
+    GRPO, and GCD at its default weight, with right labels and with coin tosses, beside thrice the KL; GRPO
+    beside ten times the KL; and, after judge questions, GRPO beside thrice the KL.
     """
     return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
         ("coins", "+GCD, weight .1"), ("coins", "+sign"), ("judge", "+GCD, weight .1"),
         ("coins", "GRPO, labels as reward"), ("coins", "+GCD, coins, weight .1"),
         ("coins", "GRPO, labels as reward, thrice the KL"), ("coins", "GRPO, thrice the KL"),
-        ("coins", "+GCD, weight .1, thrice the KL"))
+        ("coins", "+GCD, weight .1, thrice the KL"), ("coins", "+GCD, coins, weight .1, thrice the KL"),
+        ("judge", "GRPO, thrice the KL"), ("coins", "GRPO, ten times the KL"))
         for embeddings in EMBEDDINGS]
 
 
@@ -458,10 +463,15 @@ def decided(own, decisive):
         ("+GCD, weight .1", "GRPO, labels as reward, thrice the KL"), ("GRPO, thrice the KL", "GRPO"),
         ("GRPO, labels as reward, thrice the KL", "GRPO, thrice the KL"),
         ("+GCD, weight .1", "GRPO, thrice the KL"),
-        ("+GCD, weight .1, thrice the KL", "GRPO, thrice the KL"))}
+        ("+GCD, weight .1, thrice the KL", "GRPO, thrice the KL"),
+        ("+GCD, coins, weight .1, thrice the KL", "GRPO, thrice the KL"),
+        ("+GCD, weight .1, thrice the KL", "+GCD, coins, weight .1, thrice the KL"),
+        ("GRPO, ten times the KL", "GRPO, thrice the KL"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
     where["judge questions before RL alone, less neither"] = "GRPO", "GRPO", {
         "questions": "judge", "other_questions": "coins"}
+    where["GRPO, thrice the KL less GRPO, after judge questions"] = "GRPO, thrice the KL", "GRPO", {
+        "questions": "judge"}
     for arm in ("+GCD", "+GCD, weight .1"):
         where[f"{arm} less GRPO, after judge questions"] = arm, "GRPO", {"questions": "judge"}
         where[f"both halves, {arm}, less neither"] = arm, "GRPO", {
@@ -472,7 +482,8 @@ def decided(own, decisive):
 
 def of_decisive(decisive):
     """{"ARM after QUESTIONS": {"removed", "n": runs, "lowered": of them, ending below START, "q_N": mean
-    final}} of the decisive seeds, with a KL, at the decayed rate, over both kinds of embeddings.
+    final, "q_P": likewise}} of the decisive seeds, with a KL, at the decayed rate, over both kinds of
+    embeddings.
     """
     found = {}
     for arm in arms():
@@ -481,7 +492,9 @@ def of_decisive(decisive):
                 decisive.get(name_of(arm), {}).values())
     return {name: {"removed": sum(map(removed, of_arm)), "n": len(of_arm),
                    "lowered": sum(final(result) < START for result in of_arm),
-                   "q_N": statistics.fmean(map(final, of_arm))} for name, of_arm in found.items() if of_arm}
+                   "q_N": statistics.fmean(map(final, of_arm)),
+                   "q_P": statistics.fmean(result["path"][-1]["q_P"] for result in of_arm)}
+            for name, of_arm in found.items() if of_arm}
 
 
 def of_confirming(fresh):

@@ -32,25 +32,26 @@ def test_the_arms_are_those_of_the_design():
     KL, tied and untied; nine of the last seeds and sixteen of the decisive ones alone; six of timing, and
     four that are asked before the command."""
     names = [cures.name_of(arm) for arm in cures.arms()]
-    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 16 + 6 + 4
+    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 22 + 6 + 4
     assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
     assert len(cures.OWN) == 12 and set(cures.OWN) < set(names)
     few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
-    assert len(few) == 3 * (len(names) - 9 - 16) and len(more) == len(few) + 2
+    assert len(few) == 3 * (len(names) - 9 - 22) and len(more) == len(few) + 2
     new = cures.cells_of(range(cures.NEW, cures.NEW + 2), 24, {names[0]})
     assert len(new) == 2 * len(cures.NEW_ARMS) == 16
     assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
     last = cures.cells_of(range(cures.OWN_LUCK, cures.OWN_LUCK + 2), 24)
     assert len(last) == 2 * len(cures.LAST_ARMS) == 42
     decisive = cures.cells_of(range(cures.DECISIVE, cures.DECISIVE + 2), 24)
-    assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 56 and set(cures.DECISIVE_ARMS) < set(names)
+    assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 68 and set(cures.DECISIVE_ARMS) < set(names)
     weights = {arm: cures.flags_of(arm) for arm in cures.ARMS}
     assert "--judge-weight" not in weights["GRPO"] and weights["+GCD, weight .1"][-1] == "0.1"
     assert all(flags.count("--judge-weight") == (not arm.startswith("GRPO"))
                for arm, flags in weights.items())
     thrice = {arm: flags[-2:] for arm, flags in weights.items() if "thrice the KL" in arm}
-    assert len(thrice) == 3 and {*thrice.values()} == {("--kl-coef", "0.03")}
-    assert thrice.keys() == {arm for arm, flags in weights.items() if "--kl-coef" in flags}
+    assert len(thrice) == 4 and {*thrice.values()} == {("--kl-coef", "0.03")}
+    assert thrice.keys() | {"GRPO, ten times the KL"} == {
+        arm for arm, flags in weights.items() if "--kl-coef" in flags}
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 
@@ -192,7 +193,8 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     assert (sign["n"], sign["mean"]) == (4, 0)
     assert found["+GCD less GRPO, constant rate, tied"]["decisive"]["n"] == 2
     counts = cures.of_decisive(decisive)
-    assert counts["+GCD after coins"] == {"removed": 4, "lowered": 4, "n": 4, "q_N": pytest.approx(0.2)}
+    assert counts["+GCD after coins"] == {"removed": 4, "lowered": 4, "n": 4, "q_N": pytest.approx(0.2),
+                                          "q_P": pytest.approx(0.9)}
     assert counts["GRPO after coins"]["lowered"] == 0
     assert counts["GRPO after judge"]["removed"] == 0 and "GRPO after none" not in counts
     both = cures.decided({}, {name: {seed: result(0.3, 0.1 if "judge" in name else 0.8) for seed in (30, 31)}
