@@ -36,6 +36,27 @@ def test_a_wrong_number_is_corrected(page):
             assert readme.filled(text.replace(table, wrong)) == text, name
 
 
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*?)\s*$", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "lab" / "predictions.md"],
+                         ids=lambda page: page.name)
+def test_a_page_has_links_that_lead_somewhere_and_whole_code_blocks(page):
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^ *```.*$|```$", text, re.MULTILINE)
+    assert all(re.fullmatch(r" *```\w*", fence) for fence in fences) and len(fences) % 2 == 0
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" not in link:
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
 # A hand-made result with two splits
 
 def value(mean, half=None, seeds=2, at_04=None, **more):
