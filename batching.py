@@ -27,6 +27,7 @@ class Sample:
     logprob_old: list[float] | None       # nats, 0 where not sampled; None: on-policy (ratio 1)
     episode: int                          # samples of one number share a minibatch and a rank: the episode's
                                           # index or, of judge demonstrations and value-head samples, a pair's
+                                          # (whose two, in RL, may be on two ranks)
     kind: str = "policy"                  # or "judge", which has its own denominator and weight
     count: int = 1                        # multiplicity: equal judge answers are stored once
     logprob_ref: list[float] | None = None
@@ -86,8 +87,8 @@ def common_prefix_len(a, b):
 def microbatches(samples, max_tokens):
     """Split samples, sorted by their ids, into lists of at most max_tokens tokens.
 
-    A prefix that samples of a list have in common counts once (`PrefixTree`), though each part of the tree
-    gets a copy of its prefix's keys. Dynamic programming finds the cuts of least cost: tokens, and
+    A prefix that samples of a list have in common counts once (`PrefixTree`); the copies of its keys that
+    attention makes are not counted. Dynamic programming finds the cuts of least cost: tokens, and
     max_tokens // 16 for each list. A sample longer than max_tokens raises it to its length.
     """
     samples = sorted(samples, key=lambda sample: sample.ids)

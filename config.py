@@ -179,7 +179,7 @@ class Config:
     checkpoint_activations: str = setting("auto", "compute layers again in backward: a third more time, a "
                                           "fraction of the memory; auto: on CUDA, unless the model is small",
                                           ("auto", "on", "off"), needs=NEEDS_WRITER, rare=True)
-    gcd: bool = setting(True, "train the judge together with the policy", section="GCD")
+    gcd: bool = setting(True, "train the judge in RL, together with the policy", section="GCD")
     judge_kind: str = setting("generative", "verdicts in words, or by a value head (BCE)",
                               ("generative", "value"))
     judge_labels: str = setting("dense", f"good and bad turns: {', '.join(LABELS)}, or the environment's")

@@ -1,7 +1,7 @@
 """Train a language-model agent in a text environment: cold start, RL with a self-judge (GCD), evaluation.
 
     python gcd.py                                   # everything: small model, generated rooms
-    python gcd.py --algo gigpo --no-gcd             # another algorithm, without the judge
+    python gcd.py --algo gigpo --no-gcd --out runs/gigpo    # another algorithm, without the judge in RL
     torchrun --nproc-per-node gpu gcd.py --model DIR     # a Qwen2, 2.5, 3 or Llama folder on all GPUs
     python gcd.py --help all                        # every flag, with its meaning and unit
 
@@ -63,7 +63,8 @@ DETAIL_EVERY = 5      # iterations between storing a group's episodes, and betwe
 def iteration(run, i, reference):
     """One iteration of RL: play, judge, assign credit, update. Returns its metrics.
 
-    reference: the model that the KL compares with, or None.
+    run: a session.Run, with the settings, the model and its sampler, the games and --out. reference: the
+    model that the KL compares with, or None.
     """
     config, seconds = run.config, {}
     with timed(seconds, "time/rollout_s"):
@@ -97,8 +98,8 @@ def collect(run, i):
         episodes = played = run.play(episode_specs(run, i), run.sampling(), f"iteration {i}")
     run.stop_if_asked({"iteration": i})          # then some are missing; --resume repeats the iteration
     first = run.ranks.rank * (run.config.tasks // run.ranks.world_size) * run.config.group_size
-    for k, episode in enumerate(episodes, first):
-        episode.index = k
+    for k, episode in enumerate(episodes, first):    # only now, since a refill drops some
+        episode.index = k              # over all ranks; decides its minibatch, and which turns are judged
     return episodes, played
 
 
@@ -153,7 +154,7 @@ def judge_turns(run, i, episodes):
         judge.value_verdicts(judged, update.value_head_probabilities(run.model, samples, run.objective))
     else:
         ask(run, judged, seed)
-        taught = judged
+        taught = judged          # without gradient, too: the judge weighs less as more questions are settled
         if config.judge_redraw:
             judged = redraw(run, episodes, candidates, chosen, judged, seed)
             taught = [question for question in judged if question.has_gradient]
@@ -218,7 +219,8 @@ def informative(run, episodes):
     """The episodes without the groups in which every advantage is 0; with --dynamic-sampling keep, a KL or an
     entropy bonus all of them.
 
-    Those groups have no gradient; without them they do not count in the loss's divisor either.
+    Those groups have no gradient; left out, their tokens are not in the loss's divisor, so that the other
+    groups weigh more (as in DAPO).
     """
     config = run.config
     if config.dynamic_sampling == "keep" or config.kl != "none" or config.entropy_coef:

@@ -2,8 +2,8 @@
 
 The prompt of a question is the episode up to and including the judged response, without what followed, and
 the question whether that was a good action. The actor answers several times; an answer's advantage is its
-reward minus the mean over that question's answers. arXiv:2509.23870 §4.1, Eq. 3. The formula and the
-prompts (pictures) were not read, and lambda and the number of judged turns are not published: all are ours.
+reward minus the mean over that question's answers. arXiv:2509.23870 §4.1, whose Eq. 3 and prompts are
+pictures that were not read, and which gives neither lambda nor the number of judged turns: all are ours.
 Left out: a small model's reasoning before its one-word verdict.
 """
 

@@ -16,7 +16,7 @@ def group_relative_advantage(reward_E, group_E, normalize_std=False, correction=
         A_i = (R_i - mean_g R) / (std_g R + 1e-6)         GRPO, arXiv:2402.03300 §4.1.2
         A_i =  R_i - mean_g R                             normalize_std=False: Dr. GRPO, arXiv:2503.20783
 
-    reward_E: float. group_E: int, the task that the episode played. correction: of the std; 0 (over the
+    reward_E: float. group_E: int, the episode's group, those of one task. correction: of the std; 0 (over the
     population) is used for episodes; 1 (unbiased) for turns, as in verl-agent. A group of equal rewards gets
     exactly 0: the division would amplify the mean's rounding (eleven float32 rewards of 0.7 gave 0.107).
     """

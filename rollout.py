@@ -1,8 +1,8 @@
 """Playing episodes: what is recorded of them, and many conversations at once in one batch.
 
-`Turn` and `Episode` hold all facts about an episode; algorithms write advantages and judges write labels
-there. `Conversation` is an episode in progress; `play` plays many. Left out: text to tokens (lm/chat.py),
-sampling of tokens (lm/engine.py).
+`Turn` and `Episode` hold all facts about an episode; algorithms write advantages there, labels.py labels
+and judge.py verdicts. `Conversation` is an episode in progress; `play` plays many. Left out: text to tokens
+(lm/chat.py), sampling of tokens (lm/engine.py).
 """
 
 import math
@@ -30,7 +30,8 @@ class Turn:
     observation: str              # the environment's last text before the response
     prompt_ids: list[int]
     response_ids: list[int]       # as sampled, stop token included
-    logprob_old: list[float]      # nats, one per response token, at the sampling temperature
+    logprob_old: list[float]      # nats, one per response token, at the sampling temperature; empty where the
+                                  # expert gave the response
     response: str
     action: str | None            # the command parsed from the response; None: malformed
     valid: bool                   # whether the command was admissible or, if the game tells, accepted
@@ -98,7 +99,7 @@ class EpisodeSpec:
 
     task: Task
     group: int
-    stream: int
+    stream: int                   # of infra.streams.stream
     index: int = 0
     instruction: str = ""         # precedes the first observation (prompt-based correction)
 
@@ -368,7 +369,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     def place(row, conversation):
         """Put a new conversation into a row, whose cached tokens are dropped; returns it."""
         conversation.row, slots.cached[row] = row, []
-        live[row:row + 1] = [conversation]                   # in the last one's place, or a row more
+        live[row:row + 1] = [conversation]                   # in place of the row's old one, or appended
         return conversation
 
     def follow(conversation, outcome):

@@ -1,12 +1,13 @@
 """One optimizer step on samples of the policy and the judge. It knows no algorithm, only advantages and the
 loss that it is given.
 
-    L = sum_policy / N_policy + lambda * sum_judge / N_judge              GCD, arXiv:2509.23870 Eq. 3
+    L = sum_policy / N_policy + lambda * sum_judge / N_judge        GCD, after arXiv:2509.23870 Eq. 3
 
-Both counts are taken over all ranks, so that microbatches and ranks change only the time it takes. A
-cold-start demonstration is a sample with advantage 1 and no old logprob: its gradient is that of
-cross-entropy. Read `update`, then `token_loss`. Left out: gradient accumulation over steps. Shapes: B
-samples, of a step or a microbatch, M tokens of a microbatch, N sampled tokens.
+The equation is a picture that was not read: lambda and the two divisors are ours. Both counts are taken over
+all ranks, so that microbatches and ranks change only the time it takes. A cold-start demonstration is a
+sample with advantage 1 and no old logprob: its gradient is that of cross-entropy. Read `update`, then
+`token_loss`. Left out: gradient accumulation over steps. Shapes: B samples, of a step or a microbatch, M
+tokens of a microbatch, N sampled tokens.
 """
 
 import itertools
@@ -79,7 +80,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
     # with `compare` a gradient of each kind, not weighted yet; else one of all, under the policy's name
-    grads, wanted = {}, {kind: [kind] for kind in parts} if compare else {"policy": [*parts]}
+    wanted = {kind: [kind] for kind in parts} if compare else {"policy": [*parts]}
+    grads = {}
     for name, kinds in wanted.items():
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
         if in_tokens := [kind for kind in kinds if not objective.by_head(kind)]:

@@ -46,4 +46,4 @@ class Method(algorithms.Method):
         settings, (reward, group, turns) = self.settings, rewards.grouped_rewards(episodes, self.settings)
         advantage = losses.group_relative_advantage(reward, group, settings.normalize_std,
                                                     correction=int(settings.variant == "code"))
-        return advantage.repeat_interleave(turns)            # an episode's, to each of its turns
+        return advantage.repeat_interleave(turns)            # an episode's, to each turn; a turn's once

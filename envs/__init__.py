@@ -30,9 +30,9 @@ class Reply(NamedTuple):
     """What a game answers to `reset` and to each command; _checks.py tests it."""
 
     observation: str
-    admissible: list[str] = ()           # commands that are possible now, sorted; or templates, "open OBJ";
-                                         # with templates, or empty, not listed: a command is valid unless
-                                         # `taken` is False
+    admissible: list[str] = ()           # commands that are possible now, in an order that the state fixes;
+                                         # or templates, "open OBJ"; with templates, or empty, not listed: a
+                                         # command is valid unless `taken` is False
     won: bool = False
     done: bool = False                   # no more commands are taken; the caller enforces the turn limit
     objects: tuple[str, ...] = ()        # what may replace OBJ, if `admissible` holds templates
@@ -151,7 +151,8 @@ class Environment:
     captions = {}                        # {split: what its tasks are, a clause}, for tables and the report
     noop_message = "Nothing happens."    # the observation after a refused command, which changed nothing
     rules = ""                           # opens the first prompt of a model that writes; "": lm.chat.RULES
-    ask = ""           # how to answer, in each of its prompts (of `plain` in the first); "": the run's format
+    ask = ""           # how to answer, in each of its prompts (of `plain` in the first); "": as the run says.
+                       # Define it and `parse` together: either one replaces the run's format
     search_verbs = ()                    # first words of commands that search for something
     templates = False                    # whether replies list templates, "open OBJ", instead of commands
     known_phrases = ()                   # some of `vocabulary`'s phrases, if listing all of them takes long
