@@ -40,7 +40,16 @@ from infra.streams import EVALUATION, stream
 from labels import flaw_labels
 from lm import model as decoder
 from models import check_vocabulary, context_warning, open_chat, threads_for
-from players import ANSWER_S, SCRIPTS, MessageChat, ModelPlayer, ScriptPlayer, ServerPlayer, known_sum
+from players import (
+    ANSWER_S,
+    SCRIPTS,
+    MessageChat,
+    ModelPlayer,
+    ScriptPlayer,
+    ServerPlayer,
+    known_sum,
+    prompt_of,
+)
 from rollout import EpisodeSpec, OnlineExpert, counts_of, shares_of
 from session import drawn_tasks, make_games, split_tasks
 
@@ -79,14 +88,16 @@ def evaluation(run):
         files.write_json(run.out / files.EVALUATION, {
             **run.origin, "games_hash": {split: run.origin["games_hash"][split] for split in splits},
             "splits": splits, "seed": config.seed, "protocol": config.protocol, "instruction": instruction,
-            "evaluate_tasks": config.evaluate_tasks, **conditions_of(config),
+            "evaluate_tasks": config.evaluate_tasks, **conditions_of(config, run.identity["plugins"]),
             "temperature": modes["sampled"], "seconds": time.perf_counter() - started, "outcomes": outcomes})
     return splits
 
 
-def conditions_of(config):
-    """What else of the settings changes how a player plays, or what it plays: {name: value}."""
-    return {"max_turns": config.evaluation_turns, "plugins": resume.plugin_hashes(config),
+def conditions_of(config, hashes):
+    """What else of the settings changes how a player plays, or what it plays: {name: value}. hashes: of
+    `resume.plugin_hashes`.
+    """
+    return {"max_turns": config.evaluation_turns, "plugins": hashes,
             "settings": {name: value for name, value in asdict(config.environment.settings).items()
                          if name not in config.environment.sources},           # these have a hash
             **{name: getattr(config, name) for name in (
@@ -335,9 +346,10 @@ def head_of(own, config, given, player, facts):
         modes = {"sampled": None}
     folder = config.model and Path(config.model)
     instruction = resume.played_instruction(folder, resume.state_beside(folder), config.env) if folder else ""
-    return {"complete": False, "player": facts, "seen": own.seen, "prompt": player.describe(),
-            **files.origin_of(config), "evaluate_tasks": config.evaluate_tasks, "protocol": config.protocol,
-            "seed": config.seed, **conditions_of(config), "temperature": modes["sampled"],
+    prompt = {} if facts["kind"] == "script" else prompt_of(player.chat)
+    return {"complete": False, "player": facts, "seen": own.seen, "prompt": prompt, **files.origin_of(config),
+            "evaluate_tasks": config.evaluate_tasks, "protocol": config.protocol, "seed": config.seed,
+            **conditions_of(config, resume.plugin_hashes(config)), "temperature": modes["sampled"],
             "temperatures": modes, "instruction": instruction, "command": command_of(given)}
 
 
@@ -551,6 +563,7 @@ def main(argv=None):
         if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
             print("evaluation.py: error: it plays in one process; run it without torchrun", file=sys.stderr)
             return 2
+        out = Path(parsed[1].out).absolute()                  # a game may change the working directory
         try:
             with ExitStack() as resources, Stop.restored(), plugins.blamed(EpisodeLost):
                 return referee(*parsed, resources)
@@ -558,7 +571,7 @@ def main(argv=None):
             print("stopped at once; what was played before is kept", file=sys.stderr)
             return 130
         except EXPECTED as error:
-            why = one_line(error, parsed[1].out, known=EpisodeLost)
+            why = one_line(error, out, known=EpisodeLost)
             print(f"evaluation.py: error: {why}", file=sys.stderr)
             return 1
 

@@ -17,7 +17,7 @@ import math
 import sys
 import threading
 import time
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, chdir, redirect_stderr, redirect_stdout
 from datetime import datetime, timezone
 from pathlib import Path
 from random import Random
@@ -475,7 +475,7 @@ def train(**settings):
     trains = config.demonstrations or config.iterations       # else the model is only evaluated
     if not (trains or config.model):
         raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
-    with ExitStack() as resources, Stop.restored():
+    with ExitStack() as resources, Stop.restored(), chdir("."):         # back from where a game may have gone
         if run_all(config, resources):
             raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in WHERE}

@@ -1,6 +1,6 @@
 """Players that an evaluation measures: a model of this process, one behind a server, and scripts.
 
-Each has `describe` and `play`, which plays EpisodeSpecs and reports every episode as it ends. Scripts are the
+Each has `chat` and `play`, which plays EpisodeSpecs and reports every episode as it ends. Scripts are the
 environment's expert, a random player, and one that always gives the first admissible command. Left out: which
 games are played, and what is counted (evaluation.py).
 """
@@ -33,10 +33,6 @@ class ModelPlayer:
     def __init__(self, model, chat, config):
         self.model, self.chat, self.config = model, chat, config
         self.slots = None                     # kept from one split and temperature to the next, as in a run
-
-    def describe(self):
-        """The prompt's style and templates."""
-        return prompt_of(self.chat, self.chat.tokenizer.decode)
 
     def play(self, specs, games, temperature, max_turns, on_end, should_stop):
         """Play every spec once; see rollout.play. on_end(episode, prompt tokens, response tokens)."""
@@ -162,10 +158,6 @@ class ServerPlayer(TextPlayer):
         self.endpoint, self.chat, self.history = endpoint, chat, history
         self.failures_in_a_row, self.reason, self.counts = 0, "", Counter()
 
-    def describe(self):
-        """The prompt's style and templates; the chat template is the server's."""
-        return prompt_of(self.chat, self.chat.decode)
-
     @contextmanager
     def ready(self, temperature):
         """A block with the pool of requests, see Endpoint.pool."""
@@ -243,10 +235,6 @@ class ScriptPlayer(TextPlayer):
         self.chat, self.waiting = MessageChat("plain"), []               # its commands need no parse
         self.chat.noop_message = environment.noop_message
 
-    def describe(self):
-        """No prompt."""
-        return {}
-
     @contextmanager
     def ready(self, temperature):
         """A block in which no expert follows an episode yet."""
@@ -282,8 +270,10 @@ def known_sum(numbers):
     return sum(numbers) if numbers and None not in numbers else None
 
 
-def prompt_of(chat, decode):
-    """A chat's style and its templates as text: the first user message, and a later one."""
+def prompt_of(chat):
+    """A chat's style and its templates as text: the first user message, and a later one. A server's chat
+    template is its own.
+    """
     example = Reply("{observation}", ["{command}"], False, False)
-    first, later = (decode(chat.observe(example, first)) for first in (True, False))
+    first, later = (chat.decode(chat.observe(example, first)) for first in (True, False))
     return {"style": chat.style, "admissible": chat.admissible, "first": first, "later": later}

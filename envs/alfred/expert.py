@@ -44,6 +44,7 @@ class Belief:
         self.origin = None                 # the receptacle from which it was taken
         self.refused = set()               # (object type, receptacle) of refused moves, see _move_refused
         self.clean, self.hot, self.cool, self.lit = set(), set(), set(), set()
+        self.treated = {"clean": self.clean, "heat": self.hot, "cool": self.cool}
         self.looked = set()                # commands that only look, since the last change of state
 
     def update(self, command, observation):
@@ -58,7 +59,10 @@ class Belief:
             self._looked_at(verb, names, observation)
             return
         self.looked.clear()
-        getattr(self, "_" + verb)(*names)
+        if verb in self.treated:
+            self._treat(verb, *names)
+        else:
+            getattr(self, "_" + verb)(*names)
         self._contents(names[-1], observation)
 
     def is_near(self, receptacle):
@@ -127,19 +131,12 @@ class Belief:
         self.where[name] = receptacle
         self.holding = self.origin = None
 
-    def _clean(self, name, receptacle):
+    def _treat(self, verb, name, receptacle):
         self._join(receptacle)
-        self.clean.add(name)
-
-    def _heat(self, name, receptacle):
-        self._join(receptacle)
-        self.hot.add(name)
-        self.cool.discard(name)
-
-    def _cool(self, name, receptacle):
-        self._join(receptacle)
-        self.cool.add(name)
-        self.hot.discard(name)
+        if verb != "clean":                                # hot or cool, not both
+            self.hot.discard(name)
+            self.cool.discard(name)
+        self.treated[verb].add(name)
 
     def _use(self, lamp):
         self.lit.add(lamp)
@@ -179,9 +176,8 @@ def unplaced_objects(belief):
 
 def is_treated(belief, name):
     """Whether an object is cleaned, heated or cooled as the task asks; True if it asks for no treatment."""
-    states = {"clean": belief.clean, "heat": belief.hot, "cool": belief.cool}
     verb, _, _ = TREATED.get(belief.goal.task_type, UNTREATED)
-    return verb is None or name in states[verb]
+    return verb is None or name in belief.treated[verb]
 
 
 def target_receptacles(belief):
@@ -474,6 +470,6 @@ def _brings_no_news(belief, command):
         return names[0] in belief.searched
     if verb == "examine" and names[0] in belief.colocated:
         return names[0] in belief.searched | belief.closed
-    if verb in ("clean", "heat", "cool"):
-        return names[0] in {"clean": belief.clean, "heat": belief.hot, "cool": belief.cool}[verb]
+    if verb in belief.treated:
+        return names[0] in belief.treated[verb]
     return command in belief.looked or (verb == "use" and names[0] in belief.lit)

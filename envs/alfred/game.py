@@ -56,6 +56,7 @@ class Game:
         self.opened = {r for r, place in enumerate(self.receptacles) if place.openable and place.opened}
         self.cool = {o for o, thing in enumerate(self.things) if thing.cool}
         self.clean, self.hot, self.sliced, self.toggled = set(), set(), set(), set()
+        self.treated = {"clean": self.clean, "heat": self.hot, "cool": self.cool}
         around = self._look_around() if not self.reachable[self.here] else self._look()
         return self._reply(f"-= Welcome to TextWorld, ALFRED! =-\n\n{around}\n\n"
                            f"Your task is to: {self.problem.task_desc}.")
@@ -154,12 +155,9 @@ class Game:
         commands[f"examine {thing.name}"] = (self._examine_thing, self.holding)
         for r in self.reachable[self.here]:
             place = self.receptacles[r]
-            if thing.cleanable and place.type == "sinkbasin":
-                commands[f"clean {thing.name} with {place.name}"] = (self._clean, r)
-            if thing.heatable and place.type == "microwave":
-                commands[f"heat {thing.name} with {place.name}"] = (self._heat, r)
-            if thing.coolable and place.type == "fridge":
-                commands[f"cool {thing.name} with {place.name}"] = (self._cool, r)
+            for verb, appliance, able in TREATED.values():
+                if getattr(thing, able) and place.type == appliance:
+                    commands[f"{verb} {thing.name} with {place.name}"] = (self._treat, verb, r)
         if thing.type in ("knife", "butterknife"):
             for o in self.sliceable:
                 if self.here in self.at[o]:
@@ -171,8 +169,8 @@ class Game:
             lit = any(o in self.lamps and o in self.toggled
                       for r in self.reachable[self.here] for o in self.contents[r])
             return lit and self.holding in self.goal_things
-        treated = {"pick_clean_then_place_in_recep": self.clean, "pick_heat_then_place_in_recep": self.hot,
-                   "pick_cool_then_place_in_recep": self.cool}.get(goal.task_type, self.goal_things)
+        verb, _, _ = TREATED.get(goal.task_type, UNTREATED)
+        treated = self.treated.get(verb, self.goal_things)
         needed = 2 if goal.task_type == "pick_two_obj_and_place" else 1
         return any(sum(o in self.goal_things and o in treated for o in self.contents[r]) >= needed
                    for r in self.goal_receptacles)
@@ -232,19 +230,12 @@ class Game:
         self.toggled.add(o)
         return f"You turn on the {self.things[o].name}."
 
-    def _clean(self, r):
-        self.clean.add(self.holding)
-        return f"You clean the {self.things[self.holding].name} using the {self.receptacles[r].name}."
-
-    def _heat(self, r):
-        self.hot.add(self.holding)
-        self.cool.discard(self.holding)
-        return f"You heat the {self.things[self.holding].name} using the {self.receptacles[r].name}."
-
-    def _cool(self, r):
-        self.cool.add(self.holding)
-        self.hot.discard(self.holding)
-        return f"You cool the {self.things[self.holding].name} using the {self.receptacles[r].name}."
+    def _treat(self, verb, r):
+        if verb != "clean":                                # hot or cool, not both
+            self.hot.discard(self.holding)
+            self.cool.discard(self.holding)
+        self.treated[verb].add(self.holding)
+        return f"You {verb} the {self.things[self.holding].name} using the {self.receptacles[r].name}."
 
     def _slice(self, o):
         self.sliced.add(o)

@@ -24,9 +24,9 @@ LATE = 10                                    # iterations at the end over which 
 
 
 def run(folder, *flags):
-    """Do a run of gcd.py, unless the folder holds it; return its command."""
+    """Do a run of gcd.py, unless the folder holds it, of this commit; return its command."""
     command = ["gcd.py", *flags, "--out", folder.relative_to(ROOT).as_posix()]
-    if not (folder / files.STAGES).exists():
+    if not common.is_made(folder):
         subprocess.run([sys.executable, *command, "--overwrite"], cwd=ROOT, check=True)
     return " ".join(["python", *command])
 

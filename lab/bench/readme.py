@@ -310,12 +310,11 @@ def source_of(path, name):
 def filled(text):
     """Return a page's text with current numbers and code.
 
-    KeyError or StopIteration if a result has no such row, or a file no such class or function.
+    KeyError or StopIteration if there is no such result, or row of it, or if a file has no such class or
+    function.
     """
     def fill(found):
         name, (head, rule, *lines) = found[1], found[2].splitlines()
-        if not result_path(name).exists():
-            return found[0]
         result = stored(result_path(name))
         labels = [cells_of(line)[0] for line in lines]
         heads, row_of = cells_of(head), TABLES[name][1] if name in TABLES else result_row
@@ -334,11 +333,9 @@ def main(argv=()):
     argparse.ArgumentParser(prog="python -m lab.bench.readme", description=__doc__,
                             formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     for page in PAGES:
-        if page.exists():
-            text = page.read_text(encoding="utf-8")
-            names = [name for name, _ in TABLE.findall(text) if result_path(name).exists()]
-            files.write_text(page, filled(text))
-            print(f"{page.name}: {', '.join(names) or 'no tables'}")
+        text = page.read_text(encoding="utf-8")
+        files.write_text(page, filled(text))
+        print(f"{page.name}: {', '.join(name for name, _ in TABLE.findall(text)) or 'no tables'}")
 
 
 if __name__ == "__main__":

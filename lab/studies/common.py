@@ -171,11 +171,19 @@ def train(flags, out):
 
 
 def make_runs(folders, work, jobs, name):
-    """Make the unfinished runs of {folder: settings} by work(folder, settings), `jobs` in parallel."""
-    unfinished = {folder: settings for folder, settings in folders.items()
-                  if not (Path(folder) / files.STAGES).exists()}
+    """Make the runs of {folder: settings} by work(folder, settings), `jobs` in parallel, but for those that
+    this commit has finished: another's may have other settings.
+    """
+    unfinished = {folder: settings for folder, settings in folders.items() if not is_made(Path(folder))}
     for _ in tqdm(results_of(unfinished, work, jobs), name, len(unfinished), disable=not unfinished):
         pass
+
+
+def is_made(folder):
+    """Whether a folder holds a finished run of this commit."""
+    if not (folder / files.STAGES).exists():
+        return False
+    return files.read_lines(folder / files.METRICS)[0][0].get("commit") == files.commit()
 
 
 # Verdicts

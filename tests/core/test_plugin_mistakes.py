@@ -505,13 +505,17 @@ def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, mon
     leaves = "        os.chdir('/')\n        if not LATER.is_alive():\n            LATER.start()\n"
     text = changed(changed(GUESS, STEP, STEP + leaves), RESET, RESET + "        os.chdir('/')\n")
     (tmp_path / "mine.py").write_text(waits + text, encoding="utf-8")
+    evaluates = ["--evaluate", "test", "--protocol", "sampled", "--evaluate-tasks", "2"]
     monkeypatch.chdir(tmp_path)
     with Stop.restored():
-        assert gcd.main([*TINY, "--env", "mine.py", "--out", "runs/out"]) == 0
+        assert gcd.main([*TINY, "--env", "mine.py", "--out", "runs/out", *evaluates]) == 0
         assert Path.cwd() != tmp_path
         monkeypatch.chdir(tmp_path)
-        flags = ["--protocol", "sampled", "--evaluate-tasks", "2", "--out", "runs/evaluated"]
+        flags = [*evaluates[2:], "--out", "runs/evaluated"]
         assert evaluation.main(["--player", "runs/out/checkpoint", "--env", "mine.py", *flags]) == 0
+        monkeypatch.chdir(tmp_path)
+        given = dict(env="mine.py", iterations=1, demonstrations=0, tasks=2, group_size=2, evaluate="none")
+        assert gcd.train(**given, gcd=False, out="runs/trained").model and Path.cwd() == tmp_path
     assert len(files.read_lines(tmp_path / "runs" / "evaluated" / "episodes.jsonl")[0]) > 1
     game = next(module for name, module in sys.modules.items() if name.endswith("_mine") and
                 hasattr(module, "LATER") and module.LATER.is_alive())

@@ -14,7 +14,7 @@ import config
 from lab.bench import readme
 from lab.bench.study import ROOT
 
-PAGES = [page for page in readme.PAGES if page.exists()]
+PAGES = readme.PAGES
 
 
 @pytest.mark.fast
@@ -31,9 +31,8 @@ def test_a_wrong_number_is_corrected(page):
     text = page.read_text(encoding="utf-8")
     cells = re.compile(r"^(\| [^|]+ \| )([\d+-][^|]+)", re.MULTILINE)
     for name, table in readme.TABLE.findall(text):
-        if readme.result_path(name).exists():
-            wrong = cells.sub(lambda found: found[1] + re.sub(r"\d", "7", found[2]), table)
-            assert readme.filled(text.replace(table, wrong)) == text, name
+        wrong = cells.sub(lambda found: found[1] + re.sub(r"\d", "7", found[2]), table)
+        assert readme.filled(text.replace(table, wrong)) == text, name
 
 
 def anchors(text):
@@ -131,13 +130,18 @@ def test_code_is_quoted_verbatim():
 
 
 @pytest.mark.fast
-def test_the_command_fills_the_existing_pages(page, tmp_path, monkeypatch, capsys):
-    pages = (tmp_path / "README.md", tmp_path / "gone.md")
-    pages[0].write_text(page)
-    monkeypatch.setattr(readme, "PAGES", pages)
+def test_a_table_whose_name_is_misspelt_is_an_error():
+    with pytest.raises(KeyError):
+        readme.filled("<!-- misspelt -->\n| | L0 |\n|---|---|\n| a | 1 |\n")
+
+
+@pytest.mark.fast
+def test_the_command_fills_the_pages(page, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "README.md"
+    path.write_text(page)
+    monkeypatch.setattr(readme, "PAGES", [path])
     readme.main()
-    assert capsys.readouterr().out == "README.md: toy\n" and pages[0].read_text() == readme.filled(page)
-    assert not pages[1].exists()
+    assert capsys.readouterr().out == "README.md: toy\n" and path.read_text() == readme.filled(page)
 
 
 @pytest.mark.fast
