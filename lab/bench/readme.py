@@ -3,7 +3,7 @@
 A page chooses the rows and columns of a table; this writes the numbers. A table below a line <!-- NAME --> is
 filled: NAME is a key of TABLES, whose function says what a row has, or a benchmark, lab/results/
 table1_NAME_result.json. A row is found by its first cell: the text in backticks at its end, if any, else all
-of it; so is a column of `twins` and `pretrained`. The rows of a benchmark are rows or differences of
+of it; so is a column of `pretrained`. The rows of a benchmark are rows or differences of
 lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
@@ -35,6 +35,7 @@ TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 VARIANT = re.compile(r"^(\w+)\b.* \(`(_\w+)`\)$")          # head of a column that reads another row
 JUDGED = re.compile(r"\+(gcd|taken|oracle|dense|flaws)(_[.\d]+)*(_std$|_redrawn$)?")         # of a row's name
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
+KL_NAMES = {"KL .01": "", "KL .03": ", thrice the KL", "KL .1": ", ten times the KL"}     # of twin states
 RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
@@ -208,10 +209,11 @@ def decided_row(result, name, _):
 
 
 def twins_row(result, name, heads):
-    """Runs of the decisive seeds that removed the flaw, by the questions in the cold start (the row) and the
-    arm (the column).
+    """Runs of the decisive seeds that removed the flaw, by the row, "ARM after QUESTIONS", and the KL of the
+    column.
     """
-    found = [result["decisive"].get(f"{row_name(head)} after {name}") for head in heads[1:]]
+    arm, _, questions = name.rpartition(" after ")
+    found = [result["decisive"].get(f"{arm}{KL_NAMES[head]} after {questions}") for head in heads[1:]]
     return [name, *(f"{of['removed']} of {of['n']}" if of else "–" for of in found)]
 
 

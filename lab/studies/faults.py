@@ -16,7 +16,6 @@ import math
 import shlex
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -399,16 +398,11 @@ def main(argv=None):
                                      allow_abbrev=False)
     parser.add_argument("--iterations", type=int, default=15, help="RL iterations of each run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="runs in parallel")
     parser.add_argument("--cold", default=COLD, help="flags of the cold start")
     parser.add_argument("--flags", default=FLAGS, help="flags of all runs after the cold start")
-    parser.add_argument("--runs", type=Path, default=RUNS, help="folder of the runs")
-    parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
-    common.add_dirty(parser)
+    common.add_cells(parser, 2, RUNS)
     options = parser.parse_args(argv)
-    for name in ("iterations", "jobs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name}={getattr(options, name)}: expected at least 1")
+    common.check_ranges(parser, ("iterations", options.iterations, 1, 10**6), ("jobs", options.jobs, 0, 256))
     try:
         config.parse([*options.cold.split(), *options.flags.split(), "--seed", str(options.seed)])
     except ValueError as error:
@@ -420,10 +414,12 @@ def main(argv=None):
         missing = common.missing_cells(path, requested, options)
     except ValueError as error:
         parser.error(str(error))
-    if missing and not (cold / files.STAGES).exists():
+    if missing and not common.is_made(cold):
         if error := train(cold, [*settings["cold"], "--iterations", 0], options.seed):
             parser.error(error)
     results = common.run_cells(path, requested, functools.partial(run, options.runs), options)
+    if lacking := [name for name in requested if name not in results]:
+        parser.error(f"--jobs=0: {path} has no cell {lacking[0]}")
     taught = lessons(results, draw(results, options.out))
     command = common.command_of(parser, options)
     text = page(results, taught, shlex.join(command))
