@@ -82,9 +82,10 @@ def check_verdict(config, chat):
     """ValueError if the judge's question is longer than what is left for it of --context, or its answers have
     no room for a verdict: GCD would never see a readable one.
     """
-    judges = config.iterations and config.gcd and config.judge_kind == "generative"
-    questions = judges or config.judge_demonstrations
-    if questions and (needed := len(judge.question_message(chat))) > QUESTION_TOKENS:
+    generative = config.judge_kind == "generative"
+    judges = config.iterations and config.gcd and generative
+    teaches = config.demonstrations and config.judge_demonstrations and generative
+    if (judges or teaches) and (needed := len(judge.question_message(chat))) > QUESTION_TOKENS:
         raise ValueError(f"judge.QUESTION: {needed} tokens; expected at most {QUESTION_TOKENS}, which "
                          "config.QUESTION_TOKENS keeps free for it")
     if judges and (needed := len(judge.verdict_ids(chat, "good"))) > config.judge_response_tokens:

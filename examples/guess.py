@@ -1,7 +1,8 @@
 """Guess the number: a complete environment in one file.
 
     python gcd.py --env examples/guess.py --demonstrations 400 --judge-demonstrations 200 --iterations 20
-    python gcd.py --env examples/guess.py --highest 50 --judge-labels halves --out runs/halves  # its own
+    # its own flag and labels
+    python gcd.py --env examples/guess.py --highest 50 --judge-labels halves --out runs/halves
 
 The file may be anywhere; copied to envs/guess.py it is `--env guess`. The first command takes half a minute
 on a CPU, and evaluates on numbers that RL has not played (the cold start shows all).

@@ -1,7 +1,8 @@
 """A shop with a real database: an agent searches, looks at the stock and buys, by calling tools.
 
-    python gcd.py --env examples/shop.py                  # the small model, from scratch, on a CPU
-    python gcd.py --env examples/shop.py --model DIR --max-response-tokens 512 --out runs/qwen    # a Qwen's
+    # the small model, from scratch, on a CPU; then a Qwen2.5 or 3 folder
+    python gcd.py --env examples/shop.py
+    python gcd.py --env examples/shop.py --model DIR --max-response-tokens 512 --out runs/qwen
 
 An order is a goal in words: two cups, the cheapest kind of which two are in stock. The shop's articles, their
 prices and the stock are drawn from the task's name. A purchase ends the episode. Held out: every fifth pair

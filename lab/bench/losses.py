@@ -3,8 +3,8 @@
     python -m lab.bench.losses               # a quarter of an hour on an idle core; lab/results/losses.json
                                              # and the picture of the curves beside it
 
-One seed shows whether a loss trains, not which is better: docs/results.md says how far seeds and machines
-alone differ. What is in runs/losses already is not run again.
+One seed shows whether a loss trains, not which is better: docs/results-rooms.md says how far seeds and
+machines alone differ. What is in runs/losses already is not run again.
 """
 
 import argparse
@@ -24,9 +24,9 @@ LATE = 10                                    # iterations at the end over which 
 
 
 def run(folder, *flags):
-    """Do a run of gcd.py, unless the folder holds it, of this commit; return its command."""
+    """Do a run of gcd.py, unless the folder holds it; return its command."""
     command = ["gcd.py", *flags, "--out", folder.relative_to(ROOT).as_posix()]
-    if not common.is_made(folder):
+    if not common.is_made(folder, flags):
         subprocess.run([sys.executable, *command, "--overwrite"], cwd=ROOT, check=True)
     return " ".join(["python", *command])
 

@@ -6,6 +6,7 @@ NAME.md. Left out: training (gcd.py).
 """
 
 import io
+import json
 import multiprocessing
 import os
 import platform
@@ -156,10 +157,13 @@ def results_of(todo, work, jobs):
 
 
 def train(flags, out):
-    """Run gcd.py in this process; its output goes to OUT.log, which is removed if the run succeeds.
+    """Run gcd.py in this process, unless OUT holds the run; its output goes to OUT.log, which is removed if
+    the run succeeds.
 
     Raises KeyboardInterrupt if the run was interrupted, RuntimeError if it failed.
     """
+    if is_made(out, flags):
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{out}.log", "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         status = gcd.main([*map(str, flags), "--out", str(out)])
@@ -171,19 +175,18 @@ def train(flags, out):
 
 
 def make_runs(folders, work, jobs, name):
-    """Make the runs of {folder: settings} by work(folder, settings), `jobs` in parallel, but for those that
-    this commit has finished: another's may have other settings.
-    """
-    unfinished = {folder: settings for folder, settings in folders.items() if not is_made(Path(folder))}
-    for _ in tqdm(results_of(unfinished, work, jobs), name, len(unfinished), disable=not unfinished):
+    """Make the runs of {folder: settings} by work(folder, settings), `jobs` in parallel."""
+    for _ in tqdm(results_of(folders, work, jobs), name, len(folders), disable=not folders):
         pass
 
 
-def is_made(folder):
-    """Whether a folder holds a finished run of this commit."""
-    if not (folder / files.STAGES).exists():
+def is_made(out, flags):
+    """Whether the folder `out` holds the finished run with these flags of gcd.py."""
+    if not (out / files.STAGES).exists():
         return False
-    return files.read_lines(folder / files.METRICS)[0][0].get("commit") == files.commit()
+    made = files.settings_in(files.read_lines(out / files.METRICS)[0])
+    wanted = json.loads(json.dumps(config.parse([*map(str, flags)]).settings()))
+    return all(made.get(name) == value for name, value in wanted.items() if name not in config.WHERE)
 
 
 # Verdicts

@@ -414,7 +414,7 @@ def main(argv=None):
         missing = common.missing_cells(path, requested, options)
     except ValueError as error:
         parser.error(str(error))
-    if missing and not common.is_made(cold):
+    if missing and not (cold / files.STAGES).exists():
         if error := train(cold, [*settings["cold"], "--iterations", 0], options.seed):
             parser.error(error)
     results = common.run_cells(path, requested, functools.partial(run, options.runs), options)

@@ -816,4 +816,5 @@ def test_a_question_longer_than_its_room_is_refused(chat, monkeypatch):
     for flags in ("", "--iterations 0", "--judge-demonstrations 0"):
         with pytest.raises(ValueError, match="judge.QUESTION: .* expected at most"):
             models.check_verdict(config.parse(flags.split()), chat)
-    models.check_verdict(config.parse("--no-gcd --judge-demonstrations 0".split()), chat)
+    for flags in ("--no-gcd --judge-demonstrations 0", "--judge-kind value", "--no-gcd --demonstrations 0"):
+        models.check_verdict(config.parse(flags.split()), chat)
