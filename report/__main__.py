@@ -51,9 +51,14 @@ def run_compare(argv):
         print("\n".join(compare.main(argv)), flush=True)
         return 0
     except (ValueError, OSError, StdoutError) as error:
-        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
-        print(f"report: {why}".replace("\n", "\\n"), file=sys.stderr)
-        return 2
+        return failed(error)
+
+
+def failed(error, done=""):
+    """Print an error, and what was done before it. Returns the exit status."""
+    why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
+    print("; ".join(filter(None, [f"report: {why}", done])).replace("\n", "\\n"), file=sys.stderr)
+    return 2
 
 
 def run(arguments):
@@ -70,9 +75,7 @@ def run(arguments):
             lines = [tables.table(summary), *caption]
         print("\n".join([*lines, done]), flush=True)
     except (ValueError, OSError, StdoutError) as error:
-        why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else f"{error}"
-        print("; ".join(filter(None, [f"report: {why}", done])).replace("\n", "\\n"), file=sys.stderr)
-        return 2
+        return failed(error, done)
     if arguments.open and not webbrowser.open(page_file.resolve().as_uri()):
         print(f"report: no browser found; open {page_file} yourself", file=sys.stderr)
     return 0

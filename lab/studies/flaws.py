@@ -429,8 +429,7 @@ def by_seed(differences, base):
 
 def study(options, command):
     """Make missing runs, measure missing cells, and write the files; returns the page."""
-    arms, twice = options.arms.split(","), [arm for arm in options.twice.split(",") if arm]
-    seeds, out = [int(seed) for seed in options.seeds.split(",")], options.out
+    arms, twice, seeds, out = options.arms, options.twice, options.seeds, options.out
     kept = requested_runs(arms, twice, seeds, options.iterations, options.runs)
     made = {f"{arm} {length} seed{seed}": run for (arm, length, seed), run in kept.items() if length}
     requested = {name: {"arm": run.row, "iterations": run.iterations, "seed": run.seed,
@@ -455,7 +454,7 @@ def study(options, command):
     texts = {figure["picture"].split(".")[1]: f"{figure['found']} Agrees with the paper: {figure['agrees']}."
             for figure in figures}
     page = PAGE.read_text(encoding="utf-8").format(
-        command=" ".join(command), seeds=options.seeds, tasks=options.tasks, members=MEMBERS,
+        command=" ".join(command), seeds=",".join(map(str, seeds)), tasks=options.tasks, members=MEMBERS,
         arms=" and ".join(map(title, arms)), iterations=options.iterations,
         against=by_seed(against, arms[0]), **texts, **tables(found, results))
     common.publish(out, "flaws", command, seeds, {
@@ -471,13 +470,10 @@ def measured_models(length, options):
 
 def check(parser, options):
     """Check the options before anything runs; an error is one line."""
-    arms = options.arms.split(",")
-    if not all(seed.isdecimal() and int(seed) < 100 for seed in options.seeds.split(",")):
-        parser.error(f"--seeds={options.seeds}: expected numbers below 100, such as 0,1")
-    for flag, names in (("arms", arms), ("twice", [arm for arm in options.twice.split(",") if arm])):
-        known = arms if flag == "twice" else [arm for arm, (start, _) in runs.ARMS.items() if start]
-        if unknown := [name for name in names if name not in known]:
-            parser.error(f"--{flag}={unknown[0]}: expected one of {', '.join(known)}")
+    trained = [arm for arm, (start, _) in runs.ARMS.items() if start]
+    common.split_lists(parser, options, arms=trained, twice=options.arms.split(","))
+    if not options.arms:
+        parser.error(f"--arms=: expected some of {','.join(trained)}")
     common.check_ranges(
         parser, ("iterations", options.iterations, 1, 10**4), ("every", options.every, 1, options.iterations),
         ("tasks", options.tasks, 2, 256), ("places", options.places, 1, 10**6),
@@ -492,7 +488,7 @@ def main(argv=None):
                                      allow_abbrev=False)
     for flag, default, text in (
             ("seeds", "0,1", "seeds of the runs"),
-            ("arms", ",".join(ARMS), "arms of lab/studies/runs.py; the first is the reference"),
+            ("arms", ",".join(ARMS), "arms of lab/studies/runs.py; the first in its order is the reference"),
             ("twice", "grpo", "arms that are trained twice as long, too; empty: none"),
             ("iterations", runs.ITERATIONS, "RL iterations"),
             ("every", 10, "iterations between measured models; doubled in a run twice as long"),
@@ -501,9 +497,10 @@ def main(argv=None):
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)
     common.add_cells(parser, 2, runs.RUNS)
     options = parser.parse_args(argv)
+    command = common.command_of(parser, options)
     check(parser, options)
     try:
-        print(study(options, common.command_of(parser, options)))
+        print(study(options, command))
     except (ValueError, jobs.Failed) as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     return 0

@@ -394,8 +394,9 @@ def test_a_missing_model_is_named(tiny, capsys):
 
 @fast
 @pytest.mark.parametrize("flags, expected", [
-    (["--arms", "grpo,ppo"], "--arms=ppo"), (["--twice", "gigpo"], "--twice=gigpo"),
-    (["--seeds", "0,x"], "--seeds"), (["--every", "7"], "--every=7"), (["--tasks", "0"], "--tasks=0"),
+    (["--arms", "grpo,ppo"], "--arms=ppo"), (["--arms", "", "--twice", ""], "--arms="),
+    (["--twice", "gigpo"], "--twice=gigpo"), (["--seeds", "0,x"], "--seeds"),
+    (["--every", "7"], "--every=7"), (["--tasks", "0"], "--tasks=0"),
     (["--iterations", "0"], "--iterations=0")])
 def test_an_invalid_flag_is_one_line(flags, expected, capsys):
     with pytest.raises(SystemExit):
