@@ -200,21 +200,24 @@ def cures_row(result, name, heads):
 
 def decided_row(result, name, _):
     """A difference of the twins' decisive seeds: of the flaw's final probability, with its interval; in how
-    many runs each side removed the flaw; the difference in all seeds with outcomes of their own, if more.
+    many runs each side removed the flaw; of the chance to win, in points; and the first in all seeds with
+    outcomes of their own, if more.
     """
     decisive, every = result["decided"][name].values()
     (one, other), n = decisive["removed"], decisive["n"]
-    cells = [with_half(value, "+.2f").replace("-", "−") for value in (decisive, every)]
-    return [name, cells[0], f"{one} and {other} of {n}", cells[1] if every["n"] > n else "–"]
+    won = {key: 100 * value for key, value in decisive["wins"].items()}
+    cells = [with_half(value, form).replace("-", "−")
+             for value, form in ((decisive, "+.2f"), (won, "+.1f"), (every, "+.2f"))]
+    return [name, cells[0], f"{one} and {other} of {n}", cells[1], cells[2] if every["n"] > n else "–"]
 
 
 def twins_row(result, name, heads):
-    """Runs of the decisive seeds that removed the flaw, by the row, "ARM after QUESTIONS", and the KL of the
-    column.
+    """Runs of the decisive seeds that removed the flaw, and their mean chance to win in per cent, by the row,
+    "ARM after QUESTIONS", and the KL of the column.
     """
     arm, _, questions = name.rpartition(" after ")
     found = [result["decisive"].get(f"{arm}{KL_NAMES[head]} after {questions}") for head in heads[1:]]
-    return [name, *(f"{of['removed']} of {of['n']}" if of else "–" for of in found)]
+    return [name, *(f"{of['removed']} of {of['n']}, {100 * of['wins']:.1f}" if of else "–" for of in found)]
 
 
 def natural_row(result, name, _):

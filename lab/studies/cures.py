@@ -38,7 +38,7 @@ import judge
 from infra import files
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common
-from lab.studies.twin_measures import final, leak_of, linear_probe, probe
+from lab.studies.twin_measures import final, leak_of, linear_probe, probe, wins
 from rollout import wilson
 
 PAGE = Path(__file__).with_name("cures.page.md")
@@ -393,7 +393,8 @@ def unsettled(table):
 def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", other_questions=None,
            embeddings=EMBEDDINGS, timing=""):
     """Final q_N of an arm minus another's: a seed's mean over these KLs and embeddings, its interval over the
-    seeds that have all of them; and in how many runs of these seeds each removed the flaw.
+    seeds that have all of them; in how many runs of these seeds each removed the flaw; and the difference of
+    the final chance to win ("wins").
 
     other_questions: the other arm's (None: the same). None below two such seeds.
     """
@@ -403,10 +404,14 @@ def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", othe
     seeds = sorted(set.intersection(*({*results} for side in found for results in side)))
     if len(seeds) < 2:
         return None
-    ends = [{seed: [final(results[seed]) for results in side] for seed in seeds} for side in found]
-    return paired(*({seed: mean_known(values) for seed, values in side.items()} for side in ends)) | {
-        "removed": [sum(end < 0.5 for values in side.values() for end in values) for side in ends],
-        "n": len(seeds) * len(coefficients) * len(embeddings)}
+    def less(measure):
+        return paired(*({seed: mean_known([measure(results[seed]) for results in side]) for seed in seeds}
+                        for side in found))
+
+    ends, won = [[final(results[seed]) for results in side for seed in seeds] for side in found], less(wins)
+    return less(final) | {
+        "removed": [sum(end < 0.5 for end in side) for side in ends], "n": len(ends[0]),
+        "wins": {key: won[key] for key in ("mean", "half")}}
 
 
 def merged(*tables):
@@ -482,7 +487,7 @@ def decided(own, decisive):
 
 def of_decisive(decisive):
     """{"ARM after QUESTIONS": {"removed", "n": runs, "lowered": of them, ending below START, "q_N": mean
-    final, "q_P": likewise}} of the decisive seeds, with a KL, at the decayed rate, over both kinds of
+    final, "q_P", "wins": likewise}} of the decisive seeds, with a KL, at the decayed rate, over both kinds of
     embeddings.
     """
     found = {}
@@ -493,7 +498,8 @@ def of_decisive(decisive):
     return {name: {"removed": sum(map(removed, of_arm)), "n": len(of_arm),
                    "lowered": sum(final(result) < START for result in of_arm),
                    "q_N": statistics.fmean(map(final, of_arm)),
-                   "q_P": statistics.fmean(result["path"][-1]["q_P"] for result in of_arm)}
+                   "q_P": statistics.fmean(result["path"][-1]["q_P"] for result in of_arm),
+                   "wins": statistics.fmean(map(wins, of_arm))}
             for name, of_arm in found.items() if of_arm}
 
 
@@ -605,8 +611,9 @@ def pooled_text(found):
     """A `pooled` difference as text."""
     if found is None:
         return "not measurable"
-    one, other = found["removed"]
-    return f"{with_half(found, '+.2f')} ({one} and {other} of {found['n']} runs removed the flaw)"
+    (one, other), won = found["removed"], {key: 100 * value for key, value in found["wins"].items()}
+    return (f"{with_half(found, '+.2f')} ({one} and {other} of {found['n']} runs removed the flaw; chance to "
+            f"win {with_half(won, '+.1f')} points)")
 
 
 def removed_in(table, *settings, timing=""):

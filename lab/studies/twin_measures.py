@@ -66,3 +66,12 @@ def leak_of(point):
 def final(result):
     """The flawed action's final probability."""
     return result["path"][-1]["q_N"]
+
+
+def wins(result):
+    """The final chance to win a training task, by q_P and q_N; every other command has an equal one."""
+    last, settings = result["path"][-1], states.Environment.Settings()
+    share = settings.p_tasks / states.BATCH
+    return sum(part * sum(p * states.chance(kind, flawed, settings.flaw)
+                          for p, flawed in ((last[f"q_{kind}"], True), (1 - last[f"q_{kind}"], False)))
+               for kind, part in (("P", share), ("N", 1 - share)))

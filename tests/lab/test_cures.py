@@ -194,7 +194,10 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     assert found["+GCD less GRPO, constant rate, tied"]["decisive"]["n"] == 2
     counts = cures.of_decisive(decisive)
     assert counts["+GCD after coins"] == {"removed": 4, "lowered": 4, "n": 4, "q_N": pytest.approx(0.2),
-                                          "q_P": pytest.approx(0.9)}
+                                          "q_P": pytest.approx(0.9),
+                                          # 12 of 16 tasks are P: .9 wins with .9, .1 with .4; in N .2 with .2
+                                          "wins": pytest.approx(0.75 * 0.85 + 0.25 * 0.44)}
+    assert lead["decisive"]["wins"]["mean"] == pytest.approx(0.25 * 0.4 * 0.3)
     assert counts["GRPO after coins"]["lowered"] == 0
     assert counts["GRPO after judge"]["removed"] == 0 and "GRPO after none" not in counts
     both = cures.decided({}, {name: {seed: result(0.3, 0.1 if "judge" in name else 0.8) for seed in (30, 31)}
