@@ -41,7 +41,7 @@ DAGGER_ROUND = 512   # most episodes that the cold start's expert and learner pl
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
 # Decide other defaults, so by flags alone: no plug-in's default can change them
 CHOSEN_FIRST = ("algo", "env", "preset", "model", "variant", "endpoint")
-QUESTION_TOKENS = 64     # at most, of the judge's question
+QUESTION_TOKENS = 64     # of --context, kept free for the judge's question: at most so many of Qwen's
 # When a flag is read at all, and the error where it is not
 NEEDS_WRITER = (lambda values: bool(values["model"]), "for a model that writes (--model)")
 NEEDS_KL = (lambda values: values["kl"] != "none", "only with --kl loss or reward")

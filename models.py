@@ -13,7 +13,6 @@ import torch
 import correction
 import judge
 import resume
-from config import QUESTION_TOKENS
 from envs import Reply, _checks
 from infra import checkpoint, files, parallel, plugins
 from infra.memory import check_memory, state_bytes
@@ -79,15 +78,8 @@ def make_chat(config, tokenizer):
 
 
 def check_verdict(config, chat):
-    """ValueError if the judge's question is longer than what is left for it of --context, or its answers have
-    no room for a verdict: GCD would never see a readable one.
-    """
-    generative = config.judge_kind == "generative"
-    judges = config.iterations and config.gcd and generative
-    teaches = config.demonstrations and config.judge_demonstrations and generative
-    if (judges or teaches) and (needed := len(judge.question_message(chat))) > QUESTION_TOKENS:
-        raise ValueError(f"judge.QUESTION: {needed} tokens; expected at most {QUESTION_TOKENS}, which "
-                         "config.QUESTION_TOKENS keeps free for it")
+    """ValueError if the judge's answers have no room for a verdict: GCD would never see a readable one."""
+    judges = config.iterations and config.gcd and config.judge_kind == "generative"
     if judges and (needed := len(judge.verdict_ids(chat, "good"))) > config.judge_response_tokens:
         raise ValueError(f"--judge-response-tokens={config.judge_response_tokens}: with --prompt "
                          f"{chat.style} a verdict has {needed}")

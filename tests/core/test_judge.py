@@ -15,12 +15,10 @@ import torch
 from conftest import Corridor, Recorder, assert_same, make_specs
 
 import batching
-import config
 import correction
 import envs
 import judge
 import labels as turn_labels
-import models
 import rollout
 import update
 from envs import Task, household
@@ -808,13 +806,3 @@ def test_a_written_answer_is_imitated_up_to_the_longest_length(tokenizer):
     chat, text = Chat(tokenizer, "think"), "It was near. <judge>good</judge>"
     judged, n = [Question(0, scripted(chat), 0, "good", [7, 8])], len(chat.encode(text) + chat.end_ids)
     assert [judge.demonstrations(chat, judged, [text], longest)[1] for longest in (n, n - 1)] == [1, 0]
-
-
-@pytest.mark.fast
-def test_a_question_longer_than_its_room_is_refused(chat, monkeypatch):
-    monkeypatch.setattr(models, "QUESTION_TOKENS", len(judge.question_message(chat)) - 1)
-    for flags in ("", "--iterations 0", "--judge-demonstrations 0"):
-        with pytest.raises(ValueError, match="judge.QUESTION: .* expected at most"):
-            models.check_verdict(config.parse(flags.split()), chat)
-    for flags in ("--no-gcd --judge-demonstrations 0", "--judge-kind value", "--no-gcd --demonstrations 0"):
-        models.check_verdict(config.parse(flags.split()), chat)
