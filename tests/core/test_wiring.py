@@ -529,10 +529,11 @@ def test_a_second_evaluation_replaces_the_stored_episodes_of_the_first_alone(mon
     for line in lines:
         files.append(tmp_path / files.EPISODES, line)
     run = evaluation_run(tmp_path, 0, 1, True, [])
-    run.origin = {"games_hash": {"L0": "h", "train": "t"}}
+    run.origin, run.identity = {"games_hash": {"L0": "h", "train": "t"}}, {"plugins": {"env": "p"}}
     evaluation.evaluation(run)
     assert files.read_lines(tmp_path / files.EPISODES)[0] == lines[:1]
-    assert files.read_json(tmp_path / files.EVALUATION)["games_hash"] == {"L0": "h"}
+    stored = files.read_json(tmp_path / files.EVALUATION)
+    assert (stored["games_hash"], stored["plugins"]) == ({"L0": "h"}, {"env": "p"})
 
 
 @pytest.mark.fast
