@@ -157,13 +157,10 @@ def results_of(todo, work, jobs):
 
 
 def train(flags, out):
-    """Run gcd.py in this process, unless OUT holds the run; its output goes to OUT.log, which is removed if
-    the run succeeds.
+    """Run gcd.py in this process; its output goes to OUT.log, which is removed if the run succeeds.
 
     Raises KeyboardInterrupt if the run was interrupted, RuntimeError if it failed.
     """
-    if is_made(out, flags):
-        return
     out.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{out}.log", "w", encoding="utf-8") as log, redirect_stdout(log), redirect_stderr(log):
         status = gcd.main([*map(str, flags), "--out", str(out)])
@@ -175,9 +172,15 @@ def train(flags, out):
 
 
 def make_runs(folders, work, jobs, name):
-    """Make the runs of {folder: settings} by work(folder, settings), `jobs` in parallel."""
+    """Make the runs of {folder: settings} by work(folder, settings), `jobs` in parallel. work: by `make`."""
     for _ in tqdm(results_of(folders, work, jobs), name, len(folders), disable=not folders):
         pass
+
+
+def make(flags, out):
+    """`train`, unless OUT holds the finished run with these flags."""
+    if not is_made(out, flags):
+        train(flags, out)
 
 
 def is_made(out, flags):

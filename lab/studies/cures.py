@@ -175,8 +175,8 @@ def cold_start(name, settings):
     """Run the cold start of a cell in the folder `name`."""
     untied = ["--untied"] if settings["embeddings"] == "untied" else []
     with asked_before() if "before" in settings["questions"] else ExitStack():
-        common.train([*COMMON, "--seed", settings["seed"], "--demonstrations", DEMONSTRATIONS, *untied,
-                      *QUESTIONS[settings["questions"]], "--iterations", 0, "--overwrite"], Path(name))
+        common.make([*COMMON, "--seed", settings["seed"], "--demonstrations", DEMONSTRATIONS, *untied,
+                     *QUESTIONS[settings["questions"]], "--iterations", 0, "--overwrite"], Path(name))
 
 
 def run(name, settings, runs):
@@ -404,6 +404,7 @@ def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", othe
     seeds = sorted(set.intersection(*({*results} for side in found for results in side)))
     if len(seeds) < 2:
         return None
+
     def less(measure):
         return paired(*({seed: mean_known([measure(results[seed]) for results in side]) for seed in seeds}
                         for side in found))

@@ -106,8 +106,8 @@ def cold_folder(demonstrations, runs):
 
 def cold_start(name, settings):
     """Run a cold start of --preset small in the folder `name`."""
-    common.train([*ROOMS, "--seed", SEED, "--demonstrations", settings["demonstrations"], "--iterations", 0,
-                  "--overwrite"], Path(name))
+    common.make([*ROOMS, "--seed", SEED, "--demonstrations", settings["demonstrations"], "--iterations", 0,
+                 "--overwrite"], Path(name))
 
 
 def cell(name, settings, games, runs):

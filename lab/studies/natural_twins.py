@@ -132,8 +132,8 @@ def cold_start(name, settings):
         flags = [*SECOND, "--judge-demonstrations", count, *QUESTIONS[part]]
         changed = asked_on_detail() if part == "detail" else changed
     with changed:
-        common.train([*COMMON, *chosen["all"], *chosen["cold"], "--demonstrations", count, *start, *flags,
-                      "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
+        common.make([*COMMON, *chosen["all"], *chosen["cold"], "--demonstrations", count, *start, *flags,
+                     "--seed", settings["seed"], "--iterations", 0, "--overwrite"], Path(name))
 
 
 def run(name, settings, runs):

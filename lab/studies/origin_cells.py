@@ -143,7 +143,7 @@ def pretrain(folder, settings):
             imitate(run, *arguments, **options)
 
     with mock.patch.object(cold_start, "imitate", imitate_and_keep):      # the flag keeps models of RL only
-        common.train([*flags_of(settings), *length, "--iterations", 0, "--overwrite"], Path(folder))
+        common.make([*flags_of(settings), *length, "--iterations", 0, "--overwrite"], Path(folder))
 
 
 def run(name, settings, runs, results):

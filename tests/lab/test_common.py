@@ -16,6 +16,8 @@ from conftest import is_alive
 from tiny_runs import ENVIRONMENT, ROOT
 from waiting import wait_for
 
+import config
+from infra import files
 from infra.signals import Stop
 from lab.studies import common
 
@@ -69,3 +71,19 @@ def test_a_cell_that_fails_ends_the_others(tmp_path):
     with pytest.raises(ArithmeticError, match="a"):
         list(common.results_of(cells, fail_once_others_run, 2))
     assert time.monotonic() - began < 300
+
+
+@pytest.mark.fast
+def test_a_cold_start_is_made_once_and_again_with_other_settings(tmp_path, monkeypatch):
+    made, flags, out = [], ["--env", "lab/envs/twins.py", "--seed", 3, "--overwrite"], tmp_path / "cold"
+    monkeypatch.setattr(common, "train", lambda given, folder: made.append(given))
+    common.make(flags, out)                                                     # there is no run yet
+    record = {"phase": "settings", "config": config.parse([*map(str, flags)]).settings()}
+    out.mkdir()
+    files.append(out / files.METRICS, record)
+    common.make(flags, out)                                                     # it has not ended
+    (out / files.STAGES).write_text("{}", encoding="utf-8")
+    common.make([*flags, "--out", out], out)                                    # the run, wherever it is
+    assert made == [flags, flags]
+    common.make([*flags, "--demonstrations", 5], out)
+    assert len(made) == 3
