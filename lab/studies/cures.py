@@ -26,6 +26,7 @@ import shutil
 import statistics
 import sys
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -35,10 +36,11 @@ import torch
 
 import gcd
 import judge
+from algorithms import grpo
 from infra import files
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common
-from lab.studies.twin_measures import final, leak_of, linear_probe, probe, wins
+from lab.studies.twin_measures import final, leak_of, linear_probe, probe, sharp_error, sharp_wins, wins
 from rollout import wilson
 
 PAGE = Path(__file__).with_name("cures.page.md")
@@ -57,7 +59,8 @@ QUESTIONS = {"none": ("--no-gcd", "--judge-demonstrations", "0"),
              "parity": ("--judge-labels", "parity"),
              "sign": ("--judge-labels", "signs"),
              "judge": ("--judge-labels", "oracle"),
-             "coins, before": ("--judge-labels", "coins")}
+             "coins, before": ("--judge-labels", "coins"),
+             "coins, flaw likely": ("--judge-labels", "coins", "--likely", "0.6")}
 ARMS = {"GRPO": ("--no-gcd",),
         "+GCD": ("--judge-labels", "oracle"),
         "+GCD, coins": ("--judge-labels", "coins"),
@@ -69,6 +72,9 @@ ARMS = {"GRPO": ("--no-gcd",),
         "+GCD, coins, weight .1, thrice the KL": ("--judge-labels", "coins", "--judge-weight", "0.1",
                                                   "--kl-coef", "0.03"),
         "GRPO, ten times the KL": ("--no-gcd", "--kl-coef", "0.1"),
+        "GRPO, thirty times the KL": ("--no-gcd", "--kl-coef", "0.3"),
+        "GRPO, ten times the KL, then once": ("--no-gcd", "--kl-coef", "0.1"),
+        "GRPO, entropy bonus": ("--no-gcd",),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
         "+GCD, coins, weight .1": ("--judge-labels", "coins", "--judge-weight", "0.1"),
         "+sign": ("--judge-labels", "signs"),
@@ -78,6 +84,8 @@ NEW = 10              # seeds from here on confirm what the first ten showed; no
 OWN_LUCK = 20         # seeds from here on draw outcomes and coins of their own; stored cells of earlier seeds
                       # share one set, but cells of these that are run again today do not
 DECISIVE, MOST = 30, 70       # these seeds decide whether GCD in RL beats GRPO after random answers
+LATEST = 50                   # seeds from here on also ask why a heavier KL unlearns the flaw
+ENTROPY = 0.1                 # weight of the entropy bonus
 COEFFICIENTS, EMBEDDINGS = (0.01, 0.0), ("tied", "untied")
 
 
@@ -94,7 +102,8 @@ def arms():
     found = [settings_of(questions, "GRPO", *pair) for pair in crossed for questions in (
         "none", "coins", "parity", "sign", "judge")]
     found += [settings_of("coins", arm, *pair) for pair in crossed for arm in ("+GCD", "+GCD, coins")]
-    found += [settings_of("judge", "+GCD", *pair) for pair in crossed] + controls() + variants()
+    found += [settings_of("judge", "+GCD", *pair) for pair in crossed]
+    found += controls() + variants() + explanations()
     found += [settings_of("coins", arm, kl, "tied", timing) for kl in COEFFICIENTS
               for arm, timing in (("GRPO", "constant rate"), ("+GCD", "constant rate"), ("+GCD", "held"))]
     found += [settings_of("coins, before", arm, kl, "tied") for kl in COEFFICIENTS
@@ -129,6 +138,18 @@ def variants():
         for embeddings in EMBEDDINGS]
 
 
+def explanations():
+    """Arms of the latest seeds alone: GRPO beside a KL of .01 to .3 from a cold start, the KL's reference, in
+    which the flaw has probability .6; after coins, with an entropy bonus beside a KL of .01, and beside ten
+    times that KL for half of the run, then beside it.
+    """
+    return [settings_of(questions, f"GRPO{arm}", COEFFICIENTS[0], embeddings) for questions, arm in (
+        ("coins, flaw likely", ""), ("coins, flaw likely", ", thrice the KL"),
+        ("coins, flaw likely", ", ten times the KL"), ("coins, flaw likely", ", thirty times the KL"),
+        ("coins", ", entropy bonus"), ("coins", ", ten times the KL, then once"))
+        for embeddings in EMBEDDINGS]
+
+
 def name_of(arm):
     """An arm's name, without the seed."""
     kl = f"KL {arm['kl']:g}" if arm["kl"] else "no KL"
@@ -144,7 +165,7 @@ CONFIRMING = [name_of(settings_of(questions, arm, COEFFICIENTS[0], embeddings)) 
               for questions, arm in (("none", "GRPO"), ("coins", "GRPO"), ("coins", "+GCD"))]
 NEW_ARMS = CONFIRMING + [name_of(settings_of("coins", "+GCD, coins", COEFFICIENTS[0], embeddings))
                          for embeddings in EMBEDDINGS]        # and the control of GCD's labels
-CONTROLS, VARIANTS = [*map(name_of, controls())], [*map(name_of, variants())]
+CONTROLS, VARIANTS, LATEST_ARMS = ([*map(name_of, group())] for group in (controls, variants, explanations))
 # Those after coins of all seeds with outcomes of their own: the three, and two at a constant rate
 AFTER_COINS = [name for name in NEW_ARMS if "after coins" in name] + [
     name_of(settings_of("coins", arm, COEFFICIENTS[0], "tied", "constant rate")) for arm in ("GRPO", "+GCD")]
@@ -158,9 +179,12 @@ def cells_of(seeds, iterations=ITERATIONS, names=None):
     all).
     """
     def chosen(arm, seed):
+        if seed >= LATEST and arm in LATEST_ARMS:
+            return True
         if seed >= NEW:
             return arm in (DECISIVE_ARMS if seed >= DECISIVE else LAST_ARMS if seed >= OWN_LUCK else NEW_ARMS)
-        return arm not in CONTROLS + VARIANTS and (seed < FIRST or names is None or arm in names)
+        late = arm in CONTROLS + VARIANTS + LATEST_ARMS
+        return not late and (seed < FIRST or names is None or arm in names)
 
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations}
             for seed in seeds for arm in arms() if chosen(name_of(arm), seed)}
@@ -190,6 +214,8 @@ def run(name, settings, runs):
              "--demonstrations", 0, "--iterations", settings["iterations"],
              "--keep-checkpoints", settings["iterations"] // POINTS, "--checkpoint-every", 10**6]
     with ExitStack() as changes:
+        if settings["arm"] in CHANGES:
+            changes.enter_context(CHANGES[settings["arm"]]())
         if settings["timing"]:
             changes.enter_context(constant_rate())
         if settings["timing"] == "held":
@@ -243,6 +269,30 @@ def asked_before():
 
     with mock.patch.object(judge, "question_ids", question_ids):
         yield
+
+
+@contextmanager
+def entropy_bonus():
+    """Within this block, GRPO has an entropy bonus of weight ENTROPY."""
+    with mock.patch.object(grpo.Method, "defaults", {"entropy_coef": ENTROPY}):
+        yield
+
+
+@contextmanager
+def kl_lightened():
+    """Within this block, the KL weighs COEFFICIENTS[0] from half of the iterations on."""
+    optimize = gcd.optimize
+
+    def lighter(run, i, *arguments):
+        if 2 * i >= run.config.iterations:
+            run.objective = replace(run.objective, kl_coef=COEFFICIENTS[0])
+        return optimize(run, i, *arguments)
+
+    with mock.patch.object(gcd, "optimize", lighter):
+        yield
+
+
+CHANGES = {"GRPO, entropy bonus": entropy_bonus, "GRPO, ten times the KL, then once": kl_lightened}
 
 
 # Measures
@@ -409,10 +459,11 @@ def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", othe
         return paired(*({seed: mean_known([measure(results[seed]) for results in side]) for seed in seeds}
                         for side in found))
 
-    ends, won = [[final(results[seed]) for results in side for seed in seeds] for side in found], less(wins)
+    ends = [[final(results[seed]) for results in side for seed in seeds] for side in found]
+    won = {name: less(measure) for name, measure in (("wins", wins), ("sharp wins", sharp_wins))}
     return less(final) | {
         "removed": [sum(end < 0.5 for end in side) for side in ends], "n": len(ends[0]),
-        "wins": {key: won[key] for key in ("mean", "half")}}
+        **{name: {key: of[key] for key in ("mean", "half")} for name, of in won.items()}}
 
 
 def merged(*tables):
@@ -472,12 +523,19 @@ def decided(own, decisive):
         ("+GCD, weight .1, thrice the KL", "GRPO, thrice the KL"),
         ("+GCD, coins, weight .1, thrice the KL", "GRPO, thrice the KL"),
         ("+GCD, weight .1, thrice the KL", "+GCD, coins, weight .1, thrice the KL"),
-        ("GRPO, ten times the KL", "GRPO, thrice the KL"))}
+        ("GRPO, ten times the KL", "GRPO, thrice the KL"), ("GRPO, ten times the KL", "GRPO"),
+        ("+GCD, weight .1", "GRPO, ten times the KL"), ("GRPO, entropy bonus", "GRPO"),
+        ("GRPO, entropy bonus", "GRPO, thrice the KL"), ("+GCD, weight .1", "GRPO, entropy bonus"),
+        ("GRPO, ten times the KL, then once", "GRPO, ten times the KL"),
+        ("GRPO, ten times the KL, then once", "+GCD, weight .1"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
     where["judge questions before RL alone, less neither"] = "GRPO", "GRPO", {
         "questions": "judge", "other_questions": "coins"}
     where["GRPO, thrice the KL less GRPO, after judge questions"] = "GRPO, thrice the KL", "GRPO", {
         "questions": "judge"}
+    for times in ("thrice", "ten times", "thirty times"):
+        where[f"GRPO, {times} the KL less GRPO, flaw likely"] = f"GRPO, {times} the KL", "GRPO", {
+            "questions": "coins, flaw likely"}
     for arm in ("+GCD", "+GCD, weight .1"):
         where[f"{arm} less GRPO, after judge questions"] = arm, "GRPO", {"questions": "judge"}
         where[f"both halves, {arm}, less neither"] = arm, "GRPO", {
@@ -488,8 +546,8 @@ def decided(own, decisive):
 
 def of_decisive(decisive):
     """{"ARM after QUESTIONS": {"removed", "n": runs, "lowered": of them, ending below START, "q_N": mean
-    final, "q_P", "wins": likewise}} of the decisive seeds, with a KL, at the decayed rate, over both kinds of
-    embeddings.
+    final, "q_P", "wins", "sharp wins": likewise}} of the decisive seeds, with a KL, at the decayed rate, over
+    both kinds of embeddings.
     """
     found = {}
     for arm in arms():
@@ -500,7 +558,8 @@ def of_decisive(decisive):
                    "lowered": sum(final(result) < START for result in of_arm),
                    "q_N": statistics.fmean(map(final, of_arm)),
                    "q_P": statistics.fmean(result["path"][-1]["q_P"] for result in of_arm),
-                   "wins": statistics.fmean(map(wins, of_arm))}
+                   "wins": statistics.fmean(map(wins, of_arm)),
+                   "sharp wins": statistics.fmean(map(sharp_wins, of_arm))}
             for name, of_arm in found.items() if of_arm}
 
 
@@ -552,6 +611,8 @@ def findings(table, fresh, own, decisive):
                           "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), judge)},
             "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
             "start spread": start_spread((table, fresh, own, decisive)),
+            "sharp error": max((sharp_error(result) for results in decisive.values()
+                                for result in results.values()), default=0.0),
             "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}}
 
 

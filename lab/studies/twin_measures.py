@@ -11,6 +11,7 @@ import torch
 from lab.envs import twins as states
 
 PROBES = 64                                    # states of each kind in a measurement
+SHARP = 0.4                                    # the other temperature at which a policy is looked at
 
 
 def probe(actor):
@@ -19,14 +20,17 @@ def probe(actor):
         cosine = <g_P, g_N> / (|g_P| |g_N|),   leak = <g_P, g_N> / <g_P, g_P>
 
     g_K: the gradient, over all parameters, of R's mean log-probability in kind K. The leak is the theory's c:
-    a step that raises it in P by d raises it in N by c d, to first order. None if a gradient is zero.
+    a step that raises it in P by d raises it in N by c d, to first order. None if a gradient is zero. Also
+    sharp_P and sharp_N, the mean probability at temperature SHARP.
     """
     R, game, found, grads = actor.chat.encode(states.PULL)[0], states.Game(0.0, Counter()), {}, []
     for kind in "PN":
         tasks = [states.task(f"probe/{i}", "probe", kind) for i in range(PROBES)]
         ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
-        logprob_B = actor.model(ids_BT)[:, -1].float().log_softmax(-1)[:, R]
+        logit_BV = actor.model(ids_BT)[:, -1].float()
+        logprob_B = logit_BV.log_softmax(-1)[:, R]
         found[f"q_{kind}"] = float(logprob_B.detach().exp().mean())
+        found[f"sharp_{kind}"] = float((logit_BV.detach() / SHARP).softmax(-1)[:, R].mean())
         logprob_B.mean().backward()
         pushed = [parameter.grad for parameter in actor.model.parameters() if parameter.grad is not None]
         grads.append(torch.cat([grad.flatten().double() for grad in pushed]))
@@ -70,8 +74,33 @@ def final(result):
 
 def wins(result):
     """The final chance to win a training task, by q_P and q_N; every other command has an equal one."""
-    last, settings = result["path"][-1], states.Environment.Settings()
+    return chance_to_win(*(result["path"][-1][f"q_{kind}"] for kind in "PN"))
+
+
+def sharp_wins(result):
+    """`wins` at temperature SHARP, by `sharpened` q_P and q_N, for most cells have no sharp_P and sharp_N."""
+    return chance_to_win(*(sharpened(result["path"][-1][f"q_{kind}"]) for kind in "PN"))
+
+
+def chance_to_win(q_P, q_N):
+    """The chance to win a training task of a policy that chooses R so often in P and in N."""
+    settings = states.Environment.Settings()
     share = settings.p_tasks / states.BATCH
     return sum(part * sum(p * states.chance(kind, flawed, settings.flaw)
-                          for p, flawed in ((last[f"q_{kind}"], True), (1 - last[f"q_{kind}"], False)))
-               for kind, part in (("P", share), ("N", 1 - share)))
+                          for p, flawed in ((q, True), (1 - q, False)))
+               for kind, part, q in (("P", share, q_P), ("N", 1 - share, q_N)))
+
+
+def sharpened(q):
+    """R's probability at temperature SHARP if it is q at 1 in every state, and the others are equal."""
+    own, other = q ** (1 / SHARP), ((1 - q) / len(states.OTHERS)) ** (1 / SHARP)
+    return own / (own + len(states.OTHERS) * other)
+
+
+def sharp_error(result):
+    """How far `sharpened` is from the final sharp_P or sharp_N, whichever is farther; 0 where these were not
+    measured.
+    """
+    last = result["path"][-1]
+    return max(abs(sharpened(last[f"q_{kind}"]) - last.get(f"sharp_{kind}", sharpened(last[f"q_{kind}"])))
+               for kind in "PN")
