@@ -292,9 +292,9 @@ def replay(chat, spec, demonstration, history, search_verbs, thoughts=None):
     for command, thought in zip(commands, thoughts or [None] * len(commands), strict=True):
         ids = chat.respond(command, rule_tag(conversation.episode, command, search_verbs), thought)
         conversation.act(Response(ids, [], False), len(commands), math.inf)
-        if (read := conversation.episode.turns[-1].action) != command:
-            raise ValueError(f"task {spec.task.id}: the response that demonstrates {command!r} is read as "
-                             f"{read!r}")
+        read = conversation.episode.turns[-1].action
+        plugins.refuse(f"the response that demonstrates {command!a} is read as {read!a}" if read != command
+                       else "", chat.environment, f"task {spec.task.id}")
     return conversation.episode
 
 

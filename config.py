@@ -19,6 +19,7 @@ import sys
 from collections import ChainMap
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import envs
 from envs import _checks
@@ -222,6 +223,10 @@ class Config:
     def __post_init__(self):
         """ValueError for settings that contradict each other."""
         algorithm, algo, labels = self.algorithm, f"--algo {self.algo}", self.judge_labels
+        refuse(wrong := _checks.wrong_declared(self.environment), f"--env={self.env}: {wrong}")
+        rules = self.environment.labels
+        wrong = plugins.wrong_calls(SimpleNamespace(**rules), dict.fromkeys(rules, ["episode"]))
+        refuse(wrong, f"--env={self.env}: labels: {wrong}")
         for split in self.splits:
             refuse(split not in self.environment.splits,
                    f"--evaluate={self.evaluate}: no split {split!r} ({', '.join(self.environment.splits)})")
@@ -275,7 +280,6 @@ class Config:
         refuse(labels not in known, f"--judge-labels={labels}: expected one of {', '.join(known)}")
         refuse(self.judge_redraw and labels == "endpoint", "--judge-redraw: --judge-labels endpoint asks for "
                "the labels of --judge-turns turns, and no others are left to draw")
-        refuse(wrong := _checks.wrong_declared(self.environment), f"--env={self.env}: {wrong}")
         refuse(same := sorted({*LABELS} & {*self.environment.labels}),
                f"--env={self.env}: labels: {', '.join(same)} is a kind of the run's own; rename it")
         asks = self.demonstrations and self.judge_demonstrations
@@ -460,6 +464,9 @@ def parse(argv=None):
         values["algorithm"] = algorithm(make_settings(algorithm.Settings, values))
         settings = make_settings(environment.Settings, values)
         values["environment"] = environment(settings, values["train_types"], values["seed"])
+        for plugin in (values["algorithm"], values["environment"]):
+            plugins.refuse("" if hasattr(plugin, "settings") else "it does not call super().__init__", plugin,
+                           "__init__")
         return make_settings(Config, values)
 
 
@@ -473,7 +480,7 @@ def defaults_blamed(flags, algorithm, environment):
     except ValueError as error:
         name = str(error).partition("=")[0].removeprefix("--").replace("-", "_")
         for plugin, defaults in ((environment, environment.defaults), (algorithm, inherited(algorithm))):
-            if name in defaults and name not in flags:
+            if name in {*defaults, *(f.name for f in fields(plugin.Settings))} and name not in flags:
                 raise ValueError(f"{error} (a default of {plugins.origin_of(plugin)})") from None
         if name in [f.name for f in fields(Config)] and name not in flags:
             raise ValueError(f"{error} ({flag_of(name)} was not given)") from None

@@ -70,14 +70,14 @@ def iteration(run, i, reference):
     with timed(seconds, "time/rollout_s"):
         episodes, played = collect(run, i)
     with timed(seconds, "time/judge_s"):
-        judged, of_judge, metrics = judge_turns(run, i, episodes) if config.gcd else ([], [], {})
+        judged, judge_samples, metrics = judge_turns(run, i, episodes) if config.gcd else ([], [], {})
         if config.correction != "off":
             correction.correct(run, i, judged)               # the instruction of the next iterations
     with timed(seconds, "time/update_s"):
         learned = [*episodes]                                # to which the algorithm may add earlier ones
         metrics |= assign_credit(run, i, learned, reference)
         samples = [sample for episode in informative(run, learned) for sample in batching.samples_of(episode)]
-        samples += of_judge if config.judge_weight else []   # at lambda 0 the update never sees the judge
+        samples += judge_samples if config.judge_weight else []      # at lambda 0 the update never sees them
         metrics |= optimize(run, i, samples, reference)
     metrics |= rollout_metrics(run, played) | memory.peaks(run.ranks.device)
     advise(run, i, learned, metrics)
@@ -305,8 +305,13 @@ def rollout_metrics(run, episodes):
 def advise(run, i, episodes, metrics):
     """Warn, once of each kind, where a run learns nothing, may forget its cold start, or loses games."""
     config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
-    if not (metrics["rollout/success"] or config.kl != "none" or config.entropy_coef
-            or parallel.any_rank(teaches(episodes))):
+    unequal = metrics.get("rollout/zero_variance_frac", 1) < 1
+    idle = not (metrics["rollout/success"] or config.kl != "none" or config.entropy_coef)
+    idle = (unequal or idle) and not parallel.any_rank(teaches(episodes))
+    if idle and unequal:
+        run.warn_once("no advantage", f"RL: in iteration {i} no turn has an advantage, although rewards "
+                      f"within groups differ: does --algo={config.algo} write each turn.advantage?")
+    elif idle:
         ways = {"more --max-response-tokens or --context (most were cut)": cut,
                 "more --demonstrations": run.environment.expert,
                 "--admissible-only": not (config.admissible_only or run.environment.templates)}

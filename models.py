@@ -67,6 +67,8 @@ def make_chat(config, tokenizer):
         raise ValueError(f"--prompt={config.prompt}{why}: this model's cold start had no tags, so it knows "
                          "none (--prompt tags there)")
     environment = config.environment
+    plugins.refuse("it has no parse, which reads that answer" if environment.ask and not environment.parse
+                   and style != "plain" else "", environment, "ask")
     chat = Chat(tokenizer, style, config.show_admissible, environment)
     if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")

@@ -8,12 +8,12 @@ and judge.py verdicts. `Conversation` is an episode in progress; `play` plays ma
 import math
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from time import perf_counter
 
-from envs import EpisodeLost, Task
+from envs import ONLINE_EXPERT, EpisodeLost, Task
 from envs._checks import wrong_online_expert, wrong_reply
-from infra.plugins import refuse
+from infra.plugins import refuse, wrong_calls
 from infra.progress import timed
 from infra.signals import time_limit
 from infra.streams import stream
@@ -291,7 +291,8 @@ class OnlineExpert:
     def begin(self):
         """Make the expert. PluginError if it is none."""
         self.expert = self.environment.online_expert(self.spec.task, self.spec.stream)
-        refuse(wrong_online_expert(self.expert), self.environment, "online_expert")
+        wrong = wrong_online_expert(self.expert) or wrong_calls(self.expert, ONLINE_EXPERT)
+        refuse(wrong, self.environment, "online_expert")
 
     def command(self, conversation):
         """What it would do now in its episode's Conversation. PluginError unless it is text."""
@@ -396,7 +397,8 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
         with timed(waits, "device"):
             slots.tick()                                         # the device starts to sample,
         with timed(waits, "environments"):
-            heard = [*map(received, pending)]                    # while games of other processes answer
+            # while games of other processes answer (no map: a game's StopIteration would end it)
+            heard = [received(conversation) for conversation in pending]
         with timed(waits, "device"):
             for row, response in slots.pop_finished():
                 live[row].submit(response, on_truncation)
@@ -407,7 +409,8 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
                                                              # a reset, an override
                 pending += [conversation for conversation in called if conversation.in_flight]
                 heard += [received(conversation) for conversation in called if not conversation.in_flight]
-                followed, heard = [*filter(None, starmap(follow, heard))], []
+                followed = [kept for pair in heard if (kept := follow(*pair)) is not None]
+                heard = []
                 called = [conversation for conversation in followed if conversation.due]
                 ready += [conversation for conversation in followed if not conversation.due]
         with timed(waits, "device"):

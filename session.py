@@ -294,6 +294,8 @@ def prepare(config, ranks, should_stop, resources):
     chat = models.open_chat(config, source, ranks) if source else None
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
+    if config.iterations:                            # the last one of RL, too: the sequence must not end
+        train_tasks(environment, config.train_types, config.iterations * config.tasks - 1, 1)
     if config.demonstrations and config.cold_start_types != config.train_types:
         tasks = [*tasks, *train_tasks(environment, config.cold_start_types, 0, 1)]
     tasks = [*tasks, *(split_tasks(environment, split)[0] for split in config.splits)]  # one of every kind

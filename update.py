@@ -79,8 +79,8 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     if not parts:
         return {}
     weight = {"policy": 1.0, "judge": objective.judge_weight}
-    # with `compare` a gradient of each kind, not weighted yet; else one of all, under the policy's name
-    wanted = {kind: [kind] for kind in parts} if compare else {"policy": [*parts]}
+    # with `compare` a gradient of each kind, not weighted yet; else one of all, weighted
+    wanted = {kind: [kind] for kind in parts} if compare else {"all": [*parts]}
     grads = {}
     for name, kinds in wanted.items():
         scale = dict.fromkeys(kinds, 1.0) if compare else weight
@@ -97,7 +97,7 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     metrics = gradient_metrics(grads, weight) | loss_metrics(sums, objective)
     check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
-    weighted = [(weight[name], grad) for name, grad in grads.items()]
+    weighted = [(weight.get(name, 1.0), grad) for name, grad in grads.items()]
     step(model, optimizer, weighted, metrics["policy/grad_norm"], objective.max_grad_norm, lr)
     return metrics
 
@@ -264,8 +264,10 @@ def gradient_metrics(grads, weight):
     """Norm of the weighted sum before clipping; with both kinds also the ratio judge/policy of the unweighted
     norms, and their cosine.
 
-    grads: {kind: a gradient or None for each parameter}; one that is not kept by kind stands under "policy".
+    grads: {kind: a gradient or None for each parameter} or {"all": that of all kinds, weighted}.
     """
+    if "all" in grads:
+        return {"policy/grad_norm": parallel.norm(grads["all"])}
     policy, judge = (parallel.norm(grads[kind]) if kind in grads else 0.0 for kind in KINDS)
     metrics = {"policy/grad_norm": weight["policy"] * policy + weight["judge"] * judge}
     if len(grads) == 2:
@@ -353,7 +355,7 @@ def write_kl(model, reference, episodes, objective, coef, rescored):
         rescore(model, samples, objective)
     write_reference(model, reference, samples, objective)
     for sample in samples:
-        penalties = iter([coef * losses.kl_k1(old, new) for old, new, sampled in
+        penalties = iter([coef * losses.kl_k1(old, ref) for old, ref, sampled in
                           zip(sample.logprob_old, sample.logprob_ref, sample.sampled) if sampled])
         for turn in sample.turns:
             turn.kl = [next(penalties) for _ in turn.response_ids]

@@ -57,7 +57,8 @@ def gae(reward_S, value_S, turns_E, lam=0.95):
     """
     next_S = value_S.roll(-1)
     next_S[(turns_E.cumsum(0) - 1)[turns_E > 0]] = 0.0
-    advantage_S = rewards.discounted_returns(reward_S + next_S - value_S, turns_E, lam)
+    delta_S = reward_S + next_S - value_S
+    advantage_S = rewards.discounted_returns(delta_S, turns_E, lam)       # the same sum, of deltas with lam
     return advantage_S, advantage_S + value_S
 
 

@@ -50,6 +50,7 @@ class EpisodeLost(RuntimeError):
 # What the run calls of a game and of an expert: {method: its parameters}
 GAME = {"reset": ("task", "seed"), "step": ("command",)}
 EXPERT = {"show": ("task", "seed", "mistake_rate", "max_turns")}
+ONLINE_EXPERT = {"observe": ("observation", "command"), "command": ()}
 
 
 class Game(Protocol):

@@ -53,6 +53,8 @@ def wrong_demonstration(demonstration):
     found = ((i, wrong_reply(reply, i == 0)) for i, reply in enumerate(replies))
     if wrong := next((f"reply {i}: {wrong}" for i, wrong in found if wrong), ""):
         return wrong
+    if over := [i for i, reply in enumerate(replies[:-1]) if reply.done]:
+        return f"reply {over[0]} is done, and {len(commands) - over[0]} commands follow; expected none"
     return "it is won without a command; expected at least one" if replies[0].won else ""
 
 
@@ -78,6 +80,10 @@ def wrong_games(games, n):
     for game, name in product(games, ("reset", "step", "close")):
         if not callable(getattr(game, name, None)):
             return f"it returned games of class {type(game).__name__}, which has no method {name}"
+    limits = [getattr(game, "time_limit_s", None) for game in games]
+    if wrong := [limit for limit in limits if not (limit is None or isinstance(limit, (int, float))
+                                                   and limit > 0)]:
+        return f"it returned games whose time_limit_s is {wrong[0]!r:.60}; expected a number of seconds"
     if len({id(game) for game in games}) < n:
         return f"it returned a game more than once; expected {n} games, which are played at the same time"
     return ""
@@ -124,8 +130,11 @@ def wrong_declared(environment):
     if wrong := wrong_tools(environment.tools(), some="tools" in environment._required):
         return f"tools: {wrong}"
     settings = [f.name for f in fields(environment.settings) if f.type in (str, "str")]
+    if not is_texts(unseen := environment.unseen_splits()):
+        return f"unseen_splits returned {unseen!r:.60}; expected a list of texts"
     for name, values, kind, right in (
-            ("splits", environment.splits, "a text", lambda value: isinstance(value, str)),
+            ("splits", environment.splits, "a text, and none of train, auto and none",
+             lambda value: isinstance(value, str) and value not in ("train", "auto", "none")),
             ("captions", environment.captions.values(), "a text", lambda value: isinstance(value, str)),
             ("labels", environment.labels.values(), "a function of an episode", callable),
             ("sources", environment.sources, "the name of a text setting", settings.__contains__)):

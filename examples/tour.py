@@ -8,7 +8,8 @@
 import sys
 from pathlib import Path
 
-SCRIPT = "__file__" in globals()                          # else a notebook, in this folder or the root
+# else a notebook, in this folder or the root: VS Code's, too, has a __file__
+SCRIPT = "__file__" in globals() and "ipykernel" not in sys.modules
 if SCRIPT and (len(sys.argv) > 2 or sys.argv[-1].startswith("-")):
     sys.exit("usage: python examples/tour.py [FOLDER TO WRITE TO]")
 HERE = Path(__file__).resolve() if SCRIPT else Path.cwd() / "tour"

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
                 group = self.add_argument_group(meta["section"])
             if meta.get("help") and (rare or is_used(meta, values) and not meta.get("rare")):
                 kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else {
-                    "type": f.type, "metavar": "|".join(meta.get("choices") or (f.type.__name__,))}
+                    "type": f.type, "metavar": "|".join(map(str, meta.get("choices") or (f.type.__name__,)))}
                 unused = "" if not values or is_used(meta, values) else f"; {meta['needs'][1]}"
                 group.add_argument(flag_of(f.name), help=(meta["help"] + unused).replace("%", "%%"), **kind,
                                    default=values[f.name] if values else argparse.SUPPRESS)
@@ -82,7 +82,8 @@ def make_settings(dataclass, values):
     for f in fields(dataclass):
         value, meta = values[f.name], f.metadata
         if meta.get("choices") and value not in meta["choices"]:
-            raise ValueError(f"{flag_of(f.name)}={value}: expected one of {', '.join(meta['choices'])}")
+            raise ValueError(f"{flag_of(f.name)}={value}: expected one of "
+                             + ", ".join(map(str, meta["choices"])))
         kinds = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(f.type)
         if kinds and type(value) not in kinds:
             raise ValueError(f"{flag_of(f.name)}={value!r}: expected {f.type.__name__}")

@@ -75,6 +75,7 @@ def setup(device="auto", timeout_s=24 * 3600, within="all"):
             raise ValueError(f"--nproc-per-node: no GPU {local}, there are {torch.cuda.device_count()}")
         own_device = torch.device("cuda", local)
         torch.cuda.set_device(own_device)
+        torch.set_float32_matmul_precision("highest")        # an image's environment may ask for TF32
     if world_size > 1:
         connect(own_device, timeout_s)
     return Ranks(rank, world_size, own_device, machines() if within == "node" else 1)

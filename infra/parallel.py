@@ -9,6 +9,7 @@ process runs the same code without a process group. Left out: tensor, pipeline a
 
 import math
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -67,7 +68,7 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
         dist.broadcast(tensor.detach(), src=0)
     # of two dimensions the first replicates, the last shards (hybrid sharding, arXiv:2304.11277 3.2.2)
     sizes = {"copies": ranks.copies, "shards": ranks.shards} if ranks.copies > 1 else {"shards": ranks.shards}
-    mesh = init_device_mesh(ranks.device.type, (*sizes.values(),), mesh_dim_names=(*sizes,))
+    mesh = mesh_of(dist.group.WORLD, ranks.device.type, tuple(sizes.items()))
     # inputs keep their dtype: positions and masks must not become bf16
     policy = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     for module in (*model.model.layers, model):
@@ -77,6 +78,15 @@ def shard(model, ranks, compute_dtype=torch.float32, frozen=False):
         module.set_force_sum_reduction_for_comms(True)    # gloo has no scaled sum
     model.compute_dtype = compute_dtype
     return with_memory(model, ranks.device) if empty else model
+
+
+@lru_cache(1)
+def mesh_of(group, device_type, sizes):
+    """The mesh of a group's ranks with these (name, size) dimensions: one for all models, since each of two
+    dimensions makes process groups, whose buffers stay on a GPU.
+    """
+    names, lengths = zip(*sizes)
+    return init_device_mesh(device_type, lengths, mesh_dim_names=names)
 
 
 def with_memory(model, device):
@@ -128,13 +138,12 @@ def offload(model, optimizer=None):
 def onloaded(used, model, optimizer=None):
     """Move an offloaded model and its optimizer's state to the device of `used` for this block.
 
-    used: a model that is in use. Afterwards the first model is offloaded again. On a CPU nothing moves.
+    used: a model that is in use. Afterwards the first model is offloaded again, but not after an error, which
+    ends the run: FSDP cannot move what a broken forward left gathered. On a CPU nothing moves.
     """
     _move(model, optimizer, next(used.parameters()).device)
-    try:
-        yield model
-    finally:
-        offload(model, optimizer)
+    yield model
+    offload(model, optimizer)
 
 
 def _move(model, optimizer, device):

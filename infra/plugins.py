@@ -37,23 +37,33 @@ def blamed(*passing):
     except (PluginError, MemoryError, KeyboardInterrupt, *passing):
         raise
     except BaseException as error:
-        frame, line = last_frame(error)
-        if frame is None or type(error).__name__ == "OutOfMemoryError":
+        origin, line, function, outside = last_call(error)
+        if not origin or type(error).__name__ == "OutOfMemoryError":
             raise
-        module, function = frame.f_globals["__name__"], frame.f_code.co_name
-        for_user = not module.startswith("plugin_") or str(error).startswith("--")
+        for_user = not outside or str(error).startswith("--")
         if isinstance(error, (ValueError, OSError)) and for_user:
             raise
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        raise PluginError(f"{ORIGINS[module]}: line {line}, in {function}: {what}{notes}") from error
+        raise PluginError(f"{origin}line {line}, in {function}: {what}{notes}") from error
 
 
-def last_frame(error):
-    """The last frame of an error's traceback that runs a plug-in's code, and its line; (None, 0) without."""
-    found = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)
-             if frame.f_globals.get("__name__") in ORIGINS]
-    return found[-1] if found else (None, 0)
+def last_call(error):
+    """Where an error's traceback was last in a plug-in's code: ("FLAG=VALUE: ", to which a file that the
+    plug-in imports from its folder adds its name, line, function, whether it is outside the tree); all false
+    if it was nowhere.
+    """
+    folders = {Path(sys.modules[module].__file__).parent: origin for module, origin in ORIGINS.items()
+               if module.startswith("plugin_") and module in sys.modules}
+    folders.pop(Path(__file__).resolve().parents[1], None)         # whose other files are the project's own
+    found = "", 0, "", False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, file = frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename)
+        if module in ORIGINS:
+            found = f"{ORIGINS[module]}: ", line, frame.f_code.co_name, module.startswith("plugin_")
+        elif file.parent in folders:
+            found = f"{folders[file.parent]}: {file.name}, ", line, frame.f_code.co_name, True
+    return found
 
 
 def refuse(wrong, source, where):
@@ -166,6 +176,8 @@ def wrong_attribute(found, base):
         return f"the type of Settings.{texts[0]} is a text; leave out `from __future__ import annotations`"
     if without := [f.name for f in declared if f.default is MISSING]:
         return f"Settings.{without[0]} has no default; expected a value, and no default_factory"
+    if wrong := next(filter(None, map(wrong_field, declared)), ""):
+        return wrong
     inherited = fields(base.Settings) if settings else ()
     if lacking := {f.name for f in inherited} - {f.name for f in declared}:
         return (f"Settings lacks {sorted(lacking)[0]}; expected a subclass of "
@@ -176,6 +188,20 @@ def wrong_attribute(found, base):
             if not name.startswith("_"):
                 return f"{name} is {getattr(found, name)!r:.60}; expected a {type(value).__name__}"
     return ""
+
+
+def wrong_field(f):
+    """What of a setting cannot be a flag; "" if all can."""
+    meta, name = f.metadata, f"Settings.{f.name}"
+    bounds = [meta[end] for end in ("low", "high") if end in meta]
+    if f.type not in (bool, int, float, str):
+        return f"the type of {name} is {f.type!r:.60}; expected bool, int, float or str"
+    if f.name == "help":
+        return f"{name}: --help lists all flags; rename it"
+    if not isinstance(meta.get("help", ""), str):
+        return f"the help of {name} is {meta['help']!r:.60}; expected a text"
+    return "" if all(isinstance(bound, (int, float)) for bound in bounds) else (
+        f"the bounds of {name} are {bounds!r:.60}; expected numbers")
 
 
 def wrong_method(found, base):

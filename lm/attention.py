@@ -64,6 +64,8 @@ def varlen(device, dtype, head_dim):
         reason = f"{dtype}"
     elif head_dim % 8 or head_dim > 256:
         reason = f"a head size of {head_dim}"
+    elif torch.version.hip:
+        reason = f"ROCm {torch.version.hip}"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         reason = f"a {torch.cuda.get_device_name(device)}"
     else:

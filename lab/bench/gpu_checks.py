@@ -395,6 +395,31 @@ def trainer_gap(bench):
 
 # The update
 
+def gradient(bench):
+    """Cosine and ratio of norms of a microbatch's gradient, in half precision as a run computes it, to the
+    same in fp32 with masks. Texts share prefixes. Without one of the texts, an injected fault, both must be
+    off.
+    """
+    whole = [replace(sample, logprob_old=None) for sample in bench.samples(64 if bench.tiny else 4096)]
+    n = len(whole[0].ids) // 2
+    other = replace(whole[0], ids=[*whole[0].ids[:n], *whole[0].ids[:n - 1:-1]], episode=len(whole))
+    found, right = {}, [*whole, other]
+    for name, dtype, samples in (("fp32", torch.float32, right), ("half", bench.dtype, right),
+                                 ("fault", bench.dtype, whole)):
+        model = parallel.shard(bench.model(torch.float32), job.Ranks(0, 1, bench.device), dtype)
+        model.recompute_layers(True)
+        update_of(model, [replace(sample) for sample in samples])
+        found[name] = [parallel.full_tensor(parameter.grad).cpu() for parameter in model.parameters()]
+        del model
+        gc.collect()                                       # a sharded model is part of cycles
+    norms = {name: parallel.norm(grad) for name, grad in found.items()}
+    cosine, wrong = (parallel.dot(found["fp32"], found[name]) / (norms["fp32"] * norms[name])
+                     for name in ("half", "fault"))
+    ratio, other_ratio = (norms[name] / norms["fp32"] for name in ("half", "fault"))
+    return {"cosine": cosine, "norm_ratio": ratio, "fault_cosine": wrong, "fault_norm_ratio": other_ratio}, (
+        cosine > 0.99 and abs(ratio - 1) < 0.02 and wrong < 0.99 and abs(other_ratio - 1) > 0.02)
+
+
 def update_16k(bench):
     """Forward and backward of a microbatch of about 16,384 tokens: seconds, shares of peak FLOPs, memory."""
     return update_at(bench, 16384)
@@ -444,6 +469,11 @@ def offload(bench):
     def allocated():
         return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
 
+    if bench.device.type == "cuda" and not bench.tiny:         # bf16, and fp32 weights, gradients and moments
+        there = torch.cuda.get_device_properties(bench.device).total_memory
+        required = 20 * sum(parameter.numel() for parameter in bench.sampler.parameters())
+        if required > there:
+            return {"skipped": f"needs {required / 1e9:.0f} GB, has {there / 1e9:.0f}"}, True
     used, before = bench.sampler, allocated()
     model = parallel.shard(bench.model(torch.float32), job.Ranks(0, 1, bench.device), bench.dtype)
     optimizer, ids_BT = adamw(model), torch.zeros(1, 16, dtype=torch.long, device=bench.device)

@@ -138,12 +138,21 @@ def ranks(bench):
     of_one, of_all = ([line["cold_start/loss"] for line in files.read_lines(out / files.METRICS)[0]
                        if line.get("phase") == "cold_start"] for out in (alone, shared))
     gap = max((abs(a / b - 1) for a, b in zip(of_all, of_one)), default=math.inf)
-    found = {"ranks": n, "losses": len(of_one), "largest_gap": gap, "stopped_after": stopped,
+    first_gap = abs(norm_of(shared) / norm_of(alone) - 1)           # of equal weights: sums, and not means
+    found = {"ranks": n, "losses": len(of_one), "largest_gap": gap, "gradient_gap": first_gap,
+             "stopped_after": stopped,
              "exit_status": resumed.returncode, "iterations": len(rl_lines(shared))}
     if resumed.returncode or not stopped:
         found["stderr"] = stderr[-300:] + resumed.stderr[-300:]
-    return found, (gap < 0.02 and len(of_one) == len(of_all) and 0 < stopped < 3 and resumed.returncode == 0
+    return found, (gap < 0.02 and len(of_one) == len(of_all) and first_gap < 0.02 and 0 < stopped < 3
+                   and resumed.returncode == 0
                    and [line["iteration"] for line in rl_lines(shared)] == [0, 1, 2])
+
+
+def norm_of(out):
+    """The norm of a run's first gradient, of its cold start."""
+    return next((line["cold_start/grad_norm"] for line in files.read_lines(out / files.METRICS)[0]
+                 if line.get("phase") == "cold_start"), math.inf)
 
 
 def stopped_in_rl(command, out, iterations, signum):

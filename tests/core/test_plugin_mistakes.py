@@ -426,6 +426,8 @@ def test_wrong_labels_are_refused(given):
     (Demonstration([Reply("a", [], True, True)], [], []), "reply 0: done is True; expected False"),
     (Demonstration([Reply("a", [], False, False)], [], [True]), "0 commands, 1 replies, 1 mistakes"),
     (Demonstration([Reply("a", [], True, False)], [], []), "it is won without a command"),
+    (Demonstration([Reply("a"), Reply("b", [], True, True), Reply("c", [], True, True)], ["x", "y"],
+                   [False, False]), "reply 1 is done, and 1 commands follow; expected none"),
     (Demonstration([Reply("a", [], False, False)], [], None), "mistakes is None; expected a list"),
     (Demonstration(iter([]), [], []), "expected a list")])
 def test_a_wrong_demonstration_is_described(demonstration, expected):
@@ -465,6 +467,13 @@ def fails(folder, capsys, flag, text, *more):
 STEP, RESET = "    def step(self, command):\n", "    def reset(self, task, seed=0):\n"
 MAKE, TASKS = "    def make(self, n):\n", "    def train_tasks(self, types, start, n):\n"
 WORDS, SHOW = "        numbers = [str(n)", "        rng, replies"
+REMOTE = """    def send(self, method, *given):
+        self.sent = method, given
+
+    def receive(self):
+        return next(iter(())) if self.sent[0] == "step" else self.reset(*self.sent[1])
+
+"""
 END = "        return {}\n"                                # of OPO's assign
 
 
@@ -492,6 +501,10 @@ def changed(text, old, new):
     (WORDS, "        return [3]\n" + WORDS, "vocabulary: it returned [3]"),
     (WORDS, "        return ['\u00e9']\n" + WORDS, "vocabulary: it has '\u00e9'; expected nonempty ASCII"),
     ("for i in range(start, start + n)]", "for i in range(n // 2)]", "train_tasks('part', 0, 1): it"),
+    ("for i in range(start, start + n)]", "for i in range(start, min(start + n, 1))]",
+     "train_tasks('part', 1, 1): it returned []"),                        # the second task of RL's two
+    (STEP, REMOTE + STEP, ", in receive: StopIteration (task train/"),
+    (MAKE, MAKE + "        Game.time_limit_s = 0\n", "make(4): it returned games whose time_limit_s is 0"),
     (TASKS, TASKS + "        {}['x']\n", ", in train_tasks: KeyError: 'x'")])
 def test_an_environments_mistake_is_one_line(tmp_path, capsys, old, new, expected):
     line = fails(tmp_path, capsys, "--env", changed(GUESS, old, new))
@@ -523,6 +536,15 @@ def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, mon
     game.LATER.join()
     assert rows(tmp_path / "runs" / "out") and (tmp_path / "runs" / "out" / "checkpoint").is_dir()
     assert "waits for threads that are no daemons, as a game's may be: later" in capsys.readouterr().err
+
+
+def test_a_mistake_in_a_file_that_the_plug_in_imports_names_that_file(tmp_path, capsys):
+    """Also a ValueError, which is no message for the user there."""
+    (tmp_path / "neighbour_of_mine.py").write_text("def fail():\n    int('x')\n", encoding="utf-8")
+    imports = STEP + "        import neighbour_of_mine\n        neighbour_of_mine.fail()\n"
+    line = fails(tmp_path, capsys, "--env", changed(GUESS, STEP, imports))
+    assert line.startswith("neighbour_of_mine.py, line 2, in fail: ValueError: invalid literal for int()")
+    assert "(task train/" in line
 
 
 @pytest.mark.parametrize("old, new, expected", [
@@ -587,6 +609,14 @@ DEFAULTS, SPLITS = '    defaults = {"max_turns": 8}', "    def unseen_splits(sel
     (DEFAULTS, '    defaults = {"preset": "paper"}', "'preset' is chosen before defaults are known"),
     (DEFAULTS, '    defaults = {}\n    sources = ("lowest",)', "sources has 'lowest'; expected the name of"),
     ("int = field(default=20, ", "int = field(default_factory=int, ", "Settings.highest has no default"),
+    ("int = field(default=20, ", "tuple = field(default=20, ", "the type of Settings.highest is <class 'tup"),
+    ("int = field(default=20, ", "int = field(default='20', ", "--highest='20': expected int (a default of "),
+    ('"help": "numbers are 1 to this"', '"help": 3', "the help of Settings.highest is 3; expected a text"),
+    ('"low": 5', '"low": "5"', "the bounds of Settings.highest are ['5', 99]; expected numbers"),
+    (SPLITS, SPLITS + "        return None\n", "unseen_splits returned None; expected a list of texts"),
+    ('("dev", "test")', '("dev", "train")', "splits has 'train'; expected a text, and none of train, auto"),
+    (MAKE, f"    def __init__(self, *given):\n        pass\n\n{MAKE}", "it does not call super().__init__"),
+    ('{"halves": halves}', '{"halves": lambda: 0}', "labels: halves(); expected halves(episode)"),
     ('{"halves": halves}', '{"halves": "good"}', "labels has 'good'; expected a function"),
     ('{"halves": halves}', '{"dense": halves}', "labels: dense is a kind of the run's own"),
     ("captions = {", "captions = {'dev': 3} or {", "captions has 3; expected a text"),
@@ -614,6 +644,33 @@ def test_a_setting_whose_flag_has_two_meanings_is_refused(tmp_path, setting, exp
     with pytest.raises(ValueError) as refused:
         config.parse(["--env", str(path)])
     assert expected in str(refused.value)
+
+
+@pytest.mark.fast
+def test_choices_may_be_numbers(tmp_path):
+    path = tmp_path / "some.py"
+    path.write_text(changed(GUESS, '"low": 5, "high": 99', '"choices": (5, 20)'), encoding="utf-8")
+    assert config.parse(["--env", str(path), "--highest", "5"]).environment.settings.highest == 5
+    with pytest.raises(ValueError, match="^--highest=6: expected one of 5, 20$"):
+        config.parse(["--env", str(path), "--highest", "6"])
+
+
+@pytest.mark.fast
+def test_an_experts_and_a_follower_s_methods_have_the_parameters_that_they_are_called_with():
+    class Follower:
+        def observe(self, observation):
+            pass
+
+        def command(self):
+            return "left"
+
+    class Followed(envs.Environment):
+        online_expert = staticmethod(lambda task, seed: Follower())
+
+    task = Task("train/7", "train", "walk", None)
+    expert = rollout.OnlineExpert(Followed(), rollout.EpisodeSpec(task, 0, 1))
+    with pytest.raises(PluginError, match=r"online_expert: observe\(observation\); expected observe\(obs"):
+        expert.begin()
 
 
 @pytest.mark.fast

@@ -368,6 +368,19 @@ def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("equal, advantage, warns", [(0.5, 0.0, True), (1.0, 0.0, False), (0.5, 0.1, False)])
+def test_an_algorithm_that_writes_no_advantage_is_named(equal, advantage, warns):
+    """Where rewards differ; where none do there is nothing to write."""
+    warned = []
+    run = SimpleNamespace(config=SimpleNamespace(kl="none", entropy_coef=0.0, algo="mine.py"),
+                          warn_once=lambda kind, message: warned.append(message))
+    gcd.advise(run, 3, [episode_with(0, advantage)], {
+        "rollout/success": 0.5, "rollout/truncated_frac": 0.0, "rollout/zero_variance_frac": equal,
+        "rollout/restarts": 0, "policy/approx_kl_nats": 0.0})
+    assert len(warned) == warns and all("does --algo=mine.py write each turn.adv" in line for line in warned)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("changes, warning", [
     ({}, None), ({"rollout/truncated_frac": 0.6}, "RL: in iteration 3 most episodes had a response"),
     ({"judge/unreadable_frac": 0.9}, None),

@@ -624,6 +624,18 @@ def test_onloaded_moves_a_model_and_all_of_its_optimizer_state():
 
 
 @pytest.mark.fast
+def test_an_error_in_a_block_of_onloaded_is_the_one_that_is_raised():
+    """FSDP cannot move a model whose forward broke off with gathered weights."""
+    try:
+        model = parallel.shard(new_model(), SINGLE, torch.bfloat16)
+        model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        with pytest.raises(MemoryError, match="full"), parallel.onloaded(new_model(), model):
+            model(torch.zeros(1, 3, dtype=torch.long))
+    finally:
+        job.shutdown()
+
+
+@pytest.mark.fast
 def test_a_sharded_model_can_be_trained_after_it_was_moved():
     """By a change of dtype and back, which FSDP handles like a change of device."""
     try:

@@ -3,6 +3,7 @@
     python -m pytest tests/lab/test_cures.py           # about a minute on one core
 """
 
+import contextlib
 import json
 import math
 from collections import Counter
@@ -29,14 +30,14 @@ def result(*q_N, auc=(), probe=(0.5, 1.0)):
 @pytest.mark.fast
 def test_the_arms_are_those_of_the_design():
     """GRPO after five kinds of questions, two more arms after coins, and the recipe, each with and without a
-    KL, tied and untied; nine of the last seeds and sixteen of the decisive ones alone; six of timing, and
-    four that are asked before the command."""
+    KL, tied and untied; nine of the last seeds, 22 of the decisive ones and twelve of the latest alone; six
+    of timing, and four that are asked before the command."""
     names = [cures.name_of(arm) for arm in cures.arms()]
-    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 22 + 6 + 4
+    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 22 + 12 + 6 + 4
     assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
     assert len(cures.OWN) == 12 and set(cures.OWN) < set(names)
     few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
-    assert len(few) == 3 * (len(names) - 9 - 22) and len(more) == len(few) + 2
+    assert len(few) == 3 * (len(names) - 9 - 22 - 12) and len(more) == len(few) + 2
     new = cures.cells_of(range(cures.NEW, cures.NEW + 2), 24, {names[0]})
     assert len(new) == 2 * len(cures.NEW_ARMS) == 16
     assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
@@ -44,14 +45,18 @@ def test_the_arms_are_those_of_the_design():
     assert len(last) == 2 * len(cures.LAST_ARMS) == 42
     decisive = cures.cells_of(range(cures.DECISIVE, cures.DECISIVE + 2), 24)
     assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 68 and set(cures.DECISIVE_ARMS) < set(names)
+    latest = cures.cells_of(range(cures.LATEST - 1, cures.LATEST + 1), 24)
+    assert len(latest) == 2 * len(cures.DECISIVE_ARMS) + len(cures.LATEST_ARMS) == 80
     weights = {arm: cures.flags_of(arm) for arm in cures.ARMS}
     assert "--judge-weight" not in weights["GRPO"] and weights["+GCD, weight .1"][-1] == "0.1"
     assert all(flags.count("--judge-weight") == (not arm.startswith("GRPO"))
                for arm, flags in weights.items())
     thrice = {arm: flags[-2:] for arm, flags in weights.items() if "thrice the KL" in arm}
     assert len(thrice) == 4 and {*thrice.values()} == {("--kl-coef", "0.03")}
-    assert thrice.keys() | {"GRPO, ten times the KL"} == {
-        arm for arm, flags in weights.items() if "--kl-coef" in flags}
+    heavier = {"GRPO, ten times the KL": "0.1", "GRPO, thirty times the KL": "0.3",
+               "GRPO, ten times the KL, then once": "0.1"}
+    assert thrice | {arm: ("--kl-coef", of) for arm, of in heavier.items()} == {
+        arm: flags[-2:] for arm, flags in weights.items() if "--kl-coef" in flags}
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 
@@ -196,7 +201,12 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     assert counts["+GCD after coins"] == {"removed": 4, "lowered": 4, "n": 4, "q_N": pytest.approx(0.2),
                                           "q_P": pytest.approx(0.9),
                                           # 12 of 16 tasks are P: .9 wins with .9, .1 with .4; in N .2 with .2
-                                          "wins": pytest.approx(0.75 * 0.85 + 0.25 * 0.44)}
+                                          "wins": pytest.approx(0.75 * 0.85 + 0.25 * 0.44),
+                                          # sharpened to .4 by hand: 1 / (1 + 5 (.02 / .9)^2.5), and
+                                          # 1 / (1 + 5 (.16 / .2)^2.5)
+                                          "sharp wins": pytest.approx(
+                                              0.75 * (0.4 + 0.5 / (1 + 5 * (0.02 / 0.9) ** 2.5))
+                                              + 0.25 * (0.5 - 0.3 / (1 + 5 * 0.8 ** 2.5)))}
     assert lead["decisive"]["wins"]["mean"] == pytest.approx(0.25 * 0.4 * 0.3)
     assert counts["GRPO after coins"]["lowered"] == 0
     assert counts["GRPO after judge"]["removed"] == 0 and "GRPO after none" not in counts
@@ -268,13 +278,18 @@ def test_the_measures_of_a_model_against_direct_computation(study, monkeypatch):
     actor.model.double()
     R, game = actor.chat.encode(states.PULL)[0], states.Game(0.0, Counter())
 
-    def mean_logprob(kind):
+    def logits(kind):
         tasks = [states.task(f"probe/{i}", "probe", kind) for i in range(4)]
         rows = [torch.tensor([actor.chat.observe(game.reset(task), True)]) for task in tasks]
-        return sum(actor.model(row)[0, -1].log_softmax(-1)[R] for row in rows) / 4
+        return [actor.model(row)[0, -1] for row in rows]
+
+    def mean_logprob(kind):
+        return sum(logit_V.log_softmax(-1)[R] for logit_V in logits(kind)) / 4
 
     found = twin_measures.probe(actor)
     with torch.no_grad():
+        sharp = sum((logit_V / 0.4).softmax(-1)[R] for logit_V in logits("N")) / 4
+        assert found["sharp_N"] == pytest.approx(float(sharp), rel=1e-5)
         assert math.log(found["q_N"]) >= float(mean_logprob("N")) > math.log(found["q_N"]) - 0.5     # Jensen
     parameters = list(actor.model.parameters())
     grads = {kind: torch.autograd.grad(mean_logprob(kind), parameters) for kind in "PN"}
@@ -286,6 +301,17 @@ def test_the_measures_of_a_model_against_direct_computation(study, monkeypatch):
         change = float(mean_logprob("N")) - before
     assert change / (1e-6 * size["N"]) == pytest.approx(found["cosine"], abs=1e-3)
     assert change / (1e-6 * size["P"]) == pytest.approx(found["leak"], abs=1e-3)
+
+
+@pytest.mark.fast
+def test_the_probability_at_another_temperature_is_computed_and_beside_one_that_was_measured():
+    other = twin_measures.sharpened(0.5)              # the five others have .1 each: (1/5)^2.5 times R's
+    assert other == pytest.approx(1 / (1 + 5 * 0.2 ** 2.5))
+    assert (twin_measures.sharpened(0.0), twin_measures.sharpened(1.0)) == (0.0, 1.0)
+    ended = result(0.3, 0.5)
+    assert twin_measures.sharp_error(ended) == 0.0                       # stored without
+    ended["path"][-1] |= {"sharp_P": twin_measures.sharpened(0.9) + 0.01, "sharp_N": other - 0.03}
+    assert twin_measures.sharp_error(ended) == pytest.approx(0.03)
 
 
 def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):
@@ -301,6 +327,25 @@ def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):
     grpo, judged = (load_file(tmp_path / arm / files.CHECKPOINT / "model.safetensors")
                     for arm in ("GRPO", "+GCD"))
     assert all(torch.equal(grpo[name], judged[name]) for name in grpo)
+
+
+def test_an_entropy_bonus_and_a_kl_that_becomes_lighter_reach_the_loss(study, tmp_path, monkeypatch):
+    """The weights of both in each step's objective, over four iterations."""
+    settings = cures.settings_of("coins", "GRPO", 0.01, "tied") | {"seed": 0}
+    cold = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
+    update, seen = gcd.update.update, []
+
+    def noted(model, optimizer, samples, objective, *arguments):
+        seen.append((objective.kl_coef, objective.entropy_coef))
+        return update(model, optimizer, samples, objective, *arguments)
+
+    monkeypatch.setattr(gcd.update, "update", noted)
+    for arm in ("GRPO, entropy bonus", "GRPO, ten times the KL, then once", "GRPO"):
+        flags = [*cures.COMMON, "--seed", 0, "--kl", "loss", "--kl-coef", 0.01, *cures.flags_of(arm),
+                 "--model", cold, "--demonstrations", 0, "--iterations", 4, "--minibatches", 1]
+        with cures.CHANGES[arm]() if arm in cures.CHANGES else contextlib.nullcontext():
+            common.train(flags, tmp_path / arm)
+    assert seen == [(0.01, 0.1)] * 4 + [(0.1, 0)] * 2 + [(0.01, 0)] * 2 + [(0.01, 0)] * 4
 
 
 def test_while_the_policy_is_held_only_the_judge_learns(study, tmp_path, monkeypatch):

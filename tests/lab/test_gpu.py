@@ -58,6 +58,7 @@ def test_every_check_runs_and_the_faults_are_detected(capsys):
     assert [*found["iteration"]["steps"]] == ["rollout", "judge"] and [*found["no_gcd"]["gb"]] == ["rollout",
                                                                                                "update"]
     assert found["ranks"]["losses"] >= 1 and found["ranks"]["largest_gap"] < 1e-4
+    assert found["ranks"]["gradient_gap"] < 1e-3 and found["gradient"]["cosine"] > 0.999
     assert found["pretrained"]["killed_after"] >= 1 and found["pretrained"]["iterations"] == 3
 
 
