@@ -200,24 +200,25 @@ def cures_row(result, name, heads):
 
 def decided_row(result, name, _):
     """A difference of the twins' decisive seeds: of the flaw's final probability, with its interval; in how
-    many runs each side removed the flaw; of the chance to win, in points; and the first in all seeds with
-    outcomes of their own, if more.
+    many runs each side removed the flaw; of the chance to win at temperature 1 and at 0.4, in points; and the
+    first in all seeds with outcomes of their own, if more.
     """
     decisive, every = result["decided"][name].values()
     (one, other), n = decisive["removed"], decisive["n"]
-    won = {key: 100 * value for key, value in decisive["wins"].items()}
+    won, sharp = ({key: 100 * value for key, value in decisive[at].items()} for at in ("wins", "sharp wins"))
     cells = [with_half(value, form).replace("-", "−")
-             for value, form in ((decisive, "+.2f"), (won, "+.1f"), (every, "+.2f"))]
-    return [name, cells[0], f"{one} and {other} of {n}", cells[1], cells[2] if every["n"] > n else "–"]
+             for value, form in ((decisive, "+.2f"), (won, "+.1f"), (sharp, "+.1f"), (every, "+.2f"))]
+    return [name, cells[0], f"{one} and {other} of {n}", *cells[1:3], cells[3] if every["n"] > n else "–"]
 
 
 def twins_row(result, name, heads):
-    """Runs of the decisive seeds that removed the flaw, and their mean chance to win in per cent, by the row,
-    "ARM after QUESTIONS", and the KL of the column.
+    """Runs of the decisive seeds that removed the flaw, and their mean chance to win in per cent, at
+    temperature 1 and at 0.4, by the row, "ARM after QUESTIONS", and the KL of the column.
     """
     arm, _, questions = name.rpartition(" after ")
     found = [result["decisive"].get(f"{arm}{KL_NAMES[head]} after {questions}") for head in heads[1:]]
-    return [name, *(f"{of['removed']} of {of['n']}, {100 * of['wins']:.1f}" if of else "–" for of in found)]
+    cells = (of and [of["removed"], of["n"], 100 * of["wins"], 100 * of["sharp wins"]] for of in found)
+    return [name, *("{} of {}; {:.1f}, {:.1f}".format(*cell) if cell else "–" for cell in cells)]
 
 
 def natural_row(result, name, _):

@@ -40,7 +40,7 @@ from algorithms import grpo
 from infra import files
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common
-from lab.studies.twin_measures import final, leak_of, linear_probe, probe, sharp_error, sharp_wins, wins
+from lab.studies.twin_measures import chance_to_win, final, leak_of, linear_probe, probe, sharp_wins, wins
 from rollout import wilson
 
 PAGE = Path(__file__).with_name("cures.page.md")
@@ -75,6 +75,7 @@ ARMS = {"GRPO": ("--no-gcd",),
         "GRPO, thirty times the KL": ("--no-gcd", "--kl-coef", "0.3"),
         "GRPO, ten times the KL, then once": ("--no-gcd", "--kl-coef", "0.1"),
         "GRPO, entropy bonus": ("--no-gcd",),
+        "GRPO, half the entropy bonus": ("--no-gcd",),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
         "+GCD, coins, weight .1": ("--judge-labels", "coins", "--judge-weight", "0.1"),
         "+sign": ("--judge-labels", "signs"),
@@ -140,13 +141,14 @@ def variants():
 
 def explanations():
     """Arms of the latest seeds alone: GRPO beside a KL of .01 to .3 from a cold start, the KL's reference, in
-    which the flaw has probability .6; after coins, with an entropy bonus beside a KL of .01, and beside ten
-    times that KL for half of the run, then beside it.
+    which the flaw has probability .6; from both, beside ten times that KL for half of the run, then beside it;
+    and, after coins, with an entropy bonus beside it.
     """
     return [settings_of(questions, f"GRPO{arm}", COEFFICIENTS[0], embeddings) for questions, arm in (
         ("coins, flaw likely", ""), ("coins, flaw likely", ", thrice the KL"),
         ("coins, flaw likely", ", ten times the KL"), ("coins, flaw likely", ", thirty times the KL"),
-        ("coins", ", entropy bonus"), ("coins", ", ten times the KL, then once"))
+        ("coins", ", entropy bonus"), ("coins", ", ten times the KL, then once"),
+        ("coins", ", half the entropy bonus"), ("coins, flaw likely", ", ten times the KL, then once"))
         for embeddings in EMBEDDINGS]
 
 
@@ -272,9 +274,9 @@ def asked_before():
 
 
 @contextmanager
-def entropy_bonus():
-    """Within this block, GRPO has an entropy bonus of weight ENTROPY."""
-    with mock.patch.object(grpo.Method, "defaults", {"entropy_coef": ENTROPY}):
+def entropy_bonus(weight):
+    """Within this block, GRPO has an entropy bonus of this weight."""
+    with mock.patch.object(grpo.Method, "defaults", {"entropy_coef": weight}):
         yield
 
 
@@ -292,7 +294,9 @@ def kl_lightened():
         yield
 
 
-CHANGES = {"GRPO, entropy bonus": entropy_bonus, "GRPO, ten times the KL, then once": kl_lightened}
+CHANGES = {"GRPO, entropy bonus": partial(entropy_bonus, ENTROPY),
+           "GRPO, half the entropy bonus": partial(entropy_bonus, ENTROPY / 2),
+           "GRPO, ten times the KL, then once": kl_lightened}
 
 
 # Measures
@@ -525,7 +529,7 @@ def decided(own, decisive):
         ("+GCD, weight .1, thrice the KL", "+GCD, coins, weight .1, thrice the KL"),
         ("GRPO, ten times the KL", "GRPO, thrice the KL"), ("GRPO, ten times the KL", "GRPO"),
         ("+GCD, weight .1", "GRPO, ten times the KL"), ("GRPO, entropy bonus", "GRPO"),
-        ("GRPO, entropy bonus", "GRPO, thrice the KL"), ("+GCD, weight .1", "GRPO, entropy bonus"),
+        ("GRPO, half the entropy bonus", "GRPO"), ("GRPO, half the entropy bonus", "GRPO, thrice the KL"),
         ("GRPO, ten times the KL, then once", "GRPO, ten times the KL"),
         ("GRPO, ten times the KL, then once", "+GCD, weight .1"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
@@ -533,8 +537,11 @@ def decided(own, decisive):
         "questions": "judge", "other_questions": "coins"}
     where["GRPO, thrice the KL less GRPO, after judge questions"] = "GRPO, thrice the KL", "GRPO", {
         "questions": "judge"}
-    for times in ("thrice", "ten times", "thirty times"):
-        where[f"GRPO, {times} the KL less GRPO, flaw likely"] = f"GRPO, {times} the KL", "GRPO", {
+    where["GRPO, ten times the KL, then once less judge questions before RL"] = (
+        "GRPO, ten times the KL, then once", "GRPO", {"other_questions": "judge"})
+    for times in ("thrice the KL", "ten times the KL", "thirty times the KL",
+                  "ten times the KL, then once"):
+        where[f"GRPO, {times} less GRPO, flaw likely"] = f"GRPO, {times}", "GRPO", {
             "questions": "coins, flaw likely"}
     for arm in ("+GCD", "+GCD, weight .1"):
         where[f"{arm} less GRPO, after judge questions"] = arm, "GRPO", {"questions": "judge"}
@@ -582,6 +589,17 @@ def start_spread(tables):
                for points in found.values() for q in ("q_P", "q_N"))
 
 
+def sharp_errors(table):
+    """[smallest, largest] over arms: the mean chance to win at temperature SHARP as measured, less
+    `sharp_wins`, of the runs that have both; None without any.
+    """
+    known = ([(result["path"][-1], sharp_wins(result)) for result in results.values()
+              if "sharp_P" in result["path"][-1]] for results in table.values())
+    found = [statistics.fmean(chance_to_win(last["sharp_P"], last["sharp_N"]) - computed
+                              for last, computed in of_arm) for of_arm in known if of_arm]
+    return [min(found), max(found)] if found else None
+
+
 def in_common(table, one, other):
     """[runs in which one removes the flaw, in which the other does, all runs] of two (questions, arm), over
     the settings and seeds that both have: an arm whose first seeds agree has no more.
@@ -611,8 +629,7 @@ def findings(table, fresh, own, decisive):
                           "+GCD after judge, GRPO": in_common(table, ("judge", "+GCD"), judge)},
             "held": {kl: waiting(table, kl) for kl in COEFFICIENTS},
             "start spread": start_spread((table, fresh, own, decisive)),
-            "sharp error": max((sharp_error(result) for results in decisive.values()
-                                for result in results.values()), default=0.0),
+            "sharp error": sharp_errors(decisive),
             "pooled": {other: pooled(table, "+GCD", other) for other in ("GRPO", "+GCD, coins")}}
 
 

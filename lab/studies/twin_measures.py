@@ -95,12 +95,3 @@ def sharpened(q):
     """R's probability at temperature SHARP if it is q at 1 in every state, and the others are equal."""
     own, other = q ** (1 / SHARP), ((1 - q) / len(states.OTHERS)) ** (1 / SHARP)
     return own / (own + len(states.OTHERS) * other)
-
-
-def sharp_error(result):
-    """How far `sharpened` is from the final sharp_P or sharp_N, whichever is farther; 0 where these were not
-    measured.
-    """
-    last = result["path"][-1]
-    return max(abs(sharpened(last[f"q_{kind}"]) - last.get(f"sharp_{kind}", sharpened(last[f"q_{kind}"])))
-               for kind in "PN")

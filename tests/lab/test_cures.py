@@ -30,14 +30,14 @@ def result(*q_N, auc=(), probe=(0.5, 1.0)):
 @pytest.mark.fast
 def test_the_arms_are_those_of_the_design():
     """GRPO after five kinds of questions, two more arms after coins, and the recipe, each with and without a
-    KL, tied and untied; nine of the last seeds, 22 of the decisive ones and twelve of the latest alone; six
+    KL, tied and untied; nine of the last seeds, 22 of the decisive ones and 16 of the latest alone; six
     of timing, and four that are asked before the command."""
     names = [cures.name_of(arm) for arm in cures.arms()]
-    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 22 + 12 + 6 + 4
+    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 22 + 16 + 6 + 4
     assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
     assert len(cures.OWN) == 12 and set(cures.OWN) < set(names)
     few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
-    assert len(few) == 3 * (len(names) - 9 - 22 - 12) and len(more) == len(few) + 2
+    assert len(few) == 3 * (len(names) - 9 - 22 - 16) and len(more) == len(few) + 2
     new = cures.cells_of(range(cures.NEW, cures.NEW + 2), 24, {names[0]})
     assert len(new) == 2 * len(cures.NEW_ARMS) == 16
     assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
@@ -46,7 +46,7 @@ def test_the_arms_are_those_of_the_design():
     decisive = cures.cells_of(range(cures.DECISIVE, cures.DECISIVE + 2), 24)
     assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 68 and set(cures.DECISIVE_ARMS) < set(names)
     latest = cures.cells_of(range(cures.LATEST - 1, cures.LATEST + 1), 24)
-    assert len(latest) == 2 * len(cures.DECISIVE_ARMS) + len(cures.LATEST_ARMS) == 80
+    assert len(latest) == 2 * len(cures.DECISIVE_ARMS) + len(cures.LATEST_ARMS) == 84
     weights = {arm: cures.flags_of(arm) for arm in cures.ARMS}
     assert "--judge-weight" not in weights["GRPO"] and weights["+GCD, weight .1"][-1] == "0.1"
     assert all(flags.count("--judge-weight") == (not arm.startswith("GRPO"))
@@ -309,9 +309,11 @@ def test_the_probability_at_another_temperature_is_computed_and_beside_one_that_
     assert other == pytest.approx(1 / (1 + 5 * 0.2 ** 2.5))
     assert (twin_measures.sharpened(0.0), twin_measures.sharpened(1.0)) == (0.0, 1.0)
     ended = result(0.3, 0.5)
-    assert twin_measures.sharp_error(ended) == 0.0                       # stored without
-    ended["path"][-1] |= {"sharp_P": twin_measures.sharpened(0.9) + 0.01, "sharp_N": other - 0.03}
-    assert twin_measures.sharp_error(ended) == pytest.approx(0.03)
+    assert cures.sharp_errors({"a": {0: ended}}) is None                 # stored without
+    measured = result(0.3, 0.5)
+    measured["path"][-1] |= {"sharp_P": twin_measures.sharpened(0.9) - 0.01, "sharp_N": other - 0.02}
+    less = -0.75 * 0.01 * 0.5 + 0.25 * 0.02 * 0.3
+    assert cures.sharp_errors({"a": {0: ended, 1: measured}}) == [pytest.approx(less)] * 2
 
 
 def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):
@@ -340,12 +342,12 @@ def test_an_entropy_bonus_and_a_kl_that_becomes_lighter_reach_the_loss(study, tm
         return update(model, optimizer, samples, objective, *arguments)
 
     monkeypatch.setattr(gcd.update, "update", noted)
-    for arm in ("GRPO, entropy bonus", "GRPO, ten times the KL, then once", "GRPO"):
+    for arm in (*cures.CHANGES, "GRPO"):
         flags = [*cures.COMMON, "--seed", 0, "--kl", "loss", "--kl-coef", 0.01, *cures.flags_of(arm),
                  "--model", cold, "--demonstrations", 0, "--iterations", 4, "--minibatches", 1]
         with cures.CHANGES[arm]() if arm in cures.CHANGES else contextlib.nullcontext():
             common.train(flags, tmp_path / arm)
-    assert seen == [(0.01, 0.1)] * 4 + [(0.1, 0)] * 2 + [(0.01, 0)] * 2 + [(0.01, 0)] * 4
+    assert seen == [(0.01, 0.1)] * 4 + [(0.01, 0.05)] * 4 + [(0.1, 0)] * 2 + [(0.01, 0)] * 6
 
 
 def test_while_the_policy_is_held_only_the_judge_learns(study, tmp_path, monkeypatch):
