@@ -141,8 +141,8 @@ def variants():
 
 def explanations():
     """Arms of the latest seeds alone: GRPO beside a KL of .01 to .3 from a cold start, the KL's reference, in
-    which the flaw has probability .6; from both, beside ten times that KL for half of the run, then beside it;
-    and, after coins, with an entropy bonus beside it.
+    which the flaw has probability .6; from it and after coins, beside a KL of .1 for half of the run, then of
+    .01; and, after coins, with an entropy bonus beside .01.
     """
     return [settings_of(questions, f"GRPO{arm}", COEFFICIENTS[0], embeddings) for questions, arm in (
         ("coins, flaw likely", ""), ("coins, flaw likely", ", thrice the KL"),
