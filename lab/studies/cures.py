@@ -40,7 +40,15 @@ from algorithms import grpo
 from infra import files
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common
-from lab.studies.twin_measures import chance_to_win, final, leak_of, linear_probe, probe, sharp_wins, wins
+from lab.studies.twin_measures import (
+    computed_sharp_wins,
+    final,
+    leak_of,
+    linear_probe,
+    probe,
+    sharp_wins,
+    wins,
+)
 from rollout import wilson
 
 PAGE = Path(__file__).with_name("cures.page.md")
@@ -590,13 +598,13 @@ def start_spread(tables):
 
 
 def sharp_errors(table):
-    """[smallest, largest] over arms: the mean chance to win at temperature SHARP as measured, less
-    `sharp_wins`, of the runs that have both; None without any.
+    """[smallest, largest] over arms without an entropy bonus: the mean chance to win at temperature SHARP as
+    measured, less as computed, of the runs that have both; None without any.
     """
-    known = ([(result["path"][-1], sharp_wins(result)) for result in results.values()
-              if "sharp_P" in result["path"][-1]] for results in table.values())
-    found = [statistics.fmean(chance_to_win(last["sharp_P"], last["sharp_N"]) - computed
-                              for last, computed in of_arm) for of_arm in known if of_arm]
+    known = ([sharp_wins(result) - computed_sharp_wins(result) for result in results.values()
+              if "sharp_commands_P" in result["path"][-1]] for name, results in table.items()
+             if "entropy" not in name)
+    found = [statistics.fmean(of_arm) for of_arm in known if of_arm]
     return [min(found), max(found)] if found else None
 
 
@@ -616,7 +624,8 @@ def findings(table, fresh, own, decisive):
     """What the runs show beyond the arms' rows: of first and new seeds, of those with outcomes of their own,
     and of the decisive ones.
     """
-    judge, later = ("judge", "GRPO"), merged(own, decisive)
+    judge, later = ("judge", "GRPO"), merged(own, {name: of for name, of in decisive.items()
+                                                   if name not in LATEST_ARMS})
     return {"differences": {f"{one} against {other}": common.paired_arms(table, one, other, final)
                             for one, other in pairs()},
             "removed by leak": removed_by_leak(table),

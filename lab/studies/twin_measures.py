@@ -21,16 +21,18 @@ def probe(actor):
 
     g_K: the gradient, over all parameters, of R's mean log-probability in kind K. The leak is the theory's c:
     a step that raises it in P by d raises it in N by c d, to first order. None if a gradient is zero. Also
-    sharp_P and sharp_N, the mean probability at temperature SHARP.
+    commands_K, the mean probability of all commands, and at temperature SHARP sharp_K and sharp_commands_K.
     """
-    R, game, found, grads = actor.chat.encode(states.PULL)[0], states.Game(0.0, Counter()), {}, []
+    tokens = [actor.chat.encode(command)[0] for command in (states.PULL, *states.OTHERS)]
+    R, game, found, grads = tokens[0], states.Game(0.0, Counter()), {}, []
     for kind in "PN":
         tasks = [states.task(f"probe/{i}", "probe", kind) for i in range(PROBES)]
         ids_BT = torch.tensor([actor.chat.observe(game.reset(task), True) for task in tasks])
         logit_BV = actor.model(ids_BT)[:, -1].float()
         logprob_B = logit_BV.log_softmax(-1)[:, R]
-        found[f"q_{kind}"] = float(logprob_B.detach().exp().mean())
-        found[f"sharp_{kind}"] = float((logit_BV.detach() / SHARP).softmax(-1)[:, R].mean())
+        for prefix, temperature in (("", 1.0), ("sharp_", SHARP)):
+            own, *others = (logit_BV.detach() / temperature).softmax(-1)[:, tokens].mean(0).tolist()
+            found |= {f"{prefix or 'q_'}{kind}": own, f"{prefix}commands_{kind}": own + sum(others)}
         logprob_B.mean().backward()
         pushed = [parameter.grad for parameter in actor.model.parameters() if parameter.grad is not None]
         grads.append(torch.cat([grad.flatten().double() for grad in pushed]))
@@ -73,22 +75,34 @@ def final(result):
 
 
 def wins(result):
-    """The final chance to win a training task, by q_P and q_N; every other command has an equal one."""
-    return chance_to_win(*(result["path"][-1][f"q_{kind}"] for kind in "PN"))
+    """The final chance to win a training task: by q_P and q_N and, where stored, by the probability of all
+    commands, else 1. The others have equal chances, what is no command wins nothing.
+    """
+    last = result["path"][-1]
+    return chance_to_win({kind: (last[f"q_{kind}"], last.get(f"commands_{kind}", 1.0)) for kind in "PN"})
 
 
 def sharp_wins(result):
-    """`wins` at temperature SHARP, by `sharpened` q_P and q_N, for most cells have no sharp_P and sharp_N."""
-    return chance_to_win(*(sharpened(result["path"][-1][f"q_{kind}"]) for kind in "PN"))
+    """`wins` at temperature SHARP: as measured or, of cells that did not, by `sharpened` q_P and q_N."""
+    last = result["path"][-1]
+    if "sharp_commands_P" not in last:
+        return computed_sharp_wins(result)
+    return chance_to_win({kind: (last[f"sharp_{kind}"], last[f"sharp_commands_{kind}"]) for kind in "PN"})
 
 
-def chance_to_win(q_P, q_N):
-    """The chance to win a training task of a policy that chooses R so often in P and in N."""
+def computed_sharp_wins(result):
+    """The chance to win at temperature SHARP by `sharpened` q_P and q_N."""
+    return chance_to_win({kind: (sharpened(result["path"][-1][f"q_{kind}"]), 1.0) for kind in "PN"})
+
+
+def chance_to_win(chosen):
+    """The chance to win a training task. chosen: {kind: (probability of R, of all commands)}."""
     settings = states.Environment.Settings()
-    share = settings.p_tasks / states.BATCH
-    return sum(part * sum(p * states.chance(kind, flawed, settings.flaw)
-                          for p, flawed in ((q, True), (1 - q, False)))
-               for kind, part, q in (("P", share, q_P), ("N", 1 - share, q_N)))
+    share = {"P": settings.p_tasks / states.BATCH}
+    share["N"] = 1 - share["P"]
+    return sum(share[kind] * (own * states.chance(kind, True, settings.flaw)
+                              + (every - own) * states.chance(kind, False, settings.flaw))
+               for kind, (own, every) in chosen.items())
 
 
 def sharpened(q):

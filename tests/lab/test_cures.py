@@ -288,8 +288,11 @@ def test_the_measures_of_a_model_against_direct_computation(study, monkeypatch):
 
     found = twin_measures.probe(actor)
     with torch.no_grad():
-        sharp = sum((logit_V / 0.4).softmax(-1)[R] for logit_V in logits("N")) / 4
-        assert found["sharp_N"] == pytest.approx(float(sharp), rel=1e-5)
+        ids = [actor.chat.encode(command)[0] for command in states.COMMANDS]
+        for prefix, name, temperature in (("", "q_N", 1.0), ("sharp_", "sharp_N", 0.4)):
+            sharp = sum((logit_V / temperature).softmax(-1) for logit_V in logits("N")) / 4
+            assert found[name] == pytest.approx(float(sharp[R]), rel=1e-5)
+            assert found[f"{prefix}commands_N"] == pytest.approx(float(sharp[ids].sum()), rel=1e-5)
         assert math.log(found["q_N"]) >= float(mean_logprob("N")) > math.log(found["q_N"]) - 0.5     # Jensen
     parameters = list(actor.model.parameters())
     grads = {kind: torch.autograd.grad(mean_logprob(kind), parameters) for kind in "PN"}
@@ -311,8 +314,9 @@ def test_the_probability_at_another_temperature_is_computed_and_beside_one_that_
     ended = result(0.3, 0.5)
     assert cures.sharp_errors({"a": {0: ended}}) is None                 # stored without
     measured = result(0.3, 0.5)
-    measured["path"][-1] |= {"sharp_P": twin_measures.sharpened(0.9) - 0.01, "sharp_N": other - 0.02}
-    less = -0.75 * 0.01 * 0.5 + 0.25 * 0.02 * 0.3
+    measured["path"][-1] |= {"sharp_P": twin_measures.sharpened(0.9) - 0.01, "sharp_N": other - 0.02,
+                             "sharp_commands_P": 1.0, "sharp_commands_N": 0.9}
+    less = -0.75 * 0.01 * 0.5 + 0.25 * (0.02 * 0.3 - 0.1 * 0.5)          # what is no command wins nothing
     assert cures.sharp_errors({"a": {0: ended, 1: measured}}) == [pytest.approx(less)] * 2
 
 
