@@ -309,7 +309,7 @@ def advise(run, i, episodes, metrics):
     idle = not (metrics["rollout/success"] or config.kl != "none" or config.entropy_coef)
     idle = (unequal or idle) and not parallel.any_rank(teaches(episodes))
     if idle and unequal:
-        run.warn_once("no advantage", f"RL: in iteration {i} no turn has an advantage, although rewards "
+        run.warn_once("not written", f"RL: in iteration {i} no turn has an advantage, although rewards "
                       f"within groups differ: does --algo={config.algo} write each turn.advantage?")
     elif idle:
         ways = {"more --max-response-tokens or --context (most were cut)": cut,

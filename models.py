@@ -67,9 +67,9 @@ def make_chat(config, tokenizer):
         raise ValueError(f"--prompt={config.prompt}{why}: this model's cold start had no tags, so it knows "
                          "none (--prompt tags there)")
     environment = config.environment
-    plugins.refuse("it has no parse, which reads that answer" if environment.ask and not environment.parse
-                   and style != "plain" else "", environment, "ask")
     chat = Chat(tokenizer, style, config.show_admissible, environment)
+    asks = environment.ask and not (environment.parse or chat.bare or style == "plain")
+    plugins.refuse("the class has no parse, which reads the answer" if asks else "", environment, "ask")
     if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")
     phrase = correction.instruction_phrases()[0]

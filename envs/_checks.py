@@ -5,6 +5,7 @@ clause; "" if nothing is. The contracts themselves are in __init__.py.
 from collections import Counter
 from dataclasses import fields
 from itertools import product
+from math import inf
 
 from . import Demonstration, Reply, Task
 
@@ -82,7 +83,7 @@ def wrong_games(games, n):
             return f"it returned games of class {type(game).__name__}, which has no method {name}"
     limits = [getattr(game, "time_limit_s", None) for game in games]
     if wrong := [limit for limit in limits if not (limit is None or isinstance(limit, (int, float))
-                                                   and limit > 0)]:
+                                                   and 0 < limit < inf)]:
         return f"it returned games whose time_limit_s is {wrong[0]!r:.60}; expected a number of seconds"
     if len({id(game) for game in games}) < n:
         return f"it returned a game more than once; expected {n} games, which are played at the same time"
@@ -136,6 +137,7 @@ def wrong_declared(environment):
             ("splits", environment.splits, "a text, and none of train, auto and none",
              lambda value: isinstance(value, str) and value not in ("train", "auto", "none")),
             ("captions", environment.captions.values(), "a text", lambda value: isinstance(value, str)),
+            ("labels", environment.labels, "a text", lambda value: isinstance(value, str)),
             ("labels", environment.labels.values(), "a function of an episode", callable),
             ("sources", environment.sources, "the name of a text setting", settings.__contains__)):
         if wrong := [value for value in values if not right(value)]:

@@ -272,6 +272,7 @@ def shutdown():
         Watch.current.ended.set()
         Watch.current.threads[0].join(BEAT_S)          # it tells the others that this rank has left
         Watch.current = None
+    parallel.mesh_of.cache_clear()                     # which refers to the group
     if dist.is_initialized():
         time.sleep(0.2)    # a gloo thread that frees its last tensor while Python exits aborts the process
         dist.destroy_process_group()

@@ -61,6 +61,8 @@ def last_call(error):
         module, file = frame.f_globals.get("__name__", ""), Path(frame.f_code.co_filename)
         if module in ORIGINS:
             found = f"{ORIGINS[module]}: ", line, frame.f_code.co_name, module.startswith("plugin_")
+            if file.parent in folders:                             # of two plug-ins there the one that called
+                folders[file.parent] = ORIGINS[module]
         elif file.parent in folders:
             found = f"{folders[file.parent]}: {file.name}, ", line, frame.f_code.co_name, True
     return found

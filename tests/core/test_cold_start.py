@@ -128,7 +128,7 @@ def test_valid_is_taken_from_an_engine_that_reports_it(chat):
 @pytest.mark.fast
 def test_a_demonstrated_command_has_to_be_read_as_it_was_given(tokenizer):
     """Else the game's replies, of which a response without a command takes none, would come a turn late."""
-    chat = Chat(tokenizer, "think")
+    chat = Chat(tokenizer, "think", environment=household.Environment())
     chat.small = chat.bare = False
     replies = [Reply(text, [], text == "d", text == "d") for text in "abcd"]
     with pytest.raises(ValueError, match="the response that demonstrates 'say x < 3' is read as None"):

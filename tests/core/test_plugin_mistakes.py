@@ -11,7 +11,9 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ import envs
 import evaluation
 import gcd
 import labels
+import models
 import rollout
 from envs import Demonstration, EpisodeLost, Reply, Task, _checks
 from infra import files, plugins, signals
@@ -644,6 +647,36 @@ def test_a_setting_whose_flag_has_two_meanings_is_refused(tmp_path, setting, exp
     with pytest.raises(ValueError) as refused:
         config.parse(["--env", str(path)])
     assert expected in str(refused.value)
+
+
+@pytest.mark.fast
+def test_of_two_plug_ins_in_a_folder_the_one_that_called_a_third_file_is_named(tmp_path):
+    (tmp_path / "common_of_two.py").write_text("def fail():\n    {}[1]\n", encoding="utf-8")
+    first = "        _, turns_E"
+    calls = f"        import common_of_two\n        common_of_two.fail()\n{first}"
+    for name, text in (("mine", GUESS), ("own", changed(OPO, first, calls))):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    settings = config.parse(["--algo", str(tmp_path / "own.py"), "--env", str(tmp_path / "mine.py")])
+    expected = r"^--algo=.*own\.py: common_of_two\.py, line 2, in fail: KeyError: 1$"
+    with pytest.raises(PluginError, match=expected), plugins.blamed():
+        settings.algorithm.assign([])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("style, bare, refused", [("think", False, True), ("tags", True, False),
+                                                  ("plain", False, False)])
+def test_how_to_answer_needs_a_function_that_reads_the_answer(monkeypatch, style, bare, refused):
+    """Where a prompt says it: a small model's says nothing, and `plain` takes all that is written."""
+    class Asking(envs.Environment):
+        ask = "Answer: NUMBER"
+
+    monkeypatch.setattr(models, "is_small", lambda tokenizer: False)
+    monkeypatch.setattr(models, "Chat", lambda *given: SimpleNamespace(bare=bare, small=False))
+    given = SimpleNamespace(prompt=style, environment=Asking(), show_admissible=False, thoughts="template",
+                            correction="off", algo="grpo", algorithm=SimpleNamespace(tags=False))
+    expected = pytest.raises(PluginError, match="ask: the class has no parse") if refused else nullcontext()
+    with expected:
+        models.make_chat(given, None)
 
 
 @pytest.mark.fast
