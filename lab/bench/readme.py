@@ -35,7 +35,8 @@ TABLE = re.compile(r"^<!-- (\w+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 VARIANT = re.compile(r"^(\w+)\b.* \(`(_\w+)`\)$")          # head of a column that reads another row
 JUDGED = re.compile(r"\+(gcd|taken|oracle|dense|flaws)(_[.\d]+)*(_std$|_redrawn$)?")         # of a row's name
 CODE = re.compile(r"^<!-- (\S+\.py)(?: (\w+))? -->\n```python\n.*?^```$", re.MULTILINE | re.DOTALL)
-KL_NAMES = {"KL .01": "", "KL .03": ", thrice the KL", "KL .1": ", ten times the KL"}     # of twin states
+KL_NAMES = {"KL .01": "", "KL .03": ", thrice the KL", "KL .1": ", ten times the KL",       # of twin states
+            "KL .1, then .01": ", ten times the KL, then once"}
 RESULTS = ROOT / "lab" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 

@@ -41,6 +41,7 @@ from infra import files
 from lab.bench.intervals import interval, markdown, mean_known, number, paired, sign_of, with_half
 from lab.studies import common
 from lab.studies.twin_measures import (
+    SHARP,
     computed_sharp_wins,
     final,
     leak_of,
@@ -699,9 +700,11 @@ def pooled_text(found):
     """A `pooled` difference as text."""
     if found is None:
         return "not measurable"
-    (one, other), won = found["removed"], {key: 100 * value for key, value in found["wins"].items()}
+    one, other = found["removed"]
+    won = [with_half({key: 100 * value for key, value in found[name].items()}, "+.1f")
+           for name in ("wins", "sharp wins")]
     return (f"{with_half(found, '+.2f')} ({one} and {other} of {found['n']} runs removed the flaw; chance to "
-            f"win {with_half(won, '+.1f')} points)")
+            f"win {won[0]} points, at {SHARP} {won[1]})")
 
 
 def removed_in(table, *settings, timing=""):
@@ -777,7 +780,9 @@ def page(tables, found, command, seeds, iterations):
             [where, *map(pooled_text, of.values())] for where, of in found["elsewhere"].items()]),
         decided=markdown(["final q_N of", "decisive seeds", "all with outcomes of their own"], [
             [name, *map(pooled_text, of.values())] for name, of in found["decided"].items()]),
-        spread=f"{found['start spread']:.4f}",
+        spread=f"{found['start spread']:.4f}", latest=LATEST, entropy=ENTROPY,
+        sharp_error="{:+.1f} to {:+.1f}".format(*(100 * error for error in found["sharp error"]))
+        if found["sharp error"] else "not measured",
         new_seeds=seeds_text(fresh), own_seeds=seeds_text(own), decisive_seeds=seeds_text(decisive),
         waiting=" and ".join("{0} with, {1} without, of {2}".format(*counts)
                              for counts in found["held"].values()),
