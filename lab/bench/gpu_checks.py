@@ -400,12 +400,12 @@ def gradient(bench):
     same in fp32 with masks. Texts share prefixes. Without one of the texts, an injected fault, both must be
     off.
     """
-    whole = [replace(sample, logprob_old=None) for sample in bench.samples(64 if bench.tiny else 4096)]
-    n = len(whole[0].ids) // 2
-    other = replace(whole[0], ids=[*whole[0].ids[:n], *whole[0].ids[:n - 1:-1]], episode=len(whole))
-    found, right = {}, [*whole, other]
+    fewer = [replace(sample, logprob_old=None) for sample in bench.samples(64 if bench.tiny else 4096)]
+    n = len(fewer[0].ids) // 2
+    other = replace(fewer[0], ids=[*fewer[0].ids[:n], *fewer[0].ids[:n - 1:-1]], episode=len(fewer))
+    found, right = {}, [*fewer, other]
     for name, dtype, samples in (("fp32", torch.float32, right), ("half", bench.dtype, right),
-                                 ("fault", bench.dtype, whole)):
+                                 ("fault", bench.dtype, fewer)):
         model = parallel.shard(bench.model(torch.float32), job.Ranks(0, 1, bench.device), dtype)
         model.recompute_layers(True)
         update_of(model, [replace(sample) for sample in samples])
