@@ -306,8 +306,8 @@ def advise(run, i, episodes, metrics):
     """Warn, once of each kind, where a run learns nothing, may forget its cold start, or loses games."""
     config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
     unequal = metrics.get("rollout/zero_variance_frac", 1) < 1
-    idle = not (metrics["rollout/success"] or config.kl != "none" or config.entropy_coef)
-    idle = (unequal or idle) and not parallel.any_rank(teaches(episodes))
+    may_learn = metrics["rollout/success"] or config.kl != "none" or config.entropy_coef
+    idle = (unequal or not may_learn) and not parallel.any_rank(teaches(episodes))
     if idle and unequal:
         run.warn_once("not written", f"RL: in iteration {i} no turn has an advantage, although rewards "
                       f"within groups differ: does --algo={config.algo} write each turn.advantage?")

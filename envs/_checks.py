@@ -130,9 +130,9 @@ def wrong_declared(environment):
     """What is wrong with the values that an environment declares, and its tools; "" if nothing is."""
     if wrong := wrong_tools(environment.tools(), some="tools" in environment._required):
         return f"tools: {wrong}"
-    settings = [f.name for f in fields(environment.settings) if f.type in (str, "str")]
     if not is_texts(unseen := environment.unseen_splits()):
         return f"unseen_splits returned {unseen!r:.60}; expected a list of texts"
+    settings = [f.name for f in fields(environment.settings) if f.type in (str, "str")]
     for name, values, kind, right in (
             ("splits", environment.splits, "a text, and none of train, auto and none",
              lambda value: isinstance(value, str) and value not in ("train", "auto", "none")),

@@ -469,11 +469,9 @@ def offload(bench):
     def allocated():
         return torch.cuda.memory_allocated() if bench.device.type == "cuda" else 0
 
-    if bench.device.type == "cuda" and not bench.tiny:         # bf16, and fp32 weights, gradients and moments
-        there = torch.cuda.get_device_properties(bench.device).total_memory
-        required = 20 * sum(parameter.numel() for parameter in bench.sampler.parameters())
-        if required > there:
-            return {"skipped": f"needs {required / 1e9:.0f} GB, has {there / 1e9:.0f}"}, True
+    # bf16, and fp32 weights, gradients and moments, with some room
+    if reason := no_room(bench, 20 * sum(parameter.numel() for parameter in bench.sampler.parameters())):
+        return {"skipped": reason}, True
     used, before = bench.sampler, allocated()
     model = parallel.shard(bench.model(torch.float32), job.Ranks(0, 1, bench.device), bench.dtype)
     optimizer, ids_BT = adamw(model), torch.zeros(1, 16, dtype=torch.long, device=bench.device)
@@ -497,6 +495,14 @@ def offload(bench):
 
 
 # Parts of the checks
+
+def no_room(bench, required, source=""):
+    """Why a GPU has no room for so many bytes; "" if it has, elsewhere, and with --tiny."""
+    if bench.device.type != "cuda" or bench.tiny:
+        return ""
+    there = torch.cuda.get_device_properties(bench.device).total_memory
+    return f"needs {required / 1e9:.0f} GB{source}, has {there / 1e9:.0f}" * (required > there)
+
 
 @contextmanager
 def without_varlen():

@@ -30,7 +30,7 @@ import judge
 import models
 from infra import files
 from lab.bench import memory
-from lab.bench.gpu_checks import OVER
+from lab.bench.gpu_checks import OVER, no_room
 from lab.bench.study import ROOT
 from lm import engine, smollm2
 
@@ -74,11 +74,8 @@ def iteration(bench, *flags):
 
 def too_small(bench, estimate):
     """Why a GPU has no room for a run with this estimate; "" if it has, and without an estimate."""
-    if not estimate or bench.tiny:
-        return ""
-    there = torch.cuda.get_device_properties(bench.device).total_memory
-    required = max(estimate["bytes"][stage] for stage in (*STAGES, "step"))
-    return f"needs {required / 1e9:.0f} GB by lab.bench.memory, has {there / 1e9:.0f}" * (required > there)
+    required = max(estimate["bytes"][stage] for stage in (*STAGES, "step")) if estimate else 0
+    return no_room(bench, required, " by lab.bench.memory")
 
 
 def estimated(bench, settings):
