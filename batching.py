@@ -25,15 +25,14 @@ class Sample:
     sampled: list[bool]                   # False: prompt and observations, which carry no loss
     advantage: list[float]                # 0 where not sampled
     logprob_old: list[float] | None       # nats, 0 where not sampled; None: on-policy (ratio 1)
-    episode: int                          # samples of one number share a minibatch and a rank: the episode's
-                                          # index or, of judge demonstrations and value-head samples, a pair's
-                                          # (whose two, in RL, may be on two ranks)
+    episode: int                          # by which minibatches are cut: the episode's index or, of judge
+                                          # demonstrations and value-head samples, the number of the pair
     kind: str = "policy"                  # or "judge", which has its own denominator and weight
     count: int = 1                        # multiplicity: equal judge answers are stored once
     logprob_ref: list[float] | None = None
     logprob_sampler: list[float] | None = None      # where it is not logprob_old: see `update.rescore`
     label: float | None = None            # value-head judge only: 1 good, 0 bad
-    weight: float = 1.0                   # per-token loss weight, set by `update.write_weights`
+    weight: float = 1.0                   # per-token loss weight, set by `update.write_token_weights`
     turns: list = field(default_factory=list)       # the rollout.Turns it consists of, or is a question about
     allowed: dict = field(default_factory=dict)     # {position: ids it was sampled from}; absent: all ids
 
@@ -88,15 +87,19 @@ def microbatches(samples, max_tokens):
     """Split samples, sorted by their ids, into lists of at most max_tokens tokens.
 
     A prefix that samples of a list have in common counts once (`PrefixTree`); the copies of its keys that
-    attention makes are not counted. Dynamic programming finds the cuts of least cost: tokens, and
-    max_tokens // 16 for each list. A sample longer than max_tokens raises it to its length.
+    attention makes are not counted. Dynamic programming finds the cuts of least cost: tokens and, for each
+    list's own forward and backward, max_tokens // 16 (ours). A sample longer than max_tokens raises it to its
+    length.
     """
     samples = sorted(samples, key=lambda sample: sample.ids)
     ids = [sample.ids for sample in samples]
     max_tokens = max(max_tokens, *map(len, ids), 0)
-    common = [0, *map(common_prefix_len, ids, ids[1:])]           # of each and the one before
+    # common[j]: tokens that sample j has in common with the one before; computed again where a list starts
+    # upto[i]: new tokens of the first i samples, so that a list j..i-1 has upto[i] - upto[j] + common[j]
+    # best[i]: (cost of cutting the first i samples, beyond upto[i]; start of their last list)
+    common = [0, *map(common_prefix_len, ids, ids[1:])]
     upto = [*itertools.accumulate((len(x) - n for x, n in zip(ids, common)), initial=0)]
-    best = [(0, 0)]                  # of the first i samples: tokens that cuts cost, start of the last list
+    best = [(0, 0)]
     for i in range(1, len(ids) + 1):
         fit = itertools.takewhile(lambda j: upto[i] - upto[j] + common[j] <= max_tokens, range(i - 1, -1, -1))
         best.append(min((best[j][0] + common[j] + max_tokens // 16, j) for j in fit))
@@ -177,24 +180,25 @@ def collate(samples, model):
     assert all(where[0] > 0 for where in sampled if where), (
         "a sample's first token cannot be sampled: nothing predicts it")
 
-    def numbers(name):
-        columns = [getattr(sample, name) for sample in samples]
-        known = sum(column is not None for column in columns)
-        assert known in (0, len(samples)) or name == "logprob_ref", (
+    def tensor_of(name):
+        lists = [getattr(sample, name) for sample in samples]
+        known = sum(numbers is not None for numbers in lists)
+        assert known in (0, len(samples)) or name == "logprob_ref", (       # no KL is of judge samples
             f"{name} is known for some samples of a microbatch only")
-        columns = [column or [math.nan] * len(sample.ids) for sample, column in zip(samples, columns)]
-        return upload(device, at_sampled(columns))[0] if known else None
+        lists = [numbers or [math.nan] * len(sample.ids) for sample, numbers in zip(samples, lists)]
+        return upload(device, at_sampled(lists))[0] if known else None
 
-    def at_sampled(columns):
-        return [column[t] for column, where in zip(columns, sampled) for t in where]
+    def at_sampled(lists):
+        return [numbers[t] for numbers, where in zip(lists, sampled) for t in where]
 
     before = [columns[t - 1] for columns, where in zip(columns_of, sampled) for t in where]
     column_N, target_N = upload(device, before, at_sampled([sample.ids for sample in samples]))
     weight_N = upload(device, [s.weight for s, where in zip(samples, sampled) for _ in where])[0]
     restricted = any(sample.allowed for sample in samples)
     allowed = [s.allowed.get(t) for s, where in zip(samples, sampled) for t in where] if restricted else None
-    return Microbatch(ids_1M, attention, column_N, target_N, numbers("advantage"), weight_N,
-                      numbers("logprob_old"), numbers("logprob_ref"), numbers("logprob_sampler"), allowed)
+    return Microbatch(ids_1M, attention, column_N, target_N, tensor_of("advantage"), weight_N,
+                      tensor_of("logprob_old"), tensor_of("logprob_ref"), tensor_of("logprob_sampler"),
+                      allowed)
 
 
 def sequences(samples, unit):

@@ -50,34 +50,35 @@ def cold_start(run):
     """
     config = run.config
     optimizer = Muon(run.model) if run.chat.small else run.optimizer     # RL begins with a fresh AdamW
-    steps, rounds = (run.cold_progress.get(name, 0) for name in ("steps", "rounds"))
+    steps_done, rounds_done = (run.cold_progress.get(name, 0) for name in ("steps", "rounds"))
     if run.cold_progress:
         restore(run, optimizer)
 
     def stop_unsaved(step):
         run.stop_if_asked(None)
 
-    if rounds:
-        policy_steps, stop = steps - steps_before_round(run, rounds), stop_unsaved
+    if rounds_done:                 # resumed between DAgger rounds: the first part has ended
+        policy_steps, stop = steps_done - steps_before_round(run, rounds_done), stop_unsaved
     else:
         episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION, config.demonstrations, config.mistake_rate,
                                         lambda: run.stop_if_asked(None))
-        policy = imitation_samples(episodes)
-        batches = batches_of(run, policy, len(episodes), config.cold_start_epochs)
+        policy_samples = imitation_samples(episodes)
+        batches = batches_of(run, policy_samples, len(episodes), config.cold_start_epochs)
         policy_steps, stop = len(batches), partial(save_or_stop, run, optimizer)
-        imitate(run, optimizer, batches[steps:], policy_steps, "cold start: policy", 0,
-                min(steps, policy_steps), stop)
-    questions = judge_samples(run, lambda: stop(max(policy_steps, steps)))
-    first = max(0, steps - policy_steps)
+        imitate(run, optimizer, batches[steps_done:], policy_steps, "cold start: policy", steps_before=0,
+                first=min(steps_done, policy_steps), stop=stop)
+    question_samples = judge_samples(run, lambda: stop(max(policy_steps, steps_done)))
+    first = max(0, steps_done - policy_steps)
     if config.dagger:
-        if not rounds:
+        if not rounds_done:
             save(run, optimizer, 0, policy_steps)
-        batches = dagger(run, questions, optimizer, policy_steps)
+        batches = dagger(run, question_samples, optimizer, policy_steps)
         n, stop = steps_before_round(run, len(rounds_of(config))), stop_unsaved
     else:
-        batches = batches_of(run, policy + questions, len(episodes), config.judge_epochs)
+        batches = batches_of(run, policy_samples + question_samples, len(episodes), config.judge_epochs)
         n, batches = len(batches), batches[first:]
-    imitate(run, optimizer, batches, n, "cold start: policy and judge", policy_steps, first, stop)
+    imitate(run, optimizer, batches, n, "cold start: policy and judge", steps_before=policy_steps,
+            first=first, stop=stop)
 
 
 def steps_before_round(run, rounds):
@@ -121,7 +122,7 @@ def rounds_of(config):
     return [(k, min(DAGGER_ROUND, config.dagger - k)) for k in range(0, config.dagger, DAGGER_ROUND)]
 
 
-def dagger(run, questions, optimizer, policy_steps):
+def dagger(run, question_samples, optimizer, policy_steps):
     """A variant of DAgger (arXiv:1011.0686): yield batches from episodes that learner and expert share.
 
     In each episode a share of the turns, drawn uniformly from [0, 1], is played by the learner and the rest
@@ -151,7 +152,7 @@ def dagger(run, questions, optimizer, policy_steps):
         shares = rollout.shares_of(parallel.all_sum(rollout.counts_of(episodes)))
         run.log({"phase": "dagger", "round": i, "step": step,
                  "success": shares["success"], "invalid_frac": shares["invalid_frac"]})
-        pending = [sample for sample in questions if sample.episode % len(rounds) == i]
+        pending = [sample for sample in question_samples if sample.episode % len(rounds) == i]
         rng = generator(config.seed, DAGGER_ORDER, k)         # equal on all ranks, and so are the batches
         order = torch.randperm(n, generator=rng)
         batches = shuffled_batches(pending, steps_of(run, n), rng, ranks)
@@ -169,8 +170,8 @@ class DaggerPlayer:
     def __init__(self, spec, run):
         self.spec, self.chat, self.search_verbs = spec, run.chat, run.environment.search_verbs
         self.expert = rollout.OnlineExpert(run.environment, spec)
-        self.rng, self.expert_labels = random.Random(stream(spec.stream, DAGGER)), []   # not the expert's
-        self.share = self.rng.random()
+        self.rng = random.Random(stream(spec.stream, DAGGER))           # the expert has a stream of its own
+        self.share, self.expert_labels = self.rng.random(), []
 
     def override(self, conversation):
         """Token ids of the expert's response to the coming turn; None: the learner plays it."""
@@ -234,7 +235,7 @@ def demonstrate(run, first, n, mistake_rate, required=True):
         if max(turn.tokens for turn in episode.turns) > config.context:
             counts["too long"] += 1
             continue
-        write_weights(episode, demonstration.mistakes, instruction)
+        write_imitation_weights(episode, demonstration.mistakes, instruction)
         episodes.append(episode)
     if restarts := expert.restarts - restarts:
         counts["restarts"] = restarts
@@ -273,7 +274,7 @@ def few_kept(config, counts, tasks, episodes):
             + (f"; a larger {' or '.join(flags)} may help" if flags else ""))
 
 
-def write_weights(episode, mistakes, instruction):
+def write_imitation_weights(episode, mistakes, instruction):
     """Write each turn's weight: 0 for an injected mistake, else 1.
 
     instruction: None, in a cold start without --instructions: every mistake gets 0. Else only one that the
@@ -340,15 +341,16 @@ def judge_samples(run, stop):
         run.warn_once("no judge question", judge.why_none(
             candidates, config.judge_labels, f"--judge-demonstrations={n}: no question is shown",
             "--judge-demonstrations 0"))
-    judged, written = judge.questions(run.chat, episodes, chosen, run.environment), None
+    questions, written = judge.questions(run.chat, episodes, chosen, run.environment), None
     if writes:       # critic data, which the paper has DeepSeek-V3 write
-        prompts = [judge.transcript(question.episode, question.t) for question in judged]
+        prompts = [judge.transcript(question.episode, question.t) for question in questions]
         written = parallel.on_rank0(lambda: run.endpoint.ask(prompts))
         run.log_endpoint()
     if config.judge_kind == "value":
-        samples, n_written = judge.value_samples(judged), 0
+        samples, n_written = judge.value_samples(questions), 0
     else:
-        samples, n_written = judge.demonstrations(run.chat, judged, written, config.judge_response_tokens)
+        samples, n_written = judge.demonstrations(run.chat, questions, written,
+                                                  config.judge_response_tokens)
     run.log({"phase": "judge demonstrations", "asked": n, "kept": len(samples), "written": n_written})
     return samples
 

@@ -1,4 +1,4 @@
-"""Prompt-based correction: mistakes that the actor finds in its own turns become an instruction to it.
+"""Prompt-based correction: mistakes that the model finds in its own turns become an instruction to it.
 
 A mistake is a turn that most of the model's own verdicts call bad. A model that writes gives its reasons,
 which are merged into an instruction; a small model's mistakes are counted by kind, and the most frequent
@@ -56,9 +56,9 @@ def kind_of(episode, t):
     return "undone" if seen[t] in seen[t + 1:] else "other"
 
 
-def found_bad(judged):
-    """The judged turns that most of the actor's verdicts call bad, whatever their label."""
-    return [question for question in judged
+def found_bad(questions):
+    """The judged turns that most of the model's verdicts call bad, whatever their label."""
+    return [question for question in questions
             if question.turn.verdicts.count("bad") * 2 > len(question.turn.verdicts)]
 
 
@@ -107,7 +107,7 @@ def irrelevant(instruction, chat):
 
 
 def merged(run, critiques, seed):
-    """Let the large model or, without one, the actor merge critiques into an instruction. For rank 0 alone.
+    """Let the large model or, without one, the model merge critiques into an instruction. For rank 0 alone.
 
     Returns "" without critiques, or without a usable answer.
     """
@@ -124,8 +124,8 @@ def merged(run, critiques, seed):
     return text if re.search(r"\w", text) else ""
 
 
-def correct(run, i, judged):
-    """Every --correction-every iterations, make a new instruction from the turns that the actor calls bad.
+def correct(run, i, questions):
+    """Every --correction-every iterations, make a new instruction from the turns that the model calls bad.
 
     It precedes the first observation of later episodes. From critiques or, if the judge's answers hold no
     reasons (a small model's, or --prompt plain), from counts by kind. Only this iteration's judged turns
@@ -135,7 +135,7 @@ def correct(run, i, judged):
     if (i + 1) % config.correction_every:
         return
     bad = [(question.index, kind_of(question.episode, question.t), critique(run.chat, question))
-           for question in found_bad(judged)]
+           for question in found_bad(questions)]
     bad, seed = sorted(sum(parallel.all_gather(bad), [])), stream(config.seed, CORRECTION, i)
     if run.chat.bare:
         made_from = dict(Counter(kind for _, kind, _ in bad).most_common())

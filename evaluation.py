@@ -153,11 +153,9 @@ def outcomes_of(ended):
     return list(games.values())
 
 
-def plays_a_game(numbers):
-    """Mean number of plays of a game, weighted by plays: sum m^2 / sum m over games with m plays.
-
-    n plays are worth n over this many independent ones if plays of one game always agree, the worst case
-    (Kish 1965). It is m if each game is played m times.
+def design_effect(numbers):
+    """Kish's design effect (1965), sum m^2 / sum m over games with m plays: n plays are worth n over this
+    many independent ones if all plays of a game agree, the worst case. It is m if each is played m times.
     """
     return sum(n * n for n in numbers) / (sum(numbers) or 1) or 1
 
@@ -168,7 +166,7 @@ def scores(counts, plays, ended):
     "games": how many different ones; "plays": how often each was played or, where games are drawn, 1.
     """
     numbers = Counter(end.game for end in ended).values()
-    return shares_of(counts, plays_a_game(numbers)) | {"games": len(numbers), "plays": plays}
+    return shares_of(counts, design_effect(numbers)) | {"games": len(numbers), "plays": plays}
 
 
 def by_type(outcomes, mode):
@@ -177,7 +175,7 @@ def by_type(outcomes, mode):
     for name in sorted({entry["type"] for entry in outcomes}):
         digits = [entry[mode] for entry in outcomes if entry["type"] == name and entry.get(mode)]
         won, numbers = sum(text.count("1") for text in digits), [len(text) for text in digits]
-        rate = shares_of(Counter(won=won, episodes=sum(numbers)), plays_a_game(numbers))
+        rate = shares_of(Counter(won=won, episodes=sum(numbers)), design_effect(numbers))
         found[name] = {key: rate[key] for key in ("success", "n", "low", "high")} | {"games": len(digits)}
     return found
 
@@ -329,9 +327,9 @@ def open_player(own, config, given, resources):
     chat = open_chat(config, folder, ranks, plays=True)
     check_vocabulary(config, folder, resume.state_beside(folder), chat.tokenizer)
     resources.enter_context(threads_for(chat))
-    if warning := context_warning(config, chat):
-        print(warning, file=sys.stderr)
     model = decoder.load_pretrained(folder, getattr(torch, config.dtype), ranks.device)
+    if warning := context_warning(config, chat, model.config.max_position_embeddings):
+        print(warning, file=sys.stderr)
     if config.dtype != "float32":                    # as a run's sampler: the same products, and faster
         model.requires_grad_(False).fuse()
     return ModelPlayer(model, chat, config), facts | {

@@ -70,17 +70,18 @@ def iteration(run, i, reference):
     with timed(seconds, "time/rollout_s"):
         episodes, played = collect(run, i)
     with timed(seconds, "time/judge_s"):
-        judged, judge_samples, metrics = judge_turns(run, i, episodes) if config.gcd else ([], [], {})
+        questions, judge_samples, metrics = judge_turns(run, i, episodes) if config.gcd else ([], [], {})
         if config.correction != "off":
-            correction.correct(run, i, judged)               # the instruction of the next iterations
+            correction.correct(run, i, questions)            # the instruction of the next iterations
     with timed(seconds, "time/update_s"):
-        learned = [*episodes]                                # to which the algorithm may add earlier ones
-        metrics |= assign_credit(run, i, learned, reference)
-        samples = [sample for episode in informative(run, learned) for sample in batching.samples_of(episode)]
+        credited = [*episodes]                      # `assign` may append earlier ones: examples/replay.py
+        metrics |= assign_credit(run, i, credited, reference)
+        kept = drop_zero_advantage_groups(run, credited)
+        samples = [sample for episode in kept for sample in batching.samples_of(episode)]
         samples += judge_samples if config.judge_weight else []      # at lambda 0 the update never sees them
         metrics |= optimize(run, i, samples, reference)
     metrics |= rollout_metrics(run, played) | memory.peaks(run.ranks.device)
-    advise(run, i, learned, metrics)
+    advise(run, i, credited, metrics)
     store(run, i, episodes)
     return metrics | seconds | {f"time/rollout_{name}_s": spent for name, spent in run.waits.items()}
 
@@ -104,9 +105,9 @@ def collect(run, i):
 
 
 def refilled(run, i):
-    """`collect` with --dynamic-sampling refill: up to MOST_ROUNDS rounds of play, until this rank has its
-    share of groups with unequal rewards, from which alone it learns; if it finds none, from the first groups
-    that were played.
+    """`collect` with --dynamic-sampling refill, DAPO's dynamic sampling (arXiv:2503.14476): play up to
+    MOST_ROUNDS rounds, until this rank has its share of groups with unequal rewards. Returns the episodes of
+    these groups (if there are none, the first that were played), and all that were played.
     """
     algorithm, kept, played = run.config.algorithm, [], []
     for refill_round in range(MOST_ROUNDS):
@@ -140,82 +141,84 @@ def episode_specs(run, i, refill_round=0):
 
 
 def judge_turns(run, i, episodes):
-    """GCD: label turns, and ask the actor about some. Returns the questions with its answers, samples of
+    """GCD: label turns, and ask the model about some. Returns the questions with its answers, samples of
     these for `optimize`, and metrics over all ranks.
     """
     config, seed = run.config, stream(run.config.seed, JUDGE, i)
-    candidates = labelled_turns(run, episodes, seed)
+    candidates = judge_candidates(run, episodes, seed)
     chosen = judge.choose(candidates, config.judge_labels, config.judge_turns // 2, seed)
     if not chosen:
         run.warn_once("no turn was judged", judge.why_none(candidates, config.judge_labels))
-    judged = judge.questions(run.chat, episodes, chosen, run.environment)
+    questions = judge.questions(run.chat, episodes, chosen, run.environment)
     if config.judge_kind == "value":
-        samples = judge.value_samples(judged)
-        judge.value_verdicts(judged, update.value_head_probabilities(run.model, samples, run.objective))
+        samples = judge.value_samples(questions)
+        judge.write_value_verdicts(
+            questions, update.value_head_probabilities(run.model, samples, run.objective))
     else:
-        ask(run, judged, seed)
-        taught = judged          # without gradient, too: the judge weighs less as more questions are settled
+        ask(run, questions, seed)
+        trained = questions      # without gradient, too: the judge weighs less as more questions are settled
         if config.judge_redraw:
-            judged = redraw(run, episodes, candidates, chosen, judged, seed)
-            taught = [question for question in judged if question.has_gradient]
-        samples = judge.samples(taught, config.judge_normalize_std)
-    records = sum(parallel.all_gather(judge.verdict_records(judged)), [])
-    return judged, samples, judge.metrics(records)
+            questions = redraw(run, episodes, candidates, chosen, questions, seed)
+            trained = [question for question in questions if question.has_gradient]
+        samples = judge.samples(trained, config.judge_normalize_std)
+    records = sum(parallel.all_gather(judge.verdict_records(questions)), [])
+    return questions, samples, judge.metrics(records)
 
 
-def labelled_turns(run, episodes, seed):
+def judge_candidates(run, episodes, seed):
     """The turns of all ranks that may be judged, see judge.candidates."""
     config, ranks, by_endpoint = run.config, run.ranks, None
     if config.judge_labels in labels.OF_ENDPOINT:
         share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
-        by_endpoint = run.endpoint_labels(episodes, share, stream(seed, 2, ranks.rank), config.question_room)
+        own_seed = stream(seed, 2, ranks.rank)                       # the 2 is listed in infra/streams.py
+        by_endpoint = run.endpoint_labels(episodes, share, own_seed, config.question_room)
     own = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment, by_endpoint)
     return sum(parallel.all_gather(own), [])
 
 
 def ask(run, questions, seed):
-    """Let the actor answer the questions; answers, rewards and verdicts are written to them."""
+    """Let the model answer the questions; answers, rewards and verdicts are written to them."""
     config = run.config
     sampling = run.sampling(max_response_tokens=config.judge_response_tokens)
     judge.answer_questions(run.sampler, run.chat, questions, config.judge_group_size, sampling, seed,
                            judge.ANSWERS_PER_SLOT * config.slots)
 
 
-def redraw(run, episodes, candidates, chosen, judged, seed):
+def redraw(run, episodes, candidates, chosen, questions, seed):
     """--judge-redraw: ask about other turns in place of those whose answers all earn the same, until none is
     wanted or left, or MOST_ROUNDS rounds were asked. Returns all questions.
     """
     config = run.config
     for k in range(1, MOST_ROUNDS):
-        found = parallel.all_sum(sum(question.has_gradient for question in judged))
+        found = parallel.all_sum(sum(question.has_gradient for question in questions))
         pairs = (config.judge_turns - found) // 2                                           # still wanted
         if not (chosen and pairs):
             break
         drawn = {(e, t) for e, t, _ in chosen}
         candidates = [candidate for candidate in candidates if candidate[:2] not in drawn]
-        chosen = judge.choose(candidates, config.judge_labels, pairs, stream(seed, 3, k))
+        chosen = judge.choose(candidates, config.judge_labels, pairs, stream(seed, 3, k))    # 3: as the 2
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, k * config.judge_turns)
         ask(run, fresh, seed)
-        judged = judged + fresh
-    return judged
+        questions = questions + fresh
+    return questions
 
 
 def assign_credit(run, i, episodes, reference):
     """Write what each episode earned; the algorithm writes the turns' advantages. Returns its metrics."""
-    config = run.config
-    config.algorithm.rng = Random(stream(config.seed, CREDIT, i))
-    config.algorithm.lr_factor = lr_factor(config, i)
-    rewards.write_rewards(episodes, config.algorithm.settings)
+    config, algorithm = run.config, run.config.algorithm
+    algorithm.rng = Random(stream(config.seed, CREDIT, i))
+    algorithm.lr_factor = lr_factor(config, i)
+    rewards.write_rewards(episodes, algorithm.settings)
     if config.kl == "reward":
         rescored = config.dtype != "float32"
         update.write_kl(run.model, reference, episodes, run.objective, config.kl_coef, rescored)
-    metrics = config.algorithm.assign_checked(episodes)
+    metrics = algorithm.assign_checked(episodes)
     if config.kl == "reward":
-        config.algorithm.subtract_kl(episodes)
+        algorithm.subtract_kl(episodes)
     return metrics
 
 
-def informative(run, episodes):
+def drop_zero_advantage_groups(run, episodes):
     """The episodes without the groups in which every advantage is 0; with --dynamic-sampling keep, a KL or an
     entropy bonus all of them.
 
@@ -225,11 +228,11 @@ def informative(run, episodes):
     config = run.config
     if config.dynamic_sampling == "keep" or config.kl != "none" or config.entropy_coef:
         return episodes
-    groups = {episode.group for episode in episodes if teaches([episode])}
+    groups = {episode.group for episode in episodes if any_advantage([episode])}
     return [episode for episode in episodes if episode.group in groups]
 
 
-def teaches(episodes):
+def any_advantage(episodes):
     """Whether any turn or token has a nonzero advantage."""
     return any(turn.advantage or any(turn.token_advantage or ()) for e in episodes for turn in e.turns)
 
@@ -245,26 +248,26 @@ def lr_factor(config, i):
 def optimize(run, i, samples, reference):
     """Take an iteration's optimizer steps. Returns the mean of their metrics.
 
-    In bf16 the sampler's logprobs are some 0.02 nats off, so the trainer's take their place as old logprobs.
-    The first step uses those of its own forward (ratio 1); for later steps they are computed before the
-    first. The logged gap, sampler less trainer, is the first step's, when both have the same weights.
-    ValueError if a float32 run's gap is larger than rounding.
+    pi_old is the sampler's policy in float32. In bf16 the sampler's logprobs are some 0.02 nats off, so it is
+    the trainer's: the first step takes it from its own forward (logprob_old None: ratio 1), and for later
+    steps it is computed here, before the weights change. The gap between sampler and trainer is that of the
+    first step, when both have the same weights. ValueError if a float32 run's is larger than rounding.
     """
     config, objective = run.config, run.objective
-    parts = batching.minibatches(samples, config.minibatches)
+    first, *later = batching.minibatches(samples, config.minibatches)
     if config.kl == "loss":
         update.write_reference(run.model, reference, samples, objective)
     if config.dtype != "float32":
-        update.rescore(run.model, update.with_gradient(itertools.chain(*parts[1:]), objective), objective)
-        for sample in parts[0]:
+        update.rescore(run.model, update.with_gradient(itertools.chain(*later), objective), objective)
+        for sample in first:
             sample.logprob_sampler, sample.logprob_old = sample.logprob_old, None     # the forward's own
     rate, steps, gap = config.lr * lr_factor(config, i), [], {}
-    for part in parts:
+    for minibatch in (first, *later):
         compare = not steps and i % DETAIL_EVERY == 0
-        if metrics := update.update(run.model, run.optimizer, part, objective, rate, compare):
+        if metrics := update.update(run.model, run.optimizer, minibatch, objective, rate, compare):
             gap = gap or checked_gap(metrics, config.dtype)
             steps.append(metrics)
-    if not steps:                                    # no rank had a sample: no group teaches, none was judged
+    if not steps:                    # no rank had a sample: no group has an advantage, no turn was judged
         unknown = ("entropy_nats", "clip_frac", "approx_kl_nats", "grad_norm", "logprob_gap_nats",
                    "logprob_gap_max_nats")
         return {f"policy/{key}": math.nan for key in unknown} | {"policy/steps": 0}
@@ -307,7 +310,7 @@ def advise(run, i, episodes, metrics):
     config, cut = run.config, metrics["rollout/truncated_frac"] > 0.5
     unequal = metrics.get("rollout/zero_variance_frac", 1) < 1
     may_learn = metrics["rollout/success"] or config.kl != "none" or config.entropy_coef
-    idle = (unequal or not may_learn) and not parallel.any_rank(teaches(episodes))
+    idle = (unequal or not may_learn) and not parallel.any_rank(any_advantage(episodes))
     if idle and unequal:
         run.warn_once("not written", f"RL: in iteration {i} no turn has an advantage, although rewards "
                       f"within groups differ: does --algo={config.algo} write each turn.advantage?")
@@ -373,7 +376,7 @@ def reinforcement(run):
         if config.keep_checkpoints and (i + 1) % config.keep_checkpoints == 0:
             run.keep(i + 1)
         run.stop_if_asked({"iteration": i + 1})
-        if (i + 1) % config.checkpoint_every == 0 and i + 1 < config.iterations:      # then the stage saves
+        if (i + 1) % config.checkpoint_every == 0 and i + 1 < config.iterations:   # run_stages saves the last
             run.save({"iteration": i + 1})
     run.iteration = None
 

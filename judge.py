@@ -1,7 +1,7 @@
-"""GCD: the actor judges its own actions. Labelled turns become questions, answers, rewards and samples.
+"""GCD: the model judges its own actions. Labelled turns become questions, answers, rewards and samples.
 
 The prompt of a question is the episode up to and including the judged response, without what followed, and
-the question whether that was a good action. The actor answers several times; an answer's advantage is its
+the question whether that was a good action. The model answers several times; an answer's advantage is its
 reward minus the mean over that question's answers. arXiv:2509.23870 §4.1, whose Eq. 3 and prompts are
 pictures that were not read, and which gives neither lambda nor the number of judged turns: all are ours.
 Left out: a small model's reasoning before its one-word verdict.
@@ -63,6 +63,180 @@ class Question:
         return self.index // 2
 
 
+def question_style(chat):
+    """The key of QUESTION and VERDICT: "plain" for prompts that ask for a bare command, answered in one word,
+    else "think".
+    """
+    return "plain" if chat.bare else "think"
+
+
+def question_message(chat):
+    """Token ids of the question, which follow the judged response."""
+    return chat.message(QUESTION[question_style(chat)])
+
+
+def question_ids(chat, turn):
+    """Token ids of the judged turn's prompt, its response, and the question."""
+    return turn.prompt_ids + chat.closed(turn.response_ids) + question_message(chat)
+
+
+def verdict_ids(chat, label):
+    """Token ids of the bare verdict, stop token included: the answer that a demonstration shows."""
+    text = label if question_style(chat) == "plain" else f"<judge>{label}</judge>"
+    return chat.encode(text) + chat.end_ids
+
+
+def parse_verdict(text, style):
+    """"good", "bad", or None if the answer is unreadable. style: see `question_style`."""
+    match = re.fullmatch(VERDICT[style], text) if len(text) <= LONGEST_ANSWER else None
+    return match[1] if match else None
+
+
+def candidates(episodes, kind, max_tokens, environment, by_endpoint=None):
+    """Label every turn, and return [(episode.index, t, label)] of the labelled ones with fewer than
+    max_tokens tokens, prompt included.
+
+    kind, by_endpoint: see labels.label_turns.
+    """
+    return [(episode.index, t, label) for episode in episodes for t, (turn, label) in enumerate(
+                zip(episode.turns, label_turns(episode, kind, environment, by_endpoint), strict=True))
+            if label and turn.tokens < max_tokens]
+
+
+def choose(candidates, kind, per_class, seed):
+    """Draw equally many good and bad turns at random, at most per_class of each; none if a class is empty.
+
+    candidates: those of all ranks, from which every rank makes the same choice. Good and bad alternate in
+    the result, good first, so that any cut between pairs stays balanced. For "shuffled", each label is then
+    replaced by a fair coin toss.
+    """
+    rng = generator(seed, 0)
+    by_class = [[one for one in candidates if one[2] == label] for label in ANSWERS]
+    picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
+              for members in by_class]
+    chosen = [one for pair in zip(*picked) for one in pair]               # as many as the smaller class has
+    coins = torch.randint(2, (len(chosen),), generator=rng).tolist()
+    tossed = [(e, t, ANSWERS[coin]) for (e, t, _), coin in zip(chosen, coins)]
+    return tossed if kind == "shuffled" else chosen
+
+
+def why_none(candidates, kind, first="GCD: no turn was judged", instead="--no-gcd"):
+    """A warning where no turn can be judged: which class is missing, and what to try.
+
+    candidates: those of `candidates`, which leaves out turns without room for a question. first: how the
+    warning begins. instead: the flag that does without.
+    """
+    counts = Counter(label for _, _, label in candidates)
+    return (f"{first}: of the turns with room for a question in --context, --judge-labels {kind} labels "
+            f"{counts['good']} good and {counts['bad']} bad, and both are needed; try another kind, a larger "
+            f"--context, or {instead}")
+
+
+def questions(chat, episodes, chosen, environment, first=0):
+    """Questions about the chosen turns that belong to these episodes, numbered from `first`. Writes these
+    episodes' oracle labels, too.
+    """
+    here = {episode.index: episode for episode in episodes}
+    for e in here.keys() & {e for e, _, _ in chosen}:
+        oracle_labels(here[e], environment)
+    turns = [(index, here[e], t, label) for index, (e, t, label) in enumerate(chosen, first) if e in here]
+    return [Question(index, episode, t, label, question_ids(chat, episode.turns[t]),
+                       environment.verb(episode.turns[t].action or "")) for index, episode, t, label in turns]
+
+
+def answer_questions(model, chat, questions, group_size, sampling, seed, n_slots):
+    """Let the model answer each question group_size times; n_slots answers are sampled at once.
+
+    Writes answers and rewards to the questions, and verdicts to their turns.
+    """
+    streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in questions]
+    prompts = [question.prompt_ids for question in questions]
+    answered = answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)
+    for question, answers in zip(questions, answered):
+        question.answers = answers
+        write_verdicts(question, read_verdicts(chat, answers))
+
+
+def read_verdicts(chat, answers):
+    """The verdict in each answer, an lm.engine.Response; None if it is unreadable or truncated."""
+    style = question_style(chat)
+    return [None if a.truncated else parse_verdict(chat.decode(a.ids), style) for a in answers]
+
+
+def write_verdicts(question, verdicts):
+    """Write the rewards of the verdicts to the question: 1 right, 0 wrong, -0.1 unreadable (ours); and to its
+    turn the verdicts, the label they were compared with, and the mean reward.
+    """
+    question.rewards = [-0.1 if verdict is None else float(verdict == question.label) for verdict in verdicts]
+    question.turn.label, question.turn.verdicts = question.label, verdicts
+    question.turn.judge_reward = sum(question.rewards) / len(verdicts)
+
+
+def advantages(rewards, normalize_std=False):
+    """Advantage of each answer to one question; exactly 0 if all rewards are equal.
+
+        A = reward - mean, or (reward - mean) / (std + eps): GRPO's, std over the population
+    """
+    reward_A = torch.tensor(rewards, dtype=torch.double)
+    return group_relative_advantage(reward_A, torch.zeros(len(rewards), dtype=torch.long),
+                                    normalize_std).tolist()
+
+
+def samples(questions, normalize_std=False):
+    """Samples of the answers, with `advantages` over each question's answers. Only answer tokens are trained.
+
+    Equal answers to one question have equal tokens, rewards and gradients: they become one sample with a
+    count. A sample belongs to its episode's minibatch, where their common prefix is computed once. Its
+    `turns` are the judged one.
+    """
+    result = []
+    for question in questions:
+        distinct = {}
+        for response, advantage in zip(question.answers, advantages(question.rewards, normalize_std)):
+            if (ids := tuple(response.ids)) in distinct:
+                distinct[ids].count += 1
+            else:
+                distinct[ids] = sample_of(question.prompt_ids, response.ids, advantage,
+                                          question.episode.index, response.logprob, kind="judge",
+                                          turns=[question.turn])
+        result += distinct.values()
+    return result
+
+
+def demonstrations(chat, questions, written=None, longest=math.inf):
+    """Samples that imitate the right answers, and how many of them a large model wrote.
+
+    written: a large model's text on each turn, imitated with its reasoning if it ends in the label and has at
+    most `longest` tokens; otherwise the bare verdict is imitated.
+    """
+    result, n_written = [], 0
+    for question, text in zip(questions, written or [None] * len(questions), strict=True):
+        text = (text or "").strip()
+        ids = chat.encode(text) + chat.end_ids
+        fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
+        n_written += fits
+        ids = ids if fits else verdict_ids(chat, question.label)
+        result.append(sample_of(question.prompt_ids, ids, 1.0, question.pair, kind="judge"))
+    return result, n_written
+
+
+def value_samples(questions):
+    """Samples for the value head: prompt and response, with the label at the last token."""
+    return [sample_of(question.turn.prompt_ids + question.turn.response_ids, [], 0.0, question.pair,
+                      kind="judge", label=float(question.label == "good")) for question in questions]
+
+
+def write_value_verdicts(questions, probabilities):
+    """Write each question's probability of "good", from the value head, its verdict ("good" from 1/2 on) and
+    its reward.
+    """
+    for question, probability in zip(questions, probabilities, strict=True):
+        question.probability = probability
+        write_verdicts(question, ["good" if probability >= 0.5 else "bad"])
+
+
+# A large model: transcripts and labels
+
 TRANSCRIPT_HEAD = ('An agent plays a text game. This is what it has seen, and after each ">" the command '
                    'that it gave:')
 JUDGE_TURN = (
@@ -94,174 +268,7 @@ def endpoint_labels(episodes, endpoint, n, seed, kind="rule+endpoint", max_token
             for (episode, t), answer in zip(drawn, answers, strict=True)}
 
 
-def question_style(chat):
-    """The key of QUESTION and VERDICT: "plain" for prompts that ask for a bare command, answered in one word,
-    else "think".
-    """
-    return "plain" if chat.bare else "think"
-
-
-def question_message(chat):
-    """Token ids of the question, which follow the judged response."""
-    return chat.message(QUESTION[question_style(chat)])
-
-
-def question_ids(chat, turn):
-    """Token ids of the judged turn's prompt, its response, and the question."""
-    return turn.prompt_ids + chat.closed(turn.response_ids) + question_message(chat)
-
-
-def verdict_ids(chat, label):
-    """Token ids of the bare verdict, stop token included: the answer that a demonstration shows."""
-    text = label if question_style(chat) == "plain" else f"<judge>{label}</judge>"
-    return chat.encode(text) + chat.end_ids
-
-
-def parse_verdict(text, style):
-    """"good", "bad", or None if the answer is unreadable. style: see `question_style`."""
-    match = re.fullmatch(VERDICT[style], text) if len(text) <= LONGEST_ANSWER else None
-    return match[1] if match else None
-
-
-def candidates(episodes, kind, max_tokens, environment, by_endpoint=None):
-    """[(episode.index, t, label)] of labelled turns with fewer than max_tokens tokens, prompt included.
-
-    kind, by_endpoint: see labels.label_turns.
-    """
-    return [(episode.index, t, label) for episode in episodes for t, (turn, label) in enumerate(
-                zip(episode.turns, label_turns(episode, kind, environment, by_endpoint), strict=True))
-            if label and turn.tokens < max_tokens]
-
-
-def choose(labelled, kind, per_class, seed):
-    """Draw equally many good and bad turns at random, at most per_class of each; none if a class is empty.
-
-    labelled: the `candidates` of all ranks; every rank makes the same choice. Good and bad alternate
-    in the result, good first, so that any cut between pairs stays balanced. For "shuffled", each label is
-    then replaced by a fair coin toss.
-    """
-    rng = generator(seed, 0)
-    by_class = [[candidate for candidate in labelled if candidate[2] == label] for label in ANSWERS]
-    picked = [[members[i] for i in torch.randperm(len(members), generator=rng)[:per_class].tolist()]
-              for members in by_class]
-    chosen = [candidate for pair in zip(*picked) for candidate in pair]  # as many as the smaller class has
-    coins = torch.randint(2, (len(chosen),), generator=rng).tolist()
-    tossed = [(e, t, ANSWERS[coin]) for (e, t, _), coin in zip(chosen, coins)]
-    return tossed if kind == "shuffled" else chosen
-
-
-def why_none(labelled, kind, first="GCD: no turn was judged", instead="--no-gcd"):
-    """A warning where no turn can be judged: which class is missing, and what to try.
-
-    labelled: `candidates`, which leaves out turns without room for a question. first: how the warning
-    begins. instead: the flag that does without.
-    """
-    counts = Counter(label for _, _, label in labelled)
-    return (f"{first}: of the turns with room for a question in --context, --judge-labels {kind} labels "
-            f"{counts['good']} good and {counts['bad']} bad, and both are needed; try another kind, a larger "
-            f"--context, or {instead}")
-
-
-def questions(chat, episodes, chosen, environment, first=0):
-    """Questions about the chosen turns that belong to these episodes, numbered from `first`."""
-    here = {episode.index: episode for episode in episodes}
-    for e in here.keys() & {e for e, _, _ in chosen}:
-        oracle_labels(here[e], environment)
-    turns = [(index, here[e], t, label) for index, (e, t, label) in enumerate(chosen, first) if e in here]
-    return [Question(index, episode, t, label, question_ids(chat, episode.turns[t]),
-                       environment.verb(episode.turns[t].action or "")) for index, episode, t, label in turns]
-
-
-def answer_questions(model, chat, judged, group_size, sampling, seed, n_slots):
-    """Let the actor answer each question group_size times; n_slots answers are sampled at once.
-
-    Writes answers and rewards to the questions, and verdicts to their turns.
-    """
-    streams = [[stream(seed, 1, question.index, i) for i in range(group_size)] for question in judged]
-    prompts = [question.prompt_ids for question in judged]
-    answered = answer(model, prompts, streams, chat.stop_ids, sampling, n_slots)
-    for question, answers in zip(judged, answered):
-        question.answers = answers
-        record(question, read_verdicts(chat, answers))
-
-
-def read_verdicts(chat, answers):
-    """The verdict in each answer, an lm.engine.Response; None if it is unreadable or truncated."""
-    style = question_style(chat)
-    return [None if a.truncated else parse_verdict(chat.decode(a.ids), style) for a in answers]
-
-
-def record(question, verdicts):
-    """Write the rewards of the verdicts to the question: 1 right, 0 wrong, -0.1 unreadable (ours); and to its
-    turn the verdicts, the label they were compared with, and the mean reward.
-    """
-    question.rewards = [-0.1 if verdict is None else float(verdict == question.label) for verdict in verdicts]
-    question.turn.label, question.turn.verdicts = question.label, verdicts
-    question.turn.judge_reward = sum(question.rewards) / len(verdicts)
-
-
-def advantages(rewards, normalize_std=False):
-    """Advantage of each answer to one question; exactly 0 if all rewards are equal.
-
-        A = reward - mean, or (reward - mean) / (std + eps): GRPO's, std over the population
-    """
-    reward_A = torch.tensor(rewards, dtype=torch.double)
-    return group_relative_advantage(reward_A, torch.zeros(len(rewards), dtype=torch.long),
-                                    normalize_std).tolist()
-
-
-def samples(judged, normalize_std=False):
-    """Samples of the answers, with `advantages` over each question's answers. Only answer tokens are trained.
-
-    Equal answers to one question have equal tokens, rewards and gradients: they become one sample with a
-    count. A sample belongs to its episode's minibatch, where their common prefix is computed once. Its
-    `turns` are the judged one.
-    """
-    result = []
-    for question in judged:
-        distinct = {}
-        for response, advantage in zip(question.answers, advantages(question.rewards, normalize_std)):
-            if (ids := tuple(response.ids)) in distinct:
-                distinct[ids].count += 1
-            else:
-                distinct[ids] = sample_of(question.prompt_ids, response.ids, advantage,
-                                          question.episode.index, response.logprob, kind="judge",
-                                          turns=[question.turn])
-        result += distinct.values()
-    return result
-
-
-def demonstrations(chat, judged, written=None, longest=math.inf):
-    """Samples that imitate the right answers, and how many of them a large model wrote.
-
-    written: a large model's text on each turn, imitated with its reasoning if it ends in the label and has at
-    most `longest` tokens; otherwise the bare verdict is imitated.
-    """
-    result, n_written = [], 0
-    for question, text in zip(judged, written or [None] * len(judged), strict=True):
-        text = (text or "").strip()
-        ids = chat.encode(text) + chat.end_ids
-        fits = parse_verdict(text, "think") == question.label and "<|" not in text and len(ids) <= longest
-        n_written += fits
-        ids = ids if fits else verdict_ids(chat, question.label)
-        result.append(sample_of(question.prompt_ids, ids, 1.0, question.pair, kind="judge"))
-    return result, n_written
-
-
-def value_samples(judged):
-    """Samples for the value head: prompt and response, with the label at the last token."""
-    return [sample_of(question.turn.prompt_ids + question.turn.response_ids, [], 0.0, question.pair,
-                      kind="judge", label=float(question.label == "good")) for question in judged]
-
-
-def value_verdicts(judged, probabilities):
-    """Write each question's probability of "good", from the value head, its verdict ("good" from 1/2 on) and
-    its reward.
-    """
-    for question, probability in zip(judged, probabilities, strict=True):
-        question.probability = probability
-        record(question, ["good" if probability >= 0.5 else "bad"])
-
+# Metrics
 
 @dataclass(frozen=True, slots=True)
 class VerdictRecord:
@@ -283,11 +290,11 @@ class VerdictRecord:
         return readable.count("good") / len(readable) if readable else 0.5
 
 
-def verdict_records(judged):
+def verdict_records(questions):
     """VerdictRecords of this rank's judged turns."""
     return [VerdictRecord(question.label, question.turn.oracle, question.verb,
                           tuple(question.turn.verdicts), tuple(question.rewards), question.probability)
-            for question in judged]
+            for question in questions]
 
 
 def agreement(records, truth):

@@ -14,7 +14,7 @@ OF_ORACLE, OF_ENDPOINT = ("oracle", "rule+oracle", "flaws"), ("endpoint", "rule+
 
 def anchors(episode):
     """The anchor (last informative observation) before each turn, and after the last one."""
-    return [turn.anchor for turn in episode.turns] + [episode.final_anchor]
+    return [turn.anchor for turn in episode.turns] + [episode.last_anchor]
 
 
 def rule_labels(episode):
@@ -46,10 +46,10 @@ def taken_labels(episode):
     """The rule over turns that the game took, with the error of `rule_labels` repaired; the outcome plays no
     part.
 
-    "bad": a turn on a way back to an observation, on which no observation was new in the episode: a loop that
-    brought nothing. "good": a turn that brought a new observation. Refused turns have no label. Ours.
+    "bad": a turn in a loop, from an observation back to the same one, in which no observation was new to the
+    episode. "good": a turn that brought a new observation. Refused turns have no label. Ours.
     `rule_labels` calls each refused turn bad (its observation "occurs again", since the game gave no other),
-    and each turn that leaves a place to which the actor returns later, which is often needed. How often each
+    and each turn that leaves a place to which the model returns later, which is often needed. How often each
     is right by the oracle: lab/studies/label_kinds.py.
     """
     seen, n = anchors(episode), len(episode.turns)

@@ -70,7 +70,8 @@ def sampler_weight(logprob_old_N, logprob_sampler_N, cap):
 
     Truncated importance sampling: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training"; verl's rollout correction, of tokens, with its threshold of 2. The weighted
-    gradient's expectation is that under pi_old, less (pi_old - cap * pi_sampler) at the tokens that are cut.
+    gradient is in expectation that under pi_old, but that a token above the cap counts with
+    cap * pi_sampler in place of pi_old.
     Returns weight_N, and cut_N (bool: the cap is active).
     """
     weight_N = (logprob_old_N - logprob_sampler_N).exp()
@@ -83,7 +84,7 @@ def kl_k3(logprob_N, logprob_ref_N, limit=10.0):
         k3 = e^d - d - 1,  d = log ref - log pi           GRPO, arXiv:2402.03300 Eq. 4
 
     d is clamped to +-limit (verl clamps k3 to 10, so that its gradient is 0 beyond d = 2.6). The gradient is
-    that of KL(ref || pi).
+    in expectation that of KL(ref || pi): E_pi[(1 - e^d) grad log pi] = -E_ref[grad log pi].
     """
     d_N = (logprob_ref_N - logprob_N).clamp(-limit, limit)
     return d_N.exp() - d_N - 1

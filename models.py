@@ -106,9 +106,9 @@ def check_vocabulary(config, source, previous, tokenizer):
                          f"--env {config.env}, is none of its tokens; give the --env that it was trained in")
 
 
-def context_warning(config, chat):
+def context_warning(config, chat, longest):
     """Which share of the longest episodes would not fit the context, and what to do, a sentence; "" if none,
-    or if it is unknown.
+    or if it is unknown. longest: the model's positions, as in its config.json.
 
     Lengths of the environment's messages are known for one tokenizer, and count where a prompt is the whole
     conversation. Of 1,000 episodes drawn, each has all turns of training or of evaluation, and responses have
@@ -122,14 +122,18 @@ def context_warning(config, chat):
     first, later = (chat.frame_tokens(Reply("A room.", ["look"]), opens) for opens in (True, False))
     rng, response = Random(0), min(LONG_RESPONSE, config.max_response_tokens)
     around = first + (turns - 1) * (later + response) + config.max_response_tokens
-    needed = [around + sum(recorded.draw(rng, turns, chat.admissible)) for _ in range(1000)]
-    share = sum(tokens > config.context for tokens in needed) / len(needed)
-    if share < 0.005:
+    needed = [around + sum(recorded.draw(rng, turns, chat.show_admissible)) for _ in range(1000)]
+    def within(context):
+        return sum(tokens <= context for tokens in needed) / len(needed)
+
+    if (share := 1 - within(config.context)) < 0.005:
         return ""
-    shorter = " or --no-show-admissible" if chat.admissible else ""
+    enough = min(-(-max(needed) // 1024) * 1024, longest)
+    ways = {f"--context {enough} (holds {within(enough):.0%})": enough > config.context,
+            "fewer turns (--max-turns, --protocol)": True, "--no-show-admissible": chat.show_admissible}
     return (f"--context={config.context}: {share:.0%} of {turns}-turn episodes exceed it, with responses of "
-            f"{response} tokens, and end as failed; --context {-(-max(needed) // 1024) * 1024} holds all, or "
-            f"fewer turns (--max-turns, --protocol){shorter}")
+            f"{response} tokens, and end as failed; use "
+            + ", or ".join(way for way, applies in ways.items() if applies))
 
 
 @contextmanager

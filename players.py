@@ -53,10 +53,10 @@ class MessageChat(Chat):
     before a command may be missing, since servers may cut it off, but there must be exactly one command.
     """
 
-    def __init__(self, style, admissible=True, environment=None):
+    def __init__(self, style, show_admissible=True, environment=None):
         self.style, self.small, self.bare, self.tools = style, False, style == "plain", []
         self.stop_ids, self.end_ids = (), []                      # a message is complete
-        self.admissible = admissible and not self.bare
+        self.show_admissible = show_admissible and not self.bare
         self.set_formats(environment)
 
     def message(self, content, first=False):
@@ -276,4 +276,4 @@ def prompt_of(chat):
     """
     example = Reply("{observation}", ["{command}"], False, False)
     first, later = (chat.decode(chat.observe(example, first)) for first in (True, False))
-    return {"style": chat.style, "admissible": chat.admissible, "first": first, "later": later}
+    return {"style": chat.style, "admissible": chat.show_admissible, "first": first, "later": later}

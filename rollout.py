@@ -35,7 +35,8 @@ class Turn:
     response: str
     action: str | None            # the command parsed from the response; None: malformed
     valid: bool                   # whether the command was admissible or, if the game tells, accepted
-    anchor: str                   # the last informative observation: the state as far as the actor saw it
+    anchor: str                   # the last observation before it that is neither a refusal nor empty: the
+                                  # state as far as the model saw it
     truncated: bool = False       # the response had no stop token within its length
     tag: str | None = None        # RLVMR's meta-reasoning tag; None: malformed, or no tags in the prompt
     reward: float = 0.0           # the environment's for this turn, added to the outcome's
@@ -45,7 +46,7 @@ class Turn:
     label: str | None = None                      # "good" or "bad", for the judge (shuffled: a judged turn's
                                                   # is the coin's)
     oracle: str | None = None                     # the environment's oracle label
-    verdicts: list[str | None] = field(default_factory=list)      # the actor's own; None: unreadable
+    verdicts: list[str | None] = field(default_factory=list)      # the model's own; None: unreadable
     judge_reward: float | None = None             # mean over the verdicts
     allowed: list = field(default_factory=list)   # per response token, the ids it was sampled from (None:
                                                   # all); empty: unrestricted
@@ -69,7 +70,7 @@ class Episode:
     truncated: bool = False       # a response reached its maximum length, which failed the episode
     overflowed: bool = False      # the context had no room for the next prompt and a response: it failed
     final_observation: str = ""
-    final_anchor: str = ""        # the last informative observation so far
+    last_anchor: str = ""         # the last observation so far that is neither a refusal nor empty
     score_100: float | None = None       # the game's own score at the end, if it has one
     restarts: int = 0             # how often its engine died, and it started again
     lost: str = ""                # why, the last time; or why a server refused the next prompt
@@ -104,51 +105,6 @@ class EpisodeSpec:
     instruction: str = ""         # precedes the first observation (prompt-based correction)
 
 
-class Limited:
-    """A game of this process, whose calls raise EpisodeLost if they take longer than its `time_limit_s`."""
-
-    def __init__(self, game):
-        self.game = game
-
-    def __getattr__(self, name):
-        if name == "game" or name.startswith("__"):          # of a copy that has no attributes yet
-            raise AttributeError(name)
-        attribute = getattr(self.game, name)
-        return partial(self.within_limit, attribute) if name in ("reset", "step") else attribute
-
-    def within_limit(self, method, *arguments, **named):
-        """Call a method of the game."""
-        seconds = self.game.time_limit_s
-        with time_limit(seconds, EpisodeLost(f"no answer within {seconds:g} s")):
-            return method(*arguments, **named)
-
-
-def limited(game):
-    """The game, as Limited if it has a time limit and is of this process."""
-    limits = getattr(game, "time_limit_s", None) is not None and not is_remote(game)
-    return Limited(game) if limits else game
-
-
-def is_remote(game):
-    """Whether a game works elsewhere between `send` and `receive`."""
-    return hasattr(game, "send") and hasattr(game, "receive")
-
-
-class LocalGame:
-    """Adapter that gives a game of this process the send/receive interface; `receive` makes the call."""
-
-    def __init__(self, game):
-        self.game = limited(game)
-
-    def send(self, method, *arguments):
-        """Note the call of game.method for `receive`."""
-        self.call = partial(getattr(self.game, method), *arguments)
-
-    def receive(self):
-        """Call the method."""
-        return self.call()
-
-
 class Conversation:
     """An episode in progress: its game, its first message, and the token ids of each exchange.
 
@@ -163,7 +119,8 @@ class Conversation:
     def __init__(self, spec, game, chat, history, number=0):
         self.spec, self.chat, self.history, self.stream = spec, chat, history, spec.stream
         self.number, self.started = number, False
-        self.source, self.game = game, game if is_remote(game) else LocalGame(game)
+        self.source, self.remote = game, is_remote(game)           # remote: it works in another process
+        self.game = game if self.remote else LocalGame(game)
         self.episode = Episode(spec.task, spec.group, spec.index)
         self.call("reset", spec.task, 0)
 
@@ -174,14 +131,14 @@ class Conversation:
             self.game.send(method, *arguments)
         except EpisodeLost as lost:
             self.lost = lost
-        self.due, self.in_flight = True, self.game is self.source and not self.lost
+        self.due, self.in_flight = True, self.remote and not self.lost
 
     def start(self):
         """Receive the first observation and build the first prompt; returns self."""
         self.reply = self.checked_reply()
         self.head = self.prompt = list(self.chat.observe(self.reply, True, self.spec.instruction))
         self.exchanges, self.episode.score_100, self.started, self.due = [], self.reply.score_100, True, False
-        self.episode.final_anchor = self.reply.observation
+        self.episode.last_anchor = self.reply.observation
         return self
 
     @property
@@ -236,11 +193,12 @@ class Conversation:
         episode, before, self.due = self.episode, self.reply, True
         text = self.chat.decode(response.ids)
         action, tag = (None, None) if response.truncated else self.chat.parse(text)
+        listed = before.admissible and not before.objects               # commands, not templates of them
         episode.turns.append(Turn(
-            before.observation, self.prompt, response.ids, response.logprob, text, action,
-            action is not None and (not before.admissible or bool(before.objects)
-                                    or action in before.admissible),
-            episode.final_anchor, response.truncated, tag, allowed=response.allowed))
+            observation=before.observation, prompt_ids=self.prompt, response_ids=response.ids,
+            logprob_old=response.logprob, response=text, action=action,
+            valid=action is not None and (not listed or action in before.admissible),
+            anchor=episode.last_anchor, truncated=response.truncated, tag=tag, allowed=response.allowed))
         if response.truncated and on_truncation == "fail":
             episode.truncated, episode.final_observation = True, before.observation
             episode.ended = "response too long"
@@ -270,7 +228,7 @@ class Conversation:
         episode.final_observation = self.reply.observation
         informs = self.reply.observation.strip() not in ("", self.chat.noop_message.strip())
         if informs and self.reply.taken is not False:
-            episode.final_anchor = self.reply.observation
+            episode.last_anchor = self.reply.observation
         self.exchanges.append(self.chat.closed(turn.response_ids) + self.chat.observe(self.reply))
         self.prompt = list(chain(self.head, *self.exchanges[-self.history:]))      # -0 is 0: all of them
         limit = len(episode.turns) >= max_turns
@@ -280,31 +238,6 @@ class Conversation:
         elif limit or episode.overflowed:
             episode.ended = "turn limit" if limit else "context full"
         return bool(episode.ended)
-
-
-class OnlineExpert:
-    """The environment's online_expert, which follows the episode of a spec, also if it starts again."""
-
-    def __init__(self, environment, spec):
-        self.environment, self.spec = environment, spec
-
-    def begin(self):
-        """Make the expert. PluginError if it is none."""
-        self.expert = self.environment.online_expert(self.spec.task, self.spec.stream)
-        wrong = wrong_online_expert(self.expert) or wrong_calls(self.expert, ONLINE_EXPERT)
-        refuse(wrong, self.environment, "online_expert")
-
-    def command(self, conversation):
-        """What it would do now in its episode's Conversation. PluginError unless it is text."""
-        turns = conversation.episode.turns
-        if not turns:
-            self.begin()
-        self.expert.observe(conversation.reply.observation, (turns[-1].action or "") if turns else None)
-        command = self.expert.command()
-        wrong = "" if isinstance(command, str) else f"command() returned {command!r:.60}; expected text"
-        where = f"online_expert, task {self.spec.task.id}, turn {len(turns) + 1}"
-        refuse(wrong, self.environment, where)
-        return command
 
 
 def check_first_prompt(task, prompt, max_response_tokens, context):
@@ -323,9 +256,9 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     One slot (a row of the model's cache) per game. Until no episode is left,
 
         tick      the device samples up to engine.TICK tokens of each running response
-        received  meanwhile, games of other processes answer the commands of the tick before (`pending`)
-        submit    finished responses go to their games, which owe a reply then (`called`)
-        received  games of this process answer (`heard`)
+        receive   meanwhile, games of other processes answer the commands of the tick before (`pending`)
+        submit    finished responses go to their games, which owe a reply then (`due`)
+        receive   games of this process answer (`outcomes`)
         follow    a reply becomes the next prompt (`ready`), or its episode has ended and the slot takes the
                   next spec; if none is left, the last live slot moves into its place
         begin     the ready prompts are prefilled
@@ -350,7 +283,7 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
     share = len({spec.group for spec in specs}) < len(specs)       # a group's first prompt is prefilled once
     waiting, ended, first_prompt = iter(range(n, len(specs))), {}, {}
 
-    def received(conversation):
+    def receive(conversation):
         """(conversation, whether the episode has ended, or the EpisodeLost), by the game's reply."""
         started = conversation.started
         try:
@@ -392,26 +325,26 @@ def play(model, chat, games, specs, sampling, max_turns, context, history=0, on_
         return conversation
 
     live, pairs = [], enumerate(zip(specs, games))                  # live[row]: the conversation in this row
-    called, pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs], []
+    due, pending = [place(row, Conversation(*pair, chat, history, row)) for row, pair in pairs], []
     while live and not should_stop:
         with timed(waits, "device"):
             slots.tick()                                         # the device starts to sample,
         with timed(waits, "environments"):
             # while games of other processes answer (no map: a game's StopIteration would end it)
-            heard = [received(conversation) for conversation in pending]
+            outcomes = [receive(conversation) for conversation in pending]
         with timed(waits, "device"):
             for row, response in slots.pop_finished():
                 live[row].submit(response, on_truncation)
-                called.append(live[row])
+                due.append(live[row])
         pending, ready = [], []
         with timed(waits, "environments"):
-            while (heard or called) and not should_stop:     # what follows a reply may call a game at once:
+            while (outcomes or due) and not should_stop:     # what follows a reply may call a game at once:
                                                              # a reset, an override
-                pending += [conversation for conversation in called if conversation.in_flight]
-                heard += [received(conversation) for conversation in called if not conversation.in_flight]
-                followed = [kept for pair in heard if (kept := follow(*pair)) is not None]
-                heard = []
-                called = [conversation for conversation in followed if conversation.due]
+                pending += [conversation for conversation in due if conversation.in_flight]
+                outcomes += [receive(conversation) for conversation in due if not conversation.in_flight]
+                followed = [kept for pair in outcomes if (kept := follow(*pair)) is not None]
+                outcomes = []
+                due = [conversation for conversation in followed if conversation.due]
                 ready += [conversation for conversation in followed if not conversation.due]
         with timed(waits, "device"):
             if ready:
@@ -490,3 +423,75 @@ def wilson(successes, n):
     centre = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+# Adapters of games and experts
+
+class Limited:
+    """A game of this process, whose calls raise EpisodeLost if they take longer than its `time_limit_s`."""
+
+    def __init__(self, game):
+        self.game = game
+
+    def __getattr__(self, name):
+        if name == "game" or name.startswith("__"):          # of a copy that has no attributes yet
+            raise AttributeError(name)
+        attribute = getattr(self.game, name)
+        return partial(self.within_limit, attribute) if name in ("reset", "step") else attribute
+
+    def within_limit(self, method, *arguments, **named):
+        """Call a method of the game."""
+        seconds = self.game.time_limit_s
+        with time_limit(seconds, EpisodeLost(f"no answer within {seconds:g} s")):
+            return method(*arguments, **named)
+
+
+def limited(game):
+    """The game, as Limited if it has a time limit and is of this process."""
+    limits = getattr(game, "time_limit_s", None) is not None and not is_remote(game)
+    return Limited(game) if limits else game
+
+
+def is_remote(game):
+    """Whether a game works elsewhere between `send` and `receive`."""
+    return hasattr(game, "send") and hasattr(game, "receive")
+
+
+class LocalGame:
+    """Adapter that gives a game of this process the send/receive interface; `receive` makes the call."""
+
+    def __init__(self, game):
+        self.game = limited(game)
+
+    def send(self, method, *arguments):
+        """Note the call of game.method for `receive`."""
+        self.call = partial(getattr(self.game, method), *arguments)
+
+    def receive(self):
+        """Call the method."""
+        return self.call()
+
+
+class OnlineExpert:
+    """The environment's online_expert, which follows the episode of a spec, also if it starts again."""
+
+    def __init__(self, environment, spec):
+        self.environment, self.spec = environment, spec
+
+    def begin(self):
+        """Make the expert. PluginError if it is none."""
+        self.expert = self.environment.online_expert(self.spec.task, self.spec.stream)
+        wrong = wrong_online_expert(self.expert) or wrong_calls(self.expert, ONLINE_EXPERT)
+        refuse(wrong, self.environment, "online_expert")
+
+    def command(self, conversation):
+        """What it would do now in its episode's Conversation. PluginError unless it is text."""
+        turns = conversation.episode.turns
+        if not turns:
+            self.begin()
+        self.expert.observe(conversation.reply.observation, (turns[-1].action or "") if turns else None)
+        command = self.expert.command()
+        wrong = "" if isinstance(command, str) else f"command() returned {command!r:.60}; expected text"
+        where = f"online_expert, task {self.spec.task.id}, turn {len(turns) + 1}"
+        refuse(wrong, self.environment, where)
+        return command

@@ -316,7 +316,7 @@ def prepare(config, ranks, should_stop, resources):
     if config.dagger:
         rollout.OnlineExpert(environment, rollout.EpisodeSpec(tasks[0], 0, 0)).begin()
     os.chdir(here)                                                # a game may have changed it
-    if warning := models.context_warning(config, chat):
+    if warning := models.context_warning(config, chat, model.config.max_position_embeddings):
         parallel.print0(warning, file=sys.stderr)
     dtype = getattr(torch, config.dtype)
     sampler = parallel.unsharded_copy(

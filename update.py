@@ -25,6 +25,10 @@ from lm import lora
 from lm.logprobs import token_logprobs
 
 KINDS = "policy", "judge"
+# Of each kind's tokens: what is summed up for `loss_metrics`, and of what the mean is reported
+MEANS = "nll_nats", "entropy_nats", "clip_frac", "approx_kl_nats", "logprob_gap_nats"
+SAMPLER_MEANS = "sampler_weight", "sampler_cut_frac"
+COUNTED = ("loss", "tokens", "trained_tokens", "kl_nats", "gap_max", *MEANS, *SAMPLER_MEANS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +78,31 @@ def update(model, optimizer, samples, objective, lr, compare=False):
     norms and cosine.
     All ranks call this; if none has samples, there is no step, and no metrics. Raises NonFinite.
     """
-    sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}      # to which the functions below add
-    parts = write_weights(samples, objective, sums)
-    if not parts:
+    sums = {kind: dict.fromkeys(COUNTED, 0.0) for kind in KINDS}      # metrics: the losses below add to them
+    by_kind = write_token_weights(samples, objective, sums)
+    if not by_kind:
         return {}
-    weight = {"policy": 1.0, "judge": objective.judge_weight}
-    # with `compare` a gradient of each kind, not weighted yet; else one of all, weighted
-    wanted = {kind: [kind] for kind in parts} if compare else {"all": [*parts]}
+    factor = {"policy": 1.0, "judge": objective.judge_weight}
+    # gradients to compute, {name: {kind: factor of its loss}}: that of the weighted sum or, with `compare`,
+    # one of each kind, which `step` weights
+    wanted = ({kind: {kind: 1.0} for kind in by_kind} if compare else
+              {"all": {kind: factor[kind] for kind in by_kind}})
     grads = {}
-    for name, kinds in wanted.items():
-        scale = dict.fromkeys(kinds, 1.0) if compare else weight
-        if in_tokens := [kind for kind in kinds if not objective.by_head(kind)]:
-            trained = with_gradient([s for kind in in_tokens for s in parts[kind]], objective)
+    for name, scale in wanted.items():
+        if in_tokens := [kind for kind in scale if not objective.by_head(kind)]:
+            trained = with_gradient([s for kind in in_tokens for s in by_kind[kind]], objective)
             for batch in equal_microbatches(trained, objective.microbatch_tokens):
                 loss = token_loss(model, batch, objective, scale, sums) if batch else empty_loss(model)
                 loss.backward()
-        for kind in filter(objective.by_head, kinds):
-            for batch in equal_microbatches(parts[kind], objective.microbatch_tokens):
+        for kind in filter(objective.by_head, scale):
+            for batch in equal_microbatches(by_kind[kind], objective.microbatch_tokens):
                 loss = value_head_loss(model, batch, sums[kind]) if batch else empty_loss(model, "value")
                 (scale[kind] * loss).backward()
         grads[name] = parallel.pop_grads(model)
-    metrics = gradient_metrics(grads, weight) | loss_metrics(sums, objective)
+    metrics = gradient_metrics(grads, factor) | loss_metrics(sums, objective)
     check_finite(samples, {"loss": sums["policy"]["loss"], "judge loss": sums["judge"]["loss"],
                            "gradient norm": metrics["policy/grad_norm"]})
-    weighted = [(weight.get(name, 1.0), grad) for name, grad in grads.items()]
+    weighted = [(factor.get(name, 1.0), grad) for name, grad in grads.items()]     # "all" is weighted already
     step(model, optimizer, weighted, metrics["policy/grad_norm"], objective.max_grad_norm, lr)
     return metrics
 
@@ -127,9 +132,8 @@ def token_loss(model, batch, objective, scale, sums):
     else:
         loss_N, clipped_N = losses.clipped_surrogate(ratio_N, micro.advantage_N, objective.clip_low,
                                                      objective.clip_high, objective.dual_clip)
-    log_ratio_N = (now_N - old_N).clamp(-10, 10)          # how far the steps before have moved the policy
     measured = {"nll_nats": -now_N, "entropy_nats": entropy_N, "clip_frac": clipped_N,
-                "approx_kl_nats": log_ratio_N.exp() - log_ratio_N - 1}
+                "approx_kl_nats": losses.kl_k3(old_N, now_N)}      # how far the steps before moved the policy
     if micro.sampler_N is not None and objective.sampler_cap:
         sampler_weight_N, cut_N = losses.sampler_weight(old_N, micro.sampler_N, objective.sampler_cap)
         loss_N = sampler_weight_N * loss_N
@@ -154,7 +158,7 @@ def measure(sums, batch, kinds, loss_N, gap_N, measured):
     """
     counts = [sample.count for sample in batch for _ in range(sum(sample.sampled))]
     count_N = torch.tensor(counts, device=loss_N.device)
-    measured = {"scored": torch.ones_like(gap_N)} | measured | {"logprob_gap_nats": gap_N}
+    measured = {"trained_tokens": torch.ones_like(gap_N)} | measured | {"logprob_gap_nats": gap_N}
     counted = {"loss": loss_N} | {name: count_N * of_token_N for name, of_token_N in measured.items()}
     for kind in {*kinds}:
         here = torch.tensor([n for n, other in enumerate(kinds) if other == kind], device=loss_N.device)
@@ -191,7 +195,7 @@ def value_head_loss(model, batch, sums):
     sums["entropy_nats"] += float((count_B * entropy_B).sum())
     for name in ("logprob_gap_nats", "clip_frac", "approx_kl_nats"):     # nothing is sampled, and no ratio
         sums[name] = math.nan
-    sums["scored"] += float(count_B.sum())
+    sums["trained_tokens"] += float(count_B.sum())
     loss = (weight_B * loss_B).sum()
     sums["loss"] += float(loss.detach())
     return loss
@@ -203,7 +207,7 @@ def empty_loss(model, head="lm"):
     return model(ids_BT, column_N=[0], head=head).sum() * 0.0
 
 
-def write_weights(samples, objective, sums):
+def write_token_weights(samples, objective, sums):
     """Write each sample's per-token weight, normalized over all ranks, and count the tokens in sums. Returns
     {kind: this rank's samples} of the kinds that any rank has.
 
@@ -255,24 +259,20 @@ def step(model, optimizer, weighted, norm, max_norm, lr):
 
 # Metrics
 
-MEANS = "nll_nats", "entropy_nats", "clip_frac", "approx_kl_nats", "logprob_gap_nats"
-SAMPLER_MEANS = "sampler_weight", "sampler_cut_frac"
-COUNTED = ("loss", "tokens", "scored", "kl_nats", "gap_max", *MEANS, *SAMPLER_MEANS)
-
-
-def gradient_metrics(grads, weight):
+def gradient_metrics(grads, factor):
     """Norm of the weighted sum before clipping; with both kinds also the ratio judge/policy of the unweighted
     norms, and their cosine.
 
-    grads: {kind: a gradient or None for each parameter} or {"all": that of all kinds, weighted}.
+    grads: {kind: a gradient or None for each parameter} or {"all": that of all kinds, weighted}. factor: each
+    kind's, {kind: number}.
     """
     if "all" in grads:
         return {"policy/grad_norm": parallel.norm(grads["all"])}
     policy, judge = (parallel.norm(grads[kind]) if kind in grads else 0.0 for kind in KINDS)
-    metrics = {"policy/grad_norm": weight["policy"] * policy + weight["judge"] * judge}
+    metrics = {"policy/grad_norm": factor["policy"] * policy + factor["judge"] * judge}
     if len(grads) == 2:
         product = parallel.dot(grads["policy"], grads["judge"])
-        square = policy**2 + 2 * weight["judge"] * product + (weight["judge"] * judge) ** 2
+        square = policy**2 + 2 * factor["judge"] * product + (factor["judge"] * judge) ** 2
         metrics["policy/grad_norm"] = math.sqrt(max(square, 0.0))
         metrics["judge/grad_ratio"] = judge / policy if policy else math.nan
         metrics["judge/grad_cosine"] = product / (policy * judge) if policy * judge else math.nan
@@ -287,8 +287,9 @@ def loss_metrics(sums, objective):
         total, largest = parallel.all_sum(counted), parallel.all_max(counted["gap_max"])
         measured = MEANS + SAMPLER_MEANS if total["sampler_weight"] else MEANS     # never 0 where it is used
         measured += ("kl_nats",) if objective.kl_coef and kind == "policy" else ()
-        metrics |= {f"{kind}/{name}": total[name] / (total["scored"] or math.nan) for name in measured}
-        compared = total["scored"] and not math.isnan(total["logprob_gap_nats"])
+        trained = total["trained_tokens"]
+        metrics |= {f"{kind}/{name}": total[name] / (trained or math.nan) for name in measured}
+        compared = trained and not math.isnan(total["logprob_gap_nats"])
         metrics |= {f"{kind}/loss": total["loss"] if total["tokens"] else math.nan,
                     f"{kind}/tokens": total["tokens"],
                     f"{kind}/logprob_gap_max_nats": largest if compared else math.nan}

@@ -3,8 +3,8 @@
 Every turn of an episode has the episode's advantage. The paper compares episodes. verl-agent's code compares
 turns: a turn's reward is its episode's success reward minus its own penalty, and the std is unbiased
 (--variant code). --preset small does not divide by the group's std (Dr. GRPO, arXiv:2503.20783), and has
-DAPO's clip and mean over tokens, without a KL; --preset paper divides, and has a KL and equal clips. As first
-published:
+DAPO's clip and mean over tokens, without a KL; --preset paper divides, and has a KL and equal clips. The
+flags of GRPO as first published:
 
     --normalize-std --reduction episode --clip-high .2 --kl loss --kl-coef .04 --minibatches 1
     --dynamic-sampling keep
@@ -35,15 +35,16 @@ class Method(algorithms.Method):
     code_defaults = algorithms.Method.code_defaults | dict(normalize_std=True)
 
     def assign(self, episodes):
-        """Write `losses.group_relative_advantage` of the episodes (of the turns with --variant code), whose
-        rewards are known.
-        """
+        """Write each turn's advantage, from the rewards that `rewards.write_rewards` wrote."""
         rewards.write_advantages(episodes, self._episode_level(episodes))
         return {}
 
     def _episode_level(self, episodes):
-        """Return advantage_S of the episode level, to which GiGPO adds its own."""
-        settings, (reward, group, turns) = self.settings, rewards.grouped_rewards(episodes, self.settings)
-        advantage = losses.group_relative_advantage(reward, group, settings.normalize_std,
-                                                    correction=int(settings.variant == "code"))
-        return advantage.repeat_interleave(turns)            # an episode's, to each turn; a turn's once
+        """Return advantage_S of the S turns, to which GiGPO adds its own. U: the units that are compared,
+        episodes or (--variant code) turns.
+        """
+        settings = self.settings
+        reward_U, group_U, turns_U = rewards.grouped_rewards(episodes, settings)
+        advantage_U = losses.group_relative_advantage(reward_U, group_U, settings.normalize_std,
+                                                      correction=int(settings.variant == "code"))
+        return advantage_U.repeat_interleave(turns_U)        # an episode's, to each of its turns

@@ -33,7 +33,7 @@ FAILURES_IN_A_ROW = 5          # unanswered questions after which the endpoint i
 MAX_BYTES = 4_000_000          # of an answer; a longer one is a failure
 MAX_ERROR_BYTES = 65_536       # read of the body of an error or a redirect
 MAX_REDIRECTS = 3              # followed for a request
-POLL_S = 0.05                  # between two checks of a question that another process is asking
+POLL_S = 0.05                  # between two checks: of another process's question; of requests that end
 MIN_SECRET_LENGTH = 8          # shorter keys are local servers' placeholders, like EMPTY, and are not masked
 # A base URL without the parts that hold keys: user and password, query, fragment
 URL = re.compile(r"(?ai)https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d*)?(/[\w.,:;~%!$&'()*+=/-]*)?")
@@ -212,8 +212,24 @@ class Endpoint:
             self.abort()
             raise
         finally:
-            self.stop.set()
-            pool.shutdown(cancel_futures=True)
+            self.end(pool)
+
+    def end(self, pool):
+        """Wait for a pool's requests that were sent, and shut them down after Ctrl-C.
+
+        Not in the pool's own wait, which a signal that arrives just before it would not end: see
+        signals.as_completed.
+        """
+        self.stop.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        try:
+            while self.running:
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            self.abort()
+            raise
+        finally:
+            pool.shutdown()
 
     def ask_concurrently(self, todo, retries):
         """Ask the (key, messages) of `todo`, `concurrency` at a time, and count the outcomes."""

@@ -70,7 +70,7 @@ class Chat:
     An environment's `ask` and `parse` replace the command's format in the last column, its `rules` what opens
     the first prompt; a style's thought or tag comes before. A small model's prompts stay the observation.
 
-    admissible: whether prompts list the admissible commands (bare ones never do).
+    show_admissible: whether prompts list the admissible commands (bare ones never do).
     environment: an envs.Environment, for its rules, ask, parse, tools, and noop_message, which also answers a
     malformed response. ValueError for a tokenizer without a chat template or whose tokens of a text depend on
     what precedes it, for a template without turns of an assistant, or without the environment's tools, its
@@ -80,7 +80,7 @@ class Chat:
     sampled one.
     """
 
-    def __init__(self, tokenizer, style, admissible=True, environment=None):
+    def __init__(self, tokenizer, style, show_admissible=True, environment=None):
         assert style in ("plain", "think", "tags"), style
         self.tokenizer, self.style, self.small = tokenizer, style, is_small(tokenizer)
         self.bare = style == "plain" or self.small and style == "tags"
@@ -94,12 +94,13 @@ class Chat:
         if control(end + "a") != self.end_ids + control("a"):
             raise ValueError(f"{tokenizer.name_or_path}: its tokenizer gives a text other tokens alone than "
                              "after a special token, as SentencePiece's may, which is not implemented")
-        others = {tokenizer.pad_token_id, tokenizer.unk_token_id} - {None}      # Qwen2.5's pad is trained as
-        ends = {tokenizer.eos_token_id, *(i for i in others if not is_word(tokenizer, i))}     # an end, too
-        declared = {*getattr(tokenizer, "declared_ends", ())}
-        declared &= {*special_tokens(tokenizer).values()}     # 2, LlamaConfig's default, may be a word's
+        # A response ends with the template's end, eos, pad (Qwen2.5 was trained to end with it) or unk unless
+        # these are words, or an end that config.json declares (LlamaConfig's default, 2, may be a word's)
+        others = {tokenizer.pad_token_id, tokenizer.unk_token_id} - {None}
+        ends = {tokenizer.eos_token_id, *(i for i in others if not is_word(tokenizer, i))}
+        declared = {*getattr(tokenizer, "declared_ends", ())} & {*special_tokens(tokenizer).values()}
         self.stop_ids = tuple(sorted({*self.end_ids, *ends, *declared} - {None}))
-        self.admissible = admissible and not self.bare
+        self.show_admissible = show_admissible and not self.bare
         self.set_formats(environment)
         self.tools = environment.tools() if environment and not self.small else []
         self.answer_templates = {}
@@ -128,7 +129,7 @@ class Chat:
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
 
     def closed(self, ids):
-        """A response's ids as the next message follows them: a cut one gets the end token that it lacks."""
+        """A response's ids as later prompts have them: a truncated one gets the end token that it lacks."""
         return ids if ids[-1] in self.stop_ids else ids + self.end_ids
 
     def message(self, content, first=False):
@@ -199,13 +200,13 @@ class Chat:
         ask, own = ASK[self.style], self.own_ask or ""
         if own or self.own_parse:
             ask = ask.replace(OWN_FORMAT, f"Close the tag. {own}".strip()) if self.style == "tags" else own
-        if not self.admissible or not reply.admissible:
+        if not self.show_admissible or not reply.admissible:
             return ask.replace(", word for word from the list,", "")
         return possible(reply) + ask
 
     def frame_tokens(self, reply, first=False):
         """Number of a message's tokens beyond its observation and its list of commands, if any."""
-        listed = possible(reply) if self.admissible and reply.admissible else ""
+        listed = possible(reply) if self.show_admissible and reply.admissible else ""
         texts = len(self.encode(reply.observation)) + len(self.encode(listed))
         return len(self.observe(reply, first)) - texts
 

@@ -24,8 +24,8 @@ from lm.restrict import restricted
 
 TICK = 16          # tokens drawn per response before the host checks which responses have ended
 # A decoding step is planned for a row length rounded up to a multiple of PLANNED, for each of which a CUDA
-# graph is captured. From it attention chooses how many blocks of threads share a row's keys; planned for much
-# longer rows, they hardly do.
+# graph is captured. By this length attention splits a row's keys among blocks of threads: planned for much
+# longer rows, most blocks have no keys.
 PLANNED = 2048
 KEPT = 8           # first prompts are kept in at most 1 / KEPT of the cache's size
 BLOCK = 1024       # weights that are added up one by one to draw a token
@@ -129,7 +129,7 @@ class Slots:
         self.varlen = self.cache.varlen
         self.drop_graphs()
         self.stop_ids, self.stop_tensor = stop_ids, torch.tensor(stop_ids, device=device)
-        self.row_B, self.limit = torch.arange(n, device=device), torch.zeros((), device=device).long()
+        self.row_B, self.most_drawn = torch.arange(n, device=device), torch.zeros((), device=device).long()
         self.stream_B, self.length_B, self.drawn_B, self.token_B = torch.zeros(4, n, device=device).long()
         self.active_B = torch.zeros(n, dtype=torch.bool, device=device)
         self.most_tokens = 0             # cached at once; a caller may set it back
@@ -144,7 +144,7 @@ class Slots:
         self.running = {}                # row -> (prompt, tokens cached before its response, first step)
         self.restrictions, self.steps = {}, 0
         self.active_B.zero_()
-        self.limit.fill_(longest)        # on the device, as graphs read it
+        self.most_drawn.fill_(longest)        # on the device, as graphs read it
         if self.ids_BM.shape[1] <= longest:
             self.ids_BM = torch.zeros(self.n, longest + 1, device=self.device).long()
             self.logprob_BM = torch.zeros(self.n, longest + 1, device=self.device)   # the last takes padding
@@ -190,7 +190,7 @@ class Slots:
                 found = known[prompt]
             elif copies or share and not n:
                 found = (self.cache.export_row(rows[members[0]], n, len(prompt)),
-                         logits[members[0]].clone())                     # else all rows' logits are kept
+                         logits[members[0]].clone())           # a view would keep all rows' logits in memory
                 if share and not n:
                     known[prompt] = found
             if copies:
@@ -227,35 +227,35 @@ class Slots:
         """Draw the next token of each active row. rows: a slice or a tensor of indices."""
         drawn_R, active_R, row_R = self.drawn_B[rows], self.active_B[rows], self.row_B[rows]
         if self.restrictions:
-            limits = [self.restrictions.get(row) for row in row_R.tolist()]
-            logits_RV = restricted(logits_RV, [limit and limit.next for limit in limits])
+            restrictions = [self.restrictions.get(row) for row in row_R.tolist()]
+            logits_RV = restricted(logits_RV, [one and one.next for one in restrictions])
         token_R, logprob_R = sample_tokens(logits_RV, uniform(self.stream_B[rows], drawn_R),
                                            self.sampling.temperature)
         if self.restrictions:
-            for limit, token, active in zip(limits, token_R.tolist(), active_R.tolist()):
-                if limit and active:
-                    limit.take(token)
+            for restriction, token, active in zip(restrictions, token_R.tolist(), active_R.tolist()):
+                if restriction and active:
+                    restriction.take(token)
         column_R = torch.where(active_R, drawn_R, self.ids_BM.shape[1] - 1)
         self.ids_BM[row_R, column_R], self.logprob_BM[row_R, column_R] = token_R, logprob_R
         drawn_R = drawn_R + active_R
         self.token_B[rows] = torch.where(active_R, token_R, self.token_B[rows])
         self.drawn_B[rows] = drawn_R
         stops_R = (token_R[:, None] == self.stop_tensor).any(-1)     # isin sorts many stops, with a host sync
-        self.active_B[rows] = active_R & ~stops_R & (drawn_R < self.limit)
+        self.active_B[rows] = active_R & ~stops_R & (drawn_R < self.most_drawn)
 
-    def step(self, rows, context):
+    def step(self, rows, bound):
         """Run the last token of each active row among `rows`, and draw the next one.
 
-        context: upper bound on the rows' lengths after it.
+        bound: upper bound on the rows' lengths after it.
         """
         active_B, start_B = self.active_B[rows], self.length_B[rows]
-        logits_BV = self.forward(rows, start_B, active_B, context)
+        logits_BV = self.forward(rows, start_B, active_B, bound)
         self.length_B[rows] = start_B + active_B
         self.draw(logits_BV, rows)
 
-    def forward(self, rows, start_B, active_B, context):
+    def forward(self, rows, start_B, active_B, bound):
         """Logits after the last token of each row of `rows`, which is appended at position start_B."""
-        layout = self.cache.append_one(rows, start_B, active_B, context)
+        layout = self.cache.append_one(rows, start_B, active_B, bound)
         return self.model(self.token_B[None, rows], layout)[0]
 
     @torch.no_grad()
@@ -279,8 +279,8 @@ class Slots:
                     break
                 rows = rows if self.all_rows else active
             if use_graphs:
-                few = 4 if n <= 8 else 16                # at the end of a rollout, half of its steps
-                self.replay(min(bucket(n, few), self.n), planned)
+                size = 4 if n <= 8 else 16          # finer at a rollout's end, which has half of its steps
+                self.replay(min(bucket(n, size), self.n), planned)
             else:
                 self.step(rows, planned or bucket(self.longest_row(1), 16))
             self.steps += 1
@@ -296,22 +296,22 @@ class Slots:
         _, length, first_step = self.running[row]
         return length + min(self.steps - first_step + more, self.sampling.max_response_tokens)
 
-    def replay(self, n, context):
+    def replay(self, n, bound):
         """`step` as a CUDA graph, captured at the first call: its ~660 kernels are launched at once."""
-        key = n, context, replace(self.sampling, max_response_tokens=1)       # what a graph has as constants
+        key = n, bound, replace(self.sampling, max_response_tokens=1)       # what a graph has as constants
         if key not in self.graphs:
             active_B, side = self.active_B.clone(), side_stream(self.device)
             self.active_B.zero_()                   # so that warm-up and capture change nothing
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(2):
-                    self.step(slice(0, n), context)
+                    self.step(slice(0, n), bound)
             torch.cuda.current_stream().wait_stream(side)
             self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: graphs never run concurrently
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, stream=side,
                                   capture_error_mode="thread_local"):     # other threads may call CUDA
-                self.step(slice(0, n), context)
+                self.step(slice(0, n), bound)
             self.active_B.copy_(active_B)
         self.graphs[key].replay()
 
@@ -433,10 +433,10 @@ class Answers(Slots):
         logits_RV = run_chunks(self.model, self.prompts, range(R), prompts, [0] * R)
         return logits_RV.repeat_interleave(self.n_answers, 0), [0] * len(rows)
 
-    def forward(self, rows, start_B, active_B, context):
+    def forward(self, rows, start_B, active_B, bound):
         """Logits after the last token of every row."""
-        contexts = self.longest, min(context, self.context)
-        layout = Forked(self.prompts, self.cache, self.prompt_R, start_B, active_B, contexts)
+        bounds = self.longest, min(bound, self.context)
+        layout = Forked(self.prompts, self.cache, self.prompt_R, start_B, active_B, bounds)
         return self.model(self.token_B[:, None], layout)[:, 0]
 
 

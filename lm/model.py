@@ -180,20 +180,20 @@ def rope_tables(position_BT, head_dim, theta, dtype, scaling=None):
     arXiv:2104.09864 §3.2.2.
 
     scaling: ModelConfig.rope_scaling, of Llama 3.1 and later (arXiv:2407.21783 stretches 8,192 positions; the
-    formula is that of Meta's and Hugging Face's code). A frequency f, in turns within the original length
-    n = original f / (2 pi), is divided by `factor` where n < low_freq_factor and kept where
+    formula is that of Meta's and Hugging Face's code). A frequency f, which makes n = original f / (2 pi)
+    rotations within the original length, is divided by `factor` where n < low_freq_factor and kept where
     n > high_freq_factor; between the two the result is interpolated linearly in n.
     Computed in fp32 in each forward: a stored table would be lost when a model is moved from the meta device
     and rounded when it is cast to bf16.
     """
-    even_D = torch.arange(0, head_dim, 2, device=position_BT.device).float()
-    frequency_D = 1.0 / theta ** (even_D / head_dim)
+    even_F = torch.arange(0, head_dim, 2, device=position_BT.device).float()
+    frequency_F = 1.0 / theta ** (even_F / head_dim)
     if scaling:
         factor, low, high, original = scaling
-        kept_D = ((original * frequency_D / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        frequency_D = frequency_D * (kept_D + (1 - kept_D) / factor)
-    angle_BT1D = position_BT[:, :, None, None] * frequency_D
-    cos, sin = angle_BT1D.cos().to(dtype), angle_BT1D.sin().to(dtype)
+        kept_F = ((original * frequency_F / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequency_F = frequency_F * (kept_F + (1 - kept_F) / factor)
+    angle_BT1F = position_BT[:, :, None, None] * frequency_F
+    cos, sin = angle_BT1F.cos().to(dtype), angle_BT1F.sin().to(dtype)
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 

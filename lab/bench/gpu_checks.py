@@ -456,7 +456,7 @@ def update_of(model, samples):
     """One microbatch's loss, forward and backward."""
     objective = replace(update.Objective(), microbatch_tokens=10**9)
     sums = {"policy": dict.fromkeys(update.COUNTED, 0.0)}
-    parts = update.write_weights(samples, objective, sums)
+    parts = update.write_token_weights(samples, objective, sums)
     for batch in batching.equal_microbatches(parts["policy"], objective.microbatch_tokens):
         update.token_loss(model, batch, objective, {"policy": 1.0}, sums).backward()
 

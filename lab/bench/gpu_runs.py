@@ -202,7 +202,8 @@ def as_in_a_run(bench):
     torch's allocator had reserved and the host's seconds in each of HOST; so is what the device holds beside
     the allocator's, as CUDA's context and graphs (memory.OUTSIDE).
     """
-    verdicts, record, make_chat = itertools.cycle(judge.ANSWERS), judge.record, models.make_chat
+    verdicts = itertools.cycle(judge.ANSWERS)
+    write_verdicts, make_chat = judge.write_verdicts, models.make_chat
     found, ended, hosts, steps, spent = {}, [], [], [0], {}
 
     def chat_that_stops(*settings):
@@ -212,7 +213,7 @@ def as_in_a_run(bench):
         return chat
 
     def alternating(question, answers):
-        record(question, [next(verdicts) for _ in answers])
+        write_verdicts(question, [next(verdicts) for _ in answers])
 
     def measured(stage, function):
         def call(*given):
@@ -243,7 +244,7 @@ def as_in_a_run(bench):
 
     with ExitStack() as patches:
         for module, name, function in (
-                (models, "make_chat", chat_that_stops), (judge, "record", alternating),
+                (models, "make_chat", chat_that_stops), (judge, "write_verdicts", alternating),
                 *((engine.Slots, name, timed(name, getattr(engine.Slots, name))) for name in HOST),
                 *((gcd, name, measured(stage, getattr(gcd, name))) for stage, name in STAGES.items())):
             patches.enter_context(mock.patch.object(module, name, function))

@@ -54,7 +54,7 @@ def batch_gradients(run, iteration, n):
             episodes, _ = gcd.collect(trained, i)
             _, answers, _ = gcd.judge_turns(trained, i, episodes)
             gcd.assign_credit(trained, i, episodes, None)
-            samples = [sample for episode in gcd.informative(trained, episodes)
+            samples = [sample for episode in gcd.drop_zero_advantage_groups(trained, episodes)
                        for sample in batching.samples_of(episode)]
             for kind, gradient_X in gradients(trained.model, samples + answers, trained.objective).items():
                 found[kind].append(gradient_X)

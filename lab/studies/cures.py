@@ -258,7 +258,7 @@ def constant_rate():
 def policy_held():
     """Within this block, the policy learns only once the judge is right: an AUC above RIGHT over LAST
     iterations."""
-    judge_turns, informative, aucs, right = gcd.judge_turns, gcd.informative, [], []
+    judge_turns, drop, aucs, right = gcd.judge_turns, gcd.drop_zero_advantage_groups, [], []
 
     def noted(run, i, episodes):
         *found, metrics = judge_turns(run, i, episodes)
@@ -267,8 +267,10 @@ def policy_held():
             right.append(len(aucs))
         return *found, metrics
 
-    with mock.patch.multiple(gcd, judge_turns=noted,
-                             informative=lambda run, episodes: informative(run, episodes) if right else []):
+    def kept(run, episodes):
+        return drop(run, episodes) if right else []
+
+    with mock.patch.multiple(gcd, judge_turns=noted, drop_zero_advantage_groups=kept):
         yield
 
 

@@ -196,7 +196,7 @@ def figures_of(results):
              "claim": "An observation that occurs again later shows that the step may have been useless.",
              "found": f"Of the turns that the rule calls bad {span(results, 'literal', 'bad refused')} were "
                       f"refused; of the others {span(results, 'literal', 'bad precision')} are bad by the "
-                      f"oracle and {span(results, 'literal', 'bad, oracle good')} good: the actor came back "
+                      f"oracle and {span(results, 'literal', 'bad, oracle good')} good: the model came back "
                       "because it had to. On the last informative observations (kind rule) "
                       f"{span(results, 'rule', 'bad precision')} are bad, and of those on a loop that showed "
                       "nothing new (kind taken) "

@@ -51,7 +51,7 @@ def test_the_codes_turn_rewards_by_hand():
 # Which groups have a gradient
 
 def run_of(method, dynamic_sampling="drop", kl="none"):
-    """A run with the settings that gcd.informative reads."""
+    """A run with the settings that gcd.drop_zero_advantage_groups reads."""
     return SimpleNamespace(config=SimpleNamespace(algorithm=method, dynamic_sampling=dynamic_sampling, kl=kl,
                                                   entropy_coef=0.0))
 
@@ -79,9 +79,9 @@ def test_informative_drops_groups_without_any_advantage():
     episodes = [make_episode([("a", "hall", None, 1)] * n, group) for n, group in turns_and_groups]
     episodes[2].turns[-1].advantage = -0.5
     method = method_of("grpo")
-    assert gcd.informative(run_of(method), episodes) == [episodes[0], episodes[2]]
-    assert gcd.informative(run_of(method, "keep"), episodes) == episodes
-    assert gcd.informative(run_of(method, kl="loss"), episodes) == episodes
+    assert gcd.drop_zero_advantage_groups(run_of(method), episodes) == [episodes[0], episodes[2]]
+    assert gcd.drop_zero_advantage_groups(run_of(method, "keep"), episodes) == episodes
+    assert gcd.drop_zero_advantage_groups(run_of(method, kl="loss"), episodes) == episodes
 
 
 def test_informative_keeps_groups_whose_only_advantages_are_of_tokens():
@@ -91,7 +91,7 @@ def test_informative_keeps_groups_whose_only_advantages_are_of_tokens():
     episodes[0].turns[1].token_advantage = [0.0, -0.25]
     episodes[3].turns[0].token_advantage = [0.0, 0.0]
     assert not any(turn.advantage for e in episodes for turn in e.turns)
-    assert gcd.informative(run_of(method_of("grpo")), episodes) == [episodes[0], episodes[2]]
+    assert gcd.drop_zero_advantage_groups(run_of(method_of("grpo")), episodes) == [episodes[0], episodes[2]]
 
 
 @pytest.mark.parametrize("name", ["grpo", "gigpo"])
@@ -103,5 +103,5 @@ def test_groups_of_equal_rewards_are_informative_only_if_their_turns_differ(name
     method = method_of(name)
     got, _ = advantages_of(method, episodes)
     by_turn = name == "gigpo"
-    assert gcd.informative(run_of(method), episodes) == (episodes[:2] if by_turn else [])
+    assert gcd.drop_zero_advantage_groups(run_of(method), episodes) == (episodes[:2] if by_turn else [])
     assert (got[1] < 0) == by_turn

@@ -95,7 +95,7 @@ def main(argv=None):
             rows.append({"attack": name, "promise": promise, "what": " ".join(attack.__doc__.split()),
                          "tries": len(outcomes), "survived": len(outcomes) - len(failures),
                          "failures": failures, "seconds": round(time.monotonic() - started, 1)})
-            if size != PART:
+            if size != PART and outcomes:
                 store(rows[-1], options.all)
             print(f"{name:15} {len(outcomes):5} tries {len(outcomes) - len(failures):5} survived "
                   f"{rows[-1]['seconds']:7.1f} s" + "   not tried here" * (not outcomes), flush=True)

@@ -240,12 +240,16 @@ def orphans(workdir, size):
         ended = wait_until(lambda: not any(files.lock_holder(log.parent) for log in logs), 30)
         done = [len(files.iterations_in(files.read_lines(log)[0])) for log in logs]
         saved = [checkpoint.read_trainer(log.parent / "checkpoint")["state"]["iteration"] for log in logs]
-        numbers = [files.iterations_in(files.read_lines(log)[0]) for log in logs]
-        in_order = all([row["iteration"] for row in rows] == list(range(len(rows))) for rows in numbers)
+        in_order = all(numbers == list(range(len(numbers))) for numbers in map(logged, logs))
         yield f"kill {number + 1}", (
             "the runs did not start: " + (workdir / "shell").read_text()[-200:] if not enough else
             "the folders were not locked" if not all(holders) else "the runs did not end" if not ended else
             f"saved {saved}, logged {done}" if saved != done else "" if in_order else "metrics are mixed")
+
+
+def logged(log):
+    """The numbers of RL's iterations as a metrics.jsonl has them, one that was logged twice twice."""
+    return [record["iteration"] for record in files.read_lines(log)[0] if record.get("phase") == "rl"]
 
 
 def wait_until(condition, limit_s):
@@ -286,8 +290,8 @@ def ranks(workdir, size):
     def rerun(out, n, iterations=6):
         job, _ = start_job(out, n, iterations=iterations)
         status = job.wait(180)
-        rows = files.iterations_in(files.read_lines(out / "metrics.jsonl")[0])
-        return "" if status == 0 and len(rows) == iterations else f"status {status}, {len(rows)} iterations"
+        numbers = logged(out / "metrics.jsonl")
+        return "" if status == 0 and numbers == [*range(iterations)] else f"status {status}, logged {numbers}"
 
     out = workdir / "killed"
     job, pids = start_job(out, 2, step_s=0.3)

@@ -190,7 +190,7 @@ def weights_of(episode):
 def test_with_an_instruction_only_the_mistakes_that_it_names_have_weight_0(chat, instruction, left_out):
     """Turns 5, 6 and 8 are inadmissible or revisits too, but the expert chose them."""
     episode = replay(chat, scripted(), make_spec(instruction))
-    cold_start.write_weights(episode, scripted().mistakes, instruction)
+    cold_start.write_imitation_weights(episode, scripted().mistakes, instruction)
     weights = weights_of(episode)
     assert [t for t, weight in enumerate(weights) if weight == 0] == left_out and set(weights) <= {0.0, 1.0}
 

@@ -58,7 +58,7 @@ def test_an_admissible_command_without_effect_revisits(chat):
 
 @pytest.mark.fast
 def test_a_turn_is_undone_by_the_last_one_too(chat):
-    start = scripted(chat, []).final_anchor
+    start = scripted(chat, []).last_anchor
     episode = scripted(chat, [("go to table 1", TABLE), ("go back", start)], won=False)
     assert [correction.kind_of(episode, t) for t in (0, 1)] == ["undone", "revisited"]
 

@@ -160,8 +160,8 @@ def test_outcomes_and_intervals_of_drawn_games():
         (3, "a", "x", False), (0, "a", "x", True), (2, "a", "x", True), (1, "b", "y", False))]
     assert evaluation.outcomes_of(ended) == [{"game": "a", "type": "x", "sampled": "110"},
                                              {"game": "b", "type": "y", "sampled": "0"}]
-    assert evaluation.plays_a_game([3, 1]) == 10 / 4
-    assert evaluation.plays_a_game([8] * 140) == 8
+    assert evaluation.design_effect([3, 1]) == 10 / 4
+    assert evaluation.design_effect([8] * 140) == 8
     counts = Counter(episodes=4, won=2)
     rate = evaluation.scores(counts, 1, ended)
     assert (rate["success"], rate["games"], rate["n"]) == (0.5, 2, 4)

@@ -69,7 +69,7 @@ def scripted(chat, lines=SCRIPT, won=True, truncated=False, index=0):
                                   command, valid, anchor))
         prompt, observation = prompt + response + chat.message(answer), answer
         anchor = anchor if answer == NOOP else answer
-    episode.final_observation, episode.final_anchor = observation, anchor
+    episode.final_observation, episode.last_anchor = observation, anchor
     return episode
 
 
@@ -108,7 +108,7 @@ def test_taken_labels_are_those_of_the_definition(seed):
         valid = rng.random() < 0.7
         episode.turns.append(Turn(here[-1], [], [], [], "", "go", valid, here[-1]))
         here = [*here, f"room {rng.randrange(5)}" if valid else here[-1]]
-    episode.final_anchor = here[-1]
+    episode.last_anchor = here[-1]
     for t, (turn, label) in enumerate(zip(episode.turns, turn_labels.taken_labels(episode), strict=True)):
         on_loop = any(here[a] == here[b] and set(here[a + 1:b + 1]) <= set(here[:a + 1])
                       for a in range(t + 1) for b in range(t + 1, len(here)))
@@ -179,7 +179,7 @@ def test_a_last_turn_without_effect_is_bad(chat):
 def test_a_truncated_episode_can_be_labelled(chat, before):
     """The final observation after a cut response is the one before it again, as the command was not sent."""
     episode = scripted(chat, [*before, (None, "")], won=False, truncated=True)
-    episode.final_observation, episode.final_anchor = episode.turns[-1].observation, episode.turns[-1].anchor
+    episode.final_observation, episode.last_anchor = episode.turns[-1].observation, episode.turns[-1].anchor
     for kind in set(turn_labels.LABELS) - {"endpoint", "taken", "flaws"}:
         assert turn_labels.label_turns(episode, kind, ENVIRONMENT)[-1] == "bad"
 
@@ -531,7 +531,7 @@ def answered(chat, texts, index=0, label="good"):
     question = Question(index, scripted(chat), 0, label, [5, 6, 7])
     question.answers = [Response(chat.encode(text) + chat.end_ids, [-0.5, -0.25], False)
                         for text in texts]
-    judge.record(question, [judge.parse_verdict(text, "plain") for text in texts])
+    judge.write_verdicts(question, [judge.parse_verdict(text, "plain") for text in texts])
     return question
 
 
@@ -571,7 +571,7 @@ def test_answers_share_the_tokens_of_their_episode(chat):
     judged = questions_by(chat)
     for question in judged:
         question.answers = [Response(chat.encode(text), [-0.5], False) for text in ("good", "bad")]
-        judge.record(question, ["good", "bad"])
+        judge.write_verdicts(question, ["good", "bad"])
     made, episode = judge.samples(judged), judged[0].episode
     policy, = batching.samples_of(episode)
     assert {sample.episode for sample in made} == {episode.index}
@@ -675,7 +675,7 @@ def test_a_value_heads_probabilities_are_logged_like_verdicts(chat):
     """label, oracle, probability: good good .9, good good .4, bad good .6, bad bad .1."""
     chosen = [(0, t, label) for t, label in ((7, "good"), (4, "good"), (0, "bad"), (5, "bad"))]
     judged = judge.questions(chat, [scripted(chat)], chosen, ENVIRONMENT)
-    judge.value_verdicts(judged, [0.9, 0.4, 0.6, 0.1])
+    judge.write_value_verdicts(judged, [0.9, 0.4, 0.6, 0.1])
     rows = judge.verdict_records(judged)
     assert [(r.verb, r.share_good, r.verdicts) for r in rows] == [
         ("take", 0.9, ("good",)), ("go", 0.4, ("bad",)), ("go", 0.6, ("good",)), ("go", 0.1, ("bad",))]
@@ -761,7 +761,7 @@ def test_verdict_records_name_the_verb(chat):
     judged = judge.questions(chat, [episode], [(0, 0, "good"), (0, 1, "good")], ENVIRONMENT)
     for question in judged:
         question.turn.oracle = "bad"
-        judge.record(question, ["good", None])
+        judge.write_verdicts(question, ["good", None])
     rows = judge.verdict_records(judged)
     assert rows == [VerdictRecord("good", "bad", verb, ("good", None), (1.0, -0.1)) for verb in ("take", "")]
     assert torch.tensor([r.share_good for r in rows]).tolist() == [1.0, 1.0]

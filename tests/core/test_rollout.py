@@ -270,7 +270,7 @@ def test_an_environment_may_have_its_own_noop_message(tokenizer):
     for text in ("right", "", "jump"):
         conversation.act(response_of(conversation.chat, text), 9, 400)
     episode = conversation.episode
-    assert conversation.reply.observation == "Pardon?" and episode.final_anchor == "You are at 3."
+    assert conversation.reply.observation == "Pardon?" and episode.last_anchor == "You are at 3."
     assert episode.turns[2].observation == "Pardon?" and episode.turns[2].anchor == "You are at 3."
 
 
@@ -286,7 +286,7 @@ def test_a_refusal_in_the_games_own_words_leaves_the_anchor_unchanged(chat):
     for text in ("right", "jump"):
         conversation.act(response_of(chat, text), 9, 400)
     episode = conversation.episode
-    assert conversation.reply.observation == "No jump." and episode.final_anchor == "You are at 3."
+    assert conversation.reply.observation == "No jump." and episode.last_anchor == "You are at 3."
     assert not episode.turns[1].valid
     conversation.act(response_of(chat, ""), 9, 400)            # what the tool said is not said again
     assert (conversation.reply.observation, conversation.reply.answers) == (NOOP_MESSAGE, ())
@@ -302,7 +302,7 @@ def test_an_empty_observation_leaves_the_anchor_unchanged(chat):
     for text in ("left", "right", "left"):
         conversation.act(response_of(chat, text), 9, 400)
     start, *others = [turn.anchor for turn in conversation.episode.turns]
-    assert others == [start, "Seen."] and conversation.episode.final_anchor == "Seen."
+    assert others == [start, "Seen."] and conversation.episode.last_anchor == "Seen."
 
 
 def test_the_turn_limit_ends_an_episode(chat):

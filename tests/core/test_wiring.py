@@ -125,8 +125,8 @@ def episode_with(group, advantage, of_token=None):
 def test_groups_without_any_advantage_are_dropped_unless_something_needs_them(sampling, settings, kept):
     episodes = [episode_with(0, 0.0), episode_with(1, 0.0), episode_with(1, 0.5), episode_with(2, 0.0, [0.1])]
     run = SimpleNamespace(config=replace(flags.parse([]), dynamic_sampling=sampling, **settings))
-    assert [episode.group for episode in gcd.informative(run, episodes)] == kept
-    assert [gcd.teaches([episode]) for episode in episodes] == [False, False, True, True]
+    assert [episode.group for episode in gcd.drop_zero_advantage_groups(run, episodes)] == kept
+    assert [gcd.any_advantage([episode]) for episode in episodes] == [False, False, True, True]
 
 
 @pytest.mark.fast
@@ -334,7 +334,7 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
     """
     given, episode = [], episode_with(0, 1.0)
     for name, value in (("collect", ([episode], [episode])), ("judge_turns", ([], ["an answer"], {})),
-                        ("assign_credit", {}), ("informative", [episode]),
+                        ("assign_credit", {}), ("drop_zero_advantage_groups", [episode]),
                         ("rollout_metrics", {"rollout/success": 1.0, "rollout/truncated_frac": 0.0,
                                              "rollout/restarts": 0}), ("store", None)):
         monkeypatch.setattr(gcd, name, lambda *_, value=value: value)
@@ -434,7 +434,7 @@ def test_a_large_models_answer_is_imitated_up_to_the_longest_length(monkeypatch,
 def test_a_value_head_says_good_from_one_half_on(probability, verdict):
     episode = episode_with(0, 0.0)
     question = judge.Question(0, episode, 0, "good", [1], "go")
-    judge.value_verdicts([question], [probability])
+    judge.write_value_verdicts([question], [probability])
     assert question.turn.verdicts == [verdict] and parallel.is_rank0()
 
 

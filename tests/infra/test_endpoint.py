@@ -1087,6 +1087,25 @@ def test_only_the_server_of_an_address_is_printed(url, expected):
 
 
 @pytest.mark.fast
+def test_ctrl_c_ends_the_wait_for_requests_that_were_sent(serve, connect, monkeypatch):
+    """Injected where the pool ends, after the run was asked to stop; its threads' own join might miss it."""
+    endpoint, shut = connect(serve()), []
+
+    def shut_down():
+        shut.append(endpoint.aborted)
+        endpoint.running.discard(shut_down)
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    endpoint.running.add(shut_down)
+    monkeypatch.setattr(module.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt), endpoint.pool("hanging"):
+        pass
+    assert shut == [True]
+
+
+@pytest.mark.fast
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "cache.jsonl"):

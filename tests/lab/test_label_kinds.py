@@ -29,7 +29,7 @@ def episode(lines, won):
     for command, reply in lines:
         made.turns.append(Turn(observation, [], [], [], command, command, reply != NOOP, anchor))
         observation, anchor = reply, anchor if reply == NOOP else reply
-    made.final_observation, made.final_anchor = observation, anchor
+    made.final_observation, made.last_anchor = observation, anchor
     return made
 
 

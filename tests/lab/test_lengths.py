@@ -78,11 +78,11 @@ def chat(qwen_tokenizer):
     return Chat(qwen_tokenizer, "think")
 
 
-def warning(chat, context, recorded="alfworld", turns=30):
+def warning(chat, context, recorded="alfworld", turns=30, longest=65536):
     given = SimpleNamespace(history=0, demonstrations=1, iterations=0, splits=[], max_turns=turns,
                             max_response_tokens=512, context=context, environment=SimpleNamespace(
                                 message_lengths=lambda: recorded and MessageLengths(recorded)))
-    return models.context_warning(given, chat)
+    return models.context_warning(given, chat, longest)
 
 
 @pytest.mark.fast
@@ -101,8 +101,12 @@ def test_a_context_that_is_too_small_is_told_with_the_share(chat):
     holds = int(text.partition("--context ")[2].split()[0])
     assert warning(chat, holds) == ""
     assert max(needed) * 0.95 < holds < max(needed) * 1.2
-    assert "--no-show-admissible" in text
+    assert "holds 100%" in text and "--no-show-admissible" in text
     assert "100%" in warning(chat, 2048)
+    within = [n <= 20000 for n in needed]
+    limited = re.search(r"--context 20000 \(holds (\d+)%\)", warning(chat, 16384, longest=20000))
+    assert abs(int(limited[1]) - 100 * statistics.fmean(within)) <= 3
+    assert "--context " not in warning(chat, 16384, longest=16384)                  # the model has no more
 
 
 @pytest.mark.fast
