@@ -194,8 +194,9 @@ def agent_of(config, settings=()):
 
 def playing(folder, settings):
     """The Config of a run that only plays with the model in `folder`, in fp32 unless the settings differ."""
+    usual = {"dtype": "float32", "gcd": False, "iterations": 0, "minibatches": 1}       # no RL's own checks
     fixed = {"model": folder, "demonstrations": 0, "dagger": 0, "evaluate": "none"}
-    return parse(arguments({"dtype": "float32"} | settings | fixed))
+    return parse(arguments(usual | settings | fixed))
 
 
 def task_named(environment, name):

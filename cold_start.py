@@ -180,7 +180,11 @@ class DaggerPlayer:
             self.expert_labels = []
         tag = rule_tag(conversation.episode, command, self.search_verbs)
         self.expert_labels.append((command, tag if self.chat.style == "tags" else None))
-        return None if self.rng.random() < self.share else self.chat.respond(command, tag)
+        ids = self.chat.respond(command, tag)
+        read = self.chat.parse(self.chat.decode(ids))[0]
+        plugins.refuse(f"its response, {command!a}, is read as {read!a}" if read != command else "",
+                       self.expert.environment, f"online_expert, task {self.spec.task.id}")
+        return None if self.rng.random() < self.share else ids
 
 
 def demonstrate_on_rank0(run, first, n, mistake_rate, stop, required=True):

@@ -558,7 +558,7 @@ def main(argv=None):
         except (ValueError, OSError) as error:
             print(f"evaluation.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
             return 2
-        if os.environ.get("WORLD_SIZE", "") not in ("", "0", "1"):
+        if os.environ.get("WORLD_SIZE", "") not in ("", "1"):
             print("evaluation.py: error: it plays in one process; run it without torchrun", file=sys.stderr)
             return 2
         out = Path(parsed[1].out).absolute()                  # a game may change the working directory

@@ -119,9 +119,10 @@ class TextPlayer:
                         self.begin(conversation)
                 for conversation, response in self.finished():
                     if isinstance(response, Failure) and self.is_refusal(conversation, response):
-                        conversation.episode.overflowed, conversation.episode.ended = True, "context full"
-                        conversation.episode.lost = response.reason
-                        on_end(conversation.episode, *self.tokens(conversation))
+                        episode = conversation.episode
+                        episode.overflowed, episode.won, episode.ended = True, False, "context full"
+                        episode.lost = response.reason
+                        on_end(episode, *self.tokens(conversation))
                     if isinstance(response, Failure):
                         free.append(conversation)
                     else:
@@ -232,7 +233,7 @@ class ScriptPlayer(TextPlayer):
         if script != "expert" and environment.templates:
             raise ValueError(f"--player={script}: this environment lists templates of commands, not commands")
         self.script, self.environment, self.experts = script, environment, {}
-        self.chat, self.waiting = MessageChat("plain"), []               # its commands need no parse
+        self.chat = MessageChat("plain")                                 # its commands need no parse
         self.chat.noop_message = environment.noop_message
 
     @contextmanager

@@ -249,17 +249,19 @@ def check_resumed(config, state, first):
 
 
 def state_beside(source):
-    """The state of the run whose checkpoint the folder is; {} if it is none."""
-    here = source and os.path.isfile(source / checkpoint.TRAINER_FILE)         # False for an endless name
-    return checkpoint.read_trainer(source)["state"] if here else {}
+    """The state of the run whose checkpoint, or kept model, the folder is; {} if it is none."""
+    if not source or not os.path.isdir(source):                                # False for an endless name
+        return {}
+    if os.path.isfile(source / checkpoint.TRAINER_FILE):
+        return checkpoint.read_trainer(source)["state"]
+    state = files.read_json(source / files.STATE)
+    return state if isinstance(state, dict) else {}
 
 
 def prompting_of(folder, env):
     """The flags by which a model folder's run prompted it and, in the environment `env` alone, limited its
     commands, {name: value}; {} if no run is known.
     """
-    if folder.parent.name == files.KEPT:                          # these have no state of their own
-        folder = folder.parent.parent / files.CHECKPOINT
     state = state_beside(folder)
     then = dict_in(state, "settings")
     if "style" in state:
@@ -288,5 +290,5 @@ def instruction_of(source, state, env):
     the environment `env`.
     """
     if not isinstance(text := state.get("instruction") or "", str):
-        raise ValueError(f"{source / checkpoint.TRAINER_FILE}: not an instruction: {text!r:.60}")
+        raise ValueError(f"{source}: not an instruction: {text!r:.60}")
     return text if is_of(dict_in(state, "settings"), env) else ""

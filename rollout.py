@@ -200,7 +200,7 @@ class Conversation:
             valid=action is not None and (not listed or action in before.admissible),
             anchor=episode.last_anchor, truncated=response.truncated, tag=tag, allowed=response.allowed))
         if response.truncated and on_truncation == "fail":
-            episode.truncated, episode.final_observation = True, before.observation
+            episode.truncated, episode.won, episode.final_observation = True, False, before.observation
             episode.ended = "response too long"
         elif action is not None:
             self.call("step", action)
@@ -237,6 +237,7 @@ class Conversation:
             episode.ended = self.reply.ended or ("won" if self.reply.won else "over")
         elif limit or episode.overflowed:
             episode.ended = "turn limit" if limit else "context full"
+            episode.won &= limit               # what overflows has failed, even if the game called it won
         return bool(episode.ended)
 
 

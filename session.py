@@ -105,10 +105,9 @@ class Run:
 
     def save(self, state):
         """Replace the checkpoint in OUT. state: progress, in addition to the run's identity and settings."""
-        state = state | self.identity | {
-            "instruction": self.instruction, "settings": self.config.settings(), "style": self.chat.style,
-            "seconds": self.spent(),
-            "place": resume.place_of(self.ranks), "algorithm": self.config.algorithm.state,
+        state = state | self.played_as() | {
+            "seconds": self.spent(), "place": resume.place_of(self.ranks),
+            "algorithm": self.config.algorithm.state,
             "unmerged": models.unmerged(dict(self.model.named_parameters()))}
         checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
                                    models.save_merged, self.chat.tokenizer.save_pretrained,
@@ -118,11 +117,17 @@ class Run:
             checkpoint.replace((self.out / files.ADAPTER).resolve(), lambda new: parallel.on_rank0(
                 lambda: lora.save(adapters, new, self.base)))
 
+    def played_as(self):
+        """The run's identity, and how it prompts its model: what is stored beside a model."""
+        return self.identity | {"instruction": self.instruction, "settings": self.config.settings(),
+                                "style": self.chat.style}
+
     def keep(self, done):
         """Save the model after `done` iterations in OUT/kept, next to earlier ones."""
         def fill(new):
             models.save_merged(self.model, new)
             parallel.on_rank0(lambda: self.chat.tokenizer.save_pretrained(new) and None)
+            parallel.on_rank0(lambda: files.write_json(new / files.STATE, self.played_as()))
 
         checkpoint.replace((self.out / files.KEPT / f"{done:05d}").resolve(), fill)
 
@@ -286,7 +291,8 @@ def prepare(config, ranks, should_stop, resources):
     source, state = resume.starting_point(config, out, ranks)
     previous = state or resume.state_beside(source)               # of the run that trained the model, if any
     keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
-    instruction = resume.instruction_of(source, previous, config.env) if keeps else ""
+    instruction_of = resume.instruction_of if state or config.iterations else resume.played_instruction
+    instruction = instruction_of(source, previous, config.env) if keeps else ""
     if config.correction != "off" and 0 < config.iterations < config.correction_every and not (
             instruction or state):
         raise ValueError(f"--correction-every={config.correction_every}: above --iterations="

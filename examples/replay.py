@@ -60,7 +60,7 @@ class Method(grpo.Method):
         won = sum(parallel.all_gather([record_of(episode) for episode in episodes if episode.won]), [])
         self.state["won"] = (memory + won)[-KEPT:]
         rank, world_size = parallel.rank_and_size()
-        first = int(parallel.all_sum(len(episodes)))                   # of the indices that are free
+        first = 1 + int(parallel.all_max(max(episode.index for episode in episodes)))     # that is free
         replayed = [episode_of(record, k, first + k) for k, record in enumerate(drawn)
                     if k % world_size == rank]
         weights = sum(parallel.all_gather(self._weights(replayed)), [])

@@ -25,6 +25,7 @@ from infra import plugins
 METRICS, EPISODES, EVALUATION, STAGES = "metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"
 RESULTS = "lab/results"    # what benchmarks and studies write, from the repository's root
 LOCK, CHECKPOINT, KEPT, REFERENCE, ADAPTER = "lock", "checkpoint", "kept", "reference", "adapter"
+STATE = "state.json"                             # beside a model in KEPT; a checkpoint's is in its trainer.pt
 OF_RUNS = METRICS, EPISODES, EVALUATION, STAGES, REFERENCE, ADAPTER, KEPT       # and names from CHECKPOINT on
 FRESH = "fresh-"           # and eight hexadecimal digits: a folder with a fresh model, while it is loaded
 ROLLOUTS = "rollouts"
@@ -243,6 +244,9 @@ def truncate_logs(folder, done, cold=None, trains=True):
     for path in (folder / ROLLOUTS).glob("*.jsonl"):
         if path.stem.isdecimal() and int(path.stem) >= done:
             path.unlink()
+    for path in (folder / KEPT).glob("*") if trains else ():
+        if path.name.isdecimal() and int(path.name) > done:
+            shutil.rmtree(path)
 
 
 def filter_lines(path, predicate):

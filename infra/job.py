@@ -59,7 +59,8 @@ def setup(device="auto", timeout_s=24 * 3600, within="all"):
     inconsistent environment variables.
     """
     check_device(device)
-    numbers = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
+    usual = {"RANK": "0", "WORLD_SIZE": "1"}
+    numbers = {name: os.environ.get(name) or number for name, number in usual.items()}
     if not all(number.isdecimal() for number in numbers.values()):
         raise ValueError(f"RANK={numbers['RANK']} WORLD_SIZE={numbers['WORLD_SIZE']}: expected numbers")
     rank, world_size = map(int, numbers.values())

@@ -233,9 +233,10 @@ def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_pa
     assert not resume.prompting_of(COMMITTED, "household")
     limited = resume.prompting_of(folder, "scienceworld").pop("admissible_only", None)
     assert limited is None                                            # it may list none there
-    kept = shutil.copytree(COMMITTED, folder / "run" / files.KEPT / "00002")
-    shutil.copytree(folder, folder / "run" / files.CHECKPOINT, ignore=lambda *_: ["run"])
+    kept = shutil.copytree(COMMITTED, tmp_path / files.KEPT / "00002")
+    files.write_json(kept / files.STATE, trainer["state"] | {"instruction": "Look first."})
     assert resume.prompting_of(kept, "household") == expected
+    assert gcd.load(kept, prompt="plain").instruction_in("household") == "Look first."
     player = gcd.load(folder, prompt="plain", history=0)
     assert (player.config.history, player.config.show_admissible) == (0, False)
     _, config, _ = evaluation.parse(["--player", str(folder), "--history", "1"])

@@ -24,6 +24,7 @@ from correction import IRRELEVANT, KINDS
 from envs import Demonstration, EpisodeLost, Reply, Task, household
 from envs.alfred import expert, rooms
 from envs.alfred.game import Game
+from infra import plugins
 from infra.streams import DEMONSTRATIONS, stream
 from lm import model as decoder
 from lm.chat import TAGS, Chat
@@ -638,6 +639,22 @@ def test_an_episode_that_starts_again_has_a_new_expert(chat):
         player.override(conversation)
     assert made == [7, 7] and len(player.expert_labels) == 2
     assert player.share != random.Random(7).random()               # not what an expert of this seed draws
+
+
+@pytest.mark.fast
+def test_an_online_experts_command_that_is_read_otherwise_is_refused(chat):
+    """Else no turn would equal it, and all would have weight 0."""
+    class Spaced(household.Environment):
+        def online_expert(self, task, seed):
+            return SimpleNamespace(observe=lambda *seen: None, command=lambda: "look ")
+
+    environment = Spaced()
+    spec = EpisodeSpec(Task("train/1", "train", "look", 0), 0, 7)
+    player = cold_start.DaggerPlayer(spec, SimpleNamespace(environment=environment, chat=chat))
+    conversation = SimpleNamespace(
+        reply=SimpleNamespace(observation="here"), episode=SimpleNamespace(turns=[], anchors=[]))
+    with pytest.raises(plugins.PluginError, match="its response, 'look ', is read as 'look'"):
+        player.override(conversation)
 
 
 @pytest.mark.fast

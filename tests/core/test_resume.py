@@ -89,6 +89,11 @@ def test_kept_checkpoints_are_the_models_of_their_iterations(start, tmp_path, mo
     assert all(same(kept[full][name], kept[parts][name]) for name in kept[full])
     assert same(kept[full]["00000"], load_file(start / "model.safetensors"))
     assert same(kept[full]["00002"], weights(full)) and not same(kept[full]["00001"], weights(full))
+    state = checkpoint.read_trainer(full / files.CHECKPOINT)["state"]
+    for out in (full, parts):
+        found = resume.state_beside(out / files.KEPT / "00001")
+        assert found["settings"]["seed"] == state["settings"]["seed"] and found["style"] == state["style"]
+        assert found["instruction"] == state["instruction"]
 
 
 @pytest.mark.parametrize("crash_at, method", [(0, ""), (0, "--algo ppo --group-size 1"), (1, "")])

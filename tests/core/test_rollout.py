@@ -249,6 +249,23 @@ def test_a_truncated_response_ends_the_episode_as_failed(chat):
     assert episode.final_observation == episode.turns[0].observation
 
 
+@pytest.mark.parametrize("end", ["response too long", "context full", "turn limit"])
+def test_what_fails_after_a_success_that_did_not_end_the_game_is_not_won(chat, end):
+    """As of a Gymnasium game whose success may be true before its end."""
+    class Early(Corridor):
+        def reply(self, observation):
+            return super().reply(observation)._replace(won=True, done=False)
+
+    conversation = corridor_conversation(chat, (3, 4), Early())
+    assert not conversation.act(response_of(chat, "right"), 9, 400)
+    assert conversation.episode.won
+    limits = {"response too long": (9, 400), "context full": (9, 1), "turn limit": (2, 400)}[end]
+    cut = end == "response too long"
+    assert conversation.act(response_of(chat, "left", stop="" if cut else "<|im_end|>"), *limits)
+    episode = conversation.episode
+    assert (episode.ended, episode.won) == (end, end == "turn limit")
+
+
 def test_a_truncated_response_may_be_an_invalid_turn_instead(chat):
     conversation = corridor_conversation(chat, (3, 4))
     assert not conversation.act(response_of(chat, "right", stop=""), 9, 400, "invalid")

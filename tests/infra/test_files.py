@@ -177,7 +177,11 @@ def test_logs_are_cut_where_a_run_goes_on(tmp_path, cold, trains, kept):
         files.append(tmp_path / files.METRICS, line)
     for i in range(3):
         files.write_lines(tmp_path / files.ROLLOUTS / f"{i:05d}.jsonl", [{"index": i}])
+    for name in ("00000", "00002", "00003", "notes"):
+        (tmp_path / files.KEPT / name).mkdir(parents=True)
     files.truncate_logs(tmp_path, 2, cold, trains)
+    left = {path.name for path in (tmp_path / files.KEPT).iterdir()}
+    assert left == {"00000", "00002", "notes"} | ({"00003"} if not trains else set())
     assert [path.stem for path in sorted((tmp_path / files.ROLLOUTS).iterdir())] == ["00000", "00001"]
     assert [line["name"] for line in files.read_lines(tmp_path / files.METRICS)[0]] == kept
 
