@@ -34,21 +34,27 @@ def open_chat(config, folder, ranks, plays=False):
     plays: whether the model only plays, loaded in --dtype, with no copy to train. ValueError if the files
     fit neither each other nor the flags, or if the model does not fit into memory.
     """
-    shape, dtype = decoder.ModelConfig.load(folder), getattr(torch, config.dtype)
+    shape = decoder.ModelConfig.load(folder)
+    check_size(config, folder, shape, ranks, plays)
+    tokenizer = decoder.load_tokenizer(folder)
+    if (largest := max(tokenizer.get_vocab().values())) >= shape.vocab_size:
+        raise ValueError(f"{folder}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
+                         f"{shape.vocab_size}")
+    return make_chat(config, tokenizer)
+
+
+def check_size(config, folder, shape, ranks, plays):
+    """ValueError if a model of this shape does not fit into memory, or has fewer positions than --context."""
+    dtype, parameters = getattr(torch, config.dtype), decoder.count_parameters(shape)
     with torch.device("meta"):
         model = choose_trained(decoder.Model(shape), config)
-    parameters, trains = decoder.count_parameters(shape), config.demonstrations or config.iterations
+    trains = config.demonstrations or config.iterations
     numbers = sum(parameter.numel() for parameter in trained(model)) if trains else 0
     state = ({"weights": dtype.itemsize * parameters} if plays else state_bytes(
         parameters, ranks.shards, dtype, numbers, config.lora > 0, ranks.copies, config.compares_gradients))
     check_memory(state, parameters, ranks.world_size, dtype, ranks.device)
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
-    tokenizer = decoder.load_tokenizer(folder)
-    if (largest := max(tokenizer.get_vocab().values())) >= shape.vocab_size:
-        raise ValueError(f"{folder}/tokenizer.json: has a token {largest}, and config.json a vocab_size of "
-                         f"{shape.vocab_size}")
-    return make_chat(config, tokenizer)
 
 
 def make_chat(config, tokenizer):

@@ -75,7 +75,7 @@ class Rollout:
             self.receive(places, self.timed(lambda batch, b: batch.step(commands[b::size])))
             self.turns[-1] += len(live)
             for i, response in zip(live, responses, strict=True):
-                episodes[i].submit(response, None, self.max_turns, room)
+                episodes[i].submit(response, self.max_turns, room)
         return {"prompt_ids": [e.prompt_ids for e in episodes],
                 "completion_ids": [e.completion_ids for e in episodes], "logprobs": None,
                 "env_mask": [e.env_mask for e in episodes], "won": [e.reply.won for e in episodes],

@@ -63,8 +63,7 @@ def rollout_ratios(turns, repeats):
         per_token = {side: [s / new for s, new, *_ in runs] for side, runs in ran.items()}
         found[n] = {"ratio": ratio(per_token["ours"], per_token["generate"])} | {
             side: {"s_per_episode": statistics.fmean(s for s, *_ in runs) / EPISODES,
-                   "tokens_per_episode": runs[0][2] / EPISODES,
-                   "last_prompt": runs[0][3] / EPISODES} for side, runs in ran.items()}
+                   "tokens_per_episode": runs[0][2] / EPISODES} for side, runs in ran.items()}
     return found
 
 

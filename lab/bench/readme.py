@@ -7,13 +7,13 @@ of it; so is a column of `pretrained`. The rows of a benchmark are rows or diffe
 lab.bench.table1, and the head of a column says what it contains:
 
     L0              success on that split at temperature 1, or the difference
-    L0 at 0.4       the same at temperature 0.4 ("at 0.4" alone: of the preceding column's split)
+    at 0.4          the same at temperature 0.4, of the preceding column's split
     L2 ... (`_x`)   success on that split of the row whose name is this row's name and _x
     refused         commands that were not admissible, in per cent of turns, by split; flawed and repeated
                     likewise
     paper ...       the paper's numbers, by split
 
-A column with an empty head stays empty. A code block below <!-- FILE.py --> is filled with the file, below
+A code block below <!-- FILE.py --> is filled with the file, below
 <!-- FILE.py NAME --> with its class or function NAME. Left out: numbers in sentences, and tables below other
 comments.
 
@@ -95,14 +95,12 @@ def result_row(result, name, heads):
         if head.startswith("paper") or head in OF_TURNS:
             cells.append("" if is_difference else shares_text(splits, head) if head in OF_TURNS
                          else paper_text(splits))
-        elif head in (split, f"{split} at 0.4", "at 0.4") and split:
-            value = splits[split]["t0.4"] if head.endswith("0.4") else splits[split]
+        elif head in (split, "at 0.4") and split:
+            value = splits[split]["t0.4"] if head == "at 0.4" else splits[split]
             cells.append(percent(value, len(result["seeds"]), "+" if is_difference else ""))
-        elif head:
+        else:
             known = ", ".join([*splits, "at 0.4", *OF_TURNS])
             raise ValueError(f"column {head!r}: expected {known} or paper")
-        else:
-            cells.append("")
     return cells
 
 

@@ -33,22 +33,21 @@ class Episode:
     def __init__(self, game, task, chat):
         self.game, self.chat, self.reply = game, chat, game.reset(task)
         self.prompt_ids = chat.observe(self.reply, first=True)
-        self.completion_ids, self.env_mask, self.logprobs = [], [], []
+        self.completion_ids, self.env_mask = [], []
         self.turns, self.refused, self.ended = 0, 0, False
 
-    def add(self, ids, sampled, logprobs=None):
-        """Append tokens to the completion; logprobs default to 0."""
+    def add(self, ids, sampled):
+        """Append tokens to the completion."""
         self.completion_ids += ids
         self.env_mask += [int(sampled)] * len(ids)
-        self.logprobs += logprobs or [0.0] * len(ids)
 
-    def submit(self, response_ids, logprobs, max_turns, room):
+    def submit(self, response_ids, max_turns, room):
         """Play a sampled response and append the next observation unless the episode ends.
 
         As in gcd.py with a small model, a truncated response ends the episode as failed, and so does a next
         prompt of more than `room` tokens. A completion never ends with an observation.
         """
-        self.add(response_ids, True, logprobs)
+        self.add(response_ids, True)
         self.turns += 1
         truncated = response_ids[-1] not in self.chat.stop_ids
         command = None if truncated else self.chat.parse(self.chat.decode(response_ids))[0]
@@ -66,8 +65,8 @@ class Rollout:
     """TRL's rollout_func: plays the tasks whose ids are the prompts.
 
     TRL 1.16 calls it once per generation batch, in which every prompt occurs `num_generations` times. It
-    expects prompt_ids, completion_ids and logprobs, a list per episode (logprobs may be None without vLLM).
-    Other keys become arguments of the reward functions, except env_mask: TRL pads it, calls it `tool_mask`
+    expects prompt_ids, completion_ids and logprobs, a list per episode (logprobs: None without vLLM). Other
+    keys become arguments of the reward functions, except env_mask: TRL pads it, calls it `tool_mask`
     and multiplies the completion mask by it wherever tokens are summed or counted. Attention covers all
     tokens.
     """
@@ -82,16 +81,16 @@ class Rollout:
         room = trainer.model.config.max_position_embeddings - trainer.args.max_completion_length
         live = episodes
         while live:
-            # also called by TRL's own tool loop: transformers' generate, or vLLM if the trainer uses it
-            responses, logprobs = trainer._generate_single_turn(
+            # transformers' generate, as TRL's own tool loop calls it
+            responses, _ = trainer._generate_single_turn(
                 [e.prompt_ids + e.completion_ids for e in live], None, {}, num_generations=1)
-            for i, episode in enumerate(live):
-                episode.submit(responses[i], logprobs and logprobs[i], self.max_turns, room)
+            for episode, response in zip(live, responses, strict=True):
+                episode.submit(response, self.max_turns, room)
             live = [e for e in live if not e.ended]
         return {"prompt_ids": [e.prompt_ids for e in episodes],
                 "completion_ids": [e.completion_ids for e in episodes],
-                "logprobs": [e.logprobs for e in episodes] if trainer.use_vllm else None,
-                "env_mask": [e.env_mask for e in episodes], "won": [e.reply.won for e in episodes],
+                "logprobs": None, "env_mask": [e.env_mask for e in episodes],
+                "won": [e.reply.won for e in episodes],
                 "refused_share": [e.refused / e.turns for e in episodes]}
 
 

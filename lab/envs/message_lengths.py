@@ -1,4 +1,4 @@
-"""Episodes whose messages are as long as those of real games, in tokens, and that need no games.
+"""Episodes whose messages are as long as those of real ALFWorld games, in tokens, and that need no games.
 
 Lengths are drawn from envs/lengths.json; the texts are words that are one token each in Qwen's tokenizers.
 Any response is a command. An episode has as many turns as a recorded one, in which an expert played, and is
@@ -9,7 +9,6 @@ costs (lab/bench/gpu_runs.py); there is nothing to learn. Left out: an expert, a
 """
 
 import random
-from dataclasses import dataclass, field
 
 import envs
 from envs import MessageLengths, Reply, Task
@@ -58,12 +57,6 @@ def alternating(episode):
 class Environment(envs.Environment):
     """Episodes of the recorded lengths."""
 
-    @dataclass(frozen=True)
-    class Settings:
-        """Which lengths."""
-        recorded: str = field(default="alfworld", metadata={
-            "help": "episodes of envs/lengths.json", "choices": ("alfworld", "scienceworld")})
-
     splits = ("L0",)
     ask = ASK["think"].replace(", word for word from the list,", "")
     labels = {"alternating": alternating}
@@ -73,7 +66,7 @@ class Environment(envs.Environment):
         return text.strip()[:40] or "nothing"
 
     def make(self, n):
-        lengths = MessageLengths(self.settings.recorded)
+        lengths = MessageLengths("alfworld")
         return [Game(lengths) for _ in range(n)]
 
     def train_tasks(self, types, start, n):

@@ -15,6 +15,7 @@ from lab.bench.intervals import percent, sign_of
 from lab.studies import common
 
 CONFIG = common.ROOT / "lab" / "results" / "table3_household.json"
+SPLIT = "L1"                  # the paper's is taken to be this one
 # The figure's bars, from the left: {row of the config: label}
 BARS = {"plain": "cold start\nplain", "judge": "cold start\n+ judge", "plain+grpo": "GRPO\nplain",
          "judge+grpo": "GRPO\n+ judge", "judge+gcd": "GCD\n+ judge",
@@ -83,14 +84,10 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.studies.ablation", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=CONFIG, help="the study whose result is read")
-    parser.add_argument("--split", default="L1",
-                        help="split of the comparisons; the paper's is taken to be L1")
     parser.add_argument("--out", type=Path, default=common.OUT, help="output folder")
     options = parser.parse_args(argv)
     result = common.result_of_table(parser, options.config)
-    if options.split not in result["splits"]:
-        parser.error(f"--split={options.split}: {options.config} has {', '.join(result['splits'])}")
-    figures = [entry(*claim, result, options.split, package(result) if "GCD in RL" in claim[0] else "")
+    figures = [entry(*claim, result, SPLIT, package(result) if "GCD in RL" in claim[0] else "")
                for claim in CLAIMS]
     draw(result, options.out / "ablation.svg")
     common.publish_of_table(options, "ablation", "What each part contributes (Table 3, Figure 7)", result,

@@ -455,8 +455,8 @@ def study(options, command):
             for figure in figures}
     page = PAGE.read_text(encoding="utf-8").format(
         command=" ".join(command), seeds=",".join(map(str, seeds)), tasks=options.tasks, members=MEMBERS,
-        arms=" and ".join(map(title, arms)), iterations=options.iterations,
-        against=by_seed(against, arms[0]), **texts, **tables(found, results))
+        arms=" and ".join(map(title, arms)), against=by_seed(against, arms[0]), **texts,
+        **tables(found, results))
     common.publish(out, "flaws", command, seeds, {
         "arms": [{"arm": arm, "twice": longer} | found[arm, longer] for arm, longer in found],
         "twice less once": gains, "less the first arm": against}, figures, page)

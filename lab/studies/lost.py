@@ -10,7 +10,6 @@ All other flags are gcd.py's, those the models were trained with. Left out: othe
 """
 
 import argparse
-import math
 import shlex
 import sys
 from collections import Counter
@@ -25,6 +24,7 @@ from lab.bench.study import add_dirty
 from lab.studies.common import load_actor
 from rollout import EpisodeSpec
 
+TEMPERATURE = 0.4
 # Why a command is refused, in the order of testing, and how an episode is lost
 REASONS = ("not a command of the game", "names something that is not in the room",
            "goes to where it already is", "goes to a receptacle that is already within reach",
@@ -121,13 +121,10 @@ def main(argv=None):
                                      description="How a household agent fails; all other flags are gcd.py's.")
     parser.add_argument("--models", required=True, help="NAME=FOLDER,NAME=FOLDER")
     parser.add_argument("--split", default="dev", help="split whose games are played")
-    parser.add_argument("--temperature", type=float, default=0.4, help="sampling temperature")
     parser.add_argument("--out", default="", help="Markdown file to write")
     add_dirty(parser)
     options, flags = parser.parse_known_args(argv)
     columns, names = [], []
-    if not 0 <= options.temperature < math.inf:
-        parser.error(f"--temperature={options.temperature:g}: expected 0 (greedy) or more")
     try:
         commit = files.clean_commit(options.dirty or not options.out)
         for pair in options.models.split(","):
@@ -136,14 +133,14 @@ def main(argv=None):
                 raise ValueError(f"--models={options.models}: expected NAME=FOLDER,NAME=FOLDER")
             player = load_actor(folder, flags)
             tasks = player.config.environment.split_tasks(options.split)
-            columns.append(column(player, tasks, options.temperature))
+            columns.append(column(player, tasks, TEMPERATURE))
             names.append(name)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     command = shlex.join(["python", "-m", "lab.studies.lost", *(sys.argv[1:] if argv is None else argv)])
     rows = [[row, *cells] for row, cells in zip(ROWS, zip(*columns), strict=True)]
     lines = [f"`{command}`, commit {commit}", "",
-             markdown([f"{options.split}, temperature {options.temperature:g}", *names], rows)]
+             markdown([f"{options.split}, temperature {TEMPERATURE:g}", *names], rows)]
     text = "\n".join(lines)
     if options.out:
         files.write_text(Path(options.out), text)

@@ -103,10 +103,10 @@ def name_of(arm):
     return f"{arm['arm']} after {arm['start']}, {'KL %g' % arm['kl'] if arm['kl'] else 'no KL'}"
 
 
-def cells_of(seeds, iterations, model, starts=tuple(QUESTIONS)):
-    """{name: settings} of the cells of these seeds, seed by seed. starts: those of QUESTIONS to run."""
+def cells_of(seeds, iterations, model):
+    """{name: settings} of the cells of these seeds, seed by seed."""
     return {f"{name_of(arm)}, seed {seed}": arm | {"seed": seed, "iterations": iterations, "model": model}
-            for seed in seeds for arm in all_arms() if arm["start"] in starts}
+            for seed in seeds for arm in all_arms()}
 
 
 def cold_folder(settings, runs):
@@ -535,14 +535,13 @@ def figures_of(table, model, name):
 # The command
 
 def results_of(options, name):
-    """Run the missing cells seed by seed; with --jobs 0 none. Returns `table_of` all that are stored of
-    --starts.
+    """Run the missing cells seed by seed; with --jobs 0 none. Returns `table_of` all that are stored.
 
     A seed's cold starts are made first, and removed when its cells are done.
     """
     path, model = options.out / f"{name}.jsonl", "small" if options.small else "smollm2"
     for seed in range(options.seeds):
-        requested = cells_of([seed], options.iterations, model, options.starts)
+        requested = cells_of([seed], options.iterations, model)
         missing = common.missing_cells(path, requested, options)
         needed = {part for settings in missing.values() for part in parts_of(settings["start"])}
         folders = {str(cold_folder(settings, options.runs)): settings for part in needed
@@ -554,7 +553,7 @@ def results_of(options, name):
         common.run_cells(path, requested, partial(run, runs=options.runs), options)
         for folder in folders:
             shutil.rmtree(folder)
-    everything = cells_of(range(90), options.iterations, model, options.starts)
+    everything = cells_of(range(90), options.iterations, model)
     return table_of(everything, common.stored_cells(path, everything))
 
 
@@ -562,16 +561,12 @@ def main(argv=None):
     parser = argparse.ArgumentParser("python -m lab.studies.natural_twins",
                                      description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from 0")
-    parser.add_argument("--starts", type=lambda text: text.split(","), default=[*QUESTIONS],
-                        help=f"those to run and to show, of {','.join(QUESTIONS)} (default: all)")
     parser.add_argument("--small", action="store_true", help="the small model from scratch, not SmolLM2")
     parser.add_argument("--iterations", type=int, default=ITERATIONS, help="RL iterations of each run")
     common.add_cells(parser, 1, RUNS)
     options = parser.parse_args(argv)
     common.check_ranges(parser, ("seeds", options.seeds, 1, 90), ("iterations", options.iterations, 1, 10**6),
                         ("jobs", options.jobs, 0, 256))
-    if unknown := [start for start in options.starts if start not in QUESTIONS]:
-        parser.error(f"--starts: no start {unknown[0]!r} ({', '.join(QUESTIONS)})")
     if options.iterations % POINTS:
         parser.error(f"--iterations={options.iterations}: expected a multiple of {POINTS}, the number of "
                      "measurements")
@@ -587,9 +582,8 @@ def main(argv=None):
     draw(table, options.out / f"{name}.svg", name)
     command = ["python", "-m", "lab.studies.natural_twins", *(["--small"] if options.small else []),
                "--seeds", str(options.seeds)]
-    for flag, value, usual in (("--starts", ",".join(options.starts), ",".join(QUESTIONS)),
-                               ("--iterations", str(options.iterations), str(ITERATIONS))):
-        command += [flag, value] if value != usual else []
+    if options.iterations != ITERATIONS:
+        command += ["--iterations", str(options.iterations)]
     text = page(table, " ".join(command), there, model, name)
     compared = {f"{one} against {other}": {part: against(table, one, other, part) for part in MEASURED}
                 | {"same cold start": same_start(table, one, other)}

@@ -110,16 +110,14 @@ def pair_numbers(turns, coupling_SS, hidden_Sd):
     verb_SS = influence.differ([turn.action.split()[0] for turn in turns])
     cosine_SS = influence.cosines(coupling_SS)
     hidden_SS = influence.cosines(hidden_Sd @ hidden_Sd.T)
-    cosine_P = cosine_SS[pair_SS]
-    counts = torch.histc(cosine_P, influence.BINS, -1, 1) / max(1, len(cosine_P))
-    return {"turns": len(turns), "pairs": len(cosine_P), "hidden": influence.mean_of(hidden_SS[pair_SS]),
-            "rms": float(cosine_P.square().mean().sqrt()), "mean": influence.mean_of(cosine_P),
+    return {"hidden": influence.mean_of(hidden_SS[pair_SS]),
+            "rms": float(cosine_SS[pair_SS].square().mean().sqrt()),
             "same command": influence.mean_of(cosine_SS[pair_SS & ~other_SS]),
             "same verb": influence.mean_of(cosine_SS[pair_SS & other_SS & ~verb_SS]),
-            "other verbs": influence.mean_of(cosine_SS[pair_SS & verb_SS]), "histogram": counts.tolist()}
+            "other verbs": influence.mean_of(cosine_SS[pair_SS & verb_SS])}
 
 
-def leak(turns, coupling_SS, hidden_Sd):
+def leak(turns, coupling_SS):
     """What a step on a good turn does to flawed and to other good turns of the same command in other tasks.
 
     The output layer's part, to first order, over ordered pairs (good i, other j):
@@ -127,27 +125,21 @@ def leak(turns, coupling_SS, hidden_Sd):
         share = sum of c_ij over pairs / sum of c_ii over pairs,    c: Equation 2
 
     is the rise of j's log-probability for each nat of i's own rise. "leak" and "kept" are mean cosines, to
-    flawed and to good turns; "hidden leak" of mean hidden states; "leak, other commands" of pairs of other
-    commands. None where there is no pair.
+    flawed and to good turns. None where there is no pair.
     """
     tasks_SS = influence.differ([turn.task for turn in turns])
     same_SS = ~influence.differ([turn.action for turn in turns]) & tasks_SS
     good_S, flawed_S = (torch.tensor([turn.label == label for turn in turns]) for label in ("good", "bad"))
-    cosine_SS, hidden_SS = influence.cosines(coupling_SS), influence.cosines(hidden_Sd @ hidden_Sd.T)
+    cosine_SS = influence.cosines(coupling_SS)
     own_SS = coupling_SS.diagonal()[:, None].expand_as(coupling_SS)
     flawed_SS, good_SS = good_S[:, None] & flawed_S, good_S[:, None] & good_S
 
-    def share(which_SS):
-        total = float(own_SS[which_SS].sum())
-        return float(coupling_SS[which_SS].sum()) / total if total else None
-
+    leak_SS = flawed_SS & same_SS
+    own = float(own_SS[leak_SS].sum())
     return {"good": int(good_S.sum()), "flawed": int(flawed_S.sum()),
-            "pairs": int((flawed_SS & same_SS).sum()),
-            "leak": influence.mean_of(cosine_SS[flawed_SS & same_SS]),
+            "pairs": int(leak_SS.sum()), "leak": influence.mean_of(cosine_SS[leak_SS]),
             "kept": influence.mean_of(cosine_SS[good_SS & same_SS]),
-            "leak, other commands": influence.mean_of(cosine_SS[flawed_SS & tasks_SS & ~same_SS]),
-            "hidden leak": influence.mean_of(hidden_SS[flawed_SS & same_SS]),
-            "share": share(flawed_SS & same_SS), "share kept": share(good_SS & same_SS)}
+            "share": float(coupling_SS[leak_SS].sum()) / own if own else None}
 
 
 def few_turns(turns, seed):
@@ -173,7 +165,7 @@ def whole_model(model, turns, coupling_SS):
     tells it.
 
     coupling_SS: of the same turns. The map's entries are cosines of whole-model gradients up to "nonlinear".
-    "leak" and "kept": means over one command's turns of different tasks, from good to flawed and to good;
+    "leak": mean over one command's turns of different tasks, from good to flawed;
     "agreement": Pearson's correlation of map and output layer over pairs of different tasks. None without
     two commands.
     """
@@ -186,8 +178,7 @@ def whole_model(model, turns, coupling_SS):
     good_S = torch.tensor([turn.label == "good" for turn in turns])
     both = torch.stack([matrix_SS[pair_SS], influence.cosines(coupling_SS)[pair_SS].float()])
     return found | {"labels": [turn.label for turn in turns], "agreement": float(torch.corrcoef(both)[0, 1]),
-                    "leak": influence.mean_of(matrix_SS[same_SS & good_S[:, None] & ~good_S]),
-                    "kept": influence.mean_of(matrix_SS[same_SS & good_S[:, None] & good_S])}
+                    "leak": influence.mean_of(matrix_SS[same_SS & good_S[:, None] & ~good_S])}
 
 
 def good_nats(turns, pairs):
@@ -224,7 +215,7 @@ def measure(actor, seed):
     found = {"texts": texts, "turns": len(turns), "nats": good_nats(turns, pairs),
              "pairs": pair_numbers(some, of(some), hidden_Sd[[place[id(turn)] for turn in some]]),
              "gaps": influence.gaps_of(classed, of(classed)) if has_pairs else None,
-             "leak": leak(turns, coupling_SS, hidden_Sd), "tokens": influence.kind_shares(turns, token_NN)}
+             "leak": leak(turns, coupling_SS), "tokens": influence.kind_shares(turns, token_NN)}
     of_few = of(few)
     del pairs                                       # a large vocabulary's errors: room for the whole model
     return found | {"whole": whole_model(actor.model, few, of_few)}

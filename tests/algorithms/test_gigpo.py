@@ -116,11 +116,12 @@ def test_anchor_shares_count_turns():
                                      "gigpo/anchor_5-16_frac": 0, "gigpo/anchor_17+_frac": 0})
 
 
+@pytest.mark.parametrize("name", ["gigpo", "rlvmr"])
 @pytest.mark.parametrize("variant", ["paper", "code"])
 @pytest.mark.parametrize("cut", [15, 20])
-def test_two_ranks_give_the_credit_of_one(monkeypatch, variant, cut):
-    """The second rank has one of the four groups, or none."""
-    method, episodes = method_of("gigpo", variant=variant), random_episodes(16)
+def test_two_ranks_give_the_credit_of_one(monkeypatch, name, variant, cut):
+    """The second rank has one of the four groups, or none; RLVMR's tags are compared over both ranks."""
+    method, episodes = method_of(name, variant=variant), random_episodes(16)
     single_rank, metrics = advantages_of(method, episodes)
     (first, of_first), (second, of_second) = on_two_ranks(
         monkeypatch, lambda part: advantages_of(method, part), (episodes[:cut], episodes[cut:]))

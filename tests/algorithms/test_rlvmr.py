@@ -18,7 +18,6 @@ from hand_made import (
     flat_turns,
     make_episode,
     method_of,
-    on_two_ranks,
     random_episodes,
     relative_advantage,
 )
@@ -137,18 +136,6 @@ def test_a_malformed_turn_is_a_failure_without_an_action():
     half = 0.5 ** 0.5
     want = [a + step for a, step in zip(level, [half, 0.0, half, -half, -half, 0.0])]
     assert got == pytest.approx(want, abs=1e-4)
-
-
-@pytest.mark.parametrize("variant", ["paper", "code"])
-@pytest.mark.parametrize("cut", [15, 20])
-def test_two_ranks_give_the_credit_of_one(monkeypatch, variant, cut):
-    """The second rank has one of the four groups, or none; tags are compared over both ranks."""
-    method, episodes = method_of("rlvmr", variant=variant), random_episodes(16)
-    single_rank, metrics = advantages_of(method, episodes)
-    (first, of_first), (second, of_second) = on_two_ranks(
-        monkeypatch, lambda part: advantages_of(method, part), (episodes[:cut], episodes[cut:]))
-    assert first + second == pytest.approx(single_rank, abs=1e-4)
-    assert of_first == of_second == pytest.approx(metrics)
 
 
 def test_alpha_cannot_be_negative():

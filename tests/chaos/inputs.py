@@ -162,6 +162,13 @@ def mutated_pddl(rng):
     return " ".join(tokens)
 
 
+def unnamed(status, output):
+    """What is wrong with the end of a run that was given a broken file in the output's folder; "" if it went
+    on, or says where the file is."""
+    problem, text = exit_problem(status, output), output.read_text(errors="replace")
+    return problem or (f"names no file: {text[-150:]}" if status and str(output.parent) not in text else "")
+
+
 def mutations(workdir, size):
     """A random fault in a config.json, tokenizer, trainer.pt, safetensors file, log or game."""
     expected, start = undisturbed(workdir)
@@ -179,7 +186,7 @@ def mutations(workdir, size):
                 file.write("\n".join(lines))
             flags = ["--games", folder / "games.jsonl.gz", "--model", start, "--demonstrations", 0,
                      "--preset", "small", "--iterations", 1]
-            return exit_problem(child(run(folder / "out", *flags), output, LIMIT_S), output, (0, 1, 2))
+            return unnamed(child(run(folder / "out", *flags), output, LIMIT_S), output)
         if kind in ("metrics.jsonl", "evaluation.json", "episodes.jsonl"):
             method = shutil.copytree(expected, folder / "runs" / "grpo")
             if kind == "evaluation.json":
@@ -190,10 +197,9 @@ def mutations(workdir, size):
             k = rng.randrange(len(lines))
             lines[k] = mutated_json(lines[k], rng)
             (method / kind).write_text("\n".join(lines), errors="replace")
-            status = child(lambda: report.main([str(folder / "runs")]), output, LIMIT_S)
-            problem = exit_problem(status, output)
+            problem = unnamed(child(lambda: report.main([str(folder / "runs")]), output, LIMIT_S), output)
             resume = run(method, *ALL, "--resume", "--demonstrations", 0)
-            return problem or exit_problem(child(resume, output, LIMIT_S), output)
+            return problem or unnamed(child(resume, output, LIMIT_S), output)
         out = shutil.copytree(expected, folder / "run")
         path = out / "checkpoint" / kind.split()[0]
         if kind == "trainer.pt":
@@ -206,7 +212,7 @@ def mutations(workdir, size):
         if "trainer" not in kind and rng.random() < 0.5:
             flags = ["--preset", "small", "--model", out / "checkpoint", "--demonstrations", 0]
             out = folder / "out"
-        return exit_problem(child(run(out, *flags), output, LIMIT_S), output)
+        return unnamed(child(run(out, *flags), output, LIMIT_S), output)
 
     items = sampled([(kind, seed) for seed in range(28) for kind in kinds], size, 24, 160)
     for (kind, seed), problem in in_two_processes(items, attack, workdir):

@@ -78,6 +78,3 @@ def test_the_study_plots_existing_rows_and_names_missing_files(tmp_path, capsys)
     assert [figure["agrees"] for figure in found["figures"]] == ["not measurable"] * 3
     assert "judge - plain: +6.0 ± 2.5" in found["figures"][0]["found"]
     assert "<svg" in (tmp_path / "out" / "ablation.svg").read_text()
-    with pytest.raises(SystemExit):
-        ablation.main([*flags, "--split", "L9"])
-    assert "--split=L9" in capsys.readouterr().err

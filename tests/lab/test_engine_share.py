@@ -32,7 +32,7 @@ def test_a_rollout_on_batches_is_that_of_single_games(chat, tmp_path):
     for i, script in enumerate(scripts):
         alone = trl_grpo.Episode(Game(), tasks[i // 2], chat)
         for response in script:
-            alone.submit(response, None, 6, 10_000)
+            alone.submit(response, 6, 10_000)
         assert alone.ended
         assert given["prompt_ids"][i] == alone.prompt_ids and given["env_mask"][i] == alone.env_mask
         assert given["completion_ids"][i] == alone.completion_ids

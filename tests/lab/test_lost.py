@@ -101,10 +101,3 @@ def test_a_model_without_a_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         lost.main(["--models", "runs/a"])
     assert "--models=runs/a: expected NAME=FOLDER" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
-def test_an_invalid_temperature_is_an_error(value, capsys):
-    with pytest.raises(SystemExit):
-        lost.main(["--models", "a=b", "--temperature", value])
-    assert f"--temperature={value}: expected 0" in capsys.readouterr().err

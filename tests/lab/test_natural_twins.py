@@ -216,7 +216,6 @@ def test_the_arms_are_those_of_the_design():
     assert "+shuffled after taught, KL 0.01" in names and "GRPO after taught, no KL" not in names
     cells = study.cells_of(range(5), 60, "smollm2")
     assert len(cells) == 75 and [*cells][0].endswith("seed 0") and [*cells][-1].endswith("seed 4")
-    assert len(study.cells_of(range(2), 60, "small", ["taught"])) == 6
     assert {name for pair in study.pairs() for name in pair} <= {*names}
 
 
@@ -434,7 +433,6 @@ def test_a_question_on_the_detail_names_no_command(finished):
 @pytest.mark.parametrize("flags, message", [
     (["--iterations", "13"], "--iterations=13: expected a multiple of 12"),
     (["--seeds", "0"], "--seeds=0: expected 1 to 90"), (["--jobs", "-1"], "--jobs=-1: expected 0 to 256"),
-    (["--starts", "none,first"], "--starts: no start 'first' (none, judge, detail, taught)"),
     (["--jobs", "0"], "natural_twins.jsonl has no cell"),
     (["--small", "--jobs", "0"], "natural_twins_small.jsonl has no cell")])
 def test_errors_are_reported_before_anything_runs(flags, message, capsys, tmp_path):

@@ -69,11 +69,10 @@ def test_pairs_are_those_of_different_tasks(model):
                 of.setdefault("hidden", []).append(hidden)
                 of.setdefault("all", []).append(gradient)
     found = pretrained.pair_numbers(turns, *read(model, turns))
-    assert found["pairs"] == len(of["all"]) == 54 and found["turns"] == 12
+    assert len(of["all"]) == 54
     for kind in ("same command", "same verb", "other verbs", "hidden"):
         assert found[kind] == pytest.approx(statistics.fmean(of[kind]), abs=1e-4), kind
     assert found["rms"] == pytest.approx(statistics.fmean(x * x for x in of["all"]) ** 0.5, abs=1e-4)
-    assert sum(found["histogram"]) == pytest.approx(1)
 
 
 @pytest.mark.fast
@@ -87,19 +86,15 @@ def test_the_leak_goes_from_good_turns_to_flawed_ones_of_one_command(model):
                 of.setdefault(kind, []).append(cosine(slow[i][0], slow[j][0]))
                 rise[kind] = rise.get(kind, 0) + float(slow[i][0] @ slow[j][0])
                 own[kind] = own.get(kind, 0) + float(slow[i][0] @ slow[i][0])
-                if kind == ("bad", True):
-                    of.setdefault("hidden", []).append(cosine(slow[i][1], slow[j][1]))
-    found = pretrained.leak(turns, *read(model, turns))
+    found = pretrained.leak(turns, read(model, turns)[0])
     assert (found["good"], found["flawed"], found["pairs"]) == (12, 6, len(of["bad", True]))
-    for key, kind in (("leak", ("bad", True)), ("kept", ("good", True)), ("hidden leak", "hidden"),
-                      ("leak, other commands", ("bad", False))):
+    for key, kind in (("leak", ("bad", True)), ("kept", ("good", True))):
         assert found[key] == pytest.approx(statistics.fmean(of[kind]), abs=1e-4), key
-    for key, kind in (("share", ("bad", True)), ("share kept", ("good", True))):
-        assert found[key] == pytest.approx(rise[kind] / own[kind], abs=1e-4), key
+    assert found["share"] == pytest.approx(rise["bad", True] / own["bad", True], abs=1e-4)
     for turn in turns:
         turn.label = "good"
-    none = pretrained.leak(turns, *read(model, turns))
-    assert none["leak"] is none["share"] is none["hidden leak"] is None
+    none = pretrained.leak(turns, read(model, turns)[0])
+    assert none["leak"] is none["share"] is None
 
 
 @pytest.mark.fast
@@ -129,11 +124,8 @@ def test_the_whole_models_map_is_the_cosine_of_its_gradients(model):
     assert largest < 5 * found["nonlinear"] + 1e-3 < 0.2
     leak = [found["matrix"][i][j] for i in range(9) for j in range(9) if i // 3 == j // 3
             and turns[i].label == "good" and turns[j].label == "bad"]
-    kept = [found["matrix"][i][j] for i in range(9) for j in range(9) if i // 3 == j // 3 and i != j
-            and turns[i].label == turns[j].label == "good"]
-    assert (len(leak), len(kept)) == (6, 6)
+    assert len(leak) == 6
     assert found["leak"] == pytest.approx(statistics.fmean(leak), abs=1e-6)
-    assert found["kept"] == pytest.approx(statistics.fmean(kept), abs=1e-6)
     coupling_SS = torch.tensor(found["matrix"])
     again = pretrained.whole_model(model.float(), turns, coupling_SS)
     assert again["agreement"] == pytest.approx(1, abs=1e-3)              # of the map with itself

@@ -17,17 +17,16 @@ from lm import model as decoder  # noqa: E402
 
 
 class Script:
-    """A stand-in for the trainer that gives each episode prepared responses (use_vllm: with logprobs)."""
+    """A stand-in for the trainer that gives each episode prepared responses."""
 
-    def __init__(self, scripts, use_vllm=False):
-        self.left, self.use_vllm, self.seen = [list(script) for script in scripts], use_vllm, []
+    def __init__(self, scripts):
+        self.left, self.seen = [list(script) for script in scripts], []
         self.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=100_000))
         self.args = SimpleNamespace(max_completion_length=16)
 
     def _generate_single_turn(self, prompts, images, fields, num_generations):
         self.seen.append(prompts)
-        given = [script.pop(0) for script in self.left if script]
-        return given, [[-1.0] * len(ids) for ids in given] if self.use_vllm else None
+        return [script.pop(0) for script in self.left if script], None
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +71,6 @@ def test_a_rollout_is_the_conversation_token_for_token(game, chat):
     rewards = trl_grpo.reward(given["won"], given["refused_share"], logged.__setitem__, prompts=None)
     assert rewards == pytest.approx([1.0, -0.2 / len(won), -0.05])
     assert logged["success"] == 1 / 3
-
-
-@pytest.mark.fast
-def test_vllm_gives_sampled_tokens_their_logprobs(game, chat):
-    environment, task, _ = game
-    look = chat.respond("look")
-    trainer = Script([[look, look]], use_vllm=True)
-    given = trl_grpo.Rollout(environment, [task], chat, 1, max_turns=2)([task.id], trainer)
-    assert given["logprobs"] == [[-float(m) for m in given["env_mask"][0]]]
 
 
 @pytest.mark.fast
