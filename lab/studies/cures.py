@@ -83,6 +83,10 @@ ARMS = {"GRPO": ("--no-gcd",),
         "GRPO, ten times the KL": ("--no-gcd", "--kl-coef", "0.1"),
         "GRPO, thirty times the KL": ("--no-gcd", "--kl-coef", "0.3"),
         "GRPO, ten times the KL, then once": ("--no-gcd", "--kl-coef", "0.1"),
+        "+GCD, weight .1, ten times the KL, then once": ("--judge-labels", "oracle", "--judge-weight", "0.1",
+                                                         "--kl-coef", "0.1"),
+        "+GCD, coins, weight .1, ten times the KL, then once": (
+            "--judge-labels", "coins", "--judge-weight", "0.1", "--kl-coef", "0.1"),
         "GRPO, entropy bonus": ("--no-gcd",),
         "GRPO, half the entropy bonus": ("--no-gcd",),
         "+GCD, weight .1": ("--judge-labels", "oracle", "--judge-weight", "0.1"),
@@ -151,13 +155,18 @@ def variants():
 def explanations():
     """Arms of the latest seeds alone: GRPO beside a KL of .01 to .3 from a cold start, the KL's reference, in
     which the flaw has probability .6; from it and after coins, beside a KL of .1 for half of the run, then of
-    .01; and, after coins, with an entropy bonus beside .01.
+    .01; after coins, with an entropy bonus beside .01; and beside the KL that becomes lighter, GRPO after
+    judge questions and, after coins, GCD at its default weight, with right labels and with coin tosses.
     """
-    return [settings_of(questions, f"GRPO{arm}", COEFFICIENTS[0], embeddings) for questions, arm in (
-        ("coins, flaw likely", ""), ("coins, flaw likely", ", thrice the KL"),
-        ("coins, flaw likely", ", ten times the KL"), ("coins, flaw likely", ", thirty times the KL"),
-        ("coins", ", entropy bonus"), ("coins", ", ten times the KL, then once"),
-        ("coins", ", half the entropy bonus"), ("coins, flaw likely", ", ten times the KL, then once"))
+    return [settings_of(questions, arm, COEFFICIENTS[0], embeddings) for questions, arm in (
+        ("coins, flaw likely", "GRPO"), ("coins, flaw likely", "GRPO, thrice the KL"),
+        ("coins, flaw likely", "GRPO, ten times the KL"), ("coins, flaw likely", "GRPO, thirty times the KL"),
+        ("coins", "GRPO, entropy bonus"), ("coins", "GRPO, ten times the KL, then once"),
+        ("coins", "GRPO, half the entropy bonus"),
+        ("coins, flaw likely", "GRPO, ten times the KL, then once"),
+        ("judge", "GRPO, ten times the KL, then once"),
+        ("coins", "+GCD, weight .1, ten times the KL, then once"),
+        ("coins", "+GCD, coins, weight .1, ten times the KL, then once"))
         for embeddings in EMBEDDINGS]
 
 
@@ -306,8 +315,8 @@ def kl_lightened():
 
 
 CHANGES = {"GRPO, entropy bonus": partial(entropy_bonus, ENTROPY),
-           "GRPO, half the entropy bonus": partial(entropy_bonus, ENTROPY / 2),
-           "GRPO, ten times the KL, then once": kl_lightened}
+           "GRPO, half the entropy bonus": partial(entropy_bonus, ENTROPY / 2)} | {
+               arm: kl_lightened for arm in ARMS if arm.endswith("ten times the KL, then once")}
 
 
 # Measures
@@ -542,7 +551,10 @@ def decided(own, decisive):
         ("+GCD, weight .1", "GRPO, ten times the KL"), ("GRPO, entropy bonus", "GRPO"),
         ("GRPO, half the entropy bonus", "GRPO"), ("GRPO, half the entropy bonus", "GRPO, thrice the KL"),
         ("GRPO, ten times the KL, then once", "GRPO, ten times the KL"),
-        ("GRPO, ten times the KL, then once", "+GCD, weight .1"))}
+        ("GRPO, ten times the KL, then once", "+GCD, weight .1"),
+        ("+GCD, weight .1, ten times the KL, then once", "GRPO, ten times the KL, then once"),
+        ("+GCD, weight .1, ten times the KL, then once",
+         "+GCD, coins, weight .1, ten times the KL, then once"))}
     where["+GCD less GRPO, constant rate, tied"] = "+GCD", "GRPO", tied
     where["judge questions before RL alone, less neither"] = "GRPO", "GRPO", {
         "questions": "judge", "other_questions": "coins"}
@@ -550,6 +562,9 @@ def decided(own, decisive):
         "questions": "judge"}
     where["GRPO, ten times the KL, then once less judge questions before RL"] = (
         "GRPO, ten times the KL, then once", "GRPO", {"other_questions": "judge"})
+    where["judge questions before RL alone, less neither, ten times the KL, then once"] = (
+        "GRPO, ten times the KL, then once", "GRPO, ten times the KL, then once",
+        {"questions": "judge", "other_questions": "coins"})
     for times in ("thrice the KL", "ten times the KL", "thirty times the KL",
                   "ten times the KL, then once"):
         where[f"GRPO, {times} less GRPO, flaw likely"] = f"GRPO, {times}", "GRPO", {

@@ -30,14 +30,14 @@ def result(*q_N, auc=(), probe=(0.5, 1.0)):
 @pytest.mark.fast
 def test_the_arms_are_those_of_the_design():
     """GRPO after five kinds of questions, two more arms after coins, and the recipe, each with and without a
-    KL, tied and untied; nine of the last seeds, 22 of the decisive ones and 16 of the latest alone; six
+    KL, tied and untied; nine of the last seeds, 22 of the decisive ones and 22 of the latest alone; six
     of timing, and four that are asked before the command."""
     names = [cures.name_of(arm) for arm in cures.arms()]
-    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 22 + 16 + 6 + 4
+    assert len(set(names)) == len(names) == 4 * (5 + 2 + 1) + 9 + 22 + 22 + 6 + 4
     assert "+GCD after coins, no KL, untied" in names and "+GCD after coins, KL 0.01, tied, held" in names
     assert len(cures.OWN) == 12 and set(cures.OWN) < set(names)
     few, more = cures.cells_of(range(3), 24), cures.cells_of(range(5), 24, {names[0]})
-    assert len(few) == 3 * (len(names) - 9 - 22 - 16) and len(more) == len(few) + 2
+    assert len(few) == 3 * (len(names) - 9 - 22 - 22) and len(more) == len(few) + 2
     new = cures.cells_of(range(cures.NEW, cures.NEW + 2), 24, {names[0]})
     assert len(new) == 2 * len(cures.NEW_ARMS) == 16
     assert set(cures.CONFIRMING) < set(cures.NEW_ARMS) < set(names)
@@ -46,15 +46,17 @@ def test_the_arms_are_those_of_the_design():
     decisive = cures.cells_of(range(cures.DECISIVE, cures.DECISIVE + 2), 24)
     assert len(decisive) == 2 * len(cures.DECISIVE_ARMS) == 68 and set(cures.DECISIVE_ARMS) < set(names)
     latest = cures.cells_of(range(cures.LATEST - 1, cures.LATEST + 1), 24)
-    assert len(latest) == 2 * len(cures.DECISIVE_ARMS) + len(cures.LATEST_ARMS) == 84
+    assert len(latest) == 2 * len(cures.DECISIVE_ARMS) + len(cures.LATEST_ARMS) == 90
     weights = {arm: cures.flags_of(arm) for arm in cures.ARMS}
     assert "--judge-weight" not in weights["GRPO"] and weights["+GCD, weight .1"][-1] == "0.1"
     assert all(flags.count("--judge-weight") == (not arm.startswith("GRPO"))
                for arm, flags in weights.items())
     thrice = {arm: flags[-2:] for arm, flags in weights.items() if "thrice the KL" in arm}
     assert len(thrice) == 4 and {*thrice.values()} == {("--kl-coef", "0.03")}
-    heavier = {"GRPO, ten times the KL": "0.1", "GRPO, thirty times the KL": "0.3",
-               "GRPO, ten times the KL, then once": "0.1"}
+    lightened = [arm for arm in cures.ARMS if "then once" in arm]
+    heavier = {"GRPO, ten times the KL": "0.1", "GRPO, thirty times the KL": "0.3"} | dict.fromkeys(
+        lightened, "0.1")
+    assert len(lightened) == 3 and all(cures.CHANGES[arm] is cures.kl_lightened for arm in lightened)
     assert thrice | {arm: ("--kl-coef", of) for arm, of in heavier.items()} == {
         arm: flags[-2:] for arm, flags in weights.items() if "--kl-coef" in flags}
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
