@@ -183,7 +183,7 @@ def collate(samples, model):
     def tensor_of(name):
         lists = [getattr(sample, name) for sample in samples]
         known = sum(numbers is not None for numbers in lists)
-        assert known in (0, len(samples)) or name == "logprob_ref", (       # no KL is of judge samples
+        assert known in (0, len(samples)) or name == "logprob_ref", (     # judge samples have no KL
             f"{name} is known for some samples of a microbatch only")
         lists = [numbers or [math.nan] * len(sample.ids) for sample, numbers in zip(samples, lists)]
         return upload(device, at_sampled(lists))[0] if known else None

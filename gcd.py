@@ -170,7 +170,7 @@ def judge_candidates(run, episodes, seed):
     config, ranks, by_endpoint = run.config, run.ranks, None
     if config.judge_labels in labels.OF_ENDPOINT:
         share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
-        own_seed = stream(seed, 2, ranks.rank)                       # the 2 is listed in infra/streams.py
+        own_seed = stream(seed, 2, ranks.rank)                   # 2, and 3 in redraw: see infra/streams.py
         by_endpoint = run.endpoint_labels(episodes, share, own_seed, config.question_room)
     own = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment, by_endpoint)
     return sum(parallel.all_gather(own), [])
@@ -196,7 +196,7 @@ def redraw(run, episodes, candidates, chosen, questions, seed):
             break
         drawn = {(e, t) for e, t, _ in chosen}
         candidates = [candidate for candidate in candidates if candidate[:2] not in drawn]
-        chosen = judge.choose(candidates, config.judge_labels, pairs, stream(seed, 3, k))    # 3: as the 2
+        chosen = judge.choose(candidates, config.judge_labels, pairs, stream(seed, 3, k))
         fresh = judge.questions(run.chat, episodes, chosen, run.environment, k * config.judge_turns)
         ask(run, fresh, seed)
         questions = questions + fresh
