@@ -19,7 +19,7 @@ import judge
 import resume
 import rollout
 from batching import Sample, device_of
-from config import Config, arguments, environment_in, parse
+from config import PLAYS_ONLY, Config, arguments, environment_in, parse
 from infra import files, job, plugins
 from infra.streams import stream
 from lm import model as decoder
@@ -194,9 +194,8 @@ def agent_of(config, settings=()):
 
 def playing(folder, settings):
     """The Config of a run that only plays with the model in `folder`, in fp32 unless the settings differ."""
-    usual = {"dtype": "float32", "gcd": False, "iterations": 0, "minibatches": 1}       # no RL's own checks
-    fixed = {"model": folder, "demonstrations": 0, "dagger": 0, "evaluate": "none"}
-    return parse(arguments(usual | settings | fixed))
+    fixed = PLAYS_ONLY | {"model": folder, "evaluate": "none"}
+    return parse(arguments({"dtype": "float32"} | settings | fixed))
 
 
 def task_named(environment, name):

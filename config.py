@@ -217,7 +217,7 @@ class Config:
                             "eight: eight times at 1 and at 0.4; verl-agent (and GiGPO), rlvmr: 128 drawn "
                             "with replacement, at 0.4, in 50 or 30 turns",
                             (*PROTOCOLS,))
-    algorithm: algorithms.Method = None           # made from --algo and its flags
+    algorithm: algorithms.Method = None           # made from --algo and its flags; it alone changes in a run
     environment: envs.Environment = None          # made from --env and its flags
 
     def __post_init__(self):
@@ -350,6 +350,9 @@ def refuse(wrong, message):
         raise ValueError(message)
 
 
+# Settings of a Config that only plays, whatever the model was trained with: nothing of training is checked
+PLAYS_ONLY = {"demonstrations": 0, "dagger": 0, "iterations": 0, "minibatches": 1, "gcd": False, "kl": "none",
+              "correction": "off", "dynamic_sampling": "keep"}
 # Settings of place and speed, which may differ when a run is resumed or a table is filled
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "shard_within", "slots",
          "microbatch_tokens", "checkpoint_activations", "checkpoint_every", "keep_checkpoints",

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 import resume
-from config import PAPER, PROTOCOLS, Config, arguments, environment_in, find_environment
+from config import PAPER, PLAYS_ONLY, PROTOCOLS, Config, arguments, environment_in, find_environment
 from config import parse as parse_run
 from envs import EpisodeLost
 from envs._terminal import printed
@@ -252,8 +252,7 @@ def parse(argv):
     if "max_turns" in given and known and (turns := known.turns):
         raise ValueError(f"--max-turns={given['max_turns']}: --protocol {protocol} has {turns} turns")
     of_run = {name: value for name, value in given.items() if name not in vars(own)}
-    of_run |= {"demonstrations": 0, "dagger": 0, "iterations": 0, "minibatches": 1, "gcd": False,
-               "kl": "none", "correction": "off", "dynamic_sampling": "keep"}    # whatever it is trained with
+    of_run |= PLAYS_ONLY
     if kind == "model":
         of_run = resume.prompting_of(Path(own.player), name) | of_run | {"model": own.player}
     else:

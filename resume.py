@@ -262,6 +262,8 @@ def prompting_of(folder, env):
     """The flags by which a model folder's run prompted it and, in the environment `env` alone, limited its
     commands, {name: value}; {} if no run is known.
     """
+    if folder.parent.name == files.KEPT and not (folder / files.STATE).is_file():       # of an older run
+        folder = folder.parent.parent / files.CHECKPOINT
     state = state_beside(folder)
     then = dict_in(state, "settings")
     if "style" in state:

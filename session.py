@@ -45,7 +45,8 @@ class Run:
     config: object                # config.Config
     ranks: job.Ranks
     model: torch.nn.Module        # to train
-    sampler: torch.nn.Module      # to generate; `update_sampler` gives it the model's weights
+    sampler: torch.nn.Module      # to generate: the model itself or, if it is sharded, an unsharded copy that
+                                  # `update_sampler` fills
     optimizer: torch.optim.Optimizer
     objective: update.Objective   # the loss by the flags
     chat: Chat

@@ -165,7 +165,7 @@ class Environment:
     expert = None
     # online_expert(task, seed): an expert that follows another player. It has .observe(observation,
     # command=None), for the first observation and for each command with its reply, and .command(), what it
-    # would do now
+    # would do now: a text that `parse` returns unchanged
     online_expert = None
     # oracle(observations, commands): "good", "bad" or None for each command, by what was known at that time
     oracle = None

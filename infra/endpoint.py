@@ -220,9 +220,9 @@ class Endpoint:
         Not in the pool's own wait, which a signal that arrives just before it would not end: see
         signals.as_completed.
         """
-        self.stop.set()
-        pool.shutdown(wait=False, cancel_futures=True)
         try:
+            self.stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
             while self.running:
                 time.sleep(POLL_S)
         except KeyboardInterrupt:

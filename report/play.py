@@ -84,8 +84,8 @@ def main(argv=None):
         options, flags = parser.parse_known_args(argv)
         env = config.parse_known("report.play", flags, config.Config)[0].get("env", config.Config.env)
         prompting = config.arguments(prompting_of(Path(options.model), env))
-        given = config.parse(["--model", options.model, *prompting, *flags,
-                              "--demonstrations", "0", "--dagger", "0", "--dtype", "float32"])
+        given = config.parse(["--model", options.model, *prompting, *flags, "--dtype", "float32",
+                              *config.arguments(config.PLAYS_ONLY)])
         player = agent.agent_of(given)
         check_vocabulary(given, given.model, player.state, player.chat.tokenizer)
         task = agent.task_named(given.environment, options.game)

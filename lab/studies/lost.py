@@ -124,6 +124,8 @@ def main(argv=None):
     parser.add_argument("--out", default="", help="Markdown file to write")
     add_dirty(parser)
     options, flags = parser.parse_known_args(argv)
+    if any(flag.partition("=")[0] == "--temperature" for flag in flags):
+        parser.error(f"--temperature: games are played at {TEMPERATURE:g}")
     columns, names = [], []
     try:
         commit = files.clean_commit(options.dirty or not options.out)

@@ -74,7 +74,7 @@ def test_groups_whose_turn_rewards_differ_are_no_zero_variance_groups():
         assert method.zero_variance_groups(episodes) == equal
 
 
-def test_informative_drops_groups_without_any_advantage():
+def test_groups_without_any_advantage_are_dropped():
     turns_and_groups = (2, 7), (1, 3), (3, 7), (2, 5), (1, 3)
     episodes = [make_episode([("a", "hall", None, 1)] * n, group) for n, group in turns_and_groups]
     episodes[2].turns[-1].advantage = -0.5
@@ -84,7 +84,7 @@ def test_informative_drops_groups_without_any_advantage():
     assert gcd.drop_zero_advantage_groups(run_of(method, kl="loss"), episodes) == episodes
 
 
-def test_informative_keeps_groups_whose_only_advantages_are_of_tokens():
+def test_groups_whose_only_advantages_are_of_tokens_are_kept():
     """`turn.advantage` may be 0 where `turn.token_advantage` is not; token advantages of 0 do not count."""
     turns_and_groups = (2, 7), (1, 3), (1, 7), (1, 5)
     episodes = [make_episode([("a", "hall", None, 2)] * n, group) for n, group in turns_and_groups]
@@ -95,7 +95,7 @@ def test_informative_keeps_groups_whose_only_advantages_are_of_tokens():
 
 
 @pytest.mark.parametrize("name", ["grpo", "gigpo"])
-def test_groups_of_equal_rewards_are_informative_only_if_their_turns_differ(name):
+def test_groups_of_equal_rewards_are_kept_only_if_their_turns_differ(name):
     """Group 0 is won in one turn and in two: GRPO has no gradient, GiGPO prefers the short episode."""
     short, long = [("a", "end", None, 1)], [("a", "start of 0", None, 1), ("b", "end", None, 1)]
     episodes = [make_episode(short, won=True), make_episode(long, won=True), make_episode(short, group=1),

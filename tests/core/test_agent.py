@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,7 @@ import resume
 import rollout
 import session
 from envs import Task
-from infra import files, parallel
+from infra import files, job, parallel
 from infra.signals import Stop
 from lm import model as decoder
 from report import __main__ as report
@@ -211,6 +212,11 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
         torch.save(trainer, folder / "trainer.pt")
         player = gcd.load(folder)
         assert player.instruction_in("household") == (text if given else "")
+        settings = config.parse([*TINY, "--model", str(folder), "--demonstrations", "0", "--iterations", "0",
+                                 "--out", str(tmp_path / f"evaluated {given}")])
+        with ExitStack() as resources:                                    # as gcd.py's own evaluation
+            assert session.prepare(settings, job.setup("cpu"), False, resources).instruction == (
+                text if given else "")
         assert player.instruction_in("alfworld") == ""
         played.append(player.play("household", "L0/0", max_turns=1).turns[0].prompt_ids)
     tokenizer = player.chat.tokenizer
@@ -218,6 +224,13 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
     trainer["state"]["settings"]["env"] = "elsewhere"             # it is of the run's environment
     torch.save(trainer, folder / "trainer.pt")
     assert gcd.load(folder).play("household", "L0/0", max_turns=1).turns[0].prompt_ids == played[0]
+
+
+@pytest.mark.fast
+def test_what_only_rl_needs_is_not_checked_of_a_player():
+    for settings in ({"context": 64, "max_response_tokens": 16}, {"tasks": 2, "group_size": 1},
+                     {"iterations": 5, "warmup": 5}, {"correction": "critiques"}):
+        assert gcd.load(COMMITTED, **settings).config.iterations == 0
 
 
 @pytest.mark.fast

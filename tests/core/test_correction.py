@@ -235,7 +235,7 @@ def actor(monkeypatch):
 
 
 @pytest.mark.fast
-def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_actor(tokenizer, actor):
+def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_model(tokenizer, actor):
     chat = Chat(tokenizer, "think")
     bad = bad_turns(chat, "I repeat myself.", "I open what is open.")[:2]
     question = ("An agent that plays text games said this of its own mistakes:\n\n- I repeat myself.\n"
@@ -270,7 +270,7 @@ def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer):
 
 
 def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer):
-    """The real path, though the random model writes nonsense: the actor merges its critiques.
+    """The real path, though the random model writes nonsense: it merges its critiques.
 
     In double precision, so that no CPU's rounding changes a sampled token."""
     chat, sampling, model = Chat(tokenizer, "think"), Sampling(max_response_tokens=6), model.double()

@@ -332,8 +332,9 @@ def test_a_script_that_has_to_choose_needs_a_list_of_commands(tmp_path, capsys):
 
 
 @pytest.mark.fast
-def test_the_referee_plays_in_one_process(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.parametrize("ranks", ["0", "2"])
+def test_the_referee_plays_in_one_process(monkeypatch, tmp_path, capsys, ranks):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
     assert evaluation.main(["--player", "first", "--out", str(tmp_path / "out")]) == 2
     assert "without torchrun" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -834,7 +835,17 @@ def test_a_lost_try_adds_no_tokens_to_its_episode(serve, short, referee, monkeyp
 
 
 @pytest.mark.fast
-def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, tmp_path):
+def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, tmp_path, monkeypatch):
+    """Not even if its game already called it won, and went on."""
+    receive = players.Conversation.receive
+
+    def won_at_once(self, *limits):
+        over = receive(self, *limits)
+        self.episode.won = True
+        return over
+
+    monkeypatch.setattr(players.Conversation, "receive", won_at_once)
+
     def short_context(question, nth):
         too_long = 400, '{"error": {"message": "at most 99 tokens"}}'
         return lambda handler: handler.send(too_long if len(handler.messages) > 3

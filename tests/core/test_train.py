@@ -781,7 +781,8 @@ def test_a_run_outlives_its_terminal(start, tmp_path):
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set without RANK, MASTER_ADDR, MASTER_PORT"),
     ({"RANK": "first"}, "RANK=first WORLD_SIZE=1: expected numbers"),
     ({"RANK": "1"}, "RANK=1 WORLD_SIZE=1: expected a rank below the number of ranks"),
-    ({"WORLD_SIZE": "0"}, "RANK=0 WORLD_SIZE=0: expected a rank below the number of ranks")])
+    ({"WORLD_SIZE": "0"}, "RANK=0 WORLD_SIZE=0: expected a rank below the number of ranks"),
+    ({"WORLD_SIZE": "", "RANK": "1"}, "RANK=1 WORLD_SIZE=1: expected a rank below the number of ranks")])
 def test_incomplete_torchrun_variables_are_named(start, tmp_path, capsys, monkeypatch, variables, message):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
