@@ -222,7 +222,7 @@ def truncate_logs(folder, done, cold=None, trains=True):
     cold: its {"steps", "rounds"}. Its demonstrations are made again, and their lines, which have no step, go;
     after a DAgger round the first demonstrations are not, and their line stays. stages.json, which marks a
     finished run, becomes stages.json.old; so does evaluation.json if the run `trains` on, and the episodes of
-    that evaluation go, as do rollouts and kept models of iterations that are repeated.
+    that evaluation go, as do rollouts of iterations that are repeated; models kept of these are set aside.
     """
     for name in (STAGES, *((EVALUATION,) if trains else ())):
         if (folder / name).exists():
@@ -246,7 +246,7 @@ def truncate_logs(folder, done, cold=None, trains=True):
             path.unlink()
     for path in (folder / KEPT).glob("*") if trains else ():
         if path.name.isdecimal() and int(path.name) > done:
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            set_aside(path)
 
 
 def filter_lines(path, predicate):

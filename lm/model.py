@@ -3,8 +3,8 @@
 Parameter names, config.json and safetensors files follow Hugging Face, so either library loads the other's
 folders. Which keys a query attends to is decided by an attention layout (lm/attention.py).
 Left out: dropout, sliding windows, RoPE scaling other than Llama 3's.
-Shapes: B rows, T positions of a chunk, V vocabulary, H query heads, K key/value heads, D head size, C hidden
-size, N selected positions.
+Shapes: B rows, T positions of a chunk, V vocabulary, H query heads, K key/value heads, D head size, F = D / 2
+frequencies of RoPE, C hidden size, N selected positions.
 """
 
 import hashlib
