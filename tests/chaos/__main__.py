@@ -56,7 +56,7 @@ ATTACKS = {
     "orphans": (orphans, "runs end when run.sh or torchrun is gone"),
     "ranks": (ranks, "a failing rank ends all ranks; any number of ranks continues"),
     "full disks": (full_disks, "a full disk is one line, and loses nothing that was saved"),
-    "mutations": (mutations, "a broken file is one line that names it"),
+    "mutations": (mutations, "a broken file is named, without a traceback"),
     "not numbers": (not_numbers, "weights that are no numbers are refused"),
     "hostile HTTP": (hostile_http, "a server can neither hang nor flood a run"),
     "dead terminals": (dead_terminals, "a run needs no terminal"),
