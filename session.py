@@ -292,8 +292,7 @@ def prepare(config, ranks, should_stop, resources):
     source, state = resume.starting_point(config, out, ranks)
     previous = state or resume.state_beside(source)               # of the run that trained the model, if any
     keeps = source and (config.correction != "off" or not config.iterations)  # else RL has none
-    instruction_of = resume.instruction_of if state or config.iterations else resume.played_instruction
-    instruction = instruction_of(source, previous, config.env) if keeps else ""
+    instruction = resume.instruction_of(source, previous, config.env) if keeps else ""
     if config.correction != "off" and 0 < config.iterations < config.correction_every and not (
             instruction or state):
         raise ValueError(f"--correction-every={config.correction_every}: above --iterations="

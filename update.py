@@ -132,8 +132,9 @@ def token_loss(model, batch, objective, scale, sums):
     else:
         loss_N, clipped_N = losses.clipped_surrogate(ratio_N, micro.advantage_N, objective.clip_low,
                                                      objective.clip_high, objective.dual_clip)
+    moved_N = (now_N - old_N).clamp(-10, 10)         # by the steps before; its k3 as in losses.kl_k3
     measured = {"nll_nats": -now_N, "entropy_nats": entropy_N, "clip_frac": clipped_N,
-                "approx_kl_nats": losses.kl_k3(old_N, now_N)}      # how far the steps before moved the policy
+                "approx_kl_nats": moved_N.exp() - moved_N - 1}
     if micro.sampler_N is not None and objective.sampler_cap:
         sampler_weight_N, cut_N = losses.sampler_weight(old_N, micro.sampler_N, objective.sampler_cap)
         loss_N = sampler_weight_N * loss_N
