@@ -120,8 +120,8 @@ class TextPlayer:
                 for conversation, response in self.finished():
                     if isinstance(response, Failure) and self.is_refusal(conversation, response):
                         episode = conversation.episode
-                        episode.overflowed, episode.won, episode.ended = True, False, "context full"
-                        episode.lost = response.reason
+                        episode.overflowed, episode.lost = True, response.reason
+                        episode.fail("context full")
                         on_end(episode, *self.tokens(conversation))
                     if isinstance(response, Failure):
                         free.append(conversation)

@@ -77,6 +77,10 @@ class Episode:
     ended: str = ""               # why it ended: the game's reason, or see Conversation.receive
     game_s: float = field(default=0.0, compare=False)            # seconds that it waited for its game
 
+    def fail(self, ended):
+        """End the episode as not won, whatever its game said before. ended: why."""
+        self.won, self.ended = False, ended
+
     def __str__(self):
         """The transcript: observations, commands, labels, and the outcome."""
         lines = [f"task {self.task.id}", ""]
@@ -200,8 +204,8 @@ class Conversation:
             valid=action is not None and (not listed or action in before.admissible),
             anchor=episode.last_anchor, truncated=response.truncated, tag=tag, allowed=response.allowed))
         if response.truncated and on_truncation == "fail":
-            episode.truncated, episode.won, episode.final_observation = True, False, before.observation
-            episode.ended = "response too long"
+            episode.truncated, episode.final_observation = True, before.observation
+            episode.fail("response too long")
         elif action is not None:
             self.call("step", action)
 
@@ -235,9 +239,10 @@ class Conversation:
         episode.overflowed = not self.reply.done and not limit and len(self.prompt) > max_prompt
         if self.reply.done:
             episode.ended = self.reply.ended or ("won" if self.reply.won else "over")
-        elif limit or episode.overflowed:
-            episode.ended = "turn limit" if limit else "context full"
-            episode.won &= limit               # what overflows has failed, even if the game called it won
+        elif limit:
+            episode.ended = "turn limit"
+        elif episode.overflowed:
+            episode.fail("context full")
         return bool(episode.ended)
 
 

@@ -127,8 +127,11 @@ class Run:
         """Save the model after `done` iterations in OUT/kept, next to earlier ones."""
         def fill(new):
             models.save_merged(self.model, new)
-            parallel.on_rank0(lambda: self.chat.tokenizer.save_pretrained(new) and None)
-            parallel.on_rank0(lambda: files.write_json(new / files.STATE, self.played_as()))
+            parallel.on_rank0(lambda: save_beside(new))
+
+        def save_beside(new):
+            self.chat.tokenizer.save_pretrained(new)
+            files.write_json(new / files.STATE, self.played_as())
 
         checkpoint.replace((self.out / files.KEPT / f"{done:05d}").resolve(), fill)
 
