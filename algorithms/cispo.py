@@ -14,7 +14,7 @@ from algorithms import grpo
 class Loss:
     """CISPO's loss, for any algorithm's advantages: class Method(cispo.Loss, gigpo.Method)."""
 
-    defaults = dict(clip_low=1.0, clip_high=4.0)
+    defaults = dict(clip_low=1.0, clip_high=4.0, dual_clip=0.0)
 
     def loss(self, ratio_N, advantage_N):
         """The gradient is that of the equation; log ratio is log pi less a constant."""

@@ -39,9 +39,9 @@ def tag_rewards(tags, actions, valid, won, variant="paper"):
         planning     1 if the episode was won                     the same
         explore      1 if the action has a name (a word with      1 unless an earlier turn had the same
                      its number) that no earlier action had       action
-        reflection   1 if the previous turn was malformed or      1 if so was the previous turn, and the
-                     not admissible, and this one is              action differs from its; 1 at the first
-                     admissible                                   turn
+        reflection   1 if the previous turn was malformed or      1 if the previous turn was malformed or
+                     not admissible, and this one is              not admissible and had another action;
+                     admissible                                   1 at the first turn
         monitor, or a malformed turn: 0, and compared as "none"
 
     tags: texts or None; actions: texts, None for a malformed turn; valid: admissible. Returns the rewards and

@@ -18,13 +18,15 @@ import inspect
 import json
 from enum import EnumMeta
 from functools import lru_cache
-from typing import Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from . import Environment, Reply
 
 START, END = "<tool_call>", "</tool_call>"
 KINDS = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None),
          "array": list, "object": dict}
+JSON_TYPES = int, float, str, bool, type(None), list, dict, Any, UnionType
 # What a run or `Game` itself looks up in a game, so that no tool can be called so
 TAKEN = "won", "done", "ended", "reward", "send", "receive", "time_limit_s"
 CALL = 'a JSON object {"name": TOOL, "arguments": {...}}'
@@ -188,10 +190,6 @@ def wrong_value(value, schema):
     parts = []
     if isinstance(value, list):
         parts = [(item, schema.get("items", {})) for item in value]
-        if (of_each := schema.get("prefixItems")) is not None:
-            if len(value) != len(of_each):
-                return f"{what}; expected {len(of_each)} items"
-            parts = [*zip(value, of_each)]
     elif isinstance(value, dict):
         parts = [*((key, {}) for key in value),
                  *((item, schema.get("additionalProperties", {})) for item in value.values())]
@@ -273,11 +271,16 @@ def never_passed(hint):
     """What in a type hint has a schema but is never passed, since a tool gets the values of JSON as they are;
     "" if nothing is.
     """
-    if isinstance(hint, EnumMeta):
+    kind = get_origin(hint) or hint
+    if isinstance(kind, EnumMeta):
         return "has an Enum, which no value of JSON is; use Literal"
-    if get_origin(hint) is dict and get_args(hint)[0] is not str:
+    if kind is tuple:
+        return "has a tuple, which no value of JSON is; use list"
+    if isinstance(kind, type) and kind not in JSON_TYPES:
+        return f"has {inspect.formatannotation(kind)}, which no value of JSON is"
+    if kind is dict and get_args(hint) and get_args(hint)[0] is not str:
         return "has keys that are no text, which JSON has not; use dict[str, ...]"
-    parts = () if get_origin(hint) is Literal else get_args(hint)
+    parts = () if kind is Literal else get_args(hint)
     return next(filter(None, map(never_passed, parts)), "")
 
 

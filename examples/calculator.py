@@ -126,7 +126,8 @@ class Environment(ToolEnvironment):
     def oracle(self, observations, commands):
         a, first, b, second, c = re.match(r"Compute \((\d+) (.) (\d+)\) (.) (\d+)", observations[0]).groups()
         pending, labels = right_calls((int(a), first, int(b), second, int(c))), []
-        for command in commands:
-            labels.append("good" if self._calls(command) == pending[:1] else "bad")
-            pending = pending[1:] if labels[-1] == "good" else pending
+        for calls in map(self._calls, commands):
+            good = calls and calls == pending[:len(calls)]
+            labels.append("good" if good else "bad")
+            pending = pending[len(calls):] if good else pending
         return labels

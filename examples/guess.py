@@ -34,7 +34,7 @@ class Game:
         return self.reply(where, won=n == self.secret)
 
     def reply(self, observation, won=False):
-        return Reply(observation, self.commands, won, done=won)
+        return Reply(observation, [*self.commands], won, done=won)
 
     def close(self):
         pass

@@ -27,7 +27,8 @@ class Settings(rewards.Settings):
 def token_weights(n, decay):
     """w_t of a response of n tokens, as above."""
     powers = [decay**t for t in range(n)]
-    return [n * power / sum(powers) for power in powers]
+    total = sum(powers)
+    return [n * power / total for power in powers]
 
 
 class Method(algorithms.Method):

@@ -111,6 +111,7 @@ def app(sessions=64, **settings):
     The training games are read here, so that no session waits for them. ValueError if there are none.
     """
     check_positive("sessions", sessions)
+    check_positive("max_turns", settings.get("max_turns", 50))
     find_split("train", settings.get("games", ""), settings.get("types", "part"))
     return create_fastapi_app(lambda: Server(**settings), Command, Turn, max_concurrent_envs=sessions)
 

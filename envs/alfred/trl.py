@@ -6,9 +6,10 @@
     trainer = GRPOTrainer(model, args=GRPOConfig(max_tool_calling_iterations=30),
                           train_dataset=Dataset.from_list(rows(1000)), environment_factory=Household)
 
-TRL makes an instance per episode, calls `reset` with a row of the dataset, offers the public methods to the
-model as tools, and calls `get_reward` at the end (TRL 1.16, docs/source/grpo_trainer.md). Nothing of TRL is
-imported here. Left out: the episode as token ids, which lab/bench/trl_grpo.py has.
+TRL has an instance for each episode of a batch, and uses it again in the next: it calls `reset` with a row of
+the dataset, offers the public methods to the model as tools, and calls `get_reward` at the end (TRL 1.16,
+docs/source/grpo_trainer.md). Nothing of TRL is imported here. Left out: the episode as token ids, which
+lab/bench/trl_grpo.py has.
 """
 
 from .game import Game

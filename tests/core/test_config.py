@@ -158,7 +158,7 @@ def test_the_papers_preset_works_with_every_algorithm(algo):
     found = parse("--preset", "paper", "--algo", algo, "--lr", "2e-6").settings()
     assert (found["lr"], found["demonstrations"], found["success_reward"]) == (2e-6, 300, 10.0)
     assert (found["tasks"], found["group_size"]) == ((128, 1) if algo in ("ppo", "reinforce") else (16, 8))
-    bounds = {"cispo": (4.0, 3.0), "dapo": (0.28, 0.0), "dr_grpo": (0.2, 0.0), "gspo": (4e-4, 0.0)}
+    bounds = {"cispo": (4.0, 0.0), "dapo": (0.28, 0.0), "dr_grpo": (0.2, 0.0), "gspo": (4e-4, 0.0)}
     assert (found["clip_high"], found["dual_clip"], found["history"]) == (*bounds.get(algo, (0.2, 3.0)), 0)
     assert found.get("normalize_std", True) != (algo == "dr_grpo") and found.get("critic_lr", 1e-5) == 1e-5
     assert found["entropy_coef"] == (0.0 if algo in ("cispo", "dapo", "dr_grpo", "gspo") else 0.001)

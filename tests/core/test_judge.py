@@ -218,14 +218,12 @@ def test_an_environment_without_an_oracle_gives_no_labels(chat):
 
 @pytest.mark.fast
 def test_an_environment_may_have_its_own_labels(chat):
-    """If the name is one of labels.LABELS, the built-in labels are used."""
     def long_commands(episode):
         return ["good" if len(turn.action) > 15 else "bad" for turn in episode.turns]
 
     environment, episode = envs.Environment(), scripted(chat)
-    environment.labels = {"length": long_commands, "rule": long_commands}
+    environment.labels = {"length": long_commands}
     assert turn_labels.label_turns(episode, "length", environment) == long_commands(episode)
-    assert turn_labels.label_turns(episode, "rule", environment) == turn_labels.rule_labels(episode)
 
 
 # Labels from a large model
