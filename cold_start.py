@@ -338,7 +338,7 @@ def judge_samples(run, stop):
         config.context - max(QUESTION_TOKENS, needed))                         # of a bare verdict
     if asks:
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed, max_tokens)
-        by_endpoint = parallel.all_gather(given)[0]
+        by_endpoint = parallel.from_rank0(given)
     candidates = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
     chosen = judge.choose(candidates, config.judge_labels, n // 2, seed)
     if not chosen:

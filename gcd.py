@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from random import Random
 
-from config import MOST_ROUNDS, WHERE, arguments, parse, parse_or_exit
+from config import MOST_ROUNDS, OF_TRAINING, WHERE, arguments, parse, parse_or_exit
 
 if __name__ == "__main__":
     parse_or_exit()                    # answers --help and wrong flags, before the imports below load torch
@@ -468,8 +468,9 @@ def attempt(config, resources):
 def train(**settings):
     """The command as a function: train(iterations=2, gcd=False) is `gcd.py --iterations 2 --no-gcd`.
 
-    Runs in this process alone. Returns the trained Agent, which plays under the same settings. ValueError for
-    wrong settings, before any work; KeyboardInterrupt, after saving, if the run was interrupted.
+    Starts no process; under torchrun each rank calls it. Returns the trained Agent, which plays under the
+    same settings. ValueError for wrong settings, before any work; KeyboardInterrupt, after saving, if the run
+    was interrupted.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -480,14 +481,14 @@ def train(**settings):
     """
     config = parse(arguments(settings))
     folder = Path(config.out).absolute() / files.CHECKPOINT
-    trains = config.demonstrations or config.iterations       # else the model is only evaluated
-    if not (trains or config.model):
+    trains = config.demonstrations or config.iterations       # else a model is only evaluated
+    if not (trains or config.model or config.resume and folder.is_dir()):
         raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
     with ExitStack() as resources, Stop.restored(), chdir("."):         # back from where a game may have gone
         if run_all(config, resources):
             raise KeyboardInterrupt
-    given = {name: value for name, value in settings.items() if name not in WHERE}
-    return load(folder if trains else config.model, **given)
+    given = {name: value for name, value in settings.items() if name not in (*WHERE, *OF_TRAINING)}
+    return load(folder if folder.is_dir() else config.model, **given)
 
 
 def main(argv=None):

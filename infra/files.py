@@ -72,9 +72,10 @@ def remove_leftovers(folder):
     """Remove what killed processes left in a folder that this one has locked: unfinished copies of a run's
     files, and fresh models, which nothing had trained.
     """
-    for path in folder.glob("*.new"):
+    for path in (*folder.glob("*.new"), *(folder / ROLLOUTS).glob("*.new")):
         name, _, pid = path.stem.rpartition(".")
-        if name in (METRICS, EPISODES, EVALUATION, STAGES) and pid.isdecimal():
+        iteration = path.parent != folder and name.endswith(".jsonl")
+        if (iteration or name in (METRICS, EPISODES, EVALUATION, STAGES)) and pid.isdecimal():
             path.unlink()
     for path in folder.glob(f"{FRESH}*"):
         if re.fullmatch("[0-9a-f]{8}", path.name.removeprefix(FRESH)) and path.is_dir():

@@ -156,7 +156,8 @@ class Watch:
     Each rank counts in the group's store every BEAT_S seconds, and watches the count of the next rank. On
     GPUs a collective may never notice that a peer is gone, and a main thread that is blocked in it runs no
     signal handler. A process that is suspended for less than LOST_BEATS is not lost, nor is a whole job that
-    is suspended for longer: what counts is the watcher's own beats.
+    is suspended for longer: what counts is the watcher's own beats. (With --shard-within node the groups of
+    ranks have torch's own limit, half an hour.)
     """
 
     current = None                 # of this process, if it is one of several

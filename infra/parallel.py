@@ -231,6 +231,14 @@ def all_gather(value):
     return values
 
 
+def from_rank0(value):
+    """Return rank 0's value, any picklable object, on every rank; the others' is not read."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def all_sum(x):
     """Sum over ranks a number, a tensor (of equal shape), or a dict of numbers (a missing key counts as 0).
 
@@ -282,7 +290,7 @@ def of_rank(rank, kind, text):
 
 def on_rank0(action):
     """Call `action()` on rank 0 while the others wait; return its value, or raise its error, on all ranks."""
-    return all_gather(collective(lambda: action() if is_rank0() else None))[0]
+    return from_rank0(collective(lambda: action() if is_rank0() else None))
 
 
 def pop_grads(model):

@@ -409,6 +409,23 @@ def test_train_equals_the_command(start, tmp_path):
 
 
 @pytest.mark.fast
+def test_train_returns_the_runs_model_under_flags_that_playing_refuses_and_where_nothing_is_left(
+        start, tmp_path, monkeypatch):
+    """Flags of training that need others, and a resumed run that only evaluates its own checkpoint."""
+    monkeypatch.setattr(gcd, "run_all", lambda config, resources: 0)
+    chosen = {"model": start, "demonstrations": 0, "iterations": 1, "out": tmp_path, "judge_labels": "oracle"}
+    for needs in ({"kl": "loss", "kl_coef": 0.1}, {"dtype": "bfloat16", "sampler_cap": 2},
+                  {"correction": "critiques", "correction_every": 5}):
+        played = gcd.train(**chosen | needs).config
+        assert played.model == str(start) and played.dtype == needs.get("dtype", "float32")
+    shutil.copytree(start, tmp_path / "checkpoint")
+    again = chosen | {"iterations": 0, "resume": True}
+    assert gcd.train(**again).config.model == str(tmp_path / "checkpoint")
+    del again["model"]
+    assert gcd.train(**again).config.model == str(tmp_path / "checkpoint")
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("settings, message", [
     ({"lr": "nan"}, "--lr=nan"), ({"frobnicate": 1}, "--frobnicate: no such flag"),
     ({"iterations": True}, "--iterations"), ({"env": "nowhere"}, "--env=nowhere"),

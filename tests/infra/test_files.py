@@ -198,9 +198,11 @@ def test_a_log_line_that_no_run_wrote_is_cut(tmp_path, line):
 
 @pytest.mark.fast
 def test_what_killed_processes_left_is_removed_and_no_more(tmp_path):
-    left = ["metrics.jsonl.12.new", "evaluation.json.7.new", "fresh-0123abcd/model.safetensors"]
+    left = ["metrics.jsonl.12.new", "evaluation.json.7.new", "fresh-0123abcd/model.safetensors",
+            "rollouts/00003.jsonl.12.new"]
     kept = ["metrics.jsonl.new", "report.html.12.new", "metrics.jsonl.x.new", "fresh-0123abcd.txt",
-            "fresh-notes/a", "fresh-0123ABCD/a", "checkpoint.new/config.json", "metrics.jsonl"]
+            "fresh-notes/a", "fresh-0123ABCD/a", "checkpoint.new/config.json", "metrics.jsonl",
+            "00003.jsonl.12.new", "rollouts/00003.jsonl", "rollouts/notes.12.new"]
     for name in (*left, *kept):
         files.write_text(tmp_path / name, "")
     files.remove_leftovers(tmp_path)
