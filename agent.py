@@ -21,12 +21,13 @@ import rollout
 from batching import Sample, device_of
 from config import PLAYS_ONLY, Config, arguments, environment_in, parse
 from infra import files, job, plugins
+from infra.flags import flag_of
 from infra.streams import stream
 from lm import model as decoder
 from lm import smollm2
 from lm.chat import Chat
 from lm.engine import Sampling, Slots, answer, generate
-from models import check_vocabulary, make_chat, open_chat, threads_for
+from models import check_positions, check_vocabulary, make_chat, open_chat, threads_for
 from update import last_values
 
 TEMPERATURE = 0.4             # of play, by default
@@ -54,8 +55,9 @@ class Agent:
         """Play one episode. Returns a rollout.Episode; print it for its transcript.
 
         env: an environment's name or file. task: "SPLIT/NUMBER", such as "L0/3", or a task's id. settings:
-        flags of the environment and the run, such as max_turns=30 or games=DIR. ValueError for an unknown
-        environment, task or setting, and for an environment whose words a small model does not know.
+        flags of the environment and the run, such as max_turns=30 or games=DIR; model, device and dtype are
+        `load`'s. ValueError for an unknown environment, task or setting, for more context than the model has,
+        and for an environment whose words a small model does not know.
 
         >>> episode = agent.play("household", "L0/3")
         >>> print(episode)                                          # doctest: +ELLIPSIS
@@ -64,6 +66,8 @@ class Agent:
         -= Welcome to TextWorld, ALFRED! =-
         ...
         """
+        if of_load := {"model", "device", "dtype"} & settings.keys():
+            raise ValueError(f"{flag_of(min(of_load))}: give it to load")
         env = str(env)
         same = resume.is_of(vars(self.config), env)
         own = {name: value for name, value in self.settings.items()              # not of another environment
@@ -71,6 +75,7 @@ class Agent:
         config = playing(self.config.model, own | settings | {"env": env})
         chat = make_chat(config, self.chat.tokenizer)
         check_vocabulary(config, config.model, self.state, chat.tokenizer)
+        check_positions(config, config.model, self.model.config)
         sampling = Sampling(temperature, config.max_response_tokens)
         spec = rollout.EpisodeSpec(task_named(config.environment, task), 0, stream(seed),
                                    instruction=self.instruction_in(config.env))

@@ -51,7 +51,7 @@ from players import (
     prompt_of,
 )
 from rollout import EpisodeSpec, OnlineExpert, counts_of, shares_of
-from session import drawn_tasks, make_games, split_tasks
+from session import drawn_tasks, make_games, most_evaluated, split_tasks
 
 # Stage 3 of a run
 
@@ -189,7 +189,7 @@ class Settings:
     player: str = setting("", "who plays: a model folder, the URL of an OpenAI-compatible server, expert "
                           "(of an environment with an online_expert), or, where commands are listed and not "
                           "templates of them, random or first (admissible command)", section="player")
-    name: str = setting("", "its name in tables; empty: as --player or --endpoint-model says")
+    name: str = setting("", "its name in tables; empty: a run's, folder's or script's, or --endpoint-model")
     seen: str = setting("", "what it was trained on, for tables: demonstrations, an expert, task types")
     endpoint_extra: str = setting("", "JSON object merged into the body of each request to a server; null "
                                   "removes a key", rare=True)
@@ -332,8 +332,13 @@ def open_player(own, config, given, resources):
     if config.dtype != "float32":                    # as a run's sampler: the same products, and faster
         model.requires_grad_(False).fuse()
     return ModelPlayer(model, chat, config), facts | {
-        "name": own.name or folder.resolve().name, "parameters": decoder.count_parameters(model.config),
+        "name": own.name or name_of(folder.resolve()), "parameters": decoder.count_parameters(model.config),
         "weights": decoder.weights_hash(folder)}
+
+
+def name_of(folder):
+    """A model's name in tables: its folder's, of a run's checkpoint the run's."""
+    return folder.parent.name if folder.name == files.CHECKPOINT else folder.name
 
 
 def head_of(own, config, given, player, facts):
@@ -370,8 +375,9 @@ def referee(own, config, given, resources):
     holds = files.holds_run(out) and not unplayed
     if holds and not config.resume:
         if not config.overwrite:
-            raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside")
-        files.check_can_be_set_aside(out)
+            raise ValueError(f"--out={out}: holds a run; --resume continues an evaluation, --overwrite sets "
+                             "any run aside")
+        check_aside(config, out)
     config.environment.versions()                             # ValueError if a package is missing
     for split in config.splits:                               # before a model is loaded
         split_tasks(config.environment, split)
@@ -381,11 +387,12 @@ def referee(own, config, given, resources):
     if not unplayed and continues(config, head, out):
         files.filter_lines(out / files.EPISODES, first_of_each_play(config, head))
     elif holds:
-        files.check_can_be_set_aside(out)
+        check_aside(config, out)
         files.start_over(out, resources)
-    games = make_games(config.environment, config.slots, resources)
+    games = make_games(config.environment, min(config.slots, most_evaluated(config)), resources)
     files.write_json(out / files.EVALUATION, head | result_of(config, head, out))     # so a kill loses none
-    due = play_missing(config, head, player, games, out, should_stop)
+    with naming_player():
+        due = play_missing(config, head, player, games, out, should_stop)
     result = head | result_of(config, head, out)
     files.write_json(out / files.EVALUATION, result)
     print_result(result)
@@ -440,6 +447,13 @@ def is_unplayed(out):
                     for key in ("splits", "outcomes")))
 
 
+def check_aside(config, out):
+    """ValueError if OUT cannot be set aside, also because the player or its games lie there."""
+    with naming_player():
+        resume.check_apart(config, out)
+    files.check_can_be_set_aside(out)
+
+
 def continues(config, head, out):
     """Whether --resume continues what OUT holds. ValueError if it cannot be continued, unless --overwrite."""
     if config.resume:
@@ -457,7 +471,7 @@ def continues(config, head, out):
 def check_same(stored, head, out):
     """ValueError unless a stored evaluation is of the same player and games, by the same protocol."""
     if not (isinstance(stored, dict) and stored.get("player")):
-        raise ValueError(f"--resume: {out / files.EVALUATION} is no evaluation by the referee")
+        raise ValueError(f"--resume: {out} holds no evaluation by the referee")
     head = files.nan_to_null(head)
     for name in IDENTITY:
         if stored.get(name) != head[name]:

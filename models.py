@@ -44,7 +44,7 @@ def open_chat(config, folder, ranks, plays=False):
 
 
 def check_size(config, folder, shape, ranks, plays):
-    """ValueError if a model of this shape does not fit into memory, or has fewer positions than --context."""
+    """ValueError if a model of this shape does not fit into memory; see also check_positions."""
     dtype, parameters = getattr(torch, config.dtype), decoder.count_parameters(shape)
     with torch.device("meta"):
         model = choose_trained(decoder.Model(shape), config)
@@ -53,6 +53,11 @@ def check_size(config, folder, shape, ranks, plays):
     state = ({"weights": dtype.itemsize * parameters} if plays else state_bytes(
         parameters, ranks.shards, dtype, numbers, config.lora > 0, ranks.copies, config.compares_gradients))
     check_memory(state, parameters, ranks.world_size, dtype, ranks.device)
+    check_positions(config, folder, shape)
+
+
+def check_positions(config, folder, shape):
+    """ValueError if the model of a folder has fewer positions than --context."""
     if config.context > (longest := shape.max_position_embeddings):
         raise ValueError(f"--context={config.context}: {folder}/config.json allows {longest}")
 

@@ -48,15 +48,20 @@ def starting_point(config, out, ranks):
         if not config.overwrite:
             raise ValueError(f"--out={out}: holds a run; --resume continues it, --overwrite sets it aside "
                              "and starts over")
-        given = config.settings()
-        cache = ("endpoint_cache",) if config.endpoint else ()
-        for name in ("model", "env", "algo", *config.environment.sources, *cache):
-            there = Path(given[name] or out)
-            if out.resolve() in there.resolve().parents and there.exists():
-                raise ValueError(f"{flag_of(name)}={given[name]}: lies in --out={out}, which --overwrite "
-                                 "would set aside")
+        check_apart(config, out)
         parallel.on_rank0(lambda: files.check_can_be_set_aside(out))
     return Path(config.model) if config.model else None, None
+
+
+def check_apart(config, out):
+    """ValueError if what the run reads is OUT or lies in it, so that --overwrite would set it aside."""
+    given = config.settings()
+    cache = ("endpoint_cache",) if config.endpoint else ()
+    for name in ("model", "env", "algo", *config.environment.sources, *cache):
+        there = Path(given[name]).resolve()
+        if given[name] and out.resolve() in (there, *there.parents) and there.exists():
+            raise ValueError(f"{flag_of(name)}={given[name]}: lies in --out={out}, which --overwrite would "
+                             "set aside")
 
 
 def as_rank0(read):

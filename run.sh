@@ -77,6 +77,7 @@ if [ "${1:-}" = alfworld ]; then        # the flags of lab/results/table1_alfwor
     [ $# = 1 ] || unknown "$2"
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
     [ -d "$games/valid_seen" ] || {
+        install requirements.txt            # which the download needs
         echo "run.sh: no games in $games; .venv/bin/python -m envs.household download fetches them," \
              "to \$ALFWORLD_DATA if it is set" >&2; exit 2; }
     common+=(--games "$games" --hidden-size 96 --max-turns 30 --protocol eight)
@@ -95,7 +96,12 @@ for seed in $(sed -n 's/.*"config": {.*"seed": \([0-9]*\).*/\1/p' "$began" 2> /d
     [ "$seed" = "$SEED" ] || {
         echo "run.sh: SEED=$SEED: $OUT holds runs of seed $seed; give another OUT" >&2; exit 2; }
 done
+job=${1:-rooms}
+[ "$(cat "$OUT/job" 2> /dev/null || echo "$job")" = "$job" ] || {
+    echo "run.sh: $OUT holds the runs of another job, $(cat "$OUT/job"); give another OUT" >&2; exit 2; }
 install requirements.txt
+mkdir -p "$OUT"
+echo "$job" > "$OUT/job"
 
 method() {                              # one RL method, from the cold start or from its own checkpoint
     [ ! -e "$OUT/$1/stages.json" ] || return 0
@@ -136,7 +142,6 @@ if [ "${1:-}" = smollm ]; then
     prompt=(--device cpu --preset small --prompt plain --no-gcd)
     transcript() {                      # of one episode of a model, printed and stored once
         [ ! -e "$OUT/$2.txt" ] || { cat "$OUT/$2.txt"; return; }
-        mkdir -p "$OUT"
         .venv/bin/python -c 'import sys, agent
 player = agent.load(sys.argv[1], preset="small", prompt="plain", gcd=False)
 print(player.play("household", "L0/3"))' "$1" > "$OUT/$2.part" &

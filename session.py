@@ -241,10 +241,14 @@ def episodes_at_once(config, ranks):
     """The most episodes that a rank plays at once: --slots, or fewer if neither an iteration (even with
     --iterations 0) nor a DAgger round nor a split has as many.
     """
-    plays = PROTOCOLS[config.protocol].plays
-    played = [plays * len(drawn_tasks(config, split)) for split in config.splits]
     in_training = config.tasks * config.group_size, min(config.dagger, DAGGER_ROUND)
-    return min(config.slots, -(-max([*in_training, *played]) // ranks.world_size))
+    return min(config.slots, -(-max(*in_training, most_evaluated(config)) // ranks.world_size))
+
+
+def most_evaluated(config):
+    """The most episodes that a split has in one mode."""
+    plays = PROTOCOLS[config.protocol].plays
+    return max((plays * len(drawn_tasks(config, split)) for split in config.splits), default=0)
 
 
 def make_games(environment, n, resources):

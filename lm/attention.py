@@ -68,6 +68,8 @@ def varlen(device, dtype, head_dim):
         reason = f"ROCm {torch.version.hip}"
     elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         reason = f"a {torch.cuda.get_device_name(device)}"
+    elif device.type == "cuda" and not torch.backends.cuda.is_flash_attention_available():
+        reason = f"torch {torch.__version__}, which was built without flash attention"
     else:
         gqa = {"enable_gqa": True} if "enable_gqa" in parameters else {}     # 2.11 needs no permission
         causal = partial(varlen_attn, window_size=(-1, 0), **gqa)
@@ -145,10 +147,10 @@ class Pool:
     def fit(self, kept, needed, limit=math.inf):
         """Give each row b room for needed[b] positions, of which the first kept[b] are kept.
 
-        Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that only one
-        layer is in memory twice. Rows in use share what they leave of the pool; it grows by a quarter once
-        they leave less than a sixteenth, but no further than all rows need at `limit` positions, which then
-        each row has. Returns whether the pool has grown, which gives it other addresses.
+        Does nothing if there is room. Otherwise all rows are laid out again, layer by layer, so that copies
+        of only one layer are in memory. Rows in use share what they leave of the pool; it grows by a quarter
+        once they leave less than a sixteenth, but no further than all rows need at `limit` positions, which
+        then each row has. Returns whether the pool has grown, which gives it other addresses.
         """
         if all(need <= room for need, room in zip(needed, self.room)):
             return False

@@ -272,7 +272,7 @@ class Slots:
         planned = min(bucket(self.longest_row(TICK), PLANNED), self.context) if self.varlen else None
         sync = self.device.type == "cpu" or self.restrictions
         use_graphs = self.device.type == "cuda" and not sync and self.varlen
-        for _ in range(TICK):
+        for _ in range(min(TICK, self.sampling.max_response_tokens - 1)):        # `begin` draws the first
             rows = slice(0, n)
             if sync and 2 * len(active := self.active_B[:n].nonzero()[:, 0]) < n:
                 if not len(active):

@@ -16,7 +16,7 @@ from envs._terminal import printable
 from infra.files import is_number
 from report import charts, tables
 
-EPISODE_BYTES = 2_300_000           # of the page's 3 MB
+EPISODE_BYTES = 2_300_000           # of the page, which has the charts besides
 COMPACT = {"separators": (",", ":"), "allow_nan": False}
 
 

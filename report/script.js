@@ -176,7 +176,7 @@ if (episodes.length) {
   byId("previous").onclick = () => go(current - 1);
   byId("next").onclick = () => go(current + 1);
   addEventListener("keydown", event => {
-    if (event.defaultPrevented || event.altKey || event.ctrlKey || event.metaKey) return;
+    if (event.defaultPrevented || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
     const box = byId("viewer").getBoundingClientRect();
     if (event.target.tagName === "SELECT" || box.top > innerHeight / 2 || box.bottom < 0) return;     // unseen
     if (event.key === "ArrowLeft") go(current - 1);

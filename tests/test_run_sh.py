@@ -112,6 +112,17 @@ def test_another_seed_needs_another_folder(folder, monkeypatch):
     assert run_sh(folder).wait(PATIENCE_S) == 0 and stages(folder)[0] == "cold_start"
 
 
+@pytest.mark.fast
+def test_another_job_needs_another_folder(folder, monkeypatch):
+    """Else its stages that have the same names count as run."""
+    monkeypatch.setenv("OUT", "runs/both")
+    assert run_sh(folder).wait(PATIENCE_S) == 0
+    process, before = run_sh(folder, "smollm"), stages(folder)
+    assert process.wait(PATIENCE_S) == 2 and stages(folder) == before
+    assert process.stderr.read() == (f"run.sh: {folder}/runs/both holds the runs of another job, rooms; give "
+                                     "another OUT\n")
+
+
 def test_from_another_folder_paths_are_the_callers(folder, tmp_path_factory):
     """And CDPATH, which a shell may export, leads to no other clone."""
     caller = tmp_path_factory.mktemp("caller")

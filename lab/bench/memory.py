@@ -277,7 +277,8 @@ def counts_of(samples, slots, work, settings):
     answers = [sum(sample.sampled) for sample in samples if sample.kind == "judge"]
     questions = [*map(len, questions_of(samples))]
     at_once = prompts_at_once(settings, work.answers)
-    of_batches = [bucket(max(answers[a:a + at_once * work.answers]) - 1, TICK)    # steps; `begin` draws, too
+    of_batches = [min(bucket(max(answers[a:a + at_once * work.answers]) - 1, TICK),    # `begin` draws, too
+                      settings.judge_response_tokens - 1)
                   for a in range(0, len(answers), at_once * work.answers)]
     read = [steps * sum(questions[i * at_once:(i + 1) * at_once]) for i, steps in enumerate(of_batches)]
     return {"decode steps": slots.steps, "keys read": slots.read, "prefilled": slots.prefilled,

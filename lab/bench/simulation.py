@@ -132,9 +132,10 @@ class Simulated(Slots):
             self.left[row] = self.drawn[row] - 1                             # `begin` draws the first
 
     def tick(self):
-        """TICK steps of all running responses; on a CPU fewer, if all of them end sooner."""
+        """TICK steps of all running responses; fewer if none may be longer, on a CPU if all end sooner."""
         rows, longest = max(self.running, default=-1) + 1, max(self.left.values(), default=0)
-        steps = (min(TICK, longest) if self.device.type == "cpu" else TICK) if rows else 0
+        most = longest if self.device.type == "cpu" else self.sampling.max_response_tokens - 1
+        steps = min(TICK, most) if rows else 0
         context = bucket(max((self.length_bound(row, 1) for row in self.running), default=1), 16)
         size = rows if self.varlen else rows * self.cache.room
         if self.runs and steps and size > 1.1 * self.largest_step:

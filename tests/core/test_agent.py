@@ -333,8 +333,13 @@ def test_load_never_plays_beyond_a_models_positions(tmp_path):
     player = gcd.load(tmp_path / "model")
     assert player.config.context == 600
     assert player.play("household", "L0/3", max_turns=2).turns
-    with pytest.raises(ValueError, match="--context=700: .*config.json allows 600"):
-        gcd.load(tmp_path / "model", context=700)
+    for call in (lambda: gcd.load(tmp_path / "model", context=700),
+                 lambda: player.play("household", "L0/3", context=700)):
+        with pytest.raises(ValueError, match="--context=700: .*config.json allows 600"):
+            call()
+    for setting in ({"device": "cpu"}, {"dtype": "bfloat16"}, {"model": "smollm2"}):
+        with pytest.raises(ValueError, match=f"--{min(setting)}: give it to load"):
+            player.play("household", "L0/3", **setting)
 
 
 @pytest.mark.fast

@@ -123,8 +123,12 @@ def test_random_commands_are_admissible_and_drawn_evenly(short, referee, tmp_pat
 
 
 @pytest.mark.fast
-def test_first_gives_the_first_admissible_command(short, referee, tmp_path):
-    referee("--player", "first", "--max-turns", 4)
+def test_first_gives_the_first_admissible_command(short, referee, tmp_path, monkeypatch):
+    """And no more games are made, nor rows of a model's cache, than are played."""
+    made, make_games = [], evaluation.make_games
+    monkeypatch.setattr(evaluation, "make_games", lambda *args: made.append(args[1]) or make_games(*args))
+    referee("--player", "first", "--max-turns", 4, "--slots", 20)
+    assert made == [12]
     record = files.read_lines(tmp_path / "out" / "episodes.jsonl")[0][0]
     task = next(task for task in rooms.tasks("L1") if task.id == record["task_id"])
     game = envs.household.Environment().make(1)[0]
@@ -199,6 +203,19 @@ def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee
     theirs = "".join(entry["sampled"] for entry in committed["outcomes"]["L1"][:16])
     assert len(ours) == 128 and sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 4
     assert 0 < result["splits"]["L1"]["sampled"]["prompt_tokens"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("player", ["out/checkpoint", "out"])
+def test_the_evaluated_model_is_not_set_aside(tmp_path, referee, player, monkeypatch):
+    """--out and a run's --out have the same default."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("out/checkpoint", player):
+        shutil.copytree(COMMITTED, folder, dirs_exist_ok=True)
+    files.write_text(tmp_path / "out" / "metrics.jsonl", "{}")
+    status, result, error = referee("--player", player, "--overwrite")
+    assert status == 1 and not result and not (tmp_path / "out.old-1").exists()
+    assert f"--player={player}: lies in --out=" in error and "which --overwrite would set aside" in error
 
 
 @needs_qwen
@@ -393,7 +410,7 @@ def test_a_late_answer_does_not_revive_a_server_that_was_given_up():
 def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, monkeypatch):
     assert referee("--player", "first", "--max-turns", 2)[0] == 0
     status, result, error = referee("--player", "first", "--max-turns", 2)
-    assert status == 1 and "holds a run; --resume continues it" in error
+    assert status == 1 and "holds a run; --resume continues an evaluation, --overwrite sets any" in error
     for flags, named in ((["--player", "random", "--max-turns", 2], "player was"),
                          (["--player", "first", "--max-turns", 3], "max_turns was 2, is 3"),
                          (["--player", "first", "--max-turns", 2, "--seed", 1], "seed was 0, is 1")):
@@ -515,7 +532,7 @@ def test_broken_records_are_played_again_and_no_split_is_played_twice(short, ref
     assert stored["splits"]["L1"]["sampled"]["n"] == 11 and not stored["complete"]
     (tmp_path / "out" / "evaluation.json").write_text("[]")
     status, kept, error = referee(*flags, "--resume")
-    assert status == 1 and kept == [] and "evaluation.json is no evaluation by the referee" in error
+    assert status == 1 and kept == [] and "holds no evaluation by the referee" in error
 
 
 @pytest.mark.fast
@@ -535,7 +552,7 @@ def test_a_folder_that_holds_anything_of_a_run_is_not_used_again(short, tmp_path
         (out / name).write_text(text)
     before = {path: path.is_file() and path.read_bytes() for path in out.iterdir()}
     assert evaluation.main(["--player", "first", "--out", str(out)]) == 1
-    assert "holds a run; --resume continues it" in capsys.readouterr().err
+    assert "holds a run; --resume continues an evaluation" in capsys.readouterr().err
     (out / "lock").unlink()
     assert {path: path.is_file() and path.read_bytes() for path in out.iterdir()} == before
 

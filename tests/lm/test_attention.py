@@ -526,14 +526,16 @@ def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
 
 
 @pytest.mark.fast
-def test_a_gpu_older_than_ampere_has_masks(capsys, torch_with, monkeypatch):
+def test_a_gpu_before_ampere_and_a_torch_without_flash_attention_have_masks(capsys, torch_with, monkeypatch):
     torch_with(of_2_13)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    for capability, expected in (((7, 5), False), ((8, 0), True)):
+    for capability, built, warning in (((7, 5), True, "a Tesla T4: falling back"), ((8, 0), True, ""),
+                                       ((8, 0), False, "built without flash attention: falling back")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda found=built: found)
         attention.varlen.cache_clear()
-        assert bool(attention.varlen(torch.device("cuda"), torch.bfloat16, 64)) == expected
-        assert ("a Tesla T4: falling back" in capsys.readouterr().err) == (not expected)
+        found, printed = attention.varlen(torch.device("cuda"), torch.bfloat16, 64), capsys.readouterr().err
+        assert bool(found) == (not printed) == (not warning) and warning in printed
 
 
 @pytest.mark.fast

@@ -174,7 +174,8 @@ setTimeout(() => {
                    observations: texts("#turns .observation"), responses: texts("#turns .response"),
                    actions: texts("#turns .action"), outcomes: texts("#turns .outcome"),
                    heads: texts("#turns .head span:not(.pill)")});
-    if (id("next").disabled) break;
+    const [at, , all_of_them] = id("position").textContent.split(" ");
+    if (at === all_of_them) break;
     id("next").click();
   }
   for (const menu of all("select"))
