@@ -10,6 +10,7 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,8 @@ from waiting import wait_for
 
 import envs
 import rollout
-from envs import Reply, Task
+from envs import Reply, Task, scienceworld
+from envs.alfred import games, rooms
 from infra import files
 from lm import model as decoder
 from lm import small
@@ -85,6 +87,7 @@ EMPTY_THOUGHT = "<think>\n\n</think>\n\n"      # start of Qwen3's responses with
 COMMANDS = ("left", "right", "look")
 STOPS = ("<|im_end|>", "<|endoftext|>")
 NOOP_MESSAGE = "Nothing happens."
+SHORT_LIVED = "-XX:TieredStopAtLevel=1"        # a JVM starts in half of the time, and slows down later
 PHRASES = [*COMMANDS, "jump", "good", "bad", "You are at ", "go to ", "open ", " cabinet 1", " drawer 1",
            " countertop 1"]
 
@@ -202,6 +205,21 @@ def clean_tree():
     """Let tests write results while this tree is being worked on; tests/lab/test_provenance.py does not."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "clean_commit", lambda dirty=False: 40 * "c")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def made_once():
+    """Generated rooms, and the games of a file, are made once a process: a search expert looks at 400 rooms,
+    and the file of real games takes two seconds to read. JVMs compile for a short life.
+    """
+    read = games.games_in_rows
+    kept = lru_cache(8)(lambda file, split, changed: read(file, split))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooms, "task", lru_cache(8192)(rooms.task))
+        patch.setattr(games, "games_in_rows",
+                      lambda file, split: [*kept(file, split, os.stat(file).st_mtime_ns)])
+        patch.setattr(scienceworld, "JAVA_OPTIONS", (*scienceworld.JAVA_OPTIONS, SHORT_LIVED))
         yield
 
 

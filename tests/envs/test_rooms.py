@@ -34,7 +34,7 @@ def test_a_task_is_the_same_in_every_process():
     found = {subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": salt},
                             text=True, capture_output=True, check=True).stdout for salt in ("1", "2")}
     assert len(found) == 1 and "L2/7/pick_two_obj_and_place" in found.pop()
-    assert rooms.task("L1", 5) == rooms.task("L1", 5)
+    assert rooms.task("L1", 5) == rooms.task.__wrapped__("L1", 5)
 
 
 def test_equal_ids_are_equal_problems_whatever_types_are_requested():

