@@ -3,7 +3,7 @@
 `setup` first, `shutdown` last; in between, `Watch` looks after the other ranks. A single process has no group
 and watches nobody. Left out: what the ranks exchange (infra/parallel.py).
 
-    python -m pytest tests/infra/test_nodes.py       # two times four processes; one of them is killed
+    python -m pytest tests/infra/test_nodes.py       # two machines of up to four ranks; one is killed
 """
 
 import math

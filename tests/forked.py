@@ -19,15 +19,17 @@ LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.di
              "safetensors.torch", "transformers.models.auto.tokenization_auto")
 
 
-def program(arguments, environment, output):
+def program(arguments, environment, output, cwd):
     """Run a Python file as __main__, with these arguments and environment, and its output in a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = arguments
-    sys.path[:0] = [str(Path(arguments[0]).parent), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [str(Path(arguments[0]).parent), *paths]
     runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -38,28 +40,39 @@ def context():
     return found
 
 
-def run(arguments, environment, folder, ranks, nodes=1, timeout=300):
-    """Run a Python file on some ranks, as torchrun does, with their output in files in `folder`.
+def start(arguments, environment, folder, ranks, nodes=1, cwd="."):
+    """Start a Python file on some ranks, as torchrun does; returns their processes and output files.
 
-    nodes: how many machines the ranks believe to be on, equally many on each. Returns a namespace:
-    returncode, the first of a rank that is not 0, and text, all they printed. The ranks are killed after
-    `timeout` seconds; returncode is then that of the signal.
+    folder: of the files. nodes: how many machines the ranks believe to be on, equally many on each. cwd: the
+    working directory.
     """
-    port = str(free_port())
-    outputs, started = [folder / f"rank{rank}.txt" for rank in range(ranks)], time.monotonic()
+    port, outputs = str(free_port()), [folder / f"rank{rank}.txt" for rank in range(ranks)]
     forks = context()
     processes = [forks.Process(target=program, args=(
         [*map(str, arguments)], {**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks),
                                  "LOCAL_RANK": str(rank % (ranks // nodes)),
                                  "LOCAL_WORLD_SIZE": str(ranks // nodes),
-                                 "MASTER_ADDR": "localhost", "MASTER_PORT": port}, output))
-        for rank, output in enumerate(outputs)]
+                                 "MASTER_ADDR": "localhost", "MASTER_PORT": port},
+        output, os.path.abspath(cwd))) for rank, output in enumerate(outputs)]
     for process in processes:
         process.start()
+    return processes, outputs
+
+
+def join(processes, outputs, timeout=300):
+    """Wait for processes that `start` returned. Returns a namespace: returncode, the first that is not 0, and
+    text, all they printed. After `timeout` seconds they are killed; returncode is then that of the signal.
+    """
+    end = time.monotonic() + timeout
     for process in processes:
-        process.join(max(1, timeout - (time.monotonic() - started)))
+        process.join(max(1, end - time.monotonic()))
         process.kill()
         process.join()
     codes = [process.exitcode for process in processes if process.exitcode]
     return SimpleNamespace(returncode=codes[0] if codes else 0,
                            text="".join(output.read_text() for output in outputs if output.exists()))
+
+
+def run(arguments, environment, folder, ranks=1, nodes=1, cwd=".", timeout=300):
+    """`start`, then `join`."""
+    return join(*start(arguments, environment, folder, ranks, nodes, cwd), timeout)

@@ -58,6 +58,7 @@ def folder_of(path):
 
 
 @functools.cache
+@functools.cache
 def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
@@ -125,6 +126,7 @@ def spelled(parsed, package, names):
 
 # Imports
 
+@functools.cache
 def files_used_by(path):
     """The files of this project that a file imports."""
     return imported_files(tree(path), ".".join(path.relative_to(ROOT).parent.parts))

@@ -8,26 +8,17 @@ P(good) itself, by hand and by sampling, is in tests/report/test_play.py.
 import doctest
 import json
 import os
+import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_runs import (
-    ENVIRONMENT,
-    ROOT,
-    TINY,
-    rows,
-    same,
-    start_from,
-    train,
-    weights,
-    without_times,
-)
+from tiny_runs import ROOT, TINY, rows, same, start_from, train, weights, without_times
 
 import agent
 import config
@@ -88,15 +79,21 @@ def test_the_docstrings_examples(module, examples, player, monkeypatch):
     assert found == examples
 
 
-def test_the_tour_writes_a_report(tmp_path):
-    command = [sys.executable, ROOT / "examples" / "tour.py", tmp_path]
-    done = subprocess.run(command, cwd=tmp_path, check=False, timeout=500, capture_output=True, text=True,
-                          env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_the_tour_writes_a_report(tmp_path, monkeypatch, capsys):
+    """With fewer demonstrations and games, from a folder in which Python would not find the project."""
+    learn, few = gcd.train, {"demonstrations": 60, "judge_demonstrations": 20, "evaluate_tasks": 12}
+    monkeypatch.setattr(gcd, "train", lambda **given: learn(**given | few))
+    monkeypatch.setattr(sys, "argv", ["tour.py", str(tmp_path)])
+    elsewhere = [path for path in sys.path if Path(path).resolve() != ROOT]
+    monkeypatch.setattr(sys, "path", elsewhere)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(ROOT / "examples" / "tour.py"), run_name="__main__")
+    assert str(ROOT) in sys.path
     assert (tmp_path / "report.html").stat().st_size > 10_000
     assert len(rows(tmp_path / "grpo+gcd")) == 2
-    assert done.stdout.count("task L0/3/") == 2 and "P(good) = " in done.stdout
-    assert "AUC in training: {'labels': 0.87" in done.stdout
+    printed = capsys.readouterr().out
+    assert printed.count("task L0/3/") == 2 and "P(good) = " in printed
+    assert "AUC in training: {'labels': 0.87" in printed
 
 
 # Playing

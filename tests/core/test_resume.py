@@ -12,11 +12,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from unittest.mock import Mock
 
+import forked
 import pytest
 import torch
 from hand_made import GAME
@@ -64,13 +63,29 @@ def train_in_two(monkeypatch, out, flags, stop_at):
     assert train(out, *flags, "--resume") == 0
 
 
+@pytest.fixture(scope="module")
+def undisturbed(start, trained, tmp_path_factory):
+    """undisturbed(*flags): the folder of a run with these flags, which is done once; tests read it."""
+    done = {(*map(str, start_from(start)),): trained}
+
+    def run(*flags):
+        key = (*map(str, flags),)
+        if key not in done:
+            out = tmp_path_factory.mktemp("full")
+            assert train(out, *flags) == 0
+            done[key] = out
+        return done[key]
+
+    return run
+
+
 # Resuming is exact
 
 @pytest.mark.parametrize("flags", [[], ["--kl", "loss", "--kl-coef", 1], ["--admissible-only"]],
                          ids=["plain", "kl", "restricted"])
-def test_an_interrupted_run_resumes_exactly(start, tmp_path, monkeypatch, flags):
-    full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), *flags]
-    assert train(full, *flags) == 0
+def test_an_interrupted_run_resumes_exactly(start, undisturbed, tmp_path, monkeypatch, flags):
+    parts, flags = tmp_path / "parts", [*start_from(start), *flags]
+    full = undisturbed(*flags)
     train_in_two(monkeypatch, parts, flags, 0)
     assert same(weights(full), weights(parts))
     assert [without_times(row) for row in rows(full)] == [without_times(row) for row in rows(parts)]
@@ -97,12 +112,12 @@ def test_kept_checkpoints_are_the_models_of_their_iterations(start, tmp_path, mo
 
 
 @pytest.mark.parametrize("crash_at, method", [(0, ""), (0, "--algo ppo --group-size 1"), (1, "")])
-def test_a_crashed_run_resumes_from_its_last_checkpoint(start, tmp_path, monkeypatch, crash_at, method):
+def test_a_crashed_run_resumes_from_its_last_checkpoint(start, undisturbed, tmp_path, monkeypatch, crash_at,
+                                                        method):
     """At 0 that is the cold start's, which has no critic yet."""
     flags = ["--model", start, "--demonstrations", 40, "--cold-start-epochs", 1, "--judge-demonstrations", 0,
              "--judge-epochs", 0, "--checkpoint-every", 1, *method.split()]
-    assert train(tmp_path / "full", *flags) == 0
-    iteration = gcd.iteration
+    full, iteration = undisturbed(*flags), gcd.iteration
 
     def crash(run, i, reference):
         if i == crash_at:
@@ -111,9 +126,9 @@ def test_a_crashed_run_resumes_from_its_last_checkpoint(start, tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(gcd, "iteration", crash)
-        assert train(tmp_path / "parts", *flags) == 1
-    assert train(tmp_path / "parts", *flags, "--resume") == 0
-    assert same(weights(tmp_path / "full"), weights(tmp_path / "parts"))
+        assert train(tmp_path, *flags) == 1
+    assert train(tmp_path, *flags, "--resume") == 0
+    assert same(weights(full), weights(tmp_path))
 
 
 def test_the_moments_of_the_cold_start_do_not_leak_into_rl(start, tmp_path, monkeypatch):
@@ -141,13 +156,13 @@ def assert_same_run(full, parts):
 
 
 @pytest.mark.parametrize("how", ["stopped", "crashed"])
-def test_dagger_resumes_exactly_between_rounds(tmp_path, monkeypatch, capsys, how):
+def test_dagger_resumes_exactly_between_rounds(undisturbed, tmp_path, monkeypatch, capsys, how):
     """Saved every second round, ended in round 3, resumed from 2; Muon's moments are restored."""
     monkeypatch.setattr(cold_start, "DAGGER_ROUND", 6)
-    full, parts, play = tmp_path / "full", tmp_path / "parts", session.Run.play
+    parts, play = tmp_path / "parts", session.Run.play
     flags = ["--demonstrations", 12, "--dagger", 28, "--judge-demonstrations", 8, "--cold-start-batch", 2,
              "--checkpoint-every", 2]
-    assert train(full, *flags) == 0
+    full = undisturbed(*flags)
 
     def ending(run, specs, sampling, name, **others):
         if name == "DAgger round 3":
@@ -238,11 +253,11 @@ def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_f
     assert_one_error(capsys, "--correction-every=10: above --iterations=1, so no instruction is made")
 
 
-def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(start, tmp_path, monkeypatch,
-                                                                             capsys):
+def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(start, undisturbed, tmp_path,
+                                                                             monkeypatch, capsys):
     """No turn is played after those of the same tick; the saved weights are those before the iteration."""
-    full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--kl", "loss"]
-    assert train(full, *flags) == 0
+    parts, flags = tmp_path / "parts", [*start_from(start), "--kl", "loss", "--kl-coef", 1]
+    full = undisturbed(*flags)
     submit, after = rollout.Conversation.submit, []
 
     def pressed_in_the_second_iteration(conversation, *arguments):
@@ -290,22 +305,21 @@ def test_a_second_ctrl_c_ends_at_once_without_a_traceback(start, tmp_path, monke
 
 
 def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
-    command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start),
-               "--iterations", 500, "--checkpoint-every", 500]
-    with open(tmp_path / "stderr", "w") as stderr:
-        run = subprocess.Popen([str(part) for part in command], stderr=stderr, env=ENVIRONMENT)
+    out = tmp_path / "out"
+    command = [ROOT / "gcd.py", *TINY, "--out", out, *start_from(start), "--iterations", 500,
+               "--checkpoint-every", 500]
+    (run,), outputs = forked.start(command, ENVIRONMENT, tmp_path, ranks=1)
     try:
-        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and len(rows(tmp_path)) >= 2, run, 300)
-        run.send_signal(signal.SIGHUP)
-        assert run.wait(timeout=300) == 130
+        wait_for(lambda: not run.is_alive() or (out / "metrics.jsonl").exists() and len(rows(out)) >= 2,
+                 limit_s=300)
+        os.kill(run.pid, signal.SIGHUP)
     finally:
-        run.kill()
-        run.wait()
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
-    state = torch.load(tmp_path / "checkpoint" / "trainer.pt", weights_only=True)["state"]
-    assert (state["iteration"], state["instruction"]) == (len(rows(tmp_path)), "")
+        done = forked.join([run], outputs)
+    assert done.returncode == 130 and "Traceback" not in done.text, done.text[-4000:]
+    state = torch.load(out / "checkpoint" / "trainer.pt", weights_only=True)["state"]
+    assert (state["iteration"], state["instruction"]) == (len(rows(out)), "")
     assert state["seconds"]["rl"] > 0
-    assert not same(weights(tmp_path), load_file(start / "model.safetensors"))
+    assert not same(weights(out), load_file(start / "model.safetensors"))
 
 
 # Resuming needs the same run
@@ -316,12 +330,15 @@ def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
     (["--iterations", 1], "--iterations=1: --resume finds 2 done"),
     (["--iterations", 9], "iterations was 2, is 9")])
 def test_a_run_resumes_with_its_own_settings_only(start, trained, tmp_path, capsys, flags, message):
-    """Settings of place and speed may change."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     before = weights(tmp_path)
     assert train(tmp_path, *start_from(start), "--resume", *flags) == 1
     assert_one_error(capsys, message)
     assert same(before, weights(tmp_path))
+
+
+def test_settings_of_place_and_speed_may_change(trained, tmp_path):
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     faster = ["--slots", 3, "--checkpoint-every", 1, "--microbatch-tokens", 512]
     assert train(tmp_path, "--demonstrations", 0, "--resume", *faster) == 0
     assert train(tmp_path, "--demonstrations", 0, "--resume", "--iterations", 0) == 0
@@ -363,8 +380,7 @@ def test_resume_prints_another_commit_and_other_versions(start, finished, monkey
     assert line.endswith("; it continues with commit abc1234, python 9.9")
 
 
-@pytest.mark.parametrize("total", [1, 0])
-def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monkeypatch, capsys, total):
+def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monkeypatch, capsys):
     """It would read as finished, with a part of its learning rate's decay. Its own total continues it."""
     full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--iterations", 3]
     assert train(full, *flags) == 0
@@ -372,9 +388,10 @@ def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monke
         patch.setattr(gcd, "optimize", interrupting(gcd.optimize, 0))
         assert train(parts, *flags) == 130
     before = contents(parts)
-    assert train(parts, *flags, "--iterations", total, "--resume") == 1
-    assert_one_error(capsys, f"was made with other settings: iterations was 3, is {total}")
-    assert contents(parts) == before
+    for total in (1, 0):
+        assert train(parts, *flags, "--iterations", total, "--resume") == 1
+        assert_one_error(capsys, f"was made with other settings: iterations was 3, is {total}")
+        assert contents(parts) == before
     assert train(parts, *flags, "--resume", "--evaluate-tasks", 5) == 0       # how it is evaluated may differ
     assert same(weights(full), weights(parts))
 
@@ -494,13 +511,14 @@ def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, caps
     assert train(out, *flags, "--resume") == 0, "it trains no more"
 
 
+FEW = ["--demonstrations", 8, "--judge-demonstrations", 4, "--cold-start-batch", 2]
+
+
 @pytest.mark.parametrize("step", [1, 4, 6])
-def test_a_stopped_cold_start_resumes_exactly(tmp_path, monkeypatch, capsys, step):
+def test_a_stopped_cold_start_resumes_exactly(undisturbed, tmp_path, monkeypatch, capsys, step):
     """In its first stage of 4 steps, between the two, in the second; Muon's moments are restored."""
-    full, parts, update = tmp_path / "full", tmp_path / "parts", cold_start.update.update
-    flags = ["--demonstrations", 8, "--judge-demonstrations", 4, "--cold-start-batch", 2]
-    assert train(full, *flags) == 0
-    steps = itertools.count(1)
+    parts, update, steps = tmp_path / "parts", cold_start.update.update, itertools.count(1)
+    full = undisturbed(*FEW)
 
     def stopping(*arguments, **options):
         if next(steps) == step:
@@ -509,17 +527,17 @@ def test_a_stopped_cold_start_resumes_exactly(tmp_path, monkeypatch, capsys, ste
 
     with monkeypatch.context() as patch:
         patch.setattr(cold_start.update, "update", stopping)
-        assert train(parts, *flags) == 130
+        assert train(parts, *FEW) == 130
     assert f"holds the model after {step} steps of its cold start; --resume" in capsys.readouterr().err
-    assert train(parts, *flags, "--resume") == 0
+    assert train(parts, *FEW, "--resume") == 0
     assert_same_run(full, parts)
 
 
-@pytest.mark.parametrize("dagger", [0, 4])
-def test_a_stop_in_the_judges_demonstrations_keeps_the_first_stage(tmp_path, monkeypatch, capsys, dagger):
-    full, parts, demonstrate = tmp_path / "full", tmp_path / "parts", cold_start.demonstrate
-    flags = ["--demonstrations", 8, "--judge-demonstrations", 4, "--cold-start-batch", 2, "--dagger", dagger]
-    assert train(full, *flags) == 0
+@pytest.mark.parametrize("flags", [FEW, [*FEW, "--dagger", 4]], ids=["plain", "dagger"])
+def test_a_stop_in_the_judges_demonstrations_keeps_the_first_stage(undisturbed, tmp_path, monkeypatch, capsys,
+                                                                   flags):
+    parts, demonstrate = tmp_path / "parts", cold_start.demonstrate
+    full = undisturbed(*flags)
     steps = rows(full, "demonstrations")[0]["kept"] // 2
 
     def stopping(run, first, *more):

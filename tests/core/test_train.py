@@ -15,8 +15,6 @@ import math
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -211,6 +209,14 @@ def test_a_seed_fixes_the_run(start, trained, tmp_path):
     assert first == second
 
 
+@pytest.fixture(scope="module")
+def once(start, tmp_path_factory):
+    """The folder of one iteration of GCD from `start`."""
+    out = tmp_path_factory.mktemp("once")
+    assert train(out, *start_from(start), "--iterations", 1) == 0
+    return out
+
+
 @pytest.mark.parametrize("flags", [
     "--kl loss --kl-coef 1", "--kl reward --kl-coef 1", "--history 2", "--normalize-std", "--variant code",
     "--reduction episode", "--reduction constant", "--invalid format",
@@ -218,11 +224,12 @@ def test_a_seed_fixes_the_run(start, trained, tmp_path):
     "--judge-normalize-std",
     "--temperature 0.7", "--preset paper --context 1024 --max-turns 8 --max-response-tokens 16 "
     "--judge-response-tokens 4 --lr 1e-4"])
-def test_a_flag_changes_the_result(start, trained, tmp_path, flags):
-    assert train(tmp_path, *start_from(start), *flags.split()) == 0
-    assert [row["iteration"] for row in rows(tmp_path)] == [0, 1]
+def test_a_flag_changes_the_result(start, trained, once, tmp_path, flags):
+    iterations = 2 if "--kl reward" in flags else 1       # in the first the policy is the KL's reference
+    assert train(tmp_path, *start_from(start), *flags.split(), "--iterations", iterations) == 0
+    assert len(rows(tmp_path)) == iterations
     assert all(row["policy/steps"] == 2 and math.isfinite(row["policy/grad_norm"]) for row in rows(tmp_path))
-    assert not same(weights(trained), weights(tmp_path))
+    assert not same(weights(once if iterations == 1 else trained), weights(tmp_path))
     if "--kl loss" in flags:
         assert all(row["policy/kl_nats"] > 0 for row in rows(tmp_path))
 
@@ -480,7 +487,7 @@ def nearest_draws(monkeypatch):
     return distances
 
 
-@pytest.mark.parametrize("method", ["--algo ppo --tasks 16", "--algo nthr", "--lora 4 --kl loss"])
+@pytest.mark.parametrize("method", ["--algo ppo --tasks 16", "--lora 4 --kl loss"])
 def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     """The cold start's learning rate is 0, so that both start RL with the same bits. They sample the same
     episodes: the seed is the first for which every draw is further from a token boundary than rounding (1e-6)
@@ -518,20 +525,23 @@ def numbers(out, phase="rl"):
 # Learning
 
 def test_a_cold_start_learns_to_win(tmp_path):
-    """After 400 demonstrations, some of 128 episodes are won; before, no command is valid.
+    """After 400 demonstrations many of 128 games are won; before, no command is valid.
 
-    At temperature 0.4 five seeds won 7 to 20 episodes; at 1 they won 3 to 8, too few to rely on.
+    At temperature 0.4, in 30 turns, two seeds won 72 and 66 of them.
     """
-    flags = ["--hidden-size", 64, "--layers", 3, "--max-turns", 20, "--judge-epochs", 0, "--iterations", 1,
-             "--cold-start-epochs", 6, "--cold-start-batch", 4, "--cold-start-lr", 6e-3, "--tasks", 16,
-             "--judge-demonstrations", 0, "--group-size", 8, "--lr", 0, "--no-gcd", "--temperature", 0.4]
-    assert train(tmp_path / "fresh", *flags, "--demonstrations", 0, "--tasks", 2) == 0
-    assert train(tmp_path / "taught", *flags, "--demonstrations", 400) == 0
-    (fresh,), (taught,) = (rows(tmp_path / name) for name in ("fresh", "taught"))
+    flags = ["--hidden-size", 64, "--layers", 3, "--max-turns", 20, "--judge-demonstrations", 0,
+             "--judge-epochs", 0, "--cold-start-epochs", 6, "--cold-start-batch", 4, "--cold-start-lr", 6e-3,
+             "--no-gcd"]
+    assert train(tmp_path / "fresh", *flags, "--demonstrations", 0, "--tasks", 2, "--group-size", 8,
+                 "--iterations", 1, "--temperature", 0.4, "--lr", 0) == 0
+    assert train(tmp_path / "taught", *flags, "--demonstrations", 400, "--iterations", 0,
+                 "--evaluate", "dev", "--protocol", "rlvmr") == 0
+    (fresh,), found = rows(tmp_path / "fresh"), files.read_json(tmp_path / "taught" / "evaluation.json")
+    taught = found["splits"]["dev"]["sampled"]
     first, *_, last = (row["cold_start/loss"] for row in rows(tmp_path / "taught", "cold_start"))
-    assert first > 6 and last < 0.8                                     # five seeds: over 6.6, below 0.53
-    assert fresh["rollout/invalid_frac"] > 0.99 and taught["rollout/invalid_frac"] < 0.85    # 1, below 0.68
-    assert fresh["rollout/success"] == 0 < taught["rollout/success"]
+    assert first > 5 and last < 0.8                                     # two seeds: over 6.0, below 0.34
+    assert fresh["rollout/invalid_frac"] > 0.99 and taught["invalid_frac"] < 0.8         # 1, below 0.54
+    assert fresh["rollout/success"] == 0 and taught["success"] > 0.2                     # over 0.51
 
 
 def test_rl_unlearns_invalid_turns(start, tmp_path):
@@ -770,11 +780,12 @@ def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
 
 @needs_full
 def test_a_run_outlives_its_terminal(start, tmp_path):
-    command = [sys.executable, ROOT / "gcd.py", *TINY, "--out", tmp_path, *start_from(start),
+    command = [ROOT / "gcd.py", *TINY, "--out", tmp_path / "out", *start_from(start),
                "--evaluate", "L2", "--protocol", "sampled", "--evaluate-tasks", 12]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run([*map(str, command)], env=ENVIRONMENT, check=False, stdout=full, stderr=full)
-    assert done.returncode == 0 and len(rows(tmp_path)) == 2 and (tmp_path / "stages.json").exists()
+    (tmp_path / "rank0.txt").symlink_to("/dev/full")                                 # where its output goes
+    processes, _ = forked.start(command, ENVIRONMENT, tmp_path, ranks=1)
+    assert forked.join(processes, []).returncode == 0
+    assert len(rows(tmp_path / "out")) == 2 and (tmp_path / "out" / "stages.json").exists()
 
 
 @pytest.mark.parametrize("variables, message", [

@@ -1,10 +1,10 @@
-"""Tests of several machines, all of them this one: 2 x 4 ranks over gloo.
+"""Tests of several machines, all of them this one: 2 x 4 ranks over gloo, fewer where one is lost.
 
     python -m pytest tests/infra/test_nodes.py
 
-The ranks are this file (`main` below), run by `torchrun --nnodes 2 --nproc-per-node 4` or, where nothing is
-lost, forked as those of two nodes. Oracles: the same on one process; torch's converter of distributed
-checkpoints.
+The ranks are this file (`main` below), forked as those of two nodes or, where a node falls silent or torchrun
+restarts the job, run by one torchrun a node. Oracles: the same on one process; torch's converter of
+distributed checkpoints.
 """
 
 import itertools
@@ -48,16 +48,16 @@ VARIABLES = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/infr
                            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
 
 
-def start_nodes(*command, nodes=2, ranks=4, more=lambda node: (), **environment):
-    """Start a torchrun for each node, node 0 with the job's store; their output is one stream each. more:
-    further flags of a node's torchrun.
+def start_nodes(*command, more=lambda node: (), **environment):
+    """Start a torchrun of one rank for each of two nodes, node 0 with the job's store; their output is one
+    stream each. more: further flags of a node's torchrun.
     """
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", ranks,
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1,
                 "--master-addr", "localhost", "--master-port", free_port()]
     variables = VARIABLES | environment
     return [subprocess.Popen([str(part) for part in (*torchrun, *more(node), "--node-rank", node, *command)],
                              text=True, env=variables | {"NODE": str(node)}, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT) for node in range(nodes)]
+                             stderr=subprocess.STDOUT) for node in range(2)]
 
 
 def finished(nodes, timeout_s=400):
@@ -78,10 +78,11 @@ def signal_node(node, signum):
 
 
 def main(kind, out, *arguments):
-    """What torchrun runs on each rank."""
+    """What each rank runs."""
     torch.set_num_threads(1)
     job.BEAT_S = 1                                                                # half of the product's
     if kind == "restarted":
+        job.BEAT_S = 0.5
         return restarted(out, *arguments)
     if kind == "run":
         return gcd.main([*TINY, "--out", str(out), *arguments])
@@ -134,11 +135,11 @@ def read_parts(ranks, out):
 
 
 def restarted(out, lost, *flags):
-    """A run of which, in iteration 3 of the first attempt, node 1 (lost: "node") or its rank is killed."""
+    """A run of which, in iteration 1 of the first attempt, node 1 (lost: "node") or its rank is killed."""
     optimize = gcd.optimize
 
     def dies(run, i, *arguments):
-        if (os.environ["NODE"], os.environ["TORCHELASTIC_RESTART_COUNT"], i) == ("1", "0", 3):
+        if (os.environ["NODE"], os.environ["TORCHELASTIC_RESTART_COUNT"], i) == ("1", "0", 1):
             if lost == "node":
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -265,7 +266,7 @@ def test_a_part_that_another_machine_keeps_to_itself_fails_the_save(eight, tmp_p
 
 def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path, monkeypatch):
     """Until then it logs what one process does, for a seed as in test_train.py."""
-    flags = [*start_from(start), *"--tasks 8 --group-size 2 --checkpoint-every 1 --iterations 10".split()]
+    flags = [*start_from(start), *"--tasks 8 --group-size 2 --checkpoint-every 1 --iterations 6".split()]
     distances = nearest_draws(monkeypatch)
     for seed in range(30):
         distances.clear()
@@ -275,26 +276,28 @@ def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path
         shutil.rmtree(tmp_path / "one")
     out = tmp_path / "run"
     command = [__file__, "run", out, *flags, "--seed", seed]
-    nodes = start_nodes(*command, "--shard-within", "node")
-    wait_for(lambda: any(node.poll() is not None for node in nodes) or
+    ranks, outputs = forked.start([*command, "--shard-within", "node"], VARIABLES, tmp_path, 4, nodes=2)
+    wait_for(lambda: not all(rank.is_alive() for rank in ranks) or
              (out / "metrics.jsonl").exists() and len(rows(out)) >= 3)
-    signal_node(nodes[1], signal.SIGKILL)
+    for rank in ranks[2:]:
+        rank.kill()
     began = time.monotonic()
-    (status, _), text = finished(nodes)
-    assert status == 1 and time.monotonic() - began < 60, text[-4000:]
-    assert re.search(rf"rank [4567] on {HOST} is lost \(.*\), so this one ends", text), text[-4000:]
+    left = forked.join(ranks[:2], outputs[:2])
+    assert [rank.exitcode for rank in ranks[:2]] == [1, 1], left.text[-4000:]
+    assert time.monotonic() - began < 60, left.text[-4000:]
+    assert re.search(rf"rank [23] on {HOST} is lost \(.*\), so this one ends", left.text), left.text[-4000:]
     before, (expected,), (found, *_) = rows(out), numbers(tmp_path / "one"), numbers(out)
     expected, found = ({key: value for key, value in row.items() if key != "policy/lr"}
                        for row in (expected, found))
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-5)
     state = checkpoint.read_trainer(out / "checkpoint")["state"]
-    assert state["iteration"] >= 2 and state["place"]["ranks"] == 8
+    assert state["iteration"] >= 2 and state["place"]["ranks"] == 4
     shutil.copytree(out, tmp_path / "alone")
     assert train(tmp_path / "alone", *flags, "--seed", seed, "--resume") == 0
     done = forked.run([*command, "--resume"], VARIABLES, tmp_path, ranks=2)
-    assert done.returncode == 0 and "ranks was 8, is 2" in done.text, done.text[-4000:]
+    assert done.returncode == 0 and "ranks was 4, is 2" in done.text, done.text[-4000:]
     for folder in (out, tmp_path / "alone"):
-        assert [row["iteration"] for row in rows(folder)] == [*range(10)]
+        assert [row["iteration"] for row in rows(folder)] == [*range(6)]
         assert (folder / "stages.json").is_file()
         assert rows(folder)[:state["iteration"]] == before[:state["iteration"]]
 
@@ -307,7 +310,7 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
     def falls_silent(silent, other, message):
         out = tmp_path / str(silent)
         out.mkdir()
-        nodes = start_nodes(__file__, "wait", out, ranks=1)
+        nodes = start_nodes(__file__, "wait", out)
         wait_for(lambda: len([*out.iterdir()]) == 2, limit_s=240)
         stopped = [nodes[silent].pid, *workers(nodes[silent])]
         signal_node(nodes[silent], signal.SIGSTOP)
@@ -341,22 +344,31 @@ def test_a_rank_that_has_left_is_not_lost(tmp_path):
     assert (done.returncode, done.text) == (0, "")
 
 
-@pytest.mark.parametrize("lost", ["rank", "node"])
-def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path, lost):
-    """Of two nodes that meet as docs/gpus.md has it, one loses its rank, or is lost for good."""
-    flags = [*start_from(start), *"--checkpoint-every 1 --iterations 5 --resume --overwrite".split()]
-    port = free_port()
-    nodes = start_nodes(
-        __file__, "restarted", tmp_path / "run", lost, *flags, ranks=1,
-        more=lambda node: ("--nnodes", "1:2", "--max-restarts", 1, "--rdzv-id", "job",
-                           "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}",
-                           "--rdzv-conf", f"is_host={node == 0},last_call_timeout=3,keep_alive_interval=2"),
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    statuses, text = finished(nodes)
-    assert sorted(statuses) == ([0, 0] if lost == "rank" else [-signal.SIGKILL, 0]), text[-4000:]
-    assert [row["iteration"] for row in rows(tmp_path / "run")] == [*range(5)]
-    assert (tmp_path / "run" / "stages.json").is_file()
-    assert re.search(rf"rank [01] on {re.escape(HOST)} is lost", text)
+def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path):
+    """Of two nodes that meet as docs/gpus.md has it, one loses its rank, or is lost for good: two jobs, both
+    at once.
+    """
+    flags = [*start_from(start), *"--checkpoint-every 1 --iterations 3 --resume --overwrite".split()]
+
+    def goes_on(lost, expected):
+        out, port = tmp_path / lost, free_port()
+        nodes = start_nodes(
+            __file__, "restarted", out, lost, *flags,
+            more=lambda node: (
+                "--nnodes", "1:2", "--max-restarts", 1, "--rdzv-id", "job", "--rdzv-backend", "c10d",
+                "--rdzv-endpoint", f"localhost:{port}",
+                "--rdzv-conf", f"is_host={node == 0},last_call_timeout=3,keep_alive_interval=2"),
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        statuses, text = finished(nodes)
+        assert sorted(statuses) == expected, text[-4000:]
+        assert [row["iteration"] for row in rows(out)] == [*range(3)]
+        assert (out / "stages.json").is_file() and not out.with_name(f"{lost}.old-1").exists()
+        assert re.search(rf"rank [01] on {re.escape(HOST)} is lost", text)
+
+    cases = ("rank", [0, 0]), ("node", [-signal.SIGKILL, 0])
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(goes_on, *case) for case in cases]:
+            done.result()
 
 
 @pytest.mark.fast

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import psutil
 import pytest
 from conftest import is_alive
@@ -55,6 +56,14 @@ def name_of(name, settings):
     return name
 
 
+@pytest.fixture
+def forked_workers(monkeypatch):
+    """A study's workers are forked from a process that has loaded torch."""
+    forks = forked.context()
+    monkeypatch.setattr(common.multiprocessing, "get_context", lambda method: forks)
+
+
+@pytest.mark.usefixtures("forked_workers")
 def test_a_study_hears_sigterm_but_no_sighup_that_nohup_ignores():
     with Stop.restored():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -65,6 +74,7 @@ def test_a_study_hears_sigterm_but_no_sighup_that_nohup_ignores():
         assert {first, *found} == {("a", "a"), ("b", "b")}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_cell_that_fails_ends_the_others(tmp_path):
     cells = {name: {"folder": str(tmp_path)} for name in "ab"}
     began = time.monotonic()

@@ -28,7 +28,7 @@ from lm import model as decoder
 
 TINY = ("--hidden-size 32 --layers 2 --demonstrations 100 --judge-demonstrations 60 --cold-start-epochs 2 "
         "--cold-start-lr 8e-3 --tasks 4 --group-size 4 --minibatches 2 --judge-turns 8 "
-        "--judge-group-size 4")
+        "--judge-group-size 4 --max-turns 12")
 
 
 def make_turn(sample, task="a", action="look", label="good", kinds=None):
@@ -421,8 +421,9 @@ def test_figure_8_needs_an_interval_over_seeds():
 # Runs, and the full study
 
 def make_small(monkeypatch):
-    """Make runs in this process, with few turns and a small heat map."""
+    """Make runs in this process, keeping each iteration's model, with few turns and a small heat map."""
     monkeypatch.setattr(runs, "make", in_this_process)
+    monkeypatch.setattr(runs, "EVERY", 1)
     for name, number in (("TASKS", 16), ("ACTIONS", 3), ("CONTEXTS", 2)):
         monkeypatch.setattr(influence, name, number)
     monkeypatch.setattr(conflict, "BATCHES", 3)
@@ -446,7 +447,7 @@ def study(tmp_path, monkeypatch, capsys):
     make_small(monkeypatch)
 
     def run(*flags):
-        status = coupling.main(["--iterations", "5", "--turns", "6", "--jobs", "1", "--flags", TINY, "--runs",
+        status = coupling.main(["--iterations", "1", "--turns", "6", "--jobs", "1", "--flags", TINY, "--runs",
                                 str(tmp_path / "runs"), "--out", str(tmp_path / "out"), *flags])
         path = tmp_path / "out" / "coupling.json"
         return status, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr().err
@@ -475,11 +476,11 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert found["figures"][2]["agrees"] == "not measurable"                  # one seed has no interval
     cells = cells_of(study)
     path = cells["grpo+gcd, seed 0"]["path"]
-    assert [point["iteration"] for point in path] == [0, 5]
+    assert [point["iteration"] for point in path] == [0, 1]
     assert "gradients, grpo, seed 0" not in cells
     for arm in ("grpo+gcd", "grpo+value"):
         points = cells[f"gradients, {arm}, seed 0"]
-        assert [point["iteration"] for point in points] == [0, 5]
+        assert [point["iteration"] for point in points] == [0, 1]
         assert all(point["policy"] is None or abs(point["policy"]) <= 1 for point in points)
     start = cells["grpo, seed 0"]["path"][0]
     assert start == path[0]                                      # the same start and turns
@@ -496,6 +497,7 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert all(row.count("± 0.000") + row.count("–") == 6 for row in gaps)      # two equal seeds
     assert any("± 0.000" in row for row in gaps)
     shutil.rmtree(study.folder / "runs")
+    monkeypatch.setattr(coupling, "draw", lambda *_: None)
     assert study(*flags)[0] == 0 and not (study.folder / "runs").exists()     # everything is in the cells
 
 

@@ -29,11 +29,17 @@ from lm.chat import Chat
 from lm.model import load_tokenizer
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def started_server():
-    """The process from which checks are forked has loaded what takes seconds."""
-    forked.context()
-    multiprocessing.forkserver.ensure_running()
+    """The process from which checks are forked has loaded what takes seconds, as gpu.main asks of a new one.
+    Other tests' processes are not forked from it.
+    """
+    server = multiprocessing.forkserver._forkserver
+    server._stop()
+    server.set_forkserver_preload([*forked.LIBRARIES, gpu.ENGINE, gpu.RUNS])
+    server.ensure_running()
+    yield
+    server._stop()
 
 
 def lines_of(out):
@@ -43,13 +49,16 @@ def lines_of(out):
     return {line["check"]: line for line in found}, [line for line in printed if not line.startswith("{")]
 
 
-def test_every_check_runs_and_the_faults_are_detected(capsys):
+@pytest.mark.usefixtures("started_server")
+def test_every_check_runs_and_the_faults_are_detected(capsys, monkeypatch):
+    """But for update_32k, which with --tiny is update_16k."""
+    monkeypatch.setattr(gpu, "CHECKS", [check for check in gpu.CHECKS if check.name != "update_32k"])
     status = gpu.main(["--tiny"])
     found, rest = lines_of(capsys.readouterr().out)
     names = [check.name for check in gpu.CHECKS]
     assert [*found] == names and [line.split()[0] for line in rest] == names
     assert not [line for line in found.values() if "error" in line]
-    slow = {"floor", "splits", "update_16k", "update_32k"}             # their targets are those of a GPU
+    slow = {"floor", "splits", "update_16k"}                           # their targets are those of a GPU
     assert all(line["ok"] for name, line in found.items() if name not in slow)
     assert status == (0 if all(line["ok"] for line in found.values()) else 1)
     assert found["iteration"]["policy/steps"] == 2 and found["iteration"]["judge/tokens"] > 0
@@ -60,14 +69,17 @@ def test_every_check_runs_and_the_faults_are_detected(capsys):
     assert found["ranks"]["losses"] >= 1 and found["ranks"]["largest_gap"] < 1e-4
     assert found["ranks"]["gradient_gap"] < 1e-3 and found["gradient"]["cosine"] > 0.999
     assert found["pretrained"]["killed_after"] >= 1 and found["pretrained"]["iterations"] == 3
+    monkeypatch.setattr(gpu_checks, "update_at", lambda bench, tokens: tokens)
+    assert (gpu_checks.update_16k(None), gpu_checks.update_32k(None)) == (2**14, 2**15)
 
 
 def checks(*names, limit_s=60):
     return [gpu.Check(name, "faulty_checks", 10, limit_s, "a target") for name in names]
 
 
+@pytest.mark.usefixtures("started_server")
 def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=25),
+    monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=12),
                                         *checks("broken", "dies", "short", "right")])
     out = tmp_path / "gpu.jsonl"
     assert gpu.main(["--tiny", "--out", str(out)]) == 1
@@ -75,13 +87,14 @@ def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys
     assert all(f"in {name}\n" in found[name]["traceback"] for name in ("broken", "dies", "hangs"))
     assert found["broken"]["error"] == "RuntimeError: no such kernel"
     assert found["dies"]["error"] == "died with exit status -11"
-    assert found["hangs"]["error"] == "did not end within 25 s" and found["hangs"]["check_s"] < 75
+    assert found["hangs"]["error"] == "did not end within 12 s" and found["hangs"]["check_s"] < 60
     assert found["hangs"]["share"] == 0.5 and not found["hangs"]["ok"]          # what it had reported
     assert found["short"]["share"] == 0.1235 and found["right"]["of"] == "a stand-in of 2000 tokens"
     assert [line.split()[1] for line in rest] == ["short"] * 4 + ["met"]
     assert [json.loads(line)["check"] for line in out.read_text().splitlines()] == [*found]
 
 
+@pytest.mark.usefixtures("started_server")
 def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=8), *checks("right", limit_s=60)])
     monkeypatch.setattr(gpu, "MOST_S", 7)
@@ -91,6 +104,7 @@ def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatc
     assert rest[-1] == "2 left: the same command goes on"
 
 
+@pytest.mark.usefixtures("started_server")
 def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_leaves_the_rest(
         capsys, monkeypatch, tmp_path):
     """Checks that ended by an error come last; what another GPU did, or had another target, is run, too."""
@@ -157,6 +171,7 @@ def test_a_gpus_data_sheet_is_that_of_its_whole_name(name, bandwidth):
     assert (gpu_checks.sheet_of(name) or [None])[0] == bandwidth
 
 
+@pytest.mark.usefixtures("started_server")
 def test_without_a_gpu_it_ends_with_an_error(capsys, monkeypatch, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")

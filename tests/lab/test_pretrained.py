@@ -170,6 +170,7 @@ def test_rows_are_intervals_over_the_seeds_that_have_a_value():
 def study(tmp_path, monkeypatch, capsys):
     """The study on tiny models: "SmolLM2" is a second small one. Returns (exit status, its JSON, stderr)."""
     monkeypatch.setattr(runs, "make", in_this_process)
+    monkeypatch.setattr(runs, "EVERY", 1)
     monkeypatch.setattr(pretrained, "TASKS", 12)
     monkeypatch.setattr(pretrained, "FLAGS", {
         "SmolLM2": ("--positions", "none", "--judge-labels", "taken"), "small": ("--judge-labels", "taken")})
@@ -179,7 +180,7 @@ def study(tmp_path, monkeypatch, capsys):
         "small": {name: pretrained.STAGES["small"][name] for name in stages[::2]}})
 
     def run(*flags):
-        status = pretrained.main(["--iterations", "5", "--flags", TINY, "--runs", str(tmp_path / "runs"),
+        status = pretrained.main(["--iterations", "1", "--flags", TINY, "--runs", str(tmp_path / "runs"),
                                   "--out", str(tmp_path / "out"), *flags])
         path = tmp_path / "out" / "pretrained.json"
         return status, json.loads(path.read_text()) if path.exists() else None, capsys.readouterr().err
@@ -210,7 +211,7 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert status == 0 and {*cells} == {
         "SmolLM2, untrained, seed 0", "SmolLM2, 96 demonstrations, seed 0",
         "SmolLM2, with judge questions, seed 0", "small, untrained, seed 0",
-        "small, with judge questions, seed 0", "SmolLM2, grpo+gcd 5, seed 0", "small, grpo+gcd 5, seed 0"}
+        "small, with judge questions, seed 0", "SmolLM2, grpo+gcd 1, seed 0", "small, grpo+gcd 1, seed 0"}
     assert len({cell["texts"] for cell in cells.values()}) == 1
     assert len({cell["turns"] for cell in cells.values()}) == 1 and len(count) == 3
     assert found["rows"]["small, untrained"].keys() == pretrained.NUMBERS.keys()
@@ -262,7 +263,7 @@ def test_the_arguments_are_the_models_own_and_wrong_ones_are_one_line(study, tmp
     for flags, message in (("--models gpt", "--models=gpt: expected some of SmolLM2,small"),
                            ("--arms ppo", "--arms=ppo: expected some of grpo"),
                            ("--seeds a", "--seeds=a: expected numbers"),
-                           ("--iterations 1", "--iterations=1: expected 5")):
+                           ("--iterations 0", "--iterations=0: expected 1")):
         with pytest.raises(SystemExit):
             pretrained.main(flags.split())
         assert message in capsys.readouterr().err
