@@ -630,7 +630,7 @@ def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
                                                (9, 49, (16, 128)), (18, 150, (18, 190))])
 def test_a_step_is_captured_for_rows_and_for_a_length_that_none_exceeds(model, with_varlen, chat, monkeypatch,
                                                                         rows, length, key):
-    """Of 18 rows with a context of 190."""
+    """Of 18 rows with a context of 190; responses of few tokens have no more steps than they can use."""
     with_varlen()
     keys = []
     monkeypatch.setattr(engine, "PLANNED", 64)
@@ -640,6 +640,10 @@ def test_a_step_is_captured_for_rows_and_for_a_length_that_none_exceeds(model, w
     slots.device = torch.device("cuda")
     slots.tick()
     assert keys == [key] * engine.TICK
+    keys.clear()
+    slots.sampling = Sampling(1.0, 4)
+    slots.tick()
+    assert len(keys) == 3                                               # `begin` drew the first
 
 
 @pytest.mark.fast
