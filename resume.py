@@ -58,8 +58,9 @@ def check_apart(config, out):
     given = config.settings()
     cache = ("endpoint_cache",) if config.endpoint else ()
     for name in ("model", "env", "algo", *config.environment.sources, *cache):
-        there = Path(given[name]).resolve()
-        if given[name] and out.resolve() in (there, *there.parents) and there.exists():
+        there, own = Path(given[name]).resolve(), out.resolve()
+        is_out = there == own and name not in ("env", "algo")      # which may be built in, and not files
+        if given[name] and (is_out or own in there.parents) and there.exists():
             raise ValueError(f"{flag_of(name)}={given[name]}: lies in --out={out}, which --overwrite would "
                              "set aside")
 

@@ -683,6 +683,14 @@ def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys
 
 
 @pytest.mark.fast
+def test_a_folder_may_be_called_as_what_is_built_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("household", "grpo"):
+        (tmp_path / name).mkdir()
+        resume.check_apart(config.parse(["--env", "household", "--algo", "grpo"]), tmp_path / name)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ["reference", "adapter", "kept"])
 def test_a_folder_of_a_runs_models_is_refused(start, tmp_path, capsys, name):
     (tmp_path / "out" / name).mkdir(parents=True)
