@@ -120,7 +120,6 @@ def gspo_token_loss(model, samples, unit, low, high):
     return loss
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("unit", ["episode", "turn"])
 @pytest.mark.parametrize("microbatch", [1, 2048])
 def test_gspo_is_the_papers_where_a_sequence_has_one_advantage(model, samples, unit, microbatch):
@@ -138,7 +137,6 @@ def test_gspo_is_the_papers_where_a_sequence_has_one_advantage(model, samples, u
     assert (got - other).norm() > 0.1 * got.norm()
 
 
-@pytest.mark.fast
 def test_turns_of_an_episode_with_one_ratio_keep_their_own_advantages(model, samples):
     """The ratio's value is the episode's and its gradient the token's (Eq. 14). Eq. 7's own gradient would
     give every token the mean of the episode's advantages, and GiGPO's turns would be lost.
@@ -222,7 +220,6 @@ def ppo_loss(model, samples, high, unit):
     return sum(parts) / (unit if samples[0].kind == "policy" else len(parts))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("algo, high, preset", [("dapo", 0.28, "small"), ("dapo", 0.28, "paper"),
                                                 ("dr_grpo", 0.2, "small"), ("dr_grpo", 0.2, "paper")])
 def test_dapo_and_dr_grpo_are_as_published(model, samples, algo, high, preset):

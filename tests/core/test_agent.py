@@ -43,7 +43,6 @@ def player():
     return gcd.load(COMMITTED)
 
 
-@pytest.mark.fast
 def test_it_plays_where_it_is_told_to(monkeypatch):
     """On the CPU by default, and never silently there if it was to be a GPU."""
     devices, load = [], decoder.load_pretrained
@@ -98,7 +97,6 @@ def test_the_tour_writes_a_report(tmp_path, monkeypatch, capsys):
 
 # Playing
 
-@pytest.mark.fast
 def test_play_is_the_episode_that_a_run_would_play(player):
     """rollout.play with the same model, flags and stream."""
     settings = config.parse(["--model", str(COMMITTED), "--demonstrations", "0"])
@@ -111,14 +109,12 @@ def test_play_is_the_episode_that_a_run_would_play(player):
     assert len({json.dumps([turn.response_ids for turn in other.turns]) for other in others}) > 1
 
 
-@pytest.mark.fast
 def test_play_uses_the_settings_of_load_unless_it_is_given_others():
     briefly = gcd.load(COMMITTED, max_turns=2)
     assert len(briefly.play("household", "L0/3").turns) == 2
     assert len(briefly.play("household", "L0/3", max_turns=3).turns) == 3
 
 
-@pytest.mark.fast
 def test_an_agent_needs_not_the_folder_that_the_program_was_in(monkeypatch, tmp_path):
     """As in a notebook, after os.chdir."""
     monkeypatch.chdir(COMMITTED.parent)
@@ -186,7 +182,6 @@ def test_a_value_heads_p_good_is_its_sigmoid(start, tmp_path):
         "clip_frac", "logprob_gap_nats", "logprob_gap_max_nats"))
 
 
-@pytest.mark.fast
 def test_a_value_head_that_is_trained_no_more_is_dropped(start, tmp_path):
     """Else `judge` would read it, and not the verdicts that were trained meanwhile."""
     headed = shutil.copytree(start, tmp_path / "headed")
@@ -196,7 +191,6 @@ def test_a_value_head_that_is_trained_no_more_is_dropped(start, tmp_path):
     assert not gcd.load(tmp_path / "run" / "checkpoint").model.config.value_head
 
 
-@pytest.mark.fast
 def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path):
     folder = shutil.copytree(start, tmp_path / "model")
     trainer = torch.load(folder / "trainer.pt", weights_only=True)
@@ -217,14 +211,12 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
     assert gcd.load(folder).play("household", "L0/0", max_turns=1).turns[0].prompt_ids == played[0]
 
 
-@pytest.mark.fast
 def test_what_only_rl_needs_is_not_checked_of_a_player():
     for settings in ({"context": 64, "max_response_tokens": 16}, {"tasks": 2, "group_size": 1},
                      {"iterations": 5, "warmup": 5}, {"correction": "critiques"}):
         assert gcd.load(COMMITTED, **settings).config.iterations == 0
 
 
-@pytest.mark.fast
 def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_path):
     folder = shutil.copytree(start, tmp_path / "model")
     trainer = torch.load(folder / "trainer.pt", weights_only=True)
@@ -251,7 +243,6 @@ def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_pa
     assert resume.prompting_of(folder, "household")["prompt"] == "auto"
 
 
-@pytest.mark.fast
 def test_a_folder_runs_no_code_that_its_run_names(start, tmp_path):
     """As weights_only=True is to make sure."""
     folder, evil = shutil.copytree(start, tmp_path / "run" / "checkpoint"), tmp_path / "evil.py"
@@ -265,7 +256,6 @@ def test_a_folder_runs_no_code_that_its_run_names(start, tmp_path):
     assert (folder.parent / "report.html").exists() and not (tmp_path / "ran").exists()
 
 
-@pytest.mark.fast
 def test_a_value_after_an_environments_name_is_its_first_setting_in_play_too():
     player = gcd.load(COMMITTED, env="household:nowhere")
     with pytest.raises(ValueError, match="--games=nowhere"):
@@ -273,7 +263,6 @@ def test_a_value_after_an_environments_name_is_its_first_setting_in_play_too():
     player.play("household", "L0/0", games="", max_turns=1)
 
 
-@pytest.mark.fast
 def test_weights_are_fp32_unless_a_dtype_is_given():
     for settings, dtype in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
         assert {p.dtype for p in gcd.load(COMMITTED, **settings).model.parameters()} == {dtype}
@@ -410,7 +399,6 @@ def test_train_equals_the_command(start, tmp_path):
     assert same(state, weights(library)) and trained.config.model == str(library / "checkpoint")
 
 
-@pytest.mark.fast
 def test_train_returns_the_runs_model_under_flags_that_playing_refuses_and_where_nothing_is_left(
         start, tmp_path, monkeypatch):
     """Flags of training that need others, and a resumed run that only evaluates its own checkpoint."""
@@ -441,7 +429,6 @@ def test_train_refuses_wrong_settings_before_any_work(tmp_path, settings, messag
     assert not (tmp_path / "out").exists() and handlers() == before and not parallel.is_distributed()
 
 
-@pytest.mark.fast
 def test_an_error_found_later_restores_the_signals_too_and_frees_the_folder(start, tmp_path, monkeypatch):
     before = handlers()
     settings = options(TINY) | {"model": start, "demonstrations": 0, "out": tmp_path / "out"}
@@ -475,7 +462,6 @@ def test_ctrl_c_saves_and_raises_keyboard_interrupt(start, tmp_path, monkeypatch
 
 # A run without judged turns
 
-@pytest.mark.fast
 def test_an_iteration_without_judged_turns_is_reported_once(start, tmp_path, capsys):
     """Dense labels need wins or revisits; one turn of a weak model gives neither."""
     flags = ["--judge-labels", "dense", "--max-turns", 1]

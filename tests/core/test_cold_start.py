@@ -369,7 +369,6 @@ def test_the_experts_demonstrations_are_fixed_by_seed_and_index(chat):
     assert all(episode.won for episode in careful)
 
 
-@pytest.mark.fast
 def test_demonstrations_are_of_the_requested_types(chat):
     for kind, allowed in (("part", rooms.TRAINED_TYPES), ("all", rooms.ALL_TYPES)):
         episodes = cold_start.demonstrate(make_run(chat, cold_start_types=kind), 0, 30, 0.0)
@@ -387,7 +386,6 @@ def test_instructions_do_not_depend_on_what_an_expert_draws_from_its_seed(chat, 
     assert len(drawn) == 8 and not {*drawn} & {random.Random(seed).random() for seed in seeds}
 
 
-@pytest.mark.fast
 def test_a_random_half_has_instructions(chat):
     """An instruction precedes the first observation, and decides which mistakes have weight 0."""
     episodes, instructions = cold_start.demonstrate(make_run(chat, "--instructions"), 0, 24, 0.3), []
@@ -464,7 +462,6 @@ def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(c
     assert " and 0 bad" in warning and warning.endswith(", or --judge-demonstrations 0")
 
 
-@pytest.mark.fast
 def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeypatch):
     """Reasoning and verdict; the endpoint's question is about the turn whose answer it becomes."""
     batches, chat = [], Chat(tokenizer, "think")
@@ -657,7 +654,6 @@ def test_an_online_experts_command_that_is_read_otherwise_is_refused(chat):
         player.override(conversation)
 
 
-@pytest.mark.fast
 def test_dagger_imitates_the_experts_commands_and_no_others(dagger_run):
     run = dagger_run("--dagger", 40)
     batches, samples = dagger(run)

@@ -100,7 +100,6 @@ def test_the_expert_wins_and_every_game_has_its_outcome(short, referee, tmp_path
     assert result["player"] == {"kind": "script", "name": "expert"} and result["prompt"] == {}
 
 
-@pytest.mark.fast
 def test_random_commands_are_admissible_and_drawn_evenly(short, referee, tmp_path):
     status, result, _ = referee("--player", "random", "--protocol", "eight")
     assert status == 0 and result["splits"]["L1"]["sampled"]["invalid_frac"] == 0
@@ -333,7 +332,6 @@ def test_turns_that_the_protocol_tells_are_not_asked_for(referee):
     assert status == 2 and "--max-turns=9: --protocol rlvmr has 30 turns" in error
 
 
-@pytest.mark.fast
 def test_a_script_that_has_to_choose_needs_a_list_of_commands(tmp_path, capsys):
     flags = ["--env", str(ROOT / "examples" / "shop.py"), "--evaluate", "dev", "--protocol", "sampled"]
     for script in ("random", "first"):
@@ -400,7 +398,6 @@ def test_a_late_answer_does_not_revive_a_server_that_was_given_up():
     assert player.is_dead()
 
 
-@pytest.mark.fast
 def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, monkeypatch):
     assert referee("--player", "first", "--max-turns", 2)[0] == 0
     status, result, error = referee("--player", "first", "--max-turns", 2)
@@ -429,7 +426,6 @@ def test_other_versions_are_said_when_an_evaluation_goes_on(short, referee, monk
     assert "it continues with torch 99" in error
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", ["hints", "games"])                # as household names where its games are
 def test_an_environment_with_other_settings_or_another_file_does_not_continue(tmp_path, capsys, name):
     path = tmp_path / "mine.py"
@@ -498,7 +494,6 @@ def test_an_online_expert_that_is_none_or_says_no_text_is_one_line(tmp_path, cap
     assert expected in error and error.count("\n") == 1
 
 
-@pytest.mark.fast
 def test_broken_records_are_played_again_and_no_split_is_played_twice(short, referee, tmp_path, monkeypatch):
     flags = ["--player", "expert", "--evaluate", "L1,L1"]
     status, result, _ = referee(*flags)
@@ -681,7 +676,6 @@ def test_a_thought_may_be_missing_but_not_the_command(text, command):
     assert players.MessageChat("think").parse(text) == (command, None)
 
 
-@pytest.mark.fast
 def test_admissible_commands_are_shown_unless_they_are_not_to_be(serve, short, referee):
     for flag, listed in (([], True), (["--no-show-admissible"], False)):
         server = serve(lambda question, nth: (200, completion("<action>look</action>", usage=False)))
@@ -810,7 +804,6 @@ def test_ctrl_c_during_a_game_does_not_wait_for_a_server_that_hangs(serve, short
     assert status == 130 and "stopped at once" in error and time.monotonic() - started < HANG_S
 
 
-@pytest.mark.fast
 def test_an_empty_answer_is_a_turn_also_where_empty_messages_are_refused(serve, short, referee, tmp_path):
     def strict(question, nth):
         return lambda handler: handler.send(
@@ -845,7 +838,6 @@ def test_a_lost_try_adds_no_tokens_to_its_episode(serve, short, referee, monkeyp
     assert (rate["prompt_tokens"], rate["response_tokens"]) == (7 * 24, 2 * 24)
 
 
-@pytest.mark.fast
 def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, tmp_path, monkeypatch):
     """Not even if its game already called it won, and went on."""
     receive = players.Conversation.receive
@@ -881,7 +873,6 @@ def test_a_refused_key_ends_it_and_is_written_nowhere(serve, short, referee, tmp
     assert SECRET.encode() not in written and SECRET not in error
 
 
-@pytest.mark.fast
 def test_a_folder_in_which_no_game_was_played_is_used_again(serve, short, referee, tmp_path):
     """The same command plays after a wrong key; nothing is set aside."""
     server = serve(lambda question, nth: (401, "{}"))
@@ -915,7 +906,6 @@ def test_answers_without_content_are_told_if_they_are_half(serve, short, referee
     assert status == 0 and expected in error and ("had no content" in error) is bool(expected)
 
 
-@pytest.mark.fast
 def test_games_that_the_server_ended_are_counted_in_a_printed_line(serve, short, tmp_path, capsys):
     """Those of a first call as well."""
     def some(handler):
@@ -937,7 +927,6 @@ def test_games_that_the_server_ended_are_counted_in_a_printed_line(serve, short,
     assert "refusal" not in capsys.readouterr().out
 
 
-@pytest.mark.fast
 def test_extra_keys_are_sent_printed_and_the_same_when_it_is_continued(serve, short, referee):
     """To a server that refuses max_tokens."""
     def modern(question, nth):
@@ -957,7 +946,6 @@ def test_extra_keys_are_sent_printed_and_the_same_when_it_is_continued(serve, sh
     assert referee(*flags, "--endpoint-extra", f" {extra}", "--resume")[0] == 0
 
 
-@pytest.mark.fast
 def test_the_limit_of_requests_ends_it(serve, short, referee):
     server = serve(lambda question, nth: (200, completion("look")))
     status, result, error = referee(*flags_of(server, "--max-turns", "1", "--endpoint-limit", "5"))

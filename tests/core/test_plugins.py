@@ -192,7 +192,6 @@ def test_the_shortest_environment_is_learned_without_an_expert(tmp_path):
     assert first < 0.6 and last > 0.8
 
 
-@pytest.mark.fast
 def test_a_run_that_can_learn_nothing_says_so_once(tmp_path, capsys):
     """A fresh model that may write anything never writes a command."""
     assert gcd.main(["--env", str(EXAMPLES / "lamps.py"), "--no-admissible-only", "--iterations", "2",

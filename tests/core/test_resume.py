@@ -369,7 +369,6 @@ def test_resume_prints_what_changes_the_rounding(start, finished, capsys):
     assert remarks(capsys) == []
 
 
-@pytest.mark.fast
 def test_resume_prints_another_commit_and_other_versions(start, finished, monkeypatch, capsys):
     was = resume.first_record(finished)["commit"]
     monkeypatch.setattr(files, "commit", lambda: "abc1234")
@@ -483,7 +482,6 @@ def test_a_setting_that_is_newer_than_the_run_had_its_default():
     resume.check_resumed(other, {"iteration": 1, "settings": then}, {})
 
 
-@pytest.mark.fast
 def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, capsys):
     """As long as the run trains, wherever they lie then."""
     out, path = tmp_path / "out", tmp_path / "games.jsonl.gz"

@@ -234,7 +234,6 @@ def test_a_flag_changes_the_result(start, trained, once, tmp_path, flags):
         assert all(row["policy/kl_nats"] > 0 for row in rows(tmp_path))
 
 
-@pytest.mark.fast
 def test_the_kl_penalty_is_the_reverse_kl_centered_in_its_group(start, tmp_path):
     """coef * sum over sampled tokens of log pi_old - log pi_ref, by an uncached forward per turn."""
     run = prepared(tmp_path, *start_from(start), "--kl", "reward", "--kl-coef", 0.5)
@@ -305,7 +304,6 @@ def turn_kl(reference, turn):
     return sum(turn.logprob_old) - float(logprob.sum())
 
 
-@pytest.mark.fast
 def test_a_truncated_response_fails_the_episode_or_is_an_invalid_turn(start, tmp_path):
     for how in ("fail", "invalid"):
         flags = [*start_from(start), "--max-response-tokens", 2, "--iterations", 1]
@@ -315,7 +313,6 @@ def test_a_truncated_response_fails_the_episode_or_is_an_invalid_turn(start, tmp
     assert invalid["rollout/truncated_frac"] > 0.5 and invalid["rollout/turns"] == 8
 
 
-@pytest.mark.fast
 def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
     """No episode is won and invalid turns have no penalty: all groups are equal; refill plays 4 rounds."""
     flags = [*start_from(start), "--invalid-penalty", 0, "--max-turns", 2, "--no-gcd", "--iterations", 1]
@@ -415,7 +412,6 @@ def test_refilling_keeps_complete_groups_of_unequal_rewards(start, tmp_path, mon
     assert {name.split("/")[1] for name in later} == set("4567") and not later & tasks
 
 
-@pytest.mark.fast
 def test_episodes_have_their_index_group_and_reward(start, tmp_path):
     run = prepared(tmp_path, *start_from(start))
     episodes, played = gcd.collect(run, 0)
@@ -429,7 +425,6 @@ def test_episodes_have_their_index_group_and_reward(start, tmp_path):
     assert set(rewards.groups_of(episodes)) == {0, 1, 2, 3}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("history", [0, 1])
 def test_saved_rollouts_are_all_that_was_played_and_have_the_models_logprobs(start, tmp_path, history,
@@ -801,7 +796,6 @@ def test_incomplete_torchrun_variables_are_named(start, tmp_path, capsys, monkey
     assert_one_error(capsys, message)
 
 
-@pytest.mark.fast
 def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypatch):
     assert train(tmp_path, *start_from(start), "--iterations", 1) == 0
     before = weights(tmp_path)
@@ -816,7 +810,6 @@ def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypa
     decoder.load_pretrained(tmp_path / "checkpoint")
 
 
-@pytest.mark.fast
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_batch(start, tmp_path, capsys):
     """The first step, with a huge learning rate, breaks the weights; the second raises."""
     assert train(tmp_path, *start_from(start), lr=1e30) == 1
@@ -895,7 +888,6 @@ def test_a_step_without_a_gradient_is_saved_in_full_precision(tmp_path):
     assert {tensor.dtype for tensor in kept.values()} == {torch.float32} and same(kept, weights(tmp_path))
 
 
-@pytest.mark.fast
 def test_a_small_disagreement_is_logged(start, tmp_path, monkeypatch):
     """Larger than float32's own gap (below 1e-4 at the maximum), and below the limit."""
     offset_sampler(monkeypatch, 6e-5)

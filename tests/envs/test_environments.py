@@ -150,7 +150,6 @@ def test_notes_are_a_sentence_or_empty(environment):
 INSTALLED = {alfworld.Environment: alfworld.PACKAGES, scienceworld.Environment: scienceworld.PACKAGES}
 
 
-@pytest.mark.fast
 def test_games_are_made_and_closed(environment):
     if not all(map(find_spec, INSTALLED.get(type(environment), ()))):
         with pytest.raises(ValueError, match="not installed; pip install -r requirements-"):

@@ -529,7 +529,6 @@ def test_labels_do_not_depend_on_later_turns(prior):
         assert oracle_labels(other, episode.commands)[:2] == labels[:2]
 
 
-@pytest.mark.fast
 def test_the_experts_turns_are_never_bad_and_its_mistakes_often_are(prior):
     game, by_source = Game(), {True: Counter(), False: Counter()}
     for task in rooms.tasks("train", rooms.ALL_TYPES):

@@ -183,7 +183,6 @@ def test_an_environment_that_cannot_be_made_again_loses_the_episode(monkeypatch)
     assert game.reset(task()).observation == "Count from 7."
 
 
-@pytest.mark.fast
 def test_a_step_that_hangs_is_interrupted_and_its_environment_has_time_to_close(monkeypatch):
     closed = []
     monkeypatch.setattr(Counter, "close", lambda self: (time.sleep(1.5), closed.append(self)))

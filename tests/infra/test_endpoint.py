@@ -693,7 +693,6 @@ def hanging(serve):
     return server, arrived
 
 
-@pytest.mark.fast
 def test_ctrl_c_does_not_wait_for_an_answer(hanging, connect):
     """Even one that does not wake the main thread: it went to another thread, or came as the wait began."""
     server, arrived = hanging

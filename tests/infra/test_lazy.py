@@ -41,7 +41,6 @@ def test_help_loads_no_torch(flags):
     assert not [name for name in modules if name.startswith("torch.")]
 
 
-@pytest.mark.fast
 def test_a_wrong_value_loads_no_torch():
     code = ("import runpy, sys\n"
             "sys.argv = ['gcd.py', '--minibatches', '0']\n"

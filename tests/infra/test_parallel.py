@@ -583,7 +583,6 @@ def test_an_optimizer_of_another_model_is_named(one):
         checkpoint.load_trainer(one / "two", *with_optimizer(new_model(0, HEADED), SINGLE))
 
 
-@pytest.mark.fast
 def test_bf16_keeps_fp32_masters_on_one_rank():
     """A step of 1e-4 is lost in bf16 weights of size 1, not in fp32 ones."""
     try:
@@ -635,7 +634,6 @@ def test_an_error_in_a_block_of_onloaded_is_the_one_that_is_raised():
         job.shutdown()
 
 
-@pytest.mark.fast
 def test_a_sharded_model_can_be_trained_after_it_was_moved():
     """By a change of dtype and back, which FSDP handles like a change of device."""
     try:

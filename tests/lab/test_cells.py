@@ -55,7 +55,6 @@ def test_results_of_other_settings_are_refused(bench, capsys):
     assert len(bench.calls()) == 2
 
 
-@pytest.mark.fast
 def test_results_on_other_games_are_refused(bench, capsys):
     """The path of the games may differ, the games may not."""
     bench.main("--rows", "grpo")

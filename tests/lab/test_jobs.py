@@ -157,7 +157,6 @@ def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, ca
     assert "runs/household/seed0/gigpo: ValueError: metrics.jsonl does not begin with settings" in errors
 
 
-@pytest.mark.fast
 def test_a_cell_that_runs_in_a_different_process_is_not_started(bench, capsys):
     """The run itself locks its folder, so this also holds if its lab.bench.table1 was killed."""
     with files.locked(bench.folder / "runs/household/seed0/cold"):

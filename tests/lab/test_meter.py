@@ -237,11 +237,13 @@ def test_what_a_judge_reads_is_counted_by_batch_and_by_length():
     slots = SimpleNamespace(steps=0, read=0, prefilled=0, prefills=0)
     work = simulation.Work(answers=2)
     for of_slots, batches in ((64, 1), (2, 2)):
-        settings = SimpleNamespace(**vars(SETTINGS) | {"slots": of_slots})
+        settings = SimpleNamespace(**vars(SETTINGS) | {"slots": of_slots, "judge_response_tokens": 512})
         counts = memory.counts_of(samples, slots, work, settings)
         assert counts["judge steps"] == (32 if batches == 1 else 32 + 16) and counts["questions"] == 33
         shared = 32 * 33 if batches == 1 else 32 * (10 + 11) + 16 * 12
         assert counts["judge keys read"] == shared + (3 + 190 + 0 + 10 + 1 + 1)
+    settings.judge_response_tokens = 20                                  # `begin` draws the first of them
+    assert memory.counts_of(samples, slots, work, settings)["judge steps"] == 19 + 16
 
 
 def test_the_judges_peak_holds_its_own_keys(monkeypatch):

@@ -136,7 +136,6 @@ def test_games_are_the_same_in_any_slot_and_refuse_what_is_not_offered():
     assert before.admissible == sorted(task.problem.commands)
 
 
-@pytest.mark.fast
 def test_the_expert_gives_the_first_command_with_probability_q_in_either_kind():
     expert = environment(likely=0.25).expert([])
     for kind in "PN":

@@ -109,7 +109,6 @@ def test_the_few_turns_are_two_good_and_a_flawed_one_of_three_tasks(model):
     assert pretrained.whole_model(model, [], torch.zeros(0, 0)) is None
 
 
-@pytest.mark.fast
 def test_the_whole_models_map_is_the_cosine_of_its_gradients(model):
     """Up to the step's nonlinearity; against autograd over every parameter, in double precision."""
     turns = pretrained.few_turns(labeled(60), 0)

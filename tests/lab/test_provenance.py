@@ -196,7 +196,6 @@ def test_table1_refuses_a_changed_tree_before_anything_runs(tree, bench, capsys)
     assert bench.main("--rows", "grpo", "--seeds", "0", "--dirty") == 0 and len(bench.calls()) == 2
 
 
-@pytest.mark.fast
 def test_table1_stores_no_run_that_names_a_changed_tree(bench, monkeypatch, capsys):
     script = bench.folder / "stand_in.py"
     script.write_text(script.read_text().replace('"commit": "abc"', '"commit": "abc+"'))

@@ -180,7 +180,6 @@ def test_no_problem_is_in_two_splits_or_trained_on(settings):
         assert not contents(tasks) & contents(split), (tasks[0], name)
 
 
-@pytest.mark.fast
 def test_splits_are_the_same_for_every_seed_and_training_is_not():
     one, other = environment(0, rho=0.1), environment(1, rho=0.1)
     assert all(one.split_tasks(name) == other.split_tasks(name) for name in SPLITS)

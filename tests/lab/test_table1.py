@@ -179,7 +179,6 @@ def test_table_4_needs_a_row_with_and_without_gcd_its_start_and_table_1(bench, c
     assert "--iterations=1" in capsys.readouterr().err and not bench.calls()
 
 
-@pytest.mark.fast
 def test_table_4_measures_no_row_with_rerun(bench, capsys):
     """It prints the stored measurements, and reads the iterations from the row's cells."""
     bench.write(CONFIG | {"differences": [["grpo+gcd@75", "grpo"]]})

@@ -93,7 +93,6 @@ def test_long_prefills_are_split_into_blocks_of_rows(model):
     assert widths == [(1, 25), (1, 7), (1, 5), (1, 6), (1, 7)]
 
 
-@pytest.mark.fast
 def test_of_first_prompts_the_last_are_kept_as_far_as_they_are_small(model):
     """An evaluation that plays each game several times has hundreds; one that is gone is run again."""
     slots = engine.Slots(model, 4, 64, (), Sampling(max_response_tokens=4))

@@ -98,7 +98,6 @@ def test_texts_of_a_run_stay_texts(tmp_path):
     assert [series["name"] for series in built.charts[0]["series"]] == sorted(NAMES)
 
 
-@pytest.mark.fast
 def test_texts_of_a_study_stay_texts_and_the_page_needs_no_network(tmp_path):
     text = gallery.gallery(hostile_studies(tmp_path))
     built = Page(text)

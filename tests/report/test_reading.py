@@ -104,7 +104,6 @@ def test_a_run_that_is_set_aside_at_this_moment_is_left_out(tmp_path, monkeypatc
     assert [run.name for run in read.read_runs(tmp_path)] == ["grpo", "ppo"]
 
 
-@pytest.mark.fast
 def test_two_reports_at_once_are_both_whole(tmp_path, capsys, monkeypatch):
     """One process writes the page between another's writing and renaming."""
     write_method(tmp_path, "grpo", rl_lines(3), success={"L0": 0.5})
