@@ -354,7 +354,8 @@ def refuse(wrong, message):
 PLAYS_ONLY = {"demonstrations": 0, "dagger": 0, "iterations": 0, "minibatches": 1, "gcd": False, "kl": "none",
               "correction": "off", "dynamic_sampling": "keep"}
 # The flags that are refused under these, or in fp32
-OF_TRAINING = "kl_coef", "correction_every", "sampler_cap"
+OF_TRAINING = tuple(f.name for f in fields(Config)
+                    if f.metadata.get("needs") in (NEEDS_KL, NEEDS_CORRECTION, NEEDS_BF16))
 # Settings of place and speed, which may differ when a run is resumed or a table is filled
 WHERE = ("out", "resume", "overwrite", "model", "evaluate", "device", "shard_within", "slots",
          "microbatch_tokens", "checkpoint_activations", "checkpoint_every", "keep_checkpoints",

@@ -19,12 +19,11 @@ LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.di
              "safetensors.torch", "transformers.models.auto.tokenization_auto")
 
 
-def program(arguments, environment, output, cwd):
+def program(arguments, environment, output):
     """Run a Python file as __main__, with these arguments and environment, and its output in a file."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[:] = arguments
@@ -40,11 +39,10 @@ def context():
     return found
 
 
-def start(arguments, environment, folder, ranks, nodes=1, cwd="."):
+def start(arguments, environment, folder, ranks, nodes=1):
     """Start a Python file on some ranks, as torchrun does; returns their processes and output files.
 
-    folder: of the files. nodes: how many machines the ranks believe to be on, equally many on each. cwd: the
-    working directory.
+    folder: of the files. nodes: how many machines the ranks believe to be on, equally many on each.
     """
     port, outputs = str(free_port()), [folder / f"rank{rank}.txt" for rank in range(ranks)]
     forks = context()
@@ -52,8 +50,8 @@ def start(arguments, environment, folder, ranks, nodes=1, cwd="."):
         [*map(str, arguments)], {**environment, "RANK": str(rank), "WORLD_SIZE": str(ranks),
                                  "LOCAL_RANK": str(rank % (ranks // nodes)),
                                  "LOCAL_WORLD_SIZE": str(ranks // nodes),
-                                 "MASTER_ADDR": "localhost", "MASTER_PORT": port},
-        output, os.path.abspath(cwd))) for rank, output in enumerate(outputs)]
+                                 "MASTER_ADDR": "localhost", "MASTER_PORT": port}, output))
+        for rank, output in enumerate(outputs)]
     for process in processes:
         process.start()
     return processes, outputs
@@ -73,6 +71,6 @@ def join(processes, outputs, timeout=300):
                            text="".join(output.read_text() for output in outputs if output.exists()))
 
 
-def run(arguments, environment, folder, ranks=1, nodes=1, cwd=".", timeout=300):
+def run(arguments, environment, folder, ranks, nodes=1, timeout=300):
     """`start`, then `join`."""
-    return join(*start(arguments, environment, folder, ranks, nodes, cwd), timeout)
+    return join(*start(arguments, environment, folder, ranks, nodes), timeout)

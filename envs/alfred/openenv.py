@@ -108,10 +108,11 @@ class Client(EnvClient[Command, Turn, State]):
 def app(sessions=64, **settings):
     """The server as an ASGI application. sessions: how many there may be at once; settings: of Server.
 
-    The training games are read here, so that no session waits for them. ValueError if there are none.
+    The training games are read here, so that no session waits for them. ValueError if there are none, or for
+    wrong settings.
     """
     check_positive("sessions", sessions)
-    check_positive("max_turns", settings.get("max_turns", 50))
+    Server(**settings)
     find_split("train", settings.get("games", ""), settings.get("types", "part"))
     return create_fastapi_app(lambda: Server(**settings), Command, Turn, max_concurrent_envs=sessions)
 

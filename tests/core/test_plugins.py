@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 
-import forked
 import pytest
 import torch
 from tiny_runs import ENVIRONMENT, ROOT, copy_code, rows
@@ -46,11 +45,6 @@ def run_in(folder, *flags, program="gcd.py"):
                           check=False, capture_output=True, text=True)
 
 
-def fork_in(folder, *flags, program="gcd.py"):
-    """The same in a forked process, for complete runs; its output is in the folder and in `text`."""
-    return forked.run([program, *flags], ENVIRONMENT | {"PYTHONPATH": ""}, folder, cwd=folder)
-
-
 def import_example(name):
     """The module of an example."""
     specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
@@ -64,9 +58,8 @@ def import_example(name):
 @pytest.fixture(scope="module")
 def guessed(checkout):
     """A complete run in the copy with its own environment: the finished process."""
-    flags = ["--env", "guess", *TINY, *COLD, "--judge-labels", "oracle", "--out", "runs/guess"]
-    done = fork_in(checkout, *flags)
-    assert done.returncode == 0, done.text[-4000:]
+    done = run_in(checkout, "--env", "guess", *TINY, *COLD, "--judge-labels", "oracle", "--out", "runs/guess")
+    assert done.returncode == 0, done.stderr[-4000:]
     return done
 
 
@@ -85,7 +78,21 @@ def test_one_file_is_an_environment(checkout, guessed):
         assert row["rollout/invalid_frac"] < 0.5                # the model has the environment's vocabulary
     evaluated = files.read_json(out / "evaluation.json")["splits"]
     assert {split: modes["sampled"]["n"] for split, modes in evaluated.items()} == {"test": 6}
-    assert "test: success " in guessed.text
+    assert guessed.stdout.startswith("test: success ")
+
+
+def test_an_environment_has_its_own_flags_and_labels(checkout):
+    flags = ["--env", "guess", "--highest", 9, "--judge-labels", "halves", "--train-types", "all"]
+    done = run_in(checkout, *flags, *TINY, *COLD, "--iterations", 1, "--out", "runs/halves")
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, *_ = files.read_lines(checkout / "runs" / "halves" / "metrics.jsonl")[0]
+    assert first["config"]["highest"] == 9
+    assert first["games_hash"].keys() == {"train"}              # no split is unseen, so none is evaluated
+    (row,) = rows(checkout / "runs" / "halves")
+    assert row["judge/turns"] > 0
+    episodes, _ = files.read_lines(checkout / "runs" / "halves" / "episodes.jsonl")
+    turns = [turn for episode in episodes for turn in episode["turns"]]
+    assert {turn["label"] for turn in turns} == {"good", "bad"}             # these labels cover every turn
 
 
 def refused(capsys, *flags):
@@ -185,9 +192,9 @@ def remainders(texts, vocabulary):
 
 def test_the_shortest_environment_is_learned_without_an_expert(tmp_path):
     """README's command: from guessing among three commands to winning nearly always."""
-    done = fork_in(tmp_path, "--env", EXAMPLES / "lamps.py", "--iterations", 10, "--evaluate", "dev",
-                   "--out", tmp_path, program=ROOT / "gcd.py")
-    assert done.returncode == 0 and "dev: success " in done.text, done.text[-4000:]
+    done = run_in(ROOT, "--env", EXAMPLES / "lamps.py", "--iterations", 10, "--evaluate", "dev",
+                  "--out", tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("dev: success "), done.stderr[-4000:]
     first, *_, last = [row["rollout/success"] for row in rows(tmp_path)]
     assert first < 0.6 and last > 0.8
 
@@ -203,15 +210,17 @@ def test_a_run_that_can_learn_nothing_says_so_once(tmp_path, capsys):
 # An algorithm in the tree
 
 def test_one_file_is_an_algorithm(checkout, guessed):
-    """A complete run with its flag at the default; `plugged` has the other value."""
+    """Complete runs with both values of its flag."""
     flags = ["--env", "guess", *TINY, "--no-gcd", "--evaluate", "none", "--algo", "opo"]
-    flags += ["--model", "runs/guess/checkpoint", "--demonstrations", 0, "--length-in", "tokens"]
-    done = fork_in(checkout, *flags, "--out", "runs/tokens")
-    assert done.returncode == 0, done.text[-4000:]
-    run = rows(checkout / "runs" / "tokens")
-    assert [row["iteration"] for row in run] == [0, 1] and all(row["policy/grad_norm"] > 0 for row in run)
-    first, *_ = files.read_lines(checkout / "runs" / "tokens" / "metrics.jsonl")[0]
-    assert (first["config"]["algo"], first["config"]["length_in"]) == ("opo", "tokens")
+    flags += ["--model", "runs/guess/checkpoint", "--demonstrations", 0]
+    for length in ("tokens", "turns"):
+        done = run_in(checkout, *flags, "--length-in", length, "--out", f"runs/{length}")
+        assert done.returncode == 0, done.stderr[-4000:]
+    tokens, turns = (rows(checkout / "runs" / length) for length in ("tokens", "turns"))
+    assert [row["iteration"] for row in tokens] == [row["iteration"] for row in turns] == [0, 1]
+    assert all(row["policy/grad_norm"] > 0 for row in tokens)
+    first, *_ = files.read_lines(checkout / "runs" / "turns" / "metrics.jsonl")[0]
+    assert (first["config"]["algo"], first["config"]["length_in"]) == ("opo", "turns")
 
 
 def test_its_flag_is_in_its_help_and_with_no_other(checkout):
@@ -258,8 +267,8 @@ def plugged(outside):
     """(folder, flags) of a complete run in it with --env and --algo as paths."""
     flags = ["--env", "./guess.py", "--algo", "opo.py", "--length-in", "turns", "--highest", 9, *TINY, *COLD,
              "--judge-labels", "halves", "--out", "runs/plugged"]
-    done = fork_in(outside, *flags, program=ROOT / "gcd.py")
-    assert done.returncode == 0, done.text[-4000:]
+    done = run_in(outside, *flags, program=ROOT / "gcd.py")
+    assert done.returncode == 0, done.stderr[-4000:]
     return outside, flags
 
 
@@ -275,9 +284,6 @@ def test_an_environment_and_an_algorithm_train_from_a_folder_outside_the_checkou
     assert [row["iteration"] for row in rows(out)] == [0, 1]
     assert all(row["policy/grad_norm"] > 0 and row["judge/turns"] > 0 for row in rows(out))
     assert files.read_json(out / "evaluation.json")["splits"]["test"]["sampled"]["n"] == 3
-    episodes, _ = files.read_lines(out / "episodes.jsonl")
-    turns = [turn for episode in episodes for turn in episode["turns"]]
-    assert {turn["label"] for turn in turns} == {"good", "bad"}             # "halves" covers every turn
 
 
 def test_resume_accepts_unchanged_plugins_and_refuses_changed_ones(plugged, monkeypatch, capsys):

@@ -482,7 +482,7 @@ def nearest_draws(monkeypatch):
     return distances
 
 
-@pytest.mark.parametrize("method", ["--algo ppo --tasks 16", "--lora 4 --kl loss"])
+@pytest.mark.parametrize("method", ["--algo ppo --tasks 16", "--algo nthr", "--lora 4 --kl loss"])
 def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     """The cold start's learning rate is 0, so that both start RL with the same bits. They sample the same
     episodes: the seed is the first for which every draw is further from a token boundary than rounding (1e-6)
@@ -534,7 +534,7 @@ def test_a_cold_start_learns_to_win(tmp_path):
     (fresh,), found = rows(tmp_path / "fresh"), files.read_json(tmp_path / "taught" / "evaluation.json")
     taught = found["splits"]["dev"]["sampled"]
     first, *_, last = (row["cold_start/loss"] for row in rows(tmp_path / "taught", "cold_start"))
-    assert first > 5 and last < 0.8                                     # two seeds: over 6.0, below 0.34
+    assert first > 6 and last < 0.8                                     # two seeds: over 6.0, below 0.34
     assert fresh["rollout/invalid_frac"] > 0.99 and taught["invalid_frac"] < 0.8         # 1, below 0.54
     assert fresh["rollout/success"] == 0 and taught["success"] > 0.2                     # over 0.51
 

@@ -579,9 +579,9 @@ def test_a_jvm_stays_small(game, shared_game):
 # The expert
 
 @PLAYS
-@pytest.mark.parametrize("i", [0, 2, 5, 10, 12, 14, 17, 20, 22, 23, 25, 27])
-def test_gold_scores_100_on_a_task_of_each_kind(monkeypatch, shared_game, i):
-    """Of the simulator's 30 tasks. Some of its paths are slow to find, by a JVM that compiles no further."""
+@pytest.mark.parametrize("i", range(len(TASKS)))
+def test_gold_scores_100_on_a_train_variation_of_every_task(monkeypatch, shared_game, i):
+    """Some paths are slow to find, by a JVM that compiles no further."""
     options = [option for option in scienceworld.JAVA_OPTIONS if option != SHORT_LIVED]
     monkeypatch.setattr(scienceworld, "JAVA_OPTIONS", options)
     played = scienceworld.replay_gold(shared_game, task_of(TASKS[i][0], 0))
@@ -593,14 +593,15 @@ def test_gold_scores_100_on_a_task_of_each_kind(monkeypatch, shared_game, i):
 @PLAYS
 def test_mistakes_are_marked_and_harmless(shared_game):
     marked = 0
-    for seed, name in enumerate(("find-animal", "melt")):
+    for seed, name in enumerate(("find-animal", "power-component", "melt", "test-conductivity",
+                                 "chemistry-mix")):
         task = task_of(name, 1)
         played = Expert(shared_game).show(task, seed, mistake_rate=0.3, max_turns=100)
         path = [c for c, wrong in zip(played.commands, played.mistakes, strict=True) if not wrong]
         assert played.won and path == shared_game.gold(task)[:len(path)]
         assert [reply.won for reply in played.replies[:-1]] == [False] * len(played.commands)
         marked += sum(played.mistakes)
-    assert marked > 4
+    assert marked > 10
     assert played == Expert(shared_game).show(task, seed, mistake_rate=0.3, max_turns=100)
 
 

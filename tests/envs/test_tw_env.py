@@ -208,14 +208,14 @@ def test_the_step_limit_is_the_same_and_that_of_dagger_in_evaluation(stock, kitc
 
 @needs_engine
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("train_eval, batch_size", [*zip(SPLITS, (1, 3, 3))])
+@pytest.mark.parametrize("train_eval, batch_size", [*zip(SPLITS, (1, 8, 8))])
 def test_real_games_are_played_as_the_installed_one_plays_them(stock, real_games, train_eval, batch_size):
-    """The first three games of each split, in the environments' order."""
-    config = settings(real_games, most=3)
+    """The first eight games of each split, in the environments' order."""
+    config = settings(real_games, most=8)
     theirs, ours = stock(config, train_eval), AlfredTWEnv(config, train_eval)
-    assert ours.game_files == theirs.game_files and len(ours.game_files) == 3
+    assert ours.game_files == theirs.game_files and len(ours.game_files) == 8
     theirs, ours = theirs.init_env(batch_size), ours.init_env(batch_size)
-    play_both(theirs, ours, resets=3 // batch_size, turns=6)
+    play_both(theirs, ours, resets=8 // batch_size, turns=6)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def real_games(tmp_path_factory):
     found = {split: [] for split in SPLITS.values()}
     with gzip.open(GAMES, "rt", encoding="utf-8") as lines:
         for game in map(json.loads, lines):
-            if game["solvable"] and len(found.get(game["split"], range(3))) < 3:
+            if game["solvable"] and len(found.get(game["split"], range(8))) < 8:
                 found[game["split"]].append(game)
     for game in sum(found.values(), []):
         write_game(folder / game["rel"], game["task_type"], game["task_desc"], game["pddl_problem"])

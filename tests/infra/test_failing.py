@@ -1,10 +1,9 @@
 """Tests that a rank which fails prints why, and that all processes end within a minute.
 
-    python -m pytest tests/infra/test_failing.py          # a minute
+    python -m pytest tests/infra/test_failing.py          # a minute and a half
 
-The two ranks are this file, forked or run by torchrun: `main` below breaks one function of gcd.py on one of
-them. torchrun is configured to wait an hour for processes that do not end by themselves, as docs/gpus.md
-advises.
+The two ranks are this file run by torchrun: `main` below breaks one function of gcd.py on one of them.
+torchrun is configured to wait an hour for processes that do not end by themselves, as docs/gpus.md advises.
 """
 
 import io
@@ -19,7 +18,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import pytest
 import torch
 from tiny_runs import ENVIRONMENT, ROOT, TINY, start_from
@@ -50,10 +48,10 @@ def stuck(*arguments, **options):
 
 def main(kind, out, *flags):
     rank = int(os.environ["RANK"])
-    job.PATIENCE_S = 5                   # the other rank is waited for so long
     if kind == "playing" and rank == 1:
         engine.sample_tokens = failing(out, FULL)
     if kind == "training":
+        job.PATIENCE_S = 5               # the other rank is waited for so long
         update.token_loss = failing(out, FULL) if rank == 1 else stuck
     if kind == "bug" and rank == 1:
         gcd.assign_credit = failing(out, AssertionError("a turn without a reward"))
@@ -70,22 +68,17 @@ def main(kind, out, *flags):
      f"gcd.py: error: {SECOND} failed, so this one ends\n")],
     ids=["playing", "training while the other is stuck", "a bug"])
 def test_a_rank_that_fails_prints_why_and_ends_all_ranks(start, tmp_path, kind, message, consequence):
-    command = [str(part) for part in (__file__, kind, tmp_path, *start_from(start))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               __file__, kind, tmp_path, *start_from(start)]
     environment = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests",
                                  "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
-    if kind == "training":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = subprocess.run([*torchrun, *command], timeout=240, check=False, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, text=True, env=environment)
-        status, text = done.returncode, done.stdout
-    else:
-        done = forked.run(command, environment, tmp_path, ranks=2)
-        status, text = done.returncode, done.text
+    done = subprocess.run([str(part) for part in command], timeout=240, check=False, capture_output=True,
+                          text=True, env=environment)
     took = time.time() - float((tmp_path / "when").read_text())
-    assert status == 1 and took < 60, (took, text[-3000:])
-    assert text.count(message) == 1 and consequence in text, text[-3000:]
-    assert text.count("so this one ends") == bool(consequence)      # not beside a line that says why
-    assert ('gcd.py", line' in text) == (kind == "bug")            # a traceback other than torchrun's own
+    assert done.returncode == 1 and took < 60, (took, done.stderr[-3000:])
+    assert done.stderr.count(message) == 1 and consequence in done.stderr, done.stderr[-3000:]
+    assert done.stderr.count("so this one ends") == bool(consequence)      # not beside a line that says why
+    assert ('gcd.py", line' in done.stderr) == (kind == "bug")     # a traceback other than torchrun's own
     assert not (tmp_path / "run" / "traceback.txt").exists()       # rank 0's would hide that rank 1 failed
 
 
