@@ -77,7 +77,7 @@ PROTOCOLS = {"full": Protocol({"sampled": 1.0, "greedy": 0.0, "t0.4": 0.4}),
 class Config:
     """Every setting of a run. Those without a help text are no flags: presets set them."""
 
-    preset: str = setting("auto", "small: these defaults; paper: the settings of arXiv:2509.23870 App. B; "
+    preset: str = setting("auto", "small: these defaults; paper: arXiv:2509.23870 App. B, where it says; "
                           "auto: paper where --model is a Hugging Face model, else small",
                           ("auto", "small", "paper"))
     out: str = setting("runs/default", "folder that everything is written to")

@@ -248,10 +248,10 @@ def lr_factor(config, i):
 def optimize(run, i, samples, reference):
     """Take an iteration's optimizer steps. Returns the mean of their metrics.
 
-    pi_old is the sampler's policy in float32. In bf16 the sampler's logprobs are some 0.02 nats off, so it is
-    the trainer's: the first step takes it from its own forward (logprob_old None: ratio 1), and for later
-    steps it is computed here, before the weights change. The gap between sampler and trainer is that of the
-    first step, when both have the same weights. ValueError if a float32 run's is larger than rounding.
+    In a float32 run pi_old is the sampler's policy. In bf16 the sampler's logprobs are some 0.02 nats off, so
+    it is the trainer's: the first step takes it from its own forward (logprob_old None: ratio 1), and for
+    later steps it is computed here, before the weights change. The gap between sampler and trainer is that of
+    the first step, when both have the same weights. ValueError if a float32 run's is larger than rounding.
     """
     config, objective = run.config, run.objective
     first, *later = batching.minibatches(samples, config.minibatches)

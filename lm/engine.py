@@ -216,7 +216,7 @@ class Slots:
 
     def drop_graphs(self):
         """Forget the CUDA graphs, which refer to tensors that were replaced, and their memory."""
-        self.graphs, self.pool = {}, None
+        self.graphs, self.graph_memory = {}, None
 
     @property
     def usage(self):
@@ -307,9 +307,10 @@ class Slots:
                 for _ in range(2):
                     self.step(slice(0, n), bound)
             torch.cuda.current_stream().wait_stream(side)
-            self.pool = self.pool or torch.cuda.graph_pool_handle()     # one: graphs never run concurrently
+            # one memory for all: graphs never run concurrently
+            self.graph_memory = self.graph_memory or torch.cuda.graph_pool_handle()
             self.graphs[key] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=side,
+            with torch.cuda.graph(graph, pool=self.graph_memory, stream=side,
                                   capture_error_mode="thread_local"):     # other threads may call CUDA
                 self.step(slice(0, n), bound)
             self.active_B.copy_(active_B)

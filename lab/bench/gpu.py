@@ -93,7 +93,8 @@ def main(argv=None):
         context.set_forkserver_preload([ENGINE, RUNS])
         here = device_and_torch(context) if stored else None
         known = {line["check"]: line for line in stored               # without a device: a process that died
-                 if (line.get("device"), line.get("torch")) in (here, (None, None))}
+                 if (line.get("device"), line.get("torch")) in (here, (None, None))
+                 and line.get("tiny", False) == options.tiny}
         done = {name: line for name, line in known.items() if not {"error", "skipped"} & {*line}
                 and line.get("target") in [check.target for check in wanted if check.name == name]}
         lines = [done[check.name] for check in wanted if check.name in done]
@@ -103,6 +104,7 @@ def main(argv=None):
             if limit_s < ENOUGH * check.limit_s:
                 continue
             line = run(context, replace(check, limit_s=int(limit_s)), options.tiny, folder)
+            line |= {"tiny": True} if options.tiny else {}        # no check of the real thing
             print(json.dumps(line), flush=True)
             if not (limit_s < check.limit_s and line.get("error", "").startswith("did not end")):
                 lines.append(line)                         # else it is left to a command with more time

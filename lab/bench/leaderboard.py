@@ -113,7 +113,7 @@ def text(value):
 
 def rows(found):
     """The table of the referee's rows: a row for each evaluation and mode."""
-    head = ["who", "parameters", "what it had seen", "played", *SPLITS, "refused", "flawed"]
+    head = ["who", "parameters", "what it had seen", "played", *SPLITS, "invalid", "flawed"]
     lines = [[text(result["player"]["name"]), parameters(result), text(result["seen"] or "–"),
               protocol(result, mode), *(success(result["splits"].get(s, {}).get(mode)) for s in SPLITS),
               percent_of(result, mode, "invalid_frac"), percent_of(result, mode, "flawed_frac")]

@@ -9,7 +9,7 @@ lab.bench.table1, and the head of a column says what it contains:
     L0              success on that split at temperature 1, or the difference
     at 0.4          the same at temperature 0.4, of the preceding column's split
     L2 ... (`_x`)   success on that split of the row whose name is this row's name and _x
-    refused         commands that were not admissible, in per cent of turns, by split; flawed and repeated
+    invalid         turns with no command or a refused one, in per cent, by split; flawed and repeated
                     likewise
     paper ...       the paper's numbers, by split
 

@@ -4,7 +4,7 @@
 computed: the tokens of the messages and the number of turns, from recorded episodes (`envs.MessageLengths`),
 and the length of each response. The model runs on "meta" or fake tensors, where a prefill or a decode step
 is larger than those before, so that the bytes of its tensors can be counted (lab/bench/memory.py).
-Left out: truncated responses, games that answer late, and episodes that end because their context is full.
+Left out: truncated responses, and games that answer late.
 """
 
 import itertools

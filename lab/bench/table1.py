@@ -30,7 +30,7 @@ JUDGE = ("balanced_accuracy", "auc", "balanced_accuracy_oracle", "auc_oracle", "
          "variance_frac", "grad_ratio", "grad_cosine")
 SHARES = ("invalid_frac", "repeated_frac", "score_100")
 # Columns with a share of turns; the last is for pages alone
-OF_TURNS = {"refused": "invalid_frac", "flawed": "flawed_frac", "repeated": "repeated_frac"}
+OF_TURNS = {"invalid": "invalid_frac", "flawed": "flawed_frac", "repeated": "repeated_frac"}
 NO_COLD_START = ", no cold start"                            # suffix of rows of the paper's Table 2
 INFERRED = ("†: the paper does not say on which split. Table 3 (kinds of cold start, NTHR) repeats Table 1's "
             "GRPO of ALFWorld L1, so its others are taken for L1; of Table 2 (no cold start) ScienceWorld's "
@@ -155,7 +155,7 @@ def text(result):
     """The result as Markdown."""
     splits, seeds = result["splits"], len(result["seeds"])
     columns = [name for split in splits for name in (split, "at 0.4")]
-    shares = ["refused", *["flawed"] * has_flawed(result)]
+    shares = ["invalid", *["flawed"] * has_flawed(result)]
     rows = [[name, *successes(row, seeds), *(shares_text(row, head) for head in shares),
              "/".join(count(row[s]["n"]) for s in splits), paper_text(row)]
             for name, row in result["rows"].items()]
@@ -179,7 +179,7 @@ def introduction(result):
     return [f"Ran: {ran['model']}, {parameters} parameters; {', '.join(ran['games']) or 'nothing yet'}; "
             f"commit {', '.join(ran['commits']) or '–'}.",
             f"Success in per cent at temperature 1 and at 0.4, mean over {seeds} ± half its 95 % t "
-            "interval; refused: turns whose command was not admissible, in per cent at "
+            "interval; invalid: turns with no command or one that the game refused, in per cent at "
             "temperature 1, by split; n: episodes a split and seed. The last column is the paper's, "
             f"{result['paper_model']} on {column}."] + (
         ["Flawed: turns that the game took and the oracle calls bad."] * has_flawed(result))

@@ -96,9 +96,24 @@ def exit_problem(status, output, allowed=(0, 1, 2)):
     return "" if status in allowed else f"status {status}: {text[-150:]}"
 
 
+def again(out, flags, output, **kill):
+    """Run the command once more in a child (kill: for `child`). Returns its exit status, and what it did to a
+    checkpoint of the folder: "" unless it starts over in place of using it.
+    """
+    saved = any((out / folder / checkpoint.TRAINER_FILE).is_file()
+                for folder in (files.CHECKPOINT, f"{files.CHECKPOINT}.old"))
+    aside = len(list(out.parent.glob(f"{out.name}.old-*")))
+    status = child(run(out, *flags), output, **kill)
+    lost = saved and len(list(out.parent.glob(f"{out.name}.old-*"))) > aside
+    return status, "it starts over where there was a checkpoint" if lost else ""
+
+
 def resume_problem(out, flags, expected, output):
-    """Run the same command again to resume a run; return what is wrong with its exit or its files, or ""."""
-    return exit_problem(child(run(out, *flags), output), output, (0,)) or difference(out, expected)
+    """Run the same command again to resume a run; return what is wrong with its exit, with what it did to a
+    checkpoint, or with its files, or "".
+    """
+    status, lost = again(out, flags, output)
+    return exit_problem(status, output, (0,)) or lost or difference(out, expected)
 
 
 def difference(out, expected):

@@ -17,6 +17,7 @@ from forked import (
     PART,
     ROOT,
     TINY,
+    again,
     child,
     contents,
     difference,
@@ -120,7 +121,9 @@ def random_kills(workdir, size):
     def attack(seed, folder):
         rng, out = random.Random(seed), folder / "run"
         for _ in range(rng.randint(1, 4)):
-            status = child(run(out, *flags), folder / "output", kill_after_s=rng.uniform(0.05, 1.5))
+            status, lost = again(out, flags, folder / "output", kill_after_s=rng.uniform(0.05, 1.5))
+            if lost:
+                return lost
             if status == 0:
                 break
             if status != -signal.SIGKILL:
@@ -170,6 +173,9 @@ def interrupts(workdir, size):
         status = child(run(out, *flags), folder / "output", kill_after_s=after_s, signum=signal.SIGINT)
         if problem := exit_problem(status, folder / "output", (0, 130, -signal.SIGINT)):
             return problem
+        output = (folder / "output").read_text(errors="replace")
+        if status == 130 and (out / files.METRICS).exists() and "stopped; " not in output:
+            return "it did not say what it saved"
         return resume_problem(out, flags, expected, folder / "output")
 
     rng = random.Random(1)

@@ -191,7 +191,8 @@ def folders(workdir, size):
     (workdir / "file").write_text("kept")
     yield "a file", one_line(child(run(workdir / "file", *flags), output), output, "--out=") or (
         "" if (workdir / "file").read_text() == "kept" else "the file has changed")
-    yield "a read-only disk", read_only(workdir, flags, output)
+    if (problem := read_only(workdir, flags, output)) is not None:
+        yield "a read-only disk", problem
 
     disk = workdir / "disk"
     real = shutil.copytree(expected, disk / "real")
@@ -221,13 +222,13 @@ def folders(workdir, size):
 
 
 def read_only(workdir, flags, output):
-    """A run into a disk that cannot be written."""
+    """What is wrong with a run into a disk that cannot be written; None where there can be none."""
     disk = workdir / "locked"
     disk.mkdir()
     if os.geteuid() == 0:
         mount = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", disk]
         if subprocess.run(mount, capture_output=True).returncode:
-            return ""                       # nothing is read-only to root, and nothing can be mounted
+            return None                     # nothing is read-only to root, and nothing can be mounted
     else:
         disk.chmod(0o500)
     try:
@@ -343,7 +344,8 @@ def readers(workdir, size):
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
     status = os.waitstatus_to_exitcode(ended[1])
-    yield f"{tries} readers", problem or exit_problem(status, output, (0,)) or difference(out, expected)
+    yield f"{tries} readers", (problem or exit_problem(status, output, (0,)) or difference(out, expected)
+                               or ("" if tries else "it was never read"))
 
 
 def pipes(workdir, size):

@@ -71,7 +71,7 @@ RESULT = {
 PAGE = """Text before.
 
 <!-- toy -->
-| three words | L0 | at 0.4 | L1 | at 0.4 | refused | paper (ours) |
+| three words | L0 | at 0.4 | L1 | at 0.4 | invalid | paper (ours) |
 |---|---|---|---|---|---|---|
 | grpo | ? |
 | grpo - cold | 99.9 | | | | | |
@@ -99,7 +99,7 @@ def test_heads_choose_the_columns(page):
 
 @pytest.mark.fast
 def test_an_unknown_head_or_row_is_an_error(page):
-    known = "L0, L1, at 0.4, refused, flawed, repeated or paper"
+    known = "L0, L1, at 0.4, invalid, flawed, repeated or paper"
     with pytest.raises(ValueError, match=f"column 'L3': expected {known}"):
         readme.filled(page.replace("| L1 |", "| L3 |"))
     with pytest.raises(KeyError, match="gigpo"):

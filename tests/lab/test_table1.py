@@ -102,11 +102,11 @@ def test_a_temperature_that_was_not_evaluated_is_a_dash():
     found = table1.summary(stored, "L0")
     assert (found["mean"], found["t0.4"]) == (0.5, None)
     assert table1.successes({"L0": found}, 2) == ["50.0 ± 0.0", "–"]
-    assert table1.shares_text({"L0": found}, "refused") == "25"
-    assert table1.shares_text({"L0": found, "L1": found | {"of": 5}}, "refused") == "25/25 (2/5)"
-    assert table1.shares_text({"L0": found, "L1": {"of": 5, "seeds": {}}}, "refused") == "25/–"
+    assert table1.shares_text({"L0": found}, "invalid") == "25"
+    assert table1.shares_text({"L0": found, "L1": found | {"of": 5}}, "invalid") == "25/25 (2/5)"
+    assert table1.shares_text({"L0": found, "L1": {"of": 5, "seeds": {}}}, "invalid") == "25/–"
     fewer = found | {"of": 5, "seeds": {0: 0.5}}
-    assert table1.shares_text({"L0": found | {"of": 5}, "L1": fewer}, "refused") == "25/25 (1/5)"
+    assert table1.shares_text({"L0": found | {"of": 5}, "L1": fewer}, "invalid") == "25/25 (1/5)"
 
 
 @pytest.mark.fast
