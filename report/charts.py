@@ -1,6 +1,6 @@
 """The page's charts as data: coordinates, SVG path data, and the values under the pointer.
 
-charts.html draws them as SVG. A tone is the class of a color in style.css. Left out: any markup.
+charts.html draws them as SVG. A tone is a color's class or classes in style.css. Left out: any markup.
 """
 
 import math
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from infra.files import is_number
 from report.tables import captions, interval, mean_and_half, split_names
 
-TONES = 7                                  # number of classes in style.css; used in turns
+TONES, ROUNDS = 7, 7                       # numbers of classes in style.css: tone-0 to -6, round-1 to -6
+POINTS = 500                               # of a curve at most; of more, means are drawn
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 200, 52, 10, 8, 30     # of a chart, in SVG units
 
 
@@ -100,6 +101,24 @@ def curve(run, key):
             for line in run.lines if key in line and is_number(line.get(name))}
 
 
+def averaged(points):
+    """The points {x: value} of a curve, in order of x; of more than POINTS the means over stretches of x,
+    each at the beginning of its stretch.
+
+    The stretches of a curve have one length, 2, 4, 8 or more, so that those of several curves begin together.
+    None is in no mean; the mean of nothing is None.
+    """
+    points, length, stretches = dict(sorted(points.items())), 1, {}
+    if len(points) <= POINTS:
+        return points
+    while len({x // length for x in points}) > POINTS:
+        length *= 2
+    for x, value in points.items():
+        stretches.setdefault(x // length * length, []).append(value)
+    known = {x: [value for value in values if value is not None] for x, values in stretches.items()}
+    return {x: sum(values) / len(values) if values else None for x, values in known.items()}
+
+
 def smooth(values):
     """Centered moving mean over about a 25th of the values. None stays None and is in no mean."""
     half = max(1, round(len(values) / 50))
@@ -120,11 +139,15 @@ def ticks(low, high):
 
 
 def tones(runs):
-    """{method: class of its color}: grey if it alone has no RL iterations, else one color after the other."""
+    """{method: classes of its color}: grey if it alone has no RL iterations, else one color after the other.
+    Where the colors come again, "round-1" follows: wider and paler.
+    """
     untrained = [run.name for run in runs if not run.iterations]
     colored = [run.name for run in runs if run.iterations] + (untrained if len(untrained) > 1 else [])
+    marks = ["", *(f" round-{i}" for i in range(1, ROUNDS))]
     return dict.fromkeys(untrained, "tone-0") | {
-        name: f"tone-{1 + i % (TONES - 1)}" for i, name in enumerate(colored)}
+        name: f"tone-{1 + i % (TONES - 1)}{marks[i // (TONES - 1) % ROUNDS]}"
+        for i, name in enumerate(colored)}
 
 
 # Coordinates and paths
@@ -202,7 +225,7 @@ def panel_series(panel, runs):
     scale, series, tone = 100 if panel.unit == "%" else 1, [], tones(runs)
     for i, (key, label) in enumerate(panel.curves):
         for run in runs:
-            points = {x: short(y, scale) for x, y in sorted(curve(run, key).items())}
+            points = {x: short(y, scale) for x, y in averaged(curve(run, key)).items()}
             name = run.name if len(panel.curves) == 1 else f"{run.name}, {label}"
             if any(y is not None for y in points.values()):
                 series.append((name, tone[run.name], f"dash-{i}", points))
@@ -245,9 +268,9 @@ def stage_seconds(run):
     keys = {key for line in run.lines if "iteration" in line for key in line}
     ordered = [key for key in STAGES if key in keys]
     found = {key: curve(run, key) for key in ordered}
-    xs = sorted({x for points in found.values() for x in points})
-    return [(key.removeprefix("time/").removesuffix("_s"), {x: found[key].get(x) or 0.0 for x in xs})
-            for key in ordered] if xs else []
+    xs = {x for points in found.values() for x in points}
+    return [(key.removeprefix("time/").removesuffix("_s"),
+             averaged({x: found[key].get(x) or 0.0 for x in xs})) for key in ordered] if xs else []
 
 
 def stages_chart(run, stages, top_s):

@@ -21,7 +21,7 @@ from envs._terminal import terminal_session
 from lm.engine import Response
 from models import check_vocabulary
 from resume import prompting_of
-from rollout import Conversation, EpisodeSpec
+from rollout import Conversation, EpisodeSpec, check_first_prompt
 
 KEYS = "Enter: the model's command; any other line is yours; Ctrl-D ends."
 
@@ -47,6 +47,7 @@ def play(player, task, game, commands):
     settings, chat = player.config, player.chat
     spec = EpisodeSpec(task, 0, settings.seed, instruction=player.instruction_in(settings.env))
     conversation = Conversation(spec, game, chat, settings.history).start()
+    check_first_prompt(task, conversation.prompt, settings.max_response_tokens, settings.context)
     print(conversation.reply.observation)
     if line := reliability(player):
         print(f"\n{line}")
@@ -56,8 +57,9 @@ def play(player, task, game, commands):
         turn, prompt = len(conversation.episode.turns) + 1, conversation.prompt
         response = player.respond(conversation)
         text = chat.decode(response.ids)
-        command = chat.parse(text)[0] or text
-        print(f"\n[{turn}] the model: {command}   ({opinion(player, prompt, response.ids)})")
+        command = None if response.truncated else chat.parse(text)[0]
+        move = f"(no command{', cut off' * response.truncated}) {text}" if command is None else command
+        print(f"\n[{turn}] the model: {move}   ({opinion(player, prompt, response.ids)})")
         print("> ", end="", flush=True)
         if (line := next(commands, None)) is None:
             print()
@@ -67,9 +69,10 @@ def play(player, task, game, commands):
             print(f"    of yours: {opinion(player, prompt, response.ids)}")
         over = conversation.act(response, settings.max_turns, max_prompt, settings.on_truncation)
         print(conversation.reply.observation)
-    won = conversation.episode.won
-    print("You have won." if won else f"Over after {len(conversation.episode.turns)} turns, not won.")
-    return won
+    episode = conversation.episode
+    print("You have won." if episode.won else
+          f"Over after {len(episode.turns)} turns, not won ({episode.ended}).")
+    return episode.won
 
 
 def main(argv=None):

@@ -12,12 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import PROTOCOLS
+from config import PROTOCOLS, WHERE, parse
 from infra import files
 from infra.files import LARGEST, is_number
 
 RESULTS = Path(__file__).resolve().parent.parent / "lab" / "results"
 KIND_NAMES = {dict: "an object", list: "a list", str: "text", float: "a number"}
+# Settings in which a run may differ from a table's rows; the evaluation tells which games were played
+FREE = {*WHERE, "seed", "games", "protocol", "evaluate_tasks"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,21 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table in lab/results: what a run must be to be another seed of it."""
+
+    name: str
+    splits: list        # that a run's evaluation gives the row; others are another run's
+    start: str          # name of the cold start that it begins from; "": none
+    flags: list         # of gcd.py
+
+
+@dataclass(frozen=True, slots=True)
 class Seeds:
     """Results of the same methods over several seeds, from one file of results."""
 
     file: str           # its path, such as lab/results/table1_household_result.json
-    scores: dict        # {method: {split: {"mean": success, "half": half its 95 % CI, "seeds": number}}}
+    scores: dict        # {run: {split: {"mean": success, "half": half its 95 % CI, "seeds": number}}}
 
     @property
     def count(self):
@@ -177,11 +189,19 @@ def read_run(folder):
         stages = {"evaluation": evaluation["seconds"]} | stages
     headers = [record for record in records if "config" in record]          # a resumed run has several
     commits = dict.fromkeys(header["commit"] for header in headers if header.get("commit"))
-    header = headers[0] | {"config": files.settings_in(headers),
-                           "commit": ", ".join(commits)} if headers else {}
+    header = headers[0] | {"config": files.settings_in(headers), "commit": ", ".join(commits),
+                           "versions": distinct_versions(headers)} if headers else {}
     lines = [record for record in records if "config" not in record]
     name = Path(os.path.abspath(folder)).name                    # of a link its own, which differ where
     return Run(name, header, lines, evaluation, stages, episodes, notes + more_notes)
+
+
+def distinct_versions(headers):
+    """{name: version} in the headers of a run; of one that was resumed with another, "2.13 / 2.14"."""
+    found = {}
+    for name, version in (item for header in headers for item in header.get("versions", {}).items()):
+        found.setdefault(name, {})[str(version)] = True
+    return {name: " / ".join(versions) for name, versions in found.items()}
 
 
 def read_runs(folder):
@@ -206,49 +226,81 @@ def read_runs(folder):
     return sorted(runs, key=lambda run: (bool(run.iterations), run.name))
 
 
-def seed_scores(result, place, played):
-    """The scores of a file of results, as in `Seeds`, for methods and splits that played as many games with
-    as many parameters.
+# Results over several seeds
 
-    played: {(method, split): (number of games, each played once or several times; parameters or None)}.
+def rows_of(table):
+    """{name of a run: Row} of a table, the content of lab/results/table1_X.json.
+
+    A second training run, on other task types, has them in its name: "grpo-part".
     """
-    found, plays = {}, {protocol.plays for protocol in PROTOCOLS.values()}
-    sizes = expect(result.get("ran", {}).get("parameters", {}), dict, f"{place}, ran, parameters")
-    expect_fields(sizes, list, sizes, f"{place}, ran, parameters")
-    for method, splits in expect(result.get("rows", {}), dict, f"{place}, rows").items():
-        for split, score in expect(splits, dict, f"{place}, {method}").items():
-            here = f"{place}, {method}, {split}"
-            expect_fields(expect(score, dict, here), float, ("mean", "half"), here)
-            expect_fields(score, list, ("n",), here)
-            expect_fields(score, dict, ("seeds",), here)
-            known = is_number(score.get("mean")) and is_number(score.get("half"))
-            games, size = played.get((method, split), (0, None))
-            fits = {*score.get("n", [])} <= {games * times for times in plays}
-            if known and games and fits and size in (None, *sizes.get(method, [size])):
-                found.setdefault(method, {})[split] = {
-                    "mean": score["mean"], "half": score["half"], "seeds": len(score.get("seeds", {}))}
-    return found
+    rows, trainings = {}, table.get("runs", ())
+    splits = [split for training in trainings for split in training["splits"]]
+    for number, training in enumerate(trainings):
+        types = training["train_types"]
+        suffix = f"-{types}" if number else ""
+        games = ["--games", table["games"]] if table["games"] else []
+        environment = ["--env", table.get("env", table["benchmark"]), *games]
+        flags = [*environment, "--train-types", types, *table["common"]]
+        for name, own in table["cold_starts"].items():
+            rows[name + suffix] = Row(name, splits, "", [*flags, *own, "--iterations", "0"])
+        for name, row in table["rows"].items():
+            started = ["--demonstrations", "0"] if row["start"] else []
+            rows[name + suffix] = Row(name, training["splits"], row["start"] or "",
+                                      [*flags, *row["flags"], *started])
+    return rows
+
+
+def has_settings(config, flags):
+    """Whether a run has the settings that gcd.py has by these flags, but for FREE. False for flags that it
+    refuses.
+    """
+    with suppress(ValueError):
+        return all(config.get(name) == value for name, value in parse(flags).settings().items()
+                   if name not in FREE)
+    return False
+
+
+def seed_scores(table, result, runs):
+    """The scores over seeds, as in `Seeds`, of the runs that are other seeds of a table's rows: with a row's
+    name and settings, from scratch or from the checkpoint of a cold start for which the same holds.
+
+    result: the content of the table's file of results. Rows of pretrained models have none.
+    """
+    rows, checkpoints, found = rows_of(table), {"": ""}, {}
+    for run in runs:                                         # a cold start comes before what begins with it
+        row, config = rows.get(run.name), run.header.get("config", {})
+        if (row and row.start in checkpoints and config.get("model") == checkpoints[row.start]
+                and "--model" not in row.flags and has_settings(config, row.flags)):
+            checkpoints[run.name] = f"{config.get('out')}/{files.CHECKPOINT}"
+            of_row = result["rows"].get(row.name, {})
+            found[run.name] = {
+                split: {"mean": score["mean"], "half": score["half"], "seeds": len(score["seeds"])}
+                for split in row.splits if fits(score := of_row.get(split, {}), run, split)}
+    return {name: scores for name, scores in found.items() if scores}
+
+
+def fits(score, run, split):
+    """Whether a row's score on a split is known, and of as many games as the run has played."""
+    sampled = run.evaluation.get("splits", {}).get(split, {}).get("sampled", {})
+    games = (sampled.get("n") or 0) // (sampled.get("plays") or 1)
+    played = {games * protocol.plays for protocol in PROTOCOLS.values()}
+    known = is_number(score.get("mean")) and is_number(score.get("half"))
+    return known and games > 0 and {*score.get("n", ())} <= played
 
 
 def read_seeds(runs, folder=RESULTS):
-    """Results of these methods over several seeds, on as many of the same games and with as many parameters:
-    Seeds, or None.
+    """Results over several seeds of the runs that are other seeds of rows of a table, on as many of the same
+    games: Seeds, or None.
 
-    Their other settings are the table's. From the first of lab/results/table1_*_result.json that fits. None
-    if no run was evaluated.
+    Of several tables in lab/results the one with most of the runs, and of these the one with most seeds.
     """
     games = {run.evaluation["games"] for run in runs if run.evaluation.get("games")}
     protocols = [PROTOCOLS.get(run.evaluation.get("protocol", "full")) for run in runs]
     if any(protocol is None or protocol.draws for protocol in protocols):
         return None                                          # other games and turns than a table's
-    played = {(run.name, split): (score["n"] // (score.get("plays") or 1), run.header.get("parameters"))
-              for run in runs for split, modes in run.evaluation.get("splits", {}).items()
-              if is_number((score := modes.get("sampled", {})).get("n"))}
+    found = []
     for path in sorted(folder.glob("table1_*_result.json")) if games else ():
-        result = expect(files.read_json(path), dict, path)
-        ran = expect(result.get("ran", {}), dict, f"{path}, ran")
-        expect_fields(ran, list, ("games",), f"{path}, ran")
-        scores = seed_scores(result, path, played)
-        if scores and all(name in ran.get("games", []) for name in games):
-            return Seeds("/".join(path.parts[-3:]), scores)
-    return None
+        result, table = files.read_json(path), files.read_json(str(path).replace("_result.json", ".json"))
+        if games <= {*result["ran"]["games"]} and (scores := seed_scores(table, result, runs)):
+            found.append((len(scores), len(result["seeds"]), Seeds("/".join(path.parts[-3:]), scores)))
+    return max(found, key=lambda entry: entry[:2], default=(None,))[-1]

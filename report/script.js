@@ -32,13 +32,15 @@ function showValues(svg, chart, nearest, at) {   // at: the tip's place, in pixe
   tip.replaceChildren(element("div", "", `${chart.x_name} ${chart.xs[nearest]}`));
   for (const series of chart.series) {
     if (series.ys[nearest] === null) continue;
-    const line = element("div", `value ${series.tone}`, `${series.name}: `);
-    line.append(element("b", "", `${series.ys[nearest]} ${chart.unit}`));
+    const line = element("div", `value ${series.tone}`);
+    line.append(element("span", "", `${series.name}: `),
+                element("b", "", `${series.ys[nearest]} ${chart.unit}`));
     tip.append(line);
   }
-  tip.style.display = "block";
-  tip.style.left = Math.max(4, Math.min(at.x + 14, innerWidth - tip.offsetWidth - 8)) + "px";
-  tip.style.top = Math.max(4, Math.min(at.y + 14, innerHeight - tip.offsetHeight - 8)) + "px";
+  tip.style.display = "grid";
+  const {clientWidth, clientHeight} = document.documentElement;         // the window without its scrollbars
+  tip.style.left = Math.max(4, Math.min(at.x + 14, clientWidth - tip.offsetWidth - 8)) + "px";
+  tip.style.top = Math.max(4, Math.min(at.y + 14, clientHeight - tip.offsetHeight - 8)) + "px";
 }
 
 for (const svg of document.querySelectorAll("svg[data-hover]")) {

@@ -161,9 +161,17 @@ USE = r"""<script>
 setTimeout(() => {
   const all = query => [...document.querySelectorAll(query)], id = name => document.getElementById(name);
   const texts = query => all(query).map(node => node.textContent);
+  const cut = [];                                // values under the pointer of which a part is not seen
   const charts = all("svg[data-hover]").map(svg => {
     const box = svg.getBoundingClientRect();
     svg.dispatchEvent(new PointerEvent("pointermove", {clientX: box.left + box.width / 2}));
+    const tip = id("tip").getBoundingClientRect(), {clientWidth, clientHeight} = document.documentElement;
+    for (const value of all("#tip b")) {
+      const {left, right, top, bottom} = value.getBoundingClientRect();
+      const seen = left >= tip.left && right <= tip.right && top >= tip.top && bottom <= tip.bottom;
+      if (!seen || value.scrollWidth > value.clientWidth + 1) cut.push(value.parentNode.textContent);
+    }
+    if (tip.left < 0 || tip.top < 0 || tip.right > clientWidth || tip.bottom > clientHeight) cut.push("tip");
     return id("tip").textContent;
   });
   const episodes = [];
@@ -187,7 +195,7 @@ setTimeout(() => {
   const pictures = all("img").map(image => image.naturalWidth), body = document.body.textContent;
   const links = all("a").map(link => link.getAttribute("href")), {scrollWidth, clientWidth} = document.body;
   setTimeout(() => {
-    const seen = JSON.stringify({title: document.title, run, problems, charts, episodes, drawn, pictures,
+    const seen = JSON.stringify({title: document.title, run, problems, charts, cut, episodes, drawn, pictures,
                                  links, body, handlers: handlers.length,
                                  overflow: scrollWidth - clientWidth});
     const ascii = seen.replace(/[^ -~]|[<>&]/g, c => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0"));
@@ -236,6 +244,21 @@ def test_a_browser_shows_what_an_episode_and_its_turns_earned(tmp_path):
 
 
 @needs_browser
+def test_a_browser_shows_every_value_of_forty_methods_under_the_pointer(tmp_path):
+    require_browser(tmp_path)
+    names = [f"grpo+gcd, setting {i}" for i in range(40)]
+    lines = [{"iteration": i, "rollout/success": 1 / 3, "judge/auc": 2 / 3, "judge/auc_oracle": 4 / 7}
+             for i in range(3)]
+    for name in names:
+        write_method(tmp_path / "run", name, lines)
+    assert main([str(tmp_path / "run")]) == 0
+    found = seen((tmp_path / "run" / "report.html").read_text(encoding="utf-8"), tmp_path)
+    assert found["problems"] == found["cut"] == []
+    success, auc = found["charts"]
+    assert all(f"{name}: 33.33 %" in success and f"{name}, against oracle: 0.5714" in auc for name in names)
+
+
+@needs_browser
 def test_a_browser_runs_no_text_and_shows_all(tmp_path):
     require_browser(tmp_path)
     run, studies = hostile_run(tmp_path / "run"), hostile_studies(tmp_path / "studies")
@@ -244,7 +267,8 @@ def test_a_browser_runs_no_text_and_shows_all(tmp_path):
                      for path in (run / "report.html", studies / "gallery.html"))
     assert (report["title"], drawn["title"]) == ("GCD report", "GCD gallery")
     for found in (report, drawn):
-        assert found["run"] == found["problems"] == [] and found["handlers"] == found["overflow"] == 0
+        assert found["run"] == found["problems"] == found["cut"] == []
+        assert found["handlers"] == found["overflow"] == 0
         assert all(link.startswith("#") for link in found["links"])
     # Drawn: charts with values under the pointer, pictures, one viewer
     methods = [stored.name for stored in read.read_runs(run)]

@@ -95,7 +95,8 @@ def test_the_models_commands_are_those_that_it_samples(player, capsys):
 
 @pytest.mark.fast
 def test_winning_and_the_turn_limit_end_a_game(player, capsys, monkeypatch):
-    for command, n, end in (("right", 3, "You have won."), ("left", 5, "Over after 5 turns, not won.")):
+    for command, n, end in (("right", 3, "You have won."),
+                            ("left", 5, "Over after 5 turns, not won (turn limit).")):
         always_respond(player.chat, monkeypatch, command)
         commands, text, won = played(player, capsys, *["\n"] * 9)
         assert commands == [command] * n and text.endswith(f"{end}\n") and won == (command == "right")
@@ -115,6 +116,30 @@ def test_a_corrected_models_instruction_precedes_the_game(player, capsys, monkey
         played(replace(player, state=state), capsys)
     first = Corridor().reset(TASK)
     assert prompts == [player.chat.observe(first, True, text) for text in ("", "go right")]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("on_truncation, sent, end", [
+    ("fail", [], "Over after 1 turns, not won (response too long)."),
+    ("invalid", ["right"], "Over after 5 turns, not won (turn limit).")])
+def test_a_response_that_is_cut_off_is_not_shown_as_a_command(
+        player, capsys, monkeypatch, on_truncation, sent, end):
+    """What is shown as the model's command is sent."""
+    player.config.on_truncation = on_truncation
+    cut = Response(player.chat.respond("left")[:1], [], True)
+    given = [cut, Response(player.chat.respond("right"), [], False), cut, cut, cut]
+    monkeypatch.setattr(Agent, "respond", lambda *_: given.pop(0))
+    commands, text, _ = played(player, capsys, *["\n"] * 9)
+    assert "[1] the model: (no command, cut off) left   (" in text and text.endswith(f"{end}\n")
+    assert commands == sent and text.count("the model: right   (") == len(sent)
+
+
+@pytest.mark.fast
+def test_a_first_prompt_that_leaves_no_room_is_an_error_as_in_the_library(player, capsys):
+    player.config.context = 12
+    with pytest.raises(ValueError, match=r"--context=12: the first prompt of task train/3 has \d+ tokens, "):
+        play.play(player, TASK, Recording(), iter(["\n"]))
+    assert capsys.readouterr().out == ""
 
 
 # The judge's opinion
@@ -264,7 +289,8 @@ def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("flags, message",
-                         [(["--history", "-1"], "--history=-1"), ([], "closed")])
+                         [(["--history", "-1"], "--history=-1"), ([], "closed"),
+                          (["--context", "32"], "--context=32: the first prompt of task L0/0/")])
 def test_an_error_is_one_line(flags, message, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed("") if flags else None)
     with pytest.raises(SystemExit):

@@ -15,6 +15,7 @@ import pytest
 
 import config
 from evaluation import examples
+from lab.bench.study import RESULTS, cells_of, read_config
 from report import charts, page, read, tables
 from report.__main__ import main, write
 
@@ -114,20 +115,32 @@ def test_the_cold_start_comes_first_and_the_others_by_name(tmp_path):
     assert all(name in text for name in summary["methods"])
 
 
-def test_a_method_has_a_color_and_colors_repeat(tmp_path):
+def test_a_method_has_a_color_and_each_further_round_of_colors_a_mark(tmp_path):
     write_method(tmp_path, "start")
-    for i in range(7):
-        write_method(tmp_path, f"method{i}", rl_lines(2))
+    for i in range(42):
+        write_method(tmp_path, f"method{i:02}", rl_lines(2))
     tones = charts.tones(read.read_runs(tmp_path))
-    assert tones["start"] == "tone-0" and tones["method0"] == tones["method6"] == "tone-1"
-    assert len(set(tones.values())) == charts.TONES
+    assert tones["start"] == "tone-0" and len(set(tones.values())) == 43
+    assert [tones[f"method{i:02}"] for i in (0, 5, 6, 11, 12, 41)] == [
+        "tone-1", "tone-6", "tone-1 round-1", "tone-6 round-1", "tone-1 round-2", "tone-6 round-6"]
     write_method(tmp_path, "start, again")
-    assert len({*charts.tones(read.read_runs(tmp_path)).values()} - {"tone-0"}) == charts.TONES - 1
+    assert "tone-0" not in charts.tones(read.read_runs(tmp_path)).values()
     two = [run for run in read.read_runs(tmp_path) if not run.iterations]
     assert [*charts.tones(two).values()] == ["tone-1", "tone-2"]
     style = page.templates().get_template("style.css").render()
     names = [f"tone-{i}" for i in range(charts.TONES)] + [f"stage-{i}" for i in range(len(charts.STAGES))]
     assert all(f".{name} {{ --tone:" in style for name in names)
+    marks = [re.search(rf"\.round-{i} {{ --solid: (\S+) }}", style)[1] for i in range(1, charts.ROUNDS)]
+    assert len({*marks}) == charts.ROUNDS - 1 and f"round-{charts.ROUNDS}" not in style
+
+
+def test_a_rounds_mark_is_on_its_dots_its_line_and_its_name(tmp_path):
+    for i in range(7):
+        write_method(tmp_path, f"method{i}", rl_lines(2))
+    build(tmp_path)
+    html = (tmp_path / "report.html").read_text()
+    assert '<i class="tone-1 round-1"></i>method6' in html and '<i class="tone-1"></i>method0' in html
+    assert html.count('class="dots tone-1 round-1') == html.count('class="line tone-1 round-1') == 1
 
 
 def test_page_needs_no_network(tmp_path):
@@ -180,6 +193,37 @@ def test_a_line_cut_short_is_left_out_with_a_note(tmp_path):
     _, page, data = build(tmp_path)
     assert data["charts"][0]["xs"] == [0, 1, 2]
     assert "grpo/metrics.jsonl: line 5 is cut short" in " ".join(page.texts)
+
+
+def test_a_long_run_is_drawn_by_means(tmp_path):
+    """A page of 10,000 iterations is as large as one of 500, of which 30 kB are the template's."""
+    sizes = {}
+    for n in (500, 10_000):
+        lines = [{"iteration": i, "rollout/success": i / n, "policy/clip_frac": 1 if i % 32 == 5 else None,
+                  "time/rollout_s": i / 100, "time/judge_s": 6.4 if i % 4 == 0 else None} for i in range(n)]
+        write_method(tmp_path / str(n), "grpo", lines)
+        _, built, data = build(tmp_path / str(n))
+        sizes[n] = len((tmp_path / str(n) / "report.html").read_text()) - 30_000
+    assert 0 < sizes[10_000] < 1.2 * sizes[500]
+    assert "Of more than 500 iterations a dot is the mean" in " ".join(built.texts)
+    success, clipped, seconds = data["charts"]
+    assert success["xs"] == [*range(0, 10_000, 32)] == seconds["xs"]                  # the last has 16
+    assert success["series"][0]["ys"][:312] == pytest.approx([(x + 15.5) / 100 for x in range(0, 9984, 32)],
+                                                             rel=1e-3)
+    assert success["series"][0]["ys"][312] == pytest.approx((9984 + 7.5) / 100, rel=1e-3)
+    assert {*clipped["series"][0]["ys"]} == {100}                                     # None is in no mean
+    rollout, judge = (series["ys"] for series in seconds["series"])
+    assert judge == [1.6] * 313 and rollout[1] == pytest.approx((32 + 15.5) / 100)    # of seconds it is 0
+
+
+def test_means_of_a_curve():
+    short = {0.5: 1.0, 0.25: None}                                       # as it is, in order
+    assert [*charts.averaged(short).items()] == [(0.25, None), (0.5, 1.0)]
+    points = {20 * i: i for i in range(600)}                             # steps of a cold start, 20 apart
+    found = charts.averaged(points)
+    assert 250 <= len(found) <= 500 and [*found] == sorted(found)
+    assert [*found.items()][:3] == [(0, 0.5), (32, 2.5), (64, 4.0)]       # of 0, 20; 40, 60; 80
+    assert set(charts.averaged(dict.fromkeys(range(900))).values()) == {None}
 
 
 def test_every_logged_number_has_a_chart(tmp_path):
@@ -390,63 +434,128 @@ def test_a_metric_that_is_not_logged_is_not_drawn(tmp_path):
     assert "Success in training" in text and "Groups without variance" not in text
 
 
-def write_results(folder, name="table1_x_result.json", games=("generated rooms",), parameters=(184768,),
-                  rows=None, sizes=None):
+# Over several seeds
+
+def write_table(folder, name="table1_x", games="generated rooms", scores=None, seeds=5, common=(),
+                rows=("grpo", "ppo"), **about):
+    """A table of lab/results and its results."""
     folder.mkdir(parents=True, exist_ok=True)
-    score = {"mean": 0.593, "half": 0.058, "n": [256], "seeds": dict.fromkeys("01234", 0.593)}
-    rows = rows or {"grpo": {"L0": score, "L1": score}, "ppo": {"L0": score}}
-    ran = {"games": list(games), "parameters": {row: list(parameters) for row in rows} | (sizes or {})}
-    (folder / name).write_text(json.dumps({"seeds": [*range(9)], "ran": ran, "rows": rows}))
+    score = {"mean": 0.593, "half": 0.058, "n": [256], "seeds": dict.fromkeys(map(str, range(seeds)), 0.593)}
+    flags = {"grpo": ["--no-gcd"], "ppo": ["--algo", "ppo"], "grpo+gcd": []}
+    table = {"benchmark": "household", "games": "", "common": [*common], "cold_starts": {"cold_start": []},
+             "runs": [{"train_types": "part", "splits": ["L0", "L1"]}],
+             "rows": {row: {"start": "cold_start", "flags": flags[row]} for row in rows}}
+    result = {"seeds": [*range(seeds)], "ran": {"games": [games]},
+              "rows": {row: {"L0": score | (scores or {}), "L1": score} for row in ("cold_start", *rows)}}
+    (folder / f"{name}.json").write_text(json.dumps(table | about))
+    (folder / f"{name}_result.json").write_text(json.dumps(result))
+
+
+def write_run(folder, name, *flags, start="", success=("L0",), **about):
+    """A run with the settings that gcd.py has by these flags, evaluated on the splits `success`. start: the
+    cold start that it begins from.
+    """
+    started = ["--demonstrations", "0"] if start else ["--iterations", "0"]
+    settings = config.parse([*started, *flags, "--seed", "10", "--out", f"runs/here/{name}"]).settings()
+    settings |= {"model": f"runs/here/{start}/checkpoint"} if start else {}
+    write_method(folder, name, rl_lines() if start else (), dict.fromkeys(success, 0.5), config=settings,
+                 about=about)
+
+
+def seeds_of(folder, results):
+    """The results over several seeds of a run folder."""
+    return read.read_seeds(read.read_runs(folder), results)
+
+
+@pytest.mark.parametrize("table", ["default", "alfworld_hour"])
+def test_results_over_seeds_of_run_sh_are_of_the_table_that_it_repeats(tmp_path, table):
+    """Of any seed; settings as lab.bench derives them from the table, which are run.sh's (test_run_sh.py)."""
+    expected = json.loads((RESULTS / f"table1_{table}_result.json").read_text())["rows"]
+    cells = [cell for cell in cells_of(read_config(RESULTS / f"table1_{table}.json"))
+             if cell.seed == 0 and cell.row in ("cold_start", "grpo", "grpo+gcd")]
+    scores = {}
+    for cell in cells:
+        settings = config.parse(cell.arguments).settings() | {"seed": 10}
+        n = {split: expected[cell.row][split]["n"][0] for split in cell.splits}
+        plays = 8 if settings["protocol"] == "eight" else 1
+        about = {"protocol": settings["protocol"], "games": "real ALFWorld games, household engine",
+                 "splits": {split: {"sampled": {"success": 0.5, "n": n[split], "plays": plays}}
+                            for split in cell.splits}} | ({} if plays == 8 else {"games": "generated rooms"})
+        write_method(tmp_path, cell.folder.name, () if cell.cold else rl_lines(), {"L0": 0.5},
+                     config=settings, about=about)
+        scores[cell.folder.name] = {split: {key: expected[cell.row][split][key] for key in ("mean", "half")}
+                                    | {"seeds": 5} for split in cell.splits}
+    seeds = seeds_of(tmp_path, RESULTS)
+    assert (seeds.file, seeds.count) == (f"lab/results/table1_{table}_result.json", "5")
+    assert seeds.scores == scores and len(scores) == (3 if table == "default" else 5)
 
 
 def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
-    write_results(tmp_path / "lab" / "results")
-    for name in ("grpo", "grpo+gcd"):
-        write_method(tmp_path / "run", name, rl_lines(), success={"L0": 0.5, "L2": 0.5})
+    write_table(tmp_path / "lab" / "results")
+    write_run(tmp_path / "run", "cold_start", success=("L0", "L2"))
+    write_run(tmp_path / "run", "grpo", "--no-gcd", start="cold_start", success=("L0", "L2"))
+    write_run(tmp_path / "run", "grpo+gcd", start="cold_start")
     _, caption = write(tmp_path / "run", results=tmp_path / "lab" / "results")
     assert caption == ["One seed, in which the order of the methods means little. Mean of 5 seeds at the "
                        "settings of lab/results/table1_x_result.json on L0 (± half the 95 % CI): "
-                       "grpo 59.3 ± 5.8."]
+                       "cold_start 59.3 ± 5.8, grpo 59.3 ± 5.8."]
     text = " ".join(Page((tmp_path / "run" / "report.html").read_text()).texts)
     assert "5 seeds: 59.3 ± 5.8" in text and "lab/results/table1_x_result.json" in text
 
 
-@pytest.mark.parametrize("results", [
-    {"games": ["real games"]}, {"parameters": [7_000_000]}, {"name": "table4_x_result.json"},
-    {"rows": {"ppo": {"L0": {"mean": 0.1, "half": 0.1}}}},
-    {"rows": {"grpo": {"L0": {"mean": None, "half": None}}}},
-    {"rows": {"grpo": {"L0": {"mean": 0.1, "half": 0.1, "n": [48]}}}}])
-def test_results_of_other_games_or_models_are_not_given(tmp_path, results):
-    write_results(tmp_path / "lab" / "results", **results)
-    write_method(tmp_path / "run", "grpo", success={"L0": 0.5})
-    assert read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results") is None
-    assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
+@pytest.mark.parametrize("table", [
+    {"games": "real games"}, {"name": "table4_x"}, {"rows": ("ppo",)}, {"common": ["--lr", "1e-3"]},
+    {"common": ["--no-such-flag"]}, {"scores": {"mean": None}}, {"scores": {"n": [48]}},
+    {"runs": [{"train_types": "part", "splits": ["L2"]}]},
+    {"runs": [{"train_types": "all", "splits": ["L0"]}]}, {"cold_starts": {"cold_start": ["--dagger", "9"]}},
+    {"cold_starts": {"cold_start": ["--model", "smollm2"]}}])
+def test_results_of_other_games_or_settings_are_not_given(tmp_path, table):
+    write_table(tmp_path / "lab" / "results", **table)
+    write_run(tmp_path / "run", "cold_start")
+    write_run(tmp_path / "run", "grpo", "--no-gcd", start="cold_start")
+    seeds = seeds_of(tmp_path / "run", tmp_path / "lab" / "results")
+    assert seeds is None or "grpo" not in seeds.scores
+    assert "grpo 5" not in " ".join(write(tmp_path / "run", results=tmp_path / "lab" / "results")[1])
 
 
-def test_results_over_seeds_are_of_rows_of_the_runs_size(tmp_path):
-    """In a table whose rows have two sizes, and a run of each."""
-    write_results(tmp_path / "lab" / "results", sizes={"ppo": [9]})
-    for name in ("grpo", "ppo"):
-        write_method(tmp_path / "run", name, success={"L0": 0.5})
-    seeds = read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results")
-    assert [*seeds.scores] == ["grpo"]
+@pytest.mark.parametrize("flags, start, there", [
+    ([], "cold_start", ["cold_start", "grpo"]), (["--lr", "1e-3"], "cold_start", ["cold_start"]),
+    (["--hidden-size", "96"], "cold_start", ["cold_start"]), ([], "another", ["cold_start"]),
+    (["--slots", "8", "--evaluate", "L0"], "cold_start", ["cold_start", "grpo"])])
+def test_results_over_seeds_are_of_runs_with_a_rows_settings_and_cold_start(tmp_path, flags, start, there):
+    write_table(tmp_path / "lab" / "results")
+    write_run(tmp_path / "run", "cold_start")
+    write_run(tmp_path / "run", "another", "--demonstrations", "9")
+    write_run(tmp_path / "run", "grpo", "--no-gcd", *flags, start=start)
+    assert [*seeds_of(tmp_path / "run", tmp_path / "lab" / "results").scores] == there
+
+
+def test_results_over_seeds_are_of_the_table_with_most_of_the_runs_and_then_most_seeds(tmp_path):
+    results = tmp_path / "lab" / "results"
+    for name, seeds, rows in (("a", 9, ()), ("b", 3, ("grpo",)), ("c", 4, ("grpo",)), ("d", 4, ("grpo",)),
+                              ("e", 9, ("grpo+gcd",))):
+        write_table(results, f"table1_{name}", seeds=seeds, rows=rows)
+    write_run(tmp_path / "run", "cold_start")
+    assert seeds_of(tmp_path / "run", results).file.endswith("table1_a_result.json")
+    write_run(tmp_path / "run", "grpo", "--no-gcd", start="cold_start")
+    assert seeds_of(tmp_path / "run", results).file.endswith("table1_c_result.json")
 
 
 @pytest.mark.parametrize("protocol, plays, n, there", [
     ("eight", 8, [256], True), ("sampled", 1, [256, 2048], True), ("sampled", 1, [512], False),
     ("rlvmr", 1, [256], False)])
 def test_results_over_seeds_are_of_every_game_once_at_least(tmp_path, protocol, plays, n, there):
-    write_results(tmp_path / "lab" / "results", rows={"grpo": {"L0": {"mean": 0.5, "half": 0.1, "n": n}}})
+    write_table(tmp_path / "lab" / "results", scores={"n": n})
     scores = {"success": 0.5, "n": 256 * plays, "plays": plays}
-    write_method(tmp_path / "run", "grpo", success={"L0": 0.5},
-                 about={"protocol": protocol, "splits": {"L0": {"sampled": scores}}})
-    seeds = read.read_seeds(read.read_runs(tmp_path / "run"), tmp_path / "lab" / "results")
-    assert (seeds is not None) == there
+    write_run(tmp_path / "run", "cold_start", "--protocol", protocol, protocol=protocol,
+              splits={"L0": {"sampled": scores}})
+    assert (seeds_of(tmp_path / "run", tmp_path / "lab" / "results") is not None) == there
 
 
 def test_a_run_that_was_not_evaluated_has_no_results_over_seeds(tmp_path):
-    write_results(tmp_path / "lab" / "results")
-    write_method(tmp_path / "run", "grpo", rl_lines())
+    write_table(tmp_path / "lab" / "results")
+    write_run(tmp_path / "run", "cold_start", success=())
+    write_run(tmp_path / "run", "grpo", "--no-gcd", start="cold_start", success=())
     assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
 
 
@@ -472,13 +581,16 @@ def test_a_resumed_run_has_its_last_settings(tmp_path):
     path = tmp_path / "runs" / "grpo" / "metrics.jsonl"
     first = json.loads(path.read_text().splitlines()[0])
     with path.open("a") as file:
-        file.write(json.dumps(first | {"config": first["config"] | {"iterations": 77},
-                                    "commit": "def456"}) + "\n")
+        for torch in ("2.14", "2.14", "2.13"):
+            file.write(json.dumps(first | {"config": first["config"] | {"iterations": 77}, "commit": "def456",
+                                           "versions": first["versions"] | {"torch": torch}}) + "\n")
     run, = read.read_runs(tmp_path / "runs")
     assert run.header["config"]["iterations"] == 77 and run.header.keys() == first.keys()
-    write(tmp_path / "runs")
+    summary, _ = write(tmp_path / "runs")
     text = (tmp_path / "runs" / "report.html").read_text(encoding="utf-8")
     assert "of 77 iterations)" in text and "abc123, def456" in text
+    assert "python 3.12, torch 2.13 / 2.14<" in text
+    assert summary["versions"] == {"python": "3.12", "torch": "2.13 / 2.14"}
 
 
 def test_user_errors_name_the_folder(tmp_path, capsys):
