@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from waiting import free_port
 
 LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp",
-             "safetensors.torch", "transformers.models.auto.tokenization_auto")
+             "safetensors.torch", "transformers.models.auto.tokenization_auto", "pytest", "psutil")
 
 
 def program(arguments, environment, output):

@@ -5,6 +5,7 @@
 
 import json
 import os
+import pickle
 import random
 import signal
 import socket
@@ -37,7 +38,6 @@ from envs.alfred.games import GOALS, load_game, load_games
 from envs.alfred.problem import NOOP_MESSAGE
 
 ROOT = Path(__file__).resolve().parents[2]
-TEST_PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "envs")])
 INSTALLED = all(map(find_spec, alfworld.PACKAGES))
 needs_engine = pytest.mark.skipif(not INSTALLED,
                                   reason="needs the engine: pip install -r requirements-alfworld.txt")
@@ -143,21 +143,21 @@ def test_a_kitchen_of_corner_cases_equals_household(game, task_type):
 
 
 @needs_engine
-def test_replies_do_not_depend_on_neighbours_order_or_number_of_workers(make):
+def test_replies_do_not_depend_on_neighbours_order_or_number_of_workers(game, make):
     """Every slot has its own game: in a textworld batch of wrapper instances, all would play the last one."""
     tasks = [kitchen_task(task_type, start, f"{task_type} from {start}")
              for task_type in (PICK, HEAT) for start in ("l0", "l2", "l5")]
     receptacles = ["desk 1", "fridge 1", "countertop 1", "sinkbasin 1", "microwave 1", "countertop 2"]
     walks = [["look", f"go to {name}", "look", *TOUR[k:k + 4]] for k, name in enumerate(receptacles)]
-    (one,), three, six = make(1), make(6, 3), make(6, 1)
-    alone = [[one.reset(task), *map(one.step, walk)] for task, walk in zip(tasks, walks)]
+    three, six = make(6, 3), make(6, 1)
+    alone = [[game.reset(task), *map(game.step, walk)] for task, walk in zip(tasks, walks)]
     at_once = [replies(three, "reset", tasks),
                *[replies(three, "step", commands) for commands in zip(*walks)]]
     backwards = [replies(six, "reset", tasks[::-1]),
                  *[replies(six, "step", commands) for commands in zip(*walks[::-1])]]
     assert alone == [list(row) for row in zip(*at_once)] == [list(row) for row in zip(*backwards)][::-1]
     assert len({row[0].observation for row in alone}) == 6
-    assert [len(processes(games[0])) for games in ([one], three, six)] == [1, 3, 1]
+    assert [len(processes(games[0])) for games in ([game], three, six)] == [1, 3, 1]
 
 
 @needs_engine
@@ -203,24 +203,28 @@ def test_a_hundred_loads_use_one_copy_of_the_library_per_game(make):
 
 
 @needs_engine
-def test_a_group_is_translated_once_with_small_library_copies_and_old_games_are_dropped():
+def test_a_group_is_translated_once_with_small_library_copies_and_old_games_are_dropped(tmp_path):
     """In a new process: a worker patches the engine's modules, which other tests use unpatched."""
+    others = [task_of(kitchen(goal_of(PICK)).replace("bar_2", f"bar_2{k}")) for k in range(5)]
+    (tmp_path / "tasks").write_bytes(pickle.dumps((kitchen_task(), others)))
     script = """if True:
-        import os, fast_downward, mementos.core
-        from test_alfworld import PICK, goal_of, kitchen, kitchen_task, task_of
+        import os, pickle, sys, fast_downward, mementos.core
         from envs import alfworld
+        with open(sys.argv[1], "rb") as file:
+            content = file.read()
         calls, stock = [], fast_downward.pddl2sas
         fast_downward.pddl2sas = lambda *a, **k: calls.append(k.get("optimize", False)) or stock(*a, **k)
         logic = alfworld.prepare()
         for _ in range(8):
-            alfworld.Engine(logic).reset(kitchen_task().problem)
+            task, others = pickle.loads(content)                   # new objects, as a worker gets them
+            alfworld.Engine(logic).reset(task.problem)
         print(calls, os.stat(fast_downward.interface.DOWNWARD_LIB_PATH).st_size < 4_000_000)
         cache = mementos.core._memento_cache
         one, engine = len(cache), alfworld.Engine(logic)
-        for k in range(5):
-            engine.reset(task_of(kitchen(goal_of(PICK)).replace("bar_2", f"bar_2{k}")).problem)
+        for other in others:
+            engine.reset(other.problem)
         print(0 < len(cache) < 1.2 * one, len(calls))"""
-    done = run("-c", script, env={"PYTHONPATH": TEST_PATH})
+    done = run("-c", script, tmp_path / "tasks")
     assert done.stdout == "[False] True\nTrue 6\n", done.stderr
 
 
@@ -239,16 +243,22 @@ def test_closing_the_last_game_ends_the_workers_and_leaves_no_files(tmp_path, mo
 
 
 @needs_engine
-def test_workers_end_with_a_killed_main_process():
+def test_workers_end_with_a_killed_main_process(tmp_path):
+    (tmp_path / "task").write_bytes(pickle.dumps(kitchen_task()))
     script = """if True:
-        from test_alfworld import kitchen_task, processes, replies
+        import pickle, sys
         from envs import alfworld
         games = alfworld.make(2)
-        replies(games, "reset", [kitchen_task()] * 2)
-        print(*[p.pid for p in processes(games[0])], flush=True)
+        with open(sys.argv[1], "rb") as file:
+            task = pickle.load(file)
+        for game in games:
+            game.send("reset", task)
+        for game in games:
+            game.receive()
+        print(*[worker.process.pid for worker in games[0].pool.workers], flush=True)
         games[0].receive()"""
-    main = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT,
-                            env=os.environ | {"PYTHONPATH": TEST_PATH})
+    main = subprocess.Popen([sys.executable, "-c", script, tmp_path / "task"], stdout=subprocess.PIPE,
+                            text=True, cwd=ROOT)
     pids = [int(pid) for pid in main.stdout.readline().split()]
     assert len(pids) == 2 and all(map(is_alive, pids))
     main.kill()
@@ -365,10 +375,9 @@ def test_an_answer_that_was_not_received_is_dropped(game):
 
 # The command line, versions
 
-def run(*arguments, commands="", env=None):
+def run(*arguments, commands=""):
     return subprocess.run([sys.executable, *arguments], input=commands, cwd=ROOT, text=True,
-                          capture_output=True, check=False, env=os.environ | (env or {}),
-                          errors="surrogateescape")
+                          capture_output=True, check=False, errors="surrogateescape")
 
 
 @needs_engine

@@ -51,7 +51,7 @@ def main(kind, out, *flags):
     if kind == "playing" and rank == 1:
         engine.sample_tokens = failing(out, FULL)
     if kind == "training":
-        job.PATIENCE_S = 5               # the other rank is waited for so long
+        job.PATIENCE_S = 2               # the other rank is waited for so long
         update.token_loss = failing(out, FULL) if rank == 1 else stuck
     if kind == "bug" and rank == 1:
         gcd.assign_credit = failing(out, AssertionError("a turn without a reward"))

@@ -2,9 +2,9 @@
 
     python -m pytest tests/infra/test_nodes.py
 
-The ranks are this file (`main` below), forked as those of two nodes or, where a node falls silent or torchrun
-restarts the job, run by one torchrun a node. Oracles: the same on one process; torch's converter of
-distributed checkpoints.
+The ranks are node_ranks.py, forked as those of two nodes or, where a node falls silent or torchrun restarts
+the job, run by one torchrun a node. Oracles: the same on one process; torch's converter of distributed
+checkpoints.
 """
 
 import itertools
@@ -28,24 +28,19 @@ import torch
 from conftest import is_alive
 from test_parallel import SINGLE, assert_same_checkpoint
 from test_train import nearest_draws, numbers
-from tiny_runs import ENVIRONMENT, ROOT, TINY, assert_one_error, rows, start_from, train
+from tiny_runs import ENVIRONMENT, ROOT, assert_one_error, rows, start_from, train
 from waiting import free_port, wait_for
 
 import config
-import gcd
 import models
 import session
 from infra import checkpoint, files, job, parallel
-from lm import model as decoder
-from lm.optim import adamw
 
 HOST = socket.gethostname()
 # A file of the distributed checkpoint, and one of the weights
 PARTS = "trainer/__5_0.distcp", "model-00002-of-00008.safetensors"
-
-
-VARIABLES = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/infra:{ROOT}/tests/core",
-                           "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
+RANKS = Path(__file__).with_name("node_ranks.py")
+VARIABLES = ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600"}
 
 
 def start_nodes(*command, more=lambda node: (), **environment):
@@ -77,78 +72,6 @@ def signal_node(node, signum):
         os.kill(pid, signum)
 
 
-def main(kind, out, *arguments):
-    """What each rank runs."""
-    torch.set_num_threads(1)
-    job.BEAT_S = 1                                                                # half of the product's
-    if kind == "restarted":
-        job.BEAT_S = 0.5
-        return restarted(out, *arguments)
-    if kind == "run":
-        return gcd.main([*TINY, "--out", str(out), *arguments])
-    if kind == "blind":                        # as on a machine whose network file system is behind
-        is_file, hidden = Path.is_file, checkpoint.TRAINER_FILE if os.environ["RANK"] == "1" else ""
-        Path.is_file = lambda path: path.name != hidden and is_file(path)
-        return gcd.main([*TINY, "--out", str(out), *arguments])
-    ranks = job.setup("cpu", timeout_s=240, within="all" if kind == "resume" else "node")
-    if kind == "train":
-        single.train_and_save(ranks, out)
-        single.train_adapters(ranks, out)
-        read_parts(ranks, out)
-    if kind in ("train", "resume"):
-        single.resume(ranks, Path(*arguments or [out]), out)
-    if kind == "wait":                         # for a rank that is never there, as a collective on GPUs may
-        job.BEAT_S, job.PATIENCE_S = 0.5, 5        # a quarter of the product's
-        (out / f"rank{ranks.rank}").touch()
-        time.sleep(600)
-    if kind == "leave":                        # rank 1 is done long before rank 0, which closes its games
-        job.BEAT_S, job.PATIENCE_S = 0.1, 0.2
-        time.sleep(0 if ranks.rank else 60 * job.BEAT_S)
-    return job.shutdown()
-
-
-class Watched:
-    """A tensor of a file that notes how many bytes are read of it."""
-
-    def __init__(self, tensor, read):
-        self.tensor, self.read = tensor, read
-
-    def __getitem__(self, rows):
-        found = self.tensor[rows]
-        self.read.append(found.nbytes)
-        return found
-
-
-def read_parts(ranks, out):
-    """Load a model and note the bytes that this rank reads, and has."""
-    read, copy_part = [], parallel.copy_part
-    parallel.copy_part = lambda target, source: copy_part(target, Watched(source, read))
-    model = parallel.shard(decoder.open_pretrained(out / "three"), ranks)
-    decoder.load_weights(model, out / "three")
-    parallel.copy_part = copy_part
-    kept = sum(parallel.own_rows(parameter)[0].nbytes for parameter in model.parameters())
-    (out / f"read{ranks.rank}.json").write_text(json.dumps([sum(read), kept]))
-    full = parallel.full_weights(model)
-    parallel.on_rank0(lambda: torch.save(full, out / "read.pt"))
-    for step in range(2):
-        single.save(out / "fresh", model, adamw(model), {"step": step})
-
-
-def restarted(out, lost, *flags):
-    """A run of which, in iteration 1 of the first attempt, node 1 (lost: "node") or its rank is killed."""
-    optimize = gcd.optimize
-
-    def dies(run, i, *arguments):
-        if (os.environ["NODE"], os.environ["TORCHELASTIC_RESTART_COUNT"], i) == ("1", "0", 1):
-            if lost == "node":
-                os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return optimize(run, i, *arguments)
-
-    gcd.optimize = dies
-    return gcd.main([*TINY, "--out", str(out), *flags])
-
-
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     """The folder of a run on one rank."""
@@ -164,7 +87,7 @@ def eight(tmp_path_factory):
     resumed itself.
     """
     out = tmp_path_factory.mktemp("eight")
-    done = forked.run([__file__, "train", out], VARIABLES, tmp_path_factory.mktemp("log"), 8, nodes=2)
+    done = forked.run([RANKS, "train", out], VARIABLES, tmp_path_factory.mktemp("log"), 8, nodes=2)
     assert done.returncode == 0, done.text[-4000:]
     return out
 
@@ -188,7 +111,7 @@ def test_a_checkpoint_of_eight_ranks_loads_on_two_and_on_one(eight, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     single.resume(SINGLE, eight, tmp_path / "one")
-    done = forked.run([__file__, "resume", tmp_path / "two", eight], VARIABLES, tmp_path, ranks=2)
+    done = forked.run([RANKS, "resume", tmp_path / "two", eight], VARIABLES, tmp_path, ranks=2)
     assert done.returncode == 0, done.text[-4000:]
     for resumed in (tmp_path / "one", tmp_path / "two"):
         assert_same_checkpoint(eight / "two", resumed / "two_again")
@@ -275,7 +198,7 @@ def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path
             break
         shutil.rmtree(tmp_path / "one")
     out = tmp_path / "run"
-    command = [__file__, "run", out, *flags, "--seed", seed]
+    command = [RANKS, "run", out, *flags, "--seed", seed]
     ranks, outputs = forked.start([*command, "--shard-within", "node"], VARIABLES, tmp_path, 4, nodes=2)
     wait_for(lambda: not all(rank.is_alive() for rank in ranks) or
              (out / "metrics.jsonl").exists() and len(rows(out)) >= 3)
@@ -310,7 +233,7 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
     def falls_silent(silent, other, message):
         out = tmp_path / str(silent)
         out.mkdir()
-        nodes = start_nodes(__file__, "wait", out)
+        nodes = start_nodes(RANKS, "wait", out)
         wait_for(lambda: len([*out.iterdir()]) == 2, limit_s=240)
         stopped = [nodes[silent].pid, *workers(nodes[silent])]
         signal_node(nodes[silent], signal.SIGSTOP)
@@ -332,7 +255,7 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
 def test_no_run_starts_over_for_a_checkpoint_that_one_rank_alone_cannot_see(start, tmp_path):
     out, flags = tmp_path / "run", [str(flag) for flag in start_from(start)]
     assert train(out, *flags) == 0
-    command = [__file__, "blind", out, *flags, "--resume", "--overwrite"]
+    command = [RANKS, "blind", out, *flags, "--resume", "--overwrite"]
     done = forked.run(command, VARIABLES, tmp_path, ranks=2)
     assert done.returncode == 1 and "trainer.pt: not found" in done.text, done.text[-4000:]
     assert "rank 0 can read it" in done.text and "starts over" not in done.text
@@ -340,7 +263,7 @@ def test_no_run_starts_over_for_a_checkpoint_that_one_rank_alone_cannot_see(star
 
 
 def test_a_rank_that_has_left_is_not_lost(tmp_path):
-    done = forked.run([__file__, "leave", tmp_path], VARIABLES, tmp_path, ranks=2)
+    done = forked.run([RANKS, "leave", tmp_path], VARIABLES, tmp_path, ranks=2)
     assert (done.returncode, done.text) == (0, "")
 
 
@@ -353,7 +276,7 @@ def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_pat
     def goes_on(lost, expected):
         out, port = tmp_path / lost, free_port()
         nodes = start_nodes(
-            __file__, "restarted", out, lost, *flags,
+            RANKS, "restarted", out, lost, *flags,
             more=lambda node: (
                 "--nnodes", "1:2", "--max-restarts", 1, "--rdzv-id", "job", "--rdzv-backend", "c10d",
                 "--rdzv-endpoint", f"localhost:{port}",
@@ -480,7 +403,3 @@ def test_machines_that_differ_or_are_not_in_order_are_refused(monkeypatch, sizes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(sizes[1]))
     with pytest.raises(ValueError, match=f"--shard-within=node: {message}"):
         job.machines()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]))
