@@ -219,6 +219,49 @@ def numbers(parameters):
     return sum(parameter.numel() for parameter in parameters)
 
 
+@dataclass(frozen=True)
+class Load:
+    """What an iteration plays, judges and trains on, whichever parameters are trained: bytes and microbatch
+    of the rank that holds most tokens, counts the largest over the ranks.
+    """
+
+    rollout: int              # peak bytes of the rollout, in addition to the weights
+    kept: int                 # bytes that stay allocated after it
+    judge: int                # peak bytes of the judge, in addition to those
+    equal_rooms: int          # bytes more in the rollout if every row had the longest row's room
+    copies: int               # bytes more in the judge if each answer had a copy of its prompt's cache
+    microbatch: list          # the largest, as Samples
+    counts: dict              # of what takes time
+    tokens: dict              # quantiles of an episode's
+
+
+def load_of(model, ranks, settings, work):
+    """The Load of an iteration of a bf16 model on "meta". What settings.lora is has no effect."""
+    rolled = rollout_bytes(model, settings, ranks, work) if ranks == 1 else None
+    played = [rolled[2:]] if rolled else [play(model, settings, ranks, work, seed) for seed in range(ranks)]
+    fullest = max(range(ranks), key=lambda rank: played[rank][1].usage[0])
+    playing, kept, _, slots = rolled or rollout_bytes(model, settings, ranks, work, fullest)
+    share, longest = replace(work, judged=-(-work.judged // ranks)), settings.judge_response_tokens
+    of_ranks = [samples_of(episodes, share, random.Random(rank), longest)
+                for rank, (episodes, _) in enumerate(played)]
+    questions = questions_of(of_ranks[fullest])
+    judging = judge_bytes(model, settings, questions, work.answers) if questions else 0
+    microbatches = [largest_microbatch(samples, settings) for samples in of_ranks]
+    batch, _ = microbatches[fullest]
+    equal = slots.n * bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
+                                 for turn in episode.turns) + settings.max_response_tokens, 1024)
+    of_token = cached_bytes(model.config, torch.bfloat16)
+    more, copies = (equal - slots.cache.positions) * of_token, (work.answers - 1) * of_token * sum(
+        sorted(map(len, questions))[-prompts_at_once(settings, work.answers):])
+    found = [counts_of(samples, slots_, work, settings)
+             for samples, (_, slots_) in zip(of_ranks, played)]
+    counts = {name: max(counts[name] for counts in found) for name in found[0]} | {
+        # in each optimizer step the ranks wait for the one with most tokens
+        "trained tokens": sum(map(max, zip(*(tokens for _, tokens in microbatches))))}
+    return Load(playing, kept, judging, more, copies, batch, counts, quantiles(
+        [len(sample.ids) for samples in of_ranks for sample in samples if sample.kind == "policy"]))
+
+
 def stages(model, ranks, settings, work):
     """{"bytes": by stage, "counts": of what takes time, "tokens": quantiles of an episode's} of an iteration
     of a bf16 model on "meta": each the largest over the ranks, bytes of the rank that holds most tokens.
@@ -227,42 +270,21 @@ def stages(model, ranks, settings, work):
     if every row had the longest row's room, "judge, a copy each" the judge if each answer had a copy of its
     prompt's keys and values. With settings.lora, only adapters of that rank are trained.
     """
-    P = numbers(model.parameters())
-    played = [play(model, settings, ranks, work, seed) for seed in range(ranks)]
-    fullest = max(range(ranks), key=lambda rank: played[rank][1].usage[0])
+    load = load_of(model, ranks, settings, work)
     adapted = meta_model(model.config, torch.bfloat16)
     adapted.compute_dtype = torch.bfloat16
     adapted.recompute_layers(settings.checkpoint_activations != "off")
     choose_trained(adapted, settings)
-    share, longest = replace(work, judged=-(-work.judged // ranks)), settings.judge_response_tokens
-    of_ranks = [samples_of(episodes, share, random.Random(rank), longest)
-                for rank, (episodes, _) in enumerate(played)]
-    playing, kept, _, slots = rollout_bytes(model, settings, ranks, work, fullest)
-    questions = questions_of(of_ranks[fullest])
-    judging = judge_bytes(model, settings, questions, work.answers) if questions else 0
-    resident = state_bytes(P, ranks, torch.bfloat16, numbers(trained(adapted)), settings.lora > 0,
-                           compared=settings.compares_gradients)
+    resident = state_bytes(numbers(model.parameters()), ranks, torch.bfloat16, numbers(trained(adapted)),
+                           settings.lora > 0, compared=settings.compares_gradients)
     gradients = resident.pop("gradients")
-    microbatches = [largest_microbatch(samples, settings) for samples in of_ranks]
-    batch, _ = microbatches[fullest]
-    training = update_bytes(adapted, batch) + gathered_bytes(adapted) + gradients
-    equal = slots.n * bucket(max(len(turn.prompt_ids) for episode in played[fullest][0]
-                                 for turn in episode.turns) + settings.max_response_tokens, 1024)
-    of_token = cached_bytes(model.config, torch.bfloat16)
-    more, copies = (equal - slots.cache.positions) * of_token, (work.answers - 1) * of_token * sum(
-        sorted(map(len, questions))[-prompts_at_once(settings, work.answers):])
-    sizes = {"rollout": playing, "judge": kept + judging, "update": kept + training,
-             "step": kept + gradients, "rollout, equal rooms": playing + more,
-             "judge, a copy each": kept + judging + copies}
-    found = [counts_of(samples, slots_, work, settings)
-             for samples, (_, slots_) in zip(of_ranks, played)]
+    training = update_bytes(adapted, load.microbatch) + gathered_bytes(adapted) + gradients
+    sizes = {"rollout": load.rollout, "judge": load.kept + load.judge, "update": load.kept + training,
+             "step": load.kept + gradients, "rollout, equal rooms": load.rollout + load.equal_rooms,
+             "judge, a copy each": load.kept + load.judge + load.copies}
     return {"bytes": {stage: SLACK * (sum(resident.values()) + size) + OUTSIDE
                       for stage, size in sizes.items()},
-            "counts": {name: max(counts[name] for counts in found) for name in found[0]} | {
-                # in each optimizer step the ranks wait for the one with most tokens
-                "trained tokens": sum(map(max, zip(*(tokens for _, tokens in microbatches))))},
-            "tokens": quantiles([len(sample.ids) for samples in of_ranks for sample in samples
-                                 if sample.kind == "policy"])}
+            "counts": load.counts, "tokens": load.tokens}
 
 
 def questions_of(samples):

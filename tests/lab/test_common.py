@@ -15,18 +15,12 @@ import psutil
 import pytest
 from conftest import is_alive
 from tiny_runs import ENVIRONMENT, ROOT
-from waiting import wait_for
+from waiting import wait, wait_for
 
 import config
 from infra import files
 from infra.signals import Stop
 from lab.studies import common
-
-
-def wait(name, settings):
-    """A cell that says that it runs, and takes ten minutes."""
-    (Path(settings["folder"]) / name).touch()
-    time.sleep(600)
 
 
 def fail_once_others_run(name, settings):
@@ -38,11 +32,11 @@ def fail_once_others_run(name, settings):
 
 
 def test_a_study_that_is_killed_leaves_no_worker(tmp_path):
-    program = ("from lab.studies import common\nimport test_common\n"
+    program = ("from lab.studies import common\nimport waiting\n"
                f"cells = {{name: {{'folder': {str(tmp_path)!r}}} for name in 'abc'}}\n"
-               "print(*common.results_of(cells, test_common.wait, 2))")
+               "print(*common.results_of(cells, waiting.wait, 2))")
     study = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT | {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "lab")))})
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests")))})
     wait_for(lambda: len([*tmp_path.iterdir()]) == 2, study)
     workers = [child.pid for child in psutil.Process(study.pid).children(recursive=True)]
     study.terminate()

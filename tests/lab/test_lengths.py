@@ -8,6 +8,7 @@ import random
 import re
 import statistics
 from contextlib import ExitStack
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ import session
 from envs import MessageLengths, Reply
 from infra import job
 from lab.bench import lengths
+from lm import model as decoder
 from lm.chat import Chat
 
 TEXTS = ["A room with a desk 1.", "The desk 1 is closed.", "You open the desk 1. In it, you see a pen 2."]
@@ -124,8 +126,9 @@ def test_an_environment_knows_its_lengths_where_its_games_are_real():
 
 @needs_qwen
 @needs_games
-def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys):
-    """And not with a window of past exchanges, which bounds the prompt."""
+def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys, monkeypatch):
+    """And not with a window of past exchanges, which bounds the prompt. The tokenizer is read once."""
+    monkeypatch.setattr(decoder, "load_tokenizer", cache(decoder.load_tokenizer))
     folder = random_qwen(tmp_path / "model", QWEN_TOKENIZER)
     flags = ["--model", str(folder), "--games", str(GAMES), "--demonstrations", "0", "--context", "3000",
              "--evaluate", "none", "--device", "cpu", "--slots", "1", "--out", str(tmp_path / "run")]
