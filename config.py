@@ -394,10 +394,14 @@ PAPER = dict(
 
 
 def parse_or_exit(argv=None):
-    """Command line to Config. A wrong flag or value ends the program with one line and exit status 2."""
+    """Command line to Config. A wrong flag or value ends the program with one line and exit status 2, Ctrl-C
+    with 130: nothing has begun.
+    """
     with printed("gcd.py"):
         try:
             return parse(argv)
+        except KeyboardInterrupt:
+            sys.exit(130)
         except (ValueError, OSError) as error:
             if speaks_for_machine():
                 print(f"gcd.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)

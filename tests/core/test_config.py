@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from dataclasses import MISSING, fields
+from unittest.mock import Mock
 
 import pytest
 from tiny_runs import ROOT
@@ -410,3 +411,10 @@ def test_a_shape_that_is_not_the_models_is_refused(capsys):
         flags = [f"--{name}", value] if value == "none" else [f"--{name}"]
         assert mistake(capsys, *given, *flags) == f"--{name}={value}: --model={given[1]} has {there}"
     assert parse(*given, "--hidden-size", 96, "--layers", 3, "--positions", "rotary").hidden_size == 96
+
+
+def test_ctrl_c_while_flags_are_read_prints_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(config, "parse", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as ended:
+        config.parse_or_exit([])
+    assert (ended.value.code, *capsys.readouterr()) == (130, "", "")
