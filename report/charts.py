@@ -30,7 +30,8 @@ PANELS = (
     Panel("Success in training", "%", "Sampled episodes that were won; the tasks change every iteration.",
           (("rollout/success", "success"),)),
     Panel("Turns per episode", "turns", "A better policy needs fewer turns.", (("rollout/turns", "turns"),)),
-    Panel("Invalid and repeated actions", "%", "Refused by the game, or given before in the same state.",
+    Panel("Invalid and repeated actions", "%",
+          "No command, or one that the game refused; one given before in the same state.",
           (("rollout/invalid_frac", "invalid"), ("rollout/repeated_frac", "repeated"))),
     Panel("Groups without variance", "%", "Episodes in groups of equal rewards: GRPO gets no gradient.",
           (("rollout/zero_variance_frac", "zero variance"),)),
@@ -101,18 +102,25 @@ def curve(run, key):
             for line in run.lines if key in line and is_number(line.get(name))}
 
 
-def averaged(points):
-    """The points {x: value} of a curve, in order of x; of more than POINTS the means over stretches of x,
-    each at the beginning of its stretch.
-
-    The stretches of a curve have one length, 2, 4, 8 or more, so that those of several curves begin together.
-    None is in no mean; the mean of nothing is None.
+def stretch_of(curves):
+    """The length in x, a power of 2, of stretches of which no curve {x: value} of a chart has more than
+    POINTS; 0 if none has more points. One length for a chart: its curves then have points at the same x.
     """
-    points, length, stretches = dict(sorted(points.items())), 1, {}
-    if len(points) <= POINTS:
-        return points
-    while len({x // length for x in points}) > POINTS:
+    if all(len(points) <= POINTS for points in curves):
+        return 0
+    length = 1
+    while any(len({x // length for x in points}) > POINTS for points in curves):
         length *= 2
+    return length
+
+
+def averaged(points, length):
+    """The means of a curve {x: value} over stretches of x of a length, in order of x, each where its stretch
+    begins; the points themselves for 0. None is in no mean; the mean of nothing is None.
+    """
+    points, stretches = dict(sorted(points.items())), {}
+    if not length:
+        return points
     for x, value in points.items():
         stretches.setdefault(x // length * length, []).append(value)
     known = {x: [value for value in values if value is not None] for x, values in stretches.items()}
@@ -223,12 +231,13 @@ def short(value, scale=1):
 def panel_series(panel, runs):
     """[(name, tone, dash, {x: y})] of the curves with any number, scaled to the panel's unit."""
     scale, series, tone = 100 if panel.unit == "%" else 1, [], tones(runs)
-    for i, (key, label) in enumerate(panel.curves):
-        for run in runs:
-            points = {x: short(y, scale) for x, y in averaged(curve(run, key)).items()}
-            name = run.name if len(panel.curves) == 1 else f"{run.name}, {label}"
-            if any(y is not None for y in points.values()):
-                series.append((name, tone[run.name], f"dash-{i}", points))
+    curves = [(i, label, run, curve(run, key)) for i, (key, label) in enumerate(panel.curves) for run in runs]
+    length = stretch_of([points for *_, points in curves])
+    for i, label, run, raw in curves:
+        points = {x: short(y, scale) for x, y in averaged(raw, length).items()}
+        name = run.name if len(panel.curves) == 1 else f"{run.name}, {label}"
+        if any(y is not None for y in points.values()):
+            series.append((name, tone[run.name], f"dash-{i}", points))
     return series
 
 
@@ -269,8 +278,9 @@ def stage_seconds(run):
     ordered = [key for key in STAGES if key in keys]
     found = {key: curve(run, key) for key in ordered}
     xs = {x for points in found.values() for x in points}
+    length = stretch_of([xs])
     return [(key.removeprefix("time/").removesuffix("_s"),
-             averaged({x: found[key].get(x) or 0.0 for x in xs})) for key in ordered] if xs else []
+             averaged({x: found[key].get(x) or 0.0 for x in xs}, length)) for key in ordered] if xs else []
 
 
 def stages_chart(run, stages, top_s):

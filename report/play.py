@@ -70,8 +70,8 @@ def play(player, task, game, commands):
         over = conversation.act(response, settings.max_turns, max_prompt, settings.on_truncation)
         print(conversation.reply.observation)
     episode = conversation.episode
-    print("You have won." if episode.won else
-          f"Over after {len(episode.turns)} turns, not won ({episode.ended}).")
+    why = "" if episode.ended == "over" else f" ({episode.ended})"
+    print("You have won." if episode.won else f"Over after {len(episode.turns)} turns, not won{why}.")
     return episode.won
 
 

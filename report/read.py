@@ -10,6 +10,7 @@ import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from config import PROTOCOLS, WHERE, parse
@@ -241,8 +242,8 @@ def rows_of(table):
         games = ["--games", table["games"]] if table["games"] else []
         environment = ["--env", table.get("env", table["benchmark"]), *games]
         flags = [*environment, "--train-types", types, *table["common"]]
-        for name, own in table["cold_starts"].items():
-            rows[name + suffix] = Row(name, splits, "", [*flags, *own, "--iterations", "0"])
+        for name, own in () if number else table["cold_starts"].items():
+            rows[name] = Row(name, splits, "", [*flags, *own, "--iterations", "0"])
         for name, row in table["rows"].items():
             started = ["--demonstrations", "0"] if row["start"] else []
             rows[name + suffix] = Row(name, training["splits"], row["start"] or "",
@@ -262,21 +263,34 @@ def has_settings(config, flags):
 
 def seed_scores(table, result, runs):
     """The scores over seeds, as in `Seeds`, of the runs that are other seeds of a table's rows: with a row's
-    name and settings, from scratch or from the checkpoint of a cold start for which the same holds.
+    name, settings and size, from scratch or from the checkpoint of a cold start for which the same holds.
 
-    result: the content of the table's file of results. Rows of pretrained models have none.
+    A cold start that is not among the runs counts by its name. result: the content of the table's file of
+    results. Rows of pretrained models have none.
     """
     rows, checkpoints, found = rows_of(table), {"": ""}, {}
+    names, sizes = {"", *(run.name for run in runs)}, {*chain(*result["ran"]["parameters"].values())}
     for run in runs:                                         # a cold start comes before what begins with it
         row, config = rows.get(run.name), run.header.get("config", {})
-        if (row and row.start in checkpoints and config.get("model") == checkpoints[row.start]
-                and "--model" not in row.flags and has_settings(config, row.flags)):
+        if not row or "--model" in row.flags or not has_settings(config, row.flags):
+            continue
+        model = config.get("model")
+        starts = (checkpoints.get(row.start) == model if row.start in names
+                  else Path(model).parent.name == row.start)
+        if starts and has_size(run.header.get("parameters"), sizes):
             checkpoints[run.name] = f"{config.get('out')}/{files.CHECKPOINT}"
             of_row = result["rows"].get(row.name, {})
             found[run.name] = {
                 split: {"mean": score["mean"], "half": score["half"], "seeds": len(score["seeds"])}
                 for split in row.splits if fits(score := of_row.get(split, {}), run, split)}
     return {name: scores for name, scores in found.items() if scores}
+
+
+def has_size(parameters, sizes):
+    """Whether a model is about as large as one of a table's: a vocabulary differs with the seed's games, by
+    less than 1 %, and an older version of the small model by more. True if a number is not known.
+    """
+    return not (parameters and sizes) or any(abs(parameters / size - 1) < 0.01 for size in sizes)
 
 
 def fits(score, run, split):

@@ -209,16 +209,19 @@ def with_games(folder, monkeypatch):
 
 
 @pytest.mark.fast
-def test_on_alfworld_the_runs_are_those_of_the_table(folder, monkeypatch):
-    """The same calls as the cells of lab/results/table1_alfworld_hour.json, except for folders."""
+@pytest.mark.parametrize("job, table, second", [
+    ([], "default", []), (["alfworld"], "alfworld_hour", ["-part"])])
+def test_the_runs_are_those_of_the_table(folder, monkeypatch, job, table, second):
+    """The same calls as the cells of lab/results/table1_X.json, except for folders."""
     with_games(folder, monkeypatch)
-    assert run_sh(folder, "alfworld").wait(PATIENCE_S) == 0
+    assert run_sh(folder, *job).wait(PATIENCE_S) == 0
     names = ["grpo", "grpo+gcd"]
     done = stages(folder)
-    assert done[0] == "cold_start" and done[5:] == ["report"]
-    assert sorted(done[1:3]) == names and {*done[3:5]} == {f"{name}-part" for name in names}
-    calls = {line.split()[0]: line.split()[2:] for line in (folder / "calls").read_text().splitlines()[:5]}
-    for cell in cells_of(read_config(ROOT / "lab/results/table1_alfworld_hour.json")):
+    assert done[0] == "cold_start" and done[-1] == "report" and sorted(done[1:3]) == names
+    assert sorted(done[3:-1]) == sorted(f"{name}{suffix}" for suffix in second for name in names)
+    calls = {line.split()[0]: line.split()[2:]
+             for line in (folder / "calls").read_text().splitlines()[:len(done) - 1]}
+    for cell in cells_of(read_config(ROOT / f"lab/results/table1_{table}.json")):
         if cell.seed == 0 and (called := calls.pop(cell.row + cell.suffix, None)):
             actual, expected = (settings_of([f for f in flags if f not in ("--resume", "--overwrite")])
                                 for flags in (called, cell.arguments))

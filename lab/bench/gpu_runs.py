@@ -124,9 +124,9 @@ def ranks(bench):
 
     def command(size, *flags):
         out = str(bench.folder / f"ranks-{size}")
-        ranks = [torchrun, "--standalone", "--nproc-per-node", str(size)] if size > 1 else [sys.executable]
-        return [*ranks, "gcd.py", "--out", out, "--evaluate", "none", "--device", bench.device.type, *flags,
-                *(TINY if bench.tiny else SMALL)]
+        launcher = [torchrun, "--standalone", "--nproc-per-node", str(size)] if size > 1 else [sys.executable]
+        return [*launcher, "gcd.py", "--out", out, "--evaluate", "none", "--device", bench.device.type,
+                *flags, *(TINY if bench.tiny else SMALL)]
 
     alone, shared = (unused(bench.folder / f"ranks-{size}") for size in (1, n))
     subprocess.run(command(1, "--iterations", "0"), cwd=ROOT, capture_output=True)

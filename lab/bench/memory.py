@@ -236,7 +236,7 @@ class Load:
 
 
 def load_of(model, ranks, settings, work):
-    """The Load of an iteration of a bf16 model on "meta". What settings.lora is has no effect."""
+    """The Load of an iteration of a bf16 model on "meta". settings.lora is not read."""
     rolled = rollout_bytes(model, settings, ranks, work) if ranks == 1 else None
     played = [rolled[2:]] if rolled else [play(model, settings, ranks, work, seed) for seed in range(ranks)]
     fullest = max(range(ranks), key=lambda rank: played[rank][1].usage[0])

@@ -292,6 +292,15 @@ def test_replies_equal_those_of_the_packages_wrapper(shared_game, stock, name):
 
 
 @PLAYS
+def test_a_variation_is_the_packages_of_that_number(shared_game, stock):
+    first, fifth = (shared_game.reset(task_of("find-animal", number)).observation for number in (0, 4))
+    stock.load("find-animal", 4, "easy")
+    look, info = stock.reset()
+    description = info["taskDesc"].removeprefix("Task Description:\n")
+    assert fifth == f"{description}\n\n{look}" != first
+
+
+@PLAYS
 def test_replies_depend_on_task_and_commands_only(shared_game, three):
     """A group has equal starts, in different JVMs and after different games. Default Java varies in order."""
     tasks = [task_of(name, 0) for name in ("use-thermometer", "find-plant", "identify-life-stages-2")]

@@ -41,7 +41,7 @@ def main(kind, out, *arguments):
 
 
 def run(kind, out, *flags):
-    """A tiny run of gcd.py, of which something fails. kind, and further arguments: as `main`'s."""
+    """A tiny run of gcd.py, with what the kind breaks. kind, and further arguments: as `main`'s."""
     from tiny_runs import TINY
 
     import gcd

@@ -32,11 +32,11 @@ def episode(won=True, text="You see a bed 1.", **keys):
 
 
 def write_method(run, name, lines=(), success=None, stages=None, episodes=(), config=None, tail="",
-                 about=None):
+                 about=None, parameters=184_768):
     folder = run / name
     folder.mkdir(parents=True)
     header = {"config": config or {}, "versions": {"python": "3.12", "torch": "2.13"}, "commit": "abc123",
-              "parameters": 184768}
+              "parameters": parameters}
     text = "".join(json.dumps(row) + "\n" for row in [header, *lines])
     (folder / "metrics.jsonl").write_text(text + tail)
     (folder / "episodes.jsonl").write_text("".join(json.dumps(row) + "\n" for row in episodes))
@@ -205,7 +205,7 @@ def test_a_long_run_is_drawn_by_means(tmp_path):
         _, built, data = build(tmp_path / str(n))
         sizes[n] = len((tmp_path / str(n) / "report.html").read_text()) - 30_000
     assert 0 < sizes[10_000] < 1.2 * sizes[500]
-    assert "Of more than 500 iterations a dot is the mean" in " ".join(built.texts)
+    assert "In a chart with a curve of more than 500 points a dot is the mean" in " ".join(built.texts)
     success, clipped, seconds = data["charts"]
     assert success["xs"] == [*range(0, 10_000, 32)] == seconds["xs"]                  # the last has 16
     assert success["series"][0]["ys"][:312] == pytest.approx([(x + 15.5) / 100 for x in range(0, 9984, 32)],
@@ -218,12 +218,22 @@ def test_a_long_run_is_drawn_by_means(tmp_path):
 
 def test_means_of_a_curve():
     short = {0.5: 1.0, 0.25: None}                                       # as it is, in order
-    assert [*charts.averaged(short).items()] == [(0.25, None), (0.5, 1.0)]
+    assert charts.stretch_of([short]) == 0
+    assert [*charts.averaged(short, 0).items()] == [(0.25, None), (0.5, 1.0)]
     points = {20 * i: i for i in range(600)}                             # steps of a cold start, 20 apart
-    found = charts.averaged(points)
+    assert charts.stretch_of([short, points]) == 32
+    found = charts.averaged(points, 32)
     assert 250 <= len(found) <= 500 and [*found] == sorted(found)
     assert [*found.items()][:3] == [(0, 0.5), (32, 2.5), (64, 4.0)]       # of 0, 20; 40, 60; 80
-    assert set(charts.averaged(dict.fromkeys(range(900))).values()) == {None}
+    assert set(charts.averaged(dict.fromkeys(range(900)), 2).values()) == {None}
+
+
+def test_a_short_and_a_long_run_have_values_at_the_same_iterations(tmp_path):
+    for name, n in (("grpo", 400), ("ppo", 600)):
+        write_method(tmp_path, name, [{"iteration": i, "rollout/success": 0.5} for i in range(n)])
+    chart, = build(tmp_path)[2]["charts"]
+    assert chart["xs"] == [*range(0, 600, 2)]
+    assert [sum(y is not None for y in series["ys"]) for series in chart["series"]] == [200, 300]
 
 
 def test_every_logged_number_has_a_chart(tmp_path):
@@ -437,7 +447,7 @@ def test_a_metric_that_is_not_logged_is_not_drawn(tmp_path):
 # Over several seeds
 
 def write_table(folder, name="table1_x", games="generated rooms", scores=None, seeds=5, common=(),
-                rows=("grpo", "ppo"), **about):
+                rows=("grpo", "ppo"), parameters=185_024, **about):
     """A table of lab/results and its results."""
     folder.mkdir(parents=True, exist_ok=True)
     score = {"mean": 0.593, "half": 0.058, "n": [256], "seeds": dict.fromkeys(map(str, range(seeds)), 0.593)}
@@ -445,7 +455,7 @@ def write_table(folder, name="table1_x", games="generated rooms", scores=None, s
     table = {"benchmark": "household", "games": "", "common": [*common], "cold_starts": {"cold_start": []},
              "runs": [{"train_types": "part", "splits": ["L0", "L1"]}],
              "rows": {row: {"start": "cold_start", "flags": flags[row]} for row in rows}}
-    result = {"seeds": [*range(seeds)], "ran": {"games": [games]},
+    result = {"seeds": [*range(seeds)], "ran": {"games": [games], "parameters": {"grpo": [parameters]}},
               "rows": {row: {"L0": score | (scores or {}), "L1": score} for row in ("cold_start", *rows)}}
     (folder / f"{name}.json").write_text(json.dumps(table | about))
     (folder / f"{name}_result.json").write_text(json.dumps(result))
@@ -482,7 +492,7 @@ def test_results_over_seeds_of_run_sh_are_of_the_table_that_it_repeats(tmp_path,
                  "splits": {split: {"sampled": {"success": 0.5, "n": n[split], "plays": plays}}
                             for split in cell.splits}} | ({} if plays == 8 else {"games": "generated rooms"})
         write_method(tmp_path, cell.folder.name, () if cell.cold else rl_lines(), {"L0": 0.5},
-                     config=settings, about=about)
+                     config=settings, about=about, parameters=246_976 if plays == 1 else 553_920)
         scores[cell.folder.name] = {split: {key: expected[cell.row][split][key] for key in ("mean", "half")}
                                     | {"seeds": 5} for split in cell.splits}
     seeds = seeds_of(tmp_path, RESULTS)
@@ -504,8 +514,9 @@ def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
 
 
 @pytest.mark.parametrize("table", [
-    {"games": "real games"}, {"name": "table4_x"}, {"rows": ("ppo",)}, {"common": ["--lr", "1e-3"]},
-    {"common": ["--no-such-flag"]}, {"scores": {"mean": None}}, {"scores": {"n": [48]}},
+    {"games": "real games"}, {"parameters": 246_976}, {"name": "table4_x"}, {"rows": ("ppo",)},
+    {"common": ["--lr", "1e-3"]}, {"common": ["--no-such-flag"]}, {"scores": {"mean": None}},
+    {"scores": {"n": [48]}},
     {"runs": [{"train_types": "part", "splits": ["L2"]}]},
     {"runs": [{"train_types": "all", "splits": ["L0"]}]}, {"cold_starts": {"cold_start": ["--dagger", "9"]}},
     {"cold_starts": {"cold_start": ["--model", "smollm2"]}}])
@@ -528,6 +539,14 @@ def test_results_over_seeds_are_of_runs_with_a_rows_settings_and_cold_start(tmp_
     write_run(tmp_path / "run", "another", "--demonstrations", "9")
     write_run(tmp_path / "run", "grpo", "--no-gcd", *flags, start=start)
     assert [*seeds_of(tmp_path / "run", tmp_path / "lab" / "results").scores] == there
+
+
+@pytest.mark.parametrize("start, there", [("cold_start", True), ("another", False), ("", False)])
+def test_a_cold_start_that_is_not_in_the_report_counts_by_its_name(tmp_path, start, there):
+    write_table(tmp_path / "lab" / "results")
+    write_run(tmp_path / "run", "grpo", "--no-gcd", start=start)
+    found = seeds_of(tmp_path / "run", tmp_path / "lab" / "results")
+    assert (found is not None) == there
 
 
 def test_results_over_seeds_are_of_the_table_with_most_of_the_runs_and_then_most_seeds(tmp_path):
