@@ -107,18 +107,21 @@ def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatc
 @pytest.mark.usefixtures("started_server")
 def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_leaves_the_rest(
         capsys, monkeypatch, tmp_path):
-    """Checks that ended by an error come last; what another GPU did, or had another target, is run, too."""
+    """Checks that ended by an error come last; what another GPU did, or had another target, or was no --tiny,
+    is run, too.
+    """
     out = tmp_path / "gpu.jsonl"
-    files.append(out, {"check": "broken", "ok": False, "error": "it broke"})
-    here = {"device": gpu_checks.device_name(), "torch": torch.__version__}
+    files.append(out, {"check": "broken", "ok": False, "error": "it broke", "tiny": True})
+    here = {"device": gpu_checks.device_name(), "torch": torch.__version__, "tiny": True}
     files.append(out, {"check": "short", "ok": True, "target": "a target", **here})
     for check in ("right", "short"):                        # of the latter an earlier line counts
         files.append(out, {"check": check, "ok": True, "target": "a target", **here, "device": "another"})
+    files.append(out, {"check": "right", "ok": True, "target": "a target", **here, "tiny": False})
     monkeypatch.setattr(gpu, "CHECKS", [*checks("broken", "short", "right"), *checks("dies", limit_s=10**6)])
     monkeypatch.setattr(gpu, "MOST_S", 100)
     assert gpu.main(["--tiny", "--out", str(out)]) == 1
     found, rest = lines_of(capsys.readouterr().out)
-    assert [*found] == ["right", "broken"] and len(out.read_text().splitlines()) == 6
+    assert [*found] == ["right", "broken"] and len(out.read_text().splitlines()) == 7
     assert [line.split()[1] for line in rest[:4]] == ["short", "met", "met", "not"]
     assert rest[4] == "1 left: the same command goes on"
     monkeypatch.setattr(gpu, "CHECKS", [*checks("short", "right"), *checks("dies", limit_s=10**6)])
