@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The main job from scratch: cold start, then GRPO and GRPO+GCD in parallel, then the table and the report.
 #
-#   bash run.sh          about 4 minutes on 2 CPU cores, and some to install; uses no GPU, downloads no data or
+#   bash run.sh          4 to 9 minutes on 2 CPU cores, and some to install; uses no GPU, downloads no data or
 #                        weights, needs no compiler
 #   bash run.sh alfworld the same on the real games in $ALFWORLD_DATA (default: ALFWorld's own folder), in
 #                        an hour or two: six task types for L0 and L1, four for L2
