@@ -242,8 +242,9 @@ def rows_of(table):
         games = ["--games", table["games"]] if table["games"] else []
         environment = ["--env", table.get("env", table["benchmark"]), *games]
         flags = [*environment, "--train-types", types, *table["common"]]
-        for name, own in () if number else table["cold_starts"].items():
-            rows[name] = Row(name, splits, "", [*flags, *own, "--iterations", "0"])
+        if not number:                                       # all training runs begin from these
+            rows |= {name: Row(name, splits, "", [*flags, *own, "--iterations", "0"])
+                     for name, own in table["cold_starts"].items()}
         for name, row in table["rows"].items():
             started = ["--demonstrations", "0"] if row["start"] else []
             rows[name + suffix] = Row(name, training["splits"], row["start"] or "",
@@ -276,7 +277,7 @@ def seed_scores(table, result, runs):
             continue
         model = config.get("model")
         starts = (checkpoints.get(row.start) == model if row.start in names
-                  else Path(model).parent.name == row.start)
+                  else Path(str(model)).parent.name == row.start)      # an old run may not have it
         if starts and has_size(run.header.get("parameters"), sizes):
             checkpoints[run.name] = f"{config.get('out')}/{files.CHECKPOINT}"
             of_row = result["rows"].get(row.name, {})

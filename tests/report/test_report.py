@@ -541,6 +541,15 @@ def test_results_over_seeds_are_of_runs_with_a_rows_settings_and_cold_start(tmp_
     assert [*seeds_of(tmp_path / "run", tmp_path / "lab" / "results").scores] == there
 
 
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": 3}])
+def test_a_run_whose_beginning_is_not_known_has_no_results_over_seeds(tmp_path, model):
+    write_table(tmp_path / "lab" / "results")
+    settings = config.parse(["--no-gcd", "--demonstrations", "0"]).settings()
+    del settings["model"]
+    write_method(tmp_path / "run", "grpo", rl_lines(), {"L0": 0.5}, config=settings | model)
+    assert seeds_of(tmp_path / "run", tmp_path / "lab" / "results") is None
+
+
 @pytest.mark.parametrize("start, there", [("cold_start", True), ("another", False), ("", False)])
 def test_a_cold_start_that_is_not_in_the_report_counts_by_its_name(tmp_path, start, there):
     write_table(tmp_path / "lab" / "results")
