@@ -3,7 +3,9 @@
     L = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi             sg: stop-gradient
 
 The paper has no lower bound ("we did not impose a lower bound on the IS weight"), as with clip_low 1, and
-gives no upper one; 5 is from ScaleRL (arXiv:2510.13786). The loss is a mean over tokens.
+gives no upper one; 5 is from ScaleRL (arXiv:2510.13786). The loss is a mean over an optimizer step's tokens
+(Eq. 4: over those of each group). Left out: DAPO's dynamic sampling, which the paper also uses
+(--dynamic-sampling refill), and its length penalty.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """DAPO: GRPO with four changes, all of them settings here (arXiv:2503.14476).
 
     clip-higher            ratio between 1 - 0.2 and 1 + 0.28
-    token-level loss       the mean over all tokens of an optimizer step
+    token-level loss       the mean over all tokens of an optimizer step (Eq. 8: of each group)
     dynamic sampling       groups of equal rewards, penalties included, are replaced: refill
                            (the paper's: all right or all wrong)
     no KL                  and advantages are divided by the group's std

@@ -4,9 +4,9 @@
     L = 1/episodes * sum over tokens / longest         no division by the length, which favours long failures
 
 longest: the sampled tokens that an episode may have, --max-turns times --max-response-tokens. It is constant,
-and no episode is dropped. AdamW's step does not depend on such a divisor, but for two things: gradients are
-clipped to --max-grad-norm, and with GCD lambda is relative to it, for the judge's loss stays a mean over
-tokens.
+and no episode is dropped. AdamW's step does not depend on such a divisor, but for three things: gradients are
+clipped to --max-grad-norm, AdamW's eps of 1e-8 is not small beside tiny ones, and with GCD lambda is relative
+to it, for the judge's loss stays a mean over tokens.
 """
 
 from algorithms import grpo

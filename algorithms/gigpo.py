@@ -22,6 +22,9 @@ from infra.flags import setting
 class Settings(grpo.Settings):
     """GiGPO's flags."""
 
+    variant: str = setting("paper", "the paper, or verl-agent's code: its rewards, turns compared on the "
+                           "episode level, raw observations as states, penalties not discounted",
+                           ("paper", "code"))
     normalize_std: bool = setting(True, "divide advantages by the std, on both levels")
     step_gamma: float = setting(0.95, "discount of a turn's return", low=0, high=1)
     step_weight: float = setting(1.0, "omega: weight of the turn-level advantage", low=0)

@@ -22,8 +22,8 @@ from infra.flags import setting
 class Settings(rewards.Settings):
     """GRPO's flags."""
 
-    variant: str = setting("paper", "group mean (and std) over episodes (paper), or over turns (verl-agent's "
-                           "code)", ("paper", "code"))
+    variant: str = setting("paper", "group mean (and std) over episodes (paper), or over turns, with "
+                           "verl-agent's rewards (its code)", ("paper", "code"))
     normalize_std: bool = setting(False, "divide advantages by the group's std")
 
 

@@ -47,6 +47,7 @@ def tag_rewards(tags, actions, valid, won, variant="paper"):
     tags: texts or None; actions: texts, None for a malformed turn; valid: admissible. Returns the rewards and
     each turn's comparison group (of TAG_GROUPS). The paper gives no magnitudes of these; 1 is the code's.
     Left out: its -0.1 for a malformed turn; the episode's reward has a penalty (`rewards.episode_reward`).
+    A malformed turn has no action here; the code compares what it holds between the tags.
     """
     tag_reward, tag_group, named, code = [], [], set(), variant == "code"
     for t, (tag, action) in enumerate(zip(tags, actions, strict=True)):
