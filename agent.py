@@ -181,6 +181,8 @@ def load(folder, **settings):
     96
     """
     folder = smollm2.named(folder)
+    if "env" in settings:
+        settings["env"] = str(settings["env"])                     # may be a Path
     settings = resume.prompting_of(Path(folder), settings.get("env", Config.env)) | settings
     settings |= environment_in(settings.get("env", Config.env))[1]
     decoder.ModelConfig.load(folder)                                    # of a wrong folder the clearest error

@@ -435,7 +435,9 @@ class ScienceWorld(SentGame):
         return self._reply(observation, not observation.startswith(REFUSALS))
 
     def _gold(self, task):
-        self.guide = self.guide or Jvm(GOLD_HEAP, self.timeout_s * SLOW_FACTOR)
+        if not self.guide:
+            self.guide = Jvm(GOLD_HEAP, self.timeout_s)
+            self.guide.socket.settimeout(self.timeout_s * SLOW_FACTOR)
         self.guide.call("load", *task.problem, SIMPLIFICATIONS, True)
         return self.guide.strings("getGoldActionSequence")
 
@@ -573,21 +575,28 @@ def gold_phrases(tasks, n):
 def gold_texts(tasks):
     """Texts of gold episodes, each followed by a tour of the rooms; and the names of objects in them.
 
-    Plays the first few tasks of each type, about 20 in all.
+    Plays the first few tasks of each type, about 20 in all, without those whose game is lost. EpisodeLost if
+    all are.
     """
-    of_type, (game,) = defaultdict(list), make(1)
+    of_type, (game,), lost = defaultdict(list), make(1), None
     for task in tasks:
         of_type[task.task_type].append(task)
     texts, names = [], set()
     tour = [command for room in ROOMS for command in (f"teleport to {room}", "look around")]
     try:
         for task in [task for name in sorted(of_type) for task in of_type[name][:-(-20 // len(of_type))]]:
-            commands = [*game.gold(task), *tour]
-            replies = [game.reset(task), *map(game.step, commands)]
+            try:
+                commands = [*game.gold(task), *tour]
+                replies = [game.reset(task), *map(game.step, commands)]
+            except EpisodeLost as error:
+                lost = error
+                continue
             texts += [*commands, *(reply.observation for reply in replies)]
             names |= {o for reply in replies for o in reply.objects if o.count(" ") < 3}
     finally:
         game.close()
+    if lost and not texts:
+        raise lost
     return texts, names
 
 

@@ -101,7 +101,7 @@ class Endpoint:
         secret, flag = os.environ.get(key_variable, "").strip(), f"--endpoint-key-variable={key_variable}"
         if not secret:
             raise ValueError(f"{flag}: this environment variable is not set "
-                             "(any value will do for a server that needs no key)")
+                             "(for a server that needs no key EMPTY will do)")
         if not all("!" <= character <= "~" for character in secret):    # the message must not repeat it
             raise ValueError(f"{flag}: its value has characters that no key has")
 

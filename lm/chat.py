@@ -44,7 +44,7 @@ DATE = "26 Jul 2024"                    # in Llama's system message, which would
 MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
 HOLE = MARK.format("")                  # and for the message in what is kept of it
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
-COMMAND = r">([^<>]*)</action>\s*"
+COMMAND = r">((?s:(?!</?\w+>).)*)</action>\s*"            # no tags in it; "<" and ">" alone, as in "< Prev"
 TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*"
 ONE_THOUGHT = r"(?s)\s*<think>(?:(?!</think>).)*</think>\s*"
 PREFIX = {"think": ONE_THOUGHT + ACTION_START, "tags": TAGGED + ACTION_START}
@@ -200,9 +200,10 @@ class Chat:
         ask, own = ASK[self.style], self.own_ask or ""
         if own or self.own_parse:
             ask = ask.replace(OWN_FORMAT, f"Close the tag. {own}".strip()) if self.style == "tags" else own
-        if not self.show_admissible or not reply.admissible:
-            return ask.replace(", word for word from the list,", "")
-        return possible(reply) + ask
+        shown = self.show_admissible and reply.admissible
+        if not shown or reply.objects:                         # of templates no command is word for word
+            ask = ask.replace(", word for word from the list,", "")
+        return possible(reply) + ask if shown else ask
 
     def frame_tokens(self, reply, first=False):
         """Number of a message's tokens beyond its observation and its list of commands, if any."""

@@ -110,7 +110,7 @@ def test_play_is_the_episode_that_a_run_would_play(player):
 
 
 def test_play_uses_the_settings_of_load_unless_it_is_given_others():
-    briefly = gcd.load(COMMITTED, max_turns=2)
+    briefly = gcd.load(COMMITTED, max_turns=2, env=ROOT / "envs" / "household.py")
     assert len(briefly.play("household", "L0/3").turns) == 2
     assert len(briefly.play("household", "L0/3", max_turns=3).turns) == 3
 

@@ -457,6 +457,12 @@ def test_an_environments_defaults_for_training_do_not_matter_to_the_referee(tmp_
     assert settings.slots == 3
     assert evaluation.main(["--player", "first", *flags, "foo", "--max-turns", "3"]) == 2
     assert "--protocol=foo: expected one of" in capsys.readouterr().err
+    playing = {"protocol": "rlvmr", "evaluate": "dev", "show_admissible": False}
+    path.write_text(text.replace(defaults, repr(playing)))
+    with pytest.raises(ValueError, match="--max-turns=9: --protocol rlvmr has 30 turns"):
+        evaluation.parse(["--player", "first", *flags[:2], "--max-turns", "9"])
+    _, settings, _ = evaluation.parse(["--player", "http://localhost:1/v1", *flags[:2]])
+    assert (settings.protocol, settings.evaluate, settings.show_admissible) == ("rlvmr", "dev", False)
     path.write_text(text.replace(field, f"        name: str = ''\n{field}"))
     assert evaluation.main(["--player", "first", *flags, "sampled"]) == 2
     assert "has settings that the referee has, too: name" in capsys.readouterr().err
@@ -670,7 +676,7 @@ def test_a_bad_answer_counts_as_what_it_is(serve, short, referee, text, finish, 
     ("<think>not <action>open</action></think>\n<action>look</action>", "look"), ("Action: look", None),
     ("<action>look</action> or <action>inventory</action>", None), ("<action></action>", None), ("", None),
     ("<think>a</think><action>look</action><think>b</think><action>inventory</action>", None),
-    ("<think>maybe <action>look</action>", None),
+    ("<think>maybe <action>look</action>", None), ("<action>click[< Prev]</action>", "click[< Prev]"),
 ])
 def test_a_thought_may_be_missing_but_not_the_command(text, command):
     assert players.MessageChat("think").parse(text) == (command, None)

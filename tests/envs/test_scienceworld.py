@@ -18,13 +18,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import SHORT_LIVED, is_alive, suspend
 from waiting import wait_for
 
 import config
-from envs import EpisodeLost, Reply, scienceworld
+from envs import EpisodeLost, Reply, Task, scienceworld
 from envs.scienceworld import ALL, HELD_OUT, NO_ACTION, TASKS, Environment, Expert, task_of
 from lm import small
 
@@ -697,6 +698,26 @@ def test_phrases_are_names_and_the_text_between_them(monkeypatch):
     assert found[:3] == [" blue box", " red ball", "You see a"]        # 4 x 8 bytes each
     assert all(phrase.isascii() and len(phrase) > 1 for phrase in found)
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.fast
+def test_a_lost_game_does_not_end_the_making_of_a_vocabulary(monkeypatch):
+    """Unless all are lost."""
+    tasks, lost = [Task(f"boil/{n}", "train", "boil", ("boil", n)) for n in range(3)], {"boil/1"}
+
+    def reset(task):
+        if task.id in lost:
+            raise EpisodeLost(f"lost {task.id}")
+        return Reply(f"start {task.id}", [], False, False)
+
+    game = SimpleNamespace(gold=lambda task: [f"gold {task.id}"], reset=reset, close=lambda: None,
+                           step=lambda command: Reply(command, [], False, False, ("door",)))
+    monkeypatch.setattr(scienceworld, "make", lambda n: [game])
+    texts, names = scienceworld.gold_texts(tasks)
+    assert {"gold boil/0", "start boil/2"} <= {*texts} and "gold boil/1" not in texts and names == {"door"}
+    lost |= {"boil/0", "boil/2"}
+    with pytest.raises(EpisodeLost, match="lost boil/2"):
+        scienceworld.gold_texts(tasks)
 
 
 @PLAYS

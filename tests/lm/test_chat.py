@@ -348,7 +348,10 @@ def test_the_think_style_gives_the_rules_once_and_the_admissible_commands_every_
     ("think", "<think>a</think><action>look</action> and more", None),
     ("think", "<think>a</think><action>look</action><action>left</action>", None),
     ("think", "<think>a <action>left</action></think><action>look</action>", "look"),
-    ("think", "<think>a</think><action>look</action><think>b</think><action>left</action>", None)])
+    ("think", "<think>a</think><action>look</action><think>b</think><action>left</action>", None),
+    ("think", "<think>a < b</think><action>click[< Prev]</action>", "click[< Prev]"),
+    ("think", "<think>a</think><action>x > 1</action>", "x > 1"),
+    ("think", "<think>a</think><action><b>look</b></action>", None)])
 def test_parse(tokenizer, style, text, action):
     assert Chat(tokenizer, style).parse(text) == (action, None)
 
@@ -362,7 +365,8 @@ LONG_TAG_CASES = [
     ("<planning> </planning><action>look</action>", None, None), ("<planning>a</planning>look", None, None),
     ("<planning>a</explore><action>look</action>", None, None), ("<action>look</action>", None, None),
     ("<planning>a</planning><explore>b</explore><action>look</action>", None, None),
-    ("<planning>a</planning><action>look</action><action>left</action>", None, None)]
+    ("<planning>a</planning><action>look</action><action>left</action>", None, None),
+    ("<planning>a</planning><action>click[< Prev]</action>", "click[< Prev]", "planning")]
 
 
 @pytest.mark.parametrize("text, command, tag", TAG_CASES)
@@ -390,7 +394,10 @@ def test_prompts_list_commands_and_objects_only_if_admissible_is_set(tokenizer):
     chats = [Chat(tokenizer, "think", admissible) for admissible in (True, False)]
     listed, unlisted = (tokenizer.decode(chat.observe(reply)) for chat in chats)
     assert "look\nopen OBJ" in listed and "OBJ stands for one of: door, jar" in listed
+    assert "word for word" not in listed               # no command is, if it is a template with an object
     assert "OBJ" not in unlisted and "from the list" not in unlisted and "<action>" in unlisted
+    commands = tokenizer.decode(chats[0].observe(Reply("A room.", ["look"], False, False)))
+    assert "look" in commands and "word for word from the list" in commands
 
 
 def test_an_instruction_precedes_the_first_observation(tokenizer, chat):
