@@ -40,6 +40,7 @@ with deferred(*HEAVY):
 
 DAGGER_ROUND = 512   # most episodes that the cold start's expert and learner play with the same weights
 MOST_ROUNDS = 4      # in an iteration: of play with --dynamic-sampling refill, of --judge-redraw
+REFILL_TASKS = 1_000_000      # refill round r of an iteration has tasks from number r times this on
 # Decide other defaults, so by flags alone: no plug-in's default can change them
 CHOSEN_FIRST = ("algo", "env", "preset", "model", "variant", "endpoint")
 QUESTION_TOKENS = 64     # of --context, kept free for the judge's question: at most so many of Qwen's

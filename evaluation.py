@@ -99,7 +99,8 @@ def conditions_of(config, hashes):
     """
     return {"max_turns": config.evaluation_turns, "plugins": hashes,
             "settings": {name: value for name, value in asdict(config.environment.settings).items()
-                         if name not in config.environment.sources},           # these have a hash
+                         if name not in (*config.environment.sources,          # these have a hash
+                                         *config.environment.free_settings)},
             **{name: getattr(config, name) for name in (
                 "max_response_tokens", "history", "admissible_only", "context", "dtype", "on_truncation")}}
 

@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from random import Random
 
-from config import MOST_ROUNDS, OF_TRAINING, WHERE, arguments, parse, parse_or_exit
+from config import MOST_ROUNDS, OF_TRAINING, REFILL_TASKS, WHERE, arguments, parse, parse_or_exit
 
 if __name__ == "__main__":
     parse_or_exit()                    # answers --help and wrong flags, before the imports below load torch
@@ -53,7 +53,6 @@ __all__ = ["load", "train", "main"]
 # Rounding reached 3e-4, in one of 500,000 tokens of a sharp model (1e-13 in float64); errors reach 0.1 and
 # more.
 LOGPROB_GAP_LIMIT = 2e-3
-REFILL_TASKS = 1_000_000      # refill round r of an iteration has tasks from number r times this on
 FAR = 0.1             # policy/approx_kl_nats (how far an iteration's steps move its policy) from which on
                       # success may collapse
 FIRST_STEPS = 5       # iterations in which AdamW's steps may be too large, whatever the gradient
@@ -485,8 +484,9 @@ def train(**settings):
     if not (trains or config.model or config.resume and folder.is_dir()):
         raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
     with ExitStack() as resources, Stop.restored(), chdir("."):         # back from where a game may have gone
-        if run_all(config, resources):
-            raise KeyboardInterrupt
+        status = run_all(config, resources)
+    if status:                                          # outside, where an error ends all ranks
+        raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in (*WHERE, *OF_TRAINING)}
     return load(folder if folder.is_dir() else config.model, **given)
 

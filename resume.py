@@ -245,9 +245,10 @@ def check_resumed(config, state, first):
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
     defaults = {field.name: field.default for field in fields(config)}       # of settings newer than the run
     ignored, then = ["protocol", "correction_at_evaluation", "evaluate_tasks"], defaults | state["settings"]
+    ignored += config.environment.free_settings
     if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
-    if hashed_games(config, state, first):
+    if hashed_games(config, state, first) or not trains_on(config, state):
         ignored += config.environment.sources
     if other := changed(then, config, ignored):
         differences = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in other.items())

@@ -22,7 +22,7 @@ import models
 import resume
 import rollout
 import update
-from config import DAGGER_ROUND, PROTOCOLS
+from config import DAGGER_ROUND, MOST_ROUNDS, PROTOCOLS, REFILL_TASKS
 from envs import _checks
 from infra import checkpoint, files, job, parallel, plugins, sinks
 from infra.endpoint import Endpoint
@@ -308,7 +308,10 @@ def prepare(config, ranks, should_stop, resources):
     trains = config.demonstrations or config.iterations
     tasks = train_tasks(environment, config.train_types, 0, 1) if trains else []
     if config.iterations:                            # the last one of RL, too: the sequence must not end
-        train_tasks(environment, config.train_types, config.iterations * config.tasks - 1, 1)
+        last = config.iterations * config.tasks - 1
+        if config.dynamic_sampling == "refill":
+            last += (MOST_ROUNDS - 1) * REFILL_TASKS
+        train_tasks(environment, config.train_types, last, 1)
     if config.demonstrations and config.cold_start_types != config.train_types:
         tasks = [*tasks, *train_tasks(environment, config.cold_start_types, 0, 1)]
     tasks = [*tasks, *(split_tasks(environment, split)[0] for split in config.splits)]  # one of every kind

@@ -159,6 +159,8 @@ class Environment:
     known_phrases = ()                   # some of `vocabulary`'s phrases, if listing all of them takes long
     sources = ()                         # names of its settings that say where its games are: these may move,
                                          # since equal games have an equal `tasks_hash`
+    free_settings = ()                   # names of its settings that change no game, such as a number of
+                                         # processes: these may differ when a run or an evaluation goes on
 
     # expert(games): has .show(task, seed, mistake_rate, max_turns) -> Demonstration, and .restarts, the
     # number of its engines that died

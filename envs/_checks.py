@@ -132,14 +132,15 @@ def wrong_declared(environment):
         return f"tools: {wrong}"
     if not is_texts(unseen := environment.unseen_splits()):
         return f"unseen_splits returned {unseen!r:.60}; expected a list of texts"
-    settings = [f.name for f in fields(environment.settings) if f.type in (str, "str")]
+    settings = {f.name: f.type in (str, "str") for f in fields(environment.settings)}
     for name, values, kind, right in (
             ("splits", environment.splits, "a text, and none of train, auto and none",
              lambda value: isinstance(value, str) and value not in ("train", "auto", "none")),
             ("captions", environment.captions.values(), "a text", lambda value: isinstance(value, str)),
             ("labels", environment.labels, "a text", lambda value: isinstance(value, str)),
             ("labels", environment.labels.values(), "a function of an episode", callable),
-            ("sources", environment.sources, "the name of a text setting", settings.__contains__)):
+            ("sources", environment.sources, "the name of a text setting", settings.get),
+            ("free_settings", environment.free_settings, "the name of a setting", settings.__contains__)):
         if wrong := [value for value in values if not right(value)]:
             return f"{name} has {wrong[0]!r:.60}; expected {kind}"
     return ""

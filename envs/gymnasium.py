@@ -117,6 +117,7 @@ class Environment(Base):
             "help": "a call of the environment that takes longer loses its episode, its start included "
                     "(not while a small model's vocabulary is gathered)", "low": 0.01})
 
+    free_settings = ("processes", "time_limit_s")
     defaults = {"slots": 16, "success_reward": 0.0, "demonstrations": 0, "judge_demonstrations": 0}
     splits = tuple(SPLITS)
     captions = {"dev": "seeds 0 to 63", "test": "seeds 64 to 191; training has others"}

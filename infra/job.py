@@ -28,6 +28,7 @@ CONNECT_S = 110                  # seconds until all ranks are connected
 LEFT = b"left"                   # the last count of a rank whose work is done
 BEAT_S, LOST_BEATS = 2, 12       # a rank is lost that gives no sign of life for so many beats
 PATIENCE_S = 20                  # seconds for the other ranks to end by themselves
+ORPHAN_S = 1800                  # and for a run to save and end once torchrun is gone
 # Environment variables that connections depend on
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA",
              "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
@@ -66,12 +67,14 @@ def setup(device="auto", timeout_s=24 * 3600, within="all"):
     rank, world_size = map(int, numbers.values())
     if rank >= world_size:                            # a leftover of a shell: it would write and play nothing
         raise ValueError(f"RANK={rank} WORLD_SIZE={world_size}: expected a rank below the number of ranks")
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT", *(["LOCAL_RANK"] if on_gpu else []))
+    missing = [name for name in needed if not os.environ.get(name)]
     if world_size > 1 and missing:                                                  # it would wait forever
         raise ValueError(f"WORLD_SIZE={world_size}: set without {', '.join(missing)}; torchrun sets them all")
     own_device = torch.device("cpu")
-    if device != "cpu" and torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else 0
+    if on_gpu:
+        local = int(os.environ["LOCAL_RANK"]) if world_size > 1 else 0
         if local >= torch.cuda.device_count():
             raise ValueError(f"--nproc-per-node: no GPU {local}, there are {torch.cuda.device_count()}")
         own_device = torch.device("cuda", local)
@@ -212,8 +215,10 @@ class Watch:
             self.store.set(f"beat/{self.rank}", LEFT.decode())
         except RuntimeError:                                       # the connection is closed
             self.unanswered_s = -math.inf
-            if os.getppid() == self.parent:                # else torchrun is gone: see infra/signals.py
+            if os.getppid() == self.parent:
                 self.end(self.store_lost())
+            elif not self.ended.wait(ORPHAN_S):            # torchrun is gone: infra/signals.py stops the run,
+                self.exit("torchrun is gone")              # unless the main thread waits for a GPU
 
     def store_lost(self):
         """What ended the job if the store does not answer."""

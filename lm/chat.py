@@ -200,10 +200,10 @@ class Chat:
         ask, own = ASK[self.style], self.own_ask or ""
         if own or self.own_parse:
             ask = ask.replace(OWN_FORMAT, f"Close the tag. {own}".strip()) if self.style == "tags" else own
-        shown = self.show_admissible and reply.admissible
-        if not shown or reply.objects:                         # of templates no command is word for word
+        listed = possible(reply) if self.show_admissible and reply.admissible else ""
+        if not listed or reply.objects:                        # of templates no command is word for word
             ask = ask.replace(", word for word from the list,", "")
-        return possible(reply) + ask if shown else ask
+        return listed + ask
 
     def frame_tokens(self, reply, first=False):
         """Number of a message's tokens beyond its observation and its list of commands, if any."""

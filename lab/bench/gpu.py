@@ -105,7 +105,7 @@ def main(argv=None):
                 continue
             line = run(context, replace(check, limit_s=int(limit_s)), options.tiny, folder)
             line |= {"tiny": True} if options.tiny else {}        # no check of the real thing
-            print(json.dumps(line), flush=True)
+            print(json.dumps(files.nan_to_null(line)), flush=True)
             if not (limit_s < check.limit_s and line.get("error", "").startswith("did not end")):
                 lines.append(line)                         # else it is left to a command with more time
             if line.get("error", "").startswith("no CUDA"):
@@ -145,20 +145,22 @@ def run(context, check, tiny, folder):
     process.start()                                        # of the first check: the server loads torch
     ours.close()
     found, start, late = {}, time.monotonic(), False
-    while "ok" not in found:
-        try:
-            late = not theirs.poll(max(0, start + check.limit_s - time.monotonic()))
-            found |= ({"ok": False, "error": f"did not end within {check.limit_s} s"} if late
-                      else theirs.recv())
-        except EOFError:
-            process.join(10)
-            found |= {"ok": False, "error": f"died with exit status {process.exitcode}"}
-    if "error" in found and "traceback" not in found and (folder / STACK).exists():
-        found["traceback"] = (folder / STACK).read_text().partition("\nExtension modules")[0][:3000]
-    process.join(0 if late else 10)
-    with suppress(ProcessLookupError):                     # what it has started, too: `child` leads a group
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
+    try:
+        while "ok" not in found:
+            try:
+                late = not theirs.poll(max(0, start + check.limit_s - time.monotonic()))
+                found |= ({"ok": False, "error": f"did not end within {check.limit_s} s"} if late
+                          else theirs.recv())
+            except EOFError:
+                process.join(10)
+                found |= {"ok": False, "error": f"died with exit status {process.exitcode}"}
+        if "error" in found and "traceback" not in found and (folder / STACK).exists():
+            found["traceback"] = (folder / STACK).read_text().partition("\nExtension modules")[0][:3000]
+        process.join(0 if late else 10)
+    finally:                                               # also after Ctrl-C
+        with suppress(ProcessLookupError):                 # `child` leads a group: what it has started, too
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
     if "traceback" in found:
         found["traceback"] = found["traceback"].replace(f"{ROOT}{os.sep}", "")
     found = {key: float(f"{value:.4g}") if isinstance(value, float) else value

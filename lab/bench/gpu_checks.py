@@ -269,7 +269,7 @@ def graphs(bench):
     eager = mock.patch.object(engine.Slots, "replay", step)
     n = 8 if bench.tiny else 128
     with eager:
-        decode(bench, 1)                                      # the weights are loaded, and the kernels
+        decode(bench, 2)                                      # the weights are loaded, and the kernels
     start = time.perf_counter()
     captured, _ = decode(bench, n)
     middle = time.perf_counter()

@@ -611,6 +611,7 @@ DEFAULTS, SPLITS = '    defaults = {"max_turns": 8}', "    def unseen_splits(sel
     (DEFAULTS, '    defaults = {"algo": "ppo"}', "defaults: 'algo' is chosen before defaults are known"),
     (DEFAULTS, '    defaults = {"preset": "paper"}', "'preset' is chosen before defaults are known"),
     (DEFAULTS, '    defaults = {}\n    sources = ("lowest",)', "sources has 'lowest'; expected the name of"),
+    (DEFAULTS, '    defaults = {}\n    free_settings = ("low",)', "free_settings has 'low'; expected the"),
     ("int = field(default=20, ", "int = field(default_factory=int, ", "Settings.highest has no default"),
     ("int = field(default=20, ", "tuple = field(default=20, ", "the type of Settings.highest is <class 'tup"),
     ("int = field(default=20, ", "int = field(default='20', ", "--highest='20': expected int (a default of "),

@@ -468,6 +468,7 @@ def test_games_elsewhere_are_refused_where_their_content_is_unknown(tmp_path, be
     refused = pytest.raises(ValueError, match="made with other settings: games was there, is here")
     with nullcontext() if began else refused:
         resume.check_resumed(settings, state, began)
+    resume.check_resumed(settings, state | {"iteration": 9}, began)             # it trains no more
 
 
 @pytest.mark.fast

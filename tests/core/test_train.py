@@ -796,6 +796,18 @@ def test_incomplete_torchrun_variables_are_named(start, tmp_path, capsys, monkey
     assert_one_error(capsys, message)
 
 
+@pytest.mark.fast
+def test_on_gpus_a_rank_needs_its_number_on_its_machine(monkeypatch):
+    """Else all ranks of a machine would take its first GPU."""
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="WORLD_SIZE=2: set without LOCAL_RANK; torchrun sets them all"):
+        job.setup("cuda")
+
+
 def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypatch):
     assert train(tmp_path, *start_from(start), "--iterations", 1) == 0
     before = weights(tmp_path)

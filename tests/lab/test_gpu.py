@@ -5,7 +5,10 @@
 
 import json
 import multiprocessing.forkserver
+import os
 import random
+import signal
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -92,6 +95,33 @@ def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys
     assert found["short"]["share"] == 0.1235 and found["right"]["of"] == "a stand-in of 2000 tokens"
     assert [line.split()[1] for line in rest] == ["short"] * 4 + ["met"]
     assert [json.loads(line)["check"] for line in out.read_text().splitlines()] == [*found]
+
+
+def test_ctrl_c_ends_the_check_too():
+    """Here it comes while the command waits for the check to report."""
+    context, started = multiprocessing.get_context("fork"), []
+
+    class Interrupted:
+        """A pipe on which nothing comes but Ctrl-C."""
+        def poll(self, seconds):
+            while not is_group_leader(started[0].pid):
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+    def process(**given):
+        started.append(context.Process(target=lambda: [os.setpgrp(), time.sleep(600)]))
+        return started[0]
+
+    ours = SimpleNamespace(close=lambda: None)
+    stub = SimpleNamespace(Process=process, Pipe=lambda duplex: (Interrupted(), ours))
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run(stub, *checks("right"), True, None)
+    assert started[0].exitcode == -signal.SIGKILL
+
+
+def is_group_leader(pid):
+    """Whether a process leads a process group of its own."""
+    return os.getpgid(pid) == pid
 
 
 @pytest.mark.usefixtures("started_server")
