@@ -164,8 +164,9 @@ def threads_for(chat):
 def load_model(config, folder, ranks, small, state=None):
     """The model of a folder to train, sharded, with adapters and a value head if the flags need them.
 
-    A head of the folder's that they do not need is dropped: untrained, it would go on answering. Each rank
-    reads its own part of the weights. state: of the checkpoint that the folder is, if it continues.
+    A head of the folder's that they do not need is dropped: untrained, it would go on answering (--lora is
+    refused with one: see `choose_trained`). Each rank reads its own part of the weights. state: of the
+    checkpoint that the folder is, if it continues.
     ValueError for wrong weights.
     """
     model = decoder.open_pretrained(folder, config.judge_kind == "value")
