@@ -160,6 +160,7 @@ def run(context, check, tiny, folder):
     finally:                                               # also after Ctrl-C
         with suppress(ProcessLookupError):                 # `child` leads a group: what it has started, too
             os.killpg(process.pid, signal.SIGKILL)
+        process.kill()                                     # which may not lead it yet
         process.join()
     if "traceback" in found:
         found["traceback"] = found["traceback"].replace(f"{ROOT}{os.sep}", "")
