@@ -514,6 +514,12 @@ def test_an_environments_mistake_is_one_line(tmp_path, capsys, old, new, expecte
     assert expected in line and line.startswith(("task train/", "line ", "make(", "train_tasks(", "vocab"))
 
 
+def test_tasks_of_all_rounds_of_refill_are_asked_for_at_once(tmp_path, capsys):
+    text = changed(GUESS, "for i in range(start, start + n)]", "for i in range(start, min(start + n, 5000))]")
+    line = fails(tmp_path, capsys, "--env", text, "--dynamic-sampling", "refill")
+    assert line.startswith("train_tasks('part', 3000001, 1): it returned []")
+
+
 def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, monkeypatch, capsys):
     """A run writes where it began; what the process still waits for is said."""
     waits = ("import os, threading\nEVENT = threading.Event()\n"

@@ -38,6 +38,7 @@ from waiting import wait_for
 
 import cold_start
 import config
+import evaluation
 import gcd
 import resume
 import rollout
@@ -469,6 +470,20 @@ def test_games_elsewhere_are_refused_where_their_content_is_unknown(tmp_path, be
     with nullcontext() if began else refused:
         resume.check_resumed(settings, state, began)
     resume.check_resumed(settings, state | {"iteration": 9}, began)             # it trains no more
+
+
+@pytest.mark.fast
+def test_settings_that_change_no_game_may_differ(monkeypatch):
+    """On --resume, and in an evaluation that is continued."""
+    then, now = (config.parse(["--games", games]) for games in ("there", "here"))
+    state = {"iteration": 1, "settings": then.settings()}
+    for free in ((), ("games",)):
+        monkeypatch.setattr(type(now.environment), "sources", ())
+        monkeypatch.setattr(type(now.environment), "free_settings", free)
+        refused = pytest.raises(ValueError, match="made with other settings: games was there, is here")
+        with nullcontext() if free else refused:
+            resume.check_resumed(now, state, {})
+        assert (evaluation.conditions_of(then, {}) == evaluation.conditions_of(now, {})) is bool(free)
 
 
 @pytest.mark.fast
