@@ -112,10 +112,10 @@ def pretrained(bench):
 
 
 def ranks(bench):
-    """A small model's cold start on all GPUs, with sharded weights: losses beside those on one. Then RL,
-    which is interrupted and resumed.
+    """A small model's cold start on several GPUs, as many as divide --tasks, with sharded weights: losses
+    beside those on one. Then RL, which is interrupted and resumed.
     """
-    n = 2 if bench.tiny else max(n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count())   # divide --tasks
+    n = 2 if bench.tiny else max(n for n in (1, 2, 4, 8, 16) if n <= torch.cuda.device_count())
     if n < 2:
         return {"skipped": "needs several GPUs"}, True
 
@@ -129,7 +129,7 @@ def ranks(bench):
                 *flags, *(TINY if bench.tiny else SMALL)]
 
     alone, shared = (unused(bench.folder / f"ranks-{size}") for size in (1, n))
-    subprocess.run(command(1, "--iterations", "0"), cwd=ROOT, capture_output=True)
+    single = subprocess.run(command(1, "--iterations", "0"), cwd=ROOT, capture_output=True, text=True)
     on_all = command(n, "--iterations", "3", "--checkpoint-every", "1")
     stopped, stderr = stopped_in_rl(on_all, shared, 1, signal.SIGINT)
     resumed = subprocess.run([*on_all, "--resume"], cwd=ROOT, capture_output=True, text=True)
@@ -140,8 +140,8 @@ def ranks(bench):
     found = {"ranks": n, "losses": len(of_one), "largest_gap": gap, "gradient_gap": first_gap,
              "stopped_after": stopped,
              "exit_status": resumed.returncode, "iterations": len(rl_lines(shared))}
-    if resumed.returncode or not stopped:
-        found["stderr"] = stderr[-300:] + resumed.stderr[-300:]
+    if single.returncode or resumed.returncode or not stopped:
+        found["stderr"] = single.stderr[-300:] + stderr[-300:] + resumed.stderr[-300:]
     return found, (gap < 0.02 and len(of_one) == len(of_all) and first_gap < 0.02 and 0 < stopped < 3
                    and resumed.returncode == 0
                    and [line["iteration"] for line in rl_lines(shared)] == [0, 1, 2])
