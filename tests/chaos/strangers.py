@@ -241,7 +241,8 @@ def read_only(workdir, flags, output):
 
 
 def copies(workdir, size):
-    """A run that was cut, copied to another folder, without the model it began with, the clock years off."""
+    """A run that was cut, copied to another folder, without the small model it began with, the clock years
+    off."""
     expected, start = undisturbed(workdir)
     output = workdir / "output"
     for k, shift in enumerate(sampled((0.0, 4e8, -4e8), size, 1, 3)):
