@@ -248,7 +248,8 @@ def parse(argv):
     unread = {"model": OF_SERVERS, "server": OF_MODELS, "script": (*OF_MODELS, *OF_WRITERS, *OF_SERVERS)}
     if wrong := [flag for flag in given if flag in unread[kind]]:
         raise ValueError(f"{flag_of(wrong[0])}: not read if the player is a {kind}")
-    protocol = given.get("protocol", environment.defaults.get("protocol", "full"))
+    chosen = environment.defaults | given
+    protocol = chosen.get("protocol", "full")
     known = PROTOCOLS.get(protocol)                     # an unknown one is refused below
     if "max_turns" in given and known and (turns := known.turns):
         raise ValueError(f"--max-turns={given['max_turns']}: --protocol {protocol} has {turns} turns")
@@ -266,7 +267,7 @@ def parse(argv):
             raise ValueError(f"--endpoint-extra={own.endpoint_extra}: with a temperature of its own only "
                              "--protocol sampled is what it says")
         of_run.pop("show_admissible", None)         # a model's there; `open_player` reads what was given
-    if of_run.get("evaluate", environment.defaults.get("evaluate", "auto")) == "auto":
+    if chosen.get("evaluate", "auto") == "auto":
         of_run["evaluate"] = ",".join(name for name in environment.splits if name != "dev")
         if not of_run["evaluate"]:
             raise ValueError(f"--env={named}: has no split but {', '.join(environment.splits)}; give it by "

@@ -166,8 +166,7 @@ def load_model(config, folder, ranks, small, state=None):
 
     A head of the folder's that they do not need is dropped: untrained, it would go on answering (--lora is
     refused with one: see `choose_trained`). Each rank reads its own part of the weights. state: of the
-    checkpoint that the folder is, if it continues.
-    ValueError for wrong weights.
+    checkpoint that the folder is, if it continues. ValueError for wrong weights.
     """
     model = decoder.open_pretrained(folder, config.judge_kind == "value")
     model = sharded(choose_trained(model, config), config, ranks, small)

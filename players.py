@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import rollout
 from envs import EpisodeLost, Reply
 from infra.endpoint import FAILURES_IN_A_ROW, LIMITED, STOPPED, Failure
-from lm.chat import Chat
+from lm.chat import ACTION_START, COMMAND, Chat
 from lm.engine import Response, Sampling, Slots
 from rollout import Conversation
 
@@ -24,7 +24,7 @@ ANSWER_S = 300.0          # for a server's complete answer; models that reason t
 POLL_S = 0.2              # between two looks at whether the run was asked to stop
 EMPTY = "(no answer)"     # for an empty answer in later prompts: servers refuse a message without text
 THOUGHT = re.compile(r"(?s)\A.*?</think>|<think>.*")         # the first, or one that did not end
-ACTION = re.compile(r"(?s)<action>((?:(?!</?\w+>).)*)</action>")
+ACTION = re.compile(ACTION_START + COMMAND)
 
 
 class ModelPlayer:

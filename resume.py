@@ -244,8 +244,8 @@ def check_resumed(config, state, first):
     if 0 < config.iterations < done:
         raise ValueError(f"--iterations={config.iterations}: --resume finds {done} done in {config.out}")
     defaults = {field.name: field.default for field in fields(config)}       # of settings newer than the run
-    ignored, then = ["protocol", "correction_at_evaluation", "evaluate_tasks"], defaults | state["settings"]
-    ignored += config.environment.free_settings
+    then = defaults | state["settings"]
+    ignored = ["protocol", "correction_at_evaluation", "evaluate_tasks", *config.environment.free_settings]
     if done == 0 or (not config.lr_decay if config.iterations else done == then.get("iterations")):
         ignored.append("iterations")
     if hashed_games(config, state, first) or not trains_on(config, state):

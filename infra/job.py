@@ -68,7 +68,7 @@ def setup(device="auto", timeout_s=24 * 3600, within="all"):
     if rank >= world_size:                            # a leftover of a shell: it would write and play nothing
         raise ValueError(f"RANK={rank} WORLD_SIZE={world_size}: expected a rank below the number of ranks")
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT", *(["LOCAL_RANK"] if on_gpu else []))
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT", *["LOCAL_RANK"] * on_gpu)
     missing = [name for name in needed if not os.environ.get(name)]
     if world_size > 1 and missing:                                                  # it would wait forever
         raise ValueError(f"WORLD_SIZE={world_size}: set without {', '.join(missing)}; torchrun sets them all")
@@ -214,20 +214,19 @@ class Watch:
                 self.unanswered_s = 0
             self.store.set(f"beat/{self.rank}", LEFT.decode())
         except RuntimeError:                                       # the connection is closed
-            self.unanswered_s = -math.inf
             if os.getppid() == self.parent:
                 self.end(self.store_lost())
-            elif not self.ended.wait(ORPHAN_S):            # torchrun is gone: infra/signals.py stops the run,
-                self.exit("torchrun is gone")              # unless the main thread waits for a GPU
+            else:                           # infra/signals.py stops the run, unless it waits for a GPU
+                self.end("torchrun is gone", ORPHAN_S)
 
     def store_lost(self):
         """What ended the job if the store does not answer."""
         return f"{os.environ.get('MASTER_ADDR')}, which holds the job's store, is lost"
 
-    def end(self, why):
-        """End this process if it does not end by itself within PATIENCE_S."""
+    def end(self, why, patience_s=PATIENCE_S):
+        """End this process if it does not end by itself within patience_s."""
         self.unanswered_s = -math.inf
-        if not self.ended.wait(PATIENCE_S):
+        if not self.ended.wait(patience_s):
             self.exit(why)
 
     def exit(self, why):

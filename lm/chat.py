@@ -200,15 +200,18 @@ class Chat:
         ask, own = ASK[self.style], self.own_ask or ""
         if own or self.own_parse:
             ask = ask.replace(OWN_FORMAT, f"Close the tag. {own}".strip()) if self.style == "tags" else own
-        listed = possible(reply) if self.show_admissible and reply.admissible else ""
+        listed = self.listed(reply)
         if not listed or reply.objects:                        # of templates no command is word for word
             ask = ask.replace(", word for word from the list,", "")
         return listed + ask
 
+    def listed(self, reply):
+        """The admissible commands, as prompts show them; "" if they do not, or if there are none."""
+        return possible(reply) if self.show_admissible and reply.admissible else ""
+
     def frame_tokens(self, reply, first=False):
         """Number of a message's tokens beyond its observation and its list of commands, if any."""
-        listed = possible(reply) if self.show_admissible and reply.admissible else ""
-        texts = len(self.encode(reply.observation)) + len(self.encode(listed))
+        texts = len(self.encode(reply.observation)) + len(self.encode(self.listed(reply)))
         return len(self.observe(reply, first)) - texts
 
     def respond(self, command, tag="monitor", thought=None):

@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_check_too():
     class Interrupted:
         """A pipe on which nothing comes but Ctrl-C."""
         def poll(self, seconds):
-            while not is_group_leader(started[0].pid):
+            while os.getpgid(pid := started[0].pid) != pid:
                 time.sleep(0.01)
             raise KeyboardInterrupt
 
@@ -117,11 +117,6 @@ def test_ctrl_c_ends_the_check_too():
     with pytest.raises(KeyboardInterrupt):
         gpu.run(stub, *checks("right"), True, None)
     assert started[0].exitcode == -signal.SIGKILL
-
-
-def is_group_leader(pid):
-    """Whether a process leads a process group of its own."""
-    return os.getpgid(pid) == pid
 
 
 @pytest.mark.usefixtures("started_server")
