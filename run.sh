@@ -103,16 +103,16 @@ install requirements.txt
 mkdir -p "$OUT"
 echo "$job" > "$OUT/job"
 
-method() {                              # one RL method, from the cold start or from its own checkpoint
-    [ ! -e "$OUT/$1/stages.json" ] || return 0
-    exec .venv/bin/python gcd.py --seed "$SEED" --model "$OUT/cold_start/checkpoint" --out "$OUT/$1" \
-        --resume --overwrite "${common[@]}" "${rl[@]}" "${@:2}"
+stage() {                               # run or resume $1 with these flags, if it has no file $2 yet
+    [ ! -e "$OUT/$1/$2" ] || return 0
+    exec .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/$1" --resume --overwrite "${@:3}"
 }
 
 both() {                                # with and without GCD, in parallel; $1: suffix of their names
-    method "grpo$1" --no-gcd "${@:2}" >> "$OUT/grpo$1.log" 2>&1 &      # only the other one prints here
+    local flags=(--model "$OUT/cold_start/checkpoint" "${common[@]}" "${rl[@]}" "${@:2}")
+    stage "grpo$1" stages.json "${flags[@]}" --no-gcd >> "$OUT/grpo$1.log" 2>&1 &    # the other prints here
     local grpo=$!
-    method "grpo+gcd$1" --gcd "${@:2}" &
+    stage "grpo+gcd$1" stages.json "${flags[@]}" --gcd &
     wait $!
     wait $grpo || { cat "$OUT/grpo$1.log" >&2; exit 1; }
 }
@@ -152,27 +152,28 @@ print(player.play("household", "L0/3"))' "$1" > "$OUT/$2.part" &
     echo "1 of 4: an episode of the model as it comes (a minute)"
     transcript smollm2 before
     echo "2 and 3 of 4: imitate 96 demonstrations, then play 32 tasks of L0 and of L2"
-    if [ ! -e "$OUT/cold_start/stages.json" ]; then
-        .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --resume --overwrite --model smollm2 \
-            "${prompt[@]}" --demonstrations 96 --judge-demonstrations 0 --judge-epochs 0 --iterations 0 \
-            --cold-start-lr 1e-4 --checkpoint-every 8 --evaluate L0,L2 --evaluate-tasks 32 --protocol sampled &
-        wait $!
-    fi
+    stage cold_start stages.json --model smollm2 "${prompt[@]}" --demonstrations 96 --judge-demonstrations 0 \
+        --judge-epochs 0 --iterations 0 --cold-start-lr 1e-4 --checkpoint-every 8 --evaluate L0,L2 \
+        --evaluate-tasks 32 --protocol sampled &
+    wait $!
     echo "4 of 4: the same episode again"
     transcript "$OUT/cold_start/checkpoint" after
     exec .venv/bin/python -m report "$OUT"
 fi
-if [ ! -e "$OUT/cold_start/stages.json" ]; then
-    .venv/bin/python gcd.py --seed "$SEED" --out "$OUT/cold_start" --resume --overwrite \
-        "${common[@]}" "${cold_start[@]}" &
+if [ ! -e "$OUT/cold_start/evaluation.json" ]; then
+    stage cold_start stages.json "${common[@]}" "${cold_start[@]}" --evaluate none &
     wait $!
 fi
+# its evaluation, while RL runs from its model
+stage cold_start evaluation.json "${common[@]}" "${cold_start[@]}" >> "$OUT/cold_start.log" 2>&1 &
+evaluation=$!
 if [ "${1:-}" = alfworld ]; then
     both "" --train-types all
     both -part --train-types part
 else
     both ""
 fi
+wait $evaluation || { cat "$OUT/cold_start.log" >&2; exit 1; }
 .venv/bin/python -m report "$OUT"
 echo "next: open the report, .venv/bin/python -m report $OUT --open; play a game,"
 echo "      .venv/bin/python -m envs.household; read one iteration of RL: gcd.py, function iteration"

@@ -36,7 +36,9 @@ if [ "$plan" = wait ]; then
     exit 1
 fi
 [ "$plan" != fail ] || { while [ -e plan-grpo ] && [ ! -e pid-grpo ]; do sleep 0.05; done; exit 1; }
-[ -z "$out" ] || { mkdir -p "$out" && touch "$out/stages.json"; }
+[ -z "$out" ] && exit
+mkdir -p "$out" && touch "$out/stages.json"
+case "$*" in *'--evaluate none'*) ;; *) touch "$out/evaluation.json";; esac
 """
 
 
@@ -89,14 +91,19 @@ def wait_for_lines(path, lines=1):
 def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     process = run_sh(folder)
     assert process.wait(PATIENCE_S) == 0 and CONTINUES not in process.stderr.read()
-    assert stages(folder)[0] == "cold_start" and sorted(stages(folder)[1:3]) == ["grpo", "grpo+gcd"]
-    assert stages(folder)[3:] == ["report"]
+    trained, *parallel, report = (folder / "calls").read_text().splitlines()
+    (evaluated,) = (call for call in parallel if call.startswith("cold_start "))
+    assert f"{evaluated} --evaluate none" == trained and report.startswith("report ")
+    assert sorted(stages(folder)[1:-1]) == ["cold_start", "grpo", "grpo+gcd"]
     assert run_sh(folder).wait(PATIENCE_S) == 0
-    assert stages(folder)[4:] == ["report"]
-    (folder / "runs/main/grpo/stages.json").unlink()
-    assert run_sh(folder).wait(PATIENCE_S) == 0
-    last = (folder / "calls").read_text().splitlines()[5]
-    assert last.startswith("grpo ") and "--resume --overwrite" in last and "--no-gcd" in last
+    assert stages(folder)[5:] == ["report"]
+    for name, file, flag in [("grpo", "stages.json", "--no-gcd"), ("cold_start", "evaluation.json", "")]:
+        (folder / "runs/main" / name / file).unlink()
+        before = len(stages(folder))
+        assert run_sh(folder).wait(PATIENCE_S) == 0
+        last = (folder / "calls").read_text().splitlines()[before]
+        assert last.startswith(f"{name} ") and "--resume --overwrite" in last and flag in last
+        assert stages(folder)[before + 1:] == ["report"]
 
 
 @pytest.mark.fast
@@ -217,8 +224,8 @@ def test_the_runs_are_those_of_the_table(folder, monkeypatch, job, table, second
     assert run_sh(folder, *job).wait(PATIENCE_S) == 0
     names = ["grpo", "grpo+gcd"]
     done = stages(folder)
-    assert done[0] == "cold_start" and done[-1] == "report" and sorted(done[1:3]) == names
-    assert sorted(done[3:-1]) == sorted(f"{name}{suffix}" for suffix in second for name in names)
+    assert done[0] == "cold_start" and done[-1] == "report"
+    assert sorted(done[1:-1]) == sorted(["cold_start", *names, *(n + s for s in second for n in names)])
     calls = {line.split()[0]: line.split()[2:]
              for line in (folder / "calls").read_text().splitlines()[:len(done) - 1]}
     for cell in cells_of(read_config(ROOT / f"lab/results/table1_{table}.json")):

@@ -223,7 +223,7 @@ def orphans(workdir, size):
     python = checkout / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     tiny = " ".join([*TINY, *"--iterations 400 --demonstrations ${D:-0} --judge-demonstrations 0".split()])
-    python.write_text("#!/usr/bin/env bash\ncase \"$*\" in *cold_start\\ *) D=20;; esac\n"
+    python.write_text("#!/usr/bin/env bash\ncase \"$*\" in *cold_start\\ *) D='20 --iterations 0';; esac\n"
                       f"case $1 in gcd.py) exec '{sys.executable}' \"$@\" {tiny} $MORE;; "
                       f"*) exec '{sys.executable}' \"$@\";; esac\n")
     shutil.copy(python, python.with_name("pip"))
@@ -243,7 +243,7 @@ def orphans(workdir, size):
         holders = [files.lock_holder(log.parent) for log in logs]
         shell.kill()
         shell.wait()
-        ended = wait_until(lambda: not any(files.lock_holder(log.parent) for log in logs), 30)
+        ended = wait_until(lambda: not any(map(files.lock_holder, out.glob("*/"))), 30)
         done = [len(files.iterations_in(files.read_lines(log)[0])) for log in logs]
         saved = [checkpoint.read_trainer(log.parent / "checkpoint")["state"]["iteration"] for log in logs]
         in_order = all(numbers == list(range(len(numbers))) for numbers in map(logged, logs))
