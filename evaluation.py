@@ -570,6 +570,8 @@ def main(argv=None):
     with printed("evaluation.py"):
         try:
             parsed = parse(argv)
+        except KeyboardInterrupt:
+            return 130
         except (ValueError, OSError) as error:
             print(f"evaluation.py: error: {error}; see --help".replace("\n", "\\n"), file=sys.stderr)
             return 2

@@ -485,7 +485,7 @@ def train(**settings):
         raise ValueError("--demonstrations=0 with --iterations=0: expected a --model to evaluate")
     with ExitStack() as resources, Stop.restored(), chdir("."):         # back from where a game may have gone
         status = run_all(config, resources)
-    if status:                                          # outside, where an error ends all ranks
+    if status:                                          # after the block, in which any error ends all ranks
         raise KeyboardInterrupt
     given = {name: value for name, value in settings.items() if name not in (*WHERE, *OF_TRAINING)}
     return load(folder if folder.is_dir() else config.model, **given)

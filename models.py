@@ -79,7 +79,7 @@ def make_chat(config, tokenizer):
                          "none (--prompt tags there)")
     environment = config.environment
     chat = Chat(tokenizer, style, config.show_admissible, environment)
-    asks = environment.ask and not (environment.parse or chat.bare or style == "plain")
+    asks = environment.ask and not (environment.parse or chat.bare)
     plugins.refuse("the class has no parse, which reads the answer" if asks else "", environment, "ask")
     if config.thoughts == "endpoint" and chat.bare:
         raise ValueError(f"--thoughts=endpoint: prompts of style {style} hold no thoughts here")

@@ -102,15 +102,17 @@ def begin(config, out, state, previous, resources):
 
 
 def evaluates_otherwise(config, out, state):
-    """Whether the run will evaluate, and OUT holds an evaluation of other splits, by another protocol, or
-    under an instruction where this one has none (or the reverse).
+    """Whether the run will evaluate, and OUT holds an evaluation of other splits or games, by another
+    protocol, or under an instruction where this one has none (or the reverse).
     """
     stored = files.read_json(out / files.EVALUATION)
     then = stored if isinstance(stored, dict) else {}                            # another file, if any
     now = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
+    games = {split: config.environment.tasks_hash(config.environment.split_tasks(split))
+             for split in config.splits}
     instructed = bool(config.correction_at_evaluation and state.get("instruction"))
     other = (sorted(dict_in(then, "splits")) != sorted(config.splits) or differing(then, now)
-             or bool(then.get("instruction")) != instructed)
+             or differing(dict_in(then, "games_hash"), games) or bool(then.get("instruction")) != instructed)
     return bool(stored and config.splits and other)
 
 
@@ -230,8 +232,8 @@ def check_state(path, state):
 
 
 def check_resumed(config, state, first):
-    """ValueError unless the run can be resumed with these settings. How it is evaluated may differ, and where
-    its games lie, if they are compared by content. first: see `first_record`.
+    """ValueError unless the run can be resumed with these settings. How it is evaluated may differ, and its
+    games, if it trains no more or they are compared by content. first: see `first_record`.
 
     The number of iterations may differ if none is done yet, if no learning rate decays over them, or if all
     are done and no more are asked for. A run that was cut would otherwise read as finished.

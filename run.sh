@@ -76,13 +76,13 @@ common=(--env household) cold_start=(--iterations 0) rl=(--demonstrations 0)
 if [ "${1:-}" = alfworld ]; then        # the flags of lab/results/table1_alfworld_hour.json
     [ $# = 1 ] || unknown "$2"
     games=${ALFWORLD_DATA:-$HOME/.cache/alfworld}/json_2.1.1
-    [ -d "$games/valid_seen" ] || {
+    [[ -d $games/valid_seen && -d $games/valid_unseen ]] || {
         install requirements.txt            # which the download needs
         echo "run.sh: no games in $games; .venv/bin/python -m envs.household download fetches them," \
              "to \$ALFWORLD_DATA if it is set" >&2; exit 2; }
     common+=(--games "$games" --hidden-size 96 --max-turns 30 --protocol eight)
     cold_start+=(--train-types all --evaluate L0,L1,L2 --demonstrations 12000 --dagger 49152)
-    rl+=(--rearranged --iterations 60 --lr 3e-4 --invalid-penalty 0.5)
+    rl+=(--train-types all --rearranged --iterations 60 --lr 3e-4 --invalid-penalty 0.5)
     OUT=${OUT:-runs/alfworld}
 elif [ "${1:-}" = smollm ]; then
     [ $# = 1 ] || unknown "$2"
@@ -97,7 +97,7 @@ for seed in $(sed -n 's/.*"config": {.*"seed": \([0-9]*\).*/\1/p' "$began" 2> /d
         echo "run.sh: SEED=$SEED: $OUT holds runs of seed $seed; give another OUT" >&2; exit 2; }
 done
 job=${1:-rooms}
-[ "$(cat "$OUT/job" 2> /dev/null || echo "$job")" = "$job" ] || {
+[ ! -s "$OUT/job" ] || [ "$(cat "$OUT/job")" = "$job" ] || {                   # empty: the disk was full
     echo "run.sh: $OUT holds the runs of another job, $(cat "$OUT/job"); give another OUT" >&2; exit 2; }
 install requirements.txt
 mkdir -p "$OUT"
@@ -160,20 +160,17 @@ print(player.play("household", "L0/3"))' "$1" > "$OUT/$2.part" &
     transcript "$OUT/cold_start/checkpoint" after
     exec .venv/bin/python -m report "$OUT"
 fi
-if [ ! -e "$OUT/cold_start/evaluation.json" ]; then
-    stage cold_start stages.json "${common[@]}" "${cold_start[@]}" --evaluate none &
+cold_start+=("${common[@]}")
+if [ ! -e "$OUT/cold_start/stages.json.old" ]; then     # its evaluation has not begun
+    stage cold_start stages.json "${cold_start[@]}" --evaluate none &
     wait $!
 fi
-# its evaluation, while RL runs from its model
-stage cold_start evaluation.json "${common[@]}" "${cold_start[@]}" >> "$OUT/cold_start.log" 2>&1 &
+# evaluated while RL runs from its model, so never trained again
+stage cold_start evaluation.json "${cold_start[@]}" --no-overwrite >> "$OUT/cold_start.log" 2>&1 &
 evaluation=$!
-if [ "${1:-}" = alfworld ]; then
-    both "" --train-types all
-    both -part --train-types part
-else
-    both ""
-fi
+both ""
 wait $evaluation || { cat "$OUT/cold_start.log" >&2; exit 1; }
+[ "${1:-}" != alfworld ] || both -part --train-types part
 .venv/bin/python -m report "$OUT"
 echo "next: open the report, .venv/bin/python -m report $OUT --open; play a game,"
 echo "      .venv/bin/python -m envs.household; read one iteration of RL: gcd.py, function iteration"

@@ -44,12 +44,13 @@ DATE = "26 Jul 2024"                    # in Llama's system message, which would
 MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
 HOLE = MARK.format("")                  # and for the message in what is kept of it
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
-COMMAND = r">((?s:(?!</?\w+>).)*)</action>\s*"            # no tags in it; "<" and ">" alone, as in "< Prev"
+UNTAGGED = r"((?s:(?!</?\w+>).)*)"              # a command: no tags in it; "<" and ">" alone, as in "< Prev"
+COMMAND = ">" + UNTAGGED + r"</action>\s*"
 TAGGED = r"\s*" + TAG + r"\s*[^<>\s][^<>]*</\1>\s*"
 ONE_THOUGHT = r"(?s)\s*<think>(?:(?!</think>).)*</think>\s*"
 PREFIX = {"think": ONE_THOUGHT + ACTION_START, "tags": TAGGED + ACTION_START}
 THOUGHT_ACTION, TAG_ACTION = (re.compile(start + COMMAND) for start in PREFIX.values())
-SMALL_TAG_ACTION = re.compile(TAG + r"([^<>]*)", re.DOTALL)
+SMALL_TAG_ACTION = re.compile(TAG + UNTAGGED)
 THOUGHT = "The next thing to do for the task is: {command}."
 OWN_THOUGHT = "The next thing to do for the task is the following."
 

@@ -22,12 +22,15 @@ import config
 from lab.bench.study import cells_of, read_config
 
 ROOT = Path(__file__).resolve().parent.parent
+METHODS = ["grpo", "grpo+gcd"]
 CONTINUES = "run.sh: the same command continues\n"
 STAND_IN = """#!/usr/bin/env bash
 out=$(printf '%s\\n' "$@" | grep -A1 -x -e --out | tail -1)
 name=$(basename "${out:-report}")
+case "$*" in *--no-overwrite*) name=evaluation;; esac
 echo "$name $*" >> calls
 plan=$(cat "plan-$name" 2> /dev/null || true)
+[ $name != evaluation ] || mv "$out/stages.json" "$out/stages.json.old"
 if [ "$plan" = wait ]; then
     signals=0
     trap 'signals=$((signals + 1)); echo "$name" >> signals' TERM
@@ -35,10 +38,11 @@ if [ "$plan" = wait ]; then
     for _ in {1..2400}; do [ $signals -ge "$(cat times)" ] && exit 130; sleep 0.05; done
     exit 1
 fi
-[ "$plan" != fail ] || { while [ -e plan-grpo ] && [ ! -e pid-grpo ]; do sleep 0.05; done; exit 1; }
+[ "$plan" != fail ] || { while [ -e plan-grpo ] && [ ! -e pid-grpo ]; do sleep 0.05; done
+                         echo "$name failed"; exit 1; }
 [ -z "$out" ] && exit
 mkdir -p "$out" && touch "$out/stages.json"
-case "$*" in *'--evaluate none'*) ;; *) touch "$out/evaluation.json";; esac
+[ $name = cold_start ] || touch "$out/evaluation.json"
 """
 
 
@@ -91,19 +95,42 @@ def wait_for_lines(path, lines=1):
 def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     process = run_sh(folder)
     assert process.wait(PATIENCE_S) == 0 and CONTINUES not in process.stderr.read()
-    trained, *parallel, report = (folder / "calls").read_text().splitlines()
-    (evaluated,) = (call for call in parallel if call.startswith("cold_start "))
-    assert f"{evaluated} --evaluate none" == trained and report.startswith("report ")
-    assert sorted(stages(folder)[1:-1]) == ["cold_start", "grpo", "grpo+gcd"]
+    assert stages(folder)[0] == "cold_start" and sorted(stages(folder)[1:4]) == ["evaluation", *METHODS]
+    assert stages(folder)[4:] == ["report"]
     assert run_sh(folder).wait(PATIENCE_S) == 0
     assert stages(folder)[5:] == ["report"]
-    for name, file, flag in [("grpo", "stages.json", "--no-gcd"), ("cold_start", "evaluation.json", "")]:
-        (folder / "runs/main" / name / file).unlink()
-        before = len(stages(folder))
-        assert run_sh(folder).wait(PATIENCE_S) == 0
-        last = (folder / "calls").read_text().splitlines()[before]
-        assert last.startswith(f"{name} ") and "--resume --overwrite" in last and flag in last
-        assert stages(folder)[before + 1:] == ["report"]
+    (folder / "runs/main/grpo/stages.json").unlink()
+    assert run_sh(folder).wait(PATIENCE_S) == 0
+    last = (folder / "calls").read_text().splitlines()[6]
+    assert last.startswith("grpo ") and "--resume --overwrite" in last and "--no-gcd" in last
+
+
+@pytest.mark.fast
+def test_the_cold_start_is_evaluated_beside_rl_and_not_trained_again(folder):
+    (folder / "plan-evaluation").write_text("wait")
+    process = with_both_waiting(folder)
+    wait_for_lines(folder / "pid-evaluation")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 130 and not is_running(folder, "evaluation")
+    assert sorted((folder / "signals").read_text().split()) == ["evaluation", *METHODS]
+    trained, *others = (folder / "calls").read_text().splitlines()
+    (evaluated,) = (call for call in others if call.startswith("evaluation "))
+    assert trained.removeprefix("cold_start").removesuffix(" --evaluate none") == (
+        evaluated.removeprefix("evaluation").removesuffix(" --no-overwrite"))
+    for name in ("evaluation", *METHODS):
+        (folder / f"plan-{name}").write_text("fail" if name == "evaluation" else "")
+    process = run_sh(folder)
+    assert "evaluation failed" in process.communicate()[1] and process.returncode == 1
+    assert sorted(stages(folder)[4:]) == ["evaluation", *METHODS]
+
+
+@pytest.mark.fast
+def test_an_evaluation_that_failed_is_repeated_alone(folder):
+    for plan, status in (("fail", 1), ("", 0)):
+        (folder / "plan-evaluation").write_text(plan)
+        assert run_sh(folder).wait(PATIENCE_S) == status
+    assert sorted(stages(folder)[1:4]) == ["evaluation", *METHODS]
+    assert stages(folder)[4:] == ["evaluation", "report"]
 
 
 @pytest.mark.fast
@@ -211,7 +238,8 @@ def test_a_signal_during_the_cold_start_is_passed_to_it(folder):
 
 def with_games(folder, monkeypatch):
     """Create the folder of ALFWorld's games."""
-    (folder / "data/json_2.1.1/valid_seen").mkdir(parents=True)
+    for split in ("valid_seen", "valid_unseen"):
+        (folder / "data/json_2.1.1" / split).mkdir(parents=True)
     monkeypatch.setenv("ALFWORLD_DATA", str(folder / "data"))
 
 
@@ -222,12 +250,12 @@ def test_the_runs_are_those_of_the_table(folder, monkeypatch, job, table, second
     """The same calls as the cells of lab/results/table1_X.json, except for folders."""
     with_games(folder, monkeypatch)
     assert run_sh(folder, *job).wait(PATIENCE_S) == 0
-    names = ["grpo", "grpo+gcd"]
     done = stages(folder)
-    assert done[0] == "cold_start" and done[-1] == "report"
-    assert sorted(done[1:-1]) == sorted(["cold_start", *names, *(n + s for s in second for n in names)])
+    assert done[0] == "cold_start" and sorted(done[1:4]) == ["evaluation", *METHODS]
+    assert sorted(done[4:]) == sorted(["report", *(name + suffix for suffix in second for name in METHODS)])
     calls = {line.split()[0]: line.split()[2:]
-             for line in (folder / "calls").read_text().splitlines()[:len(done) - 1]}
+             for line in (folder / "calls").read_text().splitlines()}
+    del calls["report"], calls["evaluation"]
     for cell in cells_of(read_config(ROOT / f"lab/results/table1_{table}.json")):
         if cell.seed == 0 and (called := calls.pop(cell.row + cell.suffix, None)):
             actual, expected = (settings_of([f for f in flags if f not in ("--resume", "--overwrite")])

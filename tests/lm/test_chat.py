@@ -358,7 +358,8 @@ def test_parse(tokenizer, style, text, action):
 
 TAG_CASES = [
     ("<explore>look", "look", "explore"), ("<monitor> go left", "go left", "monitor"), ("look", None, None),
-    ("<explore>", None, None), ("<explore><monitor>look", None, None), ("<think>look", None, None)]
+    ("<explore>", None, None), ("<explore><monitor>look", None, None), ("<think>look", None, None),
+    ("<explore>click[< Prev]", "click[< Prev]", "explore")]
 LONG_TAG_CASES = [
     ("<planning>First A.</planning><action>look</action>", "look", "planning"),
     (" <reflection>\nB failed.\n</reflection>\n<action> go left </action> ", "go left", "reflection"),
