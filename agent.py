@@ -174,12 +174,15 @@ def load(folder, **settings):
     it plays on the CPU, in fp32); it is prompted as in its run, and in its environment limited to admissible
     commands if the run was, unless other flags are given. The run's other settings are not restored, and have
     to be given: those of the environment, such as task_ids, and max_turns, context and max_response_tokens.
-    ValueError for a folder without weights, an unknown architecture, or wrong settings.
+    ValueError for a folder without weights, an unknown architecture, or wrong settings, and for a
+    temperature, which `play` takes.
 
     >>> agent = load("lab/results/alfworld_model")
     >>> agent.model.config.hidden_size
     96
     """
+    if "temperature" in settings:
+        raise ValueError("--temperature: give it to play")
     folder = smollm2.named(folder)
     if "env" in settings:
         settings["env"] = str(settings["env"])                     # may be a Path

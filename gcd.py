@@ -467,9 +467,9 @@ def attempt(config, resources):
 def train(**settings):
     """The command as a function: train(iterations=2, gcd=False) is `gcd.py --iterations 2 --no-gcd`.
 
-    Starts no process; under torchrun each rank calls it. Returns the trained Agent, which plays under the
-    same settings. ValueError for wrong settings, before any work; KeyboardInterrupt, after saving, if the run
-    was interrupted.
+    Starts no process; under torchrun each rank calls it. Returns the trained Agent, on the CPU, which plays
+    under the same settings, but at `play`'s temperature. ValueError for wrong settings, before any work;
+    KeyboardInterrupt, after saving, if the run was interrupted.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -487,7 +487,8 @@ def train(**settings):
         status = run_all(config, resources)
     if status:                                          # after the block, in which any error ends all ranks
         raise KeyboardInterrupt
-    given = {name: value for name, value in settings.items() if name not in (*WHERE, *OF_TRAINING)}
+    given = {name: value for name, value in settings.items()
+             if name not in ("temperature", *WHERE, *OF_TRAINING)}
     return load(folder if folder.is_dir() else config.model, **given)
 
 

@@ -34,7 +34,8 @@ def main(argv=None):
         with printed("report"):
             return run_compare(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m report", allow_abbrev=False,
-                                     description="Write a run folder's report.html and summary.json.")
+                                     description="Write a run folder's report.html and summary.json.",
+                                     epilog="python -m report compare --help: two evaluations, game by game")
     parser.add_argument("folder", type=Path, nargs="?",
                         help="folder of a run, or of several methods' (default: runs/main); with --gallery, "
                         "the studies' results (default: lab/results/studies)")

@@ -300,8 +300,8 @@ def stages_chart(run, stages, top_s):
 
 
 def time_charts(runs):
-    """One stacked chart per method that logged times."""
-    found = [(run, stages) for run in runs if (stages := stage_seconds(run))]
+    """One stacked chart per method that logged times, of two iterations at least: an area has a width."""
+    found = [(run, stages) for run in runs if (stages := stage_seconds(run)) and len(stages[0][1]) > 1]
     tops = [sum(points[x] for _, points in stages) for _, stages in found for x in stages[0][1]]
     return [stages_chart(run, stages, max(tops)) for run, stages in found]
 

@@ -114,7 +114,7 @@ def load(path):
                     won = shares[split].setdefault(mode, {})
                     won[entry["game"]] = digits.count("1"), len(digits)
     player = facts.get("player") or {}
-    name = player.get("name") or (path.parent.name if path.name == files.EVALUATION else path.stem)
+    name = player.get("name") or (path.resolve().parent.name if path.name == files.EVALUATION else path.stem)
     episodes = files.EPISODES if path.name == files.EVALUATION else f"{path.stem}.{files.EPISODES}"
     stored, _ = read.checked_lines(path.with_name(episodes), read.check_episode)
     return Evaluation(path, str(name), facts, shares, [e for e in stored if e.get("phase") == "evaluation"])
@@ -284,10 +284,11 @@ def page_of(a, b, changes, notes):
     for change in changes:
         for entry in change.flipped:
             both = transcripts(a, b, change, *entry)
-            budget -= sum(len(text) for texts in both for text in texts)
-            missing = "(left out: the page is full)" if budget < 0 else "(no transcript is stored)"
-            games.append((change, entry[0], share(entry[1]), share(entry[2]),
-                          [[], []] if budget < 0 else both, missing))
+            size = sum(len(text) for texts in both for text in texts)
+            missing = "(left out: the page is full)" if size > budget else "(no transcript is stored)"
+            both = [[], []] if size > budget else both
+            budget -= size * any(both)
+            games.append((change, entry[0], share(entry[1]), share(entry[2]), both, missing))
     return page.templates().get_template("compare.html").render(
         notes=notes, facts=named_differences(a, b), sentences=[sentence(change) for change in changes],
         games=games)

@@ -187,6 +187,4 @@ def command(run):
     """The command line that repeats this run: every flag that it read, with its value."""
     read = {name: value for name, value in flags_of(run.header.get("config", {})).items()
             if value is not None and name not in ("resume", "overwrite")}     # these go on with a run
-    parts = (argument.partition("=") for argument in arguments(read))
-    return " ".join(["python gcd.py", *(f"{flag}={shlex.quote(value)}" if equals else flag
-                                        for flag, equals, value in parts)])
+    return shlex.join(["python", "gcd.py", *arguments(read)])

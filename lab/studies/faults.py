@@ -367,7 +367,7 @@ def page(results, taught, command):
     rules_fired = fired(results)
     lessons_text = "\n".join(f"**{row['title'].capitalize()}.** {row['what']} Rule: {row['tell']}. "
                      f"{'It fires' if row['told'] else 'It does NOT fire'}. {row['found']}"
-                     + (f" gcd.py itself stops such a run: `{row['error']}`." if row["error"] else "")
+                     + (f" gcd.py itself stopped this run: `{row['error']}`." if row["error"] else "")
                      + f"\n\n![{row['title']}]({row['picture']})\n" for row in taught)
     rules = markdown(["run", *(f"rule of {name}" for name in FAULTS)], [
         [name, *("yes" if key in rules_fired[name] else "" for key in FAULTS)] for name in rules_fired])

@@ -326,6 +326,8 @@ def test_load_never_plays_beyond_a_models_positions(tmp_path):
     for setting in ({"device": "cpu"}, {"dtype": "bfloat16"}, {"model": "smollm2"}):
         with pytest.raises(ValueError, match=f"--{min(setting)}: give it to load"):
             player.play("household", "L0/3", **setting)
+    with pytest.raises(ValueError, match="--temperature: give it to play"):
+        gcd.load(tmp_path / "model", temperature=1.0)
 
 
 @pytest.mark.fast
@@ -389,7 +391,8 @@ def handlers():
 def test_train_equals_the_command(start, tmp_path):
     """The same weights and metrics; signal handlers are restored, and no process group is left."""
     before = handlers()
-    trained = gcd.train(**options(TINY), model=start, demonstrations=0, out=tmp_path / "library")
+    trained = gcd.train(**options(TINY), model=start, demonstrations=0, out=tmp_path / "library",
+                        temperature=1.0)
     assert handlers() == before and not parallel.is_distributed()
     assert train(tmp_path / "command", *start_from(start)) == 0
     library, command = tmp_path / "library", tmp_path / "command"

@@ -444,10 +444,10 @@ def test_an_evaluation_by_another_protocol_is_another(tmp_path, flags, other):
     files.write_json(tmp_path / files.EVALUATION, stored)
     assert resume.evaluates_otherwise(settings, tmp_path, {}) is other
     tasks = settings.environment.split_tasks("L0")
-    for games, same in ((tasks, True), (tasks[1:], False)):
+    for games, otherwise in ((tasks, other), (tasks[1:], bool(settings.splits))):
         games_hash = {"L0": settings.environment.tasks_hash(games)}
         files.write_json(tmp_path / files.EVALUATION, stored | {"games_hash": games_hash})
-        assert resume.evaluates_otherwise(settings, tmp_path, {}) is (other if same else bool(settings.splits))
+        assert resume.evaluates_otherwise(settings, tmp_path, {}) is otherwise
     for broken in ({"splits": 3}, [1]):
         files.write_json(tmp_path / files.EVALUATION, broken)
         assert resume.evaluates_otherwise(settings, tmp_path, {}) is bool(settings.splits)

@@ -314,7 +314,7 @@ def test_command_repeats_every_flag(tmp_path):
     config = {"group_size": 8, "gcd": False, "resume": True, "overwrite": True, "model": "a b", "out": None}
     write_method(tmp_path, "grpo", config=config)
     assert tables.command(read.read_runs(tmp_path)[0]) == (
-        "python gcd.py --group-size=8 --no-gcd --model='a b'")
+        "python gcd.py --group-size=8 --no-gcd '--model=a b'")
 
 
 @pytest.mark.parametrize("flags", ["", "--no-gcd --iterations 0 --dagger 64", "--algo ppo --kl loss",
@@ -329,9 +329,9 @@ def test_the_command_is_accepted_and_repeats_the_run(tmp_path, flags):
 
 
 def test_a_run_of_an_old_version_has_its_command(tmp_path):
-    write_method(tmp_path, "grpo", config={"algo": "gone", "env": "none", "long_gone": 3})
+    write_method(tmp_path, "grpo", config={"algo": "gone", "env": "none", "long_gone": 3, "a;b": 1})
     assert tables.command(read.read_runs(tmp_path)[0]) == (
-        "python gcd.py --algo=gone --env=none --long-gone=3")
+        "python gcd.py --algo=gone --env=none --long-gone=3 '--a;b=1'")
 
 
 @pytest.mark.parametrize("lost", [[], [5], [0, 100], range(140), range(1, 140)])
@@ -372,6 +372,8 @@ def test_charts_have_room_for_every_run_and_for_zero(tmp_path):
     (axes,) = (chart.axes for chart in charts.panel_charts(charts.PANELS, runs))
     assert (axes.x_low, axes.x_high, axes.y_ticks) == (0, 5, [0, 25, 50, 75, 100])
     assert [chart.axes.y_ticks[-1] for chart in charts.time_charts(runs)] == [40, 40]
+    write_method(tmp_path, "c", [{"iteration": 0, "time/update_s": 50}])       # an area without a width
+    assert len(charts.time_charts(read.read_runs(tmp_path))) == 2
 
 
 def test_ticks_below_a_chart_are_integers_within_it():
