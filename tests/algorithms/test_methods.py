@@ -96,6 +96,7 @@ def test_correction_logs_its_source_and_is_used_at_evaluation_if_the_flag_is_set
     found = json.loads((tmp_path / "rl" / "evaluation.json").read_text())
     assert found["instruction"] == (made[-1]["text"] if stays == "--correction-at-evaluation" else "")
     assert found["splits"]["dev"]["sampled"]["n"] == 128 and found["temperature"] == 0.4
+    assert found["splits"]["dev"]["sampled"]["turns"] > 8              # the protocol's 30, not the run's
     folder = tmp_path / "rl" / "checkpoint"
     saved = torch.load(folder / "trainer.pt", weights_only=True)["state"]["instruction"]
     assert saved == made[-1]["text"]

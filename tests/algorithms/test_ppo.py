@@ -249,18 +249,21 @@ def test_a_second_assignment_replaces_the_first(stub, first, second):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cut", [15, 20])
 def test_two_ranks_give_the_credit_of_one(stub, monkeypatch, variant, cut):
-    """The second rank has one of the four groups, or none; advantages are whitened over both ranks."""
-    method, episodes = ppo_of(variant=variant), random_episodes(16)
+    """The second rank has one of the four groups, or none; advantages are whitened over both ranks, and both
+    take every step of the critic, which is a collective."""
+    method, episodes, steps = ppo_of(minibatches=2, variant=variant), random_episodes(16), []
     advantages_of(method, episodes)
     want = written(episodes)
     monkeypatch.setattr(parallel, "any_rank", lambda flag: True)
 
     def call(part):
+        stub.parts.clear()
         advantages_of(method, part)
+        steps.append(len(stub.parts))
         return written(part)
 
     first, second = on_two_ranks(monkeypatch, call, (episodes[:cut], episodes[cut:]))
-    assert first | second == pytest.approx(want, abs=1e-4)
+    assert first | second == pytest.approx(want, abs=1e-4) and {*steps} == {2}
 
 
 # The critic

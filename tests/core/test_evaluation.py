@@ -187,19 +187,20 @@ def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypa
 
 @needs_games
 def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee):
-    """Its first 16 games of L1, eight times each: sampled tokens may differ by rounding on another CPU."""
+    """Games of L1 that it wins in some of eight plays; sampled tokens may differ by rounding elsewhere."""
     committed = files.read_json(REFEREE / "alfworld_model.json")
-    household = envs.household.Environment
-    tasks_of = household.split_tasks
-    monkeypatch.setattr(household, "split_tasks", lambda self, name: tasks_of(self, name)[:16])
+    played = {i: entry["sampled"] for i, entry in enumerate(committed["outcomes"]["L1"])
+              if len({*entry["sampled"]}) == 2}
+    specs_of = evaluation.episode_specs
+    monkeypatch.setattr(evaluation, "episode_specs", lambda *given: [
+        spec for spec in specs_of(*given) if spec.group in played])           # with their places' own streams
     monkeypatch.setitem(config.PROTOCOLS, "eight", config.Protocol({"sampled": 1.0}, plays=8))
     status, result, _ = referee("--player", COMMITTED, "--games", GAMES, "--protocol", "eight",
                                 "--max-turns", 30)
     assert status == 0 and result["player"]["weights"] == committed["player"]["weights"]
-    # random streams are named by the game's place in its split, so the first games play as they do among all
-    ours = "".join(entry["sampled"] for entry in result["outcomes"]["L1"])
-    theirs = "".join(entry["sampled"] for entry in committed["outcomes"]["L1"][:16])
-    assert len(ours) == 128 and sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 4
+    ours, theirs = "".join(entry["sampled"] for entry in result["outcomes"]["L1"]), "".join(played.values())
+    assert len(ours) > 99 and sum(a != b for a, b in zip(ours, theirs, strict=True)) <= 8    # by rounding
+    assert theirs.count("0") > 30                              # as many as other draws would give back
     assert 0 < result["splits"]["L1"]["sampled"]["prompt_tokens"]
 
 

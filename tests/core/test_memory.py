@@ -259,6 +259,22 @@ def test_a_checkpoint_of_a_fused_optimizer_loads_into_an_unfused_one(tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_loaded_optimizer_has_its_step_count_on_the_device_that_it_reads(tmp_path, monkeypatch, fused):
+    """Fused AdamW, as on CUDA, reads it on the parameter's device, here "meta", unfused AdamW on the CPU."""
+    saved = new_model()
+    optimizer = adamw(saved)
+    update.update(saved, optimizer, some_samples(saved), OBJECTIVE, lr=1e-3)
+    checkpoint.save_checkpoint(tmp_path / "saved", saved, optimizer, {}, decoder.save_pretrained)
+    loaded = new_model().to("meta")
+    empty = adamw(loaded)
+    empty.defaults["fused"] = fused
+    monkeypatch.setattr(checkpoint, "fill", lambda *given: None)
+    checkpoint.load_trainer(tmp_path / "saved", loaded, empty)
+    assert {state["step"].device.type for state in empty.state.values()} == {"meta" if fused else "cpu"}
+
+
+@pytest.mark.fast
 def test_gradients_are_added_in_place():
     """Bit for bit 0.3 * a + 0.7 * b, in the memory of a; both lists are emptied, which frees b's."""
     model = torch.nn.ParameterList([torch.zeros(50) for _ in range(3)])

@@ -593,6 +593,47 @@ def test_a_malformed_entry_of_a_checkpoints_state_is_named(name, value):
         resume.check_state("trainer.pt", state | {name: value})
 
 
+def test_a_stop_that_one_rank_hears_stops_and_saves_on_all(start, tmp_path):
+    """Saving is a collective: a rank that went on would wait in another one."""
+    out = tmp_path / "run"
+    flags = [*TINY, *map(str, start_from(start)), "--iterations", "400"]
+    processes, outputs = forked.start([ROOT / "gcd.py", *flags, "--out", out], ENVIRONMENT, tmp_path, ranks=2)
+    wait_for(lambda: (out / files.METRICS).exists() and rows(out), limit_s=120)
+    os.kill(processes[1].pid, signal.SIGTERM)
+    done = forked.join(processes, outputs, timeout=120)
+    assert [process.exitcode for process in processes] == [130, 130], done.text[-4000:]
+    assert checkpoint.read_trainer(out / "checkpoint")["state"]["iteration"] == len(rows(out)) < 400
+
+
+@pytest.mark.fast
+def test_damaged_weights_are_refused_or_replaced_by_the_checkpoint_before(trained, tmp_path, capsys):
+    """They would load as other weights."""
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    whole, path = out / "checkpoint.old", out / "checkpoint" / "model.safetensors"
+    shutil.copytree(out / "checkpoint", whole)
+    content = path.read_bytes()
+    path.write_bytes(content[:-8] + bytes(8))
+    resumed = ["--demonstrations", 0, "--model", "", "--resume"]
+    whole.rename(tmp_path / "kept")
+    assert train(out, *resumed) == 1
+    assert_one_error(capsys, "not the file that this checkpoint was saved with")
+    (tmp_path / "kept").rename(whole)
+    assert train(out, *resumed) == 0 and path.read_bytes() == content
+
+
+@pytest.mark.fast
+def test_a_checkpoint_whose_state_is_malformed_is_not_resumed(trained, tmp_path, capsys):
+    out = tmp_path / "run"
+    shutil.copytree(trained, out)
+    path = out / "checkpoint" / checkpoint.TRAINER_FILE
+    content = torch.load(path, weights_only=True)
+    content["state"]["seconds"] = 3
+    torch.save(content, path)
+    assert train(out, "--demonstrations", 0, "--model", "", "--resume") == 1
+    assert_one_error(capsys, "trainer.pt: not a run's: its seconds is 3")
+
+
 # One run in a folder
 
 @pytest.fixture

@@ -490,6 +490,7 @@ def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     cold = "--demonstrations 24 --cold-start-lr 0 --judge-demonstrations 40 --slots 3"
     flags = [*start_from(start)[:2], *cold.split(),
              *"--iterations 1 --microbatch-tokens 600 --max-response-tokens 4".split(), *method.split(),
+             *"--evaluate dev --evaluate-tasks 6 --protocol sampled --save-rollouts".split(),
              "--group-size", 4 if "--tasks" not in method else 1, "--seed"]
     distances = nearest_draws(monkeypatch)
     for seed in range(30):
@@ -509,6 +510,14 @@ def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     assert one["judge/tokens"] and one["policy/tokens"] and one["policy/clip_frac"] is not None
     assert one == pytest.approx(two, rel=1e-5, abs=1e-5)
     torch.testing.assert_close(weights(tmp_path / "one"), weights(tmp_path / "two"), rtol=1e-4, atol=2e-5)
+    one, two = (files.read_json(tmp_path / name / "evaluation.json") for name in ("one", "two"))
+    assert one["splits"] == two["splits"] and one["outcomes"] == two["outcomes"]
+    assert two["splits"]["dev"]["sampled"]["n"] == len(two["outcomes"]["dev"]) == 6
+    one, two = (files.read_lines(tmp_path / name / files.ROLLOUTS / "00000.jsonl")[0]
+                for name in ("one", "two"))
+    one, two = ([(episode["index"], [turn["response_ids"] for turn in episode["turns"]])
+                 for episode in episodes] for episodes in (one, two))
+    assert one == two and len(two) == 16
 
 
 def numbers(out, phase="rl"):

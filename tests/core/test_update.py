@@ -202,6 +202,9 @@ def test_inputs_are_not_changed(model, samples, judgements):
 def test_the_papers_preset_has_the_entropy_in_its_objective():
     assert session.objective_of(config.parse(["--preset", "paper"])).entropy_coef == 0.001
     assert session.objective_of(config.parse([])).entropy_coef == 0
+    flags = {"microbatch_tokens": 512, "max_grad_norm": 0.5}
+    objective = session.objective_of(config.parse(config.arguments(flags)))
+    assert {name: getattr(objective, name) for name in flags} == flags
 
 
 def test_the_weight_of_a_kl_in_the_loss_is_its_flags():

@@ -30,7 +30,7 @@ import batching
 import update
 from lm import attention, engine, logprobs
 from lm import model as decoder
-from lm.engine import Sampling, Slots
+from lm.engine import Answers, Sampling, Slots
 from losses import clipped_surrogate
 
 GROUP = 6, 7, 8, 5, 9           # tokens after the prompt, which is 20, of a group's episodes
@@ -656,13 +656,38 @@ def test_a_step_is_captured_once_for_each_temperature(model, chat, monkeypatch):
         current_stream=lambda: stream, stream=nullcontext, graph_pool_handle=object,
         graph=lambda graph, **more: nullcontext(),
         CUDAGraph=lambda: SimpleNamespace(replay=lambda: replayed.append(temperatures[-1]))))
-    monkeypatch.setattr(Slots, "step", lambda slots, *given: temperatures.append(slots.sampling.temperature))
+
+    def step(slots, *given):
+        assert not slots.active_B.any()                        # it draws no token of a response
+        temperatures.append(slots.sampling.temperature)
+
+    monkeypatch.setattr(Slots, "step", step)
     slots = Slots(model, 2, 64, chat.stop_ids, Sampling(1.0, 4))
     for temperature, limit in ((1.0, 4), (1.0, 3), (0.4, 4)):
         slots.restart(64, Sampling(temperature, limit))
+        slots.active_B.fill_(True)
         slots.replay(2, 64)
+        assert slots.active_B.all()
     assert temperatures == [1.0] * 3 + [0.4] * 3               # two to warm up, and the capture
     assert replayed == [1.0, 1.0, 0.4] and len(slots.graphs) == 2
+
+
+@pytest.mark.fast
+def test_graphs_are_forgotten_with_the_tensors_that_they_refer_to(model, with_varlen, chat):
+    """Longer responses, a cache that grows, and of answers longer prompts."""
+    with_varlen()
+    slots = Slots(model, 2, 900, chat.stop_ids, Sampling(1.0, 4))
+    answers = Answers(model, 1, 2, chat.stop_ids, Sampling(1.0, 4))
+    for begun, change in ((slots, lambda: slots.restart(900, Sampling(1.0, 9))),
+                          (slots, lambda: slots.begin([0], [[7] * 800], [1])),
+                          (answers, lambda: answers.begin([0, 1], [[7] * 9] * 2, [1, 2])),
+                          (answers, lambda: answers.begin([0, 1], [[7] * 800] * 2, [3, 4]))):
+        begun.graphs = {"a key": "a graph"}
+        change()
+        assert begun.graphs == {}
+    slots.graphs = graphs = {"a key": "a graph"}
+    slots.restart(900, Sampling(0.4, 5))                       # replaces no tensor
+    assert slots.graphs is graphs
 
 
 @pytest.mark.fast
